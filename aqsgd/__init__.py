@@ -1,0 +1,1 @@
+"""AQ-SGD: activations are sent as changes against what was last seen of the same sample."""

@@ -1,0 +1,1 @@
+"""Configuration, command line, training loop, data, checkpoints and reports: joins the engines."""

@@ -1,0 +1,5 @@
+"""The pipeline engine: stages of a transformer on different ranks, joined by compressed links.
+
+`wire/` turns tensors into bytes, `boundary.py` is one end of one direction of a cut, `link.py` moves
+the bytes, `stage.py` joins them to torch's schedules, `engine.py` runs training and evaluation steps.
+"""

@@ -1,0 +1,57 @@
+"""fp32, bf16 and fp16 as codecs: a cast, and the bytes of the result.
+
+Lossless for values that the format can hold; `fp16` turns magnitudes above 65504 into infinity.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipeline.wire.codec import Noise
+
+CastFormat = Literal["fp32", "bf16", "fp16"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_IDS = {"fp32": 1, "bf16": 2, "fp16": 3}
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A row is its values in `format`, in order, little endian."""
+
+    format: CastFormat
+
+    @property
+    def codec_id(self) -> int:
+        """Number of the codec in message headers."""
+        return _IDS[self.format]
+
+    @property
+    def bits(self) -> int:
+        """Bits per value."""
+        return 8 * _DTYPES[self.format].itemsize
+
+    def nbytes(self, numel: int) -> int:
+        """Exact bytes of a row of `numel` values."""
+        return numel * _DTYPES[self.format].itemsize
+
+    def encode(
+        self,
+        x_BN: Tensor,
+        wire_BW: Tensor,
+        seen_BN: Tensor | None = None,
+        *,
+        noise: Noise | None = None,
+    ) -> None:
+        """Write the rows' bytes; deterministic, so `noise` is not used."""
+        cast_BN = x_BN.to(_DTYPES[self.format]).contiguous()
+        wire_BW.copy_(cast_BN.view(torch.uint8).view(x_BN.shape[0], -1))
+        if seen_BN is not None:
+            seen_BN.copy_(cast_BN)
+
+    def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
+        """Write the rows' values; the clone aligns bytes that start anywhere in a message."""
+        aligned_BW = wire_BW.clone(memory_format=torch.contiguous_format)
+        out_BN.copy_(aligned_BW.view(_DTYPES[self.format]).view(out_BN.shape))

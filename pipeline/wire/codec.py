@@ -1,0 +1,50 @@
+"""The Codec contract: rows of values to rows of bytes, without memory of past calls.
+
+Axes: B rows (samples), N values per row, W bytes per row.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Names the random numbers of one `encode` call, so that a replay draws the same ones.
+
+    `key` (64 bits: run seed and place), `step` (32 bits) and one 64-bit number per row, usually the
+    sample id, address a counter-based generator; no generator state exists anywhere.
+    """
+
+    key: int
+    step: int
+    row_B: Tensor
+
+
+class Codec(Protocol):
+    """Turns each row of values into a row of bytes of known size, and back.
+
+    Rows are independent: a row's bytes do not depend on what else is in the batch. `encode`
+    writes every byte of `wire_BW`; with `seen_BN` it also writes what the peer's `decode` will
+    produce, bit for bit. NaN or infinity never decodes to something finite that hides the fault.
+    """
+
+    @property
+    def codec_id(self) -> int:
+        """Number of the codec in message headers."""
+
+    @property
+    def bits(self) -> int:
+        """Bits per value, scales aside."""
+
+    def nbytes(self, numel: int) -> int:
+        """Exact bytes of a row of `numel` values."""
+
+    def encode(
+        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
+    ) -> None:
+        """Write the rows' bytes to `wire_BW` (uint8)."""
+
+    def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
+        """Write the rows' values to `out_BN` (any floating dtype)."""

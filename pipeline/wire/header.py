@@ -1,0 +1,99 @@
+"""The fixed header of every message, and the error when two ends disagree.
+
+gloo takes a message shorter than the posted receive without a word and ends the process on a
+longer one; sizes are therefore exact and this header is checked before a byte is used. 48 bytes,
+little endian:
+
+    offset  bytes  field
+    0       4      magic "TPW1"
+    4       1      direction: 0 forward, 1 backward
+    5       1      codec id
+    6       1      bits per value
+    7       1      reserved, 0
+    8       8      run id
+    16      8      step
+    24      4      cut: index of the first layer after it
+    28      4      microbatch
+    32      4      CRC-32 of the sample ids (int64, little endian)
+    36      4      CRC-32 of the payload
+    40      8      length of the payload in bytes
+"""
+
+import struct
+import zlib
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+HEADER_NBYTES = 48
+
+_LAYOUT = struct.Struct("<4sBBBxQQIIIIQ")
+_MAGIC = b"TPW1"
+_DIRECTIONS = ("forward", "backward")
+
+
+class DesyncError(RuntimeError):
+    """Two ends of a link disagree about a message: the state of one of them is not as it should."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a message says about itself; both ends compute all but `payload_crc` alike."""
+
+    direction: int
+    codec_id: int
+    bits: int
+    run_id: int
+    step: int
+    cut: int
+    microbatch: int
+    ids_crc: int
+    length: int
+
+    def write(self, message: Tensor) -> None:
+        """Fill the header of `message` (uint8: header, then payload) from the payload it holds."""
+        packed = _LAYOUT.pack(
+            _MAGIC,
+            self.direction,
+            self.codec_id,
+            self.bits,
+            self.run_id,
+            self.step,
+            self.cut,
+            self.microbatch,
+            self.ids_crc,
+            crc32(message[HEADER_NBYTES:]),
+            self.length,
+        )
+        message[:HEADER_NBYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    def check(self, message: Tensor) -> None:
+        """Compare the header of a received message with what this end expects.
+
+        Raises:
+            DesyncError: naming each field that differs, with both sides' values.
+        """
+        fields = _LAYOUT.unpack(bytes(message[:HEADER_NBYTES].numpy()))
+        if fields[0] != _MAGIC:
+            raise DesyncError(f"{self._place()}: not a ThinPipe message (magic {fields[0]!r})")
+        names = ("direction", "codec_id", "bits", "run_id", "step", "cut", "microbatch", "ids_crc")
+        got = dict(zip((*names, "payload_crc", "length"), fields[1:], strict=True))
+        wrong = [
+            f"{name}: peer sent {got[name]}, expected {value}"
+            for name, value in asdict(self).items()
+            if got[name] != value
+        ]
+        if not wrong and crc32(message[HEADER_NBYTES:]) != got["payload_crc"]:
+            wrong = ["payload: its checksum differs from the header's, bytes were damaged"]
+        if wrong:
+            raise DesyncError(f"{self._place()}: the two ends disagree; " + "; ".join(wrong))
+
+    def _place(self) -> str:
+        direction = _DIRECTIONS[self.direction]
+        return f"cut {self.cut} {direction}, step {self.step}, microbatch {self.microbatch}"
+
+
+def crc32(values: Tensor) -> int:
+    """CRC-32 of a contiguous CPU tensor's bytes."""
+    return zlib.crc32(values.contiguous().view(torch.uint8).numpy().data)

@@ -1,0 +1,193 @@
+"""What each kernel means, in plain torch on any device; `kernels/__init__.py` tells the layout.
+
+Axes: B rows, N values, K groups, G values per group, P payload bytes, L lanes of a block.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.wire.codec import Noise
+
+if TYPE_CHECKING:  # a backend that drifts fails the type check
+    from pipeline.wire import kernels
+    from pipeline.wire.kernels import KernelSet
+
+_BLOCK, _PLANES, _LANES = 1024, 8, 128
+_WIDTHS = (8, 4, 2, 1)
+_MASK32 = 0xFFFFFFFF
+_SMALLEST_NORMAL = 2.0**-126
+
+
+def quantize(
+    x_BN: Tensor,
+    payload_BP: Tensor,
+    scale_BK: Tensor,
+    *,
+    bits: int,
+    group: int,
+    noise: Noise | None,
+) -> None:
+    """Write codes and scales of `x_BN`; see `KernelSet.quantize`."""
+    x_BKG = _grouped(x_BN.float(), group)
+    scale = _scale(x_BKG, bits, unbiased=noise is not None)
+    scale_BK.copy_(_round_up_bf16(scale) if scale_BK.dtype == torch.bfloat16 else scale)
+    step_BK1 = scale_BK.float().unsqueeze(-1)
+    usable = step_BK1.abs() >= _SMALLEST_NORMAL  # false for NaN as well
+    inverse = torch.where(usable, 1.0 / step_BK1, 0.0)
+    y_BN = torch.where(usable, x_BKG * inverse, 0.0).flatten(1)[:, : x_BN.shape[1]]
+    q_BN = y_BN.round() if noise is None else _round_stochastic(y_BN, noise)
+    half = 1 << (bits - 1)
+    code_BN = (q_BN.clamp(-half, half - 1) + half).to(torch.uint8)
+    payload_BP.copy_(_pack(code_BN, bits))
+
+
+def dequantize(
+    payload_BP: Tensor, scale_BK: Tensor, out_BN: Tensor, *, bits: int, group: int
+) -> None:
+    """Write the values of codes and scales; see `KernelSet.dequantize`."""
+    code_BN = _unpack(payload_BP, bits, out_BN.shape[1])
+    q_BKG = _grouped(code_BN.float() - (1 << (bits - 1)), group)
+    value_BKG = q_BKG * scale_BK.float().unsqueeze(-1)
+    out_BN.copy_(value_BKG.flatten(1)[:, : out_BN.shape[1]])
+
+
+def _grouped(x_BN: Tensor, group: int) -> Tensor:
+    pad = -x_BN.shape[1] % group
+    return F.pad(x_BN, (0, pad)).reshape(x_BN.shape[0], -1, group)
+
+
+def _scale(x_BKG: Tensor, bits: int, *, unbiased: bool) -> Tensor:
+    """Signed step per group: NaN if a value is not finite, 0 if the group is too small to hold.
+
+    From 3 bits on, both extremes of the group land within half a step. At 1 and 2 bits the step is
+    the largest magnitude / 2^(b-1), which has the smaller squared error and saturates the other
+    extreme by at most one step. Stochastic rounding needs both extremes inside the range.
+    """
+    half = float(1 << (bits - 1))
+    high, low = x_BKG.amax(-1).clamp_min(0), (-x_BKG.amin(-1)).clamp_min(0)
+    large, small = torch.maximum(high, low), torch.minimum(high, low)
+    if unbiased:
+        step = torch.maximum(large / half, small / (half - 1))
+    elif bits <= 2:
+        step = large / half
+    else:
+        step = torch.maximum(large / (half + 0.5), small / (half - 0.5))
+    step = torch.where(
+        step >= _SMALLEST_NORMAL, step, torch.where(step < _SMALLEST_NORMAL, 0.0, step)
+    )
+    step = torch.where(torch.isfinite(step), step, torch.nan)
+    return torch.where(high > low, -step, step)
+
+
+def _round_up_bf16(scale_BK: Tensor) -> Tensor:
+    """Round magnitudes up to bf16, so that the group's extremes stay inside the range."""
+    word = scale_BK.view(torch.int32)
+    up = ((word.to(torch.int64) + 0xFFFF) >> 16 << 16).to(torch.int32).view(torch.float32)
+    rounded = torch.where(torch.isfinite(scale_BK) & torch.isfinite(up), up, torch.nan)
+    return rounded.to(torch.bfloat16)
+
+
+def _round_stochastic(y_BN: Tensor, noise: Noise) -> Tensor:
+    floor = y_BN.floor()
+    up = (y_BN - floor) * 65536.0 > uniform16(noise, y_BN.shape[1]).to(y_BN.dtype)
+    return floor + up
+
+
+def uniform16(noise: Noise, numel: int) -> Tensor:
+    """Random integers below 2^16 for rows of `numel` values, int64 [B, numel]."""
+    device = noise.row_B.device
+    lanes = _block_lanes(numel)
+    counter = torch.cat(
+        [_LANES * k + torch.arange(lane_count, device=device) for k, lane_count in enumerate(lanes)]
+    )
+    words = _philox(counter, noise)
+    halves_B8C = torch.stack([half for w in words for half in (w & 0xFFFF, w >> 16)], 1)
+    parts = torch.split(halves_B8C, lanes, dim=2)
+    return torch.cat([part.flatten(1) for part in parts], 1)[:, :numel]
+
+
+def _philox(counter_C: Tensor, noise: Noise) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds of Philox4x32; four int64 tensors [B, C] of 32-bit words."""
+    row_B1 = noise.row_B.unsqueeze(1)
+    c0 = counter_C.unsqueeze(0).expand(row_B1.shape[0], -1) & _MASK32
+    c1 = (row_B1 & _MASK32).expand_as(c0)
+    c2 = ((row_B1 >> 32) & _MASK32).expand_as(c0)
+    c3 = torch.full_like(c0, noise.step & _MASK32)
+    k0, k1 = noise.key & _MASK32, (noise.key >> 32) & _MASK32
+    for _ in range(10):
+        high0, low0 = _multiply_32(c0, 0xD2511F53)
+        high1, low1 = _multiply_32(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return c0, c1, c2, c3
+
+
+def _multiply_32(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a * constant; int64 would overflow, so in 16-bit halves."""
+    low = a * (constant & 0xFFFF)
+    middle = (low >> 16) + a * (constant >> 16)
+    return (middle >> 16) & _MASK32, ((middle << 16) | (low & 0xFFFF)) & _MASK32
+
+
+def _block_lanes(numel: int) -> list[int]:
+    full, rest = divmod(numel, _BLOCK)
+    return [_LANES] * full + ([-(-rest // _PLANES)] if rest else [])
+
+
+def _pack(code_BN: Tensor, bits: int) -> Tensor:
+    rows, numel = code_BN.shape
+    full = numel // _BLOCK * _BLOCK
+    parts = [_pack_blocks(code_BN[:, :full].reshape(rows, -1, _PLANES, _LANES), bits)]
+    if numel > full:
+        rest = F.pad(code_BN[:, full:], (0, -(numel - full) % _PLANES))
+        parts.append(_pack_blocks(rest.reshape(rows, 1, _PLANES, -1), bits))
+    return torch.cat(parts, 1)
+
+
+def _pack_blocks(code_BK8L: Tensor, bits: int) -> Tensor:
+    rows, shift = [], 0
+    for width in _widths(bits):
+        field = (code_BK8L >> shift) & ((1 << width) - 1)
+        planes = field.view(*field.shape[:2], _PLANES // width, width, field.shape[3])
+        packed = planes[:, :, 0]
+        for i in range(1, _PLANES // width):
+            packed = packed | (planes[:, :, i] << (i * width))
+        rows.append(packed)
+        shift += width
+    return torch.cat(rows, 2).flatten(1)
+
+
+def _unpack(payload_BP: Tensor, bits: int, numel: int) -> Tensor:
+    rows = payload_BP.shape[0]
+    full = numel // _BLOCK
+    split = full * bits * _LANES
+    blocks = payload_BP[:, :split].reshape(rows, full, bits, _LANES)
+    parts = [_unpack_blocks(blocks, bits)]
+    if numel % _BLOCK:
+        parts.append(_unpack_blocks(payload_BP[:, split:].reshape(rows, 1, bits, -1), bits))
+    return torch.cat(parts, 1)[:, :numel]
+
+
+def _unpack_blocks(packed_BKbL: Tensor, bits: int) -> Tensor:
+    rows, blocks, _, lanes = packed_BKbL.shape
+    code = packed_BKbL.new_zeros(rows, blocks, _PLANES, lanes)
+    shift = offset = 0
+    for width in _widths(bits):
+        field_rows = packed_BKbL[:, :, offset : offset + width]
+        mask = (1 << width) - 1
+        planes = [(field_rows >> (i * width)) & mask for i in range(_PLANES // width)]
+        code |= torch.cat(planes, 2) << shift
+        shift += width
+        offset += width
+    return code.flatten(1)
+
+
+def _widths(bits: int) -> tuple[int, ...]:
+    return tuple(width for width in _WIDTHS if bits & width)
+
+
+if TYPE_CHECKING:
+    _checked: KernelSet = kernels.reference

@@ -1,0 +1,27 @@
+"""Casts as codecs."""
+
+import pytest
+import torch
+
+from pipeline.wire.cast import Cast, CastFormat
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_seen_is_what_the_peer_decodes(name: CastFormat, dtype: torch.dtype) -> None:
+    codec, x = Cast(name), torch.randn(3, 37).to(dtype)
+    message = torch.zeros(5 + 3 * codec.nbytes(37), dtype=torch.uint8)
+    wire = message[5:].view(3, -1)  # starts at an odd byte
+    seen, out = torch.empty_like(x), torch.empty_like(x)
+    codec.encode(x, wire, seen)
+    codec.decode(wire, out)
+    assert torch.equal(out, seen)
+    assert torch.equal(out, x) == (name == "fp32" or dtype == torch.bfloat16)
+
+
+def test_fp16_overflow_is_infinite_not_silent() -> None:
+    codec, x = Cast("fp16"), torch.tensor([[1e5]])
+    wire, out = torch.empty(1, 2, dtype=torch.uint8), torch.empty(1, 1)
+    codec.encode(x, wire)
+    codec.decode(wire, out)
+    assert torch.isinf(out).all()
