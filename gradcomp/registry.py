@@ -1,0 +1,46 @@
+"""Finds methods by name: `gradcomp/methods/<name>.py` is the method `<name>`; there is no list."""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch.distributed as dist
+from pydantic import BaseModel
+from torch import nn
+
+import gradcomp.methods
+from gradcomp.sync import ReplicaSync
+
+
+class Method(Protocol):
+    """What a method's file holds."""
+
+    Config: type[BaseModel]
+
+    def build(
+        self, config: Any, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
+    ) -> ReplicaSync:
+        """Make the exchange of one rank; `group` holds the replicas of its stages."""
+
+
+def method_names() -> list[str]:
+    """Names of all methods, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(gradcomp.methods.__path__))
+
+
+def load_method(name: str) -> Method:
+    """Import a method.
+
+    Raises:
+        ValueError: there is no such method; the message lists those there are.
+    """
+    if name not in method_names():
+        known = ", ".join(method_names())
+        raise ValueError(f'gradcomp.method = "{name}": no such method; there are: {known}')
+    return cast(Method, importlib.import_module(f"gradcomp.methods.{name}"))
+
+
+def parse_options(name: str, options: Mapping[str, Any]) -> BaseModel:
+    """Check a method's options against its Config."""
+    return load_method(name).Config.model_validate(options)

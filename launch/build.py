@@ -1,0 +1,204 @@
+"""RunConfig -> the stages, channels, optimizer and exchange of one rank: joins the engines."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from aqsgd.config import AqsgdConfig, build_delta
+from gradcomp.registry import load_method
+from gradcomp.sync import ReplicaSync
+from launch.config import BackwardConfig, ForwardConfig, RunConfig
+from pipeline.boundary import Boundary, Stateless, raw
+from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
+from pipeline.config import DirectConfig, build_codec, build_uniform
+from pipeline.engine import EngineOptions, PipelineEngine
+from pipeline.link import GroupLink, Link
+from pipeline.mesh import Mesh
+from pipeline.schedule import stage_to_rank
+from pipeline.stage import Channels, CompressedStage
+from pipeline.transformer import TransformerStage, build_layers
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a rank trains with."""
+
+    stages: list[CompressedStage]
+    engine: PipelineEngine
+    optimizer: torch.optim.Optimizer
+    lr_schedule: torch.optim.lr_scheduler.LRScheduler
+    sync: ReplicaSync
+
+
+def build(config: RunConfig, mesh: Mesh, *, run_id: int, total_steps: int) -> Built:
+    """Make this rank's part of the run; every rank calls it alike."""
+    ranks = stage_to_rank(
+        config.pipeline.schedule,
+        stages=config.pipeline.stages,
+        ranks=config.pipeline.pipeline_ranks,
+    )
+    own = [stage for stage, rank in ranks.items() if rank == mesh.position]
+    modules = {stage: _module(config, stage) for stage in own}
+    tied = _tie(config, modules)
+    stages = [
+        CompressedStage(
+            modules[stage],
+            stage,
+            config.pipeline.stages,
+            channels=_channels(config, mesh, stage, ranks=ranks, run_id=run_id),
+            group=mesh.forward,
+        )
+        for stage in own
+    ]
+    parameters = list(dict.fromkeys(p for m in modules.values() for p in m.parameters()))
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=config.train.lr,
+        betas=config.train.betas,
+        weight_decay=config.train.weight_decay,
+    )
+    sync = load_method(config.method).build(config.method_options, parameters, mesh.replicas_group)
+    engine = PipelineEngine(
+        stages, mesh, engine_options(config), optimizer=optimizer, sync=sync, tied=tied
+    )
+    return Built(stages, engine, optimizer, _lr_schedule(config, optimizer, total_steps), sync)
+
+
+def engine_options(config: RunConfig) -> EngineOptions:
+    """How the engine runs a step of this config."""
+    return EngineOptions(
+        schedule=config.pipeline.schedule,
+        microbatches=config.pipeline.microbatches,
+        cuts=config.pipeline.cuts,
+        hidden=config.model.width,
+        depth=config.pipeline.depth,
+        accumulate=config.train.accumulate,
+        clip_norm=config.train.clip_norm,
+        precision=config.pipeline.precision,
+    )
+
+
+def build_boundary(
+    spec: ForwardConfig | BackwardConfig, *, width: int, key: int
+) -> dict[Mode, Boundary]:
+    """Boundaries of one direction by mode; evaluation never meets the training memory.
+
+    Compressed evaluation of samples without history uses what such samples are trained with: the
+    first-visit codec of AQ-SGD, the codec itself otherwise.
+    """
+    if isinstance(spec, AqsgdConfig):
+        delta = build_delta(spec, width=width, key=key)
+        first_visit = Stateless(build_codec(spec.first_visit, width), key)
+        return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
+    if isinstance(spec, DirectConfig):
+        codec = build_uniform(
+            bits=spec.bits,
+            scale_per=spec.scale_per,
+            scale_dtype=spec.scale_dtype,
+            rounding=spec.rounding,
+            width=width,
+        )
+        direct = Stateless(codec, key)
+        return {"train": direct, "eval": raw(), "eval_compressed": direct}
+    cast = raw(spec.format)
+    return {"train": cast, "eval": raw(), "eval_compressed": cast}
+
+
+def _module(config: RunConfig, stage: int) -> TransformerStage:
+    bounds = (0, *config.pipeline.cuts, config.model.layers)
+    return build_layers(
+        config.model, bounds[stage], bounds[stage + 1], seed=config.run.seed, device="cpu"
+    )
+
+
+def _tie(config: RunConfig, modules: dict[int, TransformerStage]) -> nn.Parameter | None:
+    """Share the tied weight between stages of this rank, or return the copy to keep equal."""
+    if config.model.tie_embeddings != "exact" or len(modules) == config.pipeline.stages:
+        if config.model.tie_embeddings == "exact":
+            _share(modules, config.pipeline.stages)
+        return None
+    first, last = modules.get(0), modules.get(config.pipeline.stages - 1)
+    if first is not None and last is not None:
+        _share(modules, config.pipeline.stages)
+        return None
+    holder = first or last
+    return holder.tied_weight() if holder is not None else None
+
+
+def _share(modules: dict[int, TransformerStage], stages: int) -> None:
+    weight = modules[0].tied_weight()
+    head: Any = modules[stages - 1].head
+    assert weight is not None
+    head.weight = weight
+
+
+def _channels(
+    config: RunConfig, mesh: Mesh, stage: int, *, ranks: dict[int, int], run_id: int
+) -> Channels:
+    make = _ChannelMaker(config, mesh, ranks, run_id)
+    return Channels(
+        activations_in=make(stage - 1, stage, FORWARD),
+        activations_out=make(stage, stage + 1, FORWARD),
+        gradients_in=make(stage, stage + 1, BACKWARD),
+        gradients_out=make(stage - 1, stage, BACKWARD),
+    )
+
+
+@dataclass(frozen=True)
+class _ChannelMaker:
+    config: RunConfig
+    mesh: Mesh
+    ranks: dict[int, int]
+    run_id: int
+
+    def __call__(self, upper: int, lower: int, direction: int) -> Channel | None:
+        """End of the cut between stages `upper` and `lower`; None without another rank."""
+        if upper < 0 or lower >= len(self.ranks) or self.ranks[upper] == self.ranks[lower]:
+            return None
+        cut = self.config.pipeline.cuts[upper]
+        at_cut = self.config.boundary_at(cut)
+        key = self.config.run.seed | (2 * cut + direction) << 32
+        spec = at_cut.forward if direction == FORWARD else at_cut.backward
+        return Channel(
+            cut=cut,
+            direction=direction,
+            link=self._link(upper, lower, direction),
+            boundaries=build_boundary(spec, width=self.config.model.width, key=key),
+            run_id=self.run_id,
+        )
+
+    def _link(self, upper: int, lower: int, direction: int) -> Link:
+        source, target = (upper, lower) if direction == FORWARD else (lower, upper)
+        peer = upper if self.ranks[lower] == self.mesh.position else lower
+        base = self.mesh.replica * self.mesh.pipeline_ranks
+        name = (
+            f"stage {source} (rank {base + self.ranks[source]}) -> "
+            f"stage {target} (rank {base + self.ranks[target]}), "
+            f"cut {self.config.pipeline.cuts[upper]} {('forward', 'backward')[direction]}"
+        )
+        return GroupLink(
+            group=self.mesh.forward if direction == FORWARD else self.mesh.backward,
+            peer=self.ranks[peer],
+            channel=lower,
+            name=name,
+        )
+
+
+def _lr_schedule(
+    config: RunConfig, optimizer: torch.optim.Optimizer, total_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    train = config.train
+
+    def factor(step: int) -> float:
+        if step < train.warmup_steps:
+            return (step + 1) / train.warmup_steps
+        if train.decay == "none":
+            return 1.0
+        rest = max(total_steps - train.warmup_steps, 1)
+        done = min((step - train.warmup_steps) / rest, 1.0)
+        return 1.0 - done if train.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)

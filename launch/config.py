@@ -1,0 +1,346 @@
+"""RunConfig: one TOML file, which may extend another, and dotted overrides; strict.
+
+    extends = "base.toml"          # read first; tables are merged, lists are replaced
+    thinpipe train run.toml --set train.lr=1e-3 --set boundary.0.forward.bits=3
+
+Unknown names and wrong values are `ConfigError`s that name the place, the value and the remedy.
+"""
+
+import difflib
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import tomli_w
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from aqsgd.config import AqsgdConfig
+from gradcomp.registry import load_method, method_names, parse_options
+from launch.data import DataConfig
+from pipeline.config import DirectConfig, PipelineConfig, RawConfig
+from pipeline.schedule import check_schedule
+from pipeline.transformer import TransformerConfig
+
+_STRICT = ConfigDict(frozen=True, extra="forbid")
+
+
+class ConfigError(ValueError):
+    """A run file or an override says something that cannot be done."""
+
+
+def _known_names(value: Any) -> Any:
+    """Accept the names that AC-SGD's users know."""
+    if not isinstance(value, Mapping):
+        return value
+    aliases: dict[Any, dict[str, Any]] = {
+        "fixpoint": {"kind": "direct"},
+        "delta": {"kind": "aqsgd"},
+        "delta-lowbits": {"kind": "aqsgd", "memory": 8},
+    }
+    return {**value, **aliases.get(value.get("kind"), {})}
+
+
+ForwardConfig = Annotated[
+    Annotated[AqsgdConfig | DirectConfig | RawConfig, Field(discriminator="kind")],
+    BeforeValidator(_known_names),
+]
+BackwardConfig = Annotated[
+    Annotated[DirectConfig | RawConfig, Field(discriminator="kind")],
+    BeforeValidator(_known_names),
+]
+
+
+class BoundaryConfig(BaseModel):
+    """What crosses a cut, and how. Without `cut` it holds for every cut not named elsewhere."""
+
+    model_config = _STRICT
+
+    cut: int | None = None
+    forward: ForwardConfig = AqsgdConfig()
+    backward: BackwardConfig = DirectConfig()
+
+
+class RunSection(BaseModel):
+    """Name, place and seed of a run."""
+
+    model_config = _STRICT
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
+    folder: str | None = None
+    seed: int = Field(0, ge=0, lt=2**31)
+
+    @property
+    def path(self) -> Path:
+        """Run folder, by default runs/<name>."""
+        return Path(self.folder or f"runs/{self.name}")
+
+
+class TrainConfig(BaseModel):
+    """AdamW with linear warm-up, then decay to zero.
+
+    `batch_size` is over all replicas; `clip_norm` limits the global gradient norm, 0 turns it off.
+    """
+
+    model_config = _STRICT
+
+    epochs: int = Field(3, ge=1)
+    batch_size: int = Field(16, ge=1)
+    accumulate: int = Field(1, ge=1)
+    lr: float = Field(1e-3, gt=0)
+    warmup_steps: int = Field(20, ge=0)
+    decay: Literal["cosine", "linear", "none"] = "cosine"
+    weight_decay: float = Field(0.01, ge=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    clip_norm: float = Field(1.0, ge=0)
+
+
+class EvalConfig(BaseModel):
+    """Evaluate on held-out text after every so many epochs, and after the last."""
+
+    model_config = _STRICT
+
+    every_epochs: int = Field(1, ge=1)
+
+
+class CheckpointConfig(BaseModel):
+    """Save after every so many steps (0: only at the end) and keep the newest ones."""
+
+    model_config = _STRICT
+
+    every_steps: int = Field(0, ge=0)
+    keep: int = Field(2, ge=1)
+
+
+class RunConfig(BaseModel):
+    """Everything about a run. `gradcomp` holds `method` and one table of options per method."""
+
+    model_config = _STRICT
+
+    run: RunSection = RunSection()
+    model: TransformerConfig = TransformerConfig()
+    data: DataConfig = DataConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    boundary: tuple[BoundaryConfig, ...] = ()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    gradcomp: dict[str, Any] = {"method": "allreduce"}
+
+    @property
+    def world_size(self) -> int:
+        """Processes the run needs."""
+        return self.pipeline.pipeline_ranks * self.pipeline.replicas
+
+    @property
+    def method(self) -> str:
+        """How replicas exchange: the name of a file in gradcomp/methods."""
+        return str(self.gradcomp.get("method", "allreduce"))
+
+    @property
+    def method_options(self) -> BaseModel:
+        """Options of that method."""
+        return parse_options(self.method, self.gradcomp.get(self.method, {}))
+
+    def boundary_at(self, cut: int) -> BoundaryConfig:
+        """What the run does at a cut."""
+        default = BoundaryConfig()
+        for boundary in self.boundary:
+            if boundary.cut == cut:
+                return boundary
+            if boundary.cut is None:
+                default = boundary
+        return default
+
+    def digest(self) -> str:
+        """SHA-256 over all that peers must agree on: everything but the folder."""
+        fields = self.model_dump(mode="json", exclude={"run": {"folder"}})
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "RunConfig":
+        _check_cuts(self.pipeline.cuts, self.model.layers)
+        check_schedule(
+            self.pipeline.schedule,
+            stages=self.pipeline.stages,
+            ranks=self.pipeline.pipeline_ranks,
+            microbatches=self.pipeline.microbatches,
+        )
+        _check_boundaries(self.boundary, self.pipeline.cuts)
+        _check_sizes(self)
+        _check_gradcomp(self.gradcomp)
+        return self
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run file with what it extends, apply `a.b=c` overrides, check everything.
+
+    Raises:
+        ConfigError: naming file or override, key, value and remedy.
+    """
+    tree = _read(path, ())
+    for override in overrides:
+        _override(tree, override)
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(detail) for detail in error.errors()]
+        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+def write_config(config: RunConfig, path: Path) -> None:
+    """Write the resolved config as TOML; reading it back gives an equal one."""
+    fields = config.model_dump(mode="json", exclude_none=True)
+    path.write_text(tomli_w.dumps(fields))
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: extends itself, by way of {seen[-1]}")
+    try:
+        tree = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such run file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    return _merged(_read(path.parent / str(base), (*seen, path.resolve())), tree)
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both_tables else value
+    return merged
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    name, equals, value = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"--set {text}: write it as section.key=value, as in train.lr=1e-3")
+    place: Any = tree
+    try:
+        for key in keys[:-1]:
+            place = place[int(key)] if isinstance(place, list) else place.setdefault(key, {})
+        place[int(keys[-1]) if isinstance(place, list) else keys[-1]] = _parse(value.strip())
+    except (IndexError, ValueError, TypeError, AttributeError):
+        raise ConfigError(f"--set {text}: there is no {name.strip()} to set") from None
+
+
+def _parse(text: str) -> Any:
+    """A TOML value, or else the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(detail: ErrorDetails) -> str:
+    place = [part for part in detail["loc"] if part not in ("aqsgd", "direct", "raw")]
+    name = ".".join(str(part) for part in place)
+    if detail["type"] == "extra_forbidden":
+        known = _keys_at(detail["loc"][:-1])
+        near = difflib.get_close_matches(str(place[-1]), known, n=1)
+        hint = f'did you mean "{near[0]}"?' if near else f"known here: {', '.join(sorted(known))}"
+        return f"{name}: unknown key; {hint}"
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "value_error":
+        return f"{name}: {message}" if name else message
+    return f"{name} = {detail['input']!r}: {message}"
+
+
+def _keys_at(location: tuple[int | str, ...]) -> list[str]:
+    """Keys of the table at an error's location; tagged unions put the tag into it."""
+    model: Any = RunConfig
+    for part in location:
+        if isinstance(part, int):
+            continue
+        fields = getattr(model, "model_fields", {})
+        if isinstance(part, str) and part in fields:
+            model = _models(fields[part].annotation)
+        elif isinstance(model, list):
+            model = next(m for m in model if m.model_fields["kind"].default == part)
+    return list(getattr(model, "model_fields", {}))
+
+
+def _models(annotation: Any) -> Any:
+    """The model class in an annotation, or the list of them in a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = [model for part in get_args(annotation) for model in _as_list(_models(part))]
+    return found[0] if len(found) == 1 else found
+
+
+def _as_list(models: Any) -> list[Any]:
+    return models if isinstance(models, list) else [models]
+
+
+def _check_cuts(cuts: Sequence[int], layers: int) -> None:
+    if len(cuts) + 1 > layers:
+        raise ValueError(
+            f"pipeline.cuts = {list(cuts)}: {len(cuts) + 1} stages for {layers} layers; "
+            "every stage needs a layer: use fewer cuts or raise model.layers"
+        )
+    for cut in cuts:
+        if not 0 < cut < layers:
+            raise ValueError(
+                f"pipeline.cuts = {list(cuts)}: {cut} is no place between two of the {layers} "
+                f"layers; use values from 1 to {layers - 1}"
+            )
+    if sorted(set(cuts)) != list(cuts):
+        raise ValueError(f"pipeline.cuts = {list(cuts)}: cuts must rise; write {sorted(set(cuts))}")
+
+
+def _check_boundaries(boundaries: Sequence[BoundaryConfig], cuts: Sequence[int]) -> None:
+    named = [boundary.cut for boundary in boundaries]
+    for cut in named:
+        if cut is not None and cut not in cuts:
+            raise ValueError(
+                f"boundary.cut = {cut}: there is no such cut; pipeline.cuts = {list(cuts)}"
+            )
+        if named.count(cut) > 1:
+            which = "without a cut" if cut is None else f"for cut {cut}"
+            raise ValueError(f"boundary: two tables {which}; merge them")
+
+
+def _check_sizes(config: RunConfig) -> None:
+    data, model, train = config.data, config.model, config.train
+    if data.sequence_length > model.context:
+        raise ValueError(
+            f"data.sequence_length = {data.sequence_length} is longer than "
+            f"model.context = {model.context}; raise the context or shorten the sequences"
+        )
+    if data.tokenizer == "bytes" and model.vocab < 256:
+        raise ValueError(f"model.vocab = {model.vocab}: bytes need 256")
+    parts = config.pipeline.replicas * train.accumulate
+    if train.batch_size % parts:
+        raise ValueError(
+            f"train.batch_size = {train.batch_size} cannot be shared evenly by "
+            f"{config.pipeline.replicas} replicas in {train.accumulate} accumulation parts; "
+            f"use a multiple of {parts}"
+        )
+
+
+def _check_gradcomp(table: Mapping[str, Any]) -> None:
+    method = str(table.get("method", "allreduce"))
+    load_method(method)
+    for key, value in table.items():
+        if key == "method":
+            continue
+        if key not in method_names():
+            near = difflib.get_close_matches(key, ["method", *method_names()], n=1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            raise ValueError(f"gradcomp.{key}: no such method{hint}")
+        try:
+            parse_options(key, value)
+        except ValidationError as error:
+            detail = error.errors()[0]
+            where = ".".join(str(part) for part in detail["loc"])
+            raise ValueError(f"gradcomp.{key}.{where}: {detail['msg']}") from None

@@ -1,0 +1,92 @@
+"""Before step 0 all ranks agree on config, data, versions and a run id, over the rendezvous store.
+
+The same store later tells every rank which edge failed first.
+"""
+
+import json
+import platform
+import secrets
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+_FAILURE_WAIT_S = 1.0
+
+
+class HandshakeError(RuntimeError):
+    """Ranks were started with different settings, or one did not come."""
+
+
+def versions() -> dict[str, str]:
+    """Versions that a run records and peers compare."""
+    return {
+        "thinpipe": version("thinpipe"),
+        "torch": torch.__version__.split("+")[0],
+        "python": platform.python_version(),
+    }
+
+
+def agree(store: Store, rank: int, world: int, facts: Mapping[str, Any], *, wait_s: float) -> int:
+    """Compare every rank's `facts` (JSON-able, nested) with rank 0's; return the run id.
+
+    Raises:
+        HandshakeError: a rank differs (its values and rank 0's are named) or did not come.
+    """
+    store = PrefixStore("handshake", store)
+    store.set_timeout(timedelta(seconds=wait_s))
+    if rank == 0:
+        store.set("run_id", secrets.token_hex(8))
+    store.set(f"facts/{rank}", json.dumps(facts, sort_keys=True, default=str))
+    everyone = [_get(store, f"facts/{other}", other, wait_s) for other in range(world)]
+    problems = [
+        f"rank {other} has {name} = {theirs}, rank 0 has {ours}"
+        for other, text in enumerate(everyone)
+        for name, theirs, ours in _differences(json.loads(text), json.loads(everyone[0]))
+    ]
+    if problems:
+        shown = problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])
+        raise HandshakeError("ranks were started with different settings: " + "; ".join(shown))
+    return int(_get(store, "run_id", 0, wait_s), 16)
+
+
+def report_failure(store: Store, rank: int, message: str) -> None:
+    """Tell the other ranks what failed here."""
+    board = PrefixStore("failure", store)
+    board.set(str(rank), json.dumps({"time": time.time(), "message": message}))
+
+
+def other_failures(store: Store, rank: int, world: int) -> list[str]:
+    """What other ranks reported, the earliest first; waits a moment for them."""
+    board = PrefixStore("failure", store)
+    time.sleep(_FAILURE_WAIT_S)
+    reports = []
+    for other in range(world):
+        if other != rank and board.check([str(other)]):
+            report = json.loads(board.get(str(other)))
+            reports.append((report["time"], f"rank {other}: {report['message']}"))
+    return [text for _, text in sorted(reports)]
+
+
+def _get(store: Store, key: str, rank: int, wait_s: float) -> str:
+    try:
+        return str(store.get(key).decode())
+    except RuntimeError:  # torch's DistStoreError
+        raise HandshakeError(
+            f"rank {rank} did not come within {wait_s:.0f} s; is it started, and can it reach "
+            "the rendezvous host?"
+        ) from None
+
+
+def _differences(theirs: Any, ours: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        found: list[tuple[str, Any, Any]] = []
+        for key in sorted(theirs.keys() | ours.keys()):
+            place = f"{name}.{key}" if name else key
+            found += _differences(theirs.get(key), ours.get(key), place)
+        return found
+    return [] if theirs == ours else [(name, theirs, ours)]

@@ -1,0 +1,283 @@
+"""What a run measures, step by step, and the file that keeps it: one JSON object per line.
+
+The dataclasses here are the whole vocabulary that the training loop, the display and the report
+share. The formatting functions at the end give every place the same units: bytes are decimal
+(1 MB = 1e6 B), like the rates of links.
+"""
+
+import math
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Annotated, Literal, Self, TypeAlias
+
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+
+Direction: TypeAlias = Literal["forward", "backward"]
+WireKey: TypeAlias = tuple[int, Direction]
+"""One direction of one cut. A cut is named by the first layer after it."""
+
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+NOTHING = "-"
+"""What the formatting functions answer where there is no number."""
+
+_TIMES = "\N{MULTIPLICATION SIGN}"
+
+
+def _nan_from_null(value: object) -> object:
+    return math.nan if value is None else value
+
+
+Loss: TypeAlias = Annotated[float, BeforeValidator(_nan_from_null)]
+"""A float that JSON stores as null when it is not finite, and that is read back as NaN."""
+
+
+@dataclass(frozen=True)
+class WireCount:
+    """One step's traffic over one cut in one direction, summed over the replicas.
+
+    `bytes` are those really sent, message headers included; `values` is how many numbers they
+    stand for: 2 and 4 bytes for each give the bf16 and fp32 baselines.
+    """
+
+    cut: int
+    direction: Direction
+    bytes: int
+    messages: int
+    values: int
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Everything measured in one training step.
+
+    `step` and `epoch` count from 1. `loss` is the mean over the step's tokens (NaN if it
+    overflowed). `tokens` and `tokens_per_s` count the whole step, all replicas together. `bubble`
+    is the fraction (0 to 1) of the step in which the stages' devices were idle, the mean over
+    ranks. `skipped` says that the optimizer did not move. `sync_bytes` went between replicas,
+    `control_bytes` are neither activations nor gradients (losses, votes, flags). `eval` is present
+    only on steps after which an evaluation ran: `loss` with uncompressed boundaries and, where it
+    was measured, `loss_compressed` with the boundaries of training.
+    """
+
+    step: int
+    epoch: int
+    loss: Loss
+    tokens_per_s: float
+    step_s: float
+    bubble: float
+    wire: tuple[WireCount, ...]
+    tokens: int
+    grad_norm: float | None
+    lr: float
+    skipped: bool
+    sync_bytes: int
+    control_bytes: int
+    eval: Mapping[str, Loss] | None
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What is known of a run before its first step; the display and the report print it.
+
+    `cuts` is empty for a single stage. `methods` has a label such as "aqsgd 4-bit" for each cut
+    and direction.
+    """
+
+    name: str
+    folder: Path
+    stages: int
+    replicas: int
+    schedule: str
+    microbatches: int
+    cuts: tuple[int, ...]
+    methods: Mapping[WireKey, str]
+    total_steps: int
+    parameters: int
+    machine: str
+    versions: Mapping[str, str]
+    config_digest: str
+
+    def wire_keys(self) -> list[WireKey]:
+        """Every cut and direction, in the order in which tables list them."""
+        return [(cut, direction) for cut in self.cuts for direction in DIRECTIONS]
+
+
+@dataclass(frozen=True)
+class TimelineEvent:
+    """What one rank did between two moments of one step, in seconds since that step began.
+
+    F is a forward, B a backward (of the input alone where the schedule splits it), W a backward of
+    the weights; "wait" is time spent waiting for a message, "opt" the optimizer's step.
+    """
+
+    rank: int
+    stage: int
+    kind: Literal["F", "B", "W", "wait", "opt"]
+    microbatch: int | None
+    start_s: float
+    end_s: float
+
+
+_RECORD = TypeAdapter(StepRecord)
+
+
+class MetricsWriter:
+    """Appends one JSON object per step to a file, which is complete after every `write`.
+
+    With `resume_step` None the file must be new. Otherwise records of later steps and a torn last
+    line are dropped first, by replacing the file as a whole.
+
+    Raises:
+        ValueError: the file holds an earlier run, or a line in it is not a step record.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None) -> None:
+        if resume_step is not None:
+            _truncate(path, resume_step)
+        elif path.exists() and path.stat().st_size > 0:
+            raise ValueError(
+                f"{path} already holds the metrics of a run; resume that run or use another folder"
+            )
+        self._file = path.open("ab")
+
+    def write(self, record: StepRecord) -> None:
+        """Append one step. A loss that is NaN or infinite is stored as null."""
+        self._file.write(_line(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; calling it again does nothing."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[StepRecord]:
+    """Read every step of a metrics file; a last line cut off by a crash is left out.
+
+    Raises:
+        ValueError: a complete line is not a step record; the message names file and line.
+    """
+    *lines, rest = path.read_bytes().split(b"\n")
+    records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    if rest:
+        # Written up to here when the process was killed: that step does not count.
+        with suppress(ValidationError):
+            records.append(_RECORD.validate_json(rest))
+    return records
+
+
+def _parse(line: bytes, where: str) -> StepRecord:
+    try:
+        return _RECORD.validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "line"
+        raise ValueError(
+            f"{where}: not a step record ({field}: {first['msg']}); "
+            "remove that line or restore the file from a copy"
+        ) from None
+
+
+def _line(record: StepRecord) -> bytes:
+    return _RECORD.dump_json(record) + b"\n"
+
+
+def _truncate(path: Path, last_step: int) -> None:
+    """Rewrite the file with the records up to `last_step`, atomically."""
+    if not path.exists():
+        return
+    kept = [record for record in read_metrics(path) if record.step <= last_step]
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("wb") as file:
+        file.writelines(_line(record) for record in kept)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+class LossMean:
+    """Exponentially weighted mean of the finite losses seen so far.
+
+    A loss counts half as much `halflife_steps` later. The mean is exact from the first loss on (no
+    pull towards zero).
+    """
+
+    def __init__(self, halflife_steps: float) -> None:
+        self._decay = 0.5 ** (1.0 / halflife_steps)
+        self._sum = 0.0
+        self._weight = 0.0
+
+    def update(self, loss: float) -> float:
+        """Take one loss in and return the mean; NaN until a finite loss was seen."""
+        if math.isfinite(loss):
+            self._sum = self._decay * self._sum + loss
+            self._weight = self._decay * self._weight + 1.0
+        return self._sum / self._weight if self._weight else math.nan
+
+
+def format_bytes(nbytes: float) -> str:
+    """Three digits and a decimal unit: 512 B, 12.3 kB, 4.56 MB."""
+    if nbytes < 999.5:
+        return f"{nbytes:.0f} B"
+    return _scaled(nbytes, ("kB", "MB", "GB", "TB", "PB"))
+
+
+def format_count(count: float) -> str:
+    """Three digits and a decimal prefix: 950, 12.3 k, 124 M."""
+    if count < 999.5:
+        return f"{count:.0f}"
+    return _scaled(count, ("k", "M", "G", "T"))
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> str:
+    power = 0
+    value /= 1000
+    while value >= 999.5 and power < len(units) - 1:
+        value /= 1000
+        power += 1
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {units[power]}"
+
+
+def format_ratio(ratio: float | None) -> str:
+    """How many times fewer bytes: 7.9x, with a real multiplication sign; "-" if unknown."""
+    if ratio is None:
+        return NOTHING
+    return f"{ratio:.{1 if ratio < 99.95 else 0}f}{_TIMES}"
+
+
+def format_loss(loss: float | None) -> str:
+    """Four decimals; "-" if there is none or it is not finite."""
+    return f"{loss:.4f}" if loss is not None and math.isfinite(loss) else NOTHING
+
+
+def format_rate(per_s: float) -> str:
+    """A rate per second, whole from 100 on and with thousands separated: 8.25, 12,431."""
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def format_duration(duration_s: float) -> str:
+    """Two units at most: 0.85 s, 42 s, 6 min 23 s, 2 h 05 min."""
+    if duration_s < 9.95:
+        return f"{duration_s:.2g} s"
+    whole_s = round(duration_s)
+    if whole_s < 60:
+        return f"{whole_s} s"
+    if whole_s < 3600:
+        return f"{whole_s // 60} min {whole_s % 60:02d} s"
+    return f"{whole_s // 3600} h {whole_s % 3600 // 60:02d} min"

@@ -1,0 +1,160 @@
+"""One nested state in one safetensors file: tensors as tensors, the rest as JSON beside them.
+
+The tree goes into the file's metadata under `thinpipe.state`. JSON values stand for themselves;
+what JSON lacks is an object with one key: `tuple`, `dict` (pairs, so that keys keep their type),
+`bytes` (base64), `float` (inf and nan) and `tensor` (a name in the same file).
+"""
+
+import base64
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+_TREE = "thinpipe.state"
+
+# The dtypes that safetensors both writes and reads.
+_DTYPES = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+    }
+)
+
+
+def save_state(path: Path, state: object) -> None:
+    """Write `state` to `path`; the same state always gives the same bytes.
+
+    A state is a tensor, None, bool, int, float, str, bytes, or a list, tuple or mapping (keys str
+    or int) of states. Tensors that share storage are written once each; strides are not kept.
+    What the host holds beyond `state` is at most one copy of it (tensors that lie on a device,
+    share storage or are not contiguous).
+
+    Raises:
+        TypeError: a value or key of another type; the message gives its path in the tree.
+    """
+    packer = _Packer()
+    tree = json.dumps(packer.pack(state, "state"), allow_nan=False, separators=(",", ":"))
+    save_file(packer.tensors, path, metadata={_TREE: tree})
+    # safetensors creates its files for the owner alone; follow the umask, as the folder does.
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def load_state(path: Path) -> Any:
+    """Rebuild what `save_state` wrote: tensors on the CPU in their own memory, mappings as dicts.
+
+    Raises:
+        ValueError: the file holds no tree, so something else wrote it.
+    """
+    opened: Any = safe_open(path, framework="pt")  # its methods carry no types
+    with opened as file:
+        tree = (file.metadata() or {}).get(_TREE)
+        if tree is None:
+            raise ValueError(f"{path}: no {_TREE!r} in its metadata; only save_state's files load")
+
+        def take(name: str) -> Tensor:
+            # The file is memory-mapped: a view would break once another host prunes the file.
+            tensor: Tensor = file.get_tensor(name).clone()
+            return tensor
+
+        return _unpack(json.loads(tree), take)
+
+
+class _Packer:
+    """Turns a state into JSON and puts its tensors aside, each named by its path in the tree."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._storages: set[int] = set()
+
+    def pack(self, value: object, path: str) -> Any:
+        # Exact types only: a subclass (numpy.float64, IntEnum, torch.Size) would come back as less.
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if type(value) is bytes:
+            return {"bytes": base64.b64encode(value).decode("ascii")}
+        if isinstance(value, Tensor):
+            self.tensors[path] = self._own(value, path)
+            return {"tensor": path}
+        return self._pack_container(value, path)
+
+    def _pack_container(self, value: Any, path: str) -> Any:
+        if isinstance(value, Mapping):
+            return {"dict": [self._pack_item(key, item, path) for key, item in value.items()]}
+        if type(value) is list:
+            return [self.pack(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        if type(value) is tuple:
+            return {"tuple": self.pack(list(value), path)}
+        raise TypeError(
+            f"{path} is a {_type_name(value)}, which a checkpoint cannot hold; convert it to a "
+            "tensor, mapping, list, tuple, bytes, str, int, float, bool or None"
+        )
+
+    def _pack_item(self, key: object, value: object, path: str) -> Any:
+        if type(key) not in (str, int):
+            raise TypeError(
+                f"{path} has the key {key!r}, a {_type_name(key)}; keys are plain str or int"
+            )
+        # repr keeps 1 apart from "1", and "a.b" from a then b: no two tensors share a name.
+        return [key, self.pack(value, f"{path}[{key!r}]")]
+
+    def _own(self, tensor: Tensor, path: str) -> Tensor:
+        plain = type(tensor) in (Tensor, torch.nn.Parameter)
+        if not plain or tensor.is_meta or tensor.layout != torch.strided:
+            raise TypeError(
+                f"{path} is a {_type_name(tensor)} ({tensor.layout}, on {tensor.device}); a "
+                "checkpoint holds plain dense tensors with data: use to_local() or to_dense()"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{path} is {tensor.dtype}, which safetensors lacks; convert it first")
+        held = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if held.untyped_storage().data_ptr() in self._storages:
+            held = held.clone()
+        self._storages.add(held.untyped_storage().data_ptr())
+        return held
+
+
+def _unpack(node: Any, take: Callable[[str], Tensor]) -> Any:
+    if isinstance(node, list):
+        return [_unpack(item, take) for item in node]
+    if not isinstance(node, dict):
+        return node
+    match node:
+        case {"dict": list(pairs)}:
+            return {key: _unpack(item, take) for key, item in pairs}
+        case {"tuple": list(items)}:
+            return tuple(_unpack(item, take) for item in items)
+        case {"tensor": str(name)}:
+            return take(name)
+        case {"bytes": str(text)}:
+            return base64.b64decode(text)
+        case {"float": str(text)}:
+            return float(text)
+    raise ValueError(f"{_TREE!r} has an entry of unknown kind {sorted(node)}; a newer version's?")
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -1,0 +1,92 @@
+"""How the pipeline engine is configured, and codecs from their configuration."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipeline.engine import Precision
+from pipeline.schedule import ScheduleName
+from pipeline.wire.cast import Cast, CastFormat
+from pipeline.wire.codec import Codec
+from pipeline.wire.uniform import ScalePer, Uniform
+
+Bits = Annotated[int, Field(ge=1, le=8)]
+
+
+class PipelineConfig(BaseModel):
+    """Where the model is cut and how the stages take turns.
+
+    `cuts = [2, 4]` makes three stages: layers 0-1, 2-3 and the rest. `replicas` pipelines train
+    side by side. Schedules with several stages per rank (Interleaved1F1B, LoopedBFS and the
+    zero-bubble ones) share the stages among `ranks`, by default half as many as there are stages.
+    `depth` is how many more microbatches per hop Deep1F1B keeps in flight than 1F1B.
+    `peer_timeout_s` is how long a silent peer is waited for; one that is gone is noticed at once.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cuts: tuple[int, ...] = ()
+    schedule: ScheduleName = "Deep1F1B"
+    depth: int = Field(1, ge=0)
+    microbatches: int = Field(4, ge=1, le=4096)
+    replicas: int = Field(1, ge=1)
+    ranks: int | None = Field(None, ge=1)
+    precision: Precision = "fp32"
+    peer_timeout_s: float = Field(300.0, gt=0)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.cuts) + 1
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Number of ranks of one pipeline."""
+        if self.ranks is not None:
+            return self.ranks
+        one_per_rank = self.schedule in ("GPipe", "1F1B", "Deep1F1B")
+        return self.stages if one_per_rank else max(1, self.stages // 2)
+
+
+class RawConfig(BaseModel):
+    """No compression: values are sent as they are (fp32) or cast."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["raw"] = "raw"
+    format: CastFormat = "fp32"
+
+
+class DirectConfig(BaseModel):
+    """Direct quantization: `bits` per value, no memory (the baseline of AQ-SGD)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["direct"] = "direct"
+    bits: Bits = 8
+    scale_per: ScalePer = "token"
+    scale_dtype: Literal["bf16", "fp32"] = "bf16"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+
+
+def build_codec(spec: CastFormat | int, width: int) -> Codec:
+    """Codec for a float format, or for that many bits with one scale per token of `width`."""
+    return Uniform(spec, "token", width=width) if isinstance(spec, int) else Cast(spec)
+
+
+def build_uniform(
+    *,
+    bits: int,
+    scale_per: ScalePer,
+    scale_dtype: Literal["bf16", "fp32"],
+    rounding: Literal["nearest", "stochastic"],
+    width: int,
+) -> Uniform:
+    """Uniform quantizer of configured fields."""
+    return Uniform(
+        bits,
+        scale_per,
+        width=width,
+        scale_dtype=scale_dtype,
+        stochastic=rounding == "stochastic",
+    )

@@ -1,0 +1,298 @@
+"""Training and evaluation steps over the stages of this rank.
+
+A step runs the schedule over its microbatches once per accumulation part, lets the replicas
+exchange, sums the gradients of tied weights, and then shares one small vector with every rank:
+loss, gradient norm, traffic and busy time. From it every rank clips alike, and skips alike when
+something is not finite.
+
+Axes: B samples, T tokens, D channels, V vocabulary.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.channel import Mode
+from pipeline.executor import run_in_order
+from pipeline.mesh import Mesh
+from pipeline.schedule import ScheduleName, build_schedule, fit_microbatches, forward_order
+from pipeline.stage import CompressedStage, ComputeEvent, Microbatch
+from pipeline.step_report import StepReport, StepTotals
+
+IGNORED_TARGET = -100
+
+Precision = Literal["fp32", "bf16"]
+
+
+class Exchange(Protocol):
+    """What the engine needs of a `gradcomp.sync.ReplicaSync`."""
+
+    bytes_sent: int
+
+    def before_step(self) -> None:
+        """Gradients are local; leave in `p.grad` what to apply."""
+
+    def after_step(self) -> None:
+        """Parameters moved."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a step is run.
+
+    `cuts` are all cuts of the pipeline, `hidden` is D, the width there; `clip_norm` limits the
+    gradient norm over all stages, 0 leaves it alone.
+    """
+
+    schedule: ScheduleName
+    microbatches: int
+    cuts: tuple[int, ...]
+    hidden: int
+    depth: int = 1
+    accumulate: int = 1
+    clip_norm: float = 0.0
+    precision: Precision = "fp32"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This replica's part of a step. Every rank of the replica holds the same `ids_B`.
+
+    Targets of -100 are not counted. Ids must be unique within a step.
+    """
+
+    inputs_BT: Tensor
+    targets_BT: Tensor
+    ids_B: Tensor
+
+
+class PipelineEngine:
+    """Runs steps on the stages that live on this rank; all ranks call the same methods alike."""
+
+    def __init__(
+        self,
+        stages: Sequence[CompressedStage],
+        mesh: Mesh,
+        options: EngineOptions,
+        *,
+        optimizer: torch.optim.Optimizer,
+        sync: Exchange,
+        tied: nn.Parameter | None = None,
+    ) -> None:
+        """`tied` is this rank's copy of a weight that the first and last rank keep equal."""
+        self._stages = {stage.stage_index: stage for stage in stages}
+        self._mesh, self._options = mesh, options
+        self._optimizer, self._sync, self._tied = optimizer, sync, tied
+        self._parameters = _unique_parameters(stages)
+        self._report = StepReport(mesh, stages, options.cuts)
+        self._schedules: dict[int, Any] = {}
+        self._denominator = 1.0
+        self._tied_bytes = 0
+        self._pass = -1
+
+    def train_step(self, batch: Batch, step: int) -> StepTotals:
+        """Run one optimizer step; every rank gets the same totals.
+
+        Raises:
+            ValueError: the batch is empty, holds an id twice, or is smaller than `accumulate`.
+            LinkError, DesyncError: a peer failed; the run must be restarted from a checkpoint.
+        """
+        self._check(batch)
+        self.take_events()
+        start = time.perf_counter()
+        tokens = self._count_tokens(batch)
+        losses: list[Tensor] = []
+        for part in _split(batch, self._options.accumulate):
+            losses += self._train_part(part, step)
+        self._sync.before_step()
+        self._sum_tied_gradients()
+        loss = sum(value.item() for value in losses)
+        totals = self._report.share(
+            loss=loss,
+            tokens=tokens,
+            square_norm=self._square_norm(),
+            seconds=time.perf_counter() - start,
+            sync_bytes=self._sync.bytes_sent + self._tied_bytes,
+        )
+        self._apply(totals)
+        return totals
+
+    def eval_step(self, batch: Batch, step: int, *, compressed: bool) -> tuple[float, int]:
+        """Sum of the token losses and number of tokens, the same on every rank.
+
+        Never touches memories. Pass every replica its own samples; the sums are over all of them.
+        """
+        mode: Mode = "eval_compressed" if compressed else "eval"
+        count = min(self._options.microbatches, len(batch.ids_B))
+        targets = batch.targets_BT.tensor_split(count)
+        inputs = self._begin_pass(batch, count, step, mode)
+        modules = [stage.submod for stage in self._stages.values()]
+        with _evaluating(modules), self._autocast():
+            sums = run_in_order(
+                forward_order(list(self._stages), microbatches=count),
+                self._stages,
+                inputs,
+                finish=lambda logits, m: _loss_sum(logits, targets[m]),
+                train=False,
+            )
+        loss = sum(value.item() for value in sums.values())
+        tokens = _counted(batch.targets_BT) if sums else 0
+        total = self._mesh.share(torch.tensor([loss, tokens], dtype=torch.float64)).sum(0)
+        return float(total[0]), int(total[1])
+
+    def take_events(self) -> list[ComputeEvent]:
+        """What this rank's stages computed in the last step."""
+        return [event for stage in self._stages.values() for event in stage.take_events()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters that both ends of a link must agree on."""
+        return {"pass": self._pass}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counters."""
+        self._pass = state["pass"]
+
+    def _train_part(self, part: Batch, step: int) -> list[Tensor]:
+        count = self._fit(len(part.ids_B))
+        self._begin_pass(part, count, step, "train")
+        schedule = self._schedule(count)
+        inputs = (part.inputs_BT,) if 0 in self._stages else ()
+        losses: list[Tensor] = []
+        arguments: dict[str, Any] = {}
+        if any(stage.is_last for stage in self._stages.values()):
+            arguments = {"target": part.targets_BT, "losses": losses}
+        with self._autocast():
+            schedule.step(*inputs, return_outputs=False, **arguments)
+        return [loss.detach() for loss in losses]
+
+    def _begin_pass(self, batch: Batch, count: int, step: int, mode: Mode) -> Sequence[Tensor]:
+        self._pass += 1
+        tokens = batch.inputs_BT.shape[1]
+        microbatches = [
+            Microbatch(torch.Size((len(ids), tokens, self._options.hidden)), ids)
+            for ids in batch.ids_B.tensor_split(count)
+        ]
+        for stage in self._stages.values():
+            stage.begin_pass(self._pass, microbatches, step=step, mode=mode)
+        return batch.inputs_BT.tensor_split(count)
+
+    def _apply(self, totals: StepTotals) -> None:
+        if not totals.skipped:
+            self._clip(totals.grad_norm)
+            self._optimizer.step()
+            self._sync.after_step()
+        for stage in self._stages.values():
+            for channel in stage.channels.all():
+                channel.finish_step(keep=not totals.skipped)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _clip(self, norm: float) -> None:
+        limit = self._options.clip_norm
+        if 0 < limit < norm:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, limit / (norm + 1e-6))
+
+    def _square_norm(self) -> float:
+        """Square of this rank's part of the gradient norm; a tied weight counts on one rank."""
+        second_copy = self._tied is not None and self._mesh.position > 0
+        gradients = [
+            p.grad
+            for p in self._parameters
+            if p.grad is not None and not (second_copy and p is self._tied)
+        ]
+        return math.fsum(float(norm) ** 2 for norm in torch._foreach_norm(gradients))
+
+    def _sum_tied_gradients(self) -> None:
+        """Exact tie: both copies get the sum, added in the same order, so they stay equal."""
+        if self._tied is None:
+            return
+        assert self._tied.grad is not None
+        mine, other = self._tied.grad, torch.empty_like(self._tied.grad)
+        is_first = self._mesh.position == 0
+        peer = self._mesh.pipeline_ranks - 1 if is_first else 0
+        self._mesh.swap(mine, other, peer)
+        self._tied.grad = mine + other if is_first else other + mine
+        self._tied_bytes += mine.nbytes
+
+    def _count_tokens(self, batch: Batch) -> int:
+        """Tokens of this replica; the ranks that compute losses learn those of all replicas."""
+        tokens = _counted(batch.targets_BT)
+        if any(stage.is_last for stage in self._stages.values()):
+            total = torch.tensor([tokens], dtype=torch.int64)
+            if self._mesh.replicas > 1:
+                dist.all_reduce(total, group=self._mesh.replicas_group)
+            self._denominator = max(float(total), 1.0)
+        return tokens
+
+    def _schedule(self, count: int) -> Any:
+        if count not in self._schedules:
+            self._schedules[count] = build_schedule(
+                self._options.schedule,
+                list(self._stages.values()),
+                count,
+                loss=lambda logits, target: _loss_sum(logits, target) / self._denominator,
+                depth=self._options.depth,
+            )
+        return self._schedules[count]
+
+    def _fit(self, samples: int) -> int:
+        return fit_microbatches(
+            self._options.schedule,
+            wanted=self._options.microbatches,
+            samples=samples,
+            ranks=self._mesh.pipeline_ranks,
+        )
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self._options.precision == "bf16")
+
+    def _check(self, batch: Batch) -> None:
+        if len(batch.ids_B) < self._options.accumulate:
+            raise ValueError(
+                f"a batch of {len(batch.ids_B)} samples cannot be split into "
+                f"{self._options.accumulate} accumulation parts; lower train.accumulate"
+            )
+        if len(set(batch.ids_B.tolist())) < len(batch.ids_B):
+            raise ValueError("a sample id appears twice in a step; memories need unique ids")
+
+
+def _split(batch: Batch, parts: int) -> list[Batch]:
+    tensors = (batch.inputs_BT, batch.targets_BT, batch.ids_B)
+    return [Batch(*part) for part in zip(*(t.tensor_split(parts) for t in tensors), strict=True)]
+
+
+def _loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    return F.cross_entropy(
+        logits_BTV.flatten(0, 1).float(),
+        targets_BT.flatten(),
+        ignore_index=IGNORED_TARGET,
+        reduction="sum",
+    )
+
+
+def _counted(targets_BT: Tensor) -> int:
+    return int((targets_BT != IGNORED_TARGET).sum())
+
+
+def _unique_parameters(stages: Sequence[CompressedStage]) -> list[nn.Parameter]:
+    modules: list[Any] = [stage.submod for stage in stages]
+    return list(dict.fromkeys(p for module in modules for p in module.parameters()))
+
+
+@contextlib.contextmanager
+def _evaluating(modules: Sequence[Any]) -> Any:
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.train()

@@ -1,0 +1,82 @@
+"""Our own in-order executor: runs compute orders over the same stages, without torch's schedules.
+
+It is the oracle that torch's schedules are tested against, the way evaluation runs, and insurance
+against changes of torch's private base class, whose compute it does not use.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.schedule import Action
+from pipeline.stage import CompressedStage
+
+OutputFunction = Callable[[Tensor, int], Tensor]
+
+
+def run_in_order(
+    actions: Sequence[Action],
+    stages: Mapping[int, CompressedStage],
+    inputs: Sequence[Tensor],
+    *,
+    finish: OutputFunction,
+    train: bool,
+) -> dict[int, Tensor]:
+    """Run this rank's `actions`; every stage's `begin_pass` was called before.
+
+    `inputs` are the first stage's microbatches; `finish` turns the last stage's output and the
+    microbatch number into the loss. Gradients accumulate in the parameters when `train`.
+
+    Returns:
+        What `finish` returned, by microbatch; empty on ranks without the last stage.
+    """
+    run = _Run(stages, inputs, finish, train)
+    with torch.set_grad_enabled(train):
+        for action in actions:
+            if action.kind == "F":
+                run.forward(stages[action.stage], action.microbatch)
+            else:
+                run.backward(stages[action.stage], action.microbatch)
+    return run.results
+
+
+class _Run:
+    def __init__(
+        self,
+        stages: Mapping[int, CompressedStage],
+        inputs: Sequence[Tensor],
+        finish: OutputFunction,
+        train: bool,
+    ) -> None:
+        self.stages, self.inputs, self.finish, self.train = stages, inputs, finish, train
+        self.results: dict[int, Tensor] = {}
+        self._live: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, stage: CompressedStage, m: int) -> None:
+        if stage.is_first:
+            x = self.inputs[m]
+        else:
+            x = stage.receive_activation(m).requires_grad_(self.train)
+        module: Any = stage.submod
+        y = module(x)
+        if stage.is_last:
+            self.results[m] = y = self.finish(y, m)
+        else:
+            stage.send_activation(m, y)
+            if stage.stage_index + 1 in self.stages:
+                self.stages[stage.stage_index + 1].set_local_fwd_input(y, m)
+        if self.train:
+            self._live[stage.stage_index, m] = (x, y)
+
+    def backward(self, stage: CompressedStage, m: int) -> None:
+        x, y = self._live.pop((stage.stage_index, m))
+        gradient = None if stage.is_last else stage.receive_gradient(m)
+        torch.autograd.backward(y, gradient)
+        if stage.is_first:
+            return
+        assert x.grad is not None
+        stage.send_gradient(m, x.grad)
+        if stage.stage_index - 1 in self.stages:
+            self.stages[stage.stage_index - 1].set_local_bwd_input((x.grad,), m)

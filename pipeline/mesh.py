@@ -1,0 +1,96 @@
+"""Ranks as replicas x pipeline positions, and the process groups between them.
+
+rank = replica * pipeline_ranks + position. Forward and backward messages of a pipeline travel on
+groups of their own, so that neither waits behind the other; so do control scalars and the
+exchange between replicas.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_SWAP_TAG = (1 << 31) - 1  # above every tag of `pipeline.link`
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This process's place and groups. `replicas_group` joins the same position of all replicas."""
+
+    pipeline_ranks: int
+    replicas: int
+    rank: int
+    forward: dist.ProcessGroup
+    backward: dist.ProcessGroup
+    control: dist.ProcessGroup
+    replicas_group: dist.ProcessGroup
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.pipeline_ranks * self.replicas
+
+    @property
+    def replica(self) -> int:
+        """Which replica this rank belongs to."""
+        return self.rank // self.pipeline_ranks
+
+    @property
+    def position(self) -> int:
+        """Rank within its pipeline."""
+        return self.rank % self.pipeline_ranks
+
+    def share(self, values: Tensor) -> Tensor:
+        """All ranks' float64 vectors [world, n], in one hop: every rank sends to every other.
+
+        gloo's all-gather is a ring of world - 1 hops, each with the link's delay.
+        """
+        rows = values.expand(self.world_size, -1).contiguous()
+        out = torch.empty_like(rows)
+        dist.all_to_all_single(out, rows, group=self.control)
+        return out
+
+    def swap(self, mine: Tensor, theirs: Tensor, peer: int) -> None:
+        """Exchange equal-sized tensors with another position of this pipeline."""
+        receive = dist.irecv(theirs, group=self.forward, group_src=peer, tag=_SWAP_TAG)
+        send = dist.isend(mine, group=self.forward, group_dst=peer, tag=_SWAP_TAG)
+        assert receive is not None
+        assert send is not None
+        receive.wait()
+        send.wait()
+
+
+def build_mesh(pipeline_ranks: int, replicas: int, *, timeout_s: float) -> Mesh:
+    """Create the groups; every rank of the world calls it, in the same order.
+
+    Raises:
+        ValueError: the world has not pipeline_ranks * replicas ranks.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world != pipeline_ranks * replicas:
+        raise ValueError(
+            f"{world} processes were started, but {pipeline_ranks} pipeline ranks x {replicas} "
+            f"replicas need {pipeline_ranks * replicas}; start that many"
+        )
+    pipelines = [[r * pipeline_ranks + p for p in range(pipeline_ranks)] for r in range(replicas)]
+    columns = [list(ranks) for ranks in zip(*pipelines, strict=True)]
+    return Mesh(
+        pipeline_ranks,
+        replicas,
+        rank,
+        forward=_own_group(pipelines, timeout_s),
+        backward=_own_group(pipelines, timeout_s),
+        control=_own_group([list(range(world))], timeout_s),
+        replicas_group=_own_group(columns, timeout_s),
+    )
+
+
+def _own_group(partition: list[list[int]], timeout_s: float) -> dist.ProcessGroup:
+    """Create a group for every part; return the one this rank is in."""
+    group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        partition, timeout=timedelta(seconds=timeout_s), backend="gloo"
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group

@@ -1,0 +1,155 @@
+"""Schedules by name: who computes what, in which order.
+
+The order generators are torch's (GPipe: Huang et al. 2019; 1F1B: Narayanan et al. 2019, Interleaved
+1F1B: Narayanan et al. 2021; LoopedBFS: Lamy-Poirier 2022; zero bubble: Qi et al. 2023), and one is
+ours: Deep1F1B is 1F1B with `depth` more microbatches in flight per hop, so that a slow link always
+has a message to carry. GPipe, 1F1B and Deep1F1B run one stage per rank, the others two or more.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+from torch.distributed.pipelining.schedules import _Action, _ComputationType
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+ScheduleName = Literal[
+    "GPipe",
+    "1F1B",
+    "Deep1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+_SINGLE = ("GPipe", "1F1B", "Deep1F1B")
+_ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+@dataclass(frozen=True)
+class Action:
+    """Compute of one stage on one microbatch; F forward, B whole backward."""
+
+    kind: Literal["F", "B"]
+    stage: int
+    microbatch: int
+
+
+def check_schedule(name: ScheduleName, *, stages: int, ranks: int, microbatches: int) -> None:
+    """Refuse what the schedule cannot run.
+
+    Raises:
+        ValueError: naming the setting, its value and what to use instead.
+    """
+    where = f'pipeline.schedule = "{name}"'
+    if name in _SINGLE and stages != ranks:
+        raise ValueError(
+            f"{where} runs one stage per rank, but {stages} stages are to share {ranks} ranks; "
+            f"use {stages} ranks or a schedule such as Interleaved1F1B"
+        )
+    if name not in _SINGLE and (stages % ranks or stages < 2 * ranks):
+        raise ValueError(
+            f"{where} needs two or more stages on every rank, as many on each; "
+            f"{stages} stages on {ranks} ranks do not fit"
+        )
+    if name == "ZBVZeroBubble" and stages != 2 * ranks:
+        raise ValueError(f"{where} runs exactly 2 stages per rank; got {stages} on {ranks} ranks")
+    if name in _ZERO_BUBBLE and _torch_version() < (2, 13):
+        raise ValueError(
+            f"{where} needs torch >= 2.13 (this is {torch.__version__}): before, its gradients are "
+            "wrong for a layer that is used twice. Use GPipe, 1F1B, Deep1F1B or Interleaved1F1B"
+        )
+    if microbatches < 1:
+        raise ValueError(f"pipeline.microbatches = {microbatches}: use 1 or more")
+
+
+def fit_microbatches(name: ScheduleName, *, wanted: int, samples: int, ranks: int) -> int:
+    """Microbatches for a batch of `samples`: as wanted, fewer when the batch is short.
+
+    Interleaved schedules run whole rounds of microbatches, so theirs are rounded down to one.
+    """
+    count = min(wanted, samples)
+    if name in _SINGLE or name == "ZBVZeroBubble" or count <= ranks:
+        return count
+    rounds = count // ranks
+    return count - count % rounds
+
+
+def stage_to_rank(name: ScheduleName, *, stages: int, ranks: int) -> dict[int, int]:
+    """Rank (within its pipeline) of each stage: round robin, or a V for ZBVZeroBubble."""
+    style = "v" if name == "ZBVZeroBubble" else "loop"
+    return dict(generate_stage_to_rank_mapping(ranks, stages, style))
+
+
+def build_schedule(
+    name: ScheduleName,
+    stages: Sequence[_PipelineStageBase],
+    microbatches: int,
+    *,
+    loss: LossFunction,
+    depth: int,
+) -> Any:
+    """torch schedule object for this rank's stages. `scale_grads` is off: the loss divides."""
+    options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
+    if name == "1F1B" and microbatches < stages[0].num_stages:
+        depth = 0  # torch's class refuses; ours runs the same order
+    elif name in ("GPipe", "1F1B"):
+        return getattr(torch_schedules, f"Schedule{name}")(stages[0], microbatches, **options)
+    if name in _SINGLE:
+        return _Deep1F1B(stages[0], microbatches, depth=depth, **options)
+    return getattr(torch_schedules, f"Schedule{name}")(list(stages), microbatches, **options)
+
+
+def single_stage_order(
+    name: ScheduleName, stage: int, *, stages: int, microbatches: int, depth: int = 1
+) -> list[Action]:
+    """Compute order of a stage that has its rank to itself: GPipe, 1F1B or Deep1F1B."""
+    warm_up = {
+        "GPipe": microbatches,
+        "1F1B": stages - stage,
+        "Deep1F1B": (stages - stage) + depth * (stages - 1 - stage),
+    }[name]
+    in_flight = min(microbatches, warm_up)
+    order = [Action("F", stage, m) for m in range(in_flight)]
+    for m in range(microbatches):
+        order.append(Action("B", stage, m))
+        if in_flight + m < microbatches:
+            order.append(Action("F", stage, in_flight + m))
+    return order
+
+
+def forward_order(stages: Sequence[int], *, microbatches: int) -> list[Action]:
+    """Evaluation: each of a rank's stages, every microbatch."""
+    return [Action("F", stage, m) for stage in sorted(stages) for m in range(microbatches)]
+
+
+class _Deep1F1B(torch_schedules._PipelineScheduleRuntime):
+    """1F1B with `depth` more microbatches in flight per hop, on torch's runtime."""
+
+    def __init__(
+        self, stage: _PipelineStageBase, n_microbatches: int, *, depth: int, **options: Any
+    ) -> None:
+        super().__init__([stage], n_microbatches, **options)  # type: ignore[no-untyped-call]
+        kinds = {"F": _ComputationType.FORWARD, "B": _ComputationType.FULL_BACKWARD}
+        count = stage.num_stages
+        self.pipeline_order = {
+            s: [
+                _Action(s, kinds[action.kind], action.microbatch)
+                for action in single_stage_order(
+                    "Deep1F1B", s, stages=count, microbatches=n_microbatches, depth=depth
+                )
+            ]
+            for s in range(count)
+        }
+        self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)

@@ -1,0 +1,223 @@
+"""CompressedStage: a torch pipeline stage that owns its communication.
+
+torch's schedules then only order the compute: they ask for send and receive operations, get none.
+Receives of a whole pass are posted by `begin_pass`; the schedule's "send" hook encodes and sends,
+its "retrieve" hook waits and decodes. We subclass `_PipelineStageBase`, not `PipelineStage`, so no
+shape inference runs: a stage sees real data only. `tests/test_torch_seams.py` lists every private
+name used here.
+
+Axes: B samples of a microbatch, T tokens, D channels, M microbatches.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from pipeline.channel import Channel, Mode
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The four directions of a stage; None where there is no neighbour on another rank."""
+
+    activations_in: Channel | None = None
+    activations_out: Channel | None = None
+    gradients_in: Channel | None = None
+    gradients_out: Channel | None = None
+
+    def all(self) -> list[Channel]:
+        """Those that exist."""
+        four = (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out)
+        return [channel for channel in four if channel is not None]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What every rank knows of a microbatch before it arrives."""
+
+    shape_BTD: torch.Size
+    ids_B: Tensor
+
+
+@dataclass(frozen=True)
+class ComputeEvent:
+    """One piece of work of a stage, in seconds of `time.perf_counter`."""
+
+    stage: int
+    kind: Literal["F", "B", "W", "wait"]
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+class CompressedStage(_PipelineStageBase):
+    """One stage of the pipeline: a module and the channels that join it to its neighbours."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        *,
+        channels: Channels,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """`group` holds the ranks of one pipeline; no message travels over it."""
+        super().__init__(module, stage_index, num_stages, torch.device("cpu"), group)
+        self.channels = channels
+        self.events: list[ComputeEvent] = []
+        self._runtime_validate = False
+        self._microbatches: Sequence[Microbatch] = ()
+        self._local_inputs: dict[int, Tensor] = {}
+        self._local_gradients: dict[int, Tensor] = {}
+        self._ready_s = 0.0
+
+    def begin_pass(
+        self, number: int, microbatches: Sequence[Microbatch], *, step: int, mode: Mode
+    ) -> None:
+        """Post every receive of the coming pass; all ranks of the pipeline call it alike."""
+        self._microbatches = microbatches
+        for channel in self.channels.all():
+            channel.begin_pass(number, step=step, mode=mode)
+        self._expect_all(self.channels.activations_in)
+        if mode == "train":
+            self._expect_all(self.channels.gradients_in)
+
+    def receive_activation(self, m: int) -> Tensor:
+        """Input of microbatch `m`: from the neighbour on this rank, or decoded from the link."""
+        if m in self._local_inputs:
+            return self._local_inputs.pop(m)
+        return self._receive(self.channels.activations_in, m)
+
+    def receive_gradient(self, m: int) -> Tensor:
+        """Gradient of the output of microbatch `m`."""
+        if m in self._local_gradients:
+            return self._local_gradients.pop(m)
+        return self._receive(self.channels.gradients_in, m)
+
+    def send_activation(self, m: int, y_BTD: Tensor) -> None:
+        """Encode and send an output; nothing to do if the next stage is on this rank."""
+        if self.channels.activations_out is not None:
+            self.channels.activations_out.send(m, y_BTD, self._microbatches[m].ids_B)
+
+    def send_gradient(self, m: int, gradient_BTD: Tensor) -> None:
+        """Encode and send an input's gradient; nothing to do if the neighbour is on this rank."""
+        if self.channels.gradients_out is not None:
+            self.channels.gradients_out.send(m, gradient_BTD, self._microbatches[m].ids_B)
+
+    def take_events(self) -> list[ComputeEvent]:
+        """Return what was computed since the last call."""
+        taken, self.events = self.events, []
+        return taken
+
+    def _expect_all(self, channel: Channel | None) -> None:
+        if channel is not None:
+            for m, microbatch in enumerate(self._microbatches):
+                channel.expect(m, microbatch.shape_BTD, microbatch.ids_B)
+
+    def _receive(self, channel: Channel | None, m: int) -> Tensor:
+        assert channel is not None, f"stage {self.stage_index} has no neighbour to receive from"
+        start = time.perf_counter()
+        x_BTD = channel.receive(m, self._microbatches[m].shape_BTD, self._microbatches[m].ids_B)
+        self._ready_s = time.perf_counter()
+        self.events.append(ComputeEvent(self.stage_index, "wait", m, start, self._ready_s))
+        return x_BTD
+
+    def _record(self, kind: Literal["F", "B", "W"], m: int, start_s: float) -> None:
+        start_s = max(start_s, self._ready_s)  # waiting is an event of its own
+        self.events.append(ComputeEvent(self.stage_index, kind, m, start_s, time.perf_counter()))
+
+    # What torch's schedules call. Names and signatures are torch's.
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        self._record("F", fwd_chunk_id, start)
+        return output
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        start = time.perf_counter()
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._record("B", bwd_chunk_id, start)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        start = time.perf_counter()
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self._record("W", bwd_chunk_id, start)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        (output,), _ = self.fwd_cache[fwd_chunk_id]
+        self.send_activation(fwd_chunk_id, output)
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and self.channels.gradients_out is not None:
+            (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
+            assert gradient is not None, "the stage's input got no gradient"
+            self.send_gradient(bwd_chunk_id, gradient)
+        return []
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor]:
+        needs_grad = self.has_backward and torch.is_grad_enabled()
+        return (self.receive_activation(fwd_chunk_id).requires_grad_(needs_grad),)
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[Tensor]:
+        return (self.receive_gradient(bwd_chunk_id),)
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        if isinstance(prev_stage_outputs, tuple):
+            (prev_stage_outputs,) = prev_stage_outputs
+        self._local_inputs[mb_index] = prev_stage_outputs.detach()
+
+    def set_local_bwd_input(
+        self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
+    ) -> None:
+        (gradient,) = next_stage_bwd_outputs
+        assert gradient is not None, "the next stage's input got no gradient"
+        self._local_gradients[mb_index] = gradient
+
+    def clear_runtime_states(self) -> None:
+        self.fwd_cache.clear()
+        self.bwd_cache.clear()
+        self.output_chunks.clear()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, kwargs: Any = None, has_backward: bool = False
+    ) -> Any:
+        self.chunks = num_microbatches
+        self.args_recv_info = {m: () for m in range(num_microbatches)}
+        self.act_send_info = {0: [] if self.is_last else [self.stage_index + 1]}
+        if hasattr(self, "_stage_meta"):  # torch >= 2.12 takes the number of inputs from it
+            self._stage_meta.inputs = (None,)  # type: ignore[assignment]
+        return ()
+
+    def _prepare_backward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> Any:
+        self.chunks = num_microbatches
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[()]:
+        return ()
+
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """torch 2.11 calls it; there is nothing inferred to validate against."""
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """torch 2.11 calls it."""

@@ -1,0 +1,107 @@
+"""What every rank tells every other after a step: one vector of numbers, in one network hop."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipeline.channel import BACKWARD, FORWARD, Traffic
+from pipeline.mesh import Mesh
+from pipeline.stage import CompressedStage
+
+_SCALARS = 6
+
+
+@dataclass(frozen=True)
+class WireTotal:
+    """One step's traffic of one direction of a cut, over all replicas."""
+
+    cut: int
+    direction: int
+    nbytes: int
+    messages: int
+    values: int
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """A step as all ranks see it. `loss` is the mean over the tokens of all replicas.
+
+    `bubble` is the part of the step that the ranks did not compute, averaged over ranks.
+    `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
+    `control_bytes` the size of the exchange of these numbers, both over all ranks.
+    """
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    skipped: bool
+    seconds: float
+    bubble: float
+    wire: tuple[WireTotal, ...]
+    sync_bytes: int
+    control_bytes: int
+
+
+class StepReport:
+    """Collects this rank's numbers and shares them."""
+
+    def __init__(self, mesh: Mesh, stages: Sequence[CompressedStage], cuts: Sequence[int]) -> None:
+        """`cuts` are all cuts of the pipeline, so that every rank lays its vector out alike."""
+        self._mesh, self._stages, self._cuts = mesh, stages, tuple(cuts)
+        self._sync_bytes = 0
+
+    def share(
+        self, *, loss: float, tokens: int, square_norm: float, seconds: float, sync_bytes: int
+    ) -> StepTotals:
+        """Tell the other ranks; `sync_bytes` counts from the start of the run."""
+        busy = math.fsum(
+            event.end_s - event.start_s
+            for stage in self._stages
+            for event in stage.events
+            if event.kind != "wait"
+        )
+        sync_step, self._sync_bytes = sync_bytes - self._sync_bytes, sync_bytes
+        first = self._mesh.position == 0
+        scalars = [loss, tokens if first else 0, square_norm, busy, seconds, sync_step]
+        mine = torch.tensor([*scalars, *self._traffic()], dtype=torch.float64)
+        return self._totals(self._mesh.share(mine))
+
+    def _totals(self, all_WN: torch.Tensor) -> StepTotals:
+        loss, tokens, _, _, _, sync_bytes = all_WN[:, :_SCALARS].sum(0).tolist()
+        replica_norms = all_WN[:, 2].view(self._mesh.replicas, -1).sum(1).sqrt()
+        seconds = float(all_WN[:, 4].max())
+        finite = bool(torch.isfinite(replica_norms).all()) and math.isfinite(loss)
+        return StepTotals(
+            loss=loss,
+            tokens=int(tokens),
+            grad_norm=float(replica_norms[self._mesh.replica]),
+            skipped=not finite,
+            seconds=seconds,
+            bubble=1.0 - float(all_WN[:, 3].mean()) / seconds,
+            wire=self._wire(all_WN[:, _SCALARS:].sum(0)),
+            sync_bytes=int(sync_bytes),
+            control_bytes=all_WN.numel() * all_WN.element_size() * (self._mesh.world_size - 1),
+        )
+
+    def _traffic(self) -> list[float]:
+        sent: dict[tuple[int, int], Traffic] = {}
+        for stage in self._stages:
+            for channel in (stage.channels.activations_out, stage.channels.gradients_out):
+                if channel is not None:
+                    sent[channel.cut, channel.direction] = channel.take_traffic()
+        numbers: list[float] = []
+        for cut in self._cuts:
+            for direction in (FORWARD, BACKWARD):
+                traffic = sent.get((cut, direction), Traffic())
+                numbers += [traffic.nbytes, traffic.messages, traffic.values]
+        return numbers
+
+    def _wire(self, sums: torch.Tensor) -> tuple[WireTotal, ...]:
+        rows = sums.view(-1, 3).to(torch.int64).tolist()
+        places = [(cut, direction) for cut in self._cuts for direction in (FORWARD, BACKWARD)]
+        return tuple(
+            WireTotal(cut, direction, *row)
+            for (cut, direction), row in zip(places, rows, strict=True)
+        )

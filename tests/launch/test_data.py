@@ -1,0 +1,391 @@
+import importlib.util
+import itertools
+import sys
+import sysconfig
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from launch.data import DataConfig, EpochSampler, SequenceSet, load
+
+_unhurried = settings(deadline=None)  # test machines stall now and then
+
+
+@st.composite
+def _runs(draw: st.DrawFn) -> dict[str, int]:
+    replicas = draw(st.integers(1, 5))
+    return {
+        "n": draw(st.integers(replicas, 60)),
+        "batch_size": replicas * draw(st.integers(1, 8)),
+        "replicas": replicas,
+        "seed": draw(st.integers(0, 2**31)),
+    }
+
+
+def _samplers(run: dict[str, int]) -> list[EpochSampler]:
+    n, replicas = run["n"], run["replicas"]
+    rest = {"batch_size": run["batch_size"], "replicas": replicas, "seed": run["seed"]}
+    return [EpochSampler(n, replica=replica, **rest) for replica in range(replicas)]
+
+
+def _epoch_ids(sampler: EpochSampler, epoch: int) -> list[int]:
+    steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
+    return torch.cat([sampler.ids(step) for step in steps]).tolist()
+
+
+@_unhurried
+@given(_runs(), st.integers(0, 3))
+def test_every_sample_is_visited_once_per_epoch(run: dict[str, int], epoch: int) -> None:
+    samplers = _samplers(run)
+    visited = [sample for sampler in samplers for sample in _epoch_ids(sampler, epoch)]
+    assert sorted(visited) == list(range(run["n"] - samplers[0].dropped))
+    assert samplers[0].dropped == run["n"] % run["replicas"]
+
+
+@_unhurried
+@given(_runs(), st.integers(0, 3))
+def test_samples_stick_to_their_replica(run: dict[str, int], epoch: int) -> None:
+    for replica, sampler in enumerate(_samplers(run)):
+        assert {sample % run["replicas"] for sample in _epoch_ids(sampler, epoch)} == {replica}
+
+
+@_unhurried
+@given(_runs(), st.integers(0, 200))
+def test_replicas_take_equally_many_samples_in_every_step(run: dict[str, int], step: int) -> None:
+    sizes = {len(sampler.ids(step)) for sampler in _samplers(run)}
+    assert len(sizes) == 1
+    assert 1 <= sizes.pop() <= run["batch_size"] // run["replicas"]
+
+
+@_unhurried
+@given(_runs(), st.lists(st.integers(0, 200), min_size=1, max_size=8))
+def test_ids_depend_on_the_step_alone(run: dict[str, int], steps: list[int]) -> None:
+    used = _samplers(run)[0]
+    for step in steps:
+        ids = used.ids(step)
+        assert ids.dtype == torch.int64
+        assert torch.equal(ids, _samplers(run)[0].ids(step))
+        ids.fill_(-1)
+        assert torch.equal(used.ids(step), _samplers(run)[0].ids(step))
+
+
+def test_only_the_last_step_of_an_epoch_is_short() -> None:
+    sampler = EpochSampler(10, batch_size=4, replicas=1, replica=0, seed=0)
+    assert sampler.steps_per_epoch == 3
+    assert [len(sampler.ids(step)) for step in range(6)] == [4, 4, 2, 4, 4, 2]
+    assert [sampler.epoch(step) for step in range(6)] == [0, 0, 0, 1, 1, 1]
+
+
+def test_order_changes_with_epoch_and_seed() -> None:
+    sampler = EpochSampler(64, batch_size=8, replicas=1, replica=0, seed=0)
+    other = EpochSampler(64, batch_size=8, replicas=1, replica=0, seed=1)
+    assert _epoch_ids(sampler, 0) != _epoch_ids(sampler, 1)
+    assert _epoch_ids(sampler, 0) != _epoch_ids(other, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch_size": 7}, r"batch_size = 7: .* over 2 replicas; use 8"),
+        ({"batch_size": 0}, r"batch_size = 0: .* use 2"),
+        ({"replica": 2}, r"replica = 2: there are 2 replicas; use 0 to 1"),
+        ({"n": 1}, r"1 training sequences for 2 replicas: .* use at least 2"),
+    ],
+)
+def test_impossible_samplers_are_refused(changes: dict[str, int], message: str) -> None:
+    choices = {"n": 8, "batch_size": 4, "replicas": 2, "replica": 0, "seed": 0} | changes
+    with pytest.raises(ValueError, match=message):
+        EpochSampler(choices.pop("n"), **choices)
+
+
+def test_negative_step_is_refused() -> None:
+    sampler = EpochSampler(8, batch_size=4, replicas=1, replica=0, seed=0)
+    with pytest.raises(ValueError, match="step = -1: steps count from 0"):
+        sampler.ids(-1)
+
+
+def _set(n: int = 5, length: int = 3) -> SequenceSet:
+    return SequenceSet(torch.arange(n * (length + 1), dtype=torch.uint8).view(n, length + 1))
+
+
+@pytest.mark.parametrize("ids", [[3, 0], torch.tensor([3, 0]), torch.tensor([3, 0]).int()])
+def test_targets_are_the_inputs_moved_on_by_one(ids: list[int] | Tensor) -> None:
+    inputs, targets = _set().batch(ids)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.tolist() == [[12, 13, 14], [0, 1, 2]]
+    assert targets.tolist() == [[13, 14, 15], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("wrong", [-1, 5])
+def test_ids_out_of_range_are_refused(wrong: int) -> None:
+    with pytest.raises(ValueError, match=rf"ids \[{wrong}\]: .* 5 sequences; use ids from 0 to 4"):
+        _set().batch([0, wrong])
+
+
+def test_tokens_need_an_input_and_a_target() -> None:
+    with pytest.raises(ValueError, match=r"shape \(5, 1\): a set needs \[N, T \+ 1\]"):
+        _set(length=0)
+
+
+def test_digest_does_not_depend_on_layout() -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+    overlapping = text.unfold(0, 11, 10)
+    assert SequenceSet(overlapping).digest == SequenceSet(overlapping.contiguous()).digest
+    assert SequenceSet(text.view(10, 20)).digest != SequenceSet(text.view(20, 10)).digest
+
+
+def _numbered(first: int, lines: int) -> bytes:
+    return b"".join(b"%07d\n" % number for number in range(first, first + lines))
+
+
+def _folder(root: Path, sizes: list[int]) -> Path:
+    """Write one file per size; every 8-byte line of the whole folder is different."""
+    first = 0
+    for index, lines in enumerate(sizes):
+        (root / f"{index:03d}.txt").write_bytes(_numbered(first, lines))
+        first += lines
+    return root
+
+
+def _config(path: Path | str, **changes: Any) -> DataConfig:
+    small: dict[str, Any] = {"sequence_length": 16, "train_sequences": "all", "eval_sequences": 2}
+    return DataConfig(path=str(path), **(small | changes))
+
+
+def _tokens(sequences: SequenceSet) -> Tensor:
+    inputs, targets = sequences.batch(range(len(sequences)))
+    return torch.cat([inputs, targets[:, -1:]], dim=1)
+
+
+def _lines(sequences: SequenceSet) -> set[bytes]:
+    """The numbered lines that the inputs hold: sequences of 16 bytes are two lines each."""
+    inputs, _ = sequences.batch(range(len(sequences)))
+    return {bytes(line) for row in inputs.tolist() for line in (row[:8], row[8:])}
+
+
+@pytest.mark.parametrize(
+    "sizes", [[200], [100, 100], [40] * 10, [20] * 35, [200] + [1] * 30, [1] * 9 + [500]]
+)
+def test_evaluation_text_is_disjoint_from_training_text(tmp_path: Path, sizes: list[int]) -> None:
+    training, evaluation = load(_config(_folder(tmp_path, sizes)))
+    assert not _lines(training) & _lines(evaluation)
+    assert len(_lines(training)) >= 0.8 * sum(sizes) - 2
+
+
+def test_every_tenth_file_is_held_out(tmp_path: Path) -> None:
+    config = _config(_folder(tmp_path, [4] * 20), eval_sequences=3)
+    _, evaluation = load(config)
+    lines = (_numbered(36, 4) + _numbered(76, 4)).splitlines(keepends=True)
+    assert _lines(evaluation) == set(lines[:6])
+
+
+def test_end_of_a_single_file_is_held_out(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(_numbered(0, 100))
+    training, evaluation = load(_config(path))
+    assert _lines(training) == set(_numbered(0, 88).splitlines(keepends=True))
+    assert _lines(evaluation) <= set(_numbered(90, 10).splitlines(keepends=True))
+
+
+def test_training_text_does_not_depend_on_evaluation(tmp_path: Path) -> None:
+    path = _folder(tmp_path, [100, 100])
+    few, many = (load(_config(path, eval_sequences=count))[0].digest for count in (1, 9))
+    assert few == many
+
+
+def test_fewer_sequences_are_spread_over_the_text(tmp_path: Path) -> None:
+    path = _folder(tmp_path, [1000])
+    every, _ = load(_config(path))
+    some, _ = load(_config(path, train_sequences=10))
+    assert len(some) == 10
+    places = [int(bytes(row[:7])) for row in _tokens(some).tolist()]
+    gaps = {after - before for before, after in itertools.pairwise(places)}
+    assert places[0] == 0
+    assert max(gaps) - min(gaps) <= 2
+    assert places[-1] > 0.85 * 900
+    assert _lines(some) <= _lines(every)
+
+
+def test_sequences_follow_each_other_without_gaps(tmp_path: Path) -> None:
+    tokens = _tokens(load(_config(_folder(tmp_path, [100])))[0])
+    assert torch.equal(tokens[1:, 0], tokens[:-1, -1])
+
+
+def test_folder_file_order_does_not_depend_on_creation(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(_numbered(50, 50))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "z.txt").write_bytes(_numbered(0, 50))
+    (tmp_path / ".hidden").write_bytes(b"no" * 500)
+    training, _ = load(_config(tmp_path))
+    assert bytes(_tokens(training)[0].tolist()) == _numbered(0, 2) + b"0"
+    assert len(training) == 44
+
+
+def test_glob_chooses_files(tmp_path: Path) -> None:
+    _folder(tmp_path, [50, 50])
+    (tmp_path / "skip.bin").write_bytes(b"x" * 1000)
+    assert load(_config(tmp_path))[0].digest != load(_config(tmp_path / "*.txt"))[0].digest
+    assert len(load(_config(tmp_path / "*.txt"))[0]) == 44
+
+
+def test_binary_files_are_fine(tmp_path: Path) -> None:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(bytes(range(256)) * 4)
+    training, _ = load(_config(path))
+    assert training.batch([15])[0].tolist() == [list(range(240, 256))]
+
+
+def test_max_bytes_limits_the_text(tmp_path: Path) -> None:
+    path = _folder(tmp_path, [50, 50, 50])
+    training, evaluation = load(_config(path, max_bytes=480))
+    assert len(training) == (432 - 1) // 16
+    assert max(_lines(training) | _lines(evaluation)) < b"0000060"
+
+
+def test_digest_is_stable_and_changes_with_a_byte(tmp_path: Path) -> None:
+    path = _folder(tmp_path, [100])
+    before = load(_config(path))[0].digest
+    assert load(_config(path))[0].digest == before
+    file = path / "000.txt"
+    file.write_bytes(file.read_bytes().replace(b"0000040", b"0000041"))
+    assert load(_config(path))[0].digest != before
+
+
+def test_standard_library_is_the_default() -> None:
+    start = time.perf_counter()
+    training, evaluation = load(DataConfig())
+    assert time.perf_counter() - start < 3
+    assert (len(training), len(evaluation)) == (512, 64)
+    assert training.batch([0, 511])[0].shape == (2, 128)
+    everything, _ = load(DataConfig(train_sequences="all"))
+    assert len(everything) * 128 > 1e6
+
+
+def test_standard_library_leaves_out_what_differs_between_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("test", "a/tests", "idlelib/idle_test", "site-packages", "config-3.11-x86"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "module.py").write_bytes(b"x" * 100)
+    (tmp_path / "_sysconfigdata__linux.py").write_bytes(b"x" * 100)
+    (tmp_path / "notes.txt").write_bytes(b"x" * 100)
+    (tmp_path / "a" / "testing.py").write_bytes(_numbered(0, 100))
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    small = DataConfig(sequence_length=16, train_sequences="all", eval_sequences=1)
+    assert _lines(load(small)[0]) == set(_numbered(0, 88).splitlines(keepends=True))
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        (b"", {}, r"data.path = '.*text': the text is empty"),
+        (b"0123456789", {}, r"data.sequence_length = 16: .*text' leaves 9 bytes .* takes 17; use"),
+        (b"0123456789" * 10, {}, r"sequence_length = 16: .* 10 bytes for eval_sequences .* 17"),
+        (b"0123456789" * 50, {"train_sequences": 99}, r"data.train_sequences = 99: .* at most 28"),
+        (b"0123456789" * 50, {"eval_sequences": 99}, r"data.eval_sequences = 99: .* at most 3"),
+    ],
+)
+def test_too_little_text_is_refused(
+    tmp_path: Path, content: bytes, changes: dict[str, int], message: str
+) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(_config(path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.txt", r"data.path = '.*missing.txt': no such file or folder"),
+        ("*.nothing", r"data.path = '.*nothing': no files there"),
+        (".", r"data.path = '.*': no files there"),
+    ],
+)
+def test_paths_without_files_are_refused(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(_config(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"path": "a", "dataset": "hf:b/c"}, r"path = 'a', dataset = 'hf:b/c': .* remove one"),
+        ({"dataset": "wikitext"}, r"dataset = 'wikitext': not of the form hf:NAME/CONFIG"),
+        ({"dataset": "hf:wikitext"}, r"write for example hf:wikitext/wikitext-2-raw-v1"),
+        ({"dataset": "hf:a//b"}, r"not of the form"),
+        ({"sequence_length": 0}, r"sequence_length\n.*greater than or equal to 1"),
+        ({"tokenizer": "words"}, r"tokenizer\n.*'bytes'"),
+        ({"pth": "a"}, r"pth\n.*not permitted"),
+    ],
+)
+def test_wrong_settings_are_named(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**choices)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is here")
+def test_missing_datasets_package_is_named() -> None:
+    with pytest.raises(ImportError, match=r"data.dataset = 'hf:.*pip install thinpipe\[datasets\]"):
+        load(DataConfig(dataset="hf:wikitext/wikitext-2-raw-v1"))
+
+
+class _Split(dict[str, list[str]]):
+    @property
+    def column_names(self) -> list[str]:
+        return list(self)
+
+
+def _offer(monkeypatch: pytest.MonkeyPatch, **splits: _Split) -> list[tuple[str, str]]:
+    """Stand in for the optional package, whose real data sets need the network."""
+    asked: list[tuple[str, str]] = []
+
+    def load_dataset(name: str, subset: str) -> dict[str, _Split]:
+        asked.append((name, subset))
+        return splits
+
+    package = types.ModuleType("datasets")
+    vars(package)["load_dataset"] = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    return asked
+
+
+def _rows(first: int, lines: int) -> _Split:
+    return _Split(text=[f"{number:07d}" for number in range(first, first + lines)])
+
+
+@pytest.mark.parametrize("held_out", ["validation", "test"])
+def test_dataset_brings_its_own_held_out_text(
+    monkeypatch: pytest.MonkeyPatch, held_out: str
+) -> None:
+    asked = _offer(monkeypatch, train=_rows(0, 20), **{held_out: _rows(20, 10)})
+    config = DataConfig(
+        dataset="hf:owner/name/raw", sequence_length=16, train_sequences="all", eval_sequences=4
+    )
+    training, evaluation = load(config)
+    assert asked == [("owner/name", "raw")]
+    assert _lines(training) == set(_numbered(0, 18).splitlines(keepends=True))
+    assert _lines(evaluation) == set(_numbered(20, 8).splitlines(keepends=True))
+
+
+def test_dataset_without_held_out_text_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    _offer(monkeypatch, train=_rows(0, 100))
+    config = DataConfig(
+        dataset="hf:name/raw", sequence_length=16, train_sequences="all", eval_sequences=2
+    )
+    training, evaluation = load(config)
+    assert len(training) == 44
+    assert min(_lines(evaluation)) >= b"0000090"
+
+
+def test_dataset_without_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _offer(monkeypatch, train=_Split(label=["a"]))
+    with pytest.raises(ValueError, match=r"'hf:name/raw': no column 'text' in a split 'train'"):
+        load(DataConfig(dataset="hf:name/raw"))
