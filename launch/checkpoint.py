@@ -78,7 +78,7 @@ def begin(root: Path, step: int) -> Path:
     """
     if step < 0:
         raise ValueError(f"step = {step}: steps count from 0")
-    partial = _partial(root, step)
+    partial = partial_folder(root, step)
     root.mkdir(parents=True, exist_ok=True)
     _discard(partial, step)
     with contextlib.suppress(FileExistsError):  # whoever takes it away again makes a new one
@@ -141,7 +141,7 @@ def finish(root: Path, step: int, *, parts: Iterable[Part], meta: Mapping[str, A
         CheckpointError: the files are not those of `parts`, or there is nothing to finish.
     """
     manifest = Manifest(step, _through_json(meta), tuple(sorted(parts, key=lambda p: p.name)))
-    partial, final = _partial(root, step), root / _name(step)
+    partial, final = partial_folder(root, step), root / _name(step)
     _check_listed(partial, manifest.parts)
     try:
         _publish(partial, final, manifest)
@@ -340,7 +340,8 @@ def _step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _partial(root: Path, step: int) -> Path:
+def partial_folder(root: Path, step: int) -> Path:
+    """Where `begin` makes the folder of an unfinished step."""
     return root / f".{_name(step)}.partial"
 
 

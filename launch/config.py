@@ -155,10 +155,13 @@ class RunConfig(BaseModel):
                 default = boundary
         return default
 
+    def shared(self) -> dict[str, Any]:
+        """All that peers must agree on, JSON-able: everything but the run folder."""
+        return self.model_dump(mode="json", exclude={"run": {"folder"}})
+
     def digest(self) -> str:
-        """SHA-256 over all that peers must agree on: everything but the folder."""
-        fields = self.model_dump(mode="json", exclude={"run": {"folder"}})
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        """SHA-256 of `shared`."""
+        return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.link import LinkError
+
 _SWAP_TAG = (1 << 31) - 1  # above every tag of `pipeline.link`
 
 
@@ -49,7 +51,11 @@ class Mesh:
         """
         rows = values.expand(self.world_size, -1).contiguous()
         out = torch.empty_like(rows)
-        dist.all_to_all_single(out, rows, group=self.control)
+        try:
+            dist.all_to_all_single(out, rows, group=self.control)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise LinkError(f"rank {self.rank}, exchange with all ranks: {reason}") from error
         return out
 
     def swap(self, mine: Tensor, theirs: Tensor, peer: int) -> None:

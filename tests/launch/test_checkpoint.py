@@ -235,6 +235,7 @@ def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
     assert not torch.equal(read_part(tmp_path / "step-40", STAGES[0])["w"], before["w"])
     assert checkpoint.read_manifest(tmp_path / "step-40").meta == {"run": "second"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-40"]
+    assert len(list((tmp_path / "step-40").iterdir())) == len(STAGES) + 1
 
 
 def test_a_failed_replacement_keeps_the_old_step(

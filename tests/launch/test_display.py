@@ -44,7 +44,11 @@ def _record(
         tokens_per_s=123_456.7,
         step_s=4.0,
         bubble=0.256,
-        wire=tuple(WireCount(cut, way, 500_000_000, 16, 1_000_000_000) for cut in cuts for way in DIRECTIONS),
+        wire=tuple(
+            WireCount(cut, way, 500_000_000, 16, 1_000_000_000)
+            for cut in cuts
+            for way in DIRECTIONS
+        ),
         tokens=65_536,
         grad_norm=None if math.isnan(loss) else 1.25,
         lr=3e-4,

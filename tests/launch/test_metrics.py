@@ -32,7 +32,10 @@ def _record(step: int) -> StepRecord:
         tokens_per_s=512.5,
         step_s=0.25,
         bubble=0.125,
-        wire=(WireCount(6, "forward", 1000 + step, 4, 2000), WireCount(6, "backward", 500, 4, 2000)),
+        wire=(
+            WireCount(6, "forward", 1000 + step, 4, 2000),
+            WireCount(6, "backward", 500, 4, 2000),
+        ),
         tokens=128,
         grad_norm=1.5,
         lr=3e-4,
@@ -65,7 +68,13 @@ def test_a_line_holds_plain_json_under_the_documented_keys(tmp_path: Path) -> No
     _write(path, range(1, 2))
     line = json.loads(path.read_text())
     assert list(line) == KEYS
-    assert line["wire"][0] == {"cut": 6, "direction": "forward", "bytes": 1001, "messages": 4, "values": 2000}
+    assert line["wire"][0] == {
+        "cut": 6,
+        "direction": "forward",
+        "bytes": 1001,
+        "messages": 4,
+        "values": 2000,
+    }
 
 
 def test_each_step_is_on_disk_before_the_next(tmp_path: Path) -> None:

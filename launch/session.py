@@ -1,0 +1,118 @@
+"""One rank's place in a run: rendezvous, handshake, process groups; and how it ends."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from launch.config import ConfigError, RunConfig
+from launch.handshake import agree, other_failures, report_failure, versions
+from pipeline.mesh import Mesh, build_mesh
+
+_TERMINATION_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a rank knows of the others."""
+
+    store: Store
+    mesh: Mesh
+    run_id: int
+    local_rank: int
+
+    @property
+    def shows_progress(self) -> bool:
+        """Whether this rank draws the display: the first rank of every host does."""
+        return self.local_rank == 0
+
+    @property
+    def writes_run_folder(self) -> bool:
+        """Whether this rank writes metrics and report."""
+        return self.mesh.rank == 0
+
+
+class PeerError(RuntimeError):
+    """The run cannot go on: the message says which edge failed, as seen from here and elsewhere."""
+
+
+class TerminatedError(Exception):
+    """SIGTERM: someone asked this rank to stop."""
+
+
+class StopFlag:
+    """Set by SIGTERM. A rank that is blocked and does not see it is ended after a few seconds.
+
+    Raising from the handler would hide the failure of a peer, of which SIGTERM is often the echo.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def check(self) -> None:
+        """Stop here if asked to.
+
+        Raises:
+            TerminatedError: the flag is set.
+        """
+        if self._set:
+            raise TerminatedError
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._set = True
+        timer = threading.Timer(_TERMINATION_GRACE_S, os._exit, (128 + number,))
+        timer.daemon = True
+        timer.start()
+
+
+@contextmanager
+def join(config: RunConfig, facts: Mapping[str, Any]) -> Iterator[Session]:
+    """Meet the other ranks (environment as set by torchrun) and leave them again.
+
+    Raises:
+        ConfigError: the number of processes is not what the config needs.
+        HandshakeError: ranks differ in config, data or version, or one did not come.
+        PeerError: a peer failed while the session was in use.
+    """
+    world = int(os.environ["WORLD_SIZE"])
+    if world != config.world_size:
+        raise ConfigError(
+            f"{world} processes were started, but pipeline.cuts = {list(config.pipeline.cuts)} "
+            f"with pipeline.replicas = {config.pipeline.replicas} needs {config.world_size}; "
+            f"start {config.world_size} (torchrun: nnodes x nproc-per-node)"
+        )
+    store, rank, world = next(iter(rendezvous("env://")))
+    told = {"config": config.shared(), "versions": versions(), **facts}
+    run_id = agree(store, rank, world, told, wait_s=config.pipeline.peer_timeout_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    try:
+        mesh = build_mesh(
+            config.pipeline.pipeline_ranks,
+            config.pipeline.replicas,
+            timeout_s=config.pipeline.peer_timeout_s,
+        )
+        yield Session(store, mesh, run_id, int(os.environ.get("LOCAL_RANK", "0")))
+        dist.barrier(group=mesh.control)  # nobody leaves while another still needs its links
+    except RuntimeError as error:  # a link, a header, or a collective
+        raise PeerError(_tell_others(store, rank, world, error)) from error
+    dist.destroy_process_group()
+
+
+def _tell_others(store: Store, rank: int, world: int, error: RuntimeError) -> str:
+    """This rank's account of a failure, and what the first other rank says of it."""
+    own = str(error).splitlines()[0]
+    try:
+        report_failure(store, rank, own)
+        others = other_failures(store, rank, world)
+    except RuntimeError:  # the store's host is gone as well
+        return own
+    return f"{own} [first report by another rank: {others[0]}]" if others else own

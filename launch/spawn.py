@@ -1,0 +1,59 @@
+"""Starts the ranks of a run on this machine, with torch's elastic agent: what torchrun uses."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+PARENT = "THINPIPE_PARENT"
+"""Environment variable that tells a local rank which process it must not outlive."""
+
+
+def started_by_launcher() -> bool:
+    """Whether this process is a rank already: torchrun and `run_local` set its place."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def run_local(arguments: Sequence[str], processes: int) -> int:
+    """Run `python -m launch <arguments>` as that many ranks; return the exit code.
+
+    The ranks talk over loopback. If one fails, the others are ended; if this process is killed,
+    they end too.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ[PARENT] = str(os.getpid())
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        shutdown_timeout=10,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "launch", *arguments)
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        return next((code for code in codes if code > 0), 1)
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    return 0
+
+
+def end_with_parent() -> None:
+    """Ask Linux to end this rank when the process that started it dies, however it dies."""
+    parent = os.environ.get(PARENT)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it died before we asked
+        sys.exit(1)

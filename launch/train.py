@@ -1,0 +1,253 @@
+"""The training loop of one rank: steps, evaluation, checkpoints, display, report."""
+
+import os
+import platform
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from launch import data, state
+from launch.build import build
+from launch.config import ConfigError, RunConfig, write_config
+from launch.data import EpochSampler, SequenceSet
+from launch.display import Display
+from launch.handshake import versions
+from launch.messages import gather_json
+from launch.metrics import (
+    DIRECTIONS,
+    MetricsWriter,
+    RunInfo,
+    StepRecord,
+    TimelineEvent,
+    WireCount,
+    read_metrics,
+)
+from launch.report import summarize, write_report
+from launch.session import Session, StopFlag, join
+from pipeline.engine import Batch
+from pipeline.stage import ComputeEvent
+from pipeline.step_report import StepTotals
+from pipeline.transformer import build_layers
+
+
+@dataclass(frozen=True)
+class _Corpus:
+    train: SequenceSet
+    evaluation: SequenceSet
+
+
+def train(config: RunConfig, *, resume: bool) -> None:
+    """Train as one rank of a run, under the environment that torchrun sets.
+
+    Raises:
+        ConfigError, HandshakeError, CheckpointError: the run cannot start.
+        PeerError: a peer failed; start again with `resume`.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    corpus = _Corpus(*data.load(config.data))
+    facts = {"data": {"train": corpus.train.digest, "eval": corpus.evaluation.digest}}
+    stop = StopFlag()
+    with join(config, facts) as session:
+        _Run(config, corpus, session, stop).train(resume=resume)
+
+
+def check_data(config: RunConfig) -> None:
+    """Load the data once, so that its errors appear before any process is started."""
+    corpus = _Corpus(*data.load(config.data))
+    if len(corpus.train) < config.pipeline.replicas:
+        raise ConfigError(
+            f"data.train_sequences gives {len(corpus.train)} sequences for "
+            f"{config.pipeline.replicas} replicas; every replica needs at least one"
+        )
+
+
+class _Run:
+    def __init__(
+        self, config: RunConfig, corpus: _Corpus, session: Session, stop: StopFlag
+    ) -> None:
+        self._config, self._corpus, self._session, self._stop = config, corpus, session, stop
+        self._sampler = EpochSampler(
+            len(corpus.train),
+            batch_size=config.train.batch_size,
+            replicas=config.pipeline.replicas,
+            replica=session.mesh.replica,
+            seed=config.run.seed,
+        )
+        self._steps = config.train.epochs * self._sampler.steps_per_epoch
+        torch.manual_seed(config.run.seed + 1000 * session.mesh.rank)  # dropout
+        self._built = build(config, session.mesh, run_id=session.run_id, total_steps=self._steps)
+        self._checkpoints = config.run.path / "checkpoints"
+        self._timeline: list[TimelineEvent] = []
+
+    def train(self, *, resume: bool) -> None:
+        start = self._restore() if resume else 0
+        info = _describe(self._config, self._steps)
+        with ExitStack() as stack:
+            writer = self._open_metrics(stack, start, resume=resume)
+            display = self._open_display(stack, info)
+            for step in range(start, self._steps):
+                self._stop.check()
+                record = self._step(step)
+                if writer is not None:
+                    writer.write(record)
+                if display is not None:
+                    display.step(record)
+                self._maybe_save(step + 1)
+            self._finish(info, display)
+
+    def _step(self, step: int) -> StepRecord:
+        batch = self._batch(self._corpus.train, self._sampler.ids(step))
+        lr = float(self._built.optimizer.param_groups[0]["lr"])
+        start = time.perf_counter()
+        totals = self._built.engine.train_step(batch, step)
+        self._built.lr_schedule.step()
+        elapsed = time.perf_counter() - start
+        if step == self._timeline_step():
+            self._timeline = self._gather_timeline(start)
+        return _record(totals, step, self._sampler, lr=lr, seconds=elapsed, losses=self._eval(step))
+
+    def _timeline_step(self) -> int:
+        """The step whose timeline is kept: past the first epoch, when memories are warm."""
+        return min(self._steps - 1, self._sampler.steps_per_epoch + 2)
+
+    def _eval(self, step: int) -> dict[str, float] | None:
+        """Held-out loss after an epoch, with boundaries uncompressed and compressed."""
+        done, per_epoch = step + 1, self._sampler.steps_per_epoch
+        due = done % (per_epoch * self._config.eval.every_epochs) == 0
+        if not due and done != self._steps:
+            return None
+        losses = {"loss": self._eval_loss(step, compressed=False)}
+        if self._config.pipeline.cuts:
+            losses["loss_compressed"] = self._eval_loss(step, compressed=True)
+        return losses
+
+    def _eval_loss(self, step: int, *, compressed: bool) -> float:
+        total, tokens = 0.0, 0
+        for ids in self._eval_batches():
+            batch = self._batch(self._corpus.evaluation, ids)
+            loss, count = self._built.engine.eval_step(batch, step, compressed=compressed)
+            total, tokens = total + loss, tokens + count
+        return total / max(tokens, 1)
+
+    def _eval_batches(self) -> Iterator[torch.Tensor]:
+        """This replica's share of the held-out sequences; all replicas get equally many batches."""
+        mesh, size = self._session.mesh, self._config.train.batch_size
+        for first in range(0, len(self._corpus.evaluation), size):
+            ids = torch.arange(first, min(first + size, len(self._corpus.evaluation)))
+            yield ids.tensor_split(mesh.replicas)[mesh.replica]
+
+    def _batch(self, sequences: SequenceSet, ids_B: torch.Tensor) -> Batch:
+        return Batch(*sequences.batch(ids_B), ids_B)
+
+    def _gather_timeline(self, start_s: float) -> list[TimelineEvent]:
+        """One step of all ranks; each rank's clock starts when it starts the step."""
+        own = [_event(event, start_s) for event in self._built.engine.take_events()]
+        everyone = gather_json(self._session.mesh, own)
+        return [
+            TimelineEvent(rank, *event) for rank, events in enumerate(everyone) for event in events
+        ]
+
+    def _maybe_save(self, done: int) -> None:
+        every = self._config.checkpoint.every_steps
+        if done == self._steps or (every and done % every == 0):
+            state.save(
+                self._checkpoints,
+                done,
+                built=self._built,
+                session=self._session,
+                config=self._config,
+            )
+
+    def _restore(self) -> int:
+        return state.restore(
+            self._checkpoints, built=self._built, session=self._session, config=self._config
+        )
+
+    def _open_metrics(self, stack: ExitStack, start: int, *, resume: bool) -> MetricsWriter | None:
+        if not self._session.writes_run_folder:
+            return None
+        folder = self._config.run.path
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(self._config, folder / "config.toml")
+        writer = MetricsWriter(folder / "metrics.jsonl", start if resume else None)
+        return stack.enter_context(writer)
+
+    def _open_display(self, stack: ExitStack, info: RunInfo) -> Display | None:
+        if not self._session.shows_progress:
+            return None
+        return stack.enter_context(Display(info, interactive=os.isatty(1)))
+
+    def _finish(self, info: RunInfo, display: Display | None) -> None:
+        if not self._session.writes_run_folder:
+            return
+        records = read_metrics(info.folder / "metrics.jsonl")
+        summary = summarize(info, records)
+        write_report(info.folder, info, records=records, timeline=self._timeline, summary=summary)
+        if display is not None:
+            display.finish(summary)
+
+
+def _record(
+    totals: StepTotals,
+    step: int,
+    sampler: EpochSampler,
+    *,
+    lr: float,
+    seconds: float,
+    losses: dict[str, float] | None,
+) -> StepRecord:
+    wire = tuple(
+        WireCount(w.cut, DIRECTIONS[w.direction], w.nbytes, w.messages, w.values)
+        for w in totals.wire
+    )
+    return StepRecord(
+        step=step + 1,
+        epoch=sampler.epoch(step) + 1,
+        loss=totals.loss,
+        tokens_per_s=totals.tokens / seconds,
+        step_s=seconds,
+        bubble=totals.bubble,
+        wire=wire,
+        tokens=totals.tokens,
+        grad_norm=totals.grad_norm,
+        lr=lr,
+        skipped=totals.skipped,
+        sync_bytes=totals.sync_bytes,
+        control_bytes=totals.control_bytes,
+        eval=losses,
+    )
+
+
+def _event(event: ComputeEvent, start_s: float) -> Sequence[object]:
+    times = (event.start_s - start_s, event.end_s - start_s)
+    return (event.stage, event.kind, event.microbatch, *times)
+
+
+def _describe(config: RunConfig, steps: int) -> RunInfo:
+    model = build_layers(config.model, 0, config.model.layers, seed=0, device="meta")
+    methods = {}
+    for cut in config.pipeline.cuts:
+        at_cut = config.boundary_at(cut)
+        for direction, spec in zip(DIRECTIONS, (at_cut.forward, at_cut.backward), strict=True):
+            bits = getattr(spec, "bits", None)
+            detail = f"{bits}-bit" if bits else getattr(spec, "format", "")
+            methods[cut, direction] = f"{spec.kind} {detail}"
+    return RunInfo(
+        name=config.run.name,
+        folder=Path(config.run.path),
+        stages=config.pipeline.stages,
+        replicas=config.pipeline.replicas,
+        schedule=config.pipeline.schedule,
+        microbatches=config.pipeline.microbatches,
+        cuts=config.pipeline.cuts,
+        methods=methods,
+        total_steps=steps,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        machine=f"{platform.machine()}, {os.cpu_count()} cores",
+        versions=versions(),
+        config_digest=config.digest(),
+    )
