@@ -1,0 +1,75 @@
+"""Our stage against torch's own PipelineStage under the same schedules, bit for bit."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from launch.config import RunConfig
+from pipeline.engine import Batch
+from pipeline.schedule import stage_to_rank
+from pipeline.transformer import build_layers
+from tests.ranks import Ranks
+from tests.training import batch, config, train_steps
+
+pytestmark = pytest.mark.dist
+
+BATCHES = [batch(list(range(8))), batch(list(range(20, 28)))]  # torch's stage has fixed shapes
+
+
+def torch_steps(rank: int, run: RunConfig, batches: list[Batch]) -> dict[str, torch.Tensor]:
+    """The same training with stock torch.distributed.pipelining."""
+    pipeline = run.pipeline
+    placement = stage_to_rank(
+        pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks
+    )
+    bounds = (0, *pipeline.cuts, run.model.layers)
+    own = [stage for stage, owner in placement.items() if owner == rank]
+    modules: dict[int, Any] = {
+        s: build_layers(run.model, bounds[s], bounds[s + 1], seed=0, device="cpu") for s in own
+    }
+    stages = [
+        PipelineStage(modules[s], s, pipeline.stages, torch.device("cpu"), group=dist.group.WORLD)
+        for s in own
+    ]
+    tokens = batches[0].targets_BT.numel()
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        sums = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return sums / float(tokens)
+
+    kind = getattr(schedules, f"Schedule{pipeline.schedule}")
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    schedule = kind(
+        stages[0] if single else stages, pipeline.microbatches, loss_fn=loss, scale_grads=False
+    )
+    parameters = [p for module in modules.values() for p in module.parameters()]
+    optimizer = torch.optim.AdamW(
+        parameters,
+        lr=run.train.lr,
+        betas=run.train.betas,
+        weight_decay=run.train.weight_decay,
+    )
+    for item in batches:
+        inputs = (item.inputs_BT,) if 0 in modules else ()
+        last = pipeline.stages - 1 in modules
+        schedule.step(*inputs, **({"target": item.targets_BT, "losses": []} if last else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: w.detach() for module in modules.values() for n, w in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"])
+def test_weights_equal_those_of_torchs_stage(ranks: Ranks, schedule: str) -> None:
+    several = schedule in ("Interleaved1F1B", "LoopedBFS")
+    cuts = [1, 2, 3] if several else [2]
+    run = config(pipeline={"schedule": schedule, "cuts": cuts}, train={"clip_norm": 0})
+    ours = ranks(2, train_steps, run, BATCHES)
+    theirs = ranks(2, torch_steps, run, BATCHES)
+    for (_, found, _), expected in zip(ours, theirs, strict=True):
+        assert found.keys() == expected.keys()
+        for name, weight in found.items():
+            assert torch.equal(weight, expected[name]), name

@@ -1,0 +1,130 @@
+"""A small run, as ranks and as one process, for tests that compare the two."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from launch.build import Built, build
+from launch.config import RunConfig
+from pipeline.engine import Batch
+from pipeline.mesh import build_mesh
+from pipeline.schedule import fit_microbatches
+from pipeline.step_report import StepTotals
+from pipeline.transformer import build_layers
+
+WIDTH, TOKENS, VOCAB = 16, 12, 256
+RAW = {"kind": "raw"}
+
+
+def config(**sections: dict[str, Any]) -> RunConfig:
+    """A tiny model; sections are merged over these values."""
+    base: dict[str, Any] = {
+        "model": {"layers": 4, "width": WIDTH, "heads": 2, "context": TOKENS},
+        "data": {"sequence_length": TOKENS},
+        "pipeline": {"cuts": [2], "microbatches": 4, "peer_timeout_s": 30},
+        "boundary": [{"forward": RAW, "backward": RAW}],
+        "train": {"batch_size": 8, "warmup_steps": 0, "decay": "none"},
+    }
+    for name, section in sections.items():
+        base[name] = {**base[name], **section} if isinstance(section, dict) else section
+    return RunConfig.model_validate(base)
+
+
+def batch(ids: list[int], tokens: int = TOKENS) -> Batch:
+    """Samples whose content depends on their id alone."""
+    rows = []
+    for sample in ids:
+        generator = torch.Generator().manual_seed(sample)
+        rows.append(torch.randint(VOCAB, (TOKENS + 1,), generator=generator)[: tokens + 1])
+    tokens_BT = torch.stack(rows)
+    return Batch(tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous(), torch.tensor(ids))
+
+
+def start(run: RunConfig, total_steps: int = 100) -> Built:
+    """This rank's part of a run; call it on all ranks."""
+    pipeline = run.pipeline
+    mesh = build_mesh(pipeline.pipeline_ranks, pipeline.replicas, timeout_s=30)
+    torch.manual_seed(0)
+    return build(run, mesh, run_id=7, total_steps=total_steps)
+
+
+def weights(built: Built) -> dict[str, torch.Tensor]:
+    """All weights of this rank's stages by name."""
+    found: dict[str, torch.Tensor] = {}
+    for stage in built.stages:
+        module: Any = stage.submod
+        found.update({name: w.detach().clone() for name, w in module.state_dict().items()})
+    return found
+
+
+def train_steps(
+    rank: int,
+    run: RunConfig,
+    batches: list[Batch],
+    check: Callable[[Built, StepTotals], Any] | None = None,
+) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
+    """Losses, final weights of this rank, and what `check` said after every step."""
+    built = start(run)
+    replica = rank // run.pipeline.pipeline_ranks
+    losses, seen = [], []
+    for step, whole in enumerate(batches):
+        totals = built.engine.train_step(share(whole, replica, run.pipeline.replicas), step)
+        losses.append(totals.loss)
+        seen.append(check(built, totals) if check else None)
+    return losses, weights(built), seen
+
+
+def share(whole: Batch, replica: int, replicas: int) -> Batch:
+    """A replica's contiguous part of a batch."""
+    tensors = (whole.inputs_BT, whole.targets_BT, whole.ids_B)
+    return Batch(*(tensor.tensor_split(replicas)[replica] for tensor in tensors))
+
+
+def single_process(run: RunConfig, batches: list[Batch]) -> tuple[list[float], dict[str, Any]]:
+    """The same run without a pipeline: same parts, microbatches, loss, clipping and optimizer."""
+    torch.manual_seed(0)
+    model = build_layers(run.model, 0, run.model.layers, seed=run.run.seed, device="cpu")
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=run.train.lr,
+        betas=run.train.betas,
+        weight_decay=run.train.weight_decay,
+    )
+    losses = []
+    for whole in batches:
+        tokens, total = whole.targets_BT.numel(), 0.0
+        for inputs, targets in _microbatches(run, whole):
+            with torch.autocast("cpu", torch.bfloat16, enabled=run.pipeline.precision == "bf16"):
+                logits = model(inputs)
+                loss = F.cross_entropy(
+                    logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+                )
+                loss = loss / float(tokens)
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        if run.train.clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), run.train.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: w.detach() for name, w in model.state_dict().items()}
+
+
+def _microbatches(run: RunConfig, whole: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    parts = zip(
+        whole.inputs_BT.tensor_split(run.train.accumulate),
+        whole.targets_BT.tensor_split(run.train.accumulate),
+        strict=True,
+    )
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for inputs, targets in parts:
+        count = fit_microbatches(
+            run.pipeline.schedule,
+            wanted=run.pipeline.microbatches,
+            samples=len(inputs),
+            ranks=run.pipeline.pipeline_ranks,
+        )
+        found += zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
+    return found
