@@ -63,10 +63,10 @@ class _Run:
         y = module(x)
         if stage.is_last:
             self.results[m] = y = self.finish(y, m)
+        elif stage.channels.activations_out is None:
+            self.stages[stage.stage_index + 1].set_local_fwd_input(y, m)
         else:
             stage.send_activation(m, y)
-            if stage.stage_index + 1 in self.stages:
-                self.stages[stage.stage_index + 1].set_local_fwd_input(y, m)
         if self.train:
             self._live[stage.stage_index, m] = (x, y)
 
@@ -77,6 +77,7 @@ class _Run:
         if stage.is_first:
             return
         assert x.grad is not None
-        stage.send_gradient(m, x.grad)
-        if stage.stage_index - 1 in self.stages:
+        if stage.channels.gradients_out is None:
             self.stages[stage.stage_index - 1].set_local_bwd_input((x.grad,), m)
+        else:
+            stage.send_gradient(m, x.grad)

@@ -26,7 +26,7 @@ Ranks = Callable[..., list[Any]]
 def run_ranks(
     count: int, function: Callable[..., Any], *args: Any, limit_s: float = 90
 ) -> list[Any]:
-    """Call `function(rank, *args)` in `count` processes with a default group; return the results."""
+    """Call `function(rank, *args)` in `count` processes that share a group; return the results."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

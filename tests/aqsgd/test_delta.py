@@ -1,0 +1,248 @@
+"""AQ-SGD at one cut: two ends in one process, and in a pipeline under random delays."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from aqsgd.config import AqsgdConfig, build_delta
+from aqsgd.delta import DeltaBoundary
+from launch.build import Built
+from pipeline.step_report import StepTotals
+from pipeline.wire.header import HEADER_NBYTES
+from tests.ranks import Ranks
+from tests.training import TOKENS, WIDTH, batch, config, start, train_steps
+
+SHAPE = (6, 16)
+
+
+def ends(**options: Any) -> tuple[DeltaBoundary, DeltaBoundary]:
+    spec = AqsgdConfig(**options)
+    return build_delta(spec, width=16, key=3), build_delta(spec, width=16, key=3)
+
+
+def visit(
+    sender: DeltaBoundary, receiver: DeltaBoundary, x: torch.Tensor, ids: list[int], step: int = 0
+) -> torch.Tensor:
+    ids_B = torch.tensor(ids)
+    nbytes = sender.nbytes(x.shape, ids_B)
+    assert nbytes == receiver.nbytes(x.shape, ids_B)
+    wire, out = torch.empty(nbytes, dtype=torch.uint8), torch.empty_like(x)
+    sender.encode(x, ids_B, wire, step=step)
+    receiver.decode(wire, ids_B, out)
+    for end in (sender, receiver):
+        end.finish_step(keep=True)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("bits", "rounding"),
+    [(1, "nearest"), *((bits, r) for bits in (2, 3, 4, 8) for r in ("nearest", "stochastic"))],
+)
+@pytest.mark.parametrize("memory", ["fp32", "bf16", 8])
+@pytest.mark.parametrize("first_visit", ["fp32", "bf16", 8, 4])
+def test_both_memories_are_bit_equal_after_every_step(
+    bits: int, memory: Any, first_visit: Any, rounding: str
+) -> None:
+    sender, receiver = ends(bits=bits, memory=memory, first_visit=first_visit, rounding=rounding)
+    generator = torch.Generator().manual_seed(bits)
+    for step in range(5):
+        ids = torch.randperm(9, generator=generator)[:4].tolist()
+        visit(sender, receiver, torch.randn(4, *SHAPE, generator=generator), ids, step)
+        assert sender.memory.digest() == receiver.memory.digest()
+        assert len(sender.memory) > 0
+
+
+def test_first_visit_is_per_sample_not_per_epoch() -> None:
+    sender, receiver = ends(bits=2, first_visit="fp32", memory="fp32")
+    x = torch.randn(2, *SHAPE)
+    assert torch.equal(visit(sender, receiver, x, [1, 2]), x)
+    both = torch.randn(2, *SHAPE)
+    out = visit(sender, receiver, both, [2, 7])  # 2 is known, 7 is new
+    assert torch.equal(out[1], both[1])
+    assert not torch.equal(out[0], both[0])
+
+
+def test_nbytes_counts_first_visits_and_changes() -> None:
+    sender, receiver = ends(bits=3, first_visit=8)
+    numel, tokens = SHAPE[0] * SHAPE[1], SHAPE[0]
+    shape, ids = torch.Size((3, *SHAPE)), torch.tensor([5, 6, 7])
+    assert sender.nbytes(shape, ids) == 3 * (numel + 2 * tokens)
+    visit(sender, receiver, torch.randn(1, *SHAPE), [6])
+    assert sender.nbytes(shape, ids) == 2 * (numel + 2 * tokens) + 3 * numel // 8 + 2 * tokens
+
+
+def test_repeated_visits_approach_the_value() -> None:
+    sender, receiver = ends(bits=4, memory="fp32")
+    x = torch.randn(3, *SHAPE)
+    errors = [float((visit(sender, receiver, x, [1, 2, 3]) - x).norm()) for _ in range(5)]
+    assert errors[-1] < 1e-3 * float(x.norm())
+
+
+def test_a_step_that_is_not_kept_leaves_nothing_behind() -> None:
+    sender, receiver = ends()
+    visit(sender, receiver, torch.randn(2, *SHAPE), [1, 2])
+    before = sender.memory.digest()
+    x, ids = torch.randn(2, *SHAPE), torch.tensor([2, 3])
+    wire = torch.empty(sender.nbytes(x.shape, ids), dtype=torch.uint8)
+    sender.encode(x, ids, wire, step=1)
+    receiver.decode(wire, ids, torch.empty_like(x))
+    for end in (sender, receiver):
+        end.finish_step(keep=False)
+        assert end.memory.digest() == before
+
+
+def test_a_value_that_is_not_finite_reaches_the_peer_but_no_memory() -> None:
+    sender, receiver = ends()
+    x = torch.randn(2, *SHAPE)
+    x[0, 2, 3] = torch.nan
+    out = visit(sender, receiver, x, [1, 2])
+    assert out[0].isnan().any()
+    assert sender.memory.known(torch.tensor([1, 2])).tolist() == [False, True]
+    assert sender.memory.digest() == receiver.memory.digest()
+
+
+def test_a_sample_whose_length_changed_is_refused() -> None:
+    sender, receiver = ends()
+    visit(sender, receiver, torch.randn(1, *SHAPE), [1])
+    with pytest.raises(ValueError, match="sample 1 .* length changed"):
+        visit(sender, receiver, torch.randn(1, 5, 16), [1])
+
+
+def test_state_survives_a_restart_bit_for_bit() -> None:
+    sender, receiver = ends(bits=2, memory=8)
+    visit(sender, receiver, torch.randn(4, *SHAPE), [4, 1, 3, 9])
+    again, other = ends(bits=2, memory=8)
+    again.load_state_dict(sender.state_dict())
+    other.load_state_dict(receiver.state_dict())
+    assert again.memory.digest() == sender.memory.digest()
+    x = torch.randn(2, *SHAPE)
+    expected = visit(sender, receiver, x, [9, 1], step=4)
+    assert torch.equal(visit(again, other, x, [9, 1], step=4), expected)
+
+
+AQSGD: Any = [
+    {
+        "forward": {"kind": "aqsgd", "bits": 3, "memory": 8},
+        "backward": {"kind": "direct", "bits": 6},
+    }
+]
+EPOCHS = [batch(ids) for _ in range(3) for ids in ([0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12])]
+
+
+def slow_down(built: Built) -> None:
+    """Make every send and every receive of this rank take a random time."""
+    dice = random.Random(id(built))
+    for stage in built.stages:
+        for channel in stage.channels.all():
+            link: Any = channel.link
+            for name in ("send", "take"):
+                method = getattr(link, name)
+
+                def late(*args: Any, method: Any = method) -> Any:
+                    time.sleep(dice.random() * 0.02)
+                    return method(*args)
+
+                setattr(link, name, late)
+
+
+def digests_after_steps(rank: int, run: Any) -> list[dict[int, str]]:
+    built = start(run)
+    slow_down(built)
+    found = []
+    for step, item in enumerate(EPOCHS):
+        built.engine.train_step(item, step)
+        found.append(memory_digests(built))
+    return found
+
+
+def memory_digests(built: Built) -> dict[int, str]:
+    """Digest of the memory at each cut this rank touches."""
+    found = {}
+    for stage in built.stages:
+        for channel in stage.channels.all():
+            boundary = channel.boundaries["train"]
+            if isinstance(boundary, DeltaBoundary):
+                found[channel.cut] = boundary.memory.digest()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("schedule", ["GPipe", "Deep1F1B"])
+def test_pipeline_memories_stay_equal_under_random_delays(ranks: Ranks, schedule: str) -> None:
+    run = config(pipeline={"cuts": [1, 2, 3], "schedule": schedule}, boundary=AQSGD)
+    everyone = ranks(4, digests_after_steps, run)
+    for step in range(len(EPOCHS)):
+        for cut in (1, 2, 3):
+            assert everyone[cut - 1][step][cut] == everyone[cut][step][cut]
+
+
+def wire_bytes(built: Built, totals: StepTotals) -> list[tuple[int, int, int, int]]:
+    return [(w.cut, w.direction, w.nbytes, w.messages) for w in totals.wire]
+
+
+@pytest.mark.dist
+def test_bytes_on_the_wire_equal_the_formula(ranks: Ranks) -> None:
+    run = config(pipeline={"cuts": [2]}, boundary=AQSGD)
+    _, _, steps = ranks(2, train_steps, run, EPOCHS, wire_bytes)[0]
+    numel, headers = TOKENS * WIDTH, 4 * HEADER_NBYTES
+    scales = 2 * TOKENS
+    for step, found in enumerate(steps):
+        samples = len(EPOCHS[step].ids_B)
+        bits = 8 if step < 2 else 3  # the first epoch visits every sample for the first time
+        assert found == [
+            (2, 0, headers + samples * (bits * numel // 8 + scales), 4),
+            (2, 1, headers + samples * (6 * numel // 8 + scales), 4),
+        ]
+
+
+def eval_then_digest(rank: int, run: Any) -> tuple[Any, ...]:
+    built = start(run)
+    for step, item in enumerate(EPOCHS[:3]):
+        built.engine.train_step(item, step)
+    before = memory_digests(built)
+    plain = built.engine.eval_step(EPOCHS[3], 3, compressed=False)
+    compressed = built.engine.eval_step(EPOCHS[3], 3, compressed=True)
+    assert memory_digests(built) == before
+    loss = built.engine.train_step(EPOCHS[3], 3).loss
+    return plain, compressed, loss
+
+
+@pytest.mark.dist
+def test_evaluation_never_touches_memories(ranks: Ranks) -> None:
+    run = config(pipeline={"cuts": [2]}, boundary=AQSGD)
+    (plain, compressed, loss), other = ranks(2, eval_then_digest, run)
+    losses, _, _ = ranks(2, train_steps, run, EPOCHS[:4])[0]
+    assert loss == losses[3]  # as if no evaluation had been
+    assert other[0] == plain
+    assert plain[1] == compressed[1] == EPOCHS[3].targets_BT.numel()
+    assert plain[0] != compressed[0]
+    assert plain[0] == pytest.approx(compressed[0], rel=1e-2)
+
+
+def with_a_broken_step(rank: int, run: Any) -> list[Any]:
+    built = start(run)
+    found = []
+    for step, item in enumerate(EPOCHS[:4]):
+        module: Any = built.stages[0].submod
+        before = {n: w.clone() for n, w in module.state_dict().items()}
+        if step == 2 and rank == 1:
+            hook = module.final_norm.register_forward_hook(lambda m, a, out: out * torch.nan)
+        totals = built.engine.train_step(item, step)
+        if step == 2 and rank == 1:
+            hook.remove()
+        moved = any(not torch.equal(w, before[n]) for n, w in module.state_dict().items())
+        found.append((totals.skipped, moved, memory_digests(built)[2]))
+    return found
+
+
+@pytest.mark.dist
+def test_a_step_that_is_not_finite_is_skipped_on_every_stage_alike(ranks: Ranks) -> None:
+    run = config(pipeline={"cuts": [2]}, boundary=AQSGD)
+    first, second = ranks(2, with_a_broken_step, run)
+    for step in range(4):
+        assert first[step] == second[step]
+        assert first[step][:2] == ((True, False) if step == 2 else (False, True))
+    assert first[2][2] == first[1][2]  # its activations are not in the memories
