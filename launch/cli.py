@@ -62,6 +62,8 @@ def main() -> None:
 def _run_all(config: RunConfig, *, resume: bool) -> int:
     from launch.train import check_data  # torch.distributed.pipelining is slow to import
 
+    for warning in config.warnings():
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     try:
         check_data(config)
         _prepare_folder(config.run.path, resume=resume)

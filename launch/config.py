@@ -155,6 +155,17 @@ class RunConfig(BaseModel):
                 default = boundary
         return default
 
+    def warnings(self) -> list[str]:
+        """What is allowed but will disappoint, and why."""
+        delta = any(self.boundary_at(cut).forward.kind == "aqsgd" for cut in self.pipeline.cuts)
+        if not (delta and self.model.dropout):
+            return []
+        return [
+            f"model.dropout = {self.model.dropout} with AQ-SGD: dropout masks differ at every "
+            "visit, so the change of an activation is about 0.6 of its size (0.1-0.2 without "
+            "dropout) and most of the gain is lost; set dropout to 0 or use direct boundaries"
+        ]
+
     def shared(self) -> dict[str, Any]:
         """All that peers must agree on, JSON-able: everything but the run folder."""
         return self.model_dump(mode="json", exclude={"run": {"folder"}})
@@ -206,7 +217,8 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     try:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such run file") from None
+        by = f" ({seen[-1]} extends it)" if seen else ""
+        raise ConfigError(f"{path}: no such run file{by}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
     base = tree.pop("extends", None)

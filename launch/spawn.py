@@ -1,6 +1,7 @@
 """Starts the ranks of a run on this machine, with torch's elastic agent: what torchrun uses."""
 
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -28,10 +29,12 @@ def run_local(arguments: Sequence[str], processes: int) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ[PARENT] = str(os.getpid())
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say it better
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=processes,
+        run_id=f"thinpipe-{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",

@@ -38,22 +38,34 @@ def save(root: Path, step: int, *, built: Built, session: Session, config: RunCo
 
 
 def restore(root: Path, *, built: Built, session: Session, config: RunConfig) -> int:
-    """Restore the newest step that every rank has; return how many steps are done.
+    """Restore the newest step of all ranks (the oldest of their newest); return how many are done.
 
     Raises:
         CheckpointError: there is none, a file is damaged, or it was made with another config.
     """
-    latest = checkpoint.latest(root)
-    found = gather_json(session.mesh, checkpoint.steps(root))
-    common = set.intersection(*(set(steps) for steps in found))
-    if latest is None or not common:
-        raise CheckpointError(f"{root}: no checkpoint that all ranks have; train without --resume")
-    step: int = max(s for s in common if s <= latest) if min(common) <= latest else max(common)
+    try:
+        newest, problem = checkpoint.latest(root), None
+    except CheckpointError as error:
+        newest, problem = None, str(error)
+    _refuse_together(session, problem)
+    step = min(found or 0 for found in gather_json(session.mesh, newest))
     folder = root / f"step-{step}"
-    _check_config(folder, config)
-    state = checkpoint.read_part(folder, _part_name(session))
-    _distribute(built, state)
+    try:
+        if step == 0:
+            raise CheckpointError(f"{root}: some rank has no checkpoint; train without --resume")
+        _check_config(folder, config)
+        _distribute(built, checkpoint.read_part(folder, _part_name(session)))
+    except CheckpointError as error:
+        problem = str(error)
+    _refuse_together(session, problem)
     return step
+
+
+def _refuse_together(session: Session, problem: str | None) -> None:
+    """Raise on every rank what went wrong on one, so that none waits for another."""
+    problems = [text for text in gather_json(session.mesh, problem) if text]
+    if problems:
+        raise CheckpointError(problems[0])
 
 
 def _part_name(session: Session) -> str:

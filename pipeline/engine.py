@@ -107,6 +107,7 @@ class PipelineEngine:
         """
         self._check(batch)
         self.take_events()
+        self._report.begin_step()
         start = time.perf_counter()
         tokens = self._count_tokens(batch)
         losses: list[Tensor] = []

@@ -5,6 +5,7 @@ a message whose receive was dropped, and cannot abort; hence every receive of a 
 before any compute, tags are unique within two passes, and every posted receive is taken.
 """
 
+import re
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,6 +19,11 @@ MAX_MICROBATCHES = 4096
 
 class LinkError(RuntimeError):
     """A peer did not deliver or did not take a message."""
+
+
+def transport_reason(error: RuntimeError) -> str:
+    """gloo's first sentence, without the place in gloo's source and its advice."""
+    return re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
 class Link(Protocol):
@@ -101,7 +107,7 @@ class GroupLink:
         self.wait_s += time.perf_counter() - start
 
     def _failure(self, doing: str, error: RuntimeError) -> LinkError:
-        reason = str(error).splitlines()[0]
+        reason = transport_reason(error)
         return LinkError(f"{self.name}: lost while {doing} (pass {self._pass}): {reason}")
 
     def _tag(self, slot: int) -> int:

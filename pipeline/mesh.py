@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.link import LinkError
+from pipeline.link import LinkError, transport_reason
 
 _SWAP_TAG = (1 << 31) - 1  # above every tag of `pipeline.link`
 
@@ -49,14 +49,23 @@ class Mesh:
 
         gloo's all-gather is a ring of world - 1 hops, each with the link's delay.
         """
-        rows = values.expand(self.world_size, -1).contiguous()
-        out = torch.empty_like(rows)
-        try:
-            dist.all_to_all_single(out, rows, group=self.control)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise LinkError(f"rank {self.rank}, exchange with all ranks: {reason}") from error
-        return out
+        out_WN = torch.empty(self.world_size, len(values), dtype=torch.float64)
+        out_WN[self.rank] = values
+        peers = [peer for peer in range(self.world_size) if peer != self.rank]
+        works = [
+            (peer, dist.irecv(out_WN[peer], group=self.control, group_src=peer)) for peer in peers
+        ]
+        works += [(peer, dist.isend(values, group=self.control, group_dst=peer)) for peer in peers]
+        for peer, work in works:
+            assert work is not None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise LinkError(
+                    f"rank {self.rank} lost rank {peer} in the exchange that ends a step: "
+                    f"{transport_reason(error)}"
+                ) from error
+        return out_WN
 
     def swap(self, mine: Tensor, theirs: Tensor, peer: int) -> None:
         """Exchange equal-sized tensors with another position of this pipeline."""

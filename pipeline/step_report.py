@@ -52,6 +52,12 @@ class StepReport:
         self._mesh, self._stages, self._cuts = mesh, stages, tuple(cuts)
         self._sync_bytes = 0
 
+    def begin_step(self) -> None:
+        """Count traffic from here on: what evaluation sent is no part of a step."""
+        for stage in self._stages:
+            for channel in stage.channels.all():
+                channel.take_traffic()
+
     def share(
         self, *, loss: float, tokens: int, square_norm: float, seconds: float, sync_bytes: int
     ) -> StepTotals:

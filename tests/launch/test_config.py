@@ -1,0 +1,176 @@
+"""Run files are strict: every mistake is named with its place, value and remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aqsgd.config import AqsgdConfig
+from launch.config import ConfigError, RunConfig, load_config, write_config
+from pipeline.config import DirectConfig, RawConfig
+
+
+def load(folder: Path, text: str = "", *overrides: str) -> RunConfig:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def refused(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *overrides)
+    return str(caught.value)
+
+
+def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert config.world_size == 1
+    assert config.run.path == Path("runs/run")
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[pipeline]\ncutz = [2]", ["pipeline.cutz: unknown key", 'did you mean "cuts"?']),
+        ("[trian]\nlr = 1.0", ["trian: unknown key", 'did you mean "train"?']),
+        (
+            '[[boundary]]\nforward = {kind = "aqsgd", bit = 3}',
+            ["boundary.0.forward.bit: unknown key", 'did you mean "bits"?'],
+        ),
+        ("[train]\nlr = 'fast'", ["train.lr = 'fast'", "number"]),
+        ("[train]\nlr = -1.0", ["train.lr = -1.0", "greater than 0"]),
+        ("[train]\nepochs = 1.5", ["train.epochs = 1.5", "integer"]),
+        ("[pipeline]\ncuts = [9]", ["pipeline.cuts = [9]", "use values from 1 to 7"]),
+        ("[pipeline]\ncuts = [0]", ["pipeline.cuts = [0]", "use values from 1 to 7"]),
+        ("[pipeline]\ncuts = [4, 2]", ["pipeline.cuts = [4, 2]", "write [2, 4]"]),
+        ("[pipeline]\ncuts = [2, 2]", ["pipeline.cuts = [2, 2]", "write [2]"]),
+        (
+            "[model]\nlayers = 2\n[pipeline]\ncuts = [1, 2, 3]",
+            ["4 stages for 2 layers", "every stage needs a layer"],
+        ),
+        ("[pipeline]\nschedule = '1f1b'", ["pipeline.schedule = '1f1b'", "'1F1B'"]),
+        (
+            "[pipeline]\ncuts = [2]\nschedule = 'Interleaved1F1B'\nranks = 2",
+            ["Interleaved1F1B", "2 stages on 2 ranks"],
+        ),
+        ("[pipeline]\ncuts = [2]\nranks = 1", ["Deep1F1B", "one stage per rank"]),
+        ("[data]\nsequence_length = 999", ["data.sequence_length = 999", "model.context = 128"]),
+        (
+            "[train]\nbatch_size = 7\n[pipeline]\nreplicas = 2",
+            ["train.batch_size = 7", "2 replicas", "a multiple of 2"],
+        ),
+        ("[[boundary]]\ncut = 3", ["boundary.cut = 3", "no such cut"]),
+        ("[[boundary]]\n[[boundary]]", ["two tables without a cut"]),
+        ('[[boundary]]\nbackward = {kind = "aqsgd"}', ["boundary.0.backward", "direct"]),
+        (
+            '[[boundary]]\nforward = {kind = "aqsgd", bits = 9}',
+            ["bits = 9", "less than or equal to 8"],
+        ),
+        ('[gradcomp]\nmethod = "allreduse"', ['gradcomp.method = "allreduse"', "allreduce, none"]),
+        ("[gradcomp]\nmetod = 1", ["gradcomp.metod", 'did you mean "method"?']),
+        ("[gradcomp.allreduce]\nbits = 4", ["gradcomp.allreduce.bits", "not permitted"]),
+        ("[model]\nvocab = 100", ["model.vocab = 100", "256"]),
+        ("[train", ["cannot be read as TOML"]),
+        ('extends = "missing.toml"', ["missing.toml: no such run file"]),
+        ('extends = "run.toml"', ["extends itself"]),
+    ],
+)
+def test_a_mistake_is_named(tmp_path: Path, text: str, parts: list[str]) -> None:
+    message = refused(tmp_path, text)
+    for part in parts:
+        assert part in message
+    assert "run.toml" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("train.lr", "write it as section.key=value"),
+        ("boundary.5.cut=2", "there is no boundary.5.cut"),
+        ("train.lrr=1", 'did you mean "lr"?'),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, override: str, part: str) -> None:
+    assert part in refused(tmp_path, "[[boundary]]", override)
+
+
+def test_overrides_are_toml_values_or_text(tmp_path: Path) -> None:
+    text = "[pipeline]\ncuts = [2]\n[[boundary]]\nforward = {kind = 'aqsgd', bits = 4}"
+    sets = ("boundary.0.forward.bits=3", "run.name=mine", "pipeline.cuts=[1,3]", "train.lr=2e-4")
+    config = load(tmp_path, text, *sets)
+    forward = config.boundary_at(1).forward
+    assert isinstance(forward, AqsgdConfig)
+    assert (forward.bits, config.run.name, config.train.lr) == (3, "mine", 2e-4)
+    assert config.pipeline.cuts == (1, 3)
+
+
+def test_a_file_extends_another(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text("[train]\nlr = 0.5\nepochs = 7\n[pipeline]\ncuts = [1, 2]")
+    config = load(tmp_path, 'extends = "base.toml"\n[train]\nlr = 0.25\n[pipeline]\ncuts = [4]')
+    assert (config.train.lr, config.train.epochs, config.pipeline.cuts) == (0.25, 7, (4,))
+
+
+def test_each_cut_has_its_own_boundary(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        """
+        [pipeline]
+        cuts = [2, 4, 6]
+        [[boundary]]
+        forward = { kind = "direct", bits = 5 }
+        [[boundary]]
+        cut = 4
+        forward = { kind = "raw", format = "bf16" }
+        backward = { kind = "raw" }
+        """,
+    )
+    assert config.boundary_at(2).forward == config.boundary_at(6).forward == DirectConfig(bits=5)
+    assert config.boundary_at(4).forward == RawConfig(format="bf16")
+    assert config.boundary_at(2).backward == DirectConfig(bits=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("fixpoint", DirectConfig(bits=3)),
+        ("delta", AqsgdConfig(bits=3)),
+        ("delta-lowbits", AqsgdConfig(bits=3, memory=8)),
+    ],
+)
+def test_names_of_ac_sgd_are_understood(tmp_path: Path, name: str, expected: Any) -> None:
+    text = f'[pipeline]\ncuts = [2]\n[[boundary]]\nforward = {{kind = "{name}", bits = 3}}'
+    assert load(tmp_path, text).boundary_at(2).forward == expected
+
+
+def test_the_written_config_reads_back_equal(tmp_path: Path) -> None:
+    text = """
+        [data]
+        train_sequences = "all"
+        [train]
+        clip_norm = 0.0
+        [pipeline]
+        cuts = [2, 5]
+        [[boundary]]
+        cut = 5
+        forward = { kind = "delta", bits = 2, first_visit = "fp32" }
+        [gradcomp]
+        method = "none"
+        """
+    config = load(tmp_path, text)
+    write_config(config, tmp_path / "resolved.toml")
+    again = load_config(tmp_path / "resolved.toml")
+    assert again == config
+    assert again.digest() == config.digest()
+
+
+def test_examples_are_valid() -> None:
+    for path in Path("examples").glob("*.toml"):
+        load_config(path)
+
+
+def test_dropout_with_delta_coding_is_warned_of(tmp_path: Path) -> None:
+    text = "[model]\ndropout = 0.1\n[pipeline]\ncuts = [2]"
+    (warning,) = load(tmp_path, text).warnings()
+    assert "model.dropout = 0.1" in warning
+    assert "0.6" in warning
+    assert load(tmp_path, text, "model.dropout=0.0").warnings() == []

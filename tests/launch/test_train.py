@@ -1,0 +1,265 @@
+"""Whole runs through the command line: what they leave, how they resume, how they end."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.checkpoint import read_manifest
+from launch.metrics import read_metrics
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+
+RUN = """
+[run]
+name = "tiny"
+folder = "{folder}"
+[model]
+layers = 4
+width = 16
+heads = 2
+context = 32
+[data]
+path = "{text}"
+sequence_length = 32
+train_sequences = 24
+eval_sequences = 8
+[pipeline]
+cuts = [1, 3]
+microbatches = 2
+[[boundary]]
+forward = {{ kind = "aqsgd", bits = 3 }}
+backward = {{ kind = "direct", bits = 6, rounding = "stochastic" }}
+[train]
+epochs = 3
+batch_size = 5
+warmup_steps = 2
+[checkpoint]
+every_steps = 4
+keep = 9
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.format(folder=tmp_path / "run", text=text))
+    return path
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "launch", "train", *map(str, arguments)]
+
+
+def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=90)
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ranks_of(parent: int) -> dict[int, int]:
+    """Process id by rank of the ranks that a command started."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            items = (entry / "environ").read_bytes().split(b"\0")
+            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+        environment = dict(item.split(b"=", 1) for item in items if b"=" in item)
+        ours = environment.get(b"THINPIPE_PARENT") == str(parent).encode()
+        if ours and b"RANK" in environment and state != "Z":
+            found[int(environment[b"RANK"])] = int(entry.name)
+    return found
+
+
+def wait_until(condition: Any, limit_s: float) -> float:
+    start_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start_s < limit_s, "waited too long"
+        time.sleep(0.05)
+    return time.monotonic() - start_s
+
+
+@pytest.fixture
+def long_run(run_file: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of three ranks that has made a few steps and would go on for very long."""
+    process = start(run_file, "--set", "train.epochs=100000", "--set", "checkpoint.every_steps=0")
+    metrics = run_file.parent / "run" / "metrics.jsonl"
+    try:
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, 60)
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+        wait_until(lambda: not ranks_of(process.pid), 10)
+
+
+def test_a_run_leaves_everything_in_its_folder(run_file: Path) -> None:
+    done = thinpipe(run_file)
+    assert done.returncode == 0, done.stderr
+    folder = run_file.parent / "run"
+    names = {path.name for path in folder.iterdir()}
+    expected = {"config.toml", "metrics.jsonl", "summary.json", "report.html", "loss.png"}
+    assert names == expected | {"checkpoints"}
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, 16))
+    assert {w["cut"] for w in records[0]["wire"]} == {1, 3}
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert set(records[-1]["eval"]) == {"loss", "loss_compressed"}
+    assert all(0 <= record["bubble"] < 1 for record in records)
+    forward = [r["wire"][0]["bytes"] for r in records]
+    assert forward[5] < forward[0]  # known samples are sent as changes
+    assert "sent" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_resume_is_bit_exact_in_the_middle_of_an_epoch(run_file: Path) -> None:
+    assert thinpipe(run_file).returncode == 0
+    whole = run_file.parent / "run"
+    shutil.copytree(whole, run_file.parent / "again")
+    checkpoints = run_file.parent / "again" / "checkpoints"
+    for step in (12, 15):
+        shutil.rmtree(checkpoints / f"step-{step}")
+    (checkpoints / "latest").write_text("step-8\n")  # epoch 2 ends at step 10
+    done = thinpipe(run_file, "--resume", "--set", f"run.folder={run_file.parent / 'again'}")
+    assert done.returncode == 0, done.stderr
+    expected = read_manifest(whole / "checkpoints" / "step-15").parts
+    assert read_manifest(checkpoints / "step-15").parts == expected  # names and SHA-256
+    first, second = (read_metrics(f / "metrics.jsonl") for f in (whole, checkpoints.parent))
+    assert [(r.step, r.loss, r.wire) for r in second] == [(r.step, r.loss, r.wire) for r in first]
+
+
+def test_a_second_run_moves_the_first_out_of_the_way(run_file: Path) -> None:
+    folder = run_file.parent / "run"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("precious")
+    done = thinpipe(run_file, "--set", "train.epochs=1", "--set", "pipeline.cuts=[]")
+    assert done.returncode == 0, done.stderr
+    assert (run_file.parent / "run.1" / "metrics.jsonl").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "pipeline.cutz=[1]"], 'did you mean "cuts"'),
+        (["--set", "data.path=/nowhere/text.txt"], "/nowhere/text.txt"),
+        (["--set", "data.train_sequences=100000"], "train_sequences = 100000"),
+        (["--resume"], "no checkpoints to resume from"),
+    ],
+)
+def test_user_errors_exit_with_2_before_any_rank_starts(
+    run_file: Path, arguments: list[str], message: str
+) -> None:
+    done = thinpipe(run_file, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (run_file.parent / "run").exists()
+
+
+def test_a_damaged_checkpoint_is_refused_by_name(run_file: Path) -> None:
+    assert thinpipe(run_file, "--set", "pipeline.cuts=[2]").returncode == 0
+    part = run_file.parent / "run/checkpoints/step-15/replica-0.rank-1.safetensors"
+    damaged = bytearray(part.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    part.write_bytes(damaged)
+    done = thinpipe(run_file, "--resume", "--set", "pipeline.cuts=[2]")
+    assert done.returncode == 2
+    assert part.name in done.stderr
+    assert "step-12" in done.stderr  # the one before is offered
+
+
+def test_resume_with_other_settings_is_refused(run_file: Path) -> None:
+    one = ["--set", "pipeline.cuts=[]", "--set", "train.epochs=1"]
+    assert thinpipe(run_file, *one).returncode == 0
+    done = thinpipe(run_file, *one, "--resume", "--set", "model.width=32")
+    assert done.returncode == 2
+    assert "'width': 16" in done.stderr
+    assert "'width': 32" in done.stderr
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_rank_ends_the_run_and_the_edge_is_named(
+    long_run: subprocess.Popen[str], victim: int
+) -> None:
+    os.kill(ranks_of(long_run.pid)[victim], signal.SIGKILL)
+    output, _ = long_run.communicate(timeout=20)
+    assert long_run.returncode == 1
+    for rank in {0, 1, 2} - {victim}:
+        (line,) = (text for text in output.splitlines() if text.startswith(f"rank {rank}: "))
+        assert f"rank {victim}" in line, line
+    assert not ranks_of(long_run.pid)
+
+
+def test_ctrl_c_leaves_no_process(long_run: subprocess.Popen[str]) -> None:
+    os.killpg(long_run.pid, signal.SIGINT)
+    long_run.communicate(timeout=20)
+    assert long_run.returncode == 130
+    wait_until(lambda: not ranks_of(long_run.pid), 5)
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(long_run: subprocess.Popen[str]) -> None:
+    assert len(ranks_of(long_run.pid)) == 3
+    long_run.kill()
+    wait_until(lambda: not ranks_of(long_run.pid), 5)
+
+
+def as_rank(rank: int, world: int, port: int, *arguments: object) -> subprocess.Popen[str]:
+    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "MASTER_PORT": port}
+    environment = {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def test_ranks_with_different_configs_refuse_to_start(run_file: Path) -> None:
+    port, cut = free_port(), ["--set", "pipeline.cuts=[2]"]
+    ranks = [
+        as_rank(0, 2, port, run_file, *cut),
+        as_rank(1, 2, port, run_file, *cut, "--set", "train.lr=0.5"),
+    ]
+    for rank in ranks:
+        output, _ = rank.communicate(timeout=60)
+        assert rank.returncode == 2
+        assert "rank 1 has config.train.lr = 0.5, rank 0 has 0.001" in output
+
+
+def test_a_wrong_number_of_processes_is_refused(run_file: Path) -> None:
+    rank = as_rank(0, 1, free_port(), run_file)
+    output, _ = rank.communicate(timeout=60)
+    assert rank.returncode == 2
+    assert "needs 3" in output
