@@ -116,23 +116,14 @@ def _module(config: RunConfig, stage: int) -> TransformerStage:
 
 def _tie(config: RunConfig, modules: dict[int, TransformerStage]) -> nn.Parameter | None:
     """Share the tied weight between stages of this rank, or return the copy to keep equal."""
-    if config.model.tie_embeddings != "exact" or len(modules) == config.pipeline.stages:
-        if config.model.tie_embeddings == "exact":
-            _share(modules, config.pipeline.stages)
-        return None
     first, last = modules.get(0), modules.get(config.pipeline.stages - 1)
-    if first is not None and last is not None:
-        _share(modules, config.pipeline.stages)
+    ends = [stage for stage in (first, last) if stage is not None]
+    weights = [stage.tied_weight() for stage in ends]
+    if len(ends) == 2 and weights[0] is not None:
+        head: Any = ends[1].head
+        head.weight = weights[0]
         return None
-    holder = first or last
-    return holder.tied_weight() if holder is not None else None
-
-
-def _share(modules: dict[int, TransformerStage], stages: int) -> None:
-    weight = modules[0].tied_weight()
-    head: Any = modules[stages - 1].head
-    assert weight is not None
-    head.weight = weight
+    return weights[0] if weights else None
 
 
 def _channels(

@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from pipeline.channel import Mode
 from pipeline.executor import run_in_order
 from pipeline.mesh import Mesh
-from pipeline.schedule import ScheduleName, build_schedule, fit_microbatches, forward_order
+from pipeline.schedule import (
+    ZERO_BUBBLE,
+    ScheduleName,
+    build_schedule,
+    fit_microbatches,
+    forward_order,
+)
 from pipeline.stage import CompressedStage, ComputeEvent, Microbatch
 from pipeline.step_report import StepReport, StepTotals
 
@@ -88,8 +94,9 @@ class PipelineEngine:
         tied: nn.Parameter | None = None,
     ) -> None:
         """`tied` is this rank's copy of a weight that the first and last rank keep equal."""
+        self.check_modules(options.schedule, [stage.submod for stage in stages])
         self._stages = {stage.stage_index: stage for stage in stages}
-        self._mesh, self._options = mesh, options
+        self.mesh, self._options = mesh, options
         self._optimizer, self._sync, self._tied = optimizer, sync, tied
         self._parameters = _unique_parameters(stages)
         self._report = StepReport(mesh, stages, options.cuts)
@@ -97,6 +104,20 @@ class PipelineEngine:
         self._denominator = 1.0
         self._tied_bytes = 0
         self._pass = -1
+
+    @staticmethod
+    def check_modules(schedule: ScheduleName, modules: Sequence[Any]) -> None:
+        """Refuse modules that the schedule cannot run.
+
+        Raises:
+            ValueError: a zero-bubble schedule with a module whose backward cannot be split.
+        """
+        whole = any(getattr(module, "whole_backward_only", False) for module in modules)
+        if whole and schedule in ZERO_BUBBLE:
+            raise ValueError(
+                f'pipeline.schedule = "{schedule}" splits the backward pass, which torchgpipe '
+                "(pipeline.local.LocalPipeline) cannot; use GPipe, 1F1B or Deep1F1B"
+            )
 
     def train_step(self, batch: Batch, step: int) -> StepTotals:
         """Run one optimizer step; every rank gets the same totals.
@@ -146,7 +167,7 @@ class PipelineEngine:
             )
         loss = sum(value.item() for value in sums.values())
         tokens = _counted(batch.targets_BT) if sums else 0
-        total = self._mesh.share(torch.tensor([loss, tokens], dtype=torch.float64)).sum(0)
+        total = self.mesh.share(torch.tensor([loss, tokens], dtype=torch.float64)).sum(0)
         return float(total[0]), int(total[1])
 
     def take_events(self) -> list[ComputeEvent]:
@@ -203,13 +224,14 @@ class PipelineEngine:
 
     def _square_norm(self) -> float:
         """Square of this rank's part of the gradient norm; a tied weight counts on one rank."""
-        second_copy = self._tied is not None and self._mesh.position > 0
+        second_copy = self._tied is not None and self.mesh.position > 0
         gradients = [
             p.grad
             for p in self._parameters
             if p.grad is not None and not (second_copy and p is self._tied)
         ]
-        return math.fsum(float(norm) ** 2 for norm in torch._foreach_norm(gradients))
+        norms = torch._foreach_norm(gradients) if gradients else []
+        return math.fsum(float(norm) ** 2 for norm in norms)
 
     def _sum_tied_gradients(self) -> None:
         """Exact tie: both copies get the sum, added in the same order, so they stay equal."""
@@ -217,9 +239,9 @@ class PipelineEngine:
             return
         assert self._tied.grad is not None
         mine, other = self._tied.grad, torch.empty_like(self._tied.grad)
-        is_first = self._mesh.position == 0
-        peer = self._mesh.pipeline_ranks - 1 if is_first else 0
-        self._mesh.swap(mine, other, peer)
+        is_first = self.mesh.position == 0
+        peer = self.mesh.pipeline_ranks - 1 if is_first else 0
+        self.mesh.swap(mine, other, peer)
         self._tied.grad = mine + other if is_first else other + mine
         self._tied_bytes += mine.nbytes
 
@@ -228,8 +250,8 @@ class PipelineEngine:
         tokens = _counted(batch.targets_BT)
         if any(stage.is_last for stage in self._stages.values()):
             total = torch.tensor([tokens], dtype=torch.int64)
-            if self._mesh.replicas > 1:
-                dist.all_reduce(total, group=self._mesh.replicas_group)
+            if self.mesh.replicas > 1:
+                dist.all_reduce(total, group=self.mesh.replicas_group)
             self._denominator = max(float(total), 1.0)
         return tokens
 
@@ -249,7 +271,7 @@ class PipelineEngine:
             self._options.schedule,
             wanted=self._options.microbatches,
             samples=samples,
-            ranks=self._mesh.pipeline_ranks,
+            ranks=self.mesh.pipeline_ranks,
         )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

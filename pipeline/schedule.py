@@ -29,7 +29,7 @@ ScheduleName = Literal[
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 _SINGLE = ("GPipe", "1F1B", "Deep1F1B")
-_ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def check_schedule(name: ScheduleName, *, stages: int, ranks: int, microbatches:
         )
     if name == "ZBVZeroBubble" and stages != 2 * ranks:
         raise ValueError(f"{where} runs exactly 2 stages per rank; got {stages} on {ranks} ranks")
-    if name in _ZERO_BUBBLE and _torch_version() < (2, 13):
+    if name in ZERO_BUBBLE and _torch_version() < (2, 13):
         raise ValueError(
             f"{where} needs torch >= 2.13 (this is {torch.__version__}): before, its gradients are "
             "wrong for a layer that is used twice. Use GPipe, 1F1B, Deep1F1B or Interleaved1F1B"

@@ -37,8 +37,9 @@ def run_ranks(
         for rank, pipe in enumerate(pipes)
     ]
     try:
-        for worker in workers:
+        for worker, (_, sending_end) in zip(workers, pipes, strict=True):
             worker.start()
+            sending_end.close()  # so that a worker that dies reads as the end of its pipe
         results = [_result(rank, pipe[0], limit_s) for rank, pipe in enumerate(pipes)]
     finally:
         for worker in workers:

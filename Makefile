@@ -1,0 +1,40 @@
+# `make train` and `make test` need Python >= 3.11 and nothing else; each makes .venv when missing.
+# PIP_ARGS passes options to pip, for example an index with CPU-only builds of torch.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: train test check lint format clean
+
+train: .venv/run.stamp
+	$(BIN)/thinpipe train examples/quickstart.toml
+
+test: .venv/dev.stamp
+	$(BIN)/python -m pytest
+
+check: lint test
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: .venv/dev.stamp
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build *.egg-info
+
+.venv/run.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than 3.11; run make PYTHON=python3.12, for example"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e .
+	touch $@
+
+.venv/dev.stamp: .venv/run.stamp
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	touch $@

@@ -1,0 +1,107 @@
+"""What every method in gradcomp/methods must keep: replicas, honest bytes, exact resume."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from torch import nn
+
+from gradcomp.registry import load_method, method_names, parse_options
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.dist
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+
+
+def steps(rank: int, name: str, count: int, stop_at: int | None) -> tuple[Any, ...]:
+    """Train on data of one's own; at `stop_at`, go on from saved state in new objects."""
+    net = model()
+    optimizer, sync = _optimizer(net), _sync(net, name)
+    for step in range(count):
+        if step == stop_at:
+            weights, moments, state = net.state_dict(), optimizer.state_dict(), sync.state_dict()
+            net = model()
+            net.load_state_dict(weights)
+            optimizer, sync = _optimizer(net), _sync(net, name)
+            optimizer.load_state_dict(moments)
+            sync.load_state_dict(state)
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        net(torch.randn(4, 6, generator=generator)).square().sum().backward()
+        sync.before_step()
+        optimizer.step()
+        sync.after_step()
+        optimizer.zero_grad()
+    found = {key: value.detach() for key, value in net.state_dict().items()}
+    return found, sync.bytes_sent, sync.replicas_equal
+
+
+def _optimizer(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.05)
+
+
+def _sync(net: nn.Module, name: str) -> Any:
+    assert dist.group.WORLD is not None
+    return load_method(name).build(
+        parse_options(name, {}), list(net.parameters()), dist.group.WORLD
+    )
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_replicas_are_equal_when_the_method_says_so(ranks: Ranks, name: str) -> None:
+    (first, _, claims_equal), (second, _, _), _ = ranks(3, steps, name, 3, None)
+    equal = all(torch.equal(first[key], second[key]) for key in first)
+    assert equal == claims_equal
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_resume_is_bit_exact(ranks: Ranks, name: str) -> None:
+    whole = ranks(2, steps, name, 4, None)
+    resumed = ranks(2, steps, name, 4, 2)
+    for (expected, _, _), (found, _, _) in zip(whole, resumed, strict=True):
+        for key, weight in expected.items():
+            assert torch.equal(weight, found[key]), key
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_a_single_replica_sends_nothing(ranks: Ranks, name: str) -> None:
+    ((_, nbytes, _),) = ranks(1, steps, name, 2, None)
+    assert nbytes == 0
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_unknown_options_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError):
+        parse_options(name, {"no_such_option": 1})
+
+
+def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="allreduce, none"):
+        load_method("allredcue")
+
+
+def test_all_reduce_counts_what_a_ring_sends(ranks: Ranks) -> None:
+    parameters = 6 * 5 + 5 + 5 * 3 + 3
+    for world in (2, 3):
+        (_, nbytes, _), *_ = ranks(world, steps, "allreduce", 2, None)
+        assert nbytes == 2 * (2 * (world - 1) * 4 * parameters // world)
+
+
+def mean_gradient(rank: int) -> list[torch.Tensor]:
+    net = model()
+    sync = _sync(net, "allreduce")
+    for index, parameter in enumerate(net.parameters()):
+        if not (rank == 1 and index == 0):  # a parameter one replica did not use
+            parameter.grad = torch.full_like(parameter, rank + 1.0)
+    sync.before_step()
+    return [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+
+
+def test_all_reduce_sums_and_takes_missing_gradients_for_zero(ranks: Ranks) -> None:
+    for gradients in ranks(2, mean_gradient):
+        assert [float(g.mean()) for g in gradients] == [1.0, 3.0, 3.0, 3.0]

@@ -1,0 +1,75 @@
+"""Ranks agree before step 0, or refuse and say who differs in what."""
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from launch.handshake import HandshakeError, agree, other_failures, report_failure, versions
+from launch.messages import gather_json
+from pipeline.mesh import build_mesh
+from tests.ranks import Ranks
+
+pytestmark = pytest.mark.dist
+
+
+def meet(rank: int, world: int, facts: list[dict[str, object]]) -> object:
+    try:
+        return agree(_get_default_store(), rank, world, facts[rank], wait_s=3)
+    except HandshakeError as error:
+        return str(error)
+
+
+def test_equal_ranks_get_one_run_id(ranks: Ranks) -> None:
+    first, second, third = ranks(3, meet, 3, [{"config": {"a": [1, 2]}}] * 3)
+    assert first == second == third
+    assert isinstance(first, int)
+
+
+def test_every_rank_names_the_one_that_differs(ranks: Ranks) -> None:
+    facts = [{"config": {"lr": 1, "x": {"y": 2}}}, {"config": {"lr": 1, "x": {"y": 3}}}]
+    for told in ranks(2, meet, 2, facts):
+        assert told.endswith("rank 1 has config.x.y = 3, rank 0 has 2")
+
+
+def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
+    facts: list[dict[str, object]] = [{}, {}, {}]
+    for told in ranks(2, meet, 3, facts):  # three are expected
+        assert told.startswith("rank 2 did not come within 3 s")
+
+
+def fail(rank: int) -> list[str]:
+    store = _get_default_store()
+    if rank < 2:
+        report_failure(store, rank, f"edge {rank} broke")
+    dist.barrier()
+    return other_failures(store, rank, 3)
+
+
+def test_failures_are_told_to_the_others(ranks: Ranks) -> None:
+    found = ranks(3, fail)
+    assert found[0] == ["rank 1: edge 1 broke"]
+    assert sorted(found[2]) == ["rank 0: edge 0 broke", "rank 1: edge 1 broke"]
+
+
+def tell(rank: int) -> list[object]:
+    mesh = build_mesh(3, 1, timeout_s=20)
+    return gather_json(mesh, {"rank": rank, "text": "ä" * 10 * rank})
+
+
+def test_json_of_any_length_reaches_everyone(ranks: Ranks) -> None:
+    for found in ranks(3, tell):
+        assert found == [{"rank": r, "text": "ä" * 10 * r} for r in range(3)]
+
+
+def wrong_world(rank: int) -> str:
+    with pytest.raises(ValueError, match="2 processes were started") as caught:
+        build_mesh(3, 1, timeout_s=20)
+    return str(caught.value)
+
+
+def test_a_mesh_of_the_wrong_size_is_refused(ranks: Ranks) -> None:
+    assert "start that many" in ranks(2, wrong_world)[0]
+
+
+def test_versions_are_those_of_the_packages() -> None:
+    assert set(versions()) == {"thinpipe", "torch", "python"}

@@ -1,0 +1,94 @@
+"""Every private name of torch that we lean on: a torch upgrade fails here first, in words."""
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.pipelining import _utils, schedules
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from pipeline.stage import CompressedStage
+
+ADVICE = "pipeline/stage.py relies on it; read torch's new code before changing the supported range"
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"),
+    [
+        ("__init__", ["submodule", "stage_index", "num_stages", "device", "group"]),
+        ("forward_one_chunk", ["fwd_chunk_id", "args", "kwargs"]),
+        ("backward_one_chunk", ["bwd_chunk_id", "loss", "full_backward", "last_backward"]),
+        ("backward_weight_one_chunk", ["bwd_chunk_id", "last_backward"]),
+        ("get_fwd_recv_ops", ["fwd_chunk_id"]),
+        ("get_bwd_recv_ops", ["bwd_chunk_id"]),
+        ("get_fwd_send_ops", ["fwd_chunk_id"]),
+        ("get_bwd_send_ops", ["bwd_chunk_id"]),
+        ("_retrieve_recv_activations", ["fwd_chunk_id"]),
+        ("_retrieve_recv_grads", ["bwd_chunk_id"]),
+        ("set_local_fwd_input", ["prev_stage_outputs", "mb_index"]),
+        ("set_local_bwd_input", ["next_stage_bwd_outputs", "mb_index"]),
+        ("get_local_bwd_output", ["mb_index"]),
+        ("clear_runtime_states", []),
+        ("perform_reduce_grad", ["grad_scale_factor"]),
+        ("_get_init_p2p_neighbors_ops", []),
+        ("_prepare_forward_infra", ["num_microbatches", "args", "kwargs"]),
+        ("_prepare_backward_infra", ["num_microbatches"]),
+        ("_create_grad_recv_info", ["act_send_info"]),
+    ],
+)
+def test_the_stage_base_has_the_methods_we_override(method: str, parameters: list[str]) -> None:
+    found: Any = getattr(_PipelineStageBase, method, None)
+    assert found is not None, f"_PipelineStageBase.{method} is gone; {ADVICE}"
+    names = list(inspect.signature(found).parameters)[1:]
+    assert names[: len(parameters)] == parameters, f"_PipelineStageBase.{method}{names}; {ADVICE}"
+
+
+def test_no_other_method_of_the_base_communicates() -> None:
+    """What torch adds to the base class must not bring back its own sends and receives."""
+    source = {
+        name: inspect.getsource(member)
+        for name, member in vars(_PipelineStageBase).items()
+        if inspect.isfunction(member)
+    }
+    ours = set(vars(CompressedStage))
+    talkers = {name for name, text in source.items() if "dist.P2POp(" in text}
+    assert talkers - ours <= {"_get_recv_ops"}, f"{talkers - ours}; {ADVICE}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ScheduleGPipe",
+        "Schedule1F1B",
+        "ScheduleInterleaved1F1B",
+        "ScheduleLoopedBFS",
+        "ScheduleInterleavedZeroBubble",
+        "ScheduleZBVZeroBubble",
+    ],
+)
+def test_schedules_take_our_options(name: str) -> None:
+    parameters = inspect.signature(getattr(schedules, name)).parameters
+    assert {"n_microbatches", "loss_fn", "scale_grads"} <= set(parameters)
+
+
+def test_the_runtime_runs_orders_of_our_own() -> None:
+    runtime = schedules._PipelineScheduleRuntime
+    assert "actions" in inspect.signature(runtime._prepare_schedule_with_comms).parameters
+    assert schedules._Action(0, schedules._ComputationType.FORWARD, 1).microbatch_index == 1
+    assert schedules._ComputationType.FULL_BACKWARD
+    assert _utils.generate_stage_to_rank_mapping(2, 4, "v") == {0: 0, 1: 1, 2: 1, 3: 0}
+
+
+def test_the_local_launcher_is_configured_as_we_do() -> None:
+    fields = set(inspect.signature(LaunchConfig).parameters)
+    used = {"min_nodes", "max_nodes", "nproc_per_node", "run_id", "rdzv_backend", "rdzv_endpoint"}
+    assert used | {"local_addr", "max_restarts", "shutdown_timeout"} <= fields
+    assert "failures" in inspect.signature(ChildFailedError).parameters
+
+
+def test_this_torch_is_in_the_supported_range() -> None:
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    assert (2, 11) <= (major, minor) < (2, 14)
