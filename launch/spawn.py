@@ -39,7 +39,6 @@ def run_local(arguments: Sequence[str], processes: int) -> int:
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
-        shutdown_timeout=10,
     )
     try:
         elastic_launch(config, sys.executable)("-m", "launch", *arguments)

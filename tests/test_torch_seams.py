@@ -85,7 +85,7 @@ def test_the_runtime_runs_orders_of_our_own() -> None:
 def test_the_local_launcher_is_configured_as_we_do() -> None:
     fields = set(inspect.signature(LaunchConfig).parameters)
     used = {"min_nodes", "max_nodes", "nproc_per_node", "run_id", "rdzv_backend", "rdzv_endpoint"}
-    assert used | {"local_addr", "max_restarts", "shutdown_timeout"} <= fields
+    assert used | {"local_addr", "max_restarts"} <= fields
     assert "failures" in inspect.signature(ChildFailedError).parameters
 
 

@@ -1,0 +1,45 @@
+"""Schedules by name: what they refuse, how batches are fitted, where stages live."""
+
+import pytest
+import torch
+
+from pipeline.schedule import ScheduleName, check_schedule, fit_microbatches, stage_to_rank
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_zero_bubble_is_refused_before_torch_2_13(
+    name: ScheduleName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.12.1")
+    with pytest.raises(ValueError, match=r"needs torch >= 2.13 \(this is 2.12.1\)"):
+        check_schedule(name, stages=4, ranks=2, microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "ranks", "message"),
+    [
+        ("GPipe", 4, 2, "one stage per rank"),
+        ("Interleaved1F1B", 3, 2, "as many on each"),
+        ("LoopedBFS", 2, 2, "two or more stages"),
+        ("ZBVZeroBubble", 6, 2, "exactly 2 stages per rank"),
+    ],
+)
+def test_stages_that_do_not_fit_the_ranks_are_refused(
+    name: ScheduleName, stages: int, ranks: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_schedule(name, stages=stages, ranks=ranks, microbatches=4)
+
+
+def test_short_batches_get_fewer_microbatches() -> None:
+    assert fit_microbatches("Deep1F1B", wanted=8, samples=3, ranks=4) == 3
+    assert fit_microbatches("Deep1F1B", wanted=8, samples=30, ranks=4) == 8
+    # whole rounds: 5 microbatches on 2 ranks would be 2 rounds and a half
+    assert fit_microbatches("Interleaved1F1B", wanted=8, samples=5, ranks=2) == 4
+    assert fit_microbatches("Interleaved1F1B", wanted=8, samples=1, ranks=2) == 1
+
+
+def test_placement_goes_round_or_turns_back() -> None:
+    assert stage_to_rank("Interleaved1F1B", stages=4, ranks=2) == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert stage_to_rank("ZBVZeroBubble", stages=4, ranks=2) == {0: 0, 1: 1, 2: 1, 3: 0}
+    assert stage_to_rank("Deep1F1B", stages=3, ranks=3) == {0: 0, 1: 1, 2: 2}
