@@ -1,5 +1,6 @@
 """The command line: `thinpipe train run.toml`."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -66,7 +67,10 @@ def _run_all(config: RunConfig, *, resume: bool) -> int:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     try:
         check_data(config)
-        _prepare_folder(config.run.path, resume=resume)
+        if resume and not (config.run.path / "checkpoints").is_dir():
+            raise CheckpointError(
+                f"{config.run.path}: no checkpoints to resume from; leave out --resume"
+            )
     except (ValueError, OSError, ImportError) as error:
         _refuse(error)
     return run_local(sys.argv[1:], config.world_size)
@@ -76,6 +80,8 @@ def _run_rank(config: RunConfig, *, resume: bool) -> int:
     from launch import train as loop
 
     end_with_parent()
+    if not resume and os.environ.get("LOCAL_RANK", "0") == "0":
+        _move_aside(config.run.path)  # before the handshake, hence before anyone writes
     try:
         loop.train(config, resume=resume)
     except PeerError as error:
@@ -90,16 +96,12 @@ def _run_rank(config: RunConfig, *, resume: bool) -> int:
     return 0
 
 
-def _prepare_folder(folder: Path, *, resume: bool) -> None:
-    """Move an earlier run out of the way; never mix or overwrite two runs."""
-    if resume:
-        if not (folder / "checkpoints").is_dir():
-            raise CheckpointError(f"{folder}: no checkpoints to resume from; leave out --resume")
-        return
-    if folder.exists() and any(folder.iterdir()):
-        number = 1
-        while (older := folder.with_name(f"{folder.name}.{number}")).exists():
-            number += 1
+def _move_aside(folder: Path) -> None:
+    """Rename the folder of an earlier run; two runs are never mixed, none is overwritten."""
+    number = 1
+    while (older := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    with contextlib.suppress(FileNotFoundError):  # none, or a host with the same disk was faster
         folder.rename(older)
         print(f"{folder} held an earlier run; it is now {older}", flush=True)
 

@@ -15,7 +15,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from launch.config import ConfigError, RunConfig
 from launch.handshake import agree, other_failures, report_failure, versions
+from pipeline.link import is_transport_error, transport_reason
 from pipeline.mesh import Mesh, build_mesh
+from pipeline.wire.header import DesyncError
 
 _TERMINATION_GRACE_S = 5.0
 
@@ -102,14 +104,17 @@ def join(config: RunConfig, facts: Mapping[str, Any]) -> Iterator[Session]:
         )
         yield Session(store, mesh, run_id, int(os.environ.get("LOCAL_RANK", "0")))
         dist.barrier(group=mesh.control)  # nobody leaves while another still needs its links
-    except RuntimeError as error:  # a link, a header, or a collective
-        raise PeerError(_tell_others(store, rank, world, error)) from error
+    except RuntimeError as error:
+        account = _tell_others(store, rank, world, error)
+        if isinstance(error, DesyncError) or is_transport_error(error):
+            raise PeerError(account) from error
+        raise
     dist.destroy_process_group()
 
 
 def _tell_others(store: Store, rank: int, world: int, error: RuntimeError) -> str:
     """This rank's account of a failure, and what the first other rank says of it."""
-    own = str(error).splitlines()[0]
+    own = transport_reason(error) if is_transport_error(error) else str(error).strip()
     try:
         report_failure(store, rank, own)
         others = other_failures(store, rank, world)

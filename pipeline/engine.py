@@ -152,23 +152,28 @@ class PipelineEngine:
 
         Never touches memories. Pass every replica its own samples; the sums are over all of them.
         """
-        mode: Mode = "eval_compressed" if compressed else "eval"
+        sums = self._eval_sums(batch, step, "eval_compressed" if compressed else "eval")
+        loss = sum(value.item() for value in sums.values())
+        tokens = _counted(batch.targets_BT) if sums else 0
+        total = self.mesh.share(torch.tensor([loss, tokens], dtype=torch.float64)).sum(0)
+        return float(total[0]), int(total[1])
+
+    def _eval_sums(self, batch: Batch, step: int, mode: Mode) -> dict[int, Tensor]:
+        """Loss sums by microbatch, on the rank of the last stage."""
         count = min(self._options.microbatches, len(batch.ids_B))
+        if count == 0:  # the other replicas took what was left of the held-out text
+            return {}
         targets = batch.targets_BT.tensor_split(count)
         inputs = self._begin_pass(batch, count, step, mode)
         modules = [stage.submod for stage in self._stages.values()]
         with _evaluating(modules), self._autocast():
-            sums = run_in_order(
+            return run_in_order(
                 forward_order(list(self._stages), microbatches=count),
                 self._stages,
                 inputs,
                 finish=lambda logits, m: _loss_sum(logits, targets[m]),
                 train=False,
             )
-        loss = sum(value.item() for value in sums.values())
-        tokens = _counted(batch.targets_BT) if sums else 0
-        total = self.mesh.share(torch.tensor([loss, tokens], dtype=torch.float64)).sum(0)
-        return float(total[0]), int(total[1])
 
     def take_events(self) -> list[ComputeEvent]:
         """What this rank's stages computed in the last step."""

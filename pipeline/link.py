@@ -26,6 +26,11 @@ def transport_reason(error: RuntimeError) -> str:
     return re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
+def is_transport_error(error: RuntimeError) -> bool:
+    """Whether gloo raised it because of a peer or the network."""
+    return "gloo/transport" in str(error) or isinstance(error, LinkError)
+
+
 class Link(Protocol):
     """One direction between two ranks; a process holds its sending or its receiving end.
 
