@@ -1,4 +1,4 @@
-"""Moves opaque bytes from one rank to another: tags, preposted receives, counters, clear failures.
+"""Moves opaque bytes from one rank to another: tags, preposted receives, clear failures.
 
 gloo moves nothing before the receive is posted, matches by (peer, tag) first in first out, swallows
 a message whose receive was dropped, and cannot abort; hence every receive of a pass is posted
@@ -6,7 +6,6 @@ before any compute, tags are unique within two passes, and every posted receive 
 """
 
 import re
-import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,8 +36,6 @@ class Link(Protocol):
     `slot` numbers the messages of a pass (the microbatch); a pass is one run of the schedule.
     """
 
-    wait_s: float
-
     def begin_pass(self, number: int) -> None:
         """Wait for the sends of the pass before and start a new one; all ends count alike."""
 
@@ -68,7 +65,6 @@ class GroupLink:
     peer: int
     channel: int
     name: str
-    wait_s: float = 0.0
     _pass: int = -1
     _expected: dict[int, tuple[dist.Work, Tensor]] = field(default_factory=dict)
     _sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
@@ -104,12 +100,10 @@ class GroupLink:
         self._sent.append((work, message))
 
     def _wait(self, work: dist.Work, doing: str) -> None:
-        start = time.perf_counter()
         try:
             work.wait()
         except RuntimeError as error:
             raise self._failure(doing, error) from error
-        self.wait_s += time.perf_counter() - start
 
     def _failure(self, doing: str, error: RuntimeError) -> LinkError:
         reason = transport_reason(error)
@@ -123,7 +117,6 @@ class GroupLink:
 class LoopbackLink:
     """Both ends in one process: for simulations and tests, where stages take turns."""
 
-    wait_s: float = 0.0
     _messages: dict[int, Tensor] = field(default_factory=dict)
     _expected: dict[int, int] = field(default_factory=dict)
 
