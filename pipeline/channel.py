@@ -47,10 +47,13 @@ class Channel:
         self.link.begin_pass(number)
         self._mode, self._step = mode, step
 
-    def expect(self, microbatch: int, shape_BTD: torch.Size, ids_B: Tensor) -> None:
-        """Post the receive of a microbatch."""
-        length = HEADER_NBYTES + self._boundary.nbytes(shape_BTD, ids_B)
-        self.link.expect(microbatch, length)
+    def expect(self, microbatch: int, shape_BTD: torch.Size) -> None:
+        """Post the receive of a microbatch.
+
+        The buffer holds the longest message there can be: gloo ends a process that is sent more
+        than it posted, and two ends whose memories differ are to get a `DesyncError` instead.
+        """
+        self.link.expect(microbatch, HEADER_NBYTES + self._boundary.capacity(shape_BTD))
 
     def send(self, microbatch: int, x_BTD: Tensor, ids_B: Tensor) -> None:
         """Encode and send; returns before the bytes are gone."""
@@ -70,8 +73,9 @@ class Channel:
             LinkError: the peer is gone.
             DesyncError: the message is not the expected one.
         """
-        message = self.link.take(microbatch)
-        self._header(microbatch, ids_B, message.numel() - HEADER_NBYTES).check(message)
+        length = self._boundary.nbytes(shape_BTD, ids_B)
+        message = self.link.take(microbatch)[: HEADER_NBYTES + length]
+        self._header(microbatch, ids_B, length).check(message)
         out_BTD = torch.empty(shape_BTD, dtype=self.dtype)
         self._boundary.decode(message[HEADER_NBYTES:], ids_B, out_BTD)
         return out_BTD
