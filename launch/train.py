@@ -13,7 +13,7 @@ import torch
 from launch import data, state
 from launch.build import build
 from launch.config import ConfigError, RunConfig, write_config
-from launch.data import EpochSampler, SequenceSet
+from launch.data import SequenceSet
 from launch.display import Display
 from launch.handshake import versions
 from launch.messages import gather_json
@@ -27,6 +27,7 @@ from launch.metrics import (
     read_metrics,
 )
 from launch.report import summarize, write_report
+from launch.sampling import EpochSampler
 from launch.session import Session, StopFlag, join
 from pipeline.engine import Batch
 from pipeline.stage import ComputeEvent
