@@ -1,7 +1,6 @@
 """What the emulated network needs from the kernel, and what to do where it is missing."""
 
 import errno
-import socket
 
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
@@ -91,7 +90,7 @@ def _try_queue(piece: str, ip: IPRoute) -> None:
                 _LOOPBACK,
                 parent=0x10000,
                 prio=10,
-                protocol=socket.AF_INET,
+                protocol=0x0800,
                 target=0x10002,
                 keys=["0x0/0x0+16"],
             )

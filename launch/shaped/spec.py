@@ -67,8 +67,8 @@ class NetworkSpec:
             delays |= {pair: parse_time(delay, "--delay") for pair in links(hosts)}
         return cls(
             hosts=hosts,
-            up_bps=_rates(up or rate, hosts, "--up" if up else "--rate"),
-            down_bps=_rates(down or rate, hosts, "--down" if down else "--rate"),
+            up_bps=_rates(up or rate or "none", hosts, "--up" if up else "--rate"),
+            down_bps=_rates(down or rate or "none", hosts, "--down" if down else "--rate"),
             pair_bps=table.pair_bps | _pairs(pairs, hosts),
             delay_s={pair: seconds for pair, seconds in delays.items() if seconds},
         )
@@ -86,13 +86,14 @@ class NetworkSpec:
         Raises:
             ValueError: as `of`.
         """
-        up, down = up or rate, down or rate
+        uplinks = _rates(up or rate or "none", self.hosts, "--up" if up else "--rate")
+        downlinks = _rates(down or rate or "none", self.hosts, "--down" if down else "--rate")
         lifted = {pair for pair, bps in _parse_pairs(pairs, self.hosts).items() if bps is None}
         kept = {pair: bps for pair, bps in self.pair_bps.items() if pair not in lifted}
         return replace(
             self,
-            up_bps=_rates(up, self.hosts, "--up") if up else self.up_bps,
-            down_bps=_rates(down, self.hosts, "--down") if down else self.down_bps,
+            up_bps=uplinks if up or rate else self.up_bps,
+            down_bps=downlinks if down or rate else self.down_bps,
             pair_bps=kept | _pairs(pairs, self.hosts),
         )
 
@@ -175,9 +176,7 @@ def _known_hosts(hosts: int | None, table: _Matrix, matrix: Path | None) -> int:
     return hosts
 
 
-def _rates(text: str | None, hosts: int, where: str) -> Rates:
-    if text is None:
-        return (None,) * hosts
+def _rates(text: str, hosts: int, where: str) -> Rates:
     rates = tuple(parse_rate(part, where) for part in text.split(","))
     if len(rates) not in (1, hosts):
         raise ValueError(f"{where} = {text!r}: {len(rates)} rates for {hosts} hosts; give 1 or all")
