@@ -5,7 +5,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 from typing import BinaryIO
@@ -46,11 +46,13 @@ def run_command(network: ShapedNetwork, command: Sequence[str], show: int | None
         try:
             for host in range(network.hosts):
                 if host == show:
-                    watch.process(host, network.start(host, partial(_exec, command, host, network)))
+                    watch.process(
+                        host, network.start(host, partial(_exec, command, host, network=network))
+                    )
                     continue
                 kept[host] = deque(maxlen=_KEPT_LINES)
                 sinks = _sinks(host, kept[host] if show is not None else None)
-                _start_piped(network, watch, command, host, sinks)
+                _start_piped(network, watch, command=command, host=host, sinks=sinks)
             failed = watch.wait()
         except (KeyboardInterrupt, StoppedError) as stop:
             return _end(watch, stop)
@@ -67,7 +69,8 @@ def _end(watch: Watch, stop: KeyboardInterrupt | StoppedError) -> int:
     """Let the commands end; after Ctrl-C, which they got as well, leave them a moment for it."""
     interrupted = isinstance(stop, KeyboardInterrupt)
     watch.end(after_s=_INTERRUPT_GRACE_S if interrupted else 0.0)
-    watch.wait()
+    with suppress(KeyboardInterrupt, StoppedError):  # asked twice: closing the network kills them
+        watch.wait()
     return 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.signum)
 
 
@@ -87,13 +90,14 @@ def _ended_by_signals() -> Iterator[None]:
 def _start_piped(
     network: ShapedNetwork,
     watch: Watch,
+    *,
     command: Sequence[str],
     host: int,
     sinks: Sequence[Callable[[bytes], None]],
 ) -> None:
     pipes = [os.pipe() for _ in sinks]
     inputs = [os.open(os.devnull, os.O_RDONLY), *(send for _, send in pipes)]
-    pid = network.start(host, partial(_exec, command, host, network, inputs))
+    pid = network.start(host, partial(_exec, command, host, network=network, inputs=inputs))
     watch.process(host, pid)
     for descriptor in inputs:
         os.close(descriptor)
@@ -102,7 +106,7 @@ def _start_piped(
 
 
 def _exec(
-    command: Sequence[str], host: int, network: ShapedNetwork, inputs: Sequence[int] = ()
+    command: Sequence[str], host: int, *, network: ShapedNetwork, inputs: Sequence[int] = ()
 ) -> int:
     """The body of a rank: become the command; `inputs` take the place of stdin, stdout, stderr."""
     for target, descriptor in enumerate(inputs):

@@ -20,6 +20,7 @@ from launch.shaped.spec import NetworkSpec, format_rate
 _NAME = "thinpipe-shaped-"
 _LARGEST = 65536
 _TIMEOUT_S = 10.0
+_MOST_PAIRS = 6
 
 
 class Change(TypedDict):
@@ -49,18 +50,25 @@ def answer(server: socket.socket, apply: Callable[[Change], NetworkSpec]) -> Non
             "3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         )
         try:
-            if uid != os.geteuid():
-                raise ValueError("this run belongs to another user")
-            reply = {"done": describe(apply(_read(client.recv(_LARGEST))))}
-        except (ValueError, TypeError, ShapedError) as error:
-            reply = {"error": str(error)}
-        except TimeoutError:
+            message = client.recv(_LARGEST)
+            client.send(json.dumps(_reply(message, uid, apply)).encode())
+        except (TimeoutError, ConnectionError):  # the client went away; the run goes on
             return
-        client.send(json.dumps(reply).encode())
+
+
+def _reply(message: bytes, uid: int, apply: Callable[[Change], NetworkSpec]) -> dict[str, str]:
+    if uid != os.geteuid():
+        return {"error": "this run belongs to another user"}
+    try:
+        return {"done": describe(apply(_read(message)))}
+    except (ValueError, ShapedError) as error:
+        return {"error": str(error)}
 
 
 def _read(message: bytes) -> Change:
     content = json.loads(message)
+    if not isinstance(content, dict):
+        raise ValueError("a change is an object with rate, up, down or pairs")
     texts = [content.get(key) for key in ("rate", "up", "down")]
     pairs = content.get("pairs", [])
     if not all(text is None or isinstance(text, str) for text in texts):
@@ -77,6 +85,8 @@ def describe(spec: NetworkSpec) -> str:
         for rates in (spec.up_bps, spec.down_bps)
     )
     pairs = "".join(f"; {i}->{j} {format_rate(bps)}" for (i, j), bps in spec.pair_bps.items())
+    if len(spec.pair_bps) > _MOST_PAIRS:
+        pairs = f"; limits of their own for {len(spec.pair_bps)} pairs"
     return (f"{up} each way" if up == down else f"up {up}; down {down}") + pairs
 
 

@@ -32,7 +32,10 @@ def build_hosts(spec: NetworkSpec) -> list[Host]:
     _no_ipv6()
     switch.link("set", index=1, state="up")
     bridge = None if spec.delay_s else _bridge(switch)
-    hosts = [_build_host(spec, host, switch, switch_fd, bridge) for host in range(spec.hosts)]
+    hosts = [
+        _build_host(spec, host, switch=switch, switch_fd=switch_fd, bridge=bridge)
+        for host in range(spec.hosts)
+    ]
     shape_hosts(spec, hosts)
     return hosts
 
@@ -59,7 +62,7 @@ def _bridge(switch: IPRoute) -> int:
 
 
 def _build_host(
-    spec: NetworkSpec, host: int, switch: IPRoute, switch_fd: int, bridge: int | None
+    spec: NetworkSpec, host: int, *, switch: IPRoute, switch_fd: int, bridge: int | None
 ) -> Host:
     linux.unshare(linux.NEW_NET | linux.NEW_UTS)
     try:

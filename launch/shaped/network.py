@@ -113,7 +113,7 @@ class ShapedNetwork:
         try:
             for host, answer in answers.items():
                 receive, send = os.pipe()
-                body = partial(_call, function, host, self.hosts, send)
+                body = partial(_call, function, host, hosts=self.hosts, send=send)
                 watch.process(host, self.start(host, body))
                 os.close(send)
                 watch.stream(receive, answer.extend)
@@ -165,7 +165,7 @@ def _start_keeper(spec: NetworkSpec, socket_fd: int) -> "subprocess.Popen[bytes]
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     arguments = [str(os.getpid()), str(socket_fd)]
     keeper = subprocess.Popen(
-        [sys.executable, "-m", "launch.shaped.sandbox", *arguments],
+        [sys.executable, "-P", "-m", "launch.shaped.sandbox", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=[socket_fd],
@@ -178,7 +178,7 @@ def _start_keeper(spec: NetworkSpec, socket_fd: int) -> "subprocess.Popen[bytes]
     return keeper
 
 
-def _call(function: Callable[[int], object], host: int, hosts: int, send: int) -> int:
+def _call(function: Callable[[int], object], host: int, *, hosts: int, send: int) -> int:
     """The body of a rank: call, and write the pickled result or the text of the error."""
     os.environ.update(environment(host, hosts))
     try:

@@ -15,6 +15,7 @@ from launch.shaped import linux
 GRACE_S = 10.0
 """How long a process has to end after it was asked to, before it is killed."""
 _CHUNK = 65536
+_DRAIN_S = 2.0
 
 Namespaces = Sequence[tuple[int, int]]
 """(descriptor, flag) of what to enter, in this order."""
@@ -28,17 +29,16 @@ def start(namespaces: Namespaces, body: Callable[[], int]) -> int:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    parent = os.pidfd_open(os.getpid())
     with warnings.catch_warnings():  # other threads hold no lock that the child could need
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
-        _stand_in(namespaces, body, parent)
-    os.close(parent)
+        _stand_in(namespaces, body)
     return pid
 
 
-def _stand_in(namespaces: Namespaces, body: Callable[[], int], parent: int) -> NoReturn:
+def _stand_in(namespaces: Namespaces, body: Callable[[], int]) -> NoReturn:
+    """Live as long as the process inside; the sandbox ends that one when our parent is gone."""
     inside = 0
 
     def pass_on(signum: int, _: FrameType | None) -> None:
@@ -55,7 +55,6 @@ def _stand_in(namespaces: Namespaces, body: Callable[[], int], parent: int) -> N
         for descriptor, flag in namespaces:
             linux.setns(descriptor, flag)
         os.chdir(folder)  # a mount namespace is entered at its root
-        linux.die_with(parent)
         inside = os.fork()
         if inside == 0:
             linux.die_with(myself)
@@ -105,8 +104,9 @@ class Watch:
             self._enforce(now)
             until = min(limit, self._terminate_at, self._kill_at)
             self._step(None if until == float("inf") else max(0.0, until - now))
-        while self._selector.get_map() and self._step(0):
-            pass  # what they wrote last; whatever they left running may keep a pipe open
+        limit = time.monotonic() + _DRAIN_S
+        while self._selector.get_map() and self._step(0) and time.monotonic() < limit:
+            pass  # what they wrote last; what they left running may keep a pipe open, or busy
         for key in list(self._selector.get_map().values()):
             self._forget(key.fd)
         return self._failed

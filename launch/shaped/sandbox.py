@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
 
 from launch.shaped import control, linux, requirements
 from launch.shaped.links import Host, build_hosts, shape_hosts
@@ -34,8 +35,8 @@ def main() -> None:
     owner_pidfd, keeper_pidfd = os.pidfd_open(owner), os.pidfd_open(os.getpid())
     if os.getppid() != owner:
         sys.exit(1)
-    server = control.listen(os.getpid())
     run = os.getpid()
+    server = control.listen(run)
     try:
         with_user = _isolate()
     except ShapedError as error:
@@ -44,7 +45,7 @@ def main() -> None:
     inside = os.fork()
     if inside == 0:
         linux.die_with(keeper_pidfd)
-        _rule(spec, owner_socket, server, run, with_user)
+        _rule(spec, owner_socket, server=server, run=run, with_user=with_user)
     owner_socket.close()
     select.select([owner_pidfd, os.pidfd_open(inside)], [], [])
     os.kill(inside, signal.SIGKILL)
@@ -71,7 +72,7 @@ def _isolate() -> bool:
 
 
 def _rule(
-    spec: NetworkSpec, owner: socket.socket, server: socket.socket, run: int, with_user: bool
+    spec: NetworkSpec, owner: socket.socket, *, server: socket.socket, run: int, with_user: bool
 ) -> NoReturn:
     """As process 1 of the sandbox: build, report, serve changes until the owner is done."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans end up here; nobody waits for them
@@ -141,7 +142,10 @@ def _serve(
         changed = spec.changed(**change)
         with IPRoute() as ip:
             requirements.check(requirements.needs(changed), ip)
-        shape_hosts(changed, hosts)
+        try:
+            shape_hosts(changed, hosts)
+        except NetlinkError as error:
+            raise ShapedError(f"the kernel refuses these rates: {error}") from error
         spec = changed
         return spec
 

@@ -71,6 +71,7 @@ def test_long_output_and_an_unfinished_line_arrive_whole(
 
 def test_what_a_command_leaves_running_does_not_hold_us_up(net: ShapedNetwork) -> None:
     assert run_command(net, ["sh", "-c", "sleep 60 & exit 0"]) == 0
+    assert run_command(net, ["sh", "-c", "test {rank} != 0 || yes & exit 0"]) == 0
 
 
 def test_a_host_that_does_not_exist_cannot_be_shown(net: ShapedNetwork) -> None:

@@ -225,6 +225,17 @@ def test_a_wrong_change_is_refused_and_changes_nothing(net: ShapedNetwork) -> No
     assert net.spec == before
 
 
+def test_a_client_that_talks_nonsense_does_no_harm(net: ShapedNetwork) -> None:
+    for message in (b"nonsense", b"[]", b'{"rate": 5}', b'{"pairs": [1]}'):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.connect(f"\0thinpipe-shaped-{net.run_id}")
+            client.send(message)
+            assert b"error" in client.recv(1000)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.connect(f"\0thinpipe-shaped-{net.run_id}")
+    assert net.run(lambda host: host) == [0, 1, 2]
+
+
 def test_torch_groups_form_over_the_links(net: ShapedNetwork) -> None:
     import torch
     import torch.distributed as dist
