@@ -16,23 +16,14 @@ from typer.testing import CliRunner
 
 from launch.cli import app
 from launch.shaped import control
-from launch.shaped.linux import ShapedError
-from launch.shaped.network import ShapedNetwork
-from launch.shaped.spec import NetworkSpec
+
+pytestmark = pytest.mark.usefixtures("namespaces")
 
 ROOT = Path(__file__).parents[3]
 SHAPED = (  # as launch/cli.py adds it, without the seconds that importing torch takes
     "import typer; from launch.shaped.cli import shaped; app = typer.Typer();"
     "app.command(context_settings={'allow_interspersed_args': False})(shaped); app()"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces_allowed() -> None:
-    try:
-        ShapedNetwork(NetworkSpec.of(1)).close()
-    except ShapedError as error:
-        pytest.skip(str(error))
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -129,11 +120,11 @@ def test_rates_are_set_from_another_terminal() -> None:
     with started("--hosts", "2", "--rate", "100mbit", "--", "sleep", "60"):
         until(lambda: set(control.runs()) > before)
         (name,) = map(str, set(control.runs()) - before)
-        done = run("set", "--run", name, "--down", "5mbit", "--pair", "0,1=1mbit")
-        refused = run("set", "--run", name, "--rate", "fast")
-    text = "up 100 Mbit/s; down 5 Mbit/s; 0->1 1 Mbit/s; 1->0 1 Mbit/s"
-    assert (done.returncode, done.stdout.strip()) == (0, text)
-    assert (refused.returncode, "--rate = 'fast'" in refused.stderr) == (2, True)
+        change = ["--down", "5mbit", "--pair", "0,1=1mbit"]
+        done = CliRunner().invoke(app, ["shaped", "set", "--run", name, *change])
+        wrong = CliRunner().invoke(app, ["shaped", "set", "--run", name, "--rate", "fast"])
+    assert done.output == "up 100 Mbit/s; down 5 Mbit/s; 0->1 1 Mbit/s; 1->0 1 Mbit/s\n"
+    assert (wrong.exit_code, "--rate = 'fast'" in wrong.output) == (2, True)
 
 
 def test_a_normal_user_may_probe_and_run() -> None:

@@ -1,23 +1,9 @@
-from collections.abc import Iterator
-
 import pytest
 
 from launch.shaped.commands import run_command
-from launch.shaped.linux import ShapedError
 from launch.shaped.network import ShapedNetwork
-from launch.shaped.spec import NetworkSpec
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(scope="module")
-def net() -> Iterator[ShapedNetwork]:
-    try:
-        network = ShapedNetwork(NetworkSpec.of(3))
-    except ShapedError as error:
-        pytest.skip(str(error))
-    with network:
-        yield network
 
 
 def test_every_host_runs_the_command_as_itself(net: ShapedNetwork, capfd: Capture) -> None:

@@ -5,7 +5,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import pytest
 from pyroute2 import IPRoute
 
 from launch.shaped import requirements
-from launch.shaped.linux import ShapedError
 from launch.shaped.network import HostError, ShapedNetwork
 from launch.shaped.probe import probe_link
 from launch.shaped.spec import NetworkSpec
@@ -21,19 +20,7 @@ from launch.shaped.spec import NetworkSpec
 PORT = 5300
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _namespaces_allowed() -> None:
-    try:
-        ShapedNetwork(NetworkSpec.of(1)).close()
-    except ShapedError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def net() -> Iterator[ShapedNetwork]:
-    """Three hosts without limits, to be given rates by each test."""
-    with ShapedNetwork(NetworkSpec.of(3)) as network:
-        yield network
+pytestmark = pytest.mark.usefixtures("namespaces")
 
 
 def keeps_rate(net: ShapedNetwork, source: int, target: int, bps: float) -> bool:
