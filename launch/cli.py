@@ -13,6 +13,7 @@ from launch.checkpoint import CheckpointError
 from launch.config import ConfigError, RunConfig, load_config
 from launch.handshake import HandshakeError
 from launch.session import PeerError, TerminatedError
+from launch.shaped.cli import shaped
 from launch.spawn import end_with_parent, run_local, started_by_launcher
 
 app = typer.Typer(
@@ -55,6 +56,9 @@ def train(
     if started_by_launcher():
         sys.exit(_run_rank(config, resume=resume, show=show))
     sys.exit(_run_all(config, resume=resume))
+
+
+app.command(context_settings={"allow_interspersed_args": False})(shaped)
 
 
 def main() -> None:
