@@ -133,6 +133,6 @@ def test_loopback_refuses_what_was_not_announced() -> None:
     with pytest.raises(LinkError, match="expected 10 bytes of microbatch 0, got nothing"):
         link.take(0)
     link.expect(1, 10)
-    link.send(1, torch.zeros(9, dtype=torch.uint8))
-    with pytest.raises(LinkError, match="got 9 bytes"):
+    link.send(1, torch.zeros(11, dtype=torch.uint8))
+    with pytest.raises(LinkError, match="got 11 bytes"):
         link.take(1)
