@@ -223,13 +223,14 @@ def _encode(
                     step = _group_step(high, low, half, fp32, random is not None)
                     _store_scale(scale[0], row * scale[1] + k * scale_nbytes, step, fp32)
                     inverse = np.float32(1.0) / step if abs(step) > 0 else np.float32(0.0)
+                x_at, m_at, f_at, count = x_row + at, m_row + at, f_row + at, end - at
                 if inverse == 0:
                     codes[at - first : end - first] = half
+                    unchanged = (at - first, m_at, f_at, 0, count, half, step)
+                    kept = apply_group(codes, memory[0], fresh[0], None, unchanged)
                 else:
-                    starts = (x_row + at, m_row + at, at - first, end - at, half, inverse)
-                    quantize_group(x[0], memory[0], codes, random, starts)
-                places = (at - first, m_row + at, f_row + at, 0, end - at, half, step)
-                kept = apply_group(codes, memory[0], fresh[0], None, places)
+                    changed = (x_at, m_at, f_at, at - first, count, half, step, inverse)
+                    kept = quantize_group(x[0], memory[0], fresh[0], codes, random, changed)
                 largest = max(largest, kept)
                 at = end
             codes[last - first : lanes * _PLANES] = 0

@@ -195,23 +195,52 @@ def extremes(typing: Any, x: Any, memory: Any, start: Any, memory_start: Any, co
     return pair(x, memory, types.int64, types.int64, types.int64), codegen
 
 
+class _Kept:
+    """Stores new memories and remembers the largest bit pattern of their magnitudes."""
+
+    def __init__(self, b: Builder, fresh: _Operand) -> None:
+        self._b, self._fresh = b, fresh
+        self._largest = cgutils.alloca_once_value(b, _all(0, _I32))
+
+    def store(self, value: Value, index: Value, mask: Value) -> None:
+        """Store fp32 values in the memory's format."""
+        b, kind = self._b, _vector(_I32, LANES)
+        stored = _from_float(b, value, self._fresh.element)
+        _store(b, stored, self._fresh.at(index), mask)
+        word = b.bitcast(_to_float(b, stored), kind)
+        magnitude = b.and_(word, _all(0x7FFFFFFF, _I32))
+        counted = magnitude if mask is None else b.select(mask, magnitude, _all(0, _I32))
+        largest = [b.load(self._largest), counted]
+        b.store(_call(b, f"llvm.umax.v{LANES}i32", kind, largest), self._largest)
+
+    def largest(self) -> Value:
+        """A scalar."""
+        name = f"llvm.vector.reduce.umax.v{LANES}i32"
+        return _call(self._b, name, _I32, [self._b.load(self._largest)])
+
+
 @intrinsic
-def quantize_group(typing: Any, x: Any, memory: Any, codes: Any, noise: Any, at: Any) -> Any:
-    """Write codes of x - memory; `at` = (x start, memory start, codes start, count, half, inverse).
+def quantize_group(
+    typing: Any, x: Any, memory: Any, fresh: Any, codes: Any, noise: Any, at: Any
+) -> Any:
+    """Write codes of x - memory, and memory + (code - half) * step to `fresh`.
 
     `noise` holds 16-bit numbers at the places of the codes; None rounds to nearest, ties to even.
+    `at` = (x start, memory start, fresh start, codes start, count, half, step, inverse). Returns
+    the largest bit pattern of a new memory's magnitude.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        start, m_start, code_start, count, half, inverse = cgutils.unpack_tuple(b, args[4])
-        x_op = _Operand(context, b, (x, args[0]), start)
-        m_op = _Operand(context, b, (memory, args[1]), m_start)
-        code_op = _Operand(context, b, (codes, args[2]), code_start)
-        noise_op = _Operand(context, b, (noise, args[3]), code_start)
+        *starts, code_start, count, half, step, inverse = cgutils.unpack_tuple(b, args[5])
+        places = [*starts, code_start, code_start]
+        x_op, m_op, fresh_op, code_op, noise_op = (
+            _Operand(context, b, array, start)
+            for array, start in zip(zip(signature.args, args, strict=True), places, strict=False)
+        )
         half_32 = b.trunc(half, _I32)
         bottom, top = _splat(b, b.neg(half_32)), _splat(b, b.sub(half_32, _I32(1)))
-        factor, offset = _splat(b, inverse), _splat(b, half_32)
-        kind = _vector(_I32, LANES)
+        factor, offset, scale = _splat(b, inverse), _splat(b, half_32), _splat(b, step)
+        kind, kept = _vector(_I32, LANES), _Kept(b, fresh_op)
 
         def body(index: Value, mask: Value) -> None:
             scaled = b.fmul(_difference(b, x_op, m_op, index, mask), factor)
@@ -225,18 +254,22 @@ def quantize_group(typing: Any, x: Any, memory: Any, codes: Any, noise: Any, at:
             level = _call(b, f"llvm.smin.v{LANES}i32", kind, [level, top])
             code = b.trunc(b.add(level, offset), _vector(_I8, LANES))
             _store(b, code, code_op.at(index), mask)
+            if fresh_op:
+                change = b.fmul(b.sitofp(level, _vector(_F32, LANES)), scale)
+                kept.store(b.fadd(m_op.values(index, mask), change), index, mask)
 
         _steps(b, count, body)
-        return context.get_dummy_value()
+        return kept.largest()
 
-    return types.void(x, memory, codes, noise, at), codegen
+    return types.uint32(x, memory, fresh, codes, noise, at), codegen
 
 
 @intrinsic
 def apply_group(typing: Any, codes: Any, memory: Any, fresh: Any, out: Any, at: Any) -> Any:
-    """Write memory + (code - half) * step to `fresh` and `out`; returns the largest |bits| kept.
+    """Write memory + (code - half) * step to `fresh` and `out`.
 
-    `at` = (codes start, memory start, fresh start, out start, count, half, step).
+    `at` = (codes start, memory start, fresh start, out start, count, half, step). Returns the
+    largest bit pattern of a new memory's magnitude.
     """
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
@@ -245,28 +278,22 @@ def apply_group(typing: Any, codes: Any, memory: Any, fresh: Any, out: Any, at: 
             _Operand(context, b, (kind, value), start)
             for kind, value, start in zip(signature.args, args[:4], starts, strict=False)
         )
-        kind, scale = _vector(_I32, LANES), _splat(b, step)
-        offset = _splat(b, b.trunc(half, _I32))
-        largest = cgutils.alloca_once_value(b, _all(0, _I32))
+        scale, offset = _splat(b, step), _splat(b, b.trunc(half, _I32))
+        kept = _Kept(b, fresh_op)
 
         def body(index: Value, mask: Value) -> None:
-            level = b.sub(b.zext(code_op.load(index, mask), kind), offset)
-            value = b.fmul(b.sitofp(level, _vector(_F32, LANES)), scale)
+            code = b.zext(code_op.load(index, mask), _vector(_I32, LANES))
+            level = b.sitofp(b.sub(code, offset), _vector(_F32, LANES))
+            value = b.fmul(level, scale)
             if m_op:
                 value = b.fadd(m_op.values(index, mask), value)
             if out_op:
                 _store(b, _from_float(b, value, out_op.element), out_op.at(index), mask)
             if fresh_op:
-                stored = _from_float(b, value, fresh_op.element)
-                _store(b, stored, fresh_op.at(index), mask)
-                word = b.bitcast(_to_float(b, stored), kind)
-                magnitude = b.and_(word, _all(0x7FFFFFFF, _I32))
-                counted = magnitude if mask is None else b.select(mask, magnitude, _all(0, _I32))
-                best = _call(b, f"llvm.umax.v{LANES}i32", kind, [b.load(largest), counted])
-                b.store(best, largest)
+                kept.store(value, index, mask)
 
         _steps(b, count, body)
-        return _call(b, f"llvm.vector.reduce.umax.v{LANES}i32", _I32, [b.load(largest)])
+        return kept.largest()
 
     return types.uint32(codes, memory, fresh, out, at), codegen
 
