@@ -20,7 +20,9 @@ from pipeline.wire.kernels.vector_ir import (
     apply_group,
     bits_of,
     compiled,
+    copy_planes,
     extremes,
+    fill_codes,
     float_of,
     pack_block,
     philox_block,
@@ -180,17 +182,6 @@ def _load_scale(scale: Any, start: Any, fp32: Any) -> Any:
 
 
 @njit
-def _move_planes(
-    source: Any, source_row: Any, target: Any, start: Any, target_row: Any, to: Any
-) -> Any:
-    """Copy `to` = (rows, columns) from rows of one length to rows of another."""
-    rows, columns = to
-    for row in range(rows):
-        for i in range(columns):
-            target[start + row * target_row + i] = source[row * source_row + i]
-
-
-@njit
 def _block_bounds(block: Any, numel: Any) -> Any:
     """First value, end and lanes of a block."""
     first = block * _BLOCK
@@ -225,7 +216,7 @@ def _encode(
                     inverse = np.float32(1.0) / step if abs(step) > 0 else np.float32(0.0)
                 x_at, m_at, f_at, count = x_row + at, m_row + at, f_row + at, end - at
                 if inverse == 0:
-                    codes[at - first : end - first] = half
+                    fill_codes(codes, at - first, end - first, half)
                     unchanged = (at - first, m_at, f_at, 0, count, half, step)
                     kept = apply_group(codes, memory[0], fresh[0], None, unchanged)
                 else:
@@ -233,14 +224,14 @@ def _encode(
                     kept = quantize_group(x[0], memory[0], fresh[0], codes, random, changed)
                 largest = max(largest, kept)
                 at = end
-            codes[last - first : lanes * _PLANES] = 0
+            fill_codes(codes, last - first, lanes * _PLANES, 0)
             start = row * payload[1] + block * _LANES * bits
             if lanes == _LANES:
                 pack_block(codes, payload[0], start, bits)
             else:
-                _move_planes(codes, lanes, spread, 0, _LANES, (_PLANES, lanes))
+                copy_planes(codes, (0, lanes), spread, (0, _LANES), (_PLANES, lanes))
                 pack_block(spread, codes, 0, bits)
-                _move_planes(codes, _LANES, payload[0], start, lanes, (bits, lanes))
+                copy_planes(codes, (0, _LANES), payload[0], (start, lanes), (bits, lanes))
         fresh[2][row] = largest < _INFINITY
 
 
@@ -259,10 +250,9 @@ def _decode(payload: Any, scale: Any, shape: Any, memory: Any, fresh: Any, out: 
             if lanes == _LANES:
                 unpack_block(payload[0], start, codes, bits)
             else:
-                tail = payload[0][start : start + bits * lanes]
-                _move_planes(tail, lanes, codes, 0, _LANES, (bits, lanes))
+                copy_planes(payload[0], (start, lanes), codes, (0, _LANES), (bits, lanes))
                 unpack_block(codes, 0, spread, bits)
-                _move_planes(spread, _LANES, codes, 0, lanes, (_PLANES, lanes))
+                copy_planes(spread, (0, _LANES), codes, (0, lanes), (_PLANES, lanes))
             while at < last:
                 k = at // group
                 end = min((k + 1) * group, last)

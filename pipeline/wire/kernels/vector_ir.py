@@ -397,6 +397,42 @@ def unpack_block(typing: Any, payload: Any, start: Any, codes: Any, bits: Any) -
 
 
 @intrinsic
+def copy_planes(
+    typing: Any, source: Any, source_at: Any, target: Any, target_at: Any, shape: Any
+) -> Any:
+    """Copy `shape` = (rows, bytes) between byte arrays; each `at` is (start, distance of rows).
+
+    As a numba loop this is vectorized with gathers and takes longer to compile than all the rest.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        source_start, source_row = cgutils.unpack_tuple(b, args[1])
+        target_start, target_row = cgutils.unpack_tuple(b, args[3])
+        rows, nbytes = cgutils.unpack_tuple(b, args[4])
+        with cgutils.for_range(b, rows) as loop:
+            from_at = b.add(source_start, b.mul(loop.index, source_row))
+            to_at = b.add(target_start, b.mul(loop.index, target_row))
+            from_pointer = _pointer(context, b, (source, args[0]), from_at)
+            to_pointer = _pointer(context, b, (target, args[2]), to_at)
+            cgutils.raw_memcpy(b, to_pointer, from_pointer, nbytes, 1)
+        return context.get_dummy_value()
+
+    return types.void(source, source_at, target, target_at, shape), codegen
+
+
+@intrinsic
+def fill_codes(typing: Any, codes: Any, start: Any, end: Any, code: Any) -> Any:
+    """Write one code to a range."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        pointer = _pointer(context, b, (codes, args[0]), args[1])
+        cgutils.memset(b, pointer, b.sub(args[2], args[1]), b.trunc(args[3], _I8))
+        return context.get_dummy_value()
+
+    return types.void(codes, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def philox_block(typing: Any, noise: Any, lanes: Any, counter: Any, at: Any) -> Any:
     """Fill `noise` (uint16, 8 planes of `lanes`) for a block; `at` = (key, row number, step).
 
