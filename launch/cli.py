@@ -1,9 +1,9 @@
 """The command line: `thinpipe train run.toml`."""
 
-import contextlib
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +15,8 @@ from launch.handshake import HandshakeError
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
 from launch.spawn import end_with_parent, run_local, started_by_launcher
+from launch.state import Resume, saved_so_far
+from launch.train import check_data, train_rank
 
 app = typer.Typer(
     name="thinpipe",
@@ -44,6 +46,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
     ] = False,
+    step: Annotated[
+        int | None, typer.Option("--step", help="With --resume: from this step's checkpoint.")
+    ] = None,
     show: Annotated[
         int, typer.Option("--show", metavar="RANK", help="Which rank of a machine draws progress.")
     ] = 0,
@@ -54,7 +59,7 @@ def train(
     except ConfigError as error:
         _refuse(error)
     if started_by_launcher():
-        sys.exit(_run_rank(config, resume=resume, show=show))
+        sys.exit(_run_rank(config, Resume(resume, step), show=show))
     sys.exit(_run_all(config, resume=resume))
 
 
@@ -63,15 +68,12 @@ app.command(context_settings={"allow_interspersed_args": False})(shaped)
 
 def main() -> None:
     """Entry point of `thinpipe` and `python -m launch`."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # dumps schedules
     app()
 
 
 def _run_all(config: RunConfig, *, resume: bool) -> int:
-    from launch.train import check_data  # torch.distributed.pipelining is slow to import
-
-    for notice in config.notices():
-        print(notice, file=sys.stderr, flush=True)
     try:
         check_data(config)
         if resume and not (config.run.path / "checkpoints").is_dir():
@@ -83,37 +85,35 @@ def _run_all(config: RunConfig, *, resume: bool) -> int:
     return run_local(sys.argv[1:], config.world_size)
 
 
-def _run_rank(config: RunConfig, *, resume: bool, show: int) -> int:
-    from launch import train as loop
-
+def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
     end_with_parent()
-    if not resume and os.environ.get("LOCAL_RANK", "0") == "0":
-        _move_aside(config.run.path)  # before the handshake, hence before anyone writes
     try:
-        loop.train(config, resume=resume, show=show)
+        train_rank(config, resume, show=show)
     except PeerError as error:
-        print(f"rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
+        _say(f"rank {os.environ['RANK']}: {error}")
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _say(saved_so_far(config))
         os._exit(FAILED)  # links are broken: a clean-up that talks to peers would hang
-    except (ValueError, HandshakeError, ImportError) as error:
+    except (ValueError, HandshakeError) as error:
         _refuse(error)
     except TerminatedError:
         os._exit(TERMINATED)
     except KeyboardInterrupt:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            _say(saved_so_far(config))
         os._exit(INTERRUPTED)
+    except Exception:
+        _say(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}")
+        os._exit(FAILED)
     return 0
-
-
-def _move_aside(folder: Path) -> None:
-    """Rename the folder of an earlier run; two runs are never mixed, none is overwritten."""
-    number = 1
-    while (older := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
-    with contextlib.suppress(FileNotFoundError):  # none, or a host with the same disk was faster
-        folder.rename(older)
-        print(f"{folder} held an earlier run; it is now {older}", flush=True)
 
 
 def _refuse(error: Exception) -> None:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        _say(f"error: {error}")
     sys.exit(USAGE_ERROR)
+
+
+def _say(text: str) -> None:
+    """Write whole lines at once: the ranks of a machine share its terminal."""
+    os.write(2, f"{text}\n".encode())

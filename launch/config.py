@@ -9,6 +9,7 @@ Unknown names and wrong values are `ConfigError`s that name the place, the value
 import difflib
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from pipeline.config import DirectConfig, PipelineConfig, RawConfig
 from pipeline.schedule import check_schedule
 from pipeline.transformer import TransformerConfig
 
-_STRICT = ConfigDict(frozen=True, extra="forbid")
+_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ConfigError(ValueError):
@@ -69,14 +70,17 @@ class RunSection(BaseModel):
 
     model_config = _STRICT
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
     folder: str | None = None
     seed: int = Field(0, ge=0, lt=2**31)
 
     @property
     def path(self) -> Path:
         """Run folder, by default runs/<name>."""
-        return Path(self.folder or f"runs/{self.name}")
+        return Path(self.folder or f"runs/{self.name}").expanduser().resolve()
+
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class TrainConfig(BaseModel):
@@ -87,14 +91,14 @@ class TrainConfig(BaseModel):
 
     model_config = _STRICT
 
-    epochs: int = Field(3, ge=1)
+    epochs: int = Field(3, ge=1, le=10**9)
     batch_size: int = Field(16, ge=1)
     accumulate: int = Field(1, ge=1)
     lr: float = Field(1e-3, gt=0)
     warmup_steps: int = Field(20, ge=0)
     decay: Literal["cosine", "linear", "none"] = "cosine"
     weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     clip_norm: float = Field(1.0, ge=0)
 
 
@@ -107,11 +111,12 @@ class EvalConfig(BaseModel):
 
 
 class CheckpointConfig(BaseModel):
-    """Save after every so many steps (0: only at the end) and keep the newest ones."""
+    """Save after every so many epochs, or steps if given, and at the end; keep the newest."""
 
     model_config = _STRICT
 
-    every_steps: int = Field(0, ge=0)
+    every_epochs: int = Field(1, ge=1)
+    every_steps: int | None = Field(None, ge=1)
     keep: int = Field(2, ge=1)
 
 
@@ -165,6 +170,10 @@ class RunConfig(BaseModel):
                 'model.tie_embeddings = "exact" keeps them equal for '
                 f"{megabytes:.3g} MB more each way per step"
             )
+        if self.method == "none" and self.pipeline.replicas > 1:
+            found.append(
+                'warning: gradcomp.method = "none": replicas train apart; it is meant for timing'
+            )
         delta = any(self.boundary_at(cut).forward.kind == "aqsgd" for cut in self.pipeline.cuts)
         if delta and self.model.dropout:
             found.append(
@@ -176,8 +185,8 @@ class RunConfig(BaseModel):
         return found
 
     def shared(self) -> dict[str, Any]:
-        """All that peers must agree on, JSON-able: everything but the run folder."""
-        return self.model_dump(mode="json", exclude={"run": {"folder"}})
+        """All that peers must agree on, JSON-able: all but places on a host's own disk."""
+        return self.model_dump(mode="json", exclude={"run": {"folder"}, "data": {"path"}})
 
     def digest(self) -> str:
         """SHA-256 of `shared`."""
@@ -274,10 +283,18 @@ def _explain(detail: ErrorDetails) -> str:
         near = difflib.get_close_matches(str(place[-1]), known, n=1)
         hint = f'did you mean "{near[0]}"?' if near else f"known here: {', '.join(sorted(known))}"
         return f"{name}: unknown key; {hint}"
-    message = detail["msg"].removeprefix("Value error, ")
+    message = detail["msg"].removeprefix("Value error, ") + _nearest(detail)
     if detail["type"] == "value_error":
         return f"{name}: {message}" if name else message
     return f"{name} = {detail['input']!r}: {message}"
+
+
+def _nearest(detail: ErrorDetails) -> str:
+    """A hint for a word that is none of the allowed ones."""
+    allowed = re.findall(r"'([^']+)'", str(detail.get("ctx", {}).get("expected", "")))
+    by_lower = {word.lower(): word for word in allowed}
+    near = difflib.get_close_matches(str(detail["input"]).lower(), by_lower, n=1)
+    return f'; did you mean "{by_lower[near[0]]}"?' if near else ""
 
 
 def _keys_at(location: tuple[int | str, ...]) -> list[str]:

@@ -226,7 +226,7 @@ def _read_dataset(dataset: str, limit: int | None) -> tuple[bytes, bytes]:
     except ModuleNotFoundError as error:
         raise ImportError(
             f"data.dataset = {dataset!r}: the package 'datasets' is not installed; "
-            f"run `pip install thinpipe[datasets]` or set data.path to local text"
+            f"run `pip install datasets` or set data.path to local text"
         ) from error
     name, subset = _parse_dataset(dataset)
     splits = load_dataset(name, subset)

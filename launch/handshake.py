@@ -31,22 +31,36 @@ def versions() -> dict[str, str]:
     }
 
 
-def agree(store: Store, rank: int, world: int, facts: Mapping[str, Any], *, wait_s: float) -> int:
+def agree(
+    store: Store,
+    rank: int,
+    world: int,
+    facts: Mapping[str, Any],
+    *,
+    problem: str | None,
+    wait_s: float,
+) -> int:
     """Compare every rank's `facts` (JSON-able, nested) with rank 0's; return the run id.
 
+    `problem` is what keeps this rank from starting, if anything does.
+
     Raises:
-        HandshakeError: a rank differs (its values and rank 0's are named) or did not come.
+        HandshakeError: a rank has a problem, differs (its values and rank 0's are named), or did
+            not come.
     """
     store = PrefixStore("handshake", store)
     store.set_timeout(timedelta(seconds=wait_s))
     if rank == 0:
         store.set("run_id", secrets.token_hex(8))
-    store.set(f"facts/{rank}", json.dumps(facts, sort_keys=True, default=str))
-    everyone = [_get(store, f"facts/{other}", other, wait_s) for other in range(world)]
+    store.set(f"facts/{rank}", json.dumps([problem, facts], sort_keys=True, default=str))
+    everyone = [json.loads(_get(store, f"facts/{r}", r, wait_s)) for r in range(world)]
+    own = {text: f"rank {r}" for r, (text, _) in reversed(list(enumerate(everyone))) if text}
+    if own:
+        raise HandshakeError("; ".join(f"{who}: {text}" for text, who in own.items()))
     problems = [
         f"rank {other} has {name} = {theirs}, rank 0 has {ours}"
-        for other, text in enumerate(everyone)
-        for name, theirs, ours in _differences(json.loads(text), json.loads(everyone[0]))
+        for other, (_, told) in enumerate(everyone)
+        for name, theirs, ours in differences(told, everyone[0][1])
     ]
     if problems:
         shown = problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])
@@ -75,18 +89,24 @@ def other_failures(store: Store, rank: int, world: int) -> list[str]:
 def _get(store: Store, key: str, rank: int, wait_s: float) -> str:
     try:
         return str(store.get(key).decode())
-    except RuntimeError:  # torch's DistStoreError
+    except RuntimeError as error:  # torch's DistStoreError
+        if "timeout" not in str(error).lower():
+            raise HandshakeError(
+                "the rendezvous store is gone: the process or machine that holds it has ended; "
+                "its own message says why"
+            ) from None
         raise HandshakeError(
             f"rank {rank} did not come within {wait_s:.0f} s; is it started, and can it reach "
             "the rendezvous host?"
         ) from None
 
 
-def _differences(theirs: Any, ours: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+def differences(theirs: Any, ours: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted name, their value, our value) of every leaf in which two nested dicts differ."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         found: list[tuple[str, Any, Any]] = []
         for key in sorted(theirs.keys() | ours.keys()):
             place = f"{name}.{key}" if name else key
-            found += _differences(theirs.get(key), ours.get(key), place)
+            found += differences(theirs.get(key), ours.get(key), place)
         return found
     return [] if theirs == ours else [(name, theirs, ours)]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from launch.config import ConfigError, RunConfig
+from launch.config import RunConfig
 from launch.handshake import agree, other_failures, report_failure, versions
 from pipeline.link import is_transport_error, transport_reason
 from pipeline.mesh import Mesh, build_mesh
@@ -72,24 +72,26 @@ class StopFlag:
 
 
 @contextmanager
-def join(config: RunConfig, facts: Mapping[str, Any]) -> Iterator[Session]:
+def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> Iterator[Session]:
     """Meet the other ranks (environment as set by torchrun) and leave them again.
 
+    `problem` is what keeps this rank from starting; every rank is told.
+
     Raises:
-        ConfigError: the number of processes is not what the config needs.
-        HandshakeError: ranks differ in config, data or version, or one did not come.
+        HandshakeError: ranks differ in config, data or version, one has a problem or did not come.
         PeerError: a peer failed while the session was in use.
     """
     world = int(os.environ["WORLD_SIZE"])
-    if world != config.world_size:
-        raise ConfigError(
+    if world != config.world_size and problem is None:
+        problem = (
             f"{world} processes were started, but pipeline.cuts = {list(config.pipeline.cuts)} "
             f"with pipeline.replicas = {config.pipeline.replicas} needs {config.world_size}; "
             f"start {config.world_size} (torchrun: nnodes x nproc-per-node)"
         )
     store, rank, world = next(iter(rendezvous("env://")))
     told = {"config": config.shared(), "versions": versions(), **facts}
-    run_id = agree(store, rank, world, told, wait_s=config.pipeline.peer_timeout_s)
+    wait_s = config.pipeline.peer_timeout_s
+    run_id = agree(store, rank, world, told, problem=problem, wait_s=wait_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:
         mesh = build_mesh(
@@ -99,7 +101,7 @@ def join(config: RunConfig, facts: Mapping[str, Any]) -> Iterator[Session]:
         )
         yield Session(store, mesh, run_id, int(os.environ.get("LOCAL_RANK", "0")))
         dist.barrier(group=mesh.control)  # nobody leaves while another still needs its links
-    except RuntimeError as error:
+    except Exception as error:
         account = _tell_others(store, rank, world, error)
         if isinstance(error, DesyncError) or is_transport_error(error):
             raise PeerError(account) from error
@@ -107,7 +109,7 @@ def join(config: RunConfig, facts: Mapping[str, Any]) -> Iterator[Session]:
     dist.destroy_process_group()
 
 
-def _tell_others(store: Store, rank: int, world: int, error: RuntimeError) -> str:
+def _tell_others(store: Store, rank: int, world: int, error: Exception) -> str:
     """This rank's account of a failure, and what the first other rank says of it."""
     own = transport_reason(error) if is_transport_error(error) else str(error).strip()
     try:

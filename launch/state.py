@@ -1,9 +1,9 @@
 """A rank's whole state, and how all ranks save and restore theirs together, bit for bit."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,65 +11,113 @@ from launch import checkpoint
 from launch.build import Built
 from launch.checkpoint import CheckpointError, Part
 from launch.config import RunConfig
-from launch.handshake import versions
+from launch.handshake import differences
 from launch.messages import gather_json
 from launch.session import Session
+from pipeline.channel import Channel
 
-_MAY_CHANGE = ("run", "eval", "checkpoint")
+_MAY_CHANGE = (
+    *("config.run.name", "config.eval.", "config.checkpoint."),
+    "config.pipeline.peer_timeout_s",
+)
 
 
-def save(root: Path, step: int, *, built: Built, session: Session, config: RunConfig) -> None:
-    """Save all ranks' state as `root/step-<step>`; `step` optimizer steps are done.
+class Resume(NamedTuple):
+    """Whether to go on from a checkpoint, and from which step if not from the newest."""
 
-    Each rank writes its part; the first rank of each host then writes the manifest and publishes.
+    wanted: bool
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Saves and restores the state of one run, all ranks together.
+
+    `facts` is what a resumed run must have in common with the one that saved: config and data.
     """
-    mesh = session.mesh
-    if session.local_rank == 0:
-        checkpoint.begin(root, step)
-    gather_json(mesh, "folder is there")
-    folder = checkpoint.partial_folder(root, step)
-    mine = checkpoint.write_part(folder, _part_name(session), _collect(built))
-    parts = [Part(**fields) for fields in gather_json(mesh, asdict(mine))]
-    if session.local_rank == 0:
-        meta = {"config": config.shared(), "versions": versions()}
-        checkpoint.finish(root, step, parts=parts, meta=meta)
-        checkpoint.prune(root, config.checkpoint.keep)
-    gather_json(mesh, "published")
+
+    root: Path
+    keep: int
+    built: Built
+    session: Session
+    facts: Mapping[str, Any]
+
+    def save(self, step: int) -> None:
+        """Save as `root/step-<step>`; `step` optimizer steps are done.
+
+        Each rank writes its part; the first rank of each host writes the manifest and publishes.
+        """
+        mesh = self.session.mesh
+        if self.session.local_rank == 0:
+            checkpoint.begin(self.root, step)
+        gather_json(mesh, "folder is there")
+        folder = checkpoint.partial_folder(self.root, step)
+        mine = checkpoint.write_part(folder, self._part, _collect(self.built))
+        parts = [Part(**fields) for fields in gather_json(mesh, asdict(mine))]
+        if self.session.local_rank == 0:
+            checkpoint.finish(self.root, step, parts=parts, meta=self.facts)
+            checkpoint.prune(self.root, self.keep)
+        gather_json(mesh, "published")
+
+    def restore(self, step: int | None) -> int:
+        """Restore a step, by default the newest that all ranks have; return how many are done.
+
+        Raises:
+            CheckpointError: on every rank, if one has none, a damaged one, or one of another run.
+        """
+        problem = None
+        try:
+            newest = checkpoint.latest(self.root) if step is None else step
+        except CheckpointError as error:
+            newest, problem = None, str(error)
+        self._refuse_together(problem)
+        step = min(found or 0 for found in gather_json(self.session.mesh, newest))
+        folder = self.root / f"step-{step}"
+        try:
+            if step == 0:
+                raise CheckpointError(f"{self.root}: some rank has no checkpoint to resume from")
+            self._check_facts(folder)
+            _distribute(self.built, checkpoint.read_part(folder, self._part))
+        except CheckpointError as error:
+            problem = str(error)
+        self._refuse_together(problem)
+        return step
+
+    @property
+    def _part(self) -> str:
+        return f"replica-{self.session.mesh.replica}.rank-{self.session.mesh.position}"
+
+    def _refuse_together(self, problem: str | None) -> None:
+        """Raise on every rank what went wrong on one, so that none waits for another."""
+        problems = [text for text in gather_json(self.session.mesh, problem) if text]
+        if problems:
+            raise CheckpointError(problems[0])
+
+    def _check_facts(self, folder: Path) -> None:
+        """Refuse to go on with other data or settings, except those that may change."""
+        changed = [
+            f"{name} = {before}, this run has {now}"
+            for name, before, now in differences(
+                checkpoint.read_manifest(folder).meta, dict(self.facts)
+            )
+            if not name.startswith(_MAY_CHANGE)
+        ]
+        if changed:
+            raise CheckpointError(
+                f"{folder} was made with {'; with '.join(changed[:4])}; change it back, or train "
+                "without --resume"
+            )
 
 
-def restore(root: Path, *, built: Built, session: Session, config: RunConfig) -> int:
-    """Restore the newest step of all ranks (the oldest of their newest); return how many are done.
-
-    Raises:
-        CheckpointError: there is none, a file is damaged, or it was made with another config.
-    """
+def saved_so_far(config: RunConfig) -> str:
+    """What a user whose run has stopped can do."""
     try:
-        newest, problem = checkpoint.latest(root), None
-    except CheckpointError as error:
-        newest, problem = None, str(error)
-    _refuse_together(session, problem)
-    step = min(found or 0 for found in gather_json(session.mesh, newest))
-    folder = root / f"step-{step}"
-    try:
-        if step == 0:
-            raise CheckpointError(f"{root}: some rank has no checkpoint; train without --resume")
-        _check_config(folder, config)
-        _distribute(built, checkpoint.read_part(folder, _part_name(session)))
-    except CheckpointError as error:
-        problem = str(error)
-    _refuse_together(session, problem)
-    return step
-
-
-def _refuse_together(session: Session, problem: str | None) -> None:
-    """Raise on every rank what went wrong on one, so that none waits for another."""
-    problems = [text for text in gather_json(session.mesh, problem) if text]
-    if problems:
-        raise CheckpointError(problems[0])
-
-
-def _part_name(session: Session) -> str:
-    return f"replica-{session.mesh.replica}.rank-{session.mesh.position}"
+        step = checkpoint.latest(config.run.path / "checkpoints")
+    except CheckpointError:
+        step = None
+    if step is None:
+        return "nothing was saved yet"
+    return f"everything up to step {step} is saved; --resume goes on from there"
 
 
 def _collect(built: Built) -> dict[str, Any]:
@@ -105,16 +153,5 @@ def _module(stage: Any) -> torch.nn.Module:
     return module
 
 
-def _place(channel: Any) -> str:
+def _place(channel: Channel) -> str:
     return f"cut-{channel.cut}.{('forward', 'backward')[channel.direction]}"
-
-
-def _check_config(folder: Path, config: RunConfig) -> None:
-    """Refuse to go on with other settings than the checkpoint's, except those that may change."""
-    before, now = checkpoint.read_manifest(folder).meta["config"], config.shared()
-    for section in now:
-        if section not in _MAY_CHANGE and before.get(section) != now[section]:
-            raise CheckpointError(
-                f"{folder}: was made with {section} = {before.get(section)}, this run has "
-                f"{now[section]}; change it back, or train without --resume"
-            )

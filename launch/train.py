@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from launch import data, state
+from launch import data
 from launch.build import build
 from launch.config import ConfigError, RunConfig, write_config
 from launch.data import SequenceSet
 from launch.display import Display
+from launch.folder import RunFolder
 from launch.handshake import versions
 from launch.messages import gather_json
 from launch.metrics import (
@@ -29,6 +30,7 @@ from launch.metrics import (
 from launch.report import summarize, write_report
 from launch.sampling import EpochSampler
 from launch.session import Session, StopFlag, join
+from launch.state import Checkpoints, Resume
 from pipeline.engine import Batch
 from pipeline.stage import ComputeEvent
 from pipeline.step_report import StepTotals
@@ -36,12 +38,19 @@ from pipeline.transformer import build_layers
 
 
 @dataclass(frozen=True)
-class _Corpus:
+class Corpus:
+    """Training and held-out sequences."""
+
     train: SequenceSet
     evaluation: SequenceSet
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """What peers and resumed runs compare: sample ids must mean the same text."""
+        return {"train": self.train.digest, "eval": self.evaluation.digest}
 
-def train(config: RunConfig, *, resume: bool, show: int) -> None:
+
+def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
     """Train as one rank of a run, under the environment that torchrun sets.
 
     The rank with local number `show` draws progress on each host; all ranks know the same numbers.
@@ -51,27 +60,38 @@ def train(config: RunConfig, *, resume: bool, show: int) -> None:
         PeerError: a peer failed; start again with `resume`.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    corpus = _Corpus(*data.load(config.data))
-    facts = {"data": {"train": corpus.train.digest, "eval": corpus.evaluation.digest}}
+    corpus, problem = None, None
+    try:
+        corpus = check_data(config)
+    except (ValueError, OSError, ImportError) as error:
+        problem = str(error)
+    facts = {"data": corpus.digests if corpus else None}
     stop = StopFlag()
-    with join(config, facts) as session:
-        _Run(config, corpus, session, stop).train(resume=resume, show=show)
+    with join(config, facts, problem) as session:
+        assert corpus is not None  # a rank with a problem does not get here
+        folder = RunFolder(config.run.path)
+        folder.claim(session, resume=resume.wanted)
+        _Run(config, corpus, session, stop).train(resume, show=show)
+        folder.release()
 
 
-def check_data(config: RunConfig) -> None:
-    """Load the data once, so that its errors appear before any process is started."""
-    corpus = _Corpus(*data.load(config.data))
+def check_data(config: RunConfig) -> Corpus:
+    """Load the data; the launcher does so too, so that errors appear before ranks are started.
+
+    Raises:
+        ValueError, OSError, ImportError: there is no such text, or not enough of it.
+    """
+    corpus = Corpus(*data.load(config.data))
     if len(corpus.train) < config.pipeline.replicas:
         raise ConfigError(
             f"data.train_sequences gives {len(corpus.train)} sequences for "
             f"{config.pipeline.replicas} replicas; every replica needs at least one"
         )
+    return corpus
 
 
 class _Run:
-    def __init__(
-        self, config: RunConfig, corpus: _Corpus, session: Session, stop: StopFlag
-    ) -> None:
+    def __init__(self, config: RunConfig, corpus: Corpus, session: Session, stop: StopFlag) -> None:
         self._config, self._corpus, self._session, self._stop = config, corpus, session, stop
         self._sampler = EpochSampler(
             len(corpus.train),
@@ -83,19 +103,32 @@ class _Run:
         self._steps = config.train.epochs * self._sampler.steps_per_epoch
         torch.manual_seed(config.run.seed + 1000 * session.mesh.rank)  # dropout
         self._built = build(config, session.mesh, run_id=session.run_id, total_steps=self._steps)
-        self._checkpoints = config.run.path / "checkpoints"
+        self._checkpoints = Checkpoints(
+            config.run.path / "checkpoints",
+            config.checkpoint.keep,
+            self._built,
+            session,
+            {"config": config.shared(), "data": corpus.digests},
+        )
         self._timeline: list[TimelineEvent] = []
         self._records: list[StepRecord] = []
 
-    def train(self, *, resume: bool, show: int) -> None:
-        start = self._restore() if resume else 0
+    def train(self, resume: Resume, *, show: int) -> None:
+        start = self._checkpoints.restore(resume.step) if resume.wanted else 0
         info = _describe(self._config, self._steps)
+        # past the first epoch, when memories are warm
+        timeline_step = min(self._steps - 1, max(start, self._sampler.steps_per_epoch) + 2)
         with ExitStack() as stack:
-            writer = self._open_metrics(stack, start, resume=resume)
             display = self._open_display(stack, info, show)
+            if start == self._steps:
+                _note(display, f"all {start} steps are done; nothing to resume")
+                return
+            writer = self._open_metrics(stack, start, resume=resume.wanted)
+            for notice in self._config.notices():
+                _note(display, notice)
             for step in range(start, self._steps):
                 self._stop.check()
-                record = self._step(step)
+                record = self._step(step, timeline=step == timeline_step)
                 self._records.append(record)
                 if writer is not None:
                     writer.write(record)
@@ -104,20 +137,16 @@ class _Run:
                 self._maybe_save(step + 1)
             self._finish(info, display)
 
-    def _step(self, step: int) -> StepRecord:
+    def _step(self, step: int, *, timeline: bool) -> StepRecord:
         batch = self._batch(self._corpus.train, self._sampler.ids(step))
         lr = float(self._built.optimizer.param_groups[0]["lr"])
         start = time.perf_counter()
         totals = self._built.engine.train_step(batch, step)
         self._built.lr_schedule.step()
         elapsed = time.perf_counter() - start
-        if step == self._timeline_step():
+        if timeline:
             self._timeline = self._gather_timeline(start)
         return _record(totals, step, self._sampler, lr=lr, seconds=elapsed, losses=self._eval(step))
-
-    def _timeline_step(self) -> int:
-        """The step whose timeline is kept: past the first epoch, when memories are warm."""
-        return min(self._steps - 1, self._sampler.steps_per_epoch + 2)
 
     def _eval(self, step: int) -> dict[str, float] | None:
         """Held-out loss after an epoch, with boundaries uncompressed and compressed."""
@@ -157,26 +186,15 @@ class _Run:
         ]
 
     def _maybe_save(self, done: int) -> None:
-        every = self._config.checkpoint.every_steps
-        if done == self._steps or (every and done % every == 0):
-            state.save(
-                self._checkpoints,
-                done,
-                built=self._built,
-                session=self._session,
-                config=self._config,
-            )
-
-    def _restore(self) -> int:
-        return state.restore(
-            self._checkpoints, built=self._built, session=self._session, config=self._config
-        )
+        options = self._config.checkpoint
+        every = options.every_steps or options.every_epochs * self._sampler.steps_per_epoch
+        if done == self._steps or done % every == 0:
+            self._checkpoints.save(done)
 
     def _open_metrics(self, stack: ExitStack, start: int, *, resume: bool) -> MetricsWriter | None:
         if not self._session.writes_run_folder:
             return None
         folder = self._config.run.path
-        folder.mkdir(parents=True, exist_ok=True)
         write_config(self._config, folder / "config.toml")
         writer = MetricsWriter(folder / "metrics.jsonl", start if resume else None)
         self._records = read_metrics(folder / "metrics.jsonl")  # of the run that is resumed
@@ -197,6 +215,11 @@ class _Run:
             )
         if display is not None:
             display.finish(summary)
+
+
+def _note(display: Display | None, text: str) -> None:
+    if display is not None:
+        display.note(text)
 
 
 def _record(

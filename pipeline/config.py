@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pipeline.engine import Precision
 from pipeline.schedule import ScheduleName
@@ -71,6 +71,11 @@ class QuantizerConfig(BaseModel):
     scale_dtype: Literal["bf16", "fp32"] = "bf16"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     coding: Coding = "none"
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> "QuantizerConfig":
+        self.quantizer(width=1)
+        return self
 
     def quantizer(self, width: int) -> Uniform:
         """The codec, for tokens of `width` channels."""

@@ -20,12 +20,12 @@ class LinkError(RuntimeError):
     """A peer did not deliver or did not take a message."""
 
 
-def transport_reason(error: RuntimeError) -> str:
+def transport_reason(error: Exception) -> str:
     """gloo's first sentence, without the place in gloo's source and its advice."""
     return re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
 
 
-def is_transport_error(error: RuntimeError) -> bool:
+def is_transport_error(error: Exception) -> bool:
     """Whether gloo raised it because of a peer or the network."""
     return "gloo/transport" in str(error) or isinstance(error, LinkError)
 

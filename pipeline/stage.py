@@ -83,6 +83,7 @@ class CompressedStage(_PipelineStageBase):
     ) -> None:
         """Post every receive of the coming pass; all ranks of the pipeline call it alike."""
         self._microbatches = microbatches
+        self.chunks = len(microbatches)  # torch sets it once per schedule, and we keep several
         for channel in self.channels.all():
             channel.begin_pass(number, step=step, mode=mode)
         self._expect_all(self.channels.activations_in)

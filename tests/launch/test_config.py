@@ -25,7 +25,7 @@ def refused(folder: Path, text: str, *overrides: str) -> str:
 def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
     config = load(tmp_path)
     assert config.world_size == 1
-    assert config.run.path == Path("runs/run")
+    assert config.run.path == Path("runs/run").resolve()
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,15 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
             "[model]\nlayers = 2\n[pipeline]\ncuts = [1, 2, 3]",
             ["4 stages for 2 layers", "every stage needs a layer"],
         ),
-        ("[pipeline]\nschedule = '1f1b'", ["pipeline.schedule = '1f1b'", "'1F1B'"]),
+        ("[pipeline]\nschedule = '1f1b'", ["pipeline.schedule = '1f1b'", 'did you mean "1F1B"?']),
+        ("[train]\nlr = inf", ["train.lr = inf", "finite"]),
+        ("[train]\nbetas = [2.0, 0.9]", ["train.betas.0 = 2.0", "less than 1"]),
+        ("[run]\nname = '..'", ["run.name = '..'"]),
+        ('[[boundary]]\nforward = {kind = "aqsgd", scale_per = 0}', ["scale_per = 0"]),
+        (
+            '[[boundary]]\nbackward = {kind = "direct", bits = 1, rounding = "stochastic"}',
+            ["boundary.0.backward", "bits >= 2"],
+        ),
         (
             "[pipeline]\ncuts = [2]\nschedule = 'Interleaved1F1B'\nranks = 2",
             ["Interleaved1F1B", "2 stages on 2 ranks"],

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.dist
 
 def meet(rank: int, world: int, facts: list[dict[str, object]]) -> object:
     try:
-        return agree(_get_default_store(), rank, world, facts[rank], wait_s=3)
+        return agree(_get_default_store(), rank, world, facts[rank], problem=None, wait_s=3)
     except HandshakeError as error:
         return str(error)
 

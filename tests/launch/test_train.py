@@ -105,7 +105,9 @@ def wait_until(condition: Any, limit_s: float) -> float:
 @pytest.fixture
 def long_run(run_file: Path) -> Iterator[subprocess.Popen[str]]:
     """A run of three ranks that has made a few steps and would go on for very long."""
-    process = start(run_file, "--set", "train.epochs=100000", "--set", "checkpoint.every_steps=0")
+    process = start(
+        run_file, "--set", "train.epochs=100000", "--set", "checkpoint.every_steps=99999"
+    )
     metrics = run_file.parent / "run" / "metrics.jsonl"
     try:
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, 60)
@@ -121,7 +123,7 @@ def test_a_run_leaves_everything_in_its_folder(run_file: Path) -> None:
     done = thinpipe(run_file)
     assert done.returncode == 0, done.stderr
     folder = run_file.parent / "run"
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in folder.iterdir() if path.name != ".lock"}
     expected = {"config.toml", "metrics.jsonl", "summary.json", "report.html", "loss.png"}
     assert names == expected | {"checkpoints"}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -156,9 +158,33 @@ def test_a_second_run_moves_the_first_out_of_the_way(run_file: Path) -> None:
     folder = run_file.parent / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text("precious")
-    done = thinpipe(run_file, "--set", "train.epochs=1", "--set", "pipeline.cuts=[]")
+    one = ["--set", "train.epochs=1", "--set", "pipeline.cuts=[]"]
+    done = thinpipe(run_file, *one)
     assert done.returncode == 0, done.stderr
     assert (run_file.parent / "run.1" / "metrics.jsonl").read_text() == "precious"
+    before = (folder / "report.html").read_text()
+    again = thinpipe(run_file, *one, "--resume")
+    assert "all 5 steps are done" in again.stdout
+    assert (folder / "report.html").read_text() == before
+
+
+def test_a_folder_of_other_things_is_left_alone(run_file: Path) -> None:
+    folder = run_file.parent / "run"
+    folder.mkdir()
+    (folder / "thesis.txt").write_text("precious")
+    done = thinpipe(run_file, "--set", "pipeline.cuts=[]")
+    assert done.returncode == 2
+    assert "not a run's" in done.stderr
+    assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
+
+
+def test_the_folder_of_a_live_run_is_left_alone(
+    run_file: Path, long_run: subprocess.Popen[str]
+) -> None:
+    done = thinpipe(run_file)
+    assert done.returncode == 2
+    assert "another run is using it" in done.stderr
+    assert long_run.poll() is None
 
 
 @pytest.mark.parametrize(
@@ -189,16 +215,20 @@ def test_a_damaged_checkpoint_is_refused_by_name(run_file: Path) -> None:
     done = thinpipe(run_file, "--resume", "--set", "pipeline.cuts=[2]")
     assert done.returncode == 2
     assert part.name in done.stderr
-    assert "step-12" in done.stderr  # the one before is offered
+    assert "--resume --step 12" in done.stderr  # the one before is offered
+    older = thinpipe(run_file, "--resume", "--step", "12", "--set", "pipeline.cuts=[2]")
+    assert older.returncode == 0, older.stderr
 
 
 def test_resume_with_other_settings_is_refused(run_file: Path) -> None:
-    one = ["--set", "pipeline.cuts=[]", "--set", "train.epochs=1"]
+    one = ["--set", "pipeline.cuts=[]", "--set", "train.epochs=2", "--set", "run.seed=0"]
     assert thinpipe(run_file, *one).returncode == 0
+    text = run_file.parent / "text.txt"
+    text.write_text(text.read_text().replace("squared", "cubed"))
     done = thinpipe(run_file, *one, "--resume", "--set", "model.width=32")
+    assert "data.train = " in done.stderr
     assert done.returncode == 2
-    assert "'width': 16" in done.stderr
-    assert "'width': 32" in done.stderr
+    assert "config.model.width = 16, this run has 32" in done.stderr
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -256,6 +286,18 @@ def test_ranks_with_different_configs_refuse_to_start(run_file: Path) -> None:
         output, _ = rank.communicate(timeout=60)
         assert rank.returncode == 2
         assert "rank 1 has config.train.lr = 0.5, rank 0 has 0.001" in output
+
+
+def test_a_rank_that_cannot_start_tells_the_others(run_file: Path) -> None:
+    port, cut = free_port(), ["--set", "pipeline.cuts=[2]"]
+    ranks = [
+        as_rank(0, 2, port, run_file, *cut, "--set", "data.path=/nowhere"),
+        as_rank(1, 2, port, run_file, *cut),
+    ]
+    for rank in ranks:
+        output, _ = rank.communicate(timeout=60)
+        assert rank.returncode == 2
+        assert "rank 0: data.path = '/nowhere'" in output
 
 
 def test_a_wrong_number_of_processes_is_refused(run_file: Path) -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.dist
 
 # even, uneven microbatches, a shorter last batch, fewer samples than microbatches
 BATCHES = [batch(list(range(8))), batch([9, 11, 13, 15, 17, 19]), batch([1, 2, 3, 4, 5])]
-SHORT = [*BATCHES, batch([6, 7])]
+SHORT = [*BATCHES, batch([6, 7]), batch(list(range(8))), batch([3]), BATCHES[1]]
 
 
 def pipeline(schedule: str, cuts: list[int], **more: Any) -> RunConfig:
@@ -53,7 +53,7 @@ ZERO_BUBBLE = pytest.mark.skipif(
     ],
 )
 def test_several_stages_per_rank_equal_single_process(ranks: Ranks, schedule: str) -> None:
-    check_equal(ranks, pipeline(schedule, [1, 2, 3]), BATCHES)
+    check_equal(ranks, pipeline(schedule, [1, 2, 3]), [*BATCHES, batch([6, 7, 8]), BATCHES[1]])
 
 
 def test_interleaved_on_four_ranks_equals_single_process(ranks: Ranks) -> None:

@@ -1,0 +1,77 @@
+"""The run folder: claimed by one run at a time, never mixed with an earlier one's."""
+
+import contextlib
+import fcntl
+import logging
+from io import TextIOWrapper
+from pathlib import Path
+
+from launch.config import ConfigError
+from launch.messages import gather_json
+from launch.session import Session
+
+_log = logging.getLogger(__name__)
+_MARKS = ("config.toml", "metrics.jsonl", "checkpoints", ".lock")
+
+
+class RunFolder:
+    """Holds a lock on the folder for as long as it lives."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock: TextIOWrapper | None = None
+
+    def claim(self, session: Session, *, resume: bool) -> None:
+        """Make the folder this run's on every host; an earlier run's folder is renamed.
+
+        Raises:
+            ConfigError: on every rank, if one host's folder is another live run's, holds other
+                things than a run, or cannot be written.
+        """
+        everyone = [session.mesh.rank == 0, session.mesh.rank > 0 and session.local_rank == 0]
+        for is_my_turn in everyone:  # the first rank first: other hosts may have the same disk
+            problem = self._try(session.mesh.rank, resume=resume) if is_my_turn else None
+            problems = [text for text in gather_json(session.mesh, problem) if text]
+            if problems:
+                raise ConfigError(problems[0])
+
+    def release(self) -> None:
+        """Let another run have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _try(self, rank: int, *, resume: bool) -> str | None:
+        path = self._path
+        try:
+            if path.exists() and not self._is_free():
+                shared = rank > 0  # the first rank of this very run holds it
+                return None if shared else f"run.folder = {path}: another run is using it"
+            if path.exists() and any(path.iterdir()) and not resume:
+                if not any((path / mark).exists() for mark in _MARKS):
+                    return (
+                        f"run.folder = {path}: holds files that are not a run's; "
+                        "choose another folder"
+                    )
+                _move_aside(path)
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = (path / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return f"run.folder = {path}: {error}"
+        return None
+
+    def _is_free(self) -> bool:
+        with contextlib.suppress(FileNotFoundError), (self._path / ".lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        return True
+
+
+def _move_aside(path: Path) -> None:
+    number = 1
+    while (older := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(older)
+    _log.warning("%s held an earlier run; it is now %s", path, older)
