@@ -15,19 +15,21 @@ from torch import Tensor
 
 from pipeline.wire.codec import Noise
 from pipeline.wire.kernels import Codes
+from pipeline.wire.kernels.block_ir import (
+    copy_planes,
+    fill_codes,
+    pack_block,
+    philox_block,
+    unpack_block,
+)
 from pipeline.wire.kernels.vector_ir import (
     LANES,
     apply_group,
     bits_of,
     compiled,
-    copy_planes,
     extremes,
-    fill_codes,
     float_of,
-    pack_block,
-    philox_block,
     quantize_group,
-    unpack_block,
 )
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
