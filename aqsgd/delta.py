@@ -64,6 +64,11 @@ class DeltaBoundary:
         first = len(ids_B) - known
         return first * self._first_visit.nbytes(numel) + known * self._delta.nbytes(numel)
 
+    def capacity(self, shape_BTD: torch.Size) -> int:
+        """All of them first visits, or all known."""
+        numel = shape_BTD[1:].numel()
+        return shape_BTD[0] * max(self._first_visit.nbytes(numel), self._delta.nbytes(numel))
+
     def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:
         """Fill `wire` and stage what the receiver will have seen."""
         x_BN = x_BTD.detach().reshape(len(ids_B), -1)

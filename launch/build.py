@@ -13,7 +13,7 @@ from gradcomp.sync import ReplicaSync
 from launch.config import BackwardConfig, ForwardConfig, RunConfig
 from pipeline.boundary import Boundary, Stateless, raw
 from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
-from pipeline.config import DirectConfig, RawConfig, build_codec, build_uniform
+from pipeline.config import DirectConfig, RawConfig, build_codec
 from pipeline.engine import EngineOptions, PipelineEngine
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
@@ -94,14 +94,7 @@ def build_boundary(
         first_visit = Stateless(build_codec(spec.first_visit, width), key)
         return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
     if isinstance(spec, DirectConfig):
-        codec = build_uniform(
-            bits=spec.bits,
-            scale_per=spec.scale_per,
-            scale_dtype=spec.scale_dtype,
-            rounding=spec.rounding,
-            width=width,
-        )
-        direct = Stateless(codec, key)
+        direct = Stateless(spec.quantizer(width), key)
         return {"train": direct, "eval": raw(), "eval_compressed": direct}
     cast = raw(spec.format)
     return {"train": cast, "eval": raw(), "eval_compressed": cast}

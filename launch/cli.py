@@ -13,6 +13,7 @@ from launch.checkpoint import CheckpointError
 from launch.config import ConfigError, RunConfig, load_config
 from launch.handshake import HandshakeError
 from launch.session import PeerError, TerminatedError
+from launch.shaped.cli import shaped
 from launch.spawn import end_with_parent, run_local, started_by_launcher
 
 app = typer.Typer(
@@ -43,6 +44,9 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
     ] = False,
+    show: Annotated[
+        int, typer.Option("--show", metavar="RANK", help="Which rank of a machine draws progress.")
+    ] = 0,
 ) -> None:
     """Train. Starts all ranks on this machine; under torchrun, runs as the rank it is."""
     try:
@@ -50,8 +54,11 @@ def train(
     except ConfigError as error:
         _refuse(error)
     if started_by_launcher():
-        sys.exit(_run_rank(config, resume=resume))
+        sys.exit(_run_rank(config, resume=resume, show=show))
     sys.exit(_run_all(config, resume=resume))
+
+
+app.command(context_settings={"allow_interspersed_args": False})(shaped)
 
 
 def main() -> None:
@@ -63,8 +70,8 @@ def main() -> None:
 def _run_all(config: RunConfig, *, resume: bool) -> int:
     from launch.train import check_data  # torch.distributed.pipelining is slow to import
 
-    for warning in config.warnings():
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    for notice in config.notices():
+        print(notice, file=sys.stderr, flush=True)
     try:
         check_data(config)
         if resume and not (config.run.path / "checkpoints").is_dir():
@@ -76,14 +83,14 @@ def _run_all(config: RunConfig, *, resume: bool) -> int:
     return run_local(sys.argv[1:], config.world_size)
 
 
-def _run_rank(config: RunConfig, *, resume: bool) -> int:
+def _run_rank(config: RunConfig, *, resume: bool, show: int) -> int:
     from launch import train as loop
 
     end_with_parent()
     if not resume and os.environ.get("LOCAL_RANK", "0") == "0":
         _move_aside(config.run.path)  # before the handshake, hence before anyone writes
     try:
-        loop.train(config, resume=resume)
+        loop.train(config, resume=resume, show=show)
     except PeerError as error:
         print(f"rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         os._exit(FAILED)  # links are broken: a clean-up that talks to peers would hang

@@ -155,16 +155,25 @@ class RunConfig(BaseModel):
                 default = boundary
         return default
 
-    def warnings(self) -> list[str]:
-        """What is allowed but will disappoint, and why."""
+    def notices(self) -> list[str]:
+        """What a user should know before the run starts: choices made, and what will disappoint."""
+        found = []
+        if self.pipeline.cuts and self.model.tie_embeddings == "untied":
+            megabytes = 4 * self.model.vocab * self.model.width / 1e6
+            found.append(
+                "note: a cut lies between embedding and head, so they are separate weights; "
+                'model.tie_embeddings = "exact" keeps them equal for '
+                f"{megabytes:.3g} MB more each way per step"
+            )
         delta = any(self.boundary_at(cut).forward.kind == "aqsgd" for cut in self.pipeline.cuts)
-        if not (delta and self.model.dropout):
-            return []
-        return [
-            f"model.dropout = {self.model.dropout} with AQ-SGD: dropout masks differ at every "
-            "visit, so the change of an activation is about 0.6 of its size (0.1-0.2 without "
-            "dropout) and most of the gain is lost; set dropout to 0 or use direct boundaries"
-        ]
+        if delta and self.model.dropout:
+            found.append(
+                f"warning: model.dropout = {self.model.dropout} with AQ-SGD: dropout masks differ "
+                "at every visit, so the change of an activation is about 0.6 of its size (0.1-0.2 "
+                "without dropout) and most of the gain is lost; set dropout to 0 or use direct "
+                "boundaries"
+            )
+        return found
 
     def shared(self) -> dict[str, Any]:
         """All that peers must agree on, JSON-able: everything but the run folder."""

@@ -32,11 +32,6 @@ class Session:
     local_rank: int
 
     @property
-    def shows_progress(self) -> bool:
-        """Whether this rank draws the display: the first rank of every host does."""
-        return self.local_rank == 0
-
-    @property
     def writes_run_folder(self) -> bool:
         """Whether this rank writes metrics and report."""
         return self.mesh.rank == 0

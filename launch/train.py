@@ -13,7 +13,7 @@ import torch
 from launch import data, state
 from launch.build import build
 from launch.config import ConfigError, RunConfig, write_config
-from launch.data import EpochSampler, SequenceSet
+from launch.data import SequenceSet
 from launch.display import Display
 from launch.handshake import versions
 from launch.messages import gather_json
@@ -27,6 +27,7 @@ from launch.metrics import (
     read_metrics,
 )
 from launch.report import summarize, write_report
+from launch.sampling import EpochSampler
 from launch.session import Session, StopFlag, join
 from pipeline.engine import Batch
 from pipeline.stage import ComputeEvent
@@ -40,8 +41,10 @@ class _Corpus:
     evaluation: SequenceSet
 
 
-def train(config: RunConfig, *, resume: bool) -> None:
+def train(config: RunConfig, *, resume: bool, show: int) -> None:
     """Train as one rank of a run, under the environment that torchrun sets.
+
+    The rank with local number `show` draws progress on each host; all ranks know the same numbers.
 
     Raises:
         ConfigError, HandshakeError, CheckpointError: the run cannot start.
@@ -52,7 +55,7 @@ def train(config: RunConfig, *, resume: bool) -> None:
     facts = {"data": {"train": corpus.train.digest, "eval": corpus.evaluation.digest}}
     stop = StopFlag()
     with join(config, facts) as session:
-        _Run(config, corpus, session, stop).train(resume=resume)
+        _Run(config, corpus, session, stop).train(resume=resume, show=show)
 
 
 def check_data(config: RunConfig) -> None:
@@ -82,16 +85,18 @@ class _Run:
         self._built = build(config, session.mesh, run_id=session.run_id, total_steps=self._steps)
         self._checkpoints = config.run.path / "checkpoints"
         self._timeline: list[TimelineEvent] = []
+        self._records: list[StepRecord] = []
 
-    def train(self, *, resume: bool) -> None:
+    def train(self, *, resume: bool, show: int) -> None:
         start = self._restore() if resume else 0
         info = _describe(self._config, self._steps)
         with ExitStack() as stack:
             writer = self._open_metrics(stack, start, resume=resume)
-            display = self._open_display(stack, info)
+            display = self._open_display(stack, info, show)
             for step in range(start, self._steps):
                 self._stop.check()
                 record = self._step(step)
+                self._records.append(record)
                 if writer is not None:
                     writer.write(record)
                 if display is not None:
@@ -174,19 +179,22 @@ class _Run:
         folder.mkdir(parents=True, exist_ok=True)
         write_config(self._config, folder / "config.toml")
         writer = MetricsWriter(folder / "metrics.jsonl", start if resume else None)
+        self._records = read_metrics(folder / "metrics.jsonl")  # of the run that is resumed
         return stack.enter_context(writer)
 
-    def _open_display(self, stack: ExitStack, info: RunInfo) -> Display | None:
-        if not self._session.shows_progress:
+    def _open_display(self, stack: ExitStack, info: RunInfo, show: int) -> Display | None:
+        if self._session.local_rank != show:
             return None
         return stack.enter_context(Display(info, interactive=os.isatty(1)))
 
     def _finish(self, info: RunInfo, display: Display | None) -> None:
-        if not self._session.writes_run_folder:
+        if not self._records:  # a finished run was resumed, and this host has no metrics of it
             return
-        records = read_metrics(info.folder / "metrics.jsonl")
-        summary = summarize(info, records)
-        write_report(info.folder, info, records=records, timeline=self._timeline, summary=summary)
+        summary = summarize(info, self._records)
+        if self._session.writes_run_folder:
+            write_report(
+                info.folder, info, records=self._records, timeline=self._timeline, summary=summary
+            )
         if display is not None:
             display.finish(summary)
 

@@ -33,6 +33,9 @@ class Boundary(Protocol):
     def nbytes(self, shape_BTD: torch.Size, ids_B: Tensor) -> int:
         """Exact payload bytes; both ends compute the same."""
 
+    def capacity(self, shape_BTD: torch.Size) -> int:
+        """The most that `nbytes` can be for this shape, whatever was remembered."""
+
     def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:
         """Fill `wire` (uint8, `nbytes` long)."""
 
@@ -68,6 +71,10 @@ class Stateless:
 
     def nbytes(self, shape_BTD: torch.Size, ids_B: Tensor) -> int:
         """Exact payload bytes."""
+        return self.capacity(shape_BTD)
+
+    def capacity(self, shape_BTD: torch.Size) -> int:
+        """All messages of a shape are equally long."""
         return shape_BTD[0] * self.codec.nbytes(shape_BTD[1:].numel())
 
     def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:

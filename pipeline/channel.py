@@ -54,10 +54,13 @@ class Channel:
         self.link.begin_pass(number)
         self._mode, self._step = mode, step
 
-    def expect(self, microbatch: int, shape_BTD: torch.Size, ids_B: Tensor) -> None:
-        """Post the receive of a microbatch."""
-        length = HEADER_NBYTES + self._boundary.nbytes(shape_BTD, ids_B)
-        self.link.expect(microbatch, length)
+    def expect(self, microbatch: int, shape_BTD: torch.Size) -> None:
+        """Post the receive of a microbatch.
+
+        The buffer holds the longest message there can be: gloo ends a process that is sent more
+        than it posted, and two ends whose memories differ are to get a `DesyncError` instead.
+        """
+        self.link.expect(microbatch, HEADER_NBYTES + self._boundary.capacity(shape_BTD))
 
     def send(self, microbatch: int, x_BTD: Tensor, ids_B: Tensor) -> None:
         """Encode and send; returns before the bytes are gone."""
@@ -80,13 +83,14 @@ class Channel:
             DesyncError: the message is not the expected one.
             CodingError: its payload does not expand to the expected size.
         """
+        nbytes = self._boundary.nbytes(shape_BTD, ids_B)
         message = self.link.take(microbatch)
-        coding, length = self._form(message)
-        message, room = message[: HEADER_NBYTES + length], message
+        coding, length = self._form(message, nbytes)
+        message = message[: HEADER_NBYTES + length]
         self._header(microbatch, ids_B, length, coding).check(message)
         payload = message[HEADER_NBYTES:]
         if coding:
-            payload = torch.empty(room.numel() - HEADER_NBYTES, dtype=torch.uint8)
+            payload = torch.empty(nbytes, dtype=torch.uint8)
             expand(message[HEADER_NBYTES:], payload)
         out_BTD = torch.empty(shape_BTD, dtype=self.dtype)
         self._boundary.decode(payload, ids_B, out_BTD)
@@ -115,14 +119,12 @@ class Channel:
             return 0, message
         return CODING_IDS[self.coding], coded[: HEADER_NBYTES + length]
 
-    def _form(self, message: Tensor) -> tuple[int, int]:
+    def _form(self, message: Tensor, nbytes: int) -> tuple[int, int]:
         """Coding and length to expect: the peer's, as far as its choice is free."""
-        capacity = message.numel() - HEADER_NBYTES
-        own = CODING_IDS[self.coding]
         coding, length = coding_and_length(message)
-        if coding != own or own == 0:
-            return 0, capacity
-        return coding, min(length, capacity)
+        if coding == 0 or coding != CODING_IDS[self.coding]:
+            return 0, nbytes
+        return coding, min(length, nbytes)
 
     def _header(self, microbatch: int, ids_B: Tensor, length: int, coding: int) -> Header:
         return Header(

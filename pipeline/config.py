@@ -58,40 +58,38 @@ class RawConfig(BaseModel):
     format: CastFormat = "fp32"
 
 
-class DirectConfig(BaseModel):
-    """Direct quantization: `bits` per value, no memory (the baseline of AQ-SGD).
+class QuantizerConfig(BaseModel):
+    """Uniform quantization: `bits` per value, and what shares a scale.
 
     `coding = "zstd"` shortens payloads; it pays where the link is slower than about 1 Gbit/s.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["direct"] = "direct"
-    bits: Bits = 8
+    bits: Bits = 4
     scale_per: ScalePer = "token"
     scale_dtype: Literal["bf16", "fp32"] = "bf16"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     coding: Coding = "none"
 
+    def quantizer(self, width: int) -> Uniform:
+        """The codec, for tokens of `width` channels."""
+        return Uniform(
+            self.bits,
+            self.scale_per,
+            width=width,
+            scale_dtype=self.scale_dtype,
+            stochastic=self.rounding == "stochastic",
+        )
+
+
+class DirectConfig(QuantizerConfig):
+    """Direct quantization, no memory (the baseline of AQ-SGD)."""
+
+    kind: Literal["direct"] = "direct"
+    bits: Bits = 8
+
 
 def build_codec(spec: CastFormat | int, width: int) -> Codec:
     """Codec for a float format, or for that many bits with one scale per token of `width`."""
     return Uniform(spec, "token", width=width) if isinstance(spec, int) else Cast(spec)
-
-
-def build_uniform(
-    *,
-    bits: int,
-    scale_per: ScalePer,
-    scale_dtype: Literal["bf16", "fp32"],
-    rounding: Literal["nearest", "stochastic"],
-    width: int,
-) -> Uniform:
-    """Uniform quantizer of configured fields."""
-    return Uniform(
-        bits,
-        scale_per,
-        width=width,
-        scale_dtype=scale_dtype,
-        stochastic=rounding == "stochastic",
-    )

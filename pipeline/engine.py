@@ -123,16 +123,16 @@ class PipelineEngine:
         """Run one optimizer step; every rank gets the same totals.
 
         Raises:
-            ValueError: the batch is empty, holds an id twice, or is smaller than `accumulate`.
+            ValueError: the batch is empty or holds an id twice.
             LinkError, DesyncError: a peer failed; the run must be restarted from a checkpoint.
         """
-        self._check(batch)
+        _check(batch)
         self.take_events()
         self._report.begin_step()
         start = time.perf_counter()
         tokens = self._count_tokens(batch)
         losses: list[Tensor] = []
-        for part in _split(batch, self._options.accumulate):
+        for part in _split(batch, min(self._options.accumulate, len(batch.ids_B))):
             losses += self._train_part(part, step)
         self._sync.before_step()
         self._sum_tied_gradients()
@@ -282,14 +282,14 @@ class PipelineEngine:
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16, enabled=self._options.precision == "bf16")
 
-    def _check(self, batch: Batch) -> None:
-        if len(batch.ids_B) < self._options.accumulate:
-            raise ValueError(
-                f"a batch of {len(batch.ids_B)} samples cannot be split into "
-                f"{self._options.accumulate} accumulation parts; lower train.accumulate"
-            )
-        if len(set(batch.ids_B.tolist())) < len(batch.ids_B):
-            raise ValueError("a sample id appears twice in a step; memories need unique ids")
+
+def _check(batch: Batch) -> None:
+    ids = batch.ids_B.tolist()
+    if not ids:
+        raise ValueError("a training step needs at least one sample on every replica")
+    twice = sorted({sample for sample in ids if ids.count(sample) > 1})
+    if twice:
+        raise ValueError(f"sample ids {twice} appear twice in a step; memories need unique ids")
 
 
 def _split(batch: Batch, parts: int) -> list[Batch]:

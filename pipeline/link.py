@@ -1,4 +1,4 @@
-"""Moves opaque bytes from one rank to another: tags, preposted receives, counters, clear failures.
+"""Moves opaque bytes from one rank to another: tags, preposted receives, clear failures.
 
 gloo moves nothing before the receive is posted, matches by (peer, tag) first in first out, swallows
 a message whose receive was dropped, and cannot abort; hence every receive of a pass is posted
@@ -6,7 +6,6 @@ before any compute, tags are unique within two passes, and every posted receive 
 """
 
 import re
-import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,8 +36,6 @@ class Link(Protocol):
     `slot` numbers the messages of a pass (the microbatch); a pass is one run of the schedule.
     """
 
-    wait_s: float
-
     def begin_pass(self, number: int) -> None:
         """Wait for the sends of the pass before and start a new one; all ends count alike."""
 
@@ -46,7 +43,7 @@ class Link(Protocol):
         """Post the receive of a message of at most `nbytes`."""
 
     def take(self, slot: int) -> Tensor:
-        """Wait for an expected message (uint8, as long as was expected).
+        """Wait for an expected message (uint8); a shorter one leaves the buffer's end undefined.
 
         Raises:
             LinkError: the peer is gone, or silent for longer than the group's timeout.
@@ -68,7 +65,6 @@ class GroupLink:
     peer: int
     channel: int
     name: str
-    wait_s: float = 0.0
     _pass: int = -1
     _expected: dict[int, tuple[dist.Work, Tensor]] = field(default_factory=dict)
     _sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
@@ -104,12 +100,10 @@ class GroupLink:
         self._sent.append((work, message))
 
     def _wait(self, work: dist.Work, doing: str) -> None:
-        start = time.perf_counter()
         try:
             work.wait()
         except RuntimeError as error:
             raise self._failure(doing, error) from error
-        self.wait_s += time.perf_counter() - start
 
     def _failure(self, doing: str, error: RuntimeError) -> LinkError:
         reason = transport_reason(error)
@@ -123,7 +117,6 @@ class GroupLink:
 class LoopbackLink:
     """Both ends in one process: for simulations and tests, where stages take turns."""
 
-    wait_s: float = 0.0
     _messages: dict[int, Tensor] = field(default_factory=dict)
     _expected: dict[int, int] = field(default_factory=dict)
 
@@ -131,20 +124,22 @@ class LoopbackLink:
         """Nothing is in flight between passes."""
 
     def expect(self, slot: int, nbytes: int) -> None:
-        """Note how long the message will be."""
+        """Note how long the message may be."""
         self._expected[slot] = nbytes
 
     def take(self, slot: int) -> Tensor:
         """Return the message, which must be there; a shorter one is zero-filled, as on gloo.
 
         Raises:
-            LinkError: nothing was sent, or more than the expected number of bytes.
+            LinkError: nothing was sent, or more than expected.
         """
         nbytes = self._expected.pop(slot)
         message = self._messages.pop(slot, None)
         if message is None or message.numel() > nbytes:
             found = "nothing" if message is None else f"{message.numel()} bytes"
-            raise LinkError(f"loopback: expected {nbytes} bytes of microbatch {slot}, got {found}")
+            raise LinkError(
+                f"loopback: expected up to {nbytes} bytes of microbatch {slot}, got {found}"
+            )
         return torch.cat([message, message.new_zeros(nbytes - message.numel())])
 
     def send(self, slot: int, message: Tensor) -> None:

@@ -119,7 +119,7 @@ class CompressedStage(_PipelineStageBase):
     def _expect_all(self, channel: Channel | None) -> None:
         if channel is not None:
             for m, microbatch in enumerate(self._microbatches):
-                channel.expect(m, microbatch.shape_BTD, microbatch.ids_B)
+                channel.expect(m, microbatch.shape_BTD)
 
     def _receive(self, channel: Channel | None, m: int) -> Tensor:
         assert channel is not None, f"stage {self.stage_index} has no neighbour to receive from"

@@ -42,12 +42,12 @@ def batch(ids: list[int], tokens: int = TOKENS) -> Batch:
     return Batch(tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous(), torch.tensor(ids))
 
 
-def start(run: RunConfig, total_steps: int = 100) -> Built:
+def start(run: RunConfig, *, timeout_s: float = 30) -> Built:
     """This rank's part of a run; call it on all ranks."""
     pipeline = run.pipeline
-    mesh = build_mesh(pipeline.pipeline_ranks, pipeline.replicas, timeout_s=30)
+    mesh = build_mesh(pipeline.pipeline_ranks, pipeline.replicas, timeout_s=timeout_s)
     torch.manual_seed(0)
-    return build(run, mesh, run_id=7, total_steps=total_steps)
+    return build(run, mesh, run_id=7, total_steps=100)
 
 
 def weights(built: Built) -> dict[str, torch.Tensor]:

@@ -1,8 +1,8 @@
 """The fixed header of every message, and the error when two ends disagree.
 
 gloo takes a message shorter than the posted receive without a word and ends the process on a
-longer one; sizes are therefore known, or bounded if the payload is entropy-coded, and this header
-is checked before a byte is used. 48 bytes, little endian:
+longer one; receives are therefore posted for the longest message there can be, and this header,
+which tells the length that was meant, is checked before a byte is used. 48 bytes, little endian:
 
     offset  bytes  field
     0       4      magic "TPW1"

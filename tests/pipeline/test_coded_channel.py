@@ -38,10 +38,10 @@ def values(seed: int = 0) -> torch.Tensor:
 def test_a_coded_message_is_shorter_and_gives_the_same_values() -> None:
     link = LoopbackLink()
     sender, receiver, plain = channel(link), channel(link), channel(link, coding="none")
-    receiver.expect(0, SHAPE, IDS)
+    receiver.expect(0, SHAPE)
     sender.send(0, values(), IDS)
     found = receiver.receive(0, SHAPE, IDS)
-    plain.expect(1, SHAPE, IDS)
+    plain.expect(1, SHAPE)
     plain.send(1, values(), IDS)
     assert torch.equal(found, plain.receive(1, SHAPE, IDS))
     assert sender.sent.nbytes < 0.6 * plain.sent.nbytes
@@ -51,7 +51,7 @@ def test_a_payload_that_cannot_be_shortened_travels_as_it_is() -> None:
     link, full = LoopbackLink(), Uniform(8, "token", width=64)
     sender, receiver = channel(link, full), channel(link, full)
     x = torch.rand(SHAPE, generator=torch.Generator().manual_seed(1)) - 0.5
-    receiver.expect(0, SHAPE, IDS)
+    receiver.expect(0, SHAPE)
     sender.send(0, x, IDS)
     assert receiver.receive(0, SHAPE, IDS).sub(x).abs().max() < 0.01
     assert sender.sent.nbytes == HEADER_NBYTES + 4 * full.nbytes(32 * 64)
@@ -61,7 +61,7 @@ def test_plain_evaluation_is_not_coded() -> None:
     link = LoopbackLink()
     ends = channel(link)
     ends.begin_pass(1, step=0, mode="eval")
-    ends.expect(0, SHAPE, IDS)
+    ends.expect(0, SHAPE)
     ends.send(0, torch.zeros(SHAPE), IDS)
     assert torch.equal(ends.receive(0, SHAPE, IDS), torch.zeros(SHAPE))
     assert ends.sent.nbytes == HEADER_NBYTES + 4 * SHAPE.numel()
@@ -70,7 +70,7 @@ def test_plain_evaluation_is_not_coded() -> None:
 def test_an_end_that_does_not_code_says_so() -> None:
     link = LoopbackLink()
     sender, receiver = channel(link), channel(link, coding="none")
-    receiver.expect(0, SHAPE, IDS)
+    receiver.expect(0, SHAPE)
     sender.send(0, values(), IDS)
     with pytest.raises(DesyncError, match="coding: peer sent 1, expected 0"):
         receiver.receive(0, SHAPE, IDS)
@@ -79,7 +79,7 @@ def test_an_end_that_does_not_code_says_so() -> None:
 def test_a_damaged_coded_payload_is_found() -> None:
     link = LoopbackLink()
     sender, receiver = channel(link), channel(link)
-    receiver.expect(0, SHAPE, IDS)
+    receiver.expect(0, SHAPE)
     sender.send(0, values(), IDS)
     link._messages[0][HEADER_NBYTES + 9] ^= 1
     with pytest.raises(DesyncError, match="checksum differs"):
@@ -97,7 +97,7 @@ def _visits(rank: int) -> tuple[int, str]:
         if rank == 0:
             ends.send(0, values(step), IDS)
         else:
-            ends.expect(0, SHAPE, IDS)
+            ends.expect(0, SHAPE)
             assert torch.isfinite(ends.receive(0, SHAPE, IDS)).all()
         ends.finish_step(keep=True)
     link.begin_pass(4)

@@ -1,0 +1,130 @@
+"""`thinpipe shaped`: a command on every emulated host; `thinpipe shaped set` while it runs."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from launch.shaped import control
+from launch.shaped.commands import run_command
+from launch.shaped.linux import ShapedError
+from launch.shaped.network import ShapedNetwork
+from launch.shaped.probe import LinkProbe, probe_link
+from launch.shaped.spec import PAYLOAD_SHARE, NetworkSpec, format_rate, links
+
+USAGE_ERROR = 2
+
+RateOption = Annotated[
+    str | None, typer.Option(metavar="RATE", help="Of every up- and downlink: 100mbit, or none.")
+]
+UpOption = Annotated[
+    str | None, typer.Option(metavar="RATES", help="Uplinks: one rate, or one per host, r0,r1,..")
+]
+DownOption = Annotated[str | None, typer.Option(metavar="RATES", help="Downlinks, likewise.")]
+PairOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="I,J=RATE", help="Between two hosts, both ways; may be repeated."),
+]
+
+
+def shaped(  # noqa: PLR0913  # one parameter per option
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- CMD", help="{rank} {host} {addr} {master} are filled in."),
+    ] = None,
+    hosts: Annotated[int | None, typer.Option(help="How many hosts to emulate.")] = None,
+    rate: RateOption = None,
+    delay: Annotated[str | None, typer.Option(metavar="TIME", help="One way: 20ms.")] = None,
+    up: UpOption = None,
+    down: DownOption = None,
+    pair: PairOption = None,
+    matrix: Annotated[
+        Path | None,
+        typer.Option(metavar="NET.JSON", help="rate_bps, latency_s: a row per sender."),
+    ] = None,
+    show: Annotated[
+        int | None, typer.Option(metavar="HOST", help="Give the terminal to this host alone.")
+    ] = None,
+    probe: Annotated[bool, typer.Option("--probe", help="First measure every link.")] = False,
+) -> None:
+    """Run a command on emulated hosts behind slow links.
+
+    While it runs, `thinpipe shaped set` changes the rates.
+    """
+    command = command or []
+    if command[:1] == ["set"]:
+        _set_app(command[1:], prog_name="thinpipe shaped set")
+        return
+    try:
+        if not command and not probe:
+            raise ValueError("nothing to run; end with -- and a command, or give --probe")
+        spec = NetworkSpec.of(
+            hosts, rate, delay=delay, up=up, down=down, pairs=pair or [], matrix=matrix
+        )
+        with ShapedNetwork(spec) as network:
+            _announce(network)
+            if probe:
+                _print_probe(network)
+            sys.exit(run_command(network, command, show) if command else 0)
+    except (ValueError, ShapedError) as error:
+        _refuse(error)
+
+
+_set_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@_set_app.command()
+def set_rates(
+    rate: RateOption = None,
+    up: UpOption = None,
+    down: DownOption = None,
+    pair: PairOption = None,
+    run: Annotated[int | None, typer.Option(help="Which run; needed if there are several.")] = None,
+) -> None:
+    """Change the rates of a run that goes on, from another terminal or from one of its hosts."""
+    try:
+        if not (rate or up or down or pair):
+            raise ValueError("nothing to change; give --rate, --up, --down or --pair")
+        change = control.Change(rate=rate, up=up, down=down, pairs=pair or [])
+        print(control.request(change, run))
+    except ValueError as error:
+        _refuse(error)
+
+
+def _announce(network: ShapedNetwork) -> None:
+    text = f"{network.hosts} hosts, {control.describe(network.spec)}"
+    delays = sorted(set(network.spec.delay_s.values()))
+    if delays:
+        span = [f"{delay * 1e3:g}" for delay in (delays[0], delays[-1])]
+        text += f", {'-'.join(dict.fromkeys(span))} ms one way"
+    print(f"{text}; run {network.run_id}", file=sys.stderr, flush=True)
+
+
+def _print_probe(network: ShapedNetwork) -> None:
+    console = Console(stderr=True)
+    table = Table("link", "nominal", "achieved", "ratio", "round trip", "nominal")
+    with console.status("measuring empty links") as status:
+        for source, target in links(network.hosts):
+            status.update(f"measuring {source} -> {target}")
+            table.add_row(*_cells(probe_link(network, source, target)))
+    console.print(table)
+    console.print(f"a ratio of {PAYLOAD_SHARE:.3f} is the most: the rest of a frame is headers")
+
+
+def _cells(link: LinkProbe) -> list[str]:
+    return [
+        f"{link.source} -> {link.target}",
+        format_rate(link.nominal_bps),
+        format_rate(link.achieved_bps),
+        "" if link.ratio is None else f"{link.ratio:.3f}",
+        f"{link.round_trip_s * 1e3:.2f} ms",
+        f"{link.nominal_round_trip_s * 1e3:g} ms",
+    ]
+
+
+def _refuse(error: Exception) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    sys.exit(USAGE_ERROR)

@@ -1,0 +1,124 @@
+"""The emulated hosts: a network and host-name namespace each, and a link to the common switch."""
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyroute2 import IPRoute
+
+from launch.shaped import linux
+from launch.shaped.names import host_address, host_mac, host_name
+from launch.shaped.shaping import Shaper, downlink, uplink
+from launch.shaped.spec import MTU, NetworkSpec
+
+BUFFER_BYTES = 64 << 20
+"""What a TCP connection may hold in flight; the usual 4 MB fill 320 Mbit/s at 100 ms."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Descriptors of a host's namespaces and of netlink inside it; the shapers of its link."""
+
+    net_fd: int
+    uts_fd: int
+    ip: IPRoute
+    up: Shaper
+    down: Shaper
+
+
+def build_hosts(spec: NetworkSpec) -> list[Host]:
+    """Make the hosts, linked to this network namespace and shaped; they live as long as we do."""
+    switch_fd, switch = linux.namespace("net"), IPRoute()
+    _no_ipv6()
+    switch.link("set", index=1, state="up")
+    bridge = None if spec.delay_s else _bridge(switch)
+    hosts = [
+        _build_host(spec, host, switch=switch, switch_fd=switch_fd, bridge=bridge)
+        for host in range(spec.hosts)
+    ]
+    shape_hosts(spec, hosts)
+    return hosts
+
+
+def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> None:
+    """Set every link to the rates of `spec`."""
+    for index, host in enumerate(hosts):
+        host.up.apply(uplink(spec, index))
+        host.down.apply(downlink(spec, index))
+
+
+def _no_ipv6() -> None:
+    """Keep interfaces that come from sending anything unasked."""
+    switch = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
+    if switch.exists():
+        switch.write_text("1")
+
+
+def _bridge(switch: IPRoute) -> int:
+    switch.link("add", ifname="switch", kind="bridge", mtu=MTU)
+    index: int = switch.link_lookup(ifname="switch")[0]
+    switch.link("set", index=index, state="up")
+    return index
+
+
+def _build_host(
+    spec: NetworkSpec, host: int, *, switch: IPRoute, switch_fd: int, bridge: int | None
+) -> Host:
+    linux.unshare(linux.NEW_NET | linux.NEW_UTS)
+    try:
+        socket.sethostname(host_name(host))
+        net_fd, uts_fd, ip = linux.namespace("net"), linux.namespace("uts"), IPRoute()
+        _no_ipv6()
+        port = _plug_in(host, switch, net_fd)
+        if bridge is not None:
+            switch.link("set", index=port, master=bridge)
+        interface = _configure(spec, host, ip)
+    finally:
+        linux.setns(switch_fd, linux.NEW_NET)
+    return Host(net_fd, uts_fd, ip, Shaper(ip, interface), Shaper(switch, port))
+
+
+def _plug_in(host: int, switch: IPRoute, net_fd: int) -> int:
+    """A cable from the switch's port `h0` to the host's `eth0`."""
+    end = {"ifname": "eth0", "address": host_mac(host), "mtu": MTU, "net_ns_fd": net_fd}
+    switch.link("add", ifname=f"h{host}", kind="veth", mtu=MTU, peer=end)
+    port: int = switch.link_lookup(ifname=f"h{host}")[0]
+    switch.link("set", index=port, state="up")
+    return port
+
+
+def _configure(spec: NetworkSpec, host: int, ip: IPRoute) -> int:
+    """Address, route and neighbours; called inside the host's namespace."""
+    interface: int = ip.link_lookup(ifname="eth0")[0]
+    ip.link("set", index=1, state="up")
+    ip.addr("add", index=interface, address=host_address(host), prefixlen=24)
+    ip.link("set", index=interface, state="up")
+    _use_cubic(host, ip, interface)
+    if spec.delay_s:
+        for name in ("tcp_wmem", "tcp_rmem"):
+            Path(f"/proc/sys/net/ipv4/{name}").write_text(f"4096 131072 {BUFFER_BYTES}")
+    for other in range(spec.hosts):
+        if other != host:  # known beforehand, so that no link carries address resolution
+            ip.neigh(
+                "replace",
+                dst=host_address(other),
+                lladdr=host_mac(other),
+                ifindex=interface,
+                state="permanent",
+            )
+    return interface
+
+
+def _use_cubic(host: int, ip: IPRoute, interface: int) -> None:
+    """Same congestion control everywhere; by route, as the sysctl may refuse it in a namespace."""
+    if "cubic" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text():
+        return
+    ip.route(
+        "replace",
+        dst=host_address(-1) + "/24",
+        oif=interface,
+        prefsrc=host_address(host),
+        scope=253,
+        proto=2,
+        metrics={"cc_algo": "cubic"},
+    )

@@ -1,0 +1,91 @@
+"""The Linux calls behind an emulated host: namespaces, mounts, a life tied to a parent's."""
+
+import ctypes
+import os
+import select
+import signal
+
+NEW_MOUNT = 0x00020000
+NEW_UTS = 0x04000000
+NEW_IPC = 0x08000000
+NEW_USER = 0x10000000
+NEW_PID = 0x20000000
+NEW_NET = 0x40000000
+
+SHARED = (("user", NEW_USER), ("mnt", NEW_MOUNT), ("ipc", NEW_IPC), ("pid", NEW_PID))
+"""Namespaces that all hosts share, in the order to enter them; net and uts are each host's own."""
+
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 2, 4, 8
+_MS_BIND, _MS_REC, _MS_PRIVATE = 4096, 16384, 1 << 18
+_MNT_DETACH = 2
+_PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ShapedError(RuntimeError):
+    """The emulated network cannot be made, or broke; the message says what to do."""
+
+
+def unshare(flags: int) -> None:
+    """Put this process into new namespaces (for `NEW_PID`: its next children)."""
+    _check("unshare", _libc.unshare(flags))
+
+
+def setns(namespace_fd: int, flag: int) -> None:
+    """Move this process into the namespace that `namespace_fd` stands for."""
+    _check("setns", _libc.setns(namespace_fd, flag))
+
+
+def namespace(kind: str) -> int:
+    """A descriptor of this process's own namespace: `net`, `uts`, `mnt`, `ipc`, `pid`, `user`."""
+    return os.open(f"/proc/self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def make_mounts_private() -> None:
+    """Keep what is mounted from here on out of other mount namespaces."""
+    _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
+
+
+def mount_proc() -> None:
+    """Mount /proc anew, to show this process's pid namespace."""
+    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+
+
+def mount_tmpfs(folder: str) -> None:
+    """Mount an empty file system in memory."""
+    _mount("none", folder, "tmpfs", _MS_NOSUID | _MS_NODEV)
+
+
+def bind(source: str, target: str) -> None:
+    """Show the file `source` in place of the file `target`."""
+    _mount(source, target, None, _MS_BIND)
+
+
+def unmount(folder: str) -> None:
+    """Take a mount out of sight; what still uses it keeps it."""
+    _check(f"umount {folder}", _libc.umount2(folder.encode(), _MNT_DETACH))
+
+
+def die_with(parent_pidfd: int) -> None:
+    """Have the kernel kill this process when its parent, `parent_pidfd`, ends however it ends."""
+    _check("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+    if has_ended(parent_pidfd):  # before we asked
+        os._exit(1)
+
+
+def has_ended(pidfd: int) -> bool:
+    """Whether the process behind a pidfd has ended."""
+    return bool(select.select([pidfd], [], [], 0)[0])
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
+    name = kind.encode() if kind else None
+    result = _libc.mount(source.encode(), target.encode(), name, ctypes.c_ulong(flags), None)
+    _check(f"mount {target}", result)
+
+
+def _check(what: str, result: int) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")

@@ -1,0 +1,110 @@
+"""What an empty link achieves: payload per second and round trip, link after link."""
+
+import socket
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from launch.shaped.names import host_address
+from launch.shaped.network import ShapedNetwork
+from launch.shaped.spec import FRAME_BYTES, NetworkSpec
+
+_PORT = 5201
+_CHUNK = 1 << 18
+_PINGS = 5
+_CONNECT_S = 10.0
+_SHORTEST_S, _LONGEST_S = 0.4, 5.0
+
+
+@dataclass(frozen=True)
+class LinkProbe:
+    """One direction of a link: what was asked for and what TCP got."""
+
+    source: int
+    target: int
+    nominal_bps: float | None
+    """Bits per second on the wire; `None`: unlimited."""
+    achieved_bps: float
+    """Payload bits per second: at most 0.956 of nominal, the rest being headers."""
+    nominal_round_trip_s: float
+    round_trip_s: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Achieved over nominal; `None` where the link is unlimited."""
+        return None if self.nominal_bps is None else self.achieved_bps / self.nominal_bps
+
+
+def probe_link(network: ShapedNetwork, source: int, target: int) -> LinkProbe:
+    """Measure the way from `source` to `target` while nothing else runs."""
+    nominal_bps = network.spec.rate_bps(source, target)
+    round_trip_s = _round_trip_s(network.spec, source, target)
+    window_s = _window_s(nominal_bps, round_trip_s)
+    warm_up_s = window_s / 2 + 10 * round_trip_s  # slow start doubles the rate once a round trip
+    job = partial(_measure, source=source, target=target, warm_up_s=warm_up_s, window_s=window_s)
+    limit_s = 2 * _CONNECT_S + 4 * (warm_up_s + window_s)
+    (_, ping_s), (achieved_bps, _) = network.run(job, hosts=(source, target), timeout_s=limit_s)
+    return LinkProbe(source, target, nominal_bps, achieved_bps, round_trip_s, ping_s)
+
+
+def _round_trip_s(spec: NetworkSpec, source: int, target: int) -> float:
+    return spec.delay_s.get((source, target), 0.0) + spec.delay_s.get((target, source), 0.0)
+
+
+def _window_s(nominal_bps: float | None, round_trip_s: float) -> float:
+    frames_s = 0.0 if nominal_bps is None else 100 * FRAME_BYTES * 8 / nominal_bps
+    return min(_LONGEST_S, max(_SHORTEST_S, frames_s, 8 * round_trip_s))
+
+
+def _measure(
+    host: int, *, source: int, target: int, warm_up_s: float, window_s: float
+) -> tuple[float, float]:
+    """On `source` (0, round trip); on `target` (payload rate, 0)."""
+    if host == source:
+        with _connect(host_address(target)) as link:
+            return 0.0, _ping_then_flood(link)
+    with socket.create_server((host_address(host), _PORT)) as server:
+        server.settimeout(_CONNECT_S)
+        link, _ = server.accept()
+    with link:
+        for _ in range(_PINGS):
+            link.send(link.recv(1))
+        return _payload_bps(link, warm_up_s, window_s), 0.0
+
+
+def _connect(address: str) -> socket.socket:
+    limit = time.monotonic() + _CONNECT_S
+    while True:
+        try:
+            return socket.create_connection((address, _PORT), timeout=_CONNECT_S)
+        except ConnectionRefusedError:  # the other end is not listening yet
+            if time.monotonic() > limit:
+                raise
+            time.sleep(0.01)
+
+
+def _ping_then_flood(link: socket.socket) -> float:
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    trips = []
+    for _ in range(_PINGS):
+        begin = time.perf_counter()
+        link.sendall(b"x")
+        link.recv(1)
+        trips.append(time.perf_counter() - begin)
+    chunk = bytes(_CHUNK)
+    try:
+        while True:
+            link.sendall(chunk)
+    except (ConnectionResetError, BrokenPipeError):  # the other end has seen enough
+        return min(trips)
+
+
+def _payload_bps(link: socket.socket, warm_up_s: float, window_s: float) -> float:
+    buffer = bytearray(_CHUNK)
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < warm_up_s:
+        link.recv_into(buffer)
+    received, begin = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - begin) < window_s:
+        received += link.recv_into(buffer)
+    return received * 8 / elapsed

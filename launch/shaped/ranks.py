@@ -1,0 +1,156 @@
+"""Processes inside the hosts: started by forking, watched, and ended together."""
+
+import os
+import selectors
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn
+
+from launch.shaped import linux
+
+GRACE_S = 10.0
+"""How long a process has to end after it was asked to, before it is killed."""
+_CHUNK = 65536
+_DRAIN_S = 2.0
+
+Namespaces = Sequence[tuple[int, int]]
+"""(descriptor, flag) of what to enter, in this order."""
+
+
+def start(namespaces: Namespaces, body: Callable[[], int]) -> int:
+    """Fork a process into `namespaces` that calls `body` and exits with what it returns.
+
+    Returns the process to wait for: it stands for the one inside (a pid namespace is entered by
+    being born into it), passes SIGTERM on and ends with the same code, 128 + n for signal n.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():  # other threads hold no lock that the child could need
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        _stand_in(namespaces, body)
+    return pid
+
+
+def _stand_in(namespaces: Namespaces, body: Callable[[], int]) -> NoReturn:
+    """Live as long as the process inside; the sandbox ends that one when our parent is gone."""
+    inside = 0
+
+    def pass_on(signum: int, _: FrameType | None) -> None:
+        if not inside:
+            os._exit(128 + signum)
+        os.kill(inside, signum)
+
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the one inside too
+        signal.signal(signal.SIGTERM, pass_on)
+        signal.signal(signal.SIGHUP, pass_on)
+        folder = os.getcwd()
+        myself = os.pidfd_open(os.getpid())
+        for descriptor, flag in namespaces:
+            linux.setns(descriptor, flag)
+        os.chdir(folder)  # a mount namespace is entered at its root
+        inside = os.fork()
+        if inside == 0:
+            linux.die_with(myself)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os._exit(body())
+        code = os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])
+        os._exit(code if code >= 0 else 128 - code)
+    except BaseException as error:
+        os.write(2, f"cannot enter the emulated host: {error!r}\n".encode())
+    os._exit(1)
+
+
+class Watch:
+    """Waits for processes and reads what they write; when one fails, ends the others."""
+
+    def __init__(self) -> None:
+        self.codes: dict[int, int] = {}
+        """Exit codes by host, of those that ended."""
+        self._alive: dict[int, tuple[int, int]] = {}
+        self._selector = selectors.DefaultSelector()
+        self._terminate_at = self._kill_at = float("inf")
+        self._failed: int | None = None
+
+    def process(self, host: int, pid: int) -> None:
+        """Watch a process from `start`."""
+        self._alive[host] = pid, os.pidfd_open(pid)
+        self._selector.register(self._alive[host][1], selectors.EVENT_READ, (self._reap, host))
+
+    def stream(self, descriptor: int, take: Callable[[bytes], None]) -> None:
+        """Hand what arrives on a pipe to `take`, and `b""` at its end; closes the pipe then."""
+        os.set_blocking(descriptor, False)
+        self._selector.register(descriptor, selectors.EVENT_READ, (self._read, (descriptor, take)))
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait until all have ended; return the host that failed first, or None.
+
+        Raises:
+            TimeoutError: after `timeout_s`; the processes go on.
+        """
+        limit = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+        while self._alive:
+            now = time.monotonic()
+            if now >= limit:
+                raise TimeoutError(f"hosts {sorted(self._alive)} still run after {timeout_s} s")
+            self._enforce(now)
+            until = min(limit, self._terminate_at, self._kill_at)
+            self._step(None if until == float("inf") else max(0.0, until - now))
+        limit = time.monotonic() + _DRAIN_S
+        while self._selector.get_map() and self._step(0) and time.monotonic() < limit:
+            pass  # what they wrote last; what they left running may keep a pipe open, or busy
+        for key in list(self._selector.get_map().values()):
+            self._forget(key.fd)
+        return self._failed
+
+    def end(self, after_s: float = 0.0) -> None:
+        """Ask all to end in a while, and kill those that do not."""
+        self._terminate_at = time.monotonic() + after_s
+        self._kill_at = self._terminate_at + GRACE_S
+
+    def _enforce(self, now: float) -> None:
+        for limit, signum in (
+            (self._terminate_at, signal.SIGTERM),
+            (self._kill_at, signal.SIGKILL),
+        ):
+            if now >= limit:
+                for pid, _ in self._alive.values():
+                    os.kill(pid, signum)
+        if now >= self._terminate_at:
+            self._terminate_at = float("inf")
+        if now >= self._kill_at:
+            self._kill_at = float("inf")
+
+    def _step(self, timeout: float | None) -> int:
+        events = self._selector.select(timeout)
+        for key, _ in events:
+            handle, argument = key.data
+            handle(argument)
+        return len(events)
+
+    def _reap(self, host: int) -> None:
+        pid, pidfd = self._alive.pop(host)
+        self._forget(pidfd)
+        self.codes[host] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if self.codes[host] and self._failed is None:
+            self._failed = host
+            self.end()
+
+    def _read(self, stream: tuple[int, Callable[[bytes], None]]) -> None:
+        descriptor, take = stream
+        data = os.read(descriptor, _CHUNK)
+        if not data:
+            self._forget(descriptor)
+        take(data)
+
+    def _forget(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)

@@ -1,0 +1,153 @@
+"""Rates: the queueing disciplines (token buckets) on the two ends of a host's link."""
+
+import socket
+from dataclasses import dataclass
+
+from pyroute2 import IPRoute
+
+from launch.shaped.names import host_address
+from launch.shaped.spec import FRAME_BYTES, MAX_RATE_BPS, NetworkSpec
+
+QUEUE_S = 0.05
+"""How long a packet waits at most in a full queue before it is dropped, in seconds."""
+_BURST_S, _LARGEST_BURST = 0.0004, 16384
+_DEFAULT_GSO = 65536
+_HANDLE, _TOP, _FIRST, _REST = 0x10000, 0x1, 0x2, 0xFFF
+"""htb's handle; its classes: the whole host, towards host 0, everything else."""
+_TRICKLE_BPS = 8_000.0
+"""What a class may send without borrowing: next to nothing, so a host's own rate bounds the sum."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Limits of one interface in bit/s: of everything, and towards some hosts."""
+
+    rate_bps: float | None = None
+    towards_bps: tuple[tuple[int, float], ...] = ()
+
+    def slowest_bps(self) -> float | None:
+        """The lowest of the limits."""
+        limits = [bps for _, bps in self.towards_bps]
+        return min([*limits, self.rate_bps] if self.rate_bps else limits, default=None)
+
+
+def uplink(spec: NetworkSpec, host: int) -> Shape:
+    """What a host's own interface must keep to."""
+    towards = sorted((j, bps) for (i, j), bps in spec.pair_bps.items() if i == host)
+    return Shape(spec.up_bps[host], tuple(towards))
+
+
+def downlink(spec: NetworkSpec, host: int) -> Shape:
+    """What the other end of a host's link must keep to."""
+    return Shape(spec.down_bps[host])
+
+
+class Shaper:
+    """Keeps one interface to a `Shape`, which may change while traffic flows."""
+
+    def __init__(self, ip: IPRoute, interface: int) -> None:
+        self._ip = ip
+        self._interface = interface
+        self._shape = Shape()
+
+    def apply(self, shape: Shape) -> None:
+        """Switch to other limits; without losing packets unless limits come or go."""
+        old, self._shape = self._shape, shape
+        if shape == old:
+            return
+        size = gso_bytes(shape.slowest_bps())
+        self._ip.link("set", index=self._interface, gso_max_size=size)
+        same_kind = _structure(old) == _structure(shape)
+        if _structure(old) != "open" and not same_kind:
+            self._ip.tc("del", index=self._interface, root=True)
+        if shape.towards_bps:
+            self._tree(shape, "replace" if same_kind else "add")
+        elif shape.rate_bps is not None:
+            self._bucket(shape.rate_bps)
+
+    def _bucket(self, bps: float) -> None:
+        burst, queue = burst_bytes(bps), f"{QUEUE_S * 1e3:.0f}ms"
+        self._ip.tc(
+            "replace",
+            "tbf",
+            self._interface,
+            root=True,
+            rate=int(bps / 8),
+            burst=burst,
+            latency=queue,
+        )
+
+    def _tree(self, shape: Shape, verb: str) -> None:
+        """A class per limited destination and one for the rest, all within the host's own rate."""
+        top_bps = shape.rate_bps or MAX_RATE_BPS
+        if verb == "add":
+            self._ip.tc("add", "htb", self._interface, _HANDLE, root=True, default=_REST)
+        self._class(verb, _TOP, rate_bps=top_bps, ceil_bps=top_bps)
+        self._leaf(verb, _REST, top_bps)
+        for host, bps in shape.towards_bps:
+            minor = _FIRST + host
+            self._leaf(verb, minor, min(bps, top_bps))
+            if verb == "add":
+                self._filter(host, minor)
+
+    def _class(self, verb: str, minor: int, *, rate_bps: float, ceil_bps: float) -> None:
+        self._ip.tc(
+            f"{verb}-class",
+            "htb",
+            self._interface,
+            _HANDLE | minor,
+            parent=_HANDLE if minor == _TOP else _HANDLE | _TOP,
+            rate=int(rate_bps / 8),
+            ceil=int(ceil_bps / 8),
+            burst=FRAME_BYTES if rate_bps < ceil_bps else burst_bytes(ceil_bps),
+            cburst=burst_bytes(ceil_bps),
+            quantum=_LARGEST_BURST,
+        )
+
+    def _leaf(self, verb: str, minor: int, bps: float) -> None:
+        self._class(verb, minor, rate_bps=min(_TRICKLE_BPS, bps), ceil_bps=bps)
+        self._ip.tc(
+            "replace",
+            "tbf",  # as a queue with a length in bytes: full speed, so it never holds a packet
+            self._interface,
+            (0x1000 | minor) << 16,
+            parent=_HANDLE | minor,
+            rate=int(MAX_RATE_BPS / 8),
+            burst=2 * _DEFAULT_GSO,
+            limit=int(bps / 8 * QUEUE_S) + burst_bytes(bps),
+        )
+
+    def _filter(self, host: int, minor: int) -> None:
+        self._ip.tc(
+            "add-filter",
+            "u32",
+            self._interface,
+            parent=_HANDLE,
+            prio=10,
+            protocol=0x0800,
+            target=_HANDLE | minor,
+            keys=[f"0x{socket.inet_aton(host_address(host)).hex()}/0xffffffff+16"],
+        )
+
+
+def gso_bytes(bps: float | None) -> int:
+    """The largest packet the host's TCP may build: 0.4 ms of the rate.
+
+    A bucket smaller than such a packet splits each in software, at ten times the cost; a bucket
+    made larger instead would let that much pass for free after every pause.
+    """
+    if bps is None:
+        return _DEFAULT_GSO
+    return int(min(_LARGEST_BURST, max(FRAME_BYTES, bps / 8 * _BURST_S)))
+
+
+def burst_bytes(bps: float) -> int:
+    """The size of a token bucket: one packet as TCP builds it, and a frame."""
+    return gso_bytes(bps) + FRAME_BYTES + 86
+
+
+def _structure(shape: Shape) -> str:
+    """What must be torn down and rebuilt when it differs."""
+    if shape.towards_bps:
+        return "tree " + " ".join(str(host) for host, _ in shape.towards_bps)
+    return "open" if shape.rate_bps is None else "bucket"

@@ -1,0 +1,25 @@
+"""Fixtures of the emulated network's tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from launch.shaped.linux import ShapedError
+from launch.shaped.network import ShapedNetwork
+from launch.shaped.spec import NetworkSpec
+
+
+@pytest.fixture(scope="session")
+def net() -> Iterator[ShapedNetwork]:
+    """Three hosts without limits; a test sets the rates it needs. Skips where none can be made."""
+    try:
+        network = ShapedNetwork(NetworkSpec.of(3))
+    except ShapedError as error:
+        pytest.skip(str(error))
+    with network:
+        yield network
+
+
+@pytest.fixture
+def namespaces(net: ShapedNetwork) -> None:
+    """For tests that make networks of their own: skips like `net`."""

@@ -1,0 +1,204 @@
+"""The command as users run it, mostly in a process of its own."""
+
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from launch.cli import app
+from launch.shaped import control
+
+pytestmark = pytest.mark.usefixtures("namespaces")
+
+ROOT = Path(__file__).parents[3]
+SHAPED = (  # as launch/cli.py adds it, without the seconds that importing torch takes
+    "import typer; from launch.shaped.cli import shaped; app = typer.Typer();"
+    "app.command(context_settings={'allow_interspersed_args': False})(shaped); app()"
+)
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-c", SHAPED, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@contextmanager
+def started(*arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """The command in a process group of its own, killed at the end."""
+    command = [sys.executable, "-c", SHAPED, *arguments]
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def until(condition: Callable[[], object], seconds: float = 15) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def processes(word: str) -> list[int]:
+    """Those with an argument `word`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if word.encode() in arguments:
+            found.append(int(folder.name))
+    return found
+
+
+def test_the_shown_host_has_the_terminal_for_itself() -> None:
+    terminal, theirs = pty.openpty()
+    script = "test {rank} = 1 || { test -t 1 && exit 5; }; echo quiet; sleep 60"
+    command = [sys.executable, "-c", SHAPED, "--hosts", "2", "--show", "0"]
+    with subprocess.Popen(
+        [*command, "--", "sh", "-c", script], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs
+    ) as process:
+        assert process.wait(30) == 5
+    text = os.read(terminal, 4096)
+    os.close(theirs)
+    os.close(terminal)
+    assert b"host0 ended with exit code 5" in text
+    assert b"quiet" not in text
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_is_left_when_it_is_ended(signum: signal.Signals) -> None:
+    mark = str(time.monotonic_ns())
+    script = ("sh", "-c", "sleep 60; true", mark)
+    with started("--hosts", "2", "--delay", "1ms", "--", *script) as process:
+        until(lambda: len(processes(mark)) == 5)  # this, two scripts and who waits for them
+        networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in processes(mark)}
+        networks.remove(os.readlink("/proc/self/ns/net"))
+        assert len(networks) == 2
+        process.send_signal(signum)
+        assert process.wait(15) == (-9 if signum == signal.SIGKILL else 128 + signum)
+        until(lambda: not processes(mark) and not processes(str(process.pid)))
+    assert not networks & _networks()
+
+
+def _networks() -> set[str]:
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        try:
+            found.add(os.readlink(link))
+        except (FileNotFoundError, PermissionError):
+            continue
+    return found
+
+
+def test_ctrl_c_leaves_commands_time_to_end_by_themselves(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    script = f"trap 'echo {{rank}} >> {note}; exit 0' INT; touch {note}; sleep 60 & wait"
+    with started("--hosts", "2", "--", "sh", "-c", script) as process:
+        until(note.exists)
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        assert process.wait(15) == 130
+    assert sorted(note.read_text().split()) == ["0", "1"]
+
+
+def test_rates_are_set_from_another_terminal() -> None:
+    before = set(control.runs())
+    with started("--hosts", "2", "--rate", "100mbit", "--", "sleep", "60"):
+        until(lambda: set(control.runs()) > before)
+        (name,) = map(str, set(control.runs()) - before)
+        change = ["--down", "5mbit", "--pair", "0,1=1mbit"]
+        done = CliRunner().invoke(app, ["shaped", "set", "--run", name, *change])
+        wrong = CliRunner().invoke(app, ["shaped", "set", "--run", name, "--rate", "fast"])
+    assert done.output == "up 100 Mbit/s; down 5 Mbit/s; 0->1 1 Mbit/s; 1->0 1 Mbit/s\n"
+    assert (wrong.exit_code, "--rate = 'fast'" in wrong.output) == (2, True)
+
+
+def test_a_normal_user_may_probe_and_run() -> None:
+    prefix, python = _as_normal_user()
+    path = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if "packages" in entry)])
+    network = ("--hosts", "2", "--rate", "20mbit", "--delay", "5ms", "--probe")
+    script = ("sh", "-c", "cat /proc/self/uid_map; echo >/dev/stdout")
+    done = subprocess.run(
+        [*prefix, python, "-c", SHAPED, *network, "--", *script],
+        env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if "--cap-add" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    for text in ("0 -> 1", "1 -> 0", "20 Mbit/s", "10 ms"):
+        assert text in done.stderr
+    uid = os.getuid() or 65534
+    assert f"host0| 0 {uid} 1" in [" ".join(line.split()) for line in done.stdout.splitlines()]
+
+
+def _as_normal_user() -> tuple[list[str], str]:
+    """What to put before a command to drop root, and an interpreter that others may run."""
+    if os.getuid() != 0:
+        return [], sys.executable
+    if shutil.which("setpriv") is None:
+        pytest.skip("setpriv is needed to become a normal user")
+    version = f"/usr/bin/python3.{sys.version_info.minor}"
+    python = next((p for p in (sys.executable, version) if _open_to_all(p)), None)
+    if python is None:
+        pytest.skip(f"{sys.executable} is not open to other users")
+    user = ["--reuid=65534", "--regid=65534", "--clear-groups"]
+    return ["setpriv", *user, "--no-new-privs", "--bounding-set=-all"], python
+
+
+def _open_to_all(path: str) -> bool:
+    real = Path(path).resolve()
+    return real.exists() and all(p.stat().st_mode & 0o001 for p in (real, *real.parents))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--hosts", "2"], "nothing to run"),
+        (["--rate", "1mbit", "--", "true"], "--hosts is missing"),
+        (["--hosts", "2", "--rate", "fast", "--", "true"], "--rate = 'fast'"),
+        (["--hosts", "2", "--show", "2", "--", "true"], "--show = 2"),
+        (["set"], "nothing to change"),
+        (["set", "--run", "1", "--rate", "1mbit"], "--run = 1: no such run"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: Sequence[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["shaped", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.slow
+def test_torchrun_finds_its_peers_by_name(tmp_path: Path) -> None:
+    script = tmp_path / "sum.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.ones(1000); dist.all_reduce(x)\n"
+        "print('sum', x[0].item(), flush=True)\n"
+        "dist.barrier(); dist.destroy_process_group()\n"
+    )
+    done = run(
+        *("--hosts", "2", "--rate", "100mbit", "--delay", "2ms", "--"),
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", "{rank}"),
+        *("--master-addr", "host0", str(script)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[1:] == ["host0| sum 2.0", "host1| sum 2.0"]

@@ -1,0 +1,65 @@
+import pytest
+
+from launch.shaped.commands import run_command
+from launch.shaped.network import ShapedNetwork
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_every_host_runs_the_command_as_itself(net: ShapedNetwork, capfd: Capture) -> None:
+    script = "echo {rank} {addr} $RANK $SHAPED_MASTER; hostname >&2"
+    assert run_command(net, ["sh", "-c", script]) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == [
+        "host0| 0 10.77.0.1 0 10.77.0.1",
+        "host1| 1 10.77.0.2 1 10.77.0.1",
+        "host2| 2 10.77.0.3 2 10.77.0.1",
+    ]
+    assert sorted(err.splitlines()) == ["host0| host0", "host1| host1", "host2| host2"]
+
+
+def test_the_code_of_the_host_that_fails_is_returned_and_the_others_end(
+    net: ShapedNetwork, capfd: Capture
+) -> None:
+    assert run_command(net, ["sh", "-c", "test {rank} != 1 || exit 7; exec sleep 60"]) == 7
+    assert "host1 ended with exit code 7; the others were ended" in capfd.readouterr().err
+
+
+def test_a_signal_counts_as_in_a_shell(net: ShapedNetwork) -> None:
+    assert run_command(net, ["sh", "-c", "test {rank} = 2 && kill -9 $$; sleep 60"]) == 137
+
+
+def test_a_command_that_does_not_exist_is_named(net: ShapedNetwork, capfd: Capture) -> None:
+    assert run_command(net, ["no-such-program"]) == 127
+    assert "| no-such-program: No such file" in capfd.readouterr().err
+
+
+def test_other_hosts_leave_the_shown_one_alone(net: ShapedNetwork, capfd: Capture) -> None:
+    assert run_command(net, ["echo", "{host}"], show=1) == 0
+    assert capfd.readouterr() == ("host1\n", "")
+
+
+def test_last_words_of_a_hidden_host_are_shown(net: ShapedNetwork, capfd: Capture) -> None:
+    script = "test {rank} = 0 && exec sleep 60; echo so it ends >&2; exit 3"
+    assert run_command(net, ["sh", "-c", script], show=0) == 3
+    assert "| so it ends" in capfd.readouterr().err
+
+
+def test_long_output_and_an_unfinished_line_arrive_whole(
+    net: ShapedNetwork, capfd: Capture
+) -> None:
+    assert run_command(net, ["sh", "-c", "seq 20000; printf end"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 3 * 20001
+    mine = [line.removeprefix("host2| ") for line in lines if line.startswith("host2| ")]
+    assert mine == [*map(str, range(1, 20001)), "end"]
+
+
+def test_what_a_command_leaves_running_does_not_hold_us_up(net: ShapedNetwork) -> None:
+    assert run_command(net, ["sh", "-c", "sleep 60 & exit 0"]) == 0
+    assert run_command(net, ["sh", "-c", "test {rank} != 0 || yes & exit 0"]) == 0
+
+
+def test_a_host_that_does_not_exist_cannot_be_shown(net: ShapedNetwork) -> None:
+    with pytest.raises(ValueError, match="--show = 3: use a host from 0 to 2"):
+        run_command(net, ["true"], show=3)

@@ -1,0 +1,262 @@
+"""Real traffic through real namespaces; skipped, with the reason, where they are not allowed."""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from pyroute2 import IPRoute
+
+from launch.shaped import requirements
+from launch.shaped.network import HostError, ShapedNetwork
+from launch.shaped.probe import probe_link
+from launch.shaped.spec import NetworkSpec
+
+PORT = 5300
+
+
+pytestmark = pytest.mark.usefixtures("namespaces")
+
+
+def keeps_rate(net: ShapedNetwork, source: int, target: int, bps: float) -> bool:
+    """Within 10 % of `bps`; a busy machine may need several tries, but none may exceed it."""
+    for _ in range(6):
+        achieved_bps = probe_link(net, source, target).achieved_bps
+        assert achieved_bps < 1.1 * bps
+        if achieved_bps > 0.9 * bps:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("mbit", [10, 100])
+def test_a_link_achieves_its_rate(net: ShapedNetwork, mbit: int) -> None:
+    net.set_rates(f"{mbit}mbit")
+    assert keeps_rate(net, 0, 1, mbit * 1e6)
+
+
+def test_up_and_downlinks_are_limited_each_on_its_own(net: ShapedNetwork) -> None:
+    net.set_rates(up="40mbit,80mbit,80mbit", down="80mbit,80mbit,20mbit")
+    assert keeps_rate(net, 0, 1, 40e6)
+    assert keeps_rate(net, 1, 0, 80e6)
+    assert keeps_rate(net, 1, 2, 20e6)
+
+
+def test_a_pair_has_its_own_rate_within_the_hosts(net: ShapedNetwork) -> None:
+    net.set_rates("50mbit", pairs=["0,1=40mbit"])
+
+    def job(host: int) -> float:
+        if host == 0:
+            _flood("host1", "host2")
+            return 0.0
+        with _accept() as link:
+            return _received_bps(link, 1.0, 0.5)
+
+    try:
+        assert keeps_rate(net, 0, 1, 40e6)
+        _, to_pair, to_other = net.run(job, timeout_s=20)
+    finally:
+        net.set_rates("none", pairs=["0,1=none"])
+    assert 10e6 < to_pair < 40e6
+    assert 35e6 < to_pair + to_other < 52e6
+
+
+def test_rates_change_while_traffic_flows(net: ShapedNetwork) -> None:
+    net.set_rates("100mbit")
+
+    def job(host: int) -> tuple[float, float]:
+        if host == 0:
+            _flood("host1")
+            return 0.0, 0.0
+        with _accept() as link:
+            before = _received_bps(link, 0.5, 0.2)
+            net.set_rates("20mbit")  # from inside a host
+            return before, _received_bps(link, 0.5, 0.3)
+
+    before, after = net.run(job, hosts=(0, 1), timeout_s=20)[1]
+    assert 50e6 < before < 102e6
+    assert 10e6 < after < 21e6
+
+
+def _flood(*targets: str) -> None:
+    """Send to all at once until they close."""
+    with ThreadPoolExecutor(len(targets)) as pool:
+        list(pool.map(_flood_one, targets))
+
+
+def _flood_one(target: str) -> None:
+    limit = time.monotonic() + 10
+    while True:
+        try:
+            link = socket.create_connection((target, PORT), timeout=10)
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+    with link:
+        try:
+            while True:
+                link.sendall(bytes(1 << 16))
+        except (ConnectionResetError, BrokenPipeError):
+            return
+
+
+def _accept() -> socket.socket:
+    with socket.create_server(("", PORT)) as server:
+        server.settimeout(10)
+        return server.accept()[0]
+
+
+def _received_bps(link: socket.socket, window_s: float, warm_up_s: float) -> float:
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < warm_up_s:
+        link.recv(1 << 16)
+    begin, received = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - begin) < window_s:
+        received += len(link.recv(1 << 16))
+    return received * 8 / elapsed
+
+
+def test_delays_hold_per_direction_and_rates_with_them(tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    path.write_text('{"latency_s": [[0, 0.01, 0.02], [0.01, 0, 0], [0.04, 0, 0]]}')
+    with ShapedNetwork(NetworkSpec.of(rate="50mbit", matrix=path)) as net:
+        near, far, none = (probe_link(net, *link) for link in ((0, 1), (0, 2), (1, 2)))
+        assert keeps_rate(net, 0, 1, 50e6)
+    assert 0.020 <= near.round_trip_s < 0.026
+    assert 0.060 <= far.round_trip_s < 0.066
+    assert none.round_trip_s < 0.006
+
+
+def test_hosts_have_names_that_resolve_at_once(net: ShapedNetwork) -> None:
+    def job(_: int) -> tuple[str, str, float]:
+        begin = time.perf_counter()
+        address = socket.gethostbyname("host2")
+        with pytest.raises(socket.gaierror):
+            socket.gethostbyname("elsewhere.example")
+        return socket.gethostname(), address, time.perf_counter() - begin
+
+    names, addresses, seconds = zip(*net.run(job), strict=True)
+    assert names == ("host0", "host1", "host2")
+    assert set(addresses) == {"10.77.0.3"}
+    assert max(seconds) < 3
+
+
+def test_hosts_see_only_their_own_link(net: ShapedNetwork) -> None:
+    interfaces = net.run(lambda _: sorted(name for _, name in socket.if_nameindex()))
+    assert all(names == ["eth0", "lo"] for names in interfaces)
+
+
+def test_results_come_back_and_nothing_is_imported_again(net: ShapedNetwork) -> None:
+    marker = object()
+    assert net.run(lambda host: (host * 2, id(marker))) == [(h * 2, id(marker)) for h in range(3)]
+
+
+def test_two_networks_at_once_keep_apart() -> None:
+    with (
+        ShapedNetwork(NetworkSpec.of(2, "10mbit")) as slow,
+        ShapedNetwork(NetworkSpec.of(2, "40mbit")) as fast,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        jobs = [pool.submit(keeps_rate, n, 0, 1, bps) for n, bps in ((slow, 10e6), (fast, 40e6))]
+        assert all(job.result() for job in jobs)
+
+
+def _fail_on_1(host: int) -> None:
+    if host == 1:
+        raise KeyError("nothing here")
+    time.sleep(60)
+
+
+def _die_on_1(host: int) -> None:
+    if host == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def _exit_on_1(host: int) -> None:
+    sys.exit("enough") if host == 1 else time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_fail_on_1, "host1:\n.*KeyError: 'nothing here'"),
+        (_die_on_1, "host1 was killed by signal 9"),
+        (_exit_on_1, "host1:\n.*SystemExit: enough"),
+    ],
+)
+def test_a_failing_host_ends_the_others(
+    net: ShapedNetwork, function: Callable[[int], None], message: str
+) -> None:
+    begin = time.monotonic()
+    with pytest.raises(HostError, match=f"(?s){message}"):
+        net.run(function)
+    assert time.monotonic() - begin < 5
+
+
+def test_a_run_that_takes_too_long_is_ended(net: ShapedNetwork) -> None:
+    with pytest.raises(TimeoutError, match=r"hosts \[0, 2\] still run after 0.3 s"):
+        net.run(lambda host: time.sleep(0 if host == 1 else 60), timeout_s=0.3)
+    assert net.run(lambda host: host) == [0, 1, 2]
+
+
+def test_a_wrong_change_is_refused_and_changes_nothing(net: ShapedNetwork) -> None:
+    before = net.spec
+    with pytest.raises(ValueError, match="--rate = 'fast'"):
+        net.set_rates("fast")
+    assert net.spec == before
+
+
+def test_a_client_that_talks_nonsense_does_no_harm(net: ShapedNetwork) -> None:
+    for message in (b"nonsense", b"[]", b'{"rate": 5}', b'{"pairs": [1]}'):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.connect(f"\0thinpipe-shaped-{net.run_id}")
+            client.send(message)
+            assert b"error" in client.recv(1000)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.connect(f"\0thinpipe-shaped-{net.run_id}")
+    assert net.run(lambda host: host) == [0, 1, 2]
+
+
+def test_torch_groups_form_over_the_links(net: ShapedNetwork) -> None:
+    import torch
+    import torch.distributed as dist
+
+    net.set_rates("50mbit")
+
+    def job(_: int) -> float:
+        dist.init_process_group("gloo")
+        x = torch.ones(100_000)
+        dist.barrier()
+        seconds = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            dist.all_reduce(x)
+            seconds.append(time.perf_counter() - begin)
+        dist.destroy_process_group()
+        assert x[0].item() == 3.0**5
+        return min(seconds)
+
+    ideal_s = 2 * 2 / 3 * 3.2e6 / 50e6
+    assert 0.9 * ideal_s < max(net.run(job, timeout_s=30)) < 1.5 * ideal_s
+
+
+def test_what_the_kernel_lacks_is_named_with_a_remedy(
+    net: ShapedNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def job(_: int) -> None:
+        with IPRoute() as ip:
+            requirements.check(["veth", "bridge", "packet", "tbf", "htb", "u32"], ip)
+
+    net.run(job, hosts=[0])  # tries them for real; leaves nothing
+    assert net.run(lambda _: len(socket.if_nameindex()), hosts=[0]) == [2]
+    monkeypatch.setattr(requirements, "_works", lambda piece, _: piece == "veth")
+    with pytest.raises(
+        HostError, match=r"lacks bridge \(.*CONFIG_BRIDGE\); packet \(.*CONFIG_PACKET"
+    ):
+        net.run(job, hosts=[0])

@@ -1,0 +1,99 @@
+"""What a step does besides training: batches it refuses, evaluation, silent peers, totals."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.link import LinkError
+from tests.ranks import Ranks
+from tests.training import batch, config, share, single_process, start, train_steps
+
+pytestmark = pytest.mark.dist
+
+AQSGD: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"}}]
+
+
+def refused(rank: int, run: Any, ids: list[int]) -> str:
+    built = start(run)
+    wrong = replace(batch([1, 2, 3, 4]), ids_B=torch.tensor(ids))
+    with pytest.raises(ValueError, match="sample") as caught:
+        built.engine.train_step(wrong, 0)
+    return str(caught.value)
+
+
+def test_an_id_twice_in_a_step_is_refused(ranks: Ranks) -> None:
+    for told in ranks(2, refused, config(boundary=AQSGD), [5, 6, 5, 7]):
+        assert told.startswith("sample ids [5] appear twice")
+
+
+def test_a_short_batch_is_split_into_fewer_parts(ranks: Ranks) -> None:
+    run = config(train={"accumulate": 4, "clip_norm": 0})
+    batches = [batch([1, 2, 3, 4, 5, 6, 7, 8]), batch([9, 10, 11])]
+    losses, _, _ = ranks(2, train_steps, run, batches)[0]
+    expected, _ = single_process(config(train={"clip_norm": 0}), batches)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def evaluate(rank: int, run: Any, ids: list[int]) -> list[tuple[float, int]]:
+    built = start(run)
+    part = share(batch(ids), rank // run.pipeline.pipeline_ranks, run.pipeline.replicas)
+    return [built.engine.eval_step(part, 0, compressed=compressed) for compressed in (False, True)]
+
+
+@pytest.mark.parametrize("schedule", ["Deep1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_evaluation_is_the_same_under_every_placement(ranks: Ranks, schedule: str) -> None:
+    cuts = [1] if schedule == "Deep1F1B" else [1, 2, 3]
+    run = config(pipeline={"schedule": schedule, "cuts": cuts})
+    (loss, tokens), _ = ranks(2, evaluate, run, [1, 2, 3, 4, 5])[0]
+    (expected, _), _ = ranks(1, evaluate, config(pipeline={"cuts": []}), [1, 2, 3, 4, 5])[0]
+    assert loss == pytest.approx(expected, rel=1e-6)
+    assert tokens == batch([1, 2, 3, 4, 5]).targets_BT.numel()
+
+
+def test_a_replica_without_held_out_samples_takes_part(ranks: Ranks) -> None:
+    run = config(pipeline={"cuts": [2], "replicas": 2})
+    everyone = ranks(4, evaluate, run, [3])
+    assert all(found == everyone[0] for found in everyone)
+    assert everyone[0][0][1] == batch([3]).targets_BT.numel()
+
+
+def totals_of(rank: int, run: Any) -> Any:
+    built = start(run)
+    whole = batch(list(range(8)))
+    part = share(whole, rank // run.pipeline.pipeline_ranks, run.pipeline.replicas)
+    return built.engine.train_step(part, 0)
+
+
+def test_all_ranks_see_the_same_totals(ranks: Ranks) -> None:
+    run = config(pipeline={"cuts": [2], "replicas": 2}, boundary=AQSGD)
+    everyone = ranks(4, totals_of, run)
+    for totals in everyone:
+        assert totals == everyone[0]
+    assert everyone[0].tokens == batch(list(range(8))).targets_BT.numel()
+    assert 0 <= everyone[0].bubble < 1
+    assert [w.messages for w in everyone[0].wire] == [8, 8]  # 4 microbatches x 2 replicas
+    assert everyone[0].sync_bytes > 0
+
+
+def fall_silent(rank: int, account: Path) -> None:
+    """Rank 1 stops answering without dying."""
+    built = start(config(pipeline={"cuts": [2]}), timeout_s=2)
+    if rank == 1:
+        time.sleep(8)
+        return
+    begin = time.monotonic()
+    with pytest.raises(LinkError) as caught:
+        built.engine.train_step(batch([1, 2, 3, 4]), 0)
+    account.write_text(f"{time.monotonic() - begin:.1f} {caught.value}")
+
+
+def test_a_silent_peer_is_given_up_after_the_timeout(ranks: Ranks, tmp_path: Path) -> None:
+    account = tmp_path / "account"
+    ranks(2, fall_silent, account)
+    seconds, told = account.read_text().split(" ", 1)
+    assert 1.5 < float(seconds) < 6
+    assert told.startswith("stage 1 (rank 1) -> stage 0 (rank 0), cut 2 backward: lost")
