@@ -3,9 +3,10 @@
     python -m benchmarks.kernels --json kernels.jsonl
 
 A floor moves the same bytes without arithmetic, in the same run: every repetition times the floor
-and then the kernel, and both are reported by their medians. Outputs are compared with the
-reference first; a kernel that differs is refused. Rates count values; bytes are those that must
-move (a cache line that is written is not counted as read).
+and then the kernel, and both are reported by their medians. It is a plain loop without software
+prefetch, so a share may exceed 1; compare GB/s with the row "copy" as well. Outputs are compared
+with the reference first; a kernel that differs is refused. Rates count values; bytes are those
+that must move (a cache line that is written is not counted as read).
 
 Axes: B rows (one per thread), N values per row.
 """
@@ -254,6 +255,20 @@ def peers(buffers: Buffers, repetitions: int) -> Iterator[Row]:
         yield row_of(case, "torch.compile", buffers, *timed)
 
 
+def copy(buffers: Buffers, repetitions: int) -> Row:
+    """torch's fp32 copy: the bandwidth that a floor written as a plain loop may miss."""
+    work = copying(buffers)
+    case = Case("copy", 32, "none", 8.0, floor=work, run=lambda _: work)
+    return row_of(
+        case, "torch", buffers, *medians(work, work, buffers.rows, repetitions=repetitions)
+    )
+
+
+def copying(buffers: Buffers) -> Work:
+    """Copies a row of x."""
+    return lambda b: buffers.out[b].copy_(buffers.x[b])
+
+
 def check(bits: int) -> None:
     """Refuse to time kernels whose bytes are not the reference's.
 
@@ -282,6 +297,7 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
         for name in options.sizes:
             for threads in options.threads:
                 buffers = Buffers(threads, SIZES[name] // threads, bits)
+                yield copy(buffers, options.repetitions)
                 for case in cases(buffers):
                     yield measure(case, "numba", buffers, options.repetitions)
             buffers = Buffers(1, SIZES[name], bits)
