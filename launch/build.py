@@ -1,6 +1,7 @@
 """RunConfig -> the stages, channels, optimizer and exchange of one rank: joins the engines."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from pipeline.config import DirectConfig, RawConfig, build_codec
 from pipeline.engine import EngineOptions, PipelineEngine
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
-from pipeline.schedule import stage_to_rank
+from pipeline.schedule import build_schedule, stage_to_rank
 from pipeline.stage import Channels, CompressedStage
 from pipeline.transformer import TransformerStage, build_layers
 
@@ -33,25 +34,42 @@ class Built:
     sync: ReplicaSync
 
 
-def build(config: RunConfig, mesh: Mesh, *, run_id: int, total_steps: int) -> Built:
-    """Make this rank's part of the run; every rank calls it alike."""
-    ranks = stage_to_rank(
-        config.pipeline.schedule,
-        stages=config.pipeline.stages,
-        ranks=config.pipeline.pipeline_ranks,
-    )
-    own = [stage for stage, rank in ranks.items() if rank == mesh.position]
-    modules = {stage: _module(config, stage) for stage in own}
+LinkMaker = Callable[[int, int, int], Link | None]
+"""(upper stage, lower stage, direction) -> this process's end; None where none is needed."""
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Which stages this process holds, what joins them to others, and what runs them.
+
+    `make_schedule` has the signature of `pipeline.schedule.build_schedule`.
+    """
+
+    stages: Sequence[int]
+    make_link: LinkMaker
+    make_schedule: Callable[..., Any] = build_schedule
+
+
+def build(
+    config: RunConfig, mesh: Mesh, *, run_id: int, total_steps: int, wiring: Wiring | None = None
+) -> Built:
+    """Make this rank's part of the run; every rank calls it alike.
+
+    Without a `wiring`, the schedule says which rank holds which stage, and the mesh's groups join
+    them.
+    """
+    wiring = wiring or _rank_wiring(config, mesh)
+    modules = {stage: _module(config, stage) for stage in wiring.stages}
     tied = _tie(config, modules)
     stages = [
         CompressedStage(
             modules[stage],
             stage,
             config.pipeline.stages,
-            channels=_channels(config, mesh, stage, ranks=ranks, run_id=run_id),
+            channels=_channels(config, wiring.make_link, stage, run_id=run_id),
             group=mesh.forward,
         )
-        for stage in own
+        for stage in wiring.stages
     ]
     parameters = list(dict.fromkeys(p for m in modules.values() for p in m.parameters()))
     optimizer = torch.optim.AdamW(
@@ -62,7 +80,13 @@ def build(config: RunConfig, mesh: Mesh, *, run_id: int, total_steps: int) -> Bu
     )
     sync = load_method(config.method).build(config.method_options, parameters, mesh.replicas_group)
     engine = PipelineEngine(
-        stages, mesh, engine_options(config), optimizer=optimizer, sync=sync, tied=tied
+        stages,
+        mesh,
+        engine_options(config),
+        optimizer=optimizer,
+        sync=sync,
+        tied=tied,
+        make_schedule=wiring.make_schedule,
     )
     return Built(stages, engine, optimizer, _lr_schedule(config, optimizer, total_steps), sync)
 
@@ -119,10 +143,18 @@ def _tie(config: RunConfig, modules: dict[int, TransformerStage]) -> nn.Paramete
     return weights[0] if weights else None
 
 
-def _channels(
-    config: RunConfig, mesh: Mesh, stage: int, *, ranks: dict[int, int], run_id: int
-) -> Channels:
-    make = _ChannelMaker(config, mesh, ranks, run_id)
+def _rank_wiring(config: RunConfig, mesh: Mesh) -> Wiring:
+    ranks = stage_to_rank(
+        config.pipeline.schedule,
+        stages=config.pipeline.stages,
+        ranks=config.pipeline.pipeline_ranks,
+    )
+    own = [stage for stage, rank in ranks.items() if rank == mesh.position]
+    return Wiring(own, _GroupLinks(config, mesh, ranks))
+
+
+def _channels(config: RunConfig, make_link: LinkMaker, stage: int, *, run_id: int) -> Channels:
+    make = _ChannelMaker(config, make_link, run_id)
     return Channels(
         activations_in=make(stage - 1, stage, FORWARD),
         activations_out=make(stage, stage + 1, FORWARD),
@@ -134,13 +166,15 @@ def _channels(
 @dataclass(frozen=True)
 class _ChannelMaker:
     config: RunConfig
-    mesh: Mesh
-    ranks: dict[int, int]
+    make_link: LinkMaker
     run_id: int
 
     def __call__(self, upper: int, lower: int, direction: int) -> Channel | None:
-        """End of the cut between stages `upper` and `lower`; None without another rank."""
-        if upper < 0 or lower >= len(self.ranks) or self.ranks[upper] == self.ranks[lower]:
+        """End of the cut between stages `upper` and `lower`; None without a link there."""
+        if upper < 0 or lower >= self.config.pipeline.stages:
+            return None
+        link = self.make_link(upper, lower, direction)
+        if link is None:
             return None
         cut = self.config.pipeline.cuts[upper]
         at_cut = self.config.boundary_at(cut)
@@ -149,13 +183,23 @@ class _ChannelMaker:
         return Channel(
             cut=cut,
             direction=direction,
-            link=self._link(upper, lower, direction),
+            link=link,
             boundaries=build_boundary(spec, width=self.config.model.width, key=key),
             run_id=self.run_id,
             coding="none" if isinstance(spec, RawConfig) else spec.coding,
         )
 
-    def _link(self, upper: int, lower: int, direction: int) -> Link:
+
+@dataclass(frozen=True)
+class _GroupLinks:
+    config: RunConfig
+    mesh: Mesh
+    ranks: dict[int, int]
+
+    def __call__(self, upper: int, lower: int, direction: int) -> Link | None:
+        """Link to another rank; None when both stages are here."""
+        if self.ranks[upper] == self.ranks[lower]:
+            return None
         source, target = (upper, lower) if direction == FORWARD else (lower, upper)
         peer = upper if self.ranks[lower] == self.mesh.position else lower
         base = self.mesh.replica * self.mesh.pipeline_ranks

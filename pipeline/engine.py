@@ -11,7 +11,7 @@ Axes: B samples, T tokens, D channels, V vocabulary.
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -92,13 +92,18 @@ class PipelineEngine:
         optimizer: torch.optim.Optimizer,
         sync: Exchange,
         tied: nn.Parameter | None = None,
+        make_schedule: Callable[..., Any] = build_schedule,
     ) -> None:
-        """`tied` is this rank's copy of a weight that the first and last rank keep equal."""
+        """`tied` is this rank's copy of a weight that the first and last rank keep equal.
+
+        `make_schedule` has the signature of `build_schedule`.
+        """
         self.check_modules(options.schedule, [stage.submod for stage in stages])
         self._stages = {stage.stage_index: stage for stage in stages}
         self.mesh, self._options = mesh, options
         self._optimizer, self._sync, self._tied = optimizer, sync, tied
         self._parameters = _unique_parameters(stages)
+        self._make_schedule = make_schedule
         self._report = StepReport(mesh, stages, options.cuts)
         self._schedules: dict[int, Any] = {}
         self._denominator = 1.0
@@ -262,7 +267,7 @@ class PipelineEngine:
 
     def _schedule(self, count: int) -> Any:
         if count not in self._schedules:
-            self._schedules[count] = build_schedule(
+            self._schedules[count] = self._make_schedule(
                 self._options.schedule,
                 list(self._stages.values()),
                 count,

@@ -1,0 +1,166 @@
+"""What the convergence benchmark found: its tables (Markdown) and its picture."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.harness import format_table
+from launch.plots import LIGHT
+
+BASELINE = "fp32"
+NOTHING = "-"
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch of fine-tuning. `loss` is the mean over its tokens, in nats, compression on.
+
+    Bytes are counted at the links, headers included; `values` is how many numbers they stand for.
+    `change` is |m' - m| / |m'| of AQ-SGD's memories m before and m' after, the mean over cuts.
+    """
+
+    loss: float
+    forward_bytes: int
+    backward_bytes: int
+    values: int
+    change: float | None
+
+    @property
+    def nbytes(self) -> int:
+        """Both directions."""
+        return self.forward_bytes + self.backward_bytes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One method with one seed. Held-out losses are in nats per token, before and after."""
+
+    method: str
+    seed: int
+    epochs: tuple[Epoch, ...]
+    held_out_before: float
+    held_out: float
+    held_out_compressed: float
+    seconds: float
+
+    @property
+    def final_loss(self) -> float:
+        """Training loss of the last epoch."""
+        return self.epochs[-1].loss
+
+
+def summary_table(outcomes: Sequence[Outcome]) -> str:
+    """One row per method: medians over seeds, and bytes, which are the same for all seeds."""
+    heads = (
+        "method",
+        "final train loss",
+        "to fp32",
+        "held out",
+        "held out, compressed",
+        "MB epoch 1",
+        "MB later",
+        "to fp32 wire",
+        "to bf16 wire",
+        "change, epoch 2 to last",
+    )
+    return format_table(heads, [_summary(outcomes, method) for method in _methods(outcomes)])
+
+
+def per_seed_table(outcomes: Sequence[Outcome]) -> str:
+    """One row per method: final training loss, and its difference to fp32, for every seed."""
+    seeds = sorted({outcome.seed for outcome in outcomes})
+    heads = [
+        "method",
+        *(f"seed {seed}" for seed in seeds),
+        *(f"to fp32, seed {seed}" for seed in seeds),
+    ]
+    rows = []
+    for method in _methods(outcomes):
+        of_method = [outcome for outcome in outcomes if outcome.method == method]
+        losses = [f"{outcome.final_loss:.4f}" for outcome in of_method]
+        rows.append([method, *losses, *(f"{d:+.4f}" for d in _differences(outcomes, method))])
+    return format_table(heads, rows)
+
+
+def draw(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Training loss by epoch, and its difference to fp32: median and range over the seeds."""
+    figure = Figure(figsize=(10.0, 3.8), dpi=110, layout="constrained")
+    absolute, relative = figure.subplots(1, 2)
+    for method in _methods(outcomes):
+        _draw_lines(absolute, outcomes, method, lambda outcome, epoch: outcome.epochs[epoch].loss)
+        if method != BASELINE:
+            _draw_lines(relative, outcomes, method, lambda o, e: _difference(outcomes, o, e))
+    absolute.set_ylabel("training loss [nats/byte]")
+    relative.set_ylabel("difference to fp32 of the same seed")
+    relative.set_yscale("symlog", linthresh=0.01)
+    relative.axhline(0.0, color=LIGHT.ink, linewidth=0.8)
+    for axes in (absolute, relative):
+        axes.set_xlabel("epoch")
+        axes.grid(color=LIGHT.grid)
+    figure.legend(*absolute.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+    figure.savefig(path)
+
+
+def _draw_lines(
+    axes: Axes, outcomes: Sequence[Outcome], method: str, value: Callable[[Outcome, int], float]
+) -> None:
+    of_method = [outcome for outcome in outcomes if outcome.method == method]
+    epochs = range(len(of_method[0].epochs))
+    values = [sorted(value(outcome, epoch) for outcome in of_method) for epoch in epochs]
+    color, style = _look(method)
+    numbers = [epoch + 1 for epoch in epochs]
+    axes.plot(numbers, [median(v) for v in values], style, color=color, label=method, linewidth=1.4)
+    low, high = [v[0] for v in values], [v[-1] for v in values]
+    axes.fill_between(numbers, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _look(method: str) -> tuple[str, str]:
+    """Colour by bits, line style by kind."""
+    if not method.startswith(("aq", "direct")):
+        return (LIGHT.ink if method == BASELINE else LIGHT.muted), "-"
+    color = next(
+        c for bits, c in zip(("fw4", "fw3", "fw2"), LIGHT.series, strict=False) if bits in method
+    )
+    if method.startswith("direct"):
+        return color, "--"
+    return color, ":" if "first" in method else "-"
+
+
+def _summary(outcomes: Sequence[Outcome], method: str) -> list[str]:
+    of_method = [outcome for outcome in outcomes if outcome.method == method]
+    first, last = of_method[0].epochs[0], of_method[0].epochs[-1]
+    changes = [[o.epochs[e].change for o in of_method] for e in (1, -1)]
+    return [
+        method,
+        f"{median(o.final_loss for o in of_method):.4f}",
+        f"{median(_differences(outcomes, method)):+.4f}",
+        f"{median(o.held_out for o in of_method):.4f}",
+        f"{median(o.held_out_compressed for o in of_method):.4f}",
+        f"{first.nbytes / 1e6:.1f}",
+        f"{last.nbytes / 1e6:.1f}",
+        f"{4 * last.values / last.nbytes:.2f}x",
+        f"{2 * last.values / last.nbytes:.2f}x",
+        " to ".join(_median_ratio(ratios) for ratios in changes) if changes[-1][0] else NOTHING,
+    ]
+
+
+def _median_ratio(ratios: Sequence[float | None]) -> str:
+    return f"{median(ratio for ratio in ratios if ratio is not None):.3f}"
+
+
+def _methods(outcomes: Sequence[Outcome]) -> list[str]:
+    return list(dict.fromkeys(outcome.method for outcome in outcomes))
+
+
+def _differences(outcomes: Sequence[Outcome], method: str) -> list[float]:
+    """Final training loss less that of fp32 with the same seed."""
+    return [_difference(outcomes, o, -1) for o in outcomes if o.method == method]
+
+
+def _difference(outcomes: Sequence[Outcome], outcome: Outcome, epoch: int) -> float:
+    baseline = next(o for o in outcomes if o.method == BASELINE and o.seed == outcome.seed)
+    return outcome.epochs[epoch].loss - baseline.epochs[epoch].loss

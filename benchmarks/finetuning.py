@@ -1,0 +1,252 @@
+"""Pretrain a small decoder, then fine-tune copies of it across compressed cuts, all in one process.
+
+Axes: B samples, T tokens.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aqsgd.delta import DeltaBoundary
+from benchmarks.convergence_report import Epoch, Outcome
+from launch.build import Built
+from launch.config import RunConfig
+from launch.data import DataConfig, SequenceSet, load
+from launch.inprocess import in_process
+from launch.sampling import EpochSampler
+from pipeline.boundary import Boundary
+from pipeline.channel import FORWARD, Channel
+from pipeline.engine import Batch
+from pipeline.step_report import StepTotals
+from pipeline.transformer import TransformerConfig, build_layers
+
+_EVAL_BATCH = 64
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Size of the experiment; batches are in sequences, learning rates are AdamW's peaks."""
+
+    layers: int = 8
+    width: int = 64
+    heads: int = 4
+    tokens: int = 64
+    pretrain_steps: int = 1200
+    pretrain_batch: int = 32
+    pretrain_lr: float = 2e-3
+    sequences: int = 384
+    epochs: int = 6
+    batch: int = 16
+    microbatches: int = 2
+    lr: float = 5e-4
+    held_out: int = 512
+
+    @property
+    def model(self) -> TransformerConfig:
+        """The decoder; no dropout, which delta coding does not stand."""
+        return TransformerConfig(
+            layers=self.layers, width=self.width, heads=self.heads, context=self.tokens
+        )
+
+    def run(self, boundary: Mapping[str, Any], seed: int) -> RunConfig:
+        """Fine-tuning with one layer per stage and the same boundary at all cuts."""
+        return RunConfig.model_validate(
+            {
+                "run": {"seed": seed},
+                "model": self.model,
+                "data": {"sequence_length": self.tokens, "train_sequences": self.sequences},
+                "pipeline": {
+                    "cuts": range(1, self.layers),
+                    "schedule": "GPipe",
+                    "microbatches": self.microbatches,
+                },
+                "boundary": [boundary],
+                "train": {
+                    "epochs": self.epochs,
+                    "batch_size": self.batch,
+                    "lr": self.lr,
+                    "warmup_steps": self.sequences // self.batch // 2,
+                    "decay": "linear",
+                },
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Three texts that do not overlap, as sequences."""
+
+    pretrain: SequenceSet
+    tune: SequenceSet
+    held_out: SequenceSet
+
+
+def read_corpus(train: Path, evaluation: Path, scale: Scale) -> Corpus:
+    """Cut the files into sequences.
+
+    Raises:
+        ValueError: a file is missing or too short.
+    """
+    pretrain, tune = load(
+        DataConfig(
+            path=str(train),
+            sequence_length=scale.tokens,
+            train_sequences="all",
+            eval_sequences=scale.sequences,
+        )
+    )
+    held_out, _ = load(
+        DataConfig(
+            path=str(evaluation),
+            sequence_length=scale.tokens,
+            train_sequences=scale.held_out,
+            eval_sequences=1,
+        )
+    )
+    return Corpus(pretrain, tune, held_out)
+
+
+def pretrain(corpus: Corpus, scale: Scale, *, seed: int) -> Weights:
+    """Train the whole model in one piece; its weights by name."""
+    model = build_layers(scale.model, 0, scale.layers, seed=seed, device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=scale.pretrain_lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=scale.pretrain_lr,
+        total_steps=scale.pretrain_steps,
+        pct_start=0.05,
+        cycle_momentum=False,
+    )
+    sampler = EpochSampler(
+        len(corpus.pretrain), batch_size=scale.pretrain_batch, replicas=1, replica=0, seed=seed
+    )
+    for step in range(scale.pretrain_steps):
+        inputs_BT, targets_BT = corpus.pretrain.batch(sampler.ids(step))
+        loss = F.cross_entropy(model(inputs_BT).flatten(0, 1), targets_BT.flatten())
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return {name: weight.detach() for name, weight in model.state_dict().items()}
+
+
+def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: str) -> Outcome:
+    """Train a copy of `weights` as `config` says and evaluate it.
+
+    Raises:
+        RuntimeError: a step was not finite, or the two ends of a cut remember different bits.
+    """
+    start = time.perf_counter()
+    sampler = EpochSampler(
+        len(corpus.tune),
+        batch_size=config.train.batch_size,
+        replicas=1,
+        replica=0,
+        seed=config.run.seed,
+    )
+    steps = config.train.epochs * sampler.steps_per_epoch
+    numel = config.data.sequence_length * config.model.width
+    with in_process(config, total_steps=steps) as built:
+        _load(built, weights)
+        before = _held_out_loss(built, corpus.held_out, compressed=False)
+        epochs: list[Epoch] = []
+        memory: list[Tensor] = []
+        for epoch in range(config.train.epochs):
+            totals = [
+                _train_step(built, corpus.tune, sampler, epoch * sampler.steps_per_epoch + step)
+                for step in range(sampler.steps_per_epoch)
+            ]
+            previous, memory = memory, _memories(built, samples=len(corpus.tune), numel=numel)
+            epochs.append(_epoch(totals, _change(previous, memory)))
+        return Outcome(
+            method=method,
+            seed=config.run.seed,
+            epochs=tuple(epochs),
+            held_out_before=before,
+            held_out=_held_out_loss(built, corpus.held_out, compressed=False),
+            held_out_compressed=_held_out_loss(built, corpus.held_out, compressed=True),
+            seconds=time.perf_counter() - start,
+        )
+
+
+def _load(built: Built, weights: Weights) -> None:
+    for stage in built.stages:
+        module: Any = stage.submod
+        module.load_state_dict({name: weights[name] for name in module.state_dict()})
+
+
+def _train_step(
+    built: Built, sequences: SequenceSet, sampler: EpochSampler, step: int
+) -> StepTotals:
+    ids_B = sampler.ids(step)
+    totals = built.engine.train_step(Batch(*sequences.batch(ids_B), ids_B), step)
+    if totals.skipped:
+        raise RuntimeError(
+            f"step {step}: loss or gradients are not finite; lower the learning rate"
+        )
+    built.lr_schedule.step()
+    return totals
+
+
+def _epoch(totals: Sequence[StepTotals], change: float | None) -> Epoch:
+    wire = [part for step in totals for part in step.wire]
+    return Epoch(
+        loss=sum(step.loss * step.tokens for step in totals) / sum(step.tokens for step in totals),
+        forward_bytes=sum(part.nbytes for part in wire if part.direction == FORWARD),
+        backward_bytes=sum(part.nbytes for part in wire if part.direction != FORWARD),
+        values=sum(part.values for part in wire),
+        change=change,
+    )
+
+
+def _held_out_loss(built: Built, sequences: SequenceSet, *, compressed: bool) -> float:
+    total, tokens = 0.0, 0
+    for ids_B in torch.split(torch.arange(len(sequences)), _EVAL_BATCH):
+        batch = Batch(*sequences.batch(ids_B), ids_B)
+        loss, count = built.engine.eval_step(batch, 0, compressed=compressed)
+        total, tokens = total + loss, tokens + count
+    return total / tokens
+
+
+def _memories(built: Built, *, samples: int, numel: int) -> list[Tensor]:
+    """Every cut's memory of all samples [samples, numel]; empty when the method has none.
+
+    Raises:
+        RuntimeError: the two ends of a cut remember different bits.
+    """
+    ids = torch.arange(samples)
+    memories: list[Tensor] = []
+    for upper, lower in zip(built.stages, built.stages[1:], strict=False):
+        sender = _training_boundary(upper.channels.activations_out)
+        receiver = _training_boundary(lower.channels.activations_in)
+        if not isinstance(sender, DeltaBoundary) or not isinstance(receiver, DeltaBoundary):
+            return []
+        if sender.memory.digest() != receiver.memory.digest():
+            raise RuntimeError(
+                f"the ends between stages {upper.stage_index} and {lower.stage_index} remember "
+                "different bits; results would mean nothing"
+            )
+        memories.append(sender.memory.read(ids, numel))
+    return memories
+
+
+def _training_boundary(channel: Channel | None) -> Boundary:
+    assert channel is not None, "every stage has a channel to its neighbours"
+    return channel.boundaries["train"]
+
+
+def _change(previous: Sequence[Tensor], memory: Sequence[Tensor]) -> float | None:
+    """How far an epoch moved the memories, relative to their size; the mean over cuts."""
+    ratios = [
+        float((now - then).norm() / now.norm()) for then, now in zip(previous, memory, strict=False)
+    ]
+    return sum(ratios) / len(ratios) if ratios else None

@@ -1,0 +1,121 @@
+"""The convergence benchmark on a model of toy size: its experiment, tables and picture."""
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.convergence import METHODS, compare
+from benchmarks.convergence_report import (
+    Epoch,
+    Outcome,
+    draw,
+    per_seed_table,
+    summary_table,
+)
+from benchmarks.finetuning import Corpus, Scale, fine_tune, pretrain, read_corpus
+from benchmarks.harness import Records
+from pipeline.wire.header import HEADER_NBYTES
+
+TINY = Scale(
+    layers=3,
+    width=16,
+    heads=2,
+    tokens=16,
+    pretrain_steps=60,
+    pretrain_batch=8,
+    sequences=12,
+    epochs=3,
+    batch=4,
+    held_out=8,
+)
+CUTS, MESSAGES, VALUES = 2, 2 * 3, 12 * 16 * 16  # messages and values of a direction, per epoch
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    words = ["thin ", "pipe ", "sends ", "few ", "bytes ", "over ", "slow ", "links\n"]
+    for name, seed in (("train", 1), ("eval", 2)):
+        text = "".join(random.Random(seed).choices(words, k=1000))
+        (tmp_path / name).write_text(text)
+    return read_corpus(tmp_path / "train", tmp_path / "eval", TINY)
+
+
+def test_pretraining_learns_and_depends_on_the_seed_alone(corpus: Corpus) -> None:
+    first, second = (pretrain(corpus, TINY, seed=0) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    outcome = fine_tune(corpus, TINY.run(METHODS["fp32"], 0), first, method="fp32")
+    assert outcome.held_out_before < 4.0  # untrained: ln 256 = 5.5
+    assert outcome.epochs[-1].loss < outcome.epochs[0].loss
+
+
+def test_bytes_are_those_of_the_codecs(corpus: Corpus, tmp_path: Path) -> None:
+    methods = ["aq fw3/bw6", "direct fw2/bw4"]
+    path = tmp_path / "out.jsonl"
+    plain, delta, direct = compare(corpus, TINY, methods=methods, seeds=1, records=Records(path))
+    scales = VALUES // TINY.width * 2
+    fixed = MESSAGES * HEADER_NBYTES
+    assert plain.epochs[0].nbytes == 2 * CUTS * (4 * VALUES + fixed)
+    assert direct.epochs[0].forward_bytes == CUTS * (VALUES // 4 + scales + fixed)
+    assert [epoch.forward_bytes for epoch in delta.epochs] == [
+        CUTS * (VALUES * bits // 8 + scales + fixed) for bits in (8, 3, 3)
+    ]
+    assert delta.epochs[1].values == 2 * CUTS * VALUES
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["result"]["method"] for line in lines] == ["fp32", *methods]
+    assert lines[1]["config"]["run"]["boundary"][0]["forward"]["bits"] == 3
+
+
+def test_methods_start_from_the_same_weights_and_differ_in_training(corpus: Corpus) -> None:
+    outcomes = compare(
+        corpus, TINY, methods=["direct fw2/bw4", "aq fw2/bw4"], seeds=2, records=Records(None)
+    )
+    assert [outcome.seed for outcome in outcomes] == [0, 0, 0, 1, 1, 1]
+    before = {(outcome.seed, outcome.held_out_before) for outcome in outcomes}
+    assert len(before) == 2
+    assert len({outcome.final_loss for outcome in outcomes}) == 6
+    changes = [[epoch.change for epoch in outcome.epochs] for outcome in outcomes[:3]]
+    assert changes[:2] == [[None] * 3] * 2
+    assert changes[2][0] is None
+    assert all(ratio is not None and 0 < ratio < 1 for ratio in changes[2][1:])
+
+
+def outcome(method: str, seed: int, losses: Sequence[float]) -> Outcome:
+    epochs = tuple(Epoch(loss, 100, 300, 800, None) for loss in losses)
+    return Outcome(method, seed, epochs, 3.0, 2.0, 2.5, 1.0)
+
+
+def test_tables_compare_with_the_baseline_of_the_same_seed() -> None:
+    outcomes = [
+        outcome("fp32", 0, [3.0, 1.0]),
+        outcome("aq fw3/bw6", 0, [3.0, 1.25]),
+        outcome("fp32", 1, [3.0, 2.0]),
+        outcome("aq fw3/bw6", 1, [3.0, 2.0]),
+    ]
+    row = per_seed_table(outcomes).splitlines()[-1]
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == [
+        "aq fw3/bw6",
+        "1.2500",
+        "2.0000",
+        "+0.2500",
+        "+0.0000",
+    ]
+    summary = summary_table(outcomes).splitlines()[-1]
+    cells = [cell.strip() for cell in summary.split("|")[1:-1]]
+    assert cells[1:5] == ["1.6250", "+0.1250", "2.0000", "2.5000"]
+    assert cells[7:] == ["8.00x", "4.00x", "-"]
+
+
+def test_the_picture_is_a_small_png(tmp_path: Path) -> None:
+    outcomes = [
+        outcome(method, seed, [3.0, 2.0, 1.0 + index / 9])
+        for seed in range(2)
+        for index, method in enumerate(METHODS)
+    ]
+    draw(outcomes, tmp_path / "loss.png")
+    picture = (tmp_path / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) < 200_000
