@@ -50,7 +50,7 @@ _STORED_AS = {
 }
 
 if binding.get_host_cpu_features().get("f16c") is False and "x86" in binding.get_process_triple():
-    raise ImportError('the numba kernels need a CPU with F16C; use kernels = "reference"')
+    raise ImportError('the numba kernels need a CPU with F16C; use backend = "reference"')
 
 
 def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
