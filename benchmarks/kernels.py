@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,17 @@ class Buffers:
         return tensor.view(kind).numpy()
 
 
+def _quantize_row(buffers: Buffers, noise: Noise | None, kernels: KernelSet) -> Work:
+    return lambda b: kernels.quantize(buffers.x[b : b + 1], buffers.row_codes(b), noise=noise)
+
+
+def _encode_row(buffers: Buffers, noise: Noise | None, kernels: KernelSet) -> Work:
+    x, m, f = buffers.x, buffers.memory, buffers.fresh
+    return lambda b: kernels.delta_encode(
+        x[b : b + 1], m[b : b + 1], buffers.row_codes(b), f[b : b + 1], noise=noise
+    )
+
+
 def cases(buffers: Buffers) -> Iterator[Case]:
     """Every kernel at the buffers' size and bits."""
     x, m, f, o, p = (buffers.words(name) for name in ("x", "memory", "fresh", "out", "payload"))
@@ -162,18 +174,12 @@ def cases(buffers: Buffers) -> Iterator[Case]:
         yield Case(
             *("quantize", bits, rounding, 4 + code),
             floor=lambda b: _floor_read(x[b], p[b], bits),
-            run=lambda k, noise=noise: (
-                lambda b: k.quantize(rows(b)[0], buffers.row_codes(b), noise=noise)
-            ),
+            run=partial(_quantize_row, buffers, noise),
         )
         yield Case(
             *("delta_encode", bits, rounding, 8 + code),
             floor=lambda b: _floor_update(x[b], m[b], f[b], p[b], bits),
-            run=lambda k, noise=noise: (
-                lambda b: k.delta_encode(
-                    *rows(b)[:2], buffers.row_codes(b), rows(b)[2], noise=noise
-                )
-            ),
+            run=partial(_encode_row, buffers, noise),
         )
     yield Case(
         *("dequantize", bits, "nearest", 4 + code),

@@ -58,10 +58,10 @@ class Model:
 
     def step(self, text_BT: Tensor) -> Tensor:
         """Train on a batch; returns the activations at the cut."""
-        at_cut = self.lower(text_BT[:, :-1])
+        at_cut: Tensor = self.lower(text_BT[:, :-1])
         logits = self.upper(at_cut)
         loss = F.cross_entropy(logits.flatten(0, 1), text_BT[:, 1:].flatten())
-        loss.backward()
+        torch.autograd.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return at_cut.detach()
@@ -77,11 +77,11 @@ def batches(text: Tensor, count: int) -> Tensor:
 def visits(text: Tensor, steps: int) -> list[Tensor]:
     """Activations of the same samples, epoch by epoch, while training goes on."""
     model = Model()
-    for text_BT in batches(text, 16 * steps).split(16):
+    for text_BT in torch.split(batches(text, 16 * steps), 16):
         model.step(text_BT)
     for group in model.optimizer.param_groups:
         group["lr"] = 1e-4
-    samples = batches(text, SAMPLES).split(8)
+    samples = torch.split(batches(text, SAMPLES), 8)
     return [torch.cat([model.step(part) for part in samples]).flatten(1) for _ in range(EPOCHS)]
 
 
