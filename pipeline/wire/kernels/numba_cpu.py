@@ -15,19 +15,21 @@ from torch import Tensor
 
 from pipeline.wire.codec import Noise
 from pipeline.wire.kernels import Codes
+from pipeline.wire.kernels.block_ir import (
+    copy_planes,
+    fill_codes,
+    pack_block,
+    philox_block,
+    unpack_block,
+)
 from pipeline.wire.kernels.vector_ir import (
     LANES,
     apply_group,
     bits_of,
     compiled,
-    copy_planes,
     extremes,
-    fill_codes,
     float_of,
-    pack_block,
-    philox_block,
     quantize_group,
-    unpack_block,
 )
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
@@ -48,7 +50,7 @@ _STORED_AS = {
 }
 
 if binding.get_host_cpu_features().get("f16c") is False and "x86" in binding.get_process_triple():
-    raise ImportError('the numba kernels need a CPU with F16C; use kernels = "reference"')
+    raise ImportError('the numba kernels need a CPU with F16C; use backend = "reference"')
 
 
 def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:

@@ -67,7 +67,8 @@ def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tens
 
 def _grouped(x_BN: Tensor, group: int) -> Tensor:
     pad = -x_BN.shape[1] % group
-    return F.pad(x_BN, (0, pad)).reshape(x_BN.shape[0], -1, group)
+    groups = (x_BN.shape[1] + pad) // group
+    return F.pad(x_BN, (0, pad)).reshape(x_BN.shape[0], groups, group)
 
 
 def _scale(x_BKG: Tensor, bits: int, *, unbiased: bool) -> Tensor:
@@ -153,10 +154,10 @@ def _block_lanes(numel: int) -> list[int]:
 def _pack(code_BN: Tensor, bits: int) -> Tensor:
     rows, numel = code_BN.shape
     full = numel // _BLOCK * _BLOCK
-    parts = [_pack_blocks(code_BN[:, :full].reshape(rows, -1, _PLANES, _LANES), bits)]
+    parts = [_pack_blocks(code_BN[:, :full].reshape(rows, full // _BLOCK, _PLANES, _LANES), bits)]
     if numel > full:
         rest = F.pad(code_BN[:, full:], (0, -(numel - full) % _PLANES))
-        parts.append(_pack_blocks(rest.reshape(rows, 1, _PLANES, -1), bits))
+        parts.append(_pack_blocks(rest.reshape(rows, 1, _PLANES, rest.shape[1] // _PLANES), bits))
     return torch.cat(parts, 1)
 
 
@@ -175,12 +176,13 @@ def _pack_blocks(code_BK8L: Tensor, bits: int) -> Tensor:
 
 def _unpack(payload_BP: Tensor, bits: int, numel: int) -> Tensor:
     rows = payload_BP.shape[0]
-    full = numel // _BLOCK
+    full, rest = divmod(numel, _BLOCK)
     split = full * bits * _LANES
     blocks = payload_BP[:, :split].reshape(rows, full, bits, _LANES)
     parts = [_unpack_blocks(blocks, bits)]
-    if numel % _BLOCK:
-        parts.append(_unpack_blocks(payload_BP[:, split:].reshape(rows, 1, bits, -1), bits))
+    if rest:
+        lanes = -(-rest // _PLANES)
+        parts.append(_unpack_blocks(payload_BP[:, split:].reshape(rows, 1, bits, lanes), bits))
     return torch.cat(parts, 1)[:, :numel]
 
 

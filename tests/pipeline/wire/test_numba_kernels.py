@@ -182,6 +182,20 @@ def test_other_formats_and_strides_are_converted(dtype: torch.dtype) -> None:
     assert torch.equal(out, values.to(dtype))
 
 
+@pytest.mark.parametrize("shape", [(0, 64), (0, 1030), (2, 0)])
+def test_no_rows_and_no_values_are_fine(shape: tuple[int, int]) -> None:
+    rows_, numel = shape
+    payload = torch.empty(rows_, 4 * -(-numel // 8), dtype=torch.uint8)
+    codes = Codes(payload, torch.empty(rows_, -(-numel // 64), dtype=torch.bfloat16), 4, 64)
+    memory, out = torch.empty(shape).bfloat16(), torch.empty(shape)
+    for kernels in (REFERENCE, NUMBA):
+        kernels.quantize(torch.empty(shape), codes, noise=None)
+        kernels.dequantize(codes, out)
+        finite = kernels.delta_encode(out, memory, codes, memory, noise=None)
+        assert finite.shape == (rows_,)
+        assert kernels.delta_decode(codes, memory, memory, out).all()
+
+
 def test_threads_share_the_kernels() -> None:
     x = rows(50_000)
     expected = room(50_000, 4, 128, torch.bfloat16, 0)

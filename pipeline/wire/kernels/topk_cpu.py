@@ -1,0 +1,200 @@
+"""Exact top-k by magnitude on CPUs, and what sparse codecs do with it.
+
+A sample of the values gives a lower bound that a few more than k pass; one vector pass keeps those,
+a radix selection finds the k-th largest among them, and a second pass writes the bit mask and the
+chosen values. Magnitudes are compared as integers: fp32 bit patterns without their sign order
+alike, with NaN above all. Of equal magnitudes the first ones are taken.
+
+A mask holds value e in bit e % 8 of byte e // 8. Axes: N values, M = ceil(N / 8) mask bytes, k
+chosen values.
+"""
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from pipeline.wire.kernels.vector_ir import compiled
+
+_LANES = 16
+_SAMPLE, _STRIDE = 64, 64  # 64 neighbours are looked at, 63 times as many are skipped
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_WORDS, _FLAGS = ir.VectorType(_I32, _LANES), ir.VectorType(ir.IntType(1), _LANES)
+
+
+def select_top(x_N: Tensor, mask_M: Tensor, kept_k: Tensor) -> None:
+    """Mark and copy the k values of largest magnitude, in their order; fp32, contiguous.
+
+    Raises:
+        ValueError: k is larger than N.
+    """
+    if kept_k.numel() > x_N.numel():
+        raise ValueError(f"k = {kept_k.numel()}: there are only {x_N.numel()} values")
+    mask_M.zero_()
+    if kept_k.numel():
+        _select(_words(x_N), mask_M.numpy(), _words(kept_k))
+
+
+def place(mask_M: Tensor, kept_k: Tensor, out_N: Tensor) -> None:
+    """Write chosen values to their places and zero elsewhere; fp32, contiguous."""
+    out_N.zero_()
+    _place(mask_M.numpy(), _words(kept_k), _words(out_N))
+
+
+def _words(x_N: Tensor) -> Any:
+    return x_N.detach().numpy().view(np.uint32)
+
+
+def _chunk(b: Any, x: Any, bound: Any) -> tuple[Any, Any]:
+    """16 words at an address, and which of them have at least the bound's magnitude."""
+    words = b.load(b.inttoptr(x, ir.PointerType(_WORDS)), typ=_WORDS)
+    words.align = 4
+    magnitude = b.and_(words, ir.Constant(_WORDS, [0x7FFFFFFF] * _LANES))
+    first = b.insert_element(ir.Constant(_WORDS, ir.Undefined), bound, _I32(0))
+    bounds = b.shuffle_vector(first, first, ir.Constant(_WORDS, [0] * _LANES))
+    return words, b.icmp_unsigned(">=", magnitude, bounds)
+
+
+def _compress(b: Any, words: Any, chosen: Any, target: Any) -> Any:
+    """Store the chosen words end to end; returns how many they are."""
+    pointer = b.inttoptr(target, ir.PointerType(_I32))
+    name = f"llvm.masked.compressstore.v{_LANES}i32"
+    _call(b, name, ir.VoidType(), [words, pointer, chosen])
+    return b.zext(_call(b, "llvm.ctpop.i16", _I16, [b.bitcast(chosen, _I16)]), _I64)
+
+
+def _call(b: Any, name: str, result: Any, args: list[Any]) -> Any:
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), args)
+
+
+@intrinsic
+def _keep_large(typing: Any, x: Any, bound: Any, out: Any) -> Any:
+    """Store those of 16 words that reach the bound; returns their number. Addresses in bytes."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        words, chosen = _chunk(b, args[0], args[1])
+        return _compress(b, words, chosen, args[2])
+
+    return types.int64(types.uintp, types.uint32, types.uintp), codegen
+
+
+@intrinsic
+def _mark_large(typing: Any, x: Any, bound: Any, out: Any, mask: Any) -> Any:
+    """`_keep_large`, and two bytes of the mask."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        words, chosen = _chunk(b, args[0], args[1])
+        pointer = b.inttoptr(args[3], ir.PointerType(_I16))
+        b.store(b.bitcast(chosen, _I16), pointer).align = 1
+        return _compress(b, words, chosen, args[2])
+
+    return types.int64(types.uintp, types.uint32, types.uintp, types.uintp), codegen
+
+
+@njit
+def _sampled_bound(x: Any, k: Any) -> Any:
+    """A magnitude that, going by a sample, a few more than k words reach."""
+    counts, seen = np.zeros(2048, np.int64), 0
+    for start in range(0, x.size - _SAMPLE, _SAMPLE * _STRIDE):
+        for i in range(start, start + _SAMPLE):
+            counts[(x[i] & _MAGNITUDE) >> np.uint32(20)] += 1
+        seen += _SAMPLE
+    wanted = k * (seen / x.size)
+    wanted += 4 * np.sqrt(wanted) + 4
+    above = 0
+    for high in range(2047, -1, -1):
+        if above + counts[high] >= wanted:
+            part = 1.0 - (wanted - above) / counts[high]
+            return np.uint32((high << 20) + int(part * ((1 << 20) - 1)))
+        above += counts[high]
+    return np.uint32(0)
+
+
+@njit
+def _candidates(x: Any, bound: Any, found: Any) -> Any:
+    """Words that reach the bound, in order; returns their number."""
+    count, full = 0, x.size // _LANES * _LANES
+    source, target = x.ctypes.data, found.ctypes.data
+    for i in range(0, full, _LANES):
+        count += _keep_large(np.uintp(source + 4 * i), bound, np.uintp(target + 4 * count))
+    for i in range(full, x.size):
+        if x[i] & _MAGNITUDE >= bound:
+            found[count] = x[i]
+            count += 1
+    return count
+
+
+@njit
+def _kth_largest(words: Any, count: Any, k: Any) -> Any:
+    """The k-th largest magnitude of words[:count], which is reordered, and how often it counts.
+
+    Radix selection by 11, 10 and 10 bits; what is left after a digit moves to the front.
+    """
+    value, counts = np.uint32(0), np.empty(2048, np.int64)
+    for shift, mask in ((20, 2047), (10, 1023), (0, 1023)):
+        counts[:] = 0
+        for i in range(count):
+            counts[((words[i] & _MAGNITUDE) >> np.uint32(shift)) & np.uint32(mask)] += 1
+        digit = mask
+        while counts[digit] < k:
+            k -= counts[digit]
+            digit -= 1
+        left = 0
+        for i in range(count):
+            word = words[i]
+            words[left] = word
+            left += ((word & _MAGNITUDE) >> np.uint32(shift)) & np.uint32(mask) == digit
+        count = left
+        value |= np.uint32(digit << shift)
+    return value, k, count
+
+
+@njit
+def _mark(x: Any, bound: Any, ties: Any, mask: Any, kept: Any, start: Any, count: Any) -> Any:
+    """One by one: words above the bound, and the first `ties` that equal it."""
+    for i in range(start, x.size):
+        magnitude = x[i] & _MAGNITUDE
+        chosen = magnitude > bound
+        if magnitude == bound and ties > 0:
+            chosen = True
+            ties -= 1
+        if chosen:
+            mask[i // 8] |= np.uint8(1 << (i % 8))
+            kept[count] = x[i]
+            count += 1
+
+
+@compiled
+def _select(x: Any, mask: Any, kept: Any) -> Any:
+    k, found = kept.size, np.empty(x.size, np.uint32)
+    bound = _sampled_bound(x, k)
+    count = _candidates(x, bound, found)
+    if count < k:
+        count = _candidates(x, np.uint32(0), found)
+    bound, ties, equal = _kth_largest(found, count, k)
+    start, taken = 0, 0
+    if ties == equal:
+        start = x.size // _LANES * _LANES
+        source, target, flags = x.ctypes.data, kept.ctypes.data, mask.ctypes.data
+        for i in range(0, start, _LANES):
+            at = np.uintp(target + 4 * taken)
+            taken += _mark_large(np.uintp(source + 4 * i), bound, at, np.uintp(flags + i // 8))
+        ties = x.size
+    _mark(x, bound, ties, mask, kept, start, taken)
+
+
+@compiled
+def _place(mask: Any, kept: Any, out: Any) -> Any:
+    count = 0
+    for byte in range(mask.size):
+        flags = mask[byte]
+        if flags:
+            for i in range(8):
+                if flags >> np.uint8(i) & np.uint8(1):
+                    out[8 * byte + i] = kept[count]
+                    count += 1
