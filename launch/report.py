@@ -226,9 +226,9 @@ dd { margin: 0; overflow-wrap: anywhere; }
 _LOSS_WORDS = """The loss says how surprised the model is by the next token; lower is better. The
 thin line is every training step, the thick one their local mean. Discs are evaluations on text
 the model was not trained on, measured with uncompressed boundaries; open diamonds are the same
-evaluation with the compression of training left on. Where the two meet,
-compression does not disturb the model's predictions. A cross at the bottom marks a step whose
-update was skipped."""
+evaluation with compressed boundaries: sent as a sample's first visit is, since held-out text has
+been seen by no memory. Where the two meet, that compression does not disturb the model's
+predictions. A cross at the bottom marks a step whose update was skipped."""
 
 _BYTES_WORDS = """A cut is a place where one stage hands its activations to the next (forward) and
 gets gradients back (backward); it is named by the first layer after it. The dotted lines show what
