@@ -8,11 +8,15 @@ from aqsgd.delta import DeltaBoundary
 from aqsgd.memory import SampleMemory
 from pipeline.config import Bits, build_codec, build_uniform
 from pipeline.wire.cast import CastFormat
+from pipeline.wire.entropy import Coding
 from pipeline.wire.uniform import ScalePer
 
 
 class AqsgdConfig(BaseModel):
-    """`bits` per changed value. `first_visit` and `memory`: a float format or that many bits."""
+    """`bits` per changed value. `first_visit` and `memory`: a float format or that many bits.
+
+    `coding = "zstd"` shortens payloads; it pays where the link is slower than about 1 Gbit/s.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -22,7 +26,8 @@ class AqsgdConfig(BaseModel):
     scale_dtype: Literal["bf16", "fp32"] = "bf16"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     first_visit: CastFormat | Bits = 8
-    memory: Literal["fp32", "bf16", 8] = "bf16"
+    memory: Literal["fp32", "bf16", 4, 8] = "bf16"
+    coding: Coding = "none"
 
 
 def build_delta(config: AqsgdConfig, *, width: int, key: int) -> DeltaBoundary:

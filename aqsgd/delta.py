@@ -10,16 +10,30 @@ A payload is the rows of first visits, in order, then those of known samples, in
 Axes: B samples, T tokens, D channels, N = T * D values of a sample.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from aqsgd.memory import SampleMemory
 from pipeline.wire.codec import Codec, Noise
+from pipeline.wire.uniform import Uniform
 
 CODEC_ID = 32
+
+
+class _Part(NamedTuple):
+    """Some rows of a microbatch: which they are, their samples, and their bytes."""
+
+    rows: list[int]
+    ids_B: Tensor
+    wire_BW: Tensor
+
+    def one_by_one(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(row, id [1], bytes [1, W])."""
+        for i, row in enumerate(self.rows):
+            yield row, self.ids_B[i : i + 1], self.wire_BW[i : i + 1]
 
 
 class DeltaBoundary:
@@ -31,7 +45,9 @@ class DeltaBoundary:
 
     codec_id = CODEC_ID
 
-    def __init__(self, memory: SampleMemory, *, first_visit: Codec, delta: Codec, key: int) -> None:
+    def __init__(
+        self, memory: SampleMemory, *, first_visit: Codec, delta: Uniform, key: int
+    ) -> None:
         """`key` addresses the random numbers of stochastic codecs; it is the same at both ends."""
         self.memory = memory
         self._first_visit, self._delta, self._key = first_visit, delta, key
@@ -55,30 +71,37 @@ class DeltaBoundary:
 
     def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:
         """Fill `wire` and stage what the receiver will have seen."""
-        x_BN = x_BTD.detach().reshape(len(ids_B), -1).float()
-        known_B, memory_BN = self._recall(ids_B, x_BN.shape[1])
-        noise = Noise(self._key, step, ids_B)
-        target_BN = x_BN - memory_BN
-        seen_BN = torch.empty_like(x_BN)
-        for codec, rows_B, part in self._parts(wire, known_B, x_BN.shape[1]):
-            seen = torch.empty_like(x_BN[rows_B])
-            row_noise = Noise(noise.key, noise.step, ids_B[rows_B])
-            codec.encode(target_BN[rows_B], part, seen, noise=row_noise)
-            seen_BN[rows_B] = seen
-        self.memory.stage(ids_B, memory_BN + seen_BN)
+        x_BN = x_BTD.detach().reshape(len(ids_B), -1)
+        numel = x_BN.shape[1]
+        first, known = self._parts(ids_B, wire, numel)
+        if first.rows:
+            seen_BN = torch.empty(len(first.rows), numel)
+            noise = Noise(self._key, step, first.ids_B)
+            self._first_visit.encode(x_BN[first.rows], first.wire_BW, seen_BN, noise=noise)
+            self.memory.stage(first.ids_B, seen_BN)
+        for row, id_1, wire_1W in known.one_by_one():
+            visit, noise = self.memory.open(int(id_1), numel), Noise(self._key, step, id_1)
+            finite_1 = self._delta.encode_change(
+                x_BN[row : row + 1], visit.old_1N, wire_1W, visit.fresh_1N, noise=noise
+            )
+            self.memory.close(visit, keep=bool(finite_1))
 
     def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
         """Fill `out_BTD` with m + d and stage it."""
-        rows, numel = len(ids_B), out_BTD[0].numel()
-        known_B, memory_BN = self._recall(ids_B, numel)
-        change_BN = torch.empty(rows, numel)
-        for codec, rows_B, part in self._parts(wire, known_B, numel):
-            change = torch.empty(int(rows_B.sum()), numel)
-            codec.decode(part, change)
-            change_BN[rows_B] = change
-        value_BN = memory_BN + change_BN
-        out_BTD.copy_(value_BN.view_as(out_BTD))
-        self.memory.stage(ids_B, value_BN)
+        out_BN = out_BTD.view(len(ids_B), -1)
+        numel = out_BN.shape[1]
+        first, known = self._parts(ids_B, wire, numel)
+        if first.rows:
+            seen_BN = torch.empty(len(first.rows), numel)
+            self._first_visit.decode(first.wire_BW, seen_BN)
+            out_BN[first.rows] = seen_BN.to(out_BN.dtype)
+            self.memory.stage(first.ids_B, seen_BN)
+        for row, id_1, wire_1W in known.one_by_one():
+            visit = self.memory.open(int(id_1), numel)
+            finite_1 = self._delta.decode_change(
+                wire_1W, visit.old_1N, visit.fresh_1N, out_BN[row : row + 1]
+            )
+            self.memory.close(visit, keep=bool(finite_1))
 
     def finish_step(self, *, keep: bool) -> None:
         """Commit the step's values to memory, or forget them."""
@@ -95,23 +118,13 @@ class DeltaBoundary:
         """Restore the memory."""
         self.memory.load_state_dict(state)
 
-    def _recall(self, ids_B: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Which samples are known, and their memory in fp32; zero for the others."""
+    def _parts(self, ids_B: Tensor, wire: Tensor, numel: int) -> tuple[_Part, _Part]:
+        """First visits and known samples; the bytes of the former come first."""
         known_B = self.memory.known(ids_B)
-        memory_BN = torch.zeros(len(ids_B), numel)
-        memory_BN[known_B] = self.memory.read(ids_B[known_B], numel)
-        return known_B, memory_BN
-
-    def _parts(
-        self, wire: Tensor, known_B: Tensor, numel: int
-    ) -> list[tuple[Codec, Tensor, Tensor]]:
-        """(codec, which rows, their bytes [rows, W]) for first visits and for changes."""
-        parts: list[tuple[Codec, Tensor, Tensor]] = []
-        start = 0
+        parts, start = [], 0
         for codec, rows_B in ((self._first_visit, ~known_B), (self._delta, known_B)):
-            count, width = int(rows_B.sum()), codec.nbytes(numel)
-            if count:
-                part = wire[start : start + count * width].view(count, width)
-                parts.append((codec, rows_B, part))
-            start += count * width
-        return parts
+            rows, width = torch.nonzero(rows_B).flatten().tolist(), codec.nbytes(numel)
+            end = start + len(rows) * width
+            parts.append(_Part(rows, ids_B[rows], wire[start:end].view(len(rows), width)))
+            start = end
+        return parts[0], parts[1]

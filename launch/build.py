@@ -13,7 +13,7 @@ from gradcomp.sync import ReplicaSync
 from launch.config import BackwardConfig, ForwardConfig, RunConfig
 from pipeline.boundary import Boundary, Stateless, raw
 from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
-from pipeline.config import DirectConfig, build_codec, build_uniform
+from pipeline.config import DirectConfig, RawConfig, build_codec, build_uniform
 from pipeline.engine import EngineOptions, PipelineEngine
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
@@ -159,6 +159,7 @@ class _ChannelMaker:
             link=self._link(upper, lower, direction),
             boundaries=build_boundary(spec, width=self.config.model.width, key=key),
             run_id=self.run_id,
+            coding="none" if isinstance(spec, RawConfig) else spec.coding,
         )
 
     def _link(self, upper: int, lower: int, direction: int) -> Link:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pipeline.boundary import Boundary
 from pipeline.link import Link
-from pipeline.wire.header import HEADER_NBYTES, Header, crc32
+from pipeline.wire.entropy import CODING_IDS, Coding, check_coding, compress, expand
+from pipeline.wire.header import HEADER_NBYTES, Header, coding_and_length, crc32
 
 FORWARD, BACKWARD = 0, 1
 
@@ -30,6 +31,8 @@ class Channel:
     """Sends or receives the microbatches of one direction of the cut before layer `cut`.
 
     `boundaries` holds one boundary per mode it can run in; receivers get tensors of `dtype`.
+    Payloads are entropy-coded by `coding` where that makes them shorter, except in plain
+    evaluation.
     """
 
     cut: int
@@ -38,9 +41,13 @@ class Channel:
     boundaries: Mapping[Mode, Boundary]
     run_id: int
     dtype: torch.dtype = torch.float32
+    coding: Coding = "none"
     sent: Traffic = field(default_factory=Traffic)
     _mode: Mode = "train"
     _step: int = 0
+
+    def __post_init__(self) -> None:
+        check_coding(self.coding)
 
     def begin_pass(self, number: int, *, step: int, mode: Mode) -> None:
         """Start pass `number` of the run, as a part of optimizer step `step`."""
@@ -60,7 +67,9 @@ class Channel:
         length = self._boundary.nbytes(x_BTD.shape, ids_B)
         message = torch.empty(HEADER_NBYTES + length, dtype=torch.uint8)
         self._boundary.encode(x_BTD, ids_B, message[HEADER_NBYTES:], step=self._step)
-        self._header(microbatch, ids_B, length).write(message)
+        coding, message = self._shorten(message)
+        length = message.numel() - HEADER_NBYTES
+        self._header(microbatch, ids_B, length, coding).write(message)
         self.link.send(microbatch, message)
         self.sent.nbytes += message.numel()
         self.sent.messages += 1
@@ -72,12 +81,19 @@ class Channel:
         Raises:
             LinkError: the peer is gone.
             DesyncError: the message is not the expected one.
+            CodingError: its payload does not expand to the expected size.
         """
-        length = self._boundary.nbytes(shape_BTD, ids_B)
-        message = self.link.take(microbatch)[: HEADER_NBYTES + length]
-        self._header(microbatch, ids_B, length).check(message)
+        full = self._boundary.nbytes(shape_BTD, ids_B)
+        message = self.link.take(microbatch)
+        coding, length = self._form(message, full)
+        message = message[: HEADER_NBYTES + length]
+        self._header(microbatch, ids_B, length, coding).check(message)
+        payload = message[HEADER_NBYTES:]
+        if coding:
+            payload = torch.empty(full, dtype=torch.uint8)
+            expand(message[HEADER_NBYTES:], payload)
         out_BTD = torch.empty(shape_BTD, dtype=self.dtype)
-        self._boundary.decode(message[HEADER_NBYTES:], ids_B, out_BTD)
+        self._boundary.decode(payload, ids_B, out_BTD)
         return out_BTD
 
     def finish_step(self, *, keep: bool) -> None:
@@ -93,7 +109,25 @@ class Channel:
     def _boundary(self) -> Boundary:
         return self.boundaries[self._mode]
 
-    def _header(self, microbatch: int, ids_B: Tensor, length: int) -> Header:
+    def _shorten(self, message: Tensor) -> tuple[int, Tensor]:
+        """The id of the coding used, and the message with its payload in that form."""
+        if self.coding == "none" or self._mode == "eval":
+            return 0, message
+        coded = torch.empty_like(message)
+        length = compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:])
+        if length is None:
+            return 0, message
+        return CODING_IDS[self.coding], coded[: HEADER_NBYTES + length]
+
+    def _form(self, message: Tensor, full: int) -> tuple[int, int]:
+        """Coding and length to expect: the peer's, as far as its choice is free."""
+        own = CODING_IDS[self.coding]
+        coding, length = coding_and_length(message)
+        if coding != own or own == 0:
+            return 0, full
+        return coding, min(length, full)
+
+    def _header(self, microbatch: int, ids_B: Tensor, length: int, coding: int) -> Header:
         return Header(
             direction=self.direction,
             codec_id=self._boundary.codec_id,
@@ -104,4 +138,5 @@ class Channel:
             microbatch=microbatch,
             ids_crc=crc32(ids_B),
             length=length,
+            coding=coding,
         )

@@ -8,6 +8,7 @@ from pipeline.engine import Precision
 from pipeline.schedule import ScheduleName
 from pipeline.wire.cast import Cast, CastFormat
 from pipeline.wire.codec import Codec
+from pipeline.wire.entropy import Coding
 from pipeline.wire.uniform import ScalePer, Uniform
 
 Bits = Annotated[int, Field(ge=1, le=8)]
@@ -58,7 +59,10 @@ class RawConfig(BaseModel):
 
 
 class DirectConfig(BaseModel):
-    """Direct quantization: `bits` per value, no memory (the baseline of AQ-SGD)."""
+    """Direct quantization: `bits` per value, no memory (the baseline of AQ-SGD).
+
+    `coding = "zstd"` shortens payloads; it pays where the link is slower than about 1 Gbit/s.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,6 +71,7 @@ class DirectConfig(BaseModel):
     scale_per: ScalePer = "token"
     scale_dtype: Literal["bf16", "fp32"] = "bf16"
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    coding: Coding = "none"
 
 
 def build_codec(spec: CastFormat | int, width: int) -> Codec:

@@ -31,11 +31,16 @@ class Cast:
     @property
     def bits(self) -> int:
         """Bits per value."""
-        return 8 * _DTYPES[self.format].itemsize
+        return 8 * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The format's torch dtype."""
+        return _DTYPES[self.format]
 
     def nbytes(self, numel: int) -> int:
         """Exact bytes of a row of `numel` values."""
-        return numel * _DTYPES[self.format].itemsize
+        return numel * self.dtype.itemsize
 
     def encode(
         self,
@@ -46,7 +51,7 @@ class Cast:
         noise: Noise | None = None,
     ) -> None:
         """Write the rows' bytes; deterministic, so `noise` is not used."""
-        cast_BN = x_BN.to(_DTYPES[self.format]).contiguous()
+        cast_BN = x_BN.to(self.dtype).contiguous()
         wire_BW.copy_(cast_BN.view(torch.uint8).view(x_BN.shape[0], -1))
         if seen_BN is not None:
             seen_BN.copy_(cast_BN)
@@ -54,4 +59,4 @@ class Cast:
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
         """Write the rows' values; the clone aligns bytes that start anywhere in a message."""
         aligned_BW = wire_BW.clone(memory_format=torch.contiguous_format)
-        out_BN.copy_(aligned_BW.view(_DTYPES[self.format]).view(out_BN.shape))
+        out_BN.copy_(aligned_BW.view(self.dtype).view(out_BN.shape))

@@ -9,7 +9,7 @@ which tells the length that was meant, is checked before a byte is used. 48 byte
     4       1      direction: 0 forward, 1 backward
     5       1      codec id
     6       1      bits per value
-    7       1      reserved, 0
+    7       1      coding of the payload: 0 none, 1 zstd
     8       8      run id
     16      8      step
     24      4      cut: index of the first layer after it
@@ -28,8 +28,12 @@ from torch import Tensor
 
 HEADER_NBYTES = 48
 
-_LAYOUT = struct.Struct("<4sBBBxQQIIIIQ")
+_LAYOUT = struct.Struct("<4sBBBBQQIIIIQ")
 _MAGIC = b"TPW1"
+_NAMES = (
+    *("direction", "codec_id", "bits", "coding", "run_id", "step", "cut", "microbatch", "ids_crc"),
+    *("payload_crc", "length"),
+)
 _DIRECTIONS = ("forward", "backward")
 
 
@@ -50,6 +54,7 @@ class Header:
     microbatch: int
     ids_crc: int
     length: int
+    coding: int = 0
 
     def write(self, message: Tensor) -> None:
         """Fill the header of `message` (uint8: header, then payload) from the payload it holds."""
@@ -58,6 +63,7 @@ class Header:
             self.direction,
             self.codec_id,
             self.bits,
+            self.coding,
             self.run_id,
             self.step,
             self.cut,
@@ -77,8 +83,7 @@ class Header:
         fields = _LAYOUT.unpack(bytes(message[:HEADER_NBYTES].numpy()))
         if fields[0] != _MAGIC:
             raise DesyncError(f"{self._place()}: not a ThinPipe message (magic {fields[0]!r})")
-        names = ("direction", "codec_id", "bits", "run_id", "step", "cut", "microbatch", "ids_crc")
-        got = dict(zip((*names, "payload_crc", "length"), fields[1:], strict=True))
+        got = dict(zip(_NAMES, fields[1:], strict=True))
         wrong = [
             f"{name}: peer sent {got[name]}, expected {value}"
             for name, value in asdict(self).items()
@@ -92,6 +97,12 @@ class Header:
     def _place(self) -> str:
         direction = _DIRECTIONS[self.direction]
         return f"cut {self.cut} {direction}, step {self.step}, microbatch {self.microbatch}"
+
+
+def coding_and_length(message: Tensor) -> tuple[int, int]:
+    """What a message says about the form of its payload; nothing has been checked yet."""
+    got = dict(zip(_NAMES, _LAYOUT.unpack(bytes(message[:HEADER_NBYTES].numpy()))[1:], strict=True))
+    return got["coding"], got["length"]
 
 
 def crc32(values: Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.wire.codec import Noise
-from pipeline.wire.kernels import Backend, load_kernels
+from pipeline.wire.kernels import Backend, Codes, KernelSet, load_kernels
 
 ScalePer = Literal["token", "channel", "tensor"] | int
 
@@ -67,52 +67,98 @@ class Uniform:
         Raises:
             ValueError: stochastic without noise.
         """
-        if self.stochastic and noise is None:
-            raise ValueError("stochastic rounding needs noise: pass the key of the run and place")
-        rows, numel = x_BN.shape
-        group, split = self._group(numel), self._scale_nbytes(numel)
-        scale_BK = self._new_scales(rows, numel, x_BN.device)
-        payload_BP = wire_BW.new_empty(rows, wire_BW.shape[1] - split)
-        load_kernels(self.backend).quantize(
-            self._to_groups(x_BN),
-            payload_BP,
-            scale_BK,
-            bits=self.bits,
-            group=group,
-            noise=noise if self.stochastic else None,
-        )
-        wire_BW[:, :split] = scale_BK.view(torch.uint8)
-        wire_BW[:, split:] = payload_BP
+        codes = self._new_codes(x_BN, wire_BW)
+        self._kernels(x_BN).quantize(self._to_groups(x_BN), codes, noise=self._used(noise))
+        self._write_scales(codes, wire_BW)
         if seen_BN is not None:
-            self._dequantize(payload_BP, scale_BK, seen_BN)
+            self._dequantize(codes, seen_BN)
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
         """Write the rows' values."""
-        rows, numel = out_BN.shape
-        split = self._scale_nbytes(numel)
-        scale_BK = self._new_scales(rows, numel, out_BN.device)
-        scale_BK.view(torch.uint8).copy_(wire_BW[:, :split])
-        self._dequantize(wire_BW[:, split:], scale_BK, out_BN)
+        self._dequantize(self._received(wire_BW, out_BN), out_BN)
 
-    def _dequantize(self, payload_BP: Tensor, scale_BK: Tensor, out_BN: Tensor) -> None:
-        kernels, rows = load_kernels(self.backend), out_BN.shape[0]
-        group = self._group(out_BN.shape[1])
+    def encode_change(
+        self,
+        x_BN: Tensor,
+        memory_BN: Tensor,
+        wire_BW: Tensor,
+        fresh_BN: Tensor,
+        *,
+        noise: Noise | None,
+    ) -> Tensor:
+        """Encode x - memory and write what memory becomes to `fresh_BN`, in one pass.
+
+        The bytes and values are those of `encode` of the difference, and an addition in fp32.
+        Returns, bool [B], whether all of a row's new memory is finite.
+        """
+        if self.scale_per == "channel":
+            change_BN = x_BN.float() - memory_BN.float()
+            self.encode(change_BN, wire_BW, noise=noise)
+            return self.decode_change(wire_BW, memory_BN, fresh_BN, change_BN)
+        codes, used = self._new_codes(x_BN, wire_BW), self._used(noise)
+        finite_B = self._kernels(x_BN).delta_encode(x_BN, memory_BN, codes, fresh_BN, noise=used)
+        self._write_scales(codes, wire_BW)
+        return finite_B
+
+    def decode_change(
+        self, wire_BW: Tensor, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
+    ) -> Tensor:
+        """Write memory + change to `out_BN`, and to `fresh_BN` rounded to the memory's format.
+
+        Returns, bool [B], whether all of a row's new memory is finite.
+        """
+        if self.scale_per == "channel":
+            value_BN = torch.empty(out_BN.shape, device=out_BN.device)
+            self.decode(wire_BW, value_BN)
+            value_BN = memory_BN.float() + value_BN
+            out_BN.copy_(value_BN)
+            fresh_BN.copy_(value_BN)
+            return torch.isfinite(fresh_BN).all(1)
+        codes = self._received(wire_BW, out_BN)
+        return self._kernels(out_BN).delta_decode(codes, memory_BN, fresh_BN, out_BN)
+
+    def _used(self, noise: Noise | None) -> Noise | None:
+        if self.stochastic and noise is None:
+            raise ValueError("stochastic rounding needs noise: pass the key of the run and place")
+        return noise if self.stochastic else None
+
+    def _kernels(self, x_BN: Tensor) -> KernelSet:
+        return load_kernels(self.backend, x_BN.device)
+
+    def _new_codes(self, x_BN: Tensor, wire_BW: Tensor) -> Codes:
+        """Payload in place; scales beside the message, in which they may start at any byte."""
+        numel = x_BN.shape[1]
+        group, split = self._group(numel), self._scale_nbytes(numel)
+        scale_BK = torch.empty(
+            (x_BN.shape[0], -(-numel // group)),
+            dtype=_SCALE_DTYPES[self.scale_dtype],
+            device=x_BN.device,
+        )
+        return Codes(wire_BW[:, split:], scale_BK, self.bits, group)
+
+    def _received(self, wire_BW: Tensor, out_BN: Tensor) -> Codes:
+        codes = self._new_codes(out_BN, wire_BW)
+        codes.scale_BK.view(torch.uint8).copy_(wire_BW[:, : self._scale_nbytes(out_BN.shape[1])])
+        return codes
+
+    @staticmethod
+    def _write_scales(codes: Codes, wire_BW: Tensor) -> None:
+        scale_BS = codes.scale_BK.view(torch.uint8)
+        wire_BW[:, : scale_BS.shape[1]] = scale_BS
+
+    def _dequantize(self, codes: Codes, out_BN: Tensor) -> None:
         if self.scale_per != "channel":
-            kernels.dequantize(payload_BP, scale_BK, out_BN, bits=self.bits, group=group)
+            self._kernels(out_BN).dequantize(codes, out_BN)
             return
         turned_BN = torch.empty_like(out_BN)
-        kernels.dequantize(payload_BP, scale_BK, turned_BN, bits=self.bits, group=group)
-        out_BN.copy_(turned_BN.view(rows, -1, group).transpose(1, 2).flatten(1))
+        self._kernels(out_BN).dequantize(codes, turned_BN)
+        out_BN.copy_(turned_BN.view(out_BN.shape[0], -1, codes.group).transpose(1, 2).flatten(1))
 
     def _to_groups(self, x_BN: Tensor) -> Tensor:
         if self.scale_per != "channel":
             return x_BN
         assert self.width is not None
         return x_BN.reshape(x_BN.shape[0], -1, self.width).transpose(1, 2).flatten(1)
-
-    def _new_scales(self, rows: int, numel: int, device: torch.device) -> Tensor:
-        groups = -(-numel // self._group(numel))
-        return torch.empty(rows, groups, dtype=_SCALE_DTYPES[self.scale_dtype], device=device)
 
     def _scale_nbytes(self, numel: int) -> int:
         return -(-numel // self._group(numel)) * _SCALE_DTYPES[self.scale_dtype].itemsize

@@ -14,47 +14,81 @@ bf16 scales the product is exact in fp32, whatever the hardware fuses.
 
 Random numbers: Philox4x32-10 (Salmon et al., SC'11), key = `Noise.key`, counter = (128 * block +
 lane, row number low, row number high, step); the four words give 8 numbers of 16 bits, low half
-first: one per plane.
+first: one per plane. A value is rounded to 1/65536 of a step, then up if its random number carries:
+q = (rint(65536 * x / scale) + random) >> 16.
 """
 
-from typing import Literal, Protocol
+import importlib
+from typing import Literal, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from pipeline.wire.codec import Noise
-from pipeline.wire.kernels import reference
 
 BLOCK = 1024
 PLANES = 8
 
-Backend = Literal["auto", "reference"]
+Backend = Literal["auto", "reference", "numba", "triton"]
+
+_MODULES = {"reference": "reference", "numba": "numba_cpu", "triton": "triton_gpu"}
+
+
+class Codes(NamedTuple):
+    """Quantized rows: an output of the quantizing kernels, which fill the tensors, or an input.
+
+    Rows are contiguous, at any distance from each other. Scales are bf16 or fp32. K is
+    ceil(N / group) and P is bits * ceil(N / 8).
+    """
+
+    payload_BP: Tensor
+    scale_BK: Tensor
+    bits: int
+    group: int
 
 
 class KernelSet(Protocol):
     """Functions every backend offers; all outputs are preallocated and fully written.
 
-    Axes: B rows, N values, K = ceil(N / group) groups, P = bits * ceil(N / 8) payload bytes.
+    Axes: B rows, N values. Values are fp32, bf16 or fp16; so are memories.
     """
 
-    def quantize(
-        self,
-        x_BN: Tensor,
-        payload_BP: Tensor,
-        scale_BK: Tensor,
-        *,
-        bits: int,
-        group: int,
-        noise: Noise | None,
-    ) -> None:
-        """Write codes and scales (bf16 or fp32); rounds stochastically if `noise` is given."""
+    def quantize(self, x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
+        """Fill `codes`; rounds stochastically if `noise` is given."""
 
-    def dequantize(
-        self, payload_BP: Tensor, scale_BK: Tensor, out_BN: Tensor, *, bits: int, group: int
-    ) -> None:
+    def dequantize(self, codes: Codes, out_BN: Tensor) -> None:
         """Write the values that codes and scales stand for."""
 
+    def delta_encode(
+        self,
+        x_BN: Tensor,
+        memory_BN: Tensor,
+        codes: Codes,
+        fresh_BN: Tensor,
+        *,
+        noise: Noise | None,
+    ) -> Tensor:
+        """Quantize x - memory and write memory + change, in the memory's format, to `fresh_BN`.
 
-def load_kernels(backend: Backend) -> KernelSet:
-    """Return the backend's functions; "auto" takes the fastest one there is."""
-    kernels: dict[str, KernelSet] = {"auto": reference, "reference": reference}
-    return kernels[backend]
+        `fresh_BN` may be `memory_BN`. Returns, bool [B], whether all of a row's new memory is
+        finite.
+        """
+
+    def delta_decode(
+        self, codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
+    ) -> Tensor:
+        """The receiver's side: also writes memory + change, not rounded to memory, to `out_BN`."""
+
+
+def load_kernels(backend: Backend, device: torch.device) -> KernelSet:
+    """Return a backend's functions; "auto" is triton on CUDA, numba on CPUs, else the reference.
+
+    Raises:
+        ImportError: the backend is not installed.
+    """
+    if backend == "auto":
+        chosen = {"cuda": "triton", "cpu": "numba"}.get(device.type, "reference")
+    else:
+        chosen = backend
+    module = importlib.import_module(f"pipeline.wire.kernels.{_MODULES[chosen]}")
+    return cast(KernelSet, module)

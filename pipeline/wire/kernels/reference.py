@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.wire.codec import Noise
+from pipeline.wire.kernels import Codes
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from pipeline.wire import kernels
@@ -21,16 +22,9 @@ _MASK32 = 0xFFFFFFFF
 _SMALLEST_NORMAL = 2.0**-126
 
 
-def quantize(
-    x_BN: Tensor,
-    payload_BP: Tensor,
-    scale_BK: Tensor,
-    *,
-    bits: int,
-    group: int,
-    noise: Noise | None,
-) -> None:
-    """Write codes and scales of `x_BN`; see `KernelSet.quantize`."""
+def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
+    """Fill `codes`; see `KernelSet.quantize`."""
+    payload_BP, scale_BK, bits, group = codes
     x_BKG = _grouped(x_BN.float(), group)
     scale = _scale(x_BKG, bits, unbiased=noise is not None)
     scale_BK.copy_(_round_up_bf16(scale) if scale_BK.dtype == torch.bfloat16 else scale)
@@ -44,14 +38,31 @@ def quantize(
     payload_BP.copy_(_pack(code_BN, bits))
 
 
-def dequantize(
-    payload_BP: Tensor, scale_BK: Tensor, out_BN: Tensor, *, bits: int, group: int
-) -> None:
+def dequantize(codes: Codes, out_BN: Tensor) -> None:
     """Write the values of codes and scales; see `KernelSet.dequantize`."""
-    code_BN = _unpack(payload_BP, bits, out_BN.shape[1])
-    q_BKG = _grouped(code_BN.float() - (1 << (bits - 1)), group)
-    value_BKG = q_BKG * scale_BK.float().unsqueeze(-1)
+    code_BN = _unpack(codes.payload_BP, codes.bits, out_BN.shape[1])
+    q_BKG = _grouped(code_BN.float() - (1 << (codes.bits - 1)), codes.group)
+    value_BKG = q_BKG * codes.scale_BK.float().unsqueeze(-1)
     out_BN.copy_(value_BKG.flatten(1)[:, : out_BN.shape[1]])
+
+
+def delta_encode(
+    x_BN: Tensor, memory_BN: Tensor, codes: Codes, fresh_BN: Tensor, *, noise: Noise | None
+) -> Tensor:
+    """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
+    change_BN = x_BN.float() - memory_BN.float()
+    quantize(change_BN, codes, noise=noise)
+    return delta_decode(codes, memory_BN, fresh_BN, torch.empty_like(change_BN))
+
+
+def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
+    """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
+    change_BN = torch.empty(out_BN.shape, device=out_BN.device)
+    dequantize(codes, change_BN)
+    value_BN = memory_BN.float() + change_BN
+    out_BN.copy_(value_BN)
+    fresh_BN.copy_(value_BN)
+    return torch.isfinite(fresh_BN).all(1)
 
 
 def _grouped(x_BN: Tensor, group: int) -> Tensor:
@@ -70,30 +81,32 @@ def _scale(x_BKG: Tensor, bits: int, *, unbiased: bool) -> Tensor:
     high, low = x_BKG.amax(-1).clamp_min(0), (-x_BKG.amin(-1)).clamp_min(0)
     large, small = torch.maximum(high, low), torch.minimum(high, low)
     if unbiased:
-        step = torch.maximum(large / half, small / (half - 1))
+        step = torch.maximum(_divide(large, half), _divide(small, half - 1))
     elif bits <= 2:
-        step = large / half
+        step = _divide(large, half)
     else:
-        step = torch.maximum(large / (half + 0.5), small / (half - 0.5))
-    step = torch.where(
-        step >= _SMALLEST_NORMAL, step, torch.where(step < _SMALLEST_NORMAL, 0.0, step)
-    )
+        step = torch.maximum(_divide(large, half + 0.5), _divide(small, half - 0.5))
     step = torch.where(torch.isfinite(step), step, torch.nan)
-    return torch.where(high > low, -step, step)
+    step = torch.where(step < _SMALLEST_NORMAL, 0.0, step)
+    return torch.where((high > low) & (step > 0), -step, step)
+
+
+def _divide(value_BK: Tensor, divisor: float) -> Tensor:
+    """A true division: torch on CUDA multiplies by the reciprocal of a number."""
+    return value_BK / torch.full_like(value_BK, divisor)
 
 
 def _round_up_bf16(scale_BK: Tensor) -> Tensor:
     """Round magnitudes up to bf16, so that the group's extremes stay inside the range."""
-    word = scale_BK.view(torch.int32)
-    up = ((word.to(torch.int64) + 0xFFFF) >> 16 << 16).to(torch.int32).view(torch.float32)
-    rounded = torch.where(torch.isfinite(scale_BK) & torch.isfinite(up), up, torch.nan)
-    return rounded.to(torch.bfloat16)
+    word = scale_BK.view(torch.int32).to(torch.int64)
+    up = ((word + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(torch.isfinite(scale_BK) & torch.isfinite(up), up, torch.nan)
 
 
 def _round_stochastic(y_BN: Tensor, noise: Noise) -> Tensor:
-    floor = y_BN.floor()
-    up = (y_BN - floor) * 65536.0 > uniform16(noise, y_BN.shape[1]).to(y_BN.dtype)
-    return floor + up
+    """Round to 1 / 65536 of a step, then up with the probability that what is left over says."""
+    fixed_BN = (y_BN * 65536.0).round().to(torch.int64)
+    return (fixed_BN + uniform16(noise, y_BN.shape[1])) >> 16
 
 
 def uniform16(noise: Noise, numel: int) -> Tensor:

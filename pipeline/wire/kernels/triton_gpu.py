@@ -1,0 +1,391 @@
+"""The kernels on CUDA, in Triton: same bytes as the reference.
+
+A first launch finds the scales, 1024 values per program; a second one makes the codes, one block
+per program as a tile of 8 planes and 128 lanes. The last, shorter block of a row is a launch of its
+own, so that full blocks have constant strides and unmasked, vectorized loads.
+
+Products and sums must round once each on every device: launches say `enable_fp_fusion=False`.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pipeline.wire.codec import Noise
+from pipeline.wire.kernels import Codes
+
+if TYPE_CHECKING:  # a backend that drifts fails the type check
+    from pipeline.wire import kernels
+    from pipeline.wire.kernels import KernelSet
+
+_BLOCK = 1024
+_INFINITY = tl.constexpr(0x7F800000)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_NOT_A_NUMBER = tl.constexpr(0x7FC00000)
+
+
+def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
+    """Fill `codes`; see `KernelSet.quantize`."""
+    _encode(x_BN, None, codes, None, noise)
+
+
+def dequantize(codes: Codes, out_BN: Tensor) -> None:
+    """Write the values of codes and scales; see `KernelSet.dequantize`."""
+    _decode(codes, None, None, out_BN)
+
+
+def delta_encode(
+    x_BN: Tensor, memory_BN: Tensor, codes: Codes, fresh_BN: Tensor, *, noise: Noise | None
+) -> Tensor:
+    """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
+    return _encode(x_BN, memory_BN, codes, fresh_BN, noise)
+
+
+def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
+    """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
+    return _decode(codes, memory_BN, fresh_BN, out_BN)
+
+
+def _encode(
+    x_BN: Tensor,
+    memory_BN: Tensor | None,
+    codes: Codes,
+    fresh_BN: Tensor | None,
+    noise: Noise | None,
+) -> Tensor:
+    payload_BP, scale_BK, bits, group = codes
+    rows, numel = x_BN.shape
+    m_BN = x_BN if memory_BN is None else memory_BN
+    chunk = min(_BLOCK, triton.next_power_of_2(group))
+    finite_B = torch.ones(rows, dtype=torch.int32, device=x_BN.device)
+    flags = {"BITS": bits, "GROUP": group, "DELTA": memory_BN is not None}
+    flags["STOCHASTIC"] = noise is not None
+    grid = (triton.cdiv(scale_BK.shape[1], _BLOCK // chunk), rows)
+    strides = (x_BN.stride(0), m_BN.stride(0), scale_BK.stride(0))
+    if rows and numel:
+        _scale_kernel[grid](
+            x_BN, m_BN, scale_BK, numel, *strides, CHUNK=chunk, **flags, enable_fp_fusion=False
+        )
+    f_BN = m_BN if fresh_BN is None else fresh_BN
+    key, step, row_B = _words(noise, finite_B)
+    for first, count, full in _launches(rows, numel):
+        _encode_kernel[(count, rows)](
+            *(x_BN, m_BN, scale_BK, payload_BP, f_BN, finite_B, row_B),
+            *(first, numel, *strides, payload_BP.stride(0), f_BN.stride(0), key, step),
+            **flags,
+            FULL=full,
+            enable_fp_fusion=False,
+        )
+    return finite_B.bool()
+
+
+def _decode(
+    codes: Codes, memory_BN: Tensor | None, fresh_BN: Tensor | None, out_BN: Tensor
+) -> Tensor:
+    payload_BP, scale_BK, bits, group = codes
+    rows, numel = out_BN.shape
+    m_BN = out_BN if memory_BN is None else memory_BN
+    f_BN = m_BN if fresh_BN is None else fresh_BN
+    finite_B = torch.ones(rows, dtype=torch.int32, device=out_BN.device)
+    tensors = (payload_BP, scale_BK, m_BN, f_BN, out_BN)
+    strides = [tensor.stride(0) for tensor in tensors]
+    for first, count, full in _launches(rows, numel):
+        _decode_kernel[(count, rows)](
+            *(*tensors, finite_B, first, numel, *strides),
+            BITS=bits,
+            GROUP=group,
+            DELTA=memory_BN is not None,
+            FULL=full,
+            enable_fp_fusion=False,
+        )
+    return finite_B.bool()
+
+
+def _launches(rows: int, numel: int) -> list[tuple[int, int, bool]]:
+    """(first block, number of blocks, whether they are full) of each launch."""
+    full = numel // _BLOCK
+    launches = [(0, full, True), (full, int(numel % _BLOCK > 0), False)]
+    return [launch for launch in launches if launch[1] and rows]
+
+
+def _words(noise: Noise | None, unused_B: Tensor) -> tuple[int, int, Tensor]:
+    """Key and step as signed integers, and the row numbers."""
+    if noise is None:
+        return 0, 0, unused_B
+    row_B = noise.row_B.to(device=unused_B.device, dtype=torch.int64).contiguous()
+    return _signed(noise.key, 64), _signed(noise.step, 32), row_B
+
+
+def _signed(number: int, bits: int) -> int:
+    wrapped = number & ((1 << bits) - 1)
+    return wrapped - (wrapped >> (bits - 1) << bits)
+
+
+@triton.jit
+def _difference(x_ptr, m_ptr, place, mask, DELTA: tl.constexpr):
+    """Values at `place` = offsets in x and in m, less the memory."""
+    value = tl.load(x_ptr + place[0], mask, other=0.0).to(tl.float32)
+    if DELTA:
+        value = value - tl.load(m_ptr + place[1], mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _group_step(high, low, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, FP32: tl.constexpr):
+    """Bits of the signed step from the bits of the group's extremes; see `reference._scale`."""
+    HALF: tl.constexpr = 2.0 ** (BITS - 1)
+    largest = tl.maximum(high, low)
+    large = largest.to(tl.float32, bitcast=True)
+    small = tl.minimum(high, low).to(tl.float32, bitcast=True)
+    one = tl.full(large.shape, 1.0, tl.float32)
+    if STOCHASTIC:
+        step = tl.maximum(tl.div_rn(large, one * HALF), tl.div_rn(small, one * (HALF - 1)))
+    elif BITS <= 2:
+        step = tl.div_rn(large, one * HALF)
+    else:
+        step = tl.maximum(
+            tl.div_rn(large, one * (HALF + 0.5)), tl.div_rn(small, one * (HALF - 0.5))
+        )
+    word = step.to(tl.int32, bitcast=True)
+    if not FP32:
+        word = (word.to(tl.int64) + 0xFFFF >> 16 << 16).to(tl.int32)
+    bad = (largest >= _INFINITY) | (word >= _INFINITY)
+    signed = tl.where(high > low, word | -2147483648, word)
+    kept = tl.where(word < 0x00800000, 0, signed)
+    return tl.where(bad, _NOT_A_NUMBER, kept)
+
+
+@triton.jit
+def _scale_kernel(
+    x_ptr,
+    m_ptr,
+    scale_ptr,
+    numel,
+    x_row,
+    m_row,
+    scale_row,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DELTA: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    GROUPS: tl.constexpr = 1024 // CHUNK
+    FP32: tl.constexpr = scale_ptr.dtype.element_ty == tl.float32
+    row = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    high = tl.zeros((GROUPS,), tl.int32)
+    low = tl.zeros((GROUPS,), tl.int32)
+    for start in range(0, GROUP, CHUNK):
+        inside = start + tl.arange(0, CHUNK)[None, :]
+        offset = group[:, None] * GROUP + inside
+        mask = (inside < GROUP) & (offset < numel)
+        place = (row * x_row + offset, row * m_row + offset)
+        word = _difference(x_ptr, m_ptr, place, mask, DELTA).to(tl.int32, bitcast=True)
+        high = tl.maximum(high, tl.max(word, axis=1))
+        low = tl.maximum(low, tl.max(tl.where(word < 0, word & _MAGNITUDE, 0), axis=1))
+    step = _group_step(high, low, BITS, STOCHASTIC, FP32)
+    if FP32:
+        stored = step.to(tl.float32, bitcast=True)
+    else:
+        stored = (step >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    tl.store(scale_ptr + row * scale_row + group, stored, mask=group * GROUP < numel)
+
+
+@triton.jit
+def _block_offsets(block, numel, FULL: tl.constexpr):
+    """(offset [8, 128], which are values, which lanes are bytes, lanes) of a block."""
+    plane = tl.arange(0, 8)[:, None]
+    lane = tl.arange(0, 128)[None, :]
+    first = block * 1024
+    if FULL:
+        every = tl.full((8, 128), 1, tl.int1)
+        return first + plane * 128 + lane, every, tl.full((1, 128), 1, tl.int1), 128
+    else:
+        lanes = (numel - first + 7) // 8
+        offset = first + plane * lanes + lane
+        return offset, (lane < lanes) & (offset < numel), lane < lanes, lanes
+
+
+@triton.jit
+def _load_step(scale_ptr, offset, mask):
+    step = tl.load(scale_ptr + offset, mask, other=0.0).to(tl.float32)
+    return tl.where(step == step, step, float("nan"))
+
+
+@triton.jit
+def _round(value):
+    """To the nearest integer, ties to even, for magnitudes up to 2^23."""
+    shift = tl.where(value < 0, -8388608.0, 8388608.0)
+    return ((value + shift) - shift).to(tl.int32)
+
+
+@triton.jit
+def _random(block, row, key, step):
+    """Random numbers of a block, int32 [8, 128]: plane p is half p % 2 of word p // 2."""
+    zero = tl.zeros((128,), tl.uint32)
+    counter = (block * 128 + tl.arange(0, 128)).to(tl.uint32)
+    low, high = zero + row.to(tl.uint32), zero + (row >> 32).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(
+        key.to(tl.uint64, bitcast=True), counter, low, high, zero + step.to(tl.uint32), 10
+    )
+    plane = tl.arange(0, 8)[:, None]
+    first = tl.where(plane < 2, w0[None, :], w1[None, :])
+    second = tl.where(plane < 6, w2[None, :], w3[None, :])
+    word = tl.where(plane < 4, first, second)
+    return tl.where(plane % 2 == 0, word & 0xFFFF, word >> 16).to(tl.int32)
+
+
+@triton.jit
+def _pack_field(
+    code,
+    base,
+    lanes,
+    bytes_mask,
+    WIDTH: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Store a field of `WIDTH` bits as `WIDTH` rows of bytes."""
+    PARTS: tl.constexpr = 8 // WIDTH
+    part = tl.arange(0, PARTS)[:, None, None]
+    field = tl.reshape((code >> SHIFT) & ((1 << WIDTH) - 1), (PARTS, WIDTH, 128))
+    packed = tl.sum(field << (part * WIDTH), axis=0)
+    row = SHIFT + tl.arange(0, WIDTH)[:, None]
+    place = base + row * lanes + tl.arange(0, 128)[None, :]
+    tl.store(place, packed.to(tl.uint8), mask=tl.broadcast_to(bytes_mask, (WIDTH, 128)))
+
+
+@triton.jit
+def _unpack_field(base, lanes, bytes_mask, WIDTH: tl.constexpr, SHIFT: tl.constexpr):
+    plane = tl.arange(0, 8)[:, None]
+    row = SHIFT + plane % WIDTH
+    place = base + row * lanes + tl.arange(0, 128)[None, :]
+    packed = tl.load(place, mask=tl.broadcast_to(bytes_mask, (8, 128)), other=0).to(tl.int32)
+    return ((packed >> (plane // WIDTH * WIDTH)) & ((1 << WIDTH) - 1)) << SHIFT
+
+
+@triton.jit
+def _store_value(pointer, value, mask):
+    """Store in the pointer's format; returns the bits, as fp32, of the magnitude stored.
+
+    bf16 is rounded by hand: the interpreter truncates.
+    """
+    word = value.to(tl.int32, bitcast=True)
+    if pointer.dtype.element_ty == tl.bfloat16:
+        short = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
+        tl.store(pointer, short.to(tl.int16).to(tl.bfloat16, bitcast=True), mask)
+        word = short << 16
+    else:
+        stored = value.to(pointer.dtype.element_ty)
+        tl.store(pointer, stored, mask)
+        word = stored.to(tl.float32).to(tl.int32, bitcast=True)
+    return word & _MAGNITUDE
+
+
+@triton.jit
+def _store_fresh(fresh_ptr, finite_ptr, row, place, value, mask):
+    stored = _store_value(fresh_ptr + place, value, mask)
+    worst = tl.max(tl.max(tl.where(mask, stored, 0), axis=1), axis=0)
+    tl.store(finite_ptr + row, 0, mask=worst >= _INFINITY)
+
+
+@triton.jit(do_not_specialize=["first", "key", "step"])
+def _encode_kernel(
+    x_ptr,
+    m_ptr,
+    scale_ptr,
+    payload_ptr,
+    fresh_ptr,
+    finite_ptr,
+    row_ptr,
+    first,
+    numel,
+    x_row,
+    m_row,
+    scale_row,
+    payload_row,
+    fresh_row,
+    key,
+    step,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DELTA: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    HALF: tl.constexpr = 1 << (BITS - 1)
+    block, row = first + tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    offset, mask, bytes_mask, lanes = _block_offsets(block, numel, FULL)
+    place = (row * x_row + offset, row * m_row + offset)
+    scale = _load_step(scale_ptr, row * scale_row + offset // GROUP, mask)
+    usable = tl.abs(scale) > 0.0
+    one = tl.full(scale.shape, 1.0, tl.float32)
+    inverse = tl.div_rn(one, tl.where(usable, scale, 1.0))
+    scaled = tl.where(usable, _difference(x_ptr, m_ptr, place, mask, DELTA) * inverse, 0.0)
+    if STOCHASTIC:
+        random = _random(block, tl.load(row_ptr + row), key, step)
+        level = (_round(scaled * 65536.0) + random) >> 16
+    else:
+        level = _round(scaled)
+    level = tl.minimum(tl.maximum(level, -HALF), HALF - 1)
+    if DELTA:
+        memory = tl.load(m_ptr + place[1], mask, other=0.0).to(tl.float32)
+        value = memory + level.to(tl.float32) * scale
+        _store_fresh(fresh_ptr, finite_ptr, row, row * fresh_row + offset, value, mask)
+    code = tl.where(mask, level + HALF, 0)
+    base = payload_ptr + row * payload_row + block * (128 * BITS)
+    if BITS == 8:
+        _pack_field(code, base, lanes, bytes_mask, 8, 0)
+    if BITS & 4:
+        _pack_field(code, base, lanes, bytes_mask, 4, 0)
+    if BITS & 2:
+        _pack_field(code, base, lanes, bytes_mask, 2, BITS & 4)
+    if BITS & 1:
+        _pack_field(code, base, lanes, bytes_mask, 1, BITS & 6)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _decode_kernel(
+    payload_ptr,
+    scale_ptr,
+    m_ptr,
+    fresh_ptr,
+    out_ptr,
+    finite_ptr,
+    first,
+    numel,
+    payload_row,
+    scale_row,
+    m_row,
+    fresh_row,
+    out_row,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DELTA: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    block, row = first + tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    offset, mask, bytes_mask, lanes = _block_offsets(block, numel, FULL)
+    base = payload_ptr + row * payload_row + block * (128 * BITS)
+    code = tl.zeros((8, 128), tl.int32)
+    if BITS == 8:
+        code = _unpack_field(base, lanes, bytes_mask, 8, 0)
+    if BITS & 4:
+        code = _unpack_field(base, lanes, bytes_mask, 4, 0)
+    if BITS & 2:
+        code |= _unpack_field(base, lanes, bytes_mask, 2, BITS & 4)
+    if BITS & 1:
+        code |= _unpack_field(base, lanes, bytes_mask, 1, BITS & 6)
+    scale = _load_step(scale_ptr, row * scale_row + offset // GROUP, mask)
+    value = (code - (1 << (BITS - 1))).to(tl.float32) * scale
+    if DELTA:
+        value = tl.load(m_ptr + row * m_row + offset, mask, other=0.0).to(tl.float32) + value
+        _store_fresh(fresh_ptr, finite_ptr, row, row * fresh_row + offset, value, mask)
+    _store_value(out_ptr + row * out_row + offset, value, mask)
+
+
+if TYPE_CHECKING:
+    _checked: KernelSet = kernels.triton_gpu

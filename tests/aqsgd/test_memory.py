@@ -1,0 +1,67 @@
+"""Memories change at commit, and only there."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from aqsgd.memory import SampleMemory
+from pipeline.wire.cast import Cast
+from pipeline.wire.uniform import Uniform
+
+CODECS = [Cast("fp32"), Cast("bf16"), Uniform(8, 64), Uniform(4, 64)]
+IDS = torch.tensor([3, 8])
+
+
+def filled(codec: Any) -> SampleMemory:
+    memory = SampleMemory(codec)
+    memory.stage(IDS, torch.arange(256.0).view(2, 128))
+    memory.commit()
+    return memory
+
+
+def visit(memory: SampleMemory, sample: int, value: float, *, keep: bool = True) -> None:
+    opened = memory.open(sample, 128)
+    opened.fresh_1N.fill_(value)
+    memory.close(opened, keep=keep)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_visit_is_visible_after_commit(codec: Any) -> None:
+    memory = filled(codec)
+    before = memory.read(IDS, 128)
+    visit(memory, 8, 5.0)
+    assert torch.equal(memory.open(8, 128).old_1N.float(), before[1:])
+    assert torch.equal(memory.read(IDS, 128), before)
+    memory.commit()
+    after = memory.read(IDS, 128)
+    assert torch.equal(after[0], before[0])
+    torch.testing.assert_close(after[1], torch.full((128,), 5.0), rtol=0.07, atol=0)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_visit_that_is_not_kept_or_a_step_that_is_discarded_changes_nothing(codec: Any) -> None:
+    memory = filled(codec)
+    before = memory.digest()
+    visit(memory, 3, 5.0, keep=False)
+    memory.commit()
+    visit(memory, 3, 6.0)
+    memory.discard()
+    memory.commit()
+    assert memory.digest() == before
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_rows_that_are_filled_again_belong_to_one_sample(codec: Any) -> None:
+    memory = filled(codec)
+    for step in range(1, 5):
+        for sample in IDS.tolist():
+            visit(memory, sample, float(10 * step + sample))
+        memory.commit()
+        expected = torch.tensor([[10.0 * step + 3], [10.0 * step + 8]]).expand(2, 128)
+        torch.testing.assert_close(memory.read(IDS, 128), expected, rtol=0.07, atol=0)
+
+
+def test_a_visit_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"sample 3 .* length changed"):
+        filled(Cast("bf16")).open(3, 64)
