@@ -1,0 +1,111 @@
+"""What benchmarks share: where a number comes from, JSON lines, quantiles, tables."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.handshake import versions
+
+_ROOT = Path(__file__).parent.parent
+
+
+def environment() -> dict[str, Any]:
+    """Revision of this repository, versions, hardware and time: part of every record."""
+    return {
+        "revision": _revision(),
+        "versions": versions(),
+        "hardware": {
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        },
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+class Records:
+    """Appends a benchmark's results to a file of JSON lines; without a path they are dropped.
+
+    Every line holds `config`, `environment` and `result`, so that it can be read alone.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """`path` must be new or empty.
+
+        Raises:
+            ValueError: it holds the results of an earlier run.
+        """
+        if path is not None and path.exists() and path.stat().st_size > 0:
+            raise ValueError(f"{path} already holds results; remove it or name another file")
+        self._path, self._environment = path, environment()
+
+    def add(self, config: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+        """Append one result; the file is complete after every call."""
+        if self._path is None:
+            return
+        record = {"config": config, "environment": self._environment, "result": result}
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """20, 50 and 80 % quantiles, interpolated between the values.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("values = []: quantiles need at least one measurement")
+    if len(values) == 1:
+        return dict.fromkeys(("p20", "p50", "p80"), values[0])
+    cuts = statistics.quantiles(values, n=10, method="inclusive")
+    return {"p20": cuts[1], "p50": cuts[4], "p80": cuts[7]}
+
+
+def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows as a Markdown table with aligned columns: the first to the left, numbers to the right.
+
+    Raises:
+        ValueError: a row has not as many cells as there are heads.
+    """
+    for row in rows:
+        if len(row) != len(heads):
+            raise ValueError(f"row {list(row)} has {len(row)} cells for {len(heads)} columns")
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    left, *right = ["-" * (width + 1) for width in widths]
+    rule = "|" + "|".join([f":{left}", *(f"{dashes}:" for dashes in right)]) + "|"
+    return "\n".join([_row(heads, widths), rule, *(_row(row, widths) for row in rows)])
+
+
+def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first, *rest = zip(cells, widths, strict=True)
+    padded = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in rest)]
+    return "| " + " | ".join(padded) + " |"
+
+
+def _revision() -> str:
+    """Commit, with a mark when the tree differs from it; "unknown" outside a checkout."""
+    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=10"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
