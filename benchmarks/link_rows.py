@@ -28,7 +28,8 @@ class Row:
     data at 0.956 of their rate (the rest is headers). `utilization` is the data through the busiest
     uplink over what it could carry in a step; `wire_bytes` is what all stages sent in one.
     `encode_s` and `decode_s` are for activations and gradients. `probe` is achieved over nominal
-    rate of an empty link, `load` the load average over a minute before the run.
+    rate of an empty link, `load` the load average over a minute before the run. `keep_window`
+    is whether TCP was told not to start slowly after a pause.
     """
 
     form: str
@@ -49,6 +50,7 @@ class Row:
     decode_s: tuple[float, float]
     probe: float | None
     load: float
+    keep_window: bool
     unthrottled_tokens_per_s: float | None = None
     fp32_tokens_per_s: float | None = None
 
@@ -61,6 +63,7 @@ class Circumstances:
     delay_s: float
     probe: float | None
     load: float
+    keep_window: bool = False
 
 
 class _Mailbox:
@@ -166,6 +169,7 @@ def make_row(
         decode_s=(messages[0].decode_s, messages[1].decode_s),
         probe=at.probe,
         load=at.load,
+        keep_window=at.keep_window,
     )
 
 

@@ -59,7 +59,8 @@ def measure_network(plan: Plan, stages: int, messages: dict[Method, Messages]) -
     rows = []
     for ranks in zip(*by_rank, strict=True):
         method = by_name[ranks[0].method]
-        at = Circumstances(stages, plan.delay_s, probes[ranks[0].rate_bps], load)
+        probe = probes[ranks[0].rate_bps]
+        at = Circumstances(stages, plan.delay_s, probe, load, keep_window=plan.keep_window)
         rows.append(make_row(method, ranks, plan.shape, messages[method], at))
     return rows
 
@@ -112,6 +113,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each row")
     parser.add_argument("--full", action="store_true", help="2, 4 and 8 stages, four rates")
+    parser.add_argument(
+        "--keep-window",
+        action="store_true",
+        help="hosts with net.ipv4.tcp_slow_start_after_idle = 0; matters where there is a delay",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--figure", type=Path, metavar="FILE")
     arguments = parser.parse_args()
@@ -126,7 +132,7 @@ def main() -> None:
     torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
     rates = [None, *(parse_rate(rate) for rate in arguments.rates)]
     methods = [method for method in METHODS if method.name in arguments.methods]
-    plan = Plan(Shape(), methods, rates, arguments.steps)
+    plan = Plan(Shape(), methods, rates, arguments.steps, keep_window=arguments.keep_window)
     messages = {method: measure_messages(method, plan.shape) for method in methods}
     rows: list[Row] = []
     for delay in arguments.delays:

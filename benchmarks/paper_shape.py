@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
@@ -32,6 +33,7 @@ from pipeline.stage import Channels, CompressedStage, Microbatch
 RUN_ID = 1
 _TIMEOUT_S = 120.0
 _MARGIN_S = 0.05
+_SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")  # of a host, not the machine
 
 
 @dataclass(frozen=True)
@@ -259,13 +261,17 @@ def _group_channel(
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks measure, in this order: every rate, every method, that many steps."""
+    """What all ranks measure, in this order: every rate, every method, that many steps.
+
+    With `keep_window` TCP on the emulated hosts does not start slowly after a pause.
+    """
 
     shape: Shape
     methods: Sequence[Method]
     rates: Sequence[float | None]
     steps: int
     delay_s: float = 0.0
+    keep_window: bool = False
 
 
 SetRate = Callable[[float | None], None]
@@ -273,6 +279,8 @@ SetRate = Callable[[float | None], None]
 
 def run_host(host: int, plan: Plan, set_rate: SetRate) -> list[RankResult]:
     """Measure as one host of an emulated network."""
+    if plan.keep_window:
+        _SLOW_START.write_text("0")
     dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
     try:
         return run_rank(plan, set_rate)
