@@ -6,13 +6,16 @@ PIP_ARGS ?=
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test check lint format clean
+.PHONY: train test bench check lint format clean
 
 train: .venv/run.stamp
 	$(BIN)/thinpipe train examples/quickstart.toml
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest
+
+bench: .venv/run.stamp
+	$(BIN)/python -m benchmarks.links
 
 check: lint test
 

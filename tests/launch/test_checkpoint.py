@@ -99,7 +99,7 @@ def test_a_damaged_part_is_named_and_the_step_before_offered(
 
     message = str(caught.value)
     assert message.startswith(str(folder / f"{STAGES[1]}.safetensors"))
-    assert message.endswith(f"resume from step-40 instead: --resume {tmp_path / 'step-40'}")
+    assert message.endswith("resume from step-40 instead: --resume --step 40")
     assert read_part(folder, STAGES[0])["step"] == 50
     assert read_part(tmp_path / "step-40", STAGES[1])["step"] == 40
 

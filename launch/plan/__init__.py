@@ -1,0 +1,1 @@
+"""Planning before a run: `simulate` foretells one training step, event by event."""

@@ -1,0 +1,232 @@
+"""One training step foretold as events, from the schedule's order of work and a network.
+
+What is modelled is the best that the schedule can do: a rank works whenever its next piece of work
+has its input; it encodes and decodes itself, in between; a message leaves as soon as it is encoded.
+A message passes its sender's uplink and its receiver's downlink, both of the same rate, each first
+in first out; a stage in the middle sends activations and gradients through one uplink.
+
+So `step_s` is what a measured step is to be compared with: it contains pipeline bubbles, transfers
+and codecs, but no copies, wake-ups, protocol headers or contention for processors.
+"""
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from launch.metrics import Direction, TimelineEvent
+from pipeline.schedule import Action, ScheduleName, single_stage_order
+
+
+@dataclass(frozen=True)
+class Message:
+    """A microbatch's message in one direction of a cut: its size, and the seconds of its codec."""
+
+    nbytes: int
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """What a step consists of.
+
+    `forward_s` and `backward_s` are seconds per microbatch, one for each stage; `activations` and
+    `gradients` have one message for each cut. `rate_bps` holds for every uplink and downlink, None
+    is unlimited; `delay_s` is one way. The schedule is one with a single stage per rank.
+
+    Raises:
+        ValueError: a sequence does not fit the number of stages.
+    """
+
+    schedule: ScheduleName
+    microbatches: int
+    forward_s: Sequence[float]
+    backward_s: Sequence[float]
+    activations: Sequence[Message]
+    gradients: Sequence[Message]
+    rate_bps: float | None = None
+    delay_s: float = 0.0
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        cuts = self.stages - 1
+        expected = {"backward_s": self.stages, "activations": cuts, "gradients": cuts}
+        for name, length in expected.items():
+            found = len(getattr(self, name))
+            if found != length:
+                raise ValueError(
+                    f"{name} has {found} entries, but forward_s makes {self.stages} stages: "
+                    f"give {length}"
+                )
+
+    @property
+    def stages(self) -> int:
+        """Number of stages, each on a rank of its own."""
+        return len(self.forward_s)
+
+
+@dataclass(frozen=True)
+class TransferEvent:
+    """A message on its way, in seconds since the step began.
+
+    `start_s` is when its first byte leaves, `end_s` when its last one arrives. `cut` is the stage
+    before the cut.
+    """
+
+    cut: int
+    direction: Direction
+    microbatch: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A foretold step. As in measured events, "wait" includes decoding and encoding is a gap."""
+
+    step_s: float
+    events: tuple[TimelineEvent, ...]
+    transfers: tuple[TransferEvent, ...]
+
+
+def simulate(model: StepModel) -> SimulatedStep:
+    """Play one step that begins with all ranks and links idle.
+
+    Raises:
+        ValueError: the schedule has several stages per rank.
+    """
+    if model.schedule not in ("GPipe", "1F1B", "Deep1F1B"):
+        raise ValueError(
+            f'schedule = "{model.schedule}": only schedules with one stage per rank are simulated; '
+            "use GPipe, 1F1B or Deep1F1B"
+        )
+    simulation = _Simulation(model)
+    simulation.run()
+    events = sorted(simulation.events, key=lambda event: (event.rank, event.start_s))
+    step_s = max(simulation.idle_since_s)
+    return SimulatedStep(step_s, tuple(events), tuple(simulation.transfers))
+
+
+@dataclass(frozen=True)
+class _Parcel:
+    """A message between two ranks; `needed_by` is the work that waits for it."""
+
+    source: int
+    target: int
+    message: Message
+    needed_by: Action
+
+    def transfer(self, start_s: float, end_s: float) -> TransferEvent:
+        direction: Direction = "forward" if self.needed_by.kind == "F" else "backward"
+        cut, m = min(self.source, self.target), self.needed_by.microbatch
+        return TransferEvent(cut, direction, m, start_s, end_s)
+
+
+class _Simulation:
+    """A queue of things that happen at a time; each may put new ones into the queue."""
+
+    def __init__(self, model: StepModel) -> None:
+        self._model = model
+        stages = range(model.stages)
+        self._orders = [
+            single_stage_order(
+                model.schedule,
+                stage,
+                stages=model.stages,
+                microbatches=model.microbatches,
+                depth=model.depth,
+            )[::-1]
+            for stage in stages
+        ]
+        self.events: list[TimelineEvent] = []
+        self.transfers: list[TransferEvent] = []
+        self.idle_since_s = [0.0 for _ in stages]
+        self._busy = [False for _ in stages]
+        self._up_free_s = [0.0 for _ in stages]
+        self._down_free_s = [0.0 for _ in stages]
+        self._arrived: set[Action] = set()
+        self._queue: list[tuple[float, int, Callable[[float], None]]] = []
+        self._count = 0
+
+    def run(self) -> None:
+        """Play until nothing is left to happen."""
+        for stage in range(self._model.stages):
+            self._work(stage, 0.0)
+        while self._queue:
+            now_s, _, happen = heapq.heappop(self._queue)
+            happen(now_s)
+        assert not any(self._orders), "the schedule waits for messages that nobody sends"
+
+    def _at(self, when_s: float, happen: Callable[[float], None]) -> None:
+        self._count += 1  # equal times: first in, first out
+        heapq.heappush(self._queue, (when_s, self._count, happen))
+
+    def _work(self, stage: int, now_s: float) -> None:
+        """Start the stage's next piece of work, if it is idle and has the input."""
+        if self._busy[stage] or not self._orders[stage]:
+            return
+        action = self._orders[stage][-1]
+        incoming, outgoing = self._incoming(action), self._outgoing(action)
+        if incoming is not None and action not in self._arrived:
+            return
+        self._orders[stage].pop()
+        self._busy[stage] = True
+        start_s = now_s
+        if incoming is not None:
+            start_s += incoming.decode_s
+            self._record(action, "wait", self.idle_since_s[stage], start_s)
+        times_s = self._model.forward_s if action.kind == "F" else self._model.backward_s
+        end_s = start_s + times_s[stage]
+        self._record(action, action.kind, start_s, end_s)
+        encode_s = outgoing.message.encode_s if outgoing is not None else 0.0
+        self._at(end_s + encode_s, lambda done_s: self._finish(stage, outgoing, done_s))
+
+    def _finish(self, stage: int, outgoing: _Parcel | None, now_s: float) -> None:
+        self._busy[stage], self.idle_since_s[stage] = False, now_s
+        if outgoing is not None:
+            start_s = max(now_s, self._up_free_s[stage])
+            self._up_free_s[stage] = start_s + self._seconds(outgoing)
+            self._at(
+                start_s + self._model.delay_s,
+                lambda first_s: self._deliver(outgoing, start_s, first_s),
+            )
+        self._work(stage, now_s)
+
+    def _deliver(self, parcel: _Parcel, start_s: float, first_s: float) -> None:
+        """The first byte reaches the downlink of the target."""
+        end_s = max(first_s, self._down_free_s[parcel.target]) + self._seconds(parcel)
+        self._down_free_s[parcel.target] = end_s
+        self.transfers.append(parcel.transfer(start_s, end_s))
+        self._at(end_s, lambda now_s: self._arrive(parcel, now_s))
+
+    def _arrive(self, parcel: _Parcel, now_s: float) -> None:
+        self._arrived.add(parcel.needed_by)
+        self._work(parcel.target, now_s)
+
+    def _seconds(self, parcel: _Parcel) -> float:
+        rate_bps = self._model.rate_bps
+        return 0.0 if rate_bps is None else 8 * parcel.message.nbytes / rate_bps
+
+    def _incoming(self, action: Action) -> Message | None:
+        if action.kind == "F":
+            return self._model.activations[action.stage - 1] if action.stage > 0 else None
+        last = action.stage == self._model.stages - 1
+        return None if last else self._model.gradients[action.stage]
+
+    def _outgoing(self, action: Action) -> _Parcel | None:
+        target = action.stage + (1 if action.kind == "F" else -1)
+        if not 0 <= target < self._model.stages:
+            return None
+        needed_by = Action(action.kind, target, action.microbatch)
+        message = self._incoming(needed_by)
+        assert message is not None
+        return _Parcel(action.stage, target, message, needed_by)
+
+    def _record(
+        self, action: Action, kind: Literal["F", "B", "wait"], start_s: float, end_s: float
+    ) -> None:
+        if end_s > start_s:
+            self.events.append(
+                TimelineEvent(action.stage, action.stage, kind, action.microbatch, start_s, end_s)
+            )

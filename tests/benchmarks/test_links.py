@@ -1,0 +1,70 @@
+"""The link benchmark's arithmetic, and every method once on a small pipeline."""
+
+import pytest
+
+from benchmarks.link_rows import Circumstances, Row, make_row, measure_messages, with_references
+from benchmarks.paper_shape import METHODS, Method, Plan, RankResult, Shape, run_rank
+from launch.plan.simulate import Message
+from launch.shaped.spec import PAYLOAD_SHARE
+from pipeline.wire.header import HEADER_NBYTES
+from tests.ranks import Ranks
+
+SMALL = Shape(tokens=4, width=16, microbatches=4, forward_s=0.001, backward_s=0.002)
+BY_NAME = {method.name: method for method in METHODS}
+
+
+def unlimited(rate_bps: float | None) -> None:
+    """The ranks of a test talk over loopback."""
+
+
+def measure(rank: int, methods: list[Method]) -> list[RankResult]:
+    return run_rank(Plan(SMALL, methods, [None, 1e9], steps=2), unlimited)
+
+
+@pytest.mark.dist
+def test_every_method_runs_and_sends_what_its_messages_say(ranks: Ranks) -> None:
+    by_rank = ranks(2, measure, list(METHODS))
+    for first, last in zip(*by_rank, strict=True):
+        method = BY_NAME[first.method]
+        activations, gradients = measure_messages(method, SMALL)
+        assert first.nbytes == SMALL.microbatches * activations.nbytes
+        assert last.nbytes == SMALL.microbatches * gradients.nbytes
+        assert (first.first_visit_s is not None) == ("aqsgd" in method.name)
+        assert min(first.steps_s) >= 4 * (0.001 + 0.002)
+
+
+def test_a_message_of_a_known_sample_has_the_bits_of_its_method() -> None:
+    activations, gradients = measure_messages(BY_NAME["aqsgd fw3/bw6"], SMALL)
+    values, scales = 4 * 16, 2 * 4
+    assert activations.nbytes == HEADER_NBYTES + values * 3 // 8 + scales
+    assert gradients.nbytes == HEADER_NBYTES + values * 6 // 8 + scales
+    assert measure_messages(BY_NAME["torch 1F1B bf16"], SMALL) == (Message(128), Message(128))
+
+
+def row(method: str, rate_bps: float | None, seconds: float) -> Row:
+    nbytes = 1_000_000
+    ranks = [
+        RankResult(method, rate_bps, (seconds, 9.0, seconds), None, nbytes),
+        RankResult(method, rate_bps, (seconds / 2,) * 3, None, nbytes // 2),
+    ]
+    shape = Shape(tokens=100, width=1, microbatches=1, forward_s=0.5, backward_s=0.5)
+    at = Circumstances(stages=2, delay_s=0.0, probe=0.95, load=1.0)
+    return make_row(BY_NAME[method], ranks, shape, (Message(nbytes), Message(0)), at)
+
+
+def test_a_row_joins_the_ranks_and_knows_its_bound() -> None:
+    found = row("fp32", 8e6, 4.0)
+    assert found.step_s == 4.0
+    assert found.tokens_per_s == 25
+    assert found.wire_bytes == 1_500_000
+    assert found.bound_s == pytest.approx(2 + 1 / PAYLOAD_SHARE)
+    assert found.bound_fraction == pytest.approx(found.bound_s / 4)
+    assert found.utilization == pytest.approx(1 / PAYLOAD_SHARE / 4)
+
+
+def test_rows_are_compared_on_the_same_link_and_without_a_limit() -> None:
+    rows = [row("fp32", None, 1.0), row("fp32", 8e6, 4.0), row("bf16", 8e6, 2.0)]
+    free, slow, other = with_references(rows)
+    assert (slow.unthrottled_tokens_per_s, slow.fp32_tokens_per_s) == (100, 25)
+    assert (other.unthrottled_tokens_per_s, other.fp32_tokens_per_s) == (None, 25)
+    assert free.fp32_tokens_per_s == 100
