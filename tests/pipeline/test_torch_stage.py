@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import PipelineStage
 
 from launch.config import RunConfig
 from pipeline.engine import Batch
-from pipeline.schedule import stage_to_rank
+from pipeline.schedule import build_schedule, stage_to_rank
 from pipeline.transformer import build_layers
 from tests.ranks import Ranks
 from tests.training import batch, config, train_steps
@@ -41,10 +41,8 @@ def torch_steps(rank: int, run: RunConfig, batches: list[Batch]) -> dict[str, to
         sums = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         return sums / float(tokens)
 
-    kind = getattr(schedules, f"Schedule{pipeline.schedule}")
-    single = issubclass(kind, schedules.PipelineScheduleSingle)
-    schedule = kind(
-        stages[0] if single else stages, pipeline.microbatches, loss_fn=loss, scale_grads=False
+    schedule = build_schedule(
+        pipeline.schedule, stages, pipeline.microbatches, loss=loss, depth=pipeline.depth
     )
     parameters = [p for module in modules.values() for p in module.parameters()]
     optimizer = torch.optim.AdamW(
@@ -62,13 +60,27 @@ def torch_steps(rank: int, run: RunConfig, batches: list[Batch]) -> dict[str, to
     return {n: w.detach() for module in modules.values() for n, w in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"])
-def test_weights_equal_those_of_torchs_stage(ranks: Ranks, schedule: str) -> None:
-    several = schedule in ("Interleaved1F1B", "LoopedBFS")
-    cuts = [1, 2, 3] if several else [2]
-    run = config(pipeline={"schedule": schedule, "cuts": cuts}, train={"clip_norm": 0})
-    ours = ranks(2, train_steps, run, BATCHES)
-    theirs = ranks(2, torch_steps, run, BATCHES)
+@pytest.mark.parametrize(
+    ("schedule", "stages", "count"),
+    [
+        *((name, stages, stages) for name in ("GPipe", "1F1B", "Deep1F1B") for stages in (2, 4)),
+        *(
+            (name, 2 * count, count)
+            for name in ("Interleaved1F1B", "LoopedBFS")
+            for count in (2, 4)
+        ),
+    ],
+)
+def test_weights_equal_those_of_torchs_stage(
+    ranks: Ranks, schedule: str, stages: int, count: int
+) -> None:
+    run = config(
+        model={"layers": 8},
+        pipeline={"schedule": schedule, "cuts": [8 * s // stages for s in range(1, stages)]},
+        train={"clip_norm": 0},
+    )
+    ours = ranks(count, train_steps, run, BATCHES)
+    theirs = ranks(count, torch_steps, run, BATCHES)
     for (_, found, _), expected in zip(ours, theirs, strict=True):
         assert found.keys() == expected.keys()
         for name, weight in found.items():
