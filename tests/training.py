@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -16,6 +17,9 @@ from pipeline.transformer import build_layers
 
 WIDTH, TOKENS, VOCAB = 16, 12, 256
 RAW = {"kind": "raw"}
+ZERO_BUBBLE = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="needs torch >= 2.13"
+)
 
 
 def config(**sections: dict[str, Any]) -> RunConfig:

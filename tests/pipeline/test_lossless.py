@@ -7,7 +7,7 @@ import torch
 
 from launch.config import RunConfig
 from tests.ranks import Ranks
-from tests.training import RAW, batch, config, single_process, train_steps
+from tests.training import RAW, ZERO_BUBBLE, batch, config, single_process, train_steps
 
 pytestmark = pytest.mark.dist
 
@@ -37,11 +37,6 @@ def test_weights_equal_single_process_bit_for_bit(
     ranks: Ranks, schedule: str, cuts: list[int]
 ) -> None:
     check_equal(ranks, pipeline(schedule, cuts), SHORT)
-
-
-ZERO_BUBBLE = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="needs torch >= 2.13"
-)
 
 
 @pytest.mark.parametrize(
