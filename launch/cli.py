@@ -14,8 +14,10 @@ from launch.config import ConfigError, RunConfig, load_config
 from launch.handshake import HandshakeError
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
+from launch.shaped.spec import parse_rate, parse_time
 from launch.spawn import end_with_parent, run_local, started_by_launcher
 from launch.state import Resume, saved_so_far
+from launch.trace import Network, trace_run
 from launch.train import check_data, train_rank
 
 app = typer.Typer(
@@ -61,6 +63,28 @@ def train(
     if started_by_launcher():
         sys.exit(_run_rank(config, Resume(resume, step), show=show))
     sys.exit(_run_all(config, resume=resume))
+
+
+@app.command()
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Of a finished run.")],
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Of the links of the foretold step: 100mbit.")
+    ] = None,
+    delay: Annotated[
+        str, typer.Option(metavar="TIME", help="Of the links of the foretold step, one way: 20ms.")
+    ] = "0ms",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="By default RUN_FOLDER/trace.json.")
+    ] = None,
+) -> None:
+    """Write one step of a run as a Perfetto trace, with the step that its schedule could reach."""
+    try:
+        network = Network(parse_rate(rate) if rate else None, parse_time(delay))
+        told = trace_run(folder, network, out or folder / "trace.json")
+    except (ValueError, OSError) as error:
+        _refuse(error)
+    print(told)
 
 
 app.command(context_settings={"allow_interspersed_args": False})(shaped)

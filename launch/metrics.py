@@ -112,15 +112,21 @@ class TimelineEvent:
     """What one rank did between two moments of one step, in seconds since that step began.
 
     F is a forward, B a backward (of the input alone where the schedule splits it), W a backward of
-    the weights; "wait" is time spent waiting for a message, "opt" the optimizer's step.
+    the weights; "encode" and "decode" are what the codec and the link's checks take, "wait" is time
+    spent waiting for a message.
     """
 
     rank: int
     stage: int
-    kind: Literal["F", "B", "W", "wait", "opt"]
-    microbatch: int | None
+    kind: Literal["F", "B", "W", "encode", "decode", "wait"]
+    microbatch: int
     start_s: float
     end_s: float
+
+    @property
+    def computes(self) -> bool:
+        """Whether the model advances in it."""
+        return self.kind in ("F", "B", "W")
 
 
 _RECORD = TypeAdapter(StepRecord)

@@ -17,7 +17,6 @@ from launch.data import SequenceSet
 from launch.display import Display
 from launch.folder import RunFolder
 from launch.handshake import versions
-from launch.messages import gather_json
 from launch.metrics import (
     DIRECTIONS,
     MetricsWriter,
@@ -31,8 +30,8 @@ from launch.report import summarize, write_report
 from launch.sampling import EpochSampler
 from launch.session import Session, StopFlag, join
 from launch.state import Checkpoints, Resume
+from launch.timeline import Timeline, gather_events
 from pipeline.engine import Batch
-from pipeline.stage import ComputeEvent
 from pipeline.step_report import StepTotals
 from pipeline.transformer import build_layers
 
@@ -110,7 +109,7 @@ class _Run:
             session,
             {"config": config.shared(), "data": corpus.digests},
         )
-        self._timeline: list[TimelineEvent] = []
+        self._timeline: Timeline | None = None
         self._records: list[StepRecord] = []
 
     def train(self, resume: Resume, *, show: int) -> None:
@@ -145,8 +144,13 @@ class _Run:
         self._built.lr_schedule.step()
         elapsed = time.perf_counter() - start
         if timeline:
-            self._timeline = self._gather_timeline(start)
-        return _record(totals, step, self._sampler, lr=lr, seconds=elapsed, losses=self._eval(step))
+            events = gather_events(self._session.mesh, self._built.engine.take_events(), start)
+        record = _record(
+            totals, step, self._sampler, lr=lr, seconds=elapsed, losses=self._eval(step)
+        )
+        if timeline:
+            self._timeline = _timeline(self._config, record, events)
+        return record
 
     def _eval(self, step: int) -> dict[str, float] | None:
         """Held-out loss after an epoch, with boundaries uncompressed and compressed."""
@@ -177,14 +181,6 @@ class _Run:
     def _batch(self, sequences: SequenceSet, ids_B: torch.Tensor) -> Batch:
         return Batch(*sequences.batch(ids_B), ids_B)
 
-    def _gather_timeline(self, start_s: float) -> list[TimelineEvent]:
-        """One step of all ranks; each rank's clock starts when it starts the step."""
-        own = [_event(event, start_s) for event in self._built.engine.take_events()]
-        everyone = gather_json(self._session.mesh, own)
-        return [
-            TimelineEvent(rank, *event) for rank, events in enumerate(everyone) for event in events
-        ]
-
     def _maybe_save(self, done: int) -> None:
         options = self._config.checkpoint
         every = options.every_steps or options.every_epochs * self._sampler.steps_per_epoch
@@ -210,9 +206,10 @@ class _Run:
             return
         summary = summarize(info, self._records)
         if self._session.writes_run_folder:
-            write_report(
-                info.folder, info, records=self._records, timeline=self._timeline, summary=summary
-            )
+            events = self._timeline.events if self._timeline else ()
+            write_report(info.folder, info, records=self._records, timeline=events, summary=summary)
+            if self._timeline is not None:
+                self._timeline.write(info.folder)
         if display is not None:
             display.finish(summary)
 
@@ -253,9 +250,20 @@ def _record(
     )
 
 
-def _event(event: ComputeEvent, start_s: float) -> Sequence[object]:
-    times = (event.start_s - start_s, event.end_s - start_s)
-    return (event.stage, event.kind, event.microbatch, *times)
+def _timeline(config: RunConfig, record: StepRecord, events: Sequence[TimelineEvent]) -> Timeline:
+    pipeline = config.pipeline
+    return Timeline(
+        step=record.step,
+        schedule=pipeline.schedule,
+        depth=pipeline.depth,
+        microbatches=max((event.microbatch for event in events), default=0) + 1,
+        accumulate=config.train.accumulate,
+        pipeline_ranks=pipeline.pipeline_ranks,
+        replicas=pipeline.replicas,
+        cuts=pipeline.cuts,
+        wire=record.wire,
+        events=tuple(events),
+    )
 
 
 def _describe(config: RunConfig, steps: int) -> RunInfo:

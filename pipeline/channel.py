@@ -1,5 +1,6 @@
 """One end of one direction of a cut: a boundary's payload, under a header, over a link."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -32,7 +33,7 @@ class Channel:
 
     `boundaries` holds one boundary per mode it can run in; receivers get tensors of `dtype`.
     Payloads are entropy-coded by `coding` where that makes them shorter, except in plain
-    evaluation.
+    evaluation. `arrived_s` is when the last message was there (`time.perf_counter`).
     """
 
     cut: int
@@ -43,6 +44,7 @@ class Channel:
     dtype: torch.dtype = torch.float32
     coding: Coding = "none"
     sent: Traffic = field(default_factory=Traffic)
+    arrived_s: float = 0.0
     _mode: Mode = "train"
     _step: int = 0
 
@@ -85,6 +87,7 @@ class Channel:
         """
         nbytes = self._boundary.nbytes(shape_BTD, ids_B)
         message = self.link.take(microbatch)
+        self.arrived_s = time.perf_counter()
         coding, length = self._form(message, nbytes)
         message = message[: HEADER_NBYTES + length]
         self._header(microbatch, ids_B, length, coding).check(message)

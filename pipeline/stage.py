@@ -21,6 +21,9 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipeline.channel import Channel, Mode
 
+EventKind = Literal["F", "B", "W", "encode", "decode", "wait"]
+COMPUTE_KINDS = ("F", "B", "W")
+
 
 @dataclass(frozen=True)
 class Channels:
@@ -47,10 +50,10 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class ComputeEvent:
-    """One piece of work of a stage, in seconds of `time.perf_counter`."""
+    """One piece of work of a stage, or a wait, in seconds of `time.perf_counter`."""
 
     stage: int
-    kind: Literal["F", "B", "W", "wait"]
+    kind: EventKind
     microbatch: int
     start_s: float
     end_s: float
@@ -104,13 +107,11 @@ class CompressedStage(_PipelineStageBase):
 
     def send_activation(self, m: int, y_BTD: Tensor) -> None:
         """Encode and send an output; nothing to do if the next stage is on this rank."""
-        if self.channels.activations_out is not None:
-            self.channels.activations_out.send(m, y_BTD, self._microbatches[m].ids_B)
+        self._send(self.channels.activations_out, m, y_BTD)
 
     def send_gradient(self, m: int, gradient_BTD: Tensor) -> None:
         """Encode and send an input's gradient; nothing to do if the neighbour is on this rank."""
-        if self.channels.gradients_out is not None:
-            self.channels.gradients_out.send(m, gradient_BTD, self._microbatches[m].ids_B)
+        self._send(self.channels.gradients_out, m, gradient_BTD)
 
     def take_events(self) -> list[ComputeEvent]:
         """Return what was computed since the last call."""
@@ -126,9 +127,18 @@ class CompressedStage(_PipelineStageBase):
         assert channel is not None, f"stage {self.stage_index} has no neighbour to receive from"
         start = time.perf_counter()
         x_BTD = channel.receive(m, self._microbatches[m].shape_BTD, self._microbatches[m].ids_B)
-        self._ready_s = time.perf_counter()
-        self.events.append(ComputeEvent(self.stage_index, "wait", m, start, self._ready_s))
+        arrived, self._ready_s = channel.arrived_s, time.perf_counter()
+        self.events.append(ComputeEvent(self.stage_index, "wait", m, start, arrived))
+        self.events.append(ComputeEvent(self.stage_index, "decode", m, arrived, self._ready_s))
         return x_BTD
+
+    def _send(self, channel: Channel | None, m: int, x_BTD: Tensor) -> None:
+        if channel is None:
+            return
+        start = time.perf_counter()
+        channel.send(m, x_BTD, self._microbatches[m].ids_B)
+        end = time.perf_counter()
+        self.events.append(ComputeEvent(self.stage_index, "encode", m, start, end))
 
     def _record(self, kind: Literal["F", "B", "W"], m: int, start_s: float) -> None:
         start_s = max(start_s, self._ready_s)  # waiting is an event of its own
