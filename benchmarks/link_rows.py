@@ -43,6 +43,7 @@ class Row:
     method: str
     schedule: str
     stages: int
+    microbatches: int
     rate_bps: float | None
     delay_s: float
     tokens_per_s: float
@@ -185,6 +186,7 @@ def make_row(
         method=method.name,
         schedule=method.schedule,
         stages=at.stages,
+        microbatches=workload.microbatches,
         rate_bps=rate_bps,
         delay_s=at.delay_s,
         tokens_per_s=workload.microbatches * samples * tokens / step_s,
@@ -209,7 +211,7 @@ def with_references(rows: Sequence[Row]) -> list[Row]:
     """Fill in the speeds of the same method without a limit, and of ours with fp32 on this link."""
 
     def place(row: Row) -> tuple[object, ...]:
-        return (row.form, row.stages, row.delay_s, row.keep_window)
+        return (row.form, row.stages, row.microbatches, row.delay_s, row.keep_window)
 
     speeds = {(*place(row), row.rate_bps, row.method): row.tokens_per_s for row in rows}
     return [

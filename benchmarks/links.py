@@ -129,6 +129,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--delays", nargs="+", default=["0ms"], help="one way, such as 50ms")
     names = [method.name for method in METHODS]
     parser.add_argument("--methods", nargs="+", default=names, choices=names, metavar="NAME")
+    parser.add_argument(
+        "--microbatches", type=int, default=8, help="of a step (default 8; the paper's batch: 32)"
+    )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each row")
     parser.add_argument("--full", action="store_true", help="2, 4, 8 stages, all rates and delays")
     parser.add_argument(
@@ -147,7 +150,11 @@ def _arguments() -> argparse.Namespace:
 
 def _plan(arguments: argparse.Namespace) -> Plan:
     methods = [method for method in METHODS if method.name in arguments.methods]
-    workload = PaperShape() if arguments.form == "paper-shaped" else Training()
+    workload: PaperShape | Training = (
+        PaperShape(microbatches=arguments.microbatches)
+        if arguments.form == "paper-shaped"
+        else Training(microbatches=arguments.microbatches)
+    )
     dilation = workload.dilation() if isinstance(workload, Training) else 1.0
     nominal = [parse_rate(rate) for rate in arguments.rates]
     rates = [None, *(rate and rate / dilation for rate in nominal)]
