@@ -58,12 +58,11 @@ class Codes(NamedTuple):
     group: int
 
 
-class KernelSet(Protocol):
-    """Functions every backend offers; all outputs are preallocated and fully written.
+class RowKernels(Protocol):
+    """Functions on one set of codes; all outputs are preallocated and fully written.
 
     Axes: B rows, N values. Values are fp32, bf16 or fp16; so are memories. Rounds stochastically if
-    `noise` is given. `blocks` limits the work to a part of each row. The first four functions take
-    any part; the others only parts that begin at multiples of `unit_blocks`.
+    `noise` is given. `blocks` limits the work to a part of each row.
     """
 
     def quantize(
@@ -107,6 +106,13 @@ class KernelSet(Protocol):
         blocks: range | None = None,
     ) -> Tensor:
         """The receiver's side: also writes memory + change, not rounded to memory, to `out_BN`."""
+
+
+class KernelSet(RowKernels, Protocol):
+    """What every backend offers: also functions that combine several codes of a row.
+
+    These take only parts that begin and end at multiples of `unit_blocks`.
+    """
 
     def packed_delta_encode(
         self,
@@ -186,7 +192,9 @@ def part_of(blocks: range | None, numel: int, *, bits: int, group: int) -> Part:
     lanes = BLOCK // PLANES
     return Part(
         slice(first, last),
-        slice(part.start * lanes * bits, part.start * lanes * bits + bits * -(-(last - first) // 8)),
+        slice(
+            part.start * lanes * bits, part.start * lanes * bits + bits * -(-(last - first) // 8)
+        ),
         slice(-(-first // group), -(-last // group)),
     )
 

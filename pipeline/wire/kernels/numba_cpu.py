@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from llvmlite import binding
+from numba import njit
 from torch import Tensor
 
 from pipeline.wire.codec import Noise
@@ -46,14 +47,14 @@ def quantize(
     """Fill `codes`; see `KernelSet.quantize`."""
     rows, numel = x_BN.shape
     into, words = _code_windows(codes, numel, rate), _words(noise, rows)
-    _encode(_readable(x_BN), _NOTHING, _kept(None, rows), *into, words, _ends(blocks, numel))
+    _encode(_readable(x_BN), _NOTHING, _kept(None, rows), into, words, _ends(blocks, numel))
 
 
 def dequantize(codes: Codes, out_BN: Tensor, *, blocks: range | None = None) -> None:
     """Write the values of codes and scales; see `KernelSet.dequantize`."""
     rows, numel = out_BN.shape
     source, into_BN = _code_windows(codes, numel), _writable(out_BN)
-    _decode(*source, _NOTHING, _kept(None, rows), _window(into_BN), _ends(blocks, numel))
+    _decode(source, _NOTHING, _kept(None, rows), _window(into_BN), _ends(blocks, numel))
     _hand_over(into_BN, out_BN, blocks)
 
 
@@ -71,7 +72,7 @@ def delta_encode(
     rows, numel = x_BN.shape
     fresh, memory, words = _kept(fresh_BN, rows), _window(memory_BN), _words(noise, rows)
     into = _code_windows(codes, numel, rate)
-    _encode(_readable(x_BN), memory, fresh, *into, words, _ends(blocks, numel))
+    _encode(_readable(x_BN), memory, fresh, into, words, _ends(blocks, numel))
     return torch.from_numpy(fresh[2])
 
 
@@ -86,7 +87,7 @@ def delta_decode(
     """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
     rows, numel = out_BN.shape
     fresh, into_BN, source = _kept(fresh_BN, rows), _writable(out_BN), _code_windows(codes, numel)
-    _decode(*source, _window(memory_BN), fresh, _window(into_BN), _ends(blocks, numel))
+    _decode(source, _window(memory_BN), fresh, _window(into_BN), _ends(blocks, numel))
     _hand_over(into_BN, out_BN, blocks)
     return torch.from_numpy(fresh[2])
 
@@ -218,10 +219,15 @@ def _words(noise: Noise | None, rows: int) -> tuple[Any, Any, Any, Any]:
     return np.empty(ROOM, np.uint16), key, step, row_B
 
 
+@njit
+def _row_of(codes: Any, row: Any) -> Any:
+    """Payload and scales of a row, with their places."""
+    payload, scale, _ = codes
+    return (payload[0], row * payload[1]), (scale[0], row * scale[1])
+
+
 @compiled
-def _encode(
-    x: Any, memory: Any, fresh: Any, payload: Any, scale: Any, rule: Any, noise: Any, ends: Any
-) -> Any:
+def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any, ends: Any) -> Any:
     random, key, noise_step, row_numbers = noise
     part = (ends[0], ends[1], np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
     for row in range(len(fresh[2])):
@@ -229,8 +235,8 @@ def _encode(
             (x[0], row * x[1]),
             (memory[0], row * memory[1]),
             (fresh[0], row * fresh[1]),
-            ((payload[0], row * payload[1]), (scale[0], row * scale[1])),
-            rule,
+            _row_of(into, row),
+            into[2],
             (random, key, row_numbers[row], noise_step),
             part,
         )
@@ -238,14 +244,12 @@ def _encode(
 
 
 @compiled
-def _decode(
-    payload: Any, scale: Any, rule: Any, memory: Any, fresh: Any, out: Any, ends: Any
-) -> Any:
+def _decode(source: Any, memory: Any, fresh: Any, out: Any, ends: Any) -> Any:
     part = (ends[0], ends[1], np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
     for row in range(len(fresh[2])):
         largest = decode_row(
-            ((payload[0], row * payload[1]), (scale[0], row * scale[1])),
-            rule,
+            _row_of(source, row),
+            source[2],
             (memory[0], row * memory[1]),
             (fresh[0], row * fresh[1]),
             (out[0], row * out[1]),
@@ -265,9 +269,9 @@ def _packed_encode(
     for row in range(len(finite)):
         finite[row] = True
         number = (random, key, row_numbers[row], noise_step)
-        sources = ((old[0][0], row * old[0][1]), (old[1][0], row * old[1][1]))
-        changes = ((delta[0][0], row * delta[0][1]), (delta[1][0], row * delta[1][1]))
-        targets = ((new[0][0], row * new[0][1]), (new[1][0], row * new[1][1]))
+        sources = _row_of(old, row)
+        changes = _row_of(delta, row)
+        targets = _row_of(new, row)
         for first in range(first_block, last_block, unit):
             part = (first, min(first + unit, last_block), codes, spread)
             here = (values, -first * BLOCK)
@@ -285,9 +289,9 @@ def _packed_decode(delta: Any, old: Any, new: Any, out: Any, finite: Any, spans:
     values, zero = np.empty(unit * BLOCK, np.float32), np.uint64(0)
     for row in range(len(finite)):
         finite[row] = True
-        sources = ((old[0][0], row * old[0][1]), (old[1][0], row * old[1][1]))
-        changes = ((delta[0][0], row * delta[0][1]), (delta[1][0], row * delta[1][1]))
-        targets = ((new[0][0], row * new[0][1]), (new[1][0], row * new[1][1]))
+        sources = _row_of(old, row)
+        changes = _row_of(delta, row)
+        targets = _row_of(new, row)
         for first in range(first_block, last_block, unit):
             part = (first, min(first + unit, last_block), codes, spread)
             here = (values, -first * BLOCK)
@@ -309,7 +313,7 @@ def _mean(
     total, seen = np.empty(unit * BLOCK, np.float32), np.empty(unit * BLOCK, np.float32)
     for row in range(rows):
         number = (random, key, row_numbers[row], noise_step)
-        targets = ((into[0][0], row * into[0][1]), (into[1][0], row * into[1][1]))
+        targets = _row_of(into, row)
         for first in range(first_block, last_block, unit):
             part = (first, min(first + unit, last_block), codes, spread)
             here, count = (total, -first * BLOCK), min(unit * BLOCK, numel - first * BLOCK)

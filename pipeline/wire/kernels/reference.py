@@ -73,9 +73,13 @@ def delta_encode(
     blocks: range | None = None,
 ) -> Tensor:
     """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
-    change_BN = x_BN.float() - memory_BN.float()
-    quantize(change_BN, codes, noise=noise, rate=rate, blocks=blocks)
-    return delta_decode(codes, memory_BN, fresh_BN, torch.empty_like(change_BN), blocks=blocks)
+    change_BN, bits, group = x_BN.float() - memory_BN.float(), codes.bits, codes.group
+    whole = Codes(torch.empty_like(codes[0]), torch.empty_like(codes[1]), bits, group)
+    quantize(change_BN, whole, noise=noise, rate=rate)
+    part = part_of(blocks, x_BN.shape[1], bits=bits, group=group)
+    codes.payload_BP[:, part.payload] = whole.payload_BP[:, part.payload]
+    codes.scale_BK[:, part.scales] = whole.scale_BK[:, part.scales]
+    return delta_decode(whole, memory_BN, fresh_BN, torch.empty_like(change_BN), blocks=blocks)
 
 
 def delta_decode(
@@ -190,7 +194,9 @@ def _rms_scale(x_BKG: Tensor, numel: int, rate: float) -> Tensor:
         total_BKS = total_BKS[:, :, :half] + total_BKS[:, :, half:]
     first_K = torch.arange(groups, device=x_BKG.device) * size
     count_BK = (numel - first_K).clamp(max=size).float().expand(rows, -1)
-    step = torch.full_like(count_BK, rate) * (total_BKS[:, :, 0] / count_BK).sqrt()
+    mean_BK = total_BKS[:, :, 0] / count_BK
+    rms_BK = mean_BK.double().sqrt().float()  # torch's fp32 sqrt on CPUs does not round correctly
+    step = torch.full_like(rms_BK, rate) * rms_BK
     step = torch.where(torch.isfinite(step), step, torch.nan)
     return torch.where(step < _SMALLEST_NORMAL, 0.0, step)
 
