@@ -27,6 +27,7 @@ from pipeline.channel import BACKWARD, FORWARD, Channel
 from pipeline.config import DirectConfig, RawConfig
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh, build_mesh
+from pipeline.samples import Samples
 from pipeline.schedule import ScheduleName, build_schedule
 from pipeline.stage import Channels, CompressedStage, Microbatch
 
@@ -190,7 +191,8 @@ class ThinPipeRunner:
     def step(self, number: int, ids_B: Tensor) -> None:
         """Run one step and let the boundaries keep what they learned."""
         microbatches = [
-            Microbatch(self._shape.boundary, id_1) for id_1 in ids_B.tensor_split(len(ids_B))
+            Microbatch(self._shape.boundary, Samples(id_1))
+            for id_1 in ids_B.tensor_split(len(ids_B))
         ]
         self._stage.begin_pass(self._passes, microbatches, step=number, mode="train")
         self._passes += 1

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from launch.build import Built, build
 from launch.config import RunConfig
-from pipeline.engine import Batch
 from pipeline.mesh import build_mesh
+from pipeline.samples import Batch
 from pipeline.schedule import fit_microbatches
 from pipeline.step_report import StepTotals
 from pipeline.transformer import build_layers
@@ -82,8 +82,7 @@ def train_steps(
 
 def share(whole: Batch, replica: int, replicas: int) -> Batch:
     """A replica's contiguous part of a batch."""
-    tensors = (whole.inputs_BT, whole.targets_BT, whole.ids_B)
-    return Batch(*(tensor.tensor_split(replicas)[replica] for tensor in tensors))
+    return whole.split(replicas)[replica]
 
 
 def single_process(run: RunConfig, batches: list[Batch]) -> tuple[list[float], dict[str, Any]]:
@@ -98,7 +97,7 @@ def single_process(run: RunConfig, batches: list[Batch]) -> tuple[list[float], d
     )
     losses = []
     for whole in batches:
-        tokens, total = whole.targets_BT.numel(), 0.0
+        tokens, total = whole.targets.numel(), 0.0
         for inputs, targets in _microbatches(run, whole):
             with torch.autocast("cpu", torch.bfloat16, enabled=run.pipeline.precision == "bf16"):
                 logits = model(inputs)
@@ -119,7 +118,7 @@ def single_process(run: RunConfig, batches: list[Batch]) -> tuple[list[float], d
 def _microbatches(run: RunConfig, whole: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     parts = zip(
         whole.inputs_BT.tensor_split(run.train.accumulate),
-        whole.targets_BT.tensor_split(run.train.accumulate),
+        whole.targets.tensor_split(run.train.accumulate),
         strict=True,
     )
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
