@@ -22,7 +22,7 @@ from launch.inprocess import in_process
 from launch.sampling import EpochSampler
 from pipeline.boundary import Boundary
 from pipeline.channel import FORWARD, Channel
-from pipeline.engine import Batch
+from pipeline.samples import Batch
 from pipeline.step_report import StepTotals
 from pipeline.transformer import TransformerConfig, build_layers
 
@@ -209,10 +209,10 @@ def _epoch(totals: Sequence[StepTotals], change: float | None) -> Epoch:
 
 
 def _held_out_loss(built: Built, sequences: SequenceSet, *, compressed: bool) -> float:
-    total, tokens = 0.0, 0
+    total, tokens = 0.0, 0.0
     for ids_B in torch.split(torch.arange(len(sequences)), _EVAL_BATCH):
         batch = Batch(*sequences.batch(ids_B), ids_B)
-        loss, count = built.engine.eval_step(batch, 0, compressed=compressed)
+        loss, count, *_ = built.engine.eval_step(batch, 0, compressed=compressed)
         total, tokens = total + loss, tokens + count
     return total / tokens
 

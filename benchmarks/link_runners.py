@@ -24,6 +24,7 @@ from pipeline.channel import BACKWARD, FORWARD, Channel
 from pipeline.config import DirectConfig, RawConfig
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
+from pipeline.samples import Samples
 from pipeline.schedule import ScheduleName, build_schedule
 from pipeline.stage import Channels, CompressedStage, ComputeEvent, Microbatch
 
@@ -127,7 +128,7 @@ class ThinPipeRunner:
     def step(self, number: int, ids_S: Tensor) -> None:
         """Run one step and let the boundaries keep what they learned."""
         microbatches = [
-            Microbatch(self._workload.boundary, ids_B)
+            Microbatch(self._workload.boundary, Samples(ids_B))
             for ids_B in ids_S.tensor_split(self._workload.microbatches)
         ]
         self._stage.begin_pass(self._passes, microbatches, step=number, mode="train")

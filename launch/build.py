@@ -18,6 +18,7 @@ from pipeline.config import DirectConfig, RawConfig, build_codec
 from pipeline.engine import EngineOptions, PipelineEngine
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
+from pipeline.objective import Classification, NextToken, Objective
 from pipeline.rate import measure_rate
 from pipeline.schedule import build_schedule, stage_to_rank
 from pipeline.stage import Channels, CompressedStage
@@ -106,7 +107,14 @@ def engine_options(config: RunConfig) -> EngineOptions:
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.pipeline.precision,
+        objective=build_objective(config),
     )
+
+
+def build_objective(config: RunConfig) -> Objective:
+    """What the model's head is trained for."""
+    classes = config.model.classes
+    return NextToken() if classes is None else Classification(classes)
 
 
 def build_boundary(

@@ -175,12 +175,12 @@ class RunConfig(BaseModel):
                 'warning: gradcomp.method = "none": replicas train apart; it is meant for timing'
             )
         delta = any(self.boundary_at(cut).forward.kind == "aqsgd" for cut in self.pipeline.cuts)
-        if delta and self.model.dropout:
+        if delta and self.model.dropout and self.model.dropout_masks == "random":
             found.append(
                 f"warning: model.dropout = {self.model.dropout} with AQ-SGD: dropout masks differ "
                 "at every visit, so the change of an activation is about 0.6 of its size (0.1-0.2 "
-                "without dropout) and most of the gain is lost; set dropout to 0 or use direct "
-                "boundaries"
+                "without dropout) and most of the gain is lost; set model.dropout_masks = "
+                '"repeated" or dropout to 0, or use direct boundaries'
             )
         return found
 

@@ -31,7 +31,7 @@ from launch.sampling import EpochSampler
 from launch.session import Session, StopFlag, join
 from launch.state import Checkpoints, Resume
 from launch.timeline import Timeline, gather_events
-from pipeline.engine import Batch
+from pipeline.samples import Batch
 from pipeline.step_report import StepTotals
 from pipeline.transformer import build_layers
 
@@ -153,23 +153,24 @@ class _Run:
         return record
 
     def _eval(self, step: int) -> dict[str, float] | None:
-        """Held-out loss after an epoch, with boundaries uncompressed and compressed."""
+        """Held-out metrics after an epoch, with boundaries uncompressed and compressed."""
         done, per_epoch = step + 1, self._sampler.steps_per_epoch
         due = done % (per_epoch * self._config.eval.every_epochs) == 0
         if not due and done != self._steps:
             return None
-        losses = {"loss": self._eval_loss(step, compressed=False)}
+        metrics = self._evaluate(step, compressed=False)
         if self._config.pipeline.cuts:
-            losses["loss_compressed"] = self._eval_loss(step, compressed=True)
-        return losses
+            compressed = self._evaluate(step, compressed=True)
+            metrics |= {f"{name}_compressed": value for name, value in compressed.items()}
+        return metrics
 
-    def _eval_loss(self, step: int, *, compressed: bool) -> float:
-        total, tokens = 0.0, 0
-        for ids in self._eval_batches():
-            batch = self._batch(self._corpus.evaluation, ids)
-            loss, count = self._built.engine.eval_step(batch, step, compressed=compressed)
-            total, tokens = total + loss, tokens + count
-        return total / max(tokens, 1)
+    def _evaluate(self, step: int, *, compressed: bool) -> dict[str, float]:
+        engine = self._built.engine
+        tallies = [
+            engine.eval_step(self._batch(self._corpus.evaluation, ids), step, compressed=compressed)
+            for ids in self._eval_batches()
+        ]
+        return engine.objective.metrics([sum(column) for column in zip(*tallies, strict=True)])
 
     def _eval_batches(self) -> Iterator[torch.Tensor]:
         """This replica's share of the held-out sequences; all replicas get equally many batches."""
