@@ -1,0 +1,71 @@
+"""The SparseKernels contract and the choice of a backend.
+
+A mask holds value e in bit e % 8 of byte e // 8; bits past the last value are 0. Axes: N values of
+a vector, n chosen by a subset, R its runs, M = ceil(n / 8) mask bytes, k values kept of the n.
+"""
+
+import importlib
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from pipeline.wire.kernels import Backend
+
+_MODULES = {"reference": "sparse_reference", "numba": "sparse_cpu"}
+
+
+class SparseKernels(Protocol):
+    """Functions every backend offers, equal bit for bit; outputs are preallocated, fully written.
+
+    A subset is its runs: `start_R` (int64, on the CPU, rising multiples of the run) and the length
+    of a run, of which the vector's last one may be short of. Kept values are fp32, vectors fp32,
+    bf16 or fp16 and all tensors contiguous.
+    """
+
+    def gather(
+        self, x_N: Tensor, base_N: Tensor | None, start_R: Tensor, run: int, out_n: Tensor
+    ) -> None:
+        """Write x, or x - base, at the subset to `out_n` (fp32)."""
+
+    def scatter(self, value_n: Tensor, start_R: Tensor, run: int, out_N: Tensor) -> None:
+        """Write fp32 values to the subset's places; others keep what they hold."""
+
+    def select(self, x_n: Tensor, mask_M: Tensor, kept_k: Tensor) -> None:
+        """Mark and copy the k fp32 values of largest magnitude, in order; k <= n.
+
+        NaN is above infinity, and of equal magnitudes the first ones are taken.
+        """
+
+    def place(self, mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
+        """Write kept values to their places in `out_n` (fp32), and zero elsewhere."""
+
+    def place_add(self, mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
+        """Add kept values to `out_n` (fp32) at their places."""
+
+    def settle(
+        self,
+        sent_n: Tensor,
+        mean_n: Tensor,
+        start_R: Tensor,
+        run: int,
+        x_N: Tensor,
+        base_N: Tensor,
+    ) -> None:
+        """At the subset, base becomes base + mean, and x what was not sent above the new base.
+
+        In fp32: left = (x - base) - sent; base += mean, rounded to its format; x = base + left.
+        """
+
+
+def load_sparse_kernels(backend: Backend, device: torch.device) -> SparseKernels:
+    """Return a backend's functions; "auto" is numba on CPUs, else the reference.
+
+    Raises:
+        ValueError: there are no such kernels for the backend.
+    """
+    chosen = ("numba" if device.type == "cpu" else "reference") if backend == "auto" else backend
+    if chosen not in _MODULES:
+        raise ValueError(f'backend = "{backend}": sparse kernels are "reference" and "numba"')
+    module = importlib.import_module(f"pipeline.wire.kernels.{_MODULES[chosen]}")
+    return cast(SparseKernels, module)

@@ -1,0 +1,134 @@
+"""Which coordinates of a flat vector take part in a step, known to all ranks without a byte sent.
+
+The vector is cut into runs of neighbouring values. A keyed permutation deals the runs out like a
+deck of cards: step t of a window takes the next a / q of them, going round, where a / q is the
+fraction in lowest terms and a window is q steps. So in a window every coordinate takes part exactly
+a times, never more than ceil(q / a) steps apart, and every window is dealt anew. Only whole runs
+are chosen: memory is read in cache lines, and neighbours, which are of one layer, share scales.
+
+The permutation is a Feistel network with cycle walking (Black and Rogaway, CT-RSA 2002); its round
+keys are Philox4x32-10 numbers, key = seed, counter = (bucket, window). Nothing is drawn from a
+generator with state, so no subset depends on how many were drawn before it.
+
+Axes: N values of the vector, R chosen runs, n chosen values.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from pipeline.wire.codec import Noise
+from pipeline.wire.kernels.reference import uniform16
+from pipeline.wire.kernels.sparse import load_sparse_kernels
+
+RUN = 64
+_ROUNDS = 6
+_LARGEST_WINDOW = 1000
+_MASK32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Runs of `RUN` values that start at `start_R` (int64, rising, on the CPU).
+
+    `size` is n: the last run of the vector may be a short one.
+    """
+
+    numel: int
+    start_R: Tensor
+    size: int
+
+    def gather(self, x_N: Tensor, out_n: Tensor) -> None:
+        """Copy the chosen values to `out_n` (fp32), in order."""
+        load_sparse_kernels("auto", x_N.device).gather(x_N, None, self.start_R, RUN, out_n)
+
+    def scatter(self, value_n: Tensor, out_N: Tensor) -> None:
+        """Copy fp32 values to the chosen places of `out_N`; other places keep what they hold."""
+        load_sparse_kernels("auto", out_N.device).scatter(value_n, self.start_R, RUN, out_N)
+
+
+def random_subset(
+    numel: int, *, fraction: float | Fraction, seed: int, step: int, bucket: int
+) -> Subset:
+    """The runs of step `step`, out of a vector of `numel` values.
+
+    `seed` has 64 bits and `bucket` tells vectors of one run apart.
+
+    Raises:
+        ValueError: the fraction is not in (0, 1], or no ratio with a denominator up to 1000.
+    """
+    part = exact_fraction(fraction)
+    window, turn = divmod(step, part.denominator)
+    runs = -(-numel // RUN)
+    first, last = (ceil(runs * part * i) for i in (turn, turn + 1))
+    position_R = torch.arange(first, last) % max(runs, 1)
+    if part == 1:
+        chosen_R = position_R
+    else:
+        chosen_R = _permuted(position_R, runs, _round_keys(seed, window, bucket)).sort().values
+    size = chosen_R.numel() * RUN
+    if chosen_R.numel() and int(chosen_R[-1]) == runs - 1:
+        size -= runs * RUN - numel
+    return Subset(numel, chosen_R * RUN, size)
+
+
+def exact_fraction(fraction: float | Fraction) -> Fraction:
+    """The ratio that a decimal number stands for: 0.15 is 3 / 20, 0.3333333333333333 is 1 / 3.
+
+    Raises:
+        ValueError: it is not in (0, 1], or no ratio with a denominator up to 1000.
+    """
+    part = Fraction(fraction).limit_denominator(_LARGEST_WINDOW)
+    if not 0 < part <= 1 or abs(part - Fraction(fraction)) > 1e-12:
+        raise ValueError(
+            f"fraction = {fraction}: use a number in (0, 1] that is a ratio of whole numbers up to "
+            f"{_LARGEST_WINDOW}, such as 0.1, 0.125 or 1 / 3"
+        )
+    return part
+
+
+def largest_size(numel: int, fraction: float | Fraction) -> int:
+    """The most values a subset can have."""
+    return min(numel, ceil(-(-numel // RUN) * exact_fraction(fraction)) * RUN)
+
+
+def _round_keys(seed: int, window: int, bucket: int) -> list[int]:
+    half_1C = uniform16(Noise(seed, window, torch.tensor([bucket])), 2 * _ROUNDS)
+    halves = half_1C[0].tolist()
+    return [halves[2 * i] | halves[2 * i + 1] << 16 for i in range(_ROUNDS)]
+
+
+def _permuted(position_R: Tensor, runs: int, keys: list[int]) -> Tensor:
+    """Where a keyed permutation of 0 .. runs - 1 puts the positions.
+
+    The network permutes 2^b >= runs numbers; numbers that land outside are sent through again,
+    which ends because a cycle that leaves the range must come back to it.
+    """
+    bits = max((runs - 1).bit_length(), 2)
+    low_bits = bits // 2
+    value_R = _network(position_R, low_bits, bits - low_bits, keys)
+    while bool((outside := value_R >= runs).any()):
+        value_R[outside] = _network(value_R[outside], low_bits, bits - low_bits, keys)
+    return value_R
+
+
+def _network(value_R: Tensor, low_bits: int, high_bits: int, keys: list[int]) -> Tensor:
+    """Feistel rounds: each half in turn is xored with a hash of the other."""
+    low_R, high_R = value_R & ((1 << low_bits) - 1), value_R >> low_bits
+    for i, key in enumerate(keys):
+        if i % 2:
+            low_R = low_R ^ (_hash(high_R, key) & ((1 << low_bits) - 1))
+        else:
+            high_R = high_R ^ (_hash(low_R, key) & ((1 << high_bits) - 1))
+    return high_R << low_bits | low_R
+
+
+def _hash(value_R: Tensor, key: int) -> Tensor:
+    """A keyed 32-bit integer hash (lowbias32, C. Wellons); int64 products keep their low half."""
+    value_R = (value_R + key) & _MASK32
+    value_R = ((value_R ^ (value_R >> 16)) * 0x7FEB352D) & _MASK32
+    value_R = ((value_R ^ (value_R >> 15)) * 0x846CA68B) & _MASK32
+    return value_R ^ (value_R >> 16)
