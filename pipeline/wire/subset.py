@@ -6,9 +6,9 @@ fraction in lowest terms and a window is q steps. So in a window every coordinat
 a times, never more than ceil(q / a) steps apart, and every window is dealt anew. Only whole runs
 are chosen: memory is read in cache lines, and neighbours, which are of one layer, share scales.
 
-The permutation is a Feistel network with cycle walking (Black and Rogaway, CT-RSA 2002); its round
-keys are Philox4x32-10 numbers, key = seed, counter = (bucket, window). Nothing is drawn from a
-generator with state, so no subset depends on how many were drawn before it.
+The permutation is a Feistel network with cycle walking (`SparseKernels.deal`). Its round keys are
+Philox4x32-10 numbers, key = seed, counter = (bucket, window): nothing is drawn from a generator
+with state, so no subset depends on which were drawn before it.
 
 Axes: N values of the vector, R chosen runs, n chosen values.
 """
@@ -27,7 +27,6 @@ from pipeline.wire.kernels.sparse import load_sparse_kernels
 RUN = 64
 _ROUNDS = 6
 _LARGEST_WINDOW = 1000
-_MASK32 = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,12 @@ def random_subset(
     window, turn = divmod(step, part.denominator)
     runs = -(-numel // RUN)
     first, last = (ceil(runs * part * i) for i in (turn, turn + 1))
-    position_R = torch.arange(first, last) % max(runs, 1)
+    chosen_R = torch.empty(last - first, dtype=torch.int64)
     if part == 1:
-        chosen_R = position_R
+        torch.arange(runs, out=chosen_R)
     else:
-        chosen_R = _permuted(position_R, runs, _round_keys(seed, window, bucket)).sort().values
+        kernels = load_sparse_kernels("auto", chosen_R.device)
+        kernels.deal(first, runs, _round_keys(seed, window, bucket), chosen_R)
     size = chosen_R.numel() * RUN
     if chosen_R.numel() and int(chosen_R[-1]) == runs - 1:
         size -= runs * RUN - numel
@@ -99,36 +99,3 @@ def _round_keys(seed: int, window: int, bucket: int) -> list[int]:
     half_1C = uniform16(Noise(seed, window, torch.tensor([bucket])), 2 * _ROUNDS)
     halves = half_1C[0].tolist()
     return [halves[2 * i] | halves[2 * i + 1] << 16 for i in range(_ROUNDS)]
-
-
-def _permuted(position_R: Tensor, runs: int, keys: list[int]) -> Tensor:
-    """Where a keyed permutation of 0 .. runs - 1 puts the positions.
-
-    The network permutes 2^b >= runs numbers; numbers that land outside are sent through again,
-    which ends because a cycle that leaves the range must come back to it.
-    """
-    bits = max((runs - 1).bit_length(), 2)
-    low_bits = bits // 2
-    value_R = _network(position_R, low_bits, bits - low_bits, keys)
-    while bool((outside := value_R >= runs).any()):
-        value_R[outside] = _network(value_R[outside], low_bits, bits - low_bits, keys)
-    return value_R
-
-
-def _network(value_R: Tensor, low_bits: int, high_bits: int, keys: list[int]) -> Tensor:
-    """Feistel rounds: each half in turn is xored with a hash of the other."""
-    low_R, high_R = value_R & ((1 << low_bits) - 1), value_R >> low_bits
-    for i, key in enumerate(keys):
-        if i % 2:
-            low_R = low_R ^ (_hash(high_R, key) & ((1 << low_bits) - 1))
-        else:
-            high_R = high_R ^ (_hash(low_R, key) & ((1 << high_bits) - 1))
-    return high_R << low_bits | low_R
-
-
-def _hash(value_R: Tensor, key: int) -> Tensor:
-    """A keyed 32-bit integer hash (lowbias32, C. Wellons); int64 products keep their low half."""
-    value_R = (value_R + key) & _MASK32
-    value_R = ((value_R ^ (value_R >> 16)) * 0x7FEB352D) & _MASK32
-    value_R = ((value_R ^ (value_R >> 15)) * 0x846CA68B) & _MASK32
-    return value_R ^ (value_R >> 16)

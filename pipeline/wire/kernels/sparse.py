@@ -5,6 +5,7 @@ a vector, n chosen by a subset, R its runs, M = ceil(n / 8) mask bytes, k values
 """
 
 import importlib
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -22,6 +23,16 @@ class SparseKernels(Protocol):
     of a run, of which the vector's last one may be short of. Kept values are fp32, vectors fp32,
     bf16 or fp16 and all tensors contiguous.
     """
+
+    def deal(self, first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:
+        """Write, rising, what a keyed permutation of 0 .. runs - 1 has from place `first` on.
+
+        Places go round past the last one; `chosen_R` (int64) says by its size how many are taken.
+        A Feistel network permutes 2^b >= runs numbers, b at least 2: rounds in turn xor the high
+        and the low half, which has b // 2 bits, with a hash of the other and the round's 32-bit
+        key. Numbers that land outside are sent through again (cycle walking: Black and Rogaway,
+        CT-RSA 2002), which ends, as a cycle that leaves the range comes back to it.
+        """
 
     def gather(
         self, x_N: Tensor, base_N: Tensor | None, start_R: Tensor, run: int, out_n: Tensor
