@@ -42,7 +42,7 @@ class SparseCodec:
     decodes to NaN. Equal inputs give equal bytes on any backend.
 
     Raises:
-        ValueError: a fraction outside (0, 1], or other bits.
+        ValueError: a fraction outside (0, 1], other bits, or a group below 1.
         ImportError: the coding needs a package that is not installed.
     """
 
@@ -57,6 +57,8 @@ class SparseCodec:
             raise ValueError(f"fraction = {self.fraction}: use a number in (0, 1]")
         if not (1 <= self.bits <= 8 or self.bits in (16, 32)):
             raise ValueError(f"bits = {self.bits}: use 1 to 8, or 16 (bf16) or 32 (fp32)")
+        if self.group < 1:
+            raise ValueError(f"group = {self.group}: a scale is for at least 1 value")
         check_coding(self.coding)
 
     def kept(self, numel: int) -> int:

@@ -7,7 +7,7 @@ a times, never more than ceil(q / a) steps apart, and every window is dealt anew
 are chosen: memory is read in cache lines, and neighbours, which are of one layer, share scales.
 
 The permutation is a Feistel network with cycle walking (`SparseKernels.deal`). Its round keys are
-Philox4x32-10 numbers, key = seed, counter = (bucket, window): nothing is drawn from a generator
+Philox4x64-10 numbers, key = seed, counter = (bucket, window): nothing is drawn from a generator
 with state, so no subset depends on which were drawn before it.
 
 Axes: N values of the vector, R chosen runs, n chosen values.
@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.wire.codec import Noise
-from pipeline.wire.kernels.reference import uniform16
 from pipeline.wire.kernels.sparse import load_sparse_kernels
 
 RUN = 64
@@ -96,6 +95,7 @@ def largest_size(numel: int, fraction: float | Fraction) -> int:
 
 
 def _round_keys(seed: int, window: int, bucket: int) -> list[int]:
-    half_1C = uniform16(Noise(seed, window, torch.tensor([bucket])), 2 * _ROUNDS)
-    halves = half_1C[0].tolist()
-    return [halves[2 * i] | halves[2 * i + 1] << 16 for i in range(_ROUNDS)]
+    counter = np.array([bucket, window, 0, 0], np.uint64)
+    key = np.array([seed % 2**64, 0], np.uint64)
+    words = np.random.Philox(counter=counter, key=key).random_raw(_ROUNDS // 2).tolist()
+    return [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)]
