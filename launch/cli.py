@@ -15,7 +15,12 @@ from launch.handshake import HandshakeError
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
 from launch.shaped.spec import parse_rate, parse_time
-from launch.spawn import end_with_parent, run_local, started_by_launcher
+from launch.spawn import (
+    end_with_parent,
+    keep_freed_memory,
+    run_local,
+    started_by_launcher,
+)
 from launch.state import Resume, saved_so_far
 from launch.trace import Network, trace_run
 from launch.train import check_data, train_rank
@@ -111,6 +116,7 @@ def _run_all(config: RunConfig, *, resume: bool) -> int:
 
 def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
     end_with_parent()
+    keep_freed_memory()
     try:
         train_rank(config, resume, show=show)
     except PeerError as error:
