@@ -4,15 +4,18 @@ from typing import Literal
 
 from aqsgd.delta import DeltaBoundary
 from aqsgd.memory import SampleMemory
-from pipeline.config import Bits, QuantizerConfig, build_codec
+from pipeline.config import Bits, QuantizerConfig, TileConfig, build_codec
 from pipeline.wire.cast import CastFormat
 
 
 class AqsgdConfig(QuantizerConfig):
-    """Quantized changes. `first_visit` and `memory`: a float format or that many bits."""
+    """Quantized changes. `first_visit` and `memory`: a float format or that many bits.
+
+    `first_visit = { kind = "stateless", bits = 4 }` sends first visits in tiles.
+    """
 
     kind: Literal["aqsgd"] = "aqsgd"
-    first_visit: CastFormat | Bits = 8
+    first_visit: CastFormat | Bits | TileConfig = 8
     memory: Literal["fp32", "bf16", 4, 8] = "bf16"
 
 

@@ -14,7 +14,7 @@ from gradcomp.sync import ReplicaSync
 from launch.config import BackwardConfig, ForwardConfig, RunConfig
 from pipeline.boundary import Boundary, Stateless, raw
 from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
-from pipeline.config import DirectConfig, RawConfig, build_codec
+from pipeline.config import DirectConfig, RawConfig, StatelessConfig, build_codec
 from pipeline.engine import EngineOptions, PipelineEngine
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
@@ -132,6 +132,9 @@ def build_boundary(
     if isinstance(spec, DirectConfig):
         direct = Stateless(spec.quantizer(width), key)
         return {"train": direct, "eval": raw(), "eval_compressed": direct}
+    if isinstance(spec, StatelessConfig):
+        tiles = Stateless(spec.quantizer(), key)
+        return {"train": tiles, "eval": raw(), "eval_compressed": tiles}
     cast = raw(spec.format)
     return {"train": cast, "eval": raw(), "eval_compressed": cast}
 

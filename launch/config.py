@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from aqsgd.config import AqsgdConfig
 from gradcomp.registry import load_method, method_names, parse_options
 from launch.data import DataConfig
-from pipeline.config import DirectConfig, PipelineConfig, RawConfig
+from pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
 from pipeline.schedule import check_schedule
 from pipeline.transformer import TransformerConfig
 
@@ -46,11 +46,13 @@ def _known_names(value: Any) -> Any:
 
 
 ForwardConfig = Annotated[
-    Annotated[AqsgdConfig | DirectConfig | RawConfig, Field(discriminator="kind")],
+    Annotated[
+        AqsgdConfig | DirectConfig | RawConfig | StatelessConfig, Field(discriminator="kind")
+    ],
     BeforeValidator(_known_names),
 ]
 BackwardConfig = Annotated[
-    Annotated[DirectConfig | RawConfig, Field(discriminator="kind")],
+    Annotated[DirectConfig | RawConfig | StatelessConfig, Field(discriminator="kind")],
     BeforeValidator(_known_names),
 ]
 
@@ -276,7 +278,7 @@ def _parse(text: str) -> Any:
 
 
 def _explain(detail: ErrorDetails) -> str:
-    place = [part for part in detail["loc"] if part not in ("aqsgd", "direct", "raw")]
+    place = [part for part in detail["loc"] if part not in ("aqsgd", "direct", "raw", "stateless")]
     name = ".".join(str(part) for part in place)
     if detail["type"] == "extra_forbidden":
         known = _keys_at(detail["loc"][:-1])

@@ -9,6 +9,7 @@ from pipeline.schedule import ScheduleName
 from pipeline.wire.cast import Cast, CastFormat
 from pipeline.wire.codec import Codec
 from pipeline.wire.entropy import Coding
+from pipeline.wire.hadamard import Hadamard
 from pipeline.wire.uniform import ScalePer, Uniform
 
 Bits = Annotated[int, Field(ge=1, le=8)]
@@ -106,6 +107,33 @@ class DirectConfig(QuantizerConfig):
     bits: Bits = 8
 
 
-def build_codec(spec: CastFormat | int, width: int) -> Codec:
-    """Codec for a float format, or for that many bits with one scale per token of `width`."""
+class TileConfig(BaseModel):
+    """Tile-wise quantization without memory; see `pipeline/wire/hadamard.py`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["stateless"] = "stateless"
+    bits: int = 4
+    tile: int = 64
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> "TileConfig":
+        self.quantizer()
+        return self
+
+    def quantizer(self) -> Hadamard:
+        """The codec."""
+        return Hadamard(self.bits, self.tile)
+
+
+class StatelessConfig(TileConfig):
+    """Tile-wise quantization of a direction; `coding` is that of `QuantizerConfig`."""
+
+    coding: Coding = "none"
+
+
+def build_codec(spec: CastFormat | int | TileConfig, width: int) -> Codec:
+    """Codec for a float format, for bits with one scale per token of `width`, or for tiles."""
+    if isinstance(spec, TileConfig):
+        return spec.quantizer()
     return Uniform(spec, "token", width=width) if isinstance(spec, int) else Cast(spec)

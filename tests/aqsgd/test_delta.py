@@ -42,7 +42,7 @@ def visit(
     [(1, "nearest"), *((bits, r) for bits in (2, 3, 4, 8) for r in ("nearest", "stochastic"))],
 )
 @pytest.mark.parametrize("memory", ["fp32", "bf16", 8])
-@pytest.mark.parametrize("first_visit", ["fp32", "bf16", 8, 4])
+@pytest.mark.parametrize("first_visit", ["fp32", "bf16", 8, 4, {"bits": 4}])
 def test_both_memories_are_bit_equal_after_every_step(
     bits: int, memory: Any, first_visit: Any, rounding: str
 ) -> None:

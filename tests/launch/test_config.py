@@ -59,6 +59,14 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ),
         ('[[boundary]]\nforward = {kind = "aqsgd", rate = 0.0}', ["forward.rate = 0.0"]),
         (
+            '[[boundary]]\nbackward = {kind = "stateless", bits = 8}',
+            ["boundary.0.backward: bits = 8: use 2 to 7"],
+        ),
+        (
+            '[[boundary]]\nforward = {kind = "aqsgd", first_visit = {tile = 32}}',
+            ["boundary.0.forward.first_visit", "tile = 32: use one of 16, 64, 256"],
+        ),
+        (
             '[[boundary]]\nbackward = {kind = "direct", bits = 1, rounding = "stochastic"}',
             ["boundary.0.backward", "bits >= 2"],
         ),
