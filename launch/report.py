@@ -227,11 +227,12 @@ dd { margin: 0; overflow-wrap: anywhere; }
 """
 
 _LOSS_WORDS = """The loss says how surprised the model is by the right answer (the next token, or a
-sample's label); lower is better. The thin line is every training step, the thick one their local mean. Discs are evaluations on text
-the model was not trained on, measured with uncompressed boundaries; open diamonds are the same
-evaluation with compressed boundaries: sent as a sample's first visit is, since held-out text has
-been seen by no memory. Where the two meet, that compression does not disturb the model's
-predictions. A cross at the bottom marks a step whose update was skipped."""
+sample's label); lower is better. The thin line is every training step, the thick one their local
+mean. Discs are evaluations on text the model was not trained on, measured with uncompressed
+boundaries; open diamonds are the same evaluation with compressed boundaries: sent as a sample's
+first visit is, since held-out text has been seen by no memory. Where the two meet, that compression
+does not disturb the model's predictions. A cross at the bottom marks a step whose update was
+skipped."""
 
 _BYTES_WORDS = """A cut is a place where one stage hands its activations to the next (forward) and
 gets gradients back (backward); it is named by the first layer after it. The dotted lines show what
@@ -294,13 +295,14 @@ def _subtitle(summary: Summary) -> str:
 
 def _cards(summary: Summary) -> str:
     losses, totals = summary["eval"] or {}, summary["totals"]
+    unit = summary["unit"].capitalize()
     cards = [
         ("Training loss, last epoch", format_loss(summary["final_loss"])),
         ("Evaluation loss", format_loss(losses.get("loss"))),
         ("Evaluation loss, compressed", format_loss(losses.get("loss_compressed"))),
         *((f"Evaluation {name}", value) for name, value in other_scores(losses)),
         (
-            f"{summary['unit'].capitalize()}s per second, median",
+            f"{unit}s per second, median",
             format_rate(summary["median_tokens_per_s"]),
         ),
         ("Sent over the cuts", format_bytes(totals["bytes"])),
