@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from launch.data import DataConfig, SequenceSet, load
+from launch.data import DataConfig, load
+from launch.sequences import SampleSet
 from pipeline.transformer import TransformerConfig, build_layers
 
 Form = Literal["paper-shaped", "training"]
@@ -175,7 +176,8 @@ class Training:
 
     def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
         """Sequences of text."""
-        return self._text.batch(ids_S % len(self._text))
+        batch = self._text.batch(ids_S % len(self._text))
+        return batch.inputs_BT, batch.targets
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Cross entropy."""
@@ -195,7 +197,7 @@ class Training:
         return PAPER_BALANCE_BPS / balance_bps
 
     @cached_property
-    def _text(self) -> SequenceSet:
+    def _text(self) -> SampleSet:
         config = DataConfig(
             sequence_length=self.tokens, train_sequences=256, eval_sequences=1, max_bytes=1 << 20
         )
