@@ -19,7 +19,7 @@ import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from aqsgd.config import AqsgdConfig
+from aqsgd.config import AqsgdConfig, MemoryConfig
 from gradcomp.registry import load_method, method_names, parse_options
 from launch.data import DataConfig
 from pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
@@ -27,8 +27,9 @@ from pipeline.schedule import check_schedule
 from pipeline.transformer import TransformerConfig
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-_LOCAL: Any = {  # places on a host's own disk; what is there is compared by its digest
+_LOCAL: Any = {  # what a host has of disk and RAM; data are compared by their digest
     "run": {"folder"},
+    "memory": True,
     "data": {"path": True, "eval_path": True, "tokenizer": True, "sources": {"__all__": {"path"}}},
 }
 
@@ -136,6 +137,7 @@ class RunConfig(BaseModel):
     data: DataConfig = DataConfig()
     pipeline: PipelineConfig = PipelineConfig()
     boundary: tuple[BoundaryConfig, ...] = ()
+    memory: MemoryConfig = MemoryConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -191,7 +193,7 @@ class RunConfig(BaseModel):
         return found
 
     def shared(self) -> dict[str, Any]:
-        """All that peers must agree on, JSON-able: all but places on a host's own disk."""
+        """All that peers must agree on, JSON-able: all but what a host has of disk and RAM."""
         return self.model_dump(mode="json", exclude=_LOCAL)
 
     def digest(self) -> str:
