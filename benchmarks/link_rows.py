@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.paper_shape import Method, RankResult, Shape, make_channel
+from launch.plan.network import Network
 from launch.plan.simulate import Message, StepModel, simulate
 from launch.shaped.spec import PAYLOAD_SHARE
 from pipeline.channel import BACKWARD, FORWARD
@@ -130,8 +131,7 @@ def bound_s(
         backward_s=(shape.backward_s,) * at.stages,
         activations=(messages[0],) * cuts,
         gradients=(messages[1],) * cuts,
-        rate_bps=None if rate_bps is None else rate_bps * PAYLOAD_SHARE,
-        delay_s=at.delay_s,
+        network=Network.uniform(at.stages, rate_bps, at.delay_s).payload(),
     )
     return simulate(model).step_s
 

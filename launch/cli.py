@@ -12,6 +12,7 @@ import typer
 from launch.checkpoint import CheckpointError
 from launch.config import ConfigError, RunConfig, load_config
 from launch.handshake import HandshakeError
+from launch.plan.cli import plan
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
 from launch.spawn import end_with_parent, run_local, started_by_launcher
@@ -63,6 +64,7 @@ def train(
     sys.exit(_run_all(config, resume=resume))
 
 
+app.command()(plan)
 app.command(context_settings={"allow_interspersed_args": False})(shaped)
 
 

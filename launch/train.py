@@ -27,6 +27,7 @@ from launch.metrics import (
     WireCount,
     read_metrics,
 )
+from launch.plan.auto import decide_cuts
 from launch.report import summarize, write_report
 from launch.sampling import EpochSampler
 from launch.session import Session, StopFlag, join
@@ -71,6 +72,7 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
         assert corpus is not None  # a rank with a problem does not get here
         folder = RunFolder(config.run.path)
         folder.claim(session, resume=resume.wanted)
+        config = decide_cuts(config, session, resume=resume.wanted)
         _Run(config, corpus, session, stop).train(resume, show=show)
         folder.release()
 
