@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -15,8 +15,8 @@ from launch.handshake import HandshakeError
 from launch.plan.cli import plan
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
-from launch.spawn import end_with_parent, run_local, started_by_launcher
-from launch.state import Resume, saved_so_far
+from launch.spawn import Nodes, end_with_parent, run_local, run_node, started_by_launcher
+from launch.state import Resume, after_restart, saved_so_far
 from launch.train import check_data, train_rank
 
 app = typer.Typer(
@@ -36,7 +36,7 @@ def _main() -> None:
 
 
 @app.command()
-def train(
+def train(  # noqa: PLR0913  # one parameter per option
     config_path: Annotated[
         Path, typer.Argument(metavar="RUN.TOML", help="What to train, and how.")
     ],
@@ -53,15 +53,30 @@ def train(
     show: Annotated[
         int, typer.Option("--show", metavar="RANK", help="Which rank of a machine draws progress.")
     ] = 0,
+    nnodes: Annotated[
+        int, typer.Option(help="On how many machines; give the same command on each.")
+    ] = 1,
+    rdzv: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the machines meet: one of them.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often ranks start again after a failure, from a checkpoint.")
+    ] = 0,
 ) -> None:
-    """Train. Starts all ranks on this machine; under torchrun, runs as the rank it is."""
+    """Train. Starts all ranks on this machine; under torchrun, runs as the rank it is.
+
+    With --nnodes it starts this machine's share of the ranks.
+    """
     try:
         config = load_config(config_path, overrides or [])
     except ConfigError as error:
         _refuse(error)
     if started_by_launcher():
-        sys.exit(_run_rank(config, Resume(resume, step), show=show))
-    sys.exit(_run_all(config, resume=resume))
+        sys.exit(_run_rank(config, after_restart(Resume(resume, step)), show=show))
+    if nnodes == 1 and rdzv is None:
+        sys.exit(_run_all(config, resume=resume))
+    nodes = Nodes(nnodes, rdzv or "", max_restarts, config.pipeline.peer_timeout_s)
+    sys.exit(_run_here(config, nodes))
 
 
 app.command()(plan)
@@ -87,6 +102,19 @@ def _run_all(config: RunConfig, *, resume: bool) -> int:
     return run_local(sys.argv[1:], config.world_size)
 
 
+def _run_here(config: RunConfig, nodes: Nodes) -> int:
+    try:
+        if nodes.count < 1 or config.world_size % nodes.count:
+            raise ConfigError(
+                f"--nnodes = {nodes.count}: {config.world_size} ranks cannot be shared evenly by "
+                "that many machines"
+            )
+        check_data(config)
+        return run_node(sys.argv[1:], config.world_size // nodes.count, nodes)
+    except (ValueError, OSError, ImportError) as error:
+        _refuse(error)
+
+
 def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
     end_with_parent()
     try:
@@ -110,7 +138,7 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
     return 0
 
 
-def _refuse(error: Exception) -> None:
+def _refuse(error: Exception) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         _say(f"error: {error}")
     sys.exit(USAGE_ERROR)

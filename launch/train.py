@@ -31,7 +31,7 @@ from launch.plan.auto import decide_cuts
 from launch.report import summarize, write_report
 from launch.sampling import EpochSampler
 from launch.session import Session, StopFlag, join
-from launch.state import Checkpoints, Resume
+from launch.state import Checkpoints, Resume, agree_to_resume
 from pipeline.engine import Batch
 from pipeline.stage import ComputeEvent
 from pipeline.step_report import StepTotals
@@ -70,6 +70,7 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
     stop = StopFlag()
     with join(config, facts, problem) as session:
         assert corpus is not None  # a rank with a problem does not get here
+        resume = agree_to_resume(session, config.run.path / "checkpoints", resume)
         folder = RunFolder(config.run.path)
         folder.claim(session, resume=resume.wanted)
         config = decide_cuts(config, session, resume=resume.wanted)

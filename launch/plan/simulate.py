@@ -94,7 +94,8 @@ def simulate(model: StepModel) -> SimulatedStep:
     """Play one step that begins with all ranks and links idle.
 
     Raises:
-        ValueError: the schedule has several stages per rank, or the network another number of hosts.
+        ValueError: the schedule has several stages per rank, or the network has another
+            number of hosts.
     """
     if model.schedule not in ("GPipe", "1F1B", "Deep1F1B"):
         raise ValueError(
