@@ -11,6 +11,7 @@ import typer
 
 from launch.checkpoint import CheckpointError
 from launch.config import ConfigError, RunConfig, load_config
+from launch.doctor.cli import doctor
 from launch.handshake import HandshakeError
 from launch.plan.cli import plan
 from launch.session import PeerError, TerminatedError
@@ -80,6 +81,7 @@ def train(  # noqa: PLR0913  # one parameter per option
 
 
 app.command()(plan)
+app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(shaped)
 
 

@@ -5,12 +5,12 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from launch import checkpoint
 from launch.checkpoint import CheckpointError
 from launch.config import RunConfig
+from launch.machine import free_memory
 from launch.messages import gather_json
 from launch.metrics import format_duration
 from launch.plan.cost import Blocks, block_memory, measure_messages
@@ -41,7 +41,7 @@ def decide_cuts(config: RunConfig, session: Session, *, resume: bool) -> RunConf
     if found:
         return config.with_cuts(found[0])
     own = [asdict(block) for block in measure_blocks(config)]
-    everyone = gather_json(session.mesh, [own, _free_memory() / _ranks_here()])
+    everyone = gather_json(session.mesh, [own, free_memory() / _ranks_here()])
     blocks, limits = _by_stage(config, everyone)
     cuts = find_cuts(config, blocks, memory_limit=limits)
     if session.local_rank == 0:
@@ -131,13 +131,3 @@ def _saved_cuts(config: RunConfig) -> list[int] | None:
 
 def _ranks_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def _free_memory() -> float:
-    """Bytes that this machine can still give out; infinite where it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return math.inf
-    fields = dict(line.split(":", 1) for line in lines)
-    return 1024.0 * int(fields["MemAvailable"].split()[0])
