@@ -11,6 +11,7 @@ from torch import Tensor
 from benchmarks.link_ranks import RankResult
 from benchmarks.link_runners import Method, make_channel
 from benchmarks.link_workloads import PaperShape, Workload
+from launch.plan.network import Network
 from launch.plan.simulate import Message, StepModel, simulate
 from launch.shaped.spec import PAYLOAD_SHARE
 from pipeline.channel import BACKWARD, FORWARD
@@ -148,8 +149,7 @@ def bound_s(
         backward_s=[backward_s for _, backward_s in compute],
         activations=(messages[0],) * cuts,
         gradients=(messages[1],) * cuts,
-        rate_bps=None if rate_bps is None else rate_bps * PAYLOAD_SHARE,
-        delay_s=delay_s,
+        network=Network.uniform(len(compute), rate_bps, delay_s).payload(),
     )
     return simulate(model).step_s
 

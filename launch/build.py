@@ -66,6 +66,8 @@ def build(
     Without a `wiring`, the schedule says which rank holds which stage, and the mesh's groups join
     them.
     """
+    if config.pipeline.auto_cuts:
+        raise ValueError('pipeline.cuts = "auto": not decided here; give the cuts')
     wiring = wiring or _rank_wiring(config, mesh)
     modules = {stage: _module(config, stage) for stage in wiring.stages}
     tied = _tie(config, modules)
@@ -148,11 +150,17 @@ def build_boundary(
     return {"train": cast, "eval": raw(), "eval_compressed": cast}
 
 
+def build_blocks(
+    config: RunConfig, first: int, stop: int | None = None, *, device: str = "cpu"
+) -> TransformerStage:
+    """The part of the model from block `first` to before `stop`, by default that block alone."""
+    stop = first + 1 if stop is None else stop
+    return build_layers(config.model, first, stop, seed=config.run.seed, device=device)
+
+
 def _module(config: RunConfig, stage: int) -> TransformerStage:
     bounds = (0, *config.pipeline.cuts, config.model.layers)
-    return build_layers(
-        config.model, bounds[stage], bounds[stage + 1], seed=config.run.seed, device="cpu"
-    )
+    return build_blocks(config, bounds[stage], bounds[stage + 1])
 
 
 def _tie(config: RunConfig, modules: dict[int, TransformerStage]) -> nn.Parameter | None:

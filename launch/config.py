@@ -158,6 +158,12 @@ class RunConfig(BaseModel):
         """Options of that method."""
         return parse_options(self.method, self.gradcomp.get(self.method, {}))
 
+    def with_cuts(self, cuts: Sequence[int]) -> "RunConfig":
+        """The same run cut at these places, in place of `cuts = "auto"`."""
+        fields = self.model_dump(exclude_none=True)
+        fields["pipeline"]["cuts"] = list(cuts)
+        return RunConfig.model_validate(fields)
+
     def boundary_at(self, cut: int) -> BoundaryConfig:
         """What the run does at a cut."""
         default = BoundaryConfig()
@@ -209,7 +215,7 @@ class RunConfig(BaseModel):
             ranks=self.pipeline.pipeline_ranks,
             microbatches=self.pipeline.microbatches,
         )
-        _check_boundaries(self.boundary, self.pipeline.cuts)
+        _check_boundaries(self.boundary, self.pipeline)
         _check_sizes(self)
         _check_task(self)
         _check_gradcomp(self.gradcomp)
@@ -348,9 +354,14 @@ def _check_cuts(cuts: Sequence[int], layers: int) -> None:
         raise ValueError(f"pipeline.cuts = {list(cuts)}: cuts must rise; write {sorted(set(cuts))}")
 
 
-def _check_boundaries(boundaries: Sequence[BoundaryConfig], cuts: Sequence[int]) -> None:
-    named = [boundary.cut for boundary in boundaries]
+def _check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineConfig) -> None:
+    named, cuts = [boundary.cut for boundary in boundaries], pipeline.cuts
     for cut in named:
+        if cut is not None and pipeline.auto_cuts:
+            raise ValueError(
+                f'boundary.cut = {cut}: with pipeline.cuts = "auto" no cut has a number yet; leave '
+                "out cut, or give the cuts"
+            )
         if cut is not None and cut not in cuts:
             raise ValueError(
                 f"boundary.cut = {cut}: there is no such cut; pipeline.cuts = {list(cuts)}"

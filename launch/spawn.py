@@ -1,4 +1,4 @@
-"""Starts the ranks of a run on this machine, with torch's elastic agent: what torchrun uses."""
+"""Starts a run's ranks on this machine, all or its share, with torchrun's elastic agent."""
 
 import ctypes
 import logging
@@ -6,10 +6,14 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from launch.interfaces import interface_to, interfaces, is_here, parse_endpoint, reachable_address
 
 PARENT = "THINPIPE_PARENT"
 """Environment variable that tells a local rank which process it must not outlive."""
@@ -22,16 +26,27 @@ def started_by_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run: how many, and the `host:port` where they meet.
+
+    After a failure all ranks are started again up to `max_restarts` times; a machine that does not
+    come is waited for `join_s` seconds.
+    """
+
+    count: int
+    endpoint: str
+    max_restarts: int
+    join_s: float
+
+
 def run_local(arguments: Sequence[str], processes: int) -> int:
     """Run `python -m launch <arguments>` as that many ranks; return the exit code.
 
     The ranks talk over loopback. If one fails, the others are ended; if this process is killed,
     they end too.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(usable_cores(), processes)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ[PARENT] = str(os.getpid())
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say it better
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -42,11 +57,55 @@ def run_local(arguments: Sequence[str], processes: int) -> int:
         local_addr="127.0.0.1",
         max_restarts=0,
     )
+    return _launch(config, arguments)
+
+
+def run_node(arguments: Sequence[str], processes: int, nodes: Nodes) -> int:
+    """Run this machine's `processes` ranks of a run on several; return the exit code.
+
+    It is torchrun with the c10d rendezvous, which also chooses the interface: the one that leads to
+    the rendezvous host, unless GLOO_SOCKET_IFNAME names another. Machines are numbered in the
+    order of their addresses, as texts.
+
+    Raises:
+        ValueError: the rendezvous host cannot be resolved or reached.
+    """
+    host, _ = parse_endpoint(nodes.endpoint)
+    address = reachable_address(host)
+    chosen = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", "")) or interface_to(address)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen.name)
+    settings: dict[str, object] = {"join_timeout": int(nodes.join_s)}
+    if not chosen.is_loopback:  # torch's own guess needs a host name that resolves
+        settings["is_host"] = str(is_here(address))
+    config = LaunchConfig(
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        nproc_per_node=processes,
+        run_id="thinpipe",
+        rdzv_backend="c10d",
+        rdzv_endpoint=nodes.endpoint,
+        rdzv_configs=settings,
+        local_addr=chosen.address,
+        max_restarts=nodes.max_restarts,
+    )
+    return _launch(config, arguments)
+
+
+def _launch(config: LaunchConfig, arguments: Sequence[str]) -> int:
+    threads = threads_per_rank(usable_cores(), config.nproc_per_node)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ[PARENT] = str(os.getpid())
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say it better
     try:
         elastic_launch(config, sys.executable)("-m", "launch", *arguments)
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)
+    except RendezvousError as error:
+        text = f"error: {config.min_nodes} machines did not meet at {config.rdzv_endpoint}: "
+        text += str(error.__cause__ or error).splitlines()[0]
+        os.write(2, f"{text}; `thinpipe doctor` on each says why\n".encode())
+        return 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0

@@ -1,5 +1,6 @@
 """A rank's whole state, and how all ranks save and restore theirs together, bit for bit."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,10 +24,34 @@ _MAY_CHANGE = (
 
 
 class Resume(NamedTuple):
-    """Whether to go on from a checkpoint, and from which step if not from the newest."""
+    """Whether to go on from a checkpoint, and from which step if not from the newest.
+
+    Where it is not `required`, a run that has saved nothing yet starts anew.
+    """
 
     wanted: bool
     step: int | None = None
+    required: bool = True
+
+
+def after_restart(resume: Resume) -> Resume:
+    """What was asked for; torchrun's agents start ranks again after a failure: then, go on."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return resume if resume.wanted or not restarts else Resume(True, required=False)
+
+
+def agree_to_resume(session: Session, root: Path, resume: Resume) -> Resume:
+    """One answer for all ranks: agents count their restarts differently, so one is enough."""
+    try:
+        saved = checkpoint.latest(root) is not None
+    except CheckpointError:
+        saved = True  # restoring will say what is wrong with it
+    told = gather_json(session.mesh, [*resume, saved])
+    asked = [Resume(*answer) for *answer, _ in told if answer[0]]
+    required = any(answer.required for answer in asked)
+    if not asked or not (required or any(saved for *_, saved in told)):
+        return Resume(False)
+    return Resume(True, next((a.step for a in asked if a.step is not None), None), required)
 
 
 @dataclass(frozen=True)

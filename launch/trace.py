@@ -8,12 +8,12 @@ was sent to when it was used.
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from launch.metrics import DIRECTIONS, Direction, TimelineEvent
+from launch.plan.network import Network
 from launch.plan.simulate import Message, SimulatedStep, StepModel, TransferEvent, simulate
 from launch.timeline import Timeline, read_timeline
 
@@ -24,16 +24,10 @@ _SIMULATED = 1000
 _US = 1e6
 
 
-@dataclass(frozen=True)
-class Network:
-    """What the foretold step runs on; None is unlimited, `delay_s` is one way."""
-
-    rate_bps: float | None
-    delay_s: float
-
-
-def trace_run(folder: Path, network: Network, out: Path) -> str:
+def trace_run(folder: Path, out: Path, *, rate_bps: float | None, delay_s: float) -> str:
     """Write a run's trace and say what is in it.
+
+    The foretold step is one on links of `rate_bps` (None: unlimited) and `delay_s` one way.
 
     Raises:
         ValueError: the run has no timeline.
@@ -41,6 +35,7 @@ def trace_run(folder: Path, network: Network, out: Path) -> str:
     timeline = read_timeline(folder)
     step_s = max(event.end_s for event in timeline.events)
     try:
+        network = Network.uniform(timeline.pipeline_ranks, rate_bps, delay_s)
         simulated = foretell(timeline, network)
         told = f"foretold {simulated.step_s:.3f} s"
     except ValueError as error:
@@ -87,8 +82,7 @@ def foretell(timeline: Timeline, network: Network) -> SimulatedStep:
         backward_s=[seconds["B", stage] + seconds["W", stage] for stage in stages],
         activations=[_message(timeline, seconds, cut, "forward") for cut in stages[:-1]],
         gradients=[_message(timeline, seconds, cut, "backward") for cut in stages[:-1]],
-        rate_bps=network.rate_bps,
-        delay_s=network.delay_s,
+        network=network.payload(),
         depth=timeline.depth,
     )
     return simulate(model)

@@ -25,12 +25,13 @@ from launch.metrics import (
     WireCount,
     read_metrics,
 )
+from launch.plan.auto import decide_cuts
 from launch.plan.memory import check_memory, memory_folder
 from launch.report import summarize, write_report
 from launch.sampling import EpochSampler
 from launch.sequences import SampleSet
 from launch.session import Session, StopFlag, join
-from launch.state import Checkpoints, Resume
+from launch.state import Checkpoints, Resume, agree_to_resume
 from launch.timeline import Timeline, gather_events
 from pipeline.step_report import StepTotals
 from pipeline.transformer import build_layers
@@ -74,8 +75,10 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
     stop = StopFlag()
     with join(config, facts, problem) as session:
         assert corpus is not None  # a rank with a problem does not get here
+        resume = agree_to_resume(session, config.run.path / "checkpoints", resume)
         folder = RunFolder(config.run.path)
         folder.claim(session, resume=resume.wanted)
+        config = decide_cuts(config, session, resume=resume.wanted)
         _Run(config, corpus, session, stop).train(resume, show=show)
         folder.release()
 

@@ -1,6 +1,7 @@
 """How the pipeline engine is configured, and codecs from their configuration."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,7 +19,8 @@ Bits = Annotated[int, Field(ge=1, le=8)]
 class PipelineConfig(BaseModel):
     """Where the model is cut and how the stages take turns.
 
-    `cuts = [2, 4]` makes three stages: layers 0-1, 2-3 and the rest. `replicas` pipelines train
+    `cuts = [2, 4]` makes three stages: layers 0-1, 2-3 and the rest; `cuts = "auto"` with
+    `stages = 3` leaves the places to a measurement at the start. `replicas` pipelines train
     side by side. Schedules with several stages per rank (Interleaved1F1B, LoopedBFS and the
     zero-bubble ones) share the stages among `ranks`, by default half as many as there are stages.
     `depth` is how many more microbatches per hop Deep1F1B keeps in flight than 1F1B.
@@ -35,6 +37,31 @@ class PipelineConfig(BaseModel):
     ranks: int | None = Field(None, ge=1)
     precision: Precision = "fp32"
     peer_timeout_s: float = Field(300.0, gt=0)
+    auto_cuts: Annotated[bool, Field(exclude=True)] = False
+    """Set by `cuts = "auto"`: cuts 1, 2, ... stand in until they are decided."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stand_in_for_auto(cls, fields: Any) -> Any:
+        if not isinstance(fields, Mapping):
+            return fields
+        if "auto_cuts" in fields:
+            raise ValueError('auto_cuts: write cuts = "auto" and stages = N')
+        stages = fields.get("stages")
+        given = {key: value for key, value in fields.items() if key != "stages"}
+        if given.get("cuts") == "auto":
+            if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+                raise ValueError(
+                    f'cuts = "auto" with stages = {stages!r}: say how many, as in stages = 4'
+                )
+            return {**given, "cuts": tuple(range(1, stages)), "auto_cuts": True}
+        if stages is not None and stages != len(given.get("cuts", ())) + 1:
+            raise ValueError(
+                f"stages = {stages!r}, cuts = {given.get('cuts', [])!r}: these cuts make "
+                f"{len(given.get('cuts', ())) + 1} stages; leave out stages, or write "
+                'cuts = "auto"'
+            )
+        return given
 
     @property
     def stages(self) -> int:

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from launch.metrics import TimelineEvent, WireCount
+from launch.plan.network import Network
 from launch.plan.simulate import Message, StepModel, simulate
 from launch.timeline import Timeline, read_timeline
-from launch.trace import Network, foretell, trace_run, transfers
+from launch.trace import foretell, trace_run, transfers
 
 MODEL = StepModel(
     schedule="GPipe",
@@ -55,9 +56,9 @@ def measured() -> Timeline:
     )
 
 
-@pytest.mark.parametrize("network", [Network(None, 0.0), Network(1e4, 0.5)])
+@pytest.mark.parametrize("network", [Network.uniform(3), Network.uniform(3, 1e4, 0.5)])
 def test_foretold_step_has_the_times_and_sizes_of_the_measured_one(network: Network) -> None:
-    expected = simulate(replace(MODEL, rate_bps=network.rate_bps, delay_s=network.delay_s))
+    expected = simulate(replace(MODEL, network=network.payload()))
     assert foretell(measured(), network).step_s == pytest.approx(expected.step_s)
 
 
@@ -71,7 +72,7 @@ def test_messages_are_joined_from_sender_to_receiver() -> None:
 
 def test_trace_shows_both_steps_rank_by_rank(tmp_path: Path) -> None:
     measured().write(tmp_path)
-    told = trace_run(tmp_path, Network(1e4, 0.0), tmp_path / "trace.json")
+    told = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=1e4, delay_s=0.0)
     assert "step 7" in told
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -84,7 +85,7 @@ def test_trace_shows_both_steps_rank_by_rank(tmp_path: Path) -> None:
 
 def test_schedules_that_cannot_be_foretold_still_have_a_trace(tmp_path: Path) -> None:
     measured().model_copy(update={"schedule": "Interleaved1F1B"}).write(tmp_path)
-    told = trace_run(tmp_path, Network(None, 0.0), tmp_path / "trace.json")
+    told = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=None, delay_s=0.0)
     assert "not foretold" in told
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert max(event["pid"] for event in events) == 2
