@@ -66,8 +66,7 @@ class SampleMemory:
     ) -> None:
         """`codec` turns values into stored bytes; it must be deterministic.
 
-        `room` is how many samples this end could hold; what counts is `limit`, which the ends agree
-        on.
+        `room` is how many samples this end could hold; the ends agree on one (`restrict`).
         """
         self.room = room
         self._codec, self._store = codec, store or RamStore()
@@ -85,14 +84,15 @@ class SampleMemory:
         """Bytes held."""
         return len(self._histories) * (self._row_nbytes or 0)
 
-    def limit(self, samples: int) -> None:
-        """Hold at most that many from here on; of those held, the lowest ids stay.
+    def restrict(self, ids_B: Tensor, samples: int) -> None:
+        """Hold only these samples from here on, and at most so many; the lowest ids stay.
 
         Raises:
             OSError: there is no room for as many.
         """
         self._limit = samples
-        self._forget(sorted(self._histories)[samples:])
+        held = sorted(self._histories.keys() & set(ids_B.tolist()))
+        self._forget(list(self._histories.keys() - set(held[:samples])))
         self._store.reserve(samples)
 
     def known(self, ids_B: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Agreement:
         Raises:
             OSError: this rank has no room for what was agreed.
         """
-        self._agree_on_room(len(ids_B))
+        self._agree_on_room(ids_B)
         healed = self._compare(ids_B)
         self.prefetch(first_ids_B)
         return _sum(healed, self._compare(first_ids_B))
@@ -112,7 +112,7 @@ class Agreement:
                         _shorten(ids_B.tolist()),
                     )
 
-    def _agree_on_room(self, samples: int) -> None:
+    def _agree_on_room(self, ids_B: Tensor) -> None:
         """The smaller room of two ends counts."""
         rooms_CE = torch.full((len(self._cuts), 2), float("inf"), dtype=torch.float64)
         for place, memory in self._memories.items():
@@ -123,7 +123,7 @@ class Agreement:
             0
         )
         for (cut, _), memory in self._memories.items():
-            memory.limit(int(min(float(own_CE[cut].min()), samples)))
+            memory.restrict(ids_B, int(min(float(own_CE[cut].min()), len(ids_B))))
 
     def _per_end(self, all_WN: Tensor, count: int = 1) -> Tensor:
         """[R, C, E, B]: of the ranks of a pipeline, only one holds any given end."""

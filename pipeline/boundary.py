@@ -22,8 +22,8 @@ class Memory(Protocol):
 
     room: int | None
 
-    def limit(self, samples: int) -> None:
-        """Hold at most that many samples from here on.
+    def restrict(self, ids_B: Tensor, samples: int) -> None:
+        """Hold only these samples from here on, and at most so many.
 
         Raises:
             OSError: there is no room for as many.
