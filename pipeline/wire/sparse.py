@@ -69,11 +69,17 @@ class SparseCodec:
         """The most bytes that a message of `numel` values can take."""
         return _HEAD + sum(self._sizes(numel))
 
-    def encode(self, x_n: Tensor, wire: Tensor, seen_n: Tensor | None = None) -> int:
+    def encode(
+        self,
+        x_n: Tensor,
+        wire: Tensor,
+        seen_n: Tensor | None = None,
+        room_n: Tensor | None = None,
+    ) -> int:
         """Write the message to the start of `wire` (uint8, CPU) and return its length.
 
         `seen_n` receives what the peer will decode, bit for bit: zero where nothing was kept. The
-        vector is fp32, bf16 or fp16.
+        vector is fp32, bf16 or fp16. `room_n` (fp32) is overwritten, which saves an allocation.
 
         Raises:
             ValueError: `wire` is shorter than `capacity`.
@@ -85,7 +91,7 @@ class SparseCodec:
                 f"{_HEAD + sum(sizes)}"
             )
         x_n = x_n.detach().float().contiguous()
-        mask_M, kept_1k = self._selected(x_n, sizes.mask)
+        mask_M, kept_1k = self._selected(x_n, sizes.mask, room_n)
         values = mask_M.new_empty(1, sizes.scales + sizes.codes)
         if x_n.numel():
             self._values.encode(kept_1k, values, None if seen_n is None else kept_1k, noise=None)
@@ -135,12 +141,14 @@ class SparseCodec:
         mask = 0 if kept == numel else -(-numel // 8)
         return _Sizes(mask, scales, self._values.nbytes(kept) - scales)
 
-    def _selected(self, x_n: Tensor, mask_nbytes: int) -> tuple[Tensor, Tensor]:
+    def _selected(
+        self, x_n: Tensor, mask_nbytes: int, room_n: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Mask, empty if all values are kept, and the kept values in a row of their own."""
         mask_M = torch.empty(mask_nbytes, dtype=torch.uint8, device=x_n.device)
         kept_1k = torch.empty(1, self.kept(x_n.numel()), device=x_n.device)
         if mask_nbytes:
-            self._kernels(x_n).select(x_n, mask_M, kept_1k[0])
+            self._kernels(x_n).select(x_n, mask_M, kept_1k[0], room_n)
         else:
             kept_1k[0] = x_n
         return mask_M, kept_1k

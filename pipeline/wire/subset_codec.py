@@ -40,9 +40,9 @@ class SubsetCodec:
 
     def encode_change(self, x_N: Tensor, base_N: Tensor, subset: Subset, wire: Tensor) -> int:
         """Write what x has moved from the base to `wire` (uint8); returns the message's length."""
-        change_n = self._value[: subset.size]
+        change_n, room_n = self._value[: subset.size], self._seen[: subset.size]
         self._kernels.gather(x_N.detach(), base_N, subset.start_R, RUN, change_n)
-        return self.codec.encode(change_n, wire)
+        return self.codec.encode(change_n, wire, room_n=room_n)
 
     def encode_mean(
         self,
@@ -66,7 +66,7 @@ class SubsetCodec:
             self.codec.decode_add(message, mean_n)
         subset.gather(error_N, left_n)
         torch.add(left_n, mean_n.div_(len(messages)), out=left_n)
-        length = self.codec.encode(left_n, wire, seen_n)
+        length = self.codec.encode(left_n, wire, seen_n, room_n=mean_n)
         left_n -= seen_n
         return length
 

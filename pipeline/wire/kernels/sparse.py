@@ -42,10 +42,13 @@ class SparseKernels(Protocol):
     def scatter(self, value_n: Tensor, start_R: Tensor, run: int, out_N: Tensor) -> None:
         """Write fp32 values to the subset's places; others keep what they hold."""
 
-    def select(self, x_n: Tensor, mask_M: Tensor, kept_k: Tensor) -> None:
+    def select(
+        self, x_n: Tensor, mask_M: Tensor, kept_k: Tensor, room_n: Tensor | None = None
+    ) -> None:
         """Mark and copy the k fp32 values of largest magnitude, in order; k <= n.
 
-        NaN is above infinity, and of equal magnitudes the first ones are taken.
+        NaN is above infinity, and of equal magnitudes the first ones are taken. `room_n` (fp32) may
+        be overwritten, which saves an allocation.
         """
 
     def place(self, mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:

@@ -45,9 +45,9 @@ def scatter(value_n: Tensor, start_R: Tensor, run: int, out_N: Tensor) -> None:
     _scatter(_flat(value_n), start_R.numpy(), run, _flat(out_N))
 
 
-def select(x_n: Tensor, mask_M: Tensor, kept_k: Tensor) -> None:
+def select(x_n: Tensor, mask_M: Tensor, kept_k: Tensor, room_n: Tensor | None = None) -> None:
     """Mark and copy the largest magnitudes; see `SparseKernels.select`."""
-    select_top(x_n, mask_M, kept_k)
+    select_top(x_n, mask_M, kept_k, room_n)
 
 
 def place(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:

@@ -40,7 +40,7 @@ def scatter(value_n: Tensor, start_R: Tensor, run: int, out_N: Tensor) -> None:
     out_N[_places(start_R, run, out_N)] = value_n.to(out_N.dtype)
 
 
-def select(x_n: Tensor, mask_M: Tensor, kept_k: Tensor) -> None:
+def select(x_n: Tensor, mask_M: Tensor, kept_k: Tensor, room_n: Tensor | None = None) -> None:
     """Mark and copy the largest magnitudes; see `SparseKernels.select`."""
     magnitude_n = x_n.view(torch.int32) & 0x7FFFFFFF
     order_n = magnitude_n.sort(descending=True, stable=True).indices
