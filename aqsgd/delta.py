@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from aqsgd.change import ChangeCodec
 from aqsgd.memory import SampleMemory
 from pipeline.wire.codec import Codec, Noise
-from pipeline.wire.uniform import Uniform
 
 CODEC_ID = 32
 
@@ -46,7 +46,7 @@ class DeltaBoundary:
     codec_id = CODEC_ID
 
     def __init__(
-        self, memory: SampleMemory, *, first_visit: Codec, delta: Uniform, key: int
+        self, memory: SampleMemory, *, first_visit: Codec, delta: ChangeCodec, key: int
     ) -> None:
         """`key` addresses the random numbers of stochastic codecs; it is the same at both ends."""
         self.memory = memory

@@ -19,7 +19,7 @@ import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from aqsgd.config import AqsgdConfig, MemoryConfig
+from aqsgd.config import AqsgdConfig, AutoConfig, MemoryConfig
 from gradcomp.registry import load_method, method_names, parse_options
 from launch.data import DataConfig
 from pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
@@ -52,7 +52,8 @@ def _known_names(value: Any) -> Any:
 
 ForwardConfig = Annotated[
     Annotated[
-        AqsgdConfig | DirectConfig | RawConfig | StatelessConfig, Field(discriminator="kind")
+        AqsgdConfig | AutoConfig | DirectConfig | RawConfig | StatelessConfig,
+        Field(discriminator="kind"),
     ],
     BeforeValidator(_known_names),
 ]
@@ -165,14 +166,17 @@ class RunConfig(BaseModel):
         return RunConfig.model_validate(fields)
 
     def boundary_at(self, cut: int) -> BoundaryConfig:
-        """What the run does at a cut."""
-        default = BoundaryConfig()
+        """What the run does at a cut; without a second epoch "auto" is stateless."""
+        found = BoundaryConfig()
         for boundary in self.boundary:
             if boundary.cut == cut:
-                return boundary
+                found = boundary
+                break
             if boundary.cut is None:
-                default = boundary
-        return default
+                found = boundary
+        if isinstance(found.forward, AutoConfig) and self.train.epochs == 1:
+            return found.model_copy(update={"forward": found.forward.without_memory()})
+        return found
 
     def notices(self) -> list[str]:
         """What a user should know before the run starts: choices made, and what will disappoint."""
@@ -291,7 +295,11 @@ def _parse(text: str) -> Any:
 
 
 def _explain(detail: ErrorDetails) -> str:
-    place = [part for part in detail["loc"] if part not in ("aqsgd", "direct", "raw", "stateless")]
+    place = [
+        part
+        for part in detail["loc"]
+        if part not in ("aqsgd", "auto", "direct", "raw", "stateless")
+    ]
     name = ".".join(str(part) for part in place)
     if detail["type"] == "extra_forbidden":
         known = _keys_at(detail["loc"][:-1])

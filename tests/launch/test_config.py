@@ -174,6 +174,8 @@ def test_the_written_config_reads_back_equal(tmp_path: Path) -> None:
         [[boundary]]
         cut = 5
         forward = { kind = "delta", bits = 2, first_visit = "fp32" }
+        [[boundary]]
+        forward = { kind = "aqsgd", delta = "tiles", bits = 3, first_visit = { bits = 5 } }
         [gradcomp]
         method = "none"
         """
