@@ -16,13 +16,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from aqsgd.config import AqsgdConfig
 from gradcomp.registry import load_method, method_names, parse_options
 from launch.data import DataConfig
 from pipeline.config import DirectConfig, PipelineConfig, RawConfig
+from pipeline.huggingface_config import HuggingFaceConfig
 from pipeline.schedule import check_schedule
 from pipeline.transformer import TransformerConfig
 
@@ -53,6 +63,21 @@ BackwardConfig = Annotated[
     Annotated[DirectConfig | RawConfig, Field(discriminator="kind")],
     BeforeValidator(_known_names),
 ]
+
+
+def _model_kind(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "folder" if {"pretrained", "config"} & value.keys() else "shape"
+    return "folder" if isinstance(value, HuggingFaceConfig) else "shape"
+
+
+AnyModelConfig = Annotated[
+    Annotated[TransformerConfig, Tag("shape")] | Annotated[HuggingFaceConfig, Tag("folder")],
+    Discriminator(_model_kind),
+]
+"""Our own transformer by its shape, or one of the transformers library by its folder."""
+
+_TAGS = {"folder": HuggingFaceConfig, "shape": TransformerConfig}
 
 
 class BoundaryConfig(BaseModel):
@@ -126,7 +151,7 @@ class RunConfig(BaseModel):
     model_config = _STRICT
 
     run: RunSection = RunSection()
-    model: TransformerConfig = TransformerConfig()
+    model: AnyModelConfig = TransformerConfig()
     data: DataConfig = DataConfig()
     pipeline: PipelineConfig = PipelineConfig()
     boundary: tuple[BoundaryConfig, ...] = ()
@@ -163,7 +188,9 @@ class RunConfig(BaseModel):
     def notices(self) -> list[str]:
         """What a user should know before the run starts: choices made, and what will disappoint."""
         found = []
-        if self.pipeline.cuts and self.model.tie_embeddings == "untied":
+        if isinstance(self.model, HuggingFaceConfig):
+            found += self.model.notices(cut=bool(self.pipeline.cuts))
+        if self.pipeline.cuts and self.model.ties_embeddings and not self._exact_tie:
             megabytes = 4 * self.model.vocab * self.model.width / 1e6
             found.append(
                 "note: a cut lies between embedding and head, so they are separate weights; "
@@ -175,9 +202,9 @@ class RunConfig(BaseModel):
                 'warning: gradcomp.method = "none": replicas train apart; it is meant for timing'
             )
         delta = any(self.boundary_at(cut).forward.kind == "aqsgd" for cut in self.pipeline.cuts)
-        if delta and self.model.dropout:
+        if delta and self.model.largest_dropout:
             found.append(
-                f"warning: model.dropout = {self.model.dropout} with AQ-SGD: dropout masks differ "
+                f"warning: model.dropout = {self.model.largest_dropout} with AQ-SGD: dropout masks differ "
                 "at every visit, so the change of an activation is about 0.6 of its size (0.1-0.2 "
                 "without dropout) and most of the gain is lost; set dropout to 0 or use direct "
                 "boundaries"
@@ -186,7 +213,11 @@ class RunConfig(BaseModel):
 
     def shared(self) -> dict[str, Any]:
         """All that peers must agree on, JSON-able: all but places on a host's own disk."""
-        return self.model_dump(mode="json", exclude={"run": {"folder"}, "data": {"path"}})
+        places = {"run": {"folder"}, "data": {"path"}, "model": {"pretrained", "config"}}
+        shared = self.model_dump(mode="json", exclude=places)
+        if isinstance(self.model, HuggingFaceConfig):
+            shared["model"]["folder"] = self.model.digest()
+        return shared
 
     def digest(self) -> str:
         """SHA-256 of `shared`."""
@@ -276,7 +307,8 @@ def _parse(text: str) -> Any:
 
 
 def _explain(detail: ErrorDetails) -> str:
-    place = [part for part in detail["loc"] if part not in ("aqsgd", "direct", "raw")]
+    tags = ("aqsgd", "direct", "raw", *_TAGS)
+    place = [part for part in detail["loc"] if part not in tags]
     name = ".".join(str(part) for part in place)
     if detail["type"] == "extra_forbidden":
         known = _keys_at(detail["loc"][:-1])
@@ -306,6 +338,8 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
         fields = getattr(model, "model_fields", {})
         if isinstance(part, str) and part in fields:
             model = _models(fields[part].annotation)
+        elif part in _TAGS:
+            model = _TAGS[str(part)]
         elif isinstance(model, list):
             model = next(m for m in model if m.model_fields["kind"].default == part)
     return list(getattr(model, "model_fields", {}))
