@@ -18,9 +18,10 @@ from pipeline.config import DirectConfig, RawConfig, build_codec
 from pipeline.engine import EngineOptions, PipelineEngine
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
+from pipeline.models import StageModule, build_model, trainable
+from pipeline.objective import Classification, NextToken, Objective
 from pipeline.schedule import build_schedule, stage_to_rank
 from pipeline.stage import Channels, CompressedStage
-from pipeline.transformer import TransformerStage, build_layers
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def build(
         )
         for stage in wiring.stages
     ]
-    parameters = list(dict.fromkeys(p for m in modules.values() for p in m.parameters()))
+    parameters = list(dict.fromkeys(p for m in modules.values() for p in trainable(m)))
     optimizer = torch.optim.AdamW(
         parameters,
         lr=config.train.lr,
@@ -102,7 +103,14 @@ def engine_options(config: RunConfig) -> EngineOptions:
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.pipeline.precision,
+        objective=build_objective(config),
     )
+
+
+def build_objective(config: RunConfig) -> Objective:
+    """What the model's head is trained for."""
+    classes = config.model.classes
+    return NextToken() if classes is None else Classification(classes)
 
 
 def build_boundary(
@@ -124,21 +132,20 @@ def build_boundary(
     return {"train": cast, "eval": raw(), "eval_compressed": cast}
 
 
-def _module(config: RunConfig, stage: int) -> TransformerStage:
+def _module(config: RunConfig, stage: int) -> StageModule:
     bounds = (0, *config.pipeline.cuts, config.model.layers)
-    return build_layers(
+    return build_model(
         config.model, bounds[stage], bounds[stage + 1], seed=config.run.seed, device="cpu"
     )
 
 
-def _tie(config: RunConfig, modules: dict[int, TransformerStage]) -> nn.Parameter | None:
+def _tie(config: RunConfig, modules: dict[int, StageModule]) -> nn.Parameter | None:
     """Share the tied weight between stages of this rank, or return the copy to keep equal."""
     first, last = modules.get(0), modules.get(config.pipeline.stages - 1)
     ends = [stage for stage in (first, last) if stage is not None]
     weights = [stage.tied_weight() for stage in ends]
     if len(ends) == 2 and weights[0] is not None:
-        head: Any = ends[1].head
-        head.weight = weights[0]
+        ends[1].share_tied_weight(weights[0])
         return None
     return weights[0] if weights else None
 

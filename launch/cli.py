@@ -17,6 +17,7 @@ from launch.shaped.cli import shaped
 from launch.spawn import end_with_parent, run_local, started_by_launcher
 from launch.state import Resume, saved_so_far
 from launch.train import check_data, train_rank
+from pipeline.models import check_model
 
 app = typer.Typer(
     name="thinpipe",
@@ -75,6 +76,7 @@ def main() -> None:
 
 def _run_all(config: RunConfig, *, resume: bool) -> int:
     try:
+        check_model(config.model)
         check_data(config)
         if resume and not (config.run.path / "checkpoints").is_dir():
             raise CheckpointError(

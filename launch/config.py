@@ -190,7 +190,7 @@ class RunConfig(BaseModel):
         found = []
         if isinstance(self.model, HuggingFaceConfig):
             found += self.model.notices(cut=bool(self.pipeline.cuts))
-        if self.pipeline.cuts and self.model.ties_embeddings and not self._exact_tie:
+        if self.pipeline.cuts and _could_be_tied(self.model):
             megabytes = 4 * self.model.vocab * self.model.width / 1e6
             found.append(
                 "note: a cut lies between embedding and head, so they are separate weights; "
@@ -202,12 +202,15 @@ class RunConfig(BaseModel):
                 'warning: gradcomp.method = "none": replicas train apart; it is meant for timing'
             )
         delta = any(self.boundary_at(cut).forward.kind == "aqsgd" for cut in self.pipeline.cuts)
-        if delta and self.model.largest_dropout:
+        dropout = _fresh_dropout(self.model)
+        if delta and dropout:
+            repeat = 'model.dropout_masks = "repeated" or dropout'
             found.append(
-                f"warning: model.dropout = {self.model.largest_dropout} with AQ-SGD: dropout masks differ "
+                f"warning: model.dropout = {dropout} with AQ-SGD: dropout masks differ "
                 "at every visit, so the change of an activation is about 0.6 of its size (0.1-0.2 "
-                "without dropout) and most of the gain is lost; set dropout to 0 or use direct "
-                "boundaries"
+                "without dropout) and most of the gain is lost; set "
+                f"{'model.dropout' if isinstance(self.model, HuggingFaceConfig) else repeat} to 0, "
+                "or use direct boundaries"
             )
         return found
 
@@ -258,6 +261,19 @@ def write_config(config: RunConfig, path: Path) -> None:
     """Write the resolved config as TOML; reading it back gives an equal one."""
     fields = config.model_dump(mode="json", exclude_none=True)
     path.write_text(tomli_w.dumps(fields))
+
+
+def _could_be_tied(model: AnyModelConfig) -> bool:
+    if isinstance(model, HuggingFaceConfig) and not model.ties_embeddings:
+        return False
+    return model.task == "language" and model.tie_embeddings == "untied"
+
+
+def _fresh_dropout(model: AnyModelConfig) -> float:
+    """Rate of dropout whose masks differ at every visit of a sample."""
+    if isinstance(model, HuggingFaceConfig):
+        return model.largest_dropout
+    return model.dropout if model.dropout_masks == "random" else 0.0
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

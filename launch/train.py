@@ -31,10 +31,10 @@ from launch.report import summarize, write_report
 from launch.sampling import EpochSampler
 from launch.session import Session, StopFlag, join
 from launch.state import Checkpoints, Resume
+from pipeline.models import parameter_count
 from pipeline.samples import Batch
 from pipeline.stage import ComputeEvent
 from pipeline.step_report import StepTotals
-from pipeline.transformer import build_layers
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,6 @@ def _event(event: ComputeEvent, start_s: float) -> Sequence[object]:
 
 
 def _describe(config: RunConfig, steps: int) -> RunInfo:
-    model = build_layers(config.model, 0, config.model.layers, seed=0, device="meta")
     methods = {}
     for cut in config.pipeline.cuts:
         at_cut = config.boundary_at(cut)
@@ -278,7 +277,7 @@ def _describe(config: RunConfig, steps: int) -> RunInfo:
         cuts=config.pipeline.cuts,
         methods=methods,
         total_steps=steps,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameter_count(config.model),
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         versions=versions(),
         config_digest=config.digest(),

@@ -39,7 +39,7 @@ class HuggingFaceStage(nn.Module):
         self._config = config
         self._is_first, self._is_last = first == 0, stop == config.layers
         self._settings = {"return_dict": True}
-        if config.task == "causal":
+        if config.task == "language":
             self._settings["use_cache"] = False
 
     def forward(self, x: Tensor, samples: Samples) -> Tensor:

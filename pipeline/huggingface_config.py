@@ -43,7 +43,7 @@ class HuggingFaceConfig(BaseModel):
 
     pretrained: str | None = None
     config: str | None = None
-    task: Literal["causal", "classification"] = "causal"
+    task: Literal["language", "classification"] = "language"
     classes: int | None = Field(default=None, ge=2)
     dropout: float | None = Field(default=None, ge=0.0, lt=1.0)
     activation_checkpointing: bool = False
@@ -62,13 +62,16 @@ class HuggingFaceConfig(BaseModel):
         self._check_folder(self.folder)
         config = self.transformers_config
         family_of(config)
-        needed = "classification" if config.model_type in ENCODERS else "causal"
+        needed = "classification" if config.model_type in ENCODERS else "language"
         if self.task != needed:
             raise ValueError(
                 f"task = {self.task!r}: {config.model_type} is made for task = {needed!r}; use it"
             )
-        if self.task == "classification" and self.classes is None:
-            raise ValueError("classes: a classification head needs their number; set it")
+        if (self.task == "classification") != (self.classes is not None):
+            raise ValueError(
+                f"task = {self.task!r}, classes = {self.classes}: a classification head, and no "
+                "other, needs a number of classes"
+            )
         if self.tie_embeddings == "exact" and not self.ties_embeddings:
             raise ValueError(
                 'tie_embeddings = "exact": the head of this model is no copy of its embedding; '
@@ -113,7 +116,7 @@ class HuggingFaceConfig(BaseModel):
     @property
     def ties_embeddings(self) -> bool:
         """Whether the head is a copy of the embedding."""
-        return self.task == "causal" and bool(self.transformers_config.tie_word_embeddings)
+        return self.task == "language" and bool(self.transformers_config.tie_word_embeddings)
 
     @property
     def largest_dropout(self) -> float:
@@ -121,6 +124,21 @@ class HuggingFaceConfig(BaseModel):
         config = self.transformers_config
         rates = [getattr(config, name) for name in _dropout_names(config)]
         return max((float(rate or 0.0) for rate in rates), default=0.0)
+
+    def notices(self, *, cut: bool) -> list[str]:
+        """What a user should know of this model before a run; `cut` says that it is cut."""
+        found = []
+        if self.pretrained and self.config:
+            found.append(
+                "note: model.config is set, so weights are random and model.pretrained is not read"
+            )
+        shared = family_of(self.transformers_config).shared
+        if cut and shared:
+            found.append(
+                f"note: {', '.join(shared)} are used by every stage; they are frozen, so that "
+                "their copies stay equal"
+            )
+        return found
 
     def digest(self) -> str:
         """SHA-256 of config.json and of the names of the weights, which all hosts must share."""
@@ -135,8 +153,8 @@ class HuggingFaceConfig(BaseModel):
         """The transformers library's config, with the overrides of this one; do not change it.
 
         Raises:
-            ValueError: config.json is not one of a model that the library knows.
-            ImportError: the library is not installed.
+            ValueError: config.json is not one of a model that the library knows, or there is no
+                such library.
         """
         assert self.folder is not None
         config = _read(self.folder)

@@ -1,6 +1,9 @@
 """A stage of any kind of model, by its settings."""
 
+from collections.abc import Iterator
+
 import torch
+from torch import nn
 
 from pipeline.huggingface import HuggingFaceStage, build_stage, check_folder
 from pipeline.huggingface_config import HuggingFaceConfig
@@ -30,6 +33,11 @@ def check_model(config: ModelConfig) -> None:
     """
     if isinstance(config, HuggingFaceConfig):
         check_folder(config)
+
+
+def trainable(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that are not frozen."""
+    return (parameter for parameter in module.parameters() if parameter.requires_grad)
 
 
 def parameter_count(config: ModelConfig) -> int:

@@ -97,14 +97,14 @@ def single_process(run: RunConfig, batches: list[Batch]) -> tuple[list[float], d
     )
     losses = []
     for whole in batches:
-        tokens, total = whole.targets.numel(), 0.0
-        for inputs, targets in _microbatches(run, whole):
+        counted, total = int((whole.targets != -100).sum()), 0.0
+        for part in _microbatches(run, whole):
             with torch.autocast("cpu", torch.bfloat16, enabled=run.pipeline.precision == "bf16"):
-                logits = model(inputs)
+                logits = model(part.inputs_BT, part.samples)
                 loss = F.cross_entropy(
-                    logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+                    logits.flatten(0, -2).float(), part.targets.flatten(), reduction="sum"
                 )
-                loss = loss / float(tokens)
+                loss = loss / float(counted)
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -115,19 +115,14 @@ def single_process(run: RunConfig, batches: list[Batch]) -> tuple[list[float], d
     return losses, {name: w.detach() for name, w in model.state_dict().items()}
 
 
-def _microbatches(run: RunConfig, whole: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    parts = zip(
-        whole.inputs_BT.tensor_split(run.train.accumulate),
-        whole.targets.tensor_split(run.train.accumulate),
-        strict=True,
-    )
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for inputs, targets in parts:
+def _microbatches(run: RunConfig, whole: Batch) -> list[Batch]:
+    found: list[Batch] = []
+    for part in whole.split(run.train.accumulate):
         count = fit_microbatches(
             run.pipeline.schedule,
             wanted=run.pipeline.microbatches,
-            samples=len(inputs),
+            samples=len(part),
             ranks=run.pipeline.pipeline_ranks,
         )
-        found += zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
+        found += part.split(count)
     return found
