@@ -177,13 +177,7 @@ class RunConfig(BaseModel):
 
     def boundary_at(self, cut: int) -> BoundaryConfig:
         """What the run does at a cut."""
-        default = BoundaryConfig()
-        for boundary in self.boundary:
-            if boundary.cut == cut:
-                return boundary
-            if boundary.cut is None:
-                default = boundary
-        return default
+        return boundary_at(self.boundary, cut)
 
     def notices(self) -> list[str]:
         """What a user should know before the run starts: choices made, and what will disappoint."""
@@ -239,6 +233,13 @@ class RunConfig(BaseModel):
         _check_sizes(self)
         _check_gradcomp(self.gradcomp)
         return self
+
+
+def boundary_at(boundaries: Sequence[BoundaryConfig], cut: int) -> BoundaryConfig:
+    """The one of a cut: its own, else the one without a cut, else the default."""
+    own = [boundary for boundary in boundaries if boundary.cut == cut]
+    general = [boundary for boundary in boundaries if boundary.cut is None]
+    return (own + general + [BoundaryConfig()])[0]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
