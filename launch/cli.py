@@ -11,6 +11,7 @@ import typer
 
 from launch.checkpoint import CheckpointError
 from launch.config import ConfigError, RunConfig, load_config
+from launch.export import ExportDtype, export
 from launch.handshake import HandshakeError
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
@@ -62,6 +63,26 @@ def train(
     if started_by_launcher():
         sys.exit(_run_rank(config, Resume(resume, step), show=show))
     sys.exit(_run_all(config, resume=resume))
+
+
+@app.command("export")
+def export_model(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the model.")],
+    step: Annotated[
+        int | None, typer.Option("--step", help="Which checkpoint, if not the newest.")
+    ] = None,
+    dtype: Annotated[
+        ExportDtype, typer.Option("--dtype", help="Of the weights; by default the source's.")
+    ] = "source",
+) -> None:
+    """Write a run's model as a Hugging Face folder. LoRA is merged."""
+    try:
+        notes = export(run_folder, out, step=step, dtype=dtype)
+    except (ValueError, OSError) as error:
+        _refuse(error)
+    else:
+        typer.echo("\n".join([f"{out}: {notes[0]}", *notes[1:]]))
 
 
 app.command(context_settings={"allow_interspersed_args": False})(shaped)

@@ -37,6 +37,11 @@ from pipeline.schedule import check_schedule
 from pipeline.transformer import TransformerConfig
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+_LOCAL: Any = {  # places on a host's own disk; what is there is compared by its digest
+    "run": {"folder"},
+    "data": {"path": True, "eval_path": True, "tokenizer": True, "sources": {"__all__": {"path"}}},
+    "model": {"pretrained", "config"},
+}
 
 
 class ConfigError(ValueError):
@@ -210,8 +215,7 @@ class RunConfig(BaseModel):
 
     def shared(self) -> dict[str, Any]:
         """All that peers must agree on, JSON-able: all but places on a host's own disk."""
-        places = {"run": {"folder"}, "data": {"path"}, "model": {"pretrained", "config"}}
-        shared = self.model_dump(mode="json", exclude=places)
+        shared = self.model_dump(mode="json", exclude=_LOCAL)
         if isinstance(self.model, HuggingFaceConfig):
             shared["model"]["folder"] = self.model.digest()
         return shared
@@ -231,6 +235,7 @@ class RunConfig(BaseModel):
         )
         _check_boundaries(self.boundary, self.pipeline.cuts)
         _check_sizes(self)
+        _check_task(self)
         _check_gradcomp(self.gradcomp)
         return self
 
@@ -417,6 +422,20 @@ def _check_sizes(config: RunConfig) -> None:
             f"train.batch_size = {train.batch_size} cannot be shared evenly by "
             f"{config.pipeline.replicas} replicas in {train.accumulate} accumulation parts; "
             f"use a multiple of {parts}"
+        )
+
+
+def _check_task(config: RunConfig) -> None:
+    data, model = config.data, config.model
+    if (model.task == "classification") != (data.kind == "labelled"):
+        raise ValueError(
+            f'model.task = "{model.task}", data.label_field = {data.label_field!r}: '
+            "classification needs labels and language modelling has none; set both or neither"
+        )
+    if data.labels is not None and len(data.labels) != model.classes:
+        raise ValueError(
+            f"data.labels = {list(data.labels)}: {len(data.labels)} names for model.classes = "
+            f"{model.classes}; make the numbers equal"
         )
 
 

@@ -61,7 +61,8 @@ class StepRecord:
     ranks. `skipped` says that the optimizer did not move. `sync_bytes` went between replicas,
     `control_bytes` are neither activations nor gradients (losses, votes, flags). `eval` is present
     only on steps after which an evaluation ran: `loss` with uncompressed boundaries and, where it
-    was measured, `loss_compressed` with the boundaries of training.
+    was measured, `loss_compressed` with the boundaries of training; likewise the other numbers that
+    the objective has. Where samples are classified, it is they that `tokens` count.
     """
 
     step: int
@@ -85,7 +86,7 @@ class RunInfo:
     """What is known of a run before its first step; the display and the report print it.
 
     `cuts` is empty for a single stage. `methods` has a label such as "aqsgd 4-bit" for each cut
-    and direction.
+    and direction. `unit` is what has a loss.
     """
 
     name: str
@@ -101,6 +102,7 @@ class RunInfo:
     machine: str
     versions: Mapping[str, str]
     config_digest: str
+    unit: Literal["token", "sample"] = "token"
 
     def wire_keys(self) -> list[WireKey]:
         """Every cut and direction, in the order in which tables list them."""
@@ -264,6 +266,15 @@ def format_ratio(ratio: float | None) -> str:
 def format_loss(loss: float | None) -> str:
     """Four decimals; "-" if there is none or it is not finite."""
     return f"{loss:.4f}" if loss is not None and math.isfinite(loss) else NOTHING
+
+
+def other_scores(evaluation: Mapping[str, float | None]) -> list[tuple[str, str]]:
+    """Name and three decimals of what an evaluation found beside losses, such as accuracy."""
+    return [
+        (name.replace("_compressed", ", compressed"), NOTHING if value is None else f"{value:.3f}")
+        for name, value in evaluation.items()
+        if not name.startswith("loss")
+    ]
 
 
 def format_rate(per_s: float) -> str:

@@ -13,7 +13,6 @@ import torch
 from launch import data
 from launch.build import build
 from launch.config import ConfigError, RunConfig, write_config
-from launch.data import SequenceSet
 from launch.display import Display
 from launch.folder import RunFolder
 from launch.handshake import versions
@@ -29,10 +28,10 @@ from launch.metrics import (
 )
 from launch.report import summarize, write_report
 from launch.sampling import EpochSampler
+from launch.sequences import SampleSet
 from launch.session import Session, StopFlag, join
 from launch.state import Checkpoints, Resume
 from pipeline.models import parameter_count
-from pipeline.samples import Batch
 from pipeline.stage import ComputeEvent
 from pipeline.step_report import StepTotals
 
@@ -41,13 +40,18 @@ from pipeline.step_report import StepTotals
 class Corpus:
     """Training and held-out sequences."""
 
-    train: SequenceSet
-    evaluation: SequenceSet
+    train: SampleSet
+    evaluation: SampleSet
 
     @property
     def digests(self) -> dict[str, str]:
         """What peers and resumed runs compare: sample ids must mean the same text."""
         return {"train": self.train.digest, "eval": self.evaluation.digest}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how the samples were made."""
+        return (*self.train.notes, *self.evaluation.notes)
 
 
 def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
@@ -81,7 +85,10 @@ def check_data(config: RunConfig) -> Corpus:
     Raises:
         ValueError, OSError, ImportError: there is no such text, or not enough of it.
     """
-    corpus = Corpus(*data.load(config.data))
+    model = config.model
+    corpus = Corpus(
+        *data.load(config.data, seed=config.run.seed, vocab=model.vocab, classes=model.classes or 2)
+    )
     if len(corpus.train) < config.pipeline.replicas:
         raise ConfigError(
             f"data.train_sequences gives {len(corpus.train)} sequences for "
@@ -124,7 +131,7 @@ class _Run:
                 _note(display, f"all {start} steps are done; nothing to resume")
                 return
             writer = self._open_metrics(stack, start, resume=resume.wanted)
-            for notice in self._config.notices():
+            for notice in (*self._config.notices(), *self._corpus.notes):
                 _note(display, notice)
             for step in range(start, self._steps):
                 self._stop.check()
@@ -138,7 +145,7 @@ class _Run:
             self._finish(info, display)
 
     def _step(self, step: int, *, timeline: bool) -> StepRecord:
-        batch = self._batch(self._corpus.train, self._sampler.ids(step))
+        batch = self._corpus.train.batch(self._sampler.ids(step))
         lr = float(self._built.optimizer.param_groups[0]["lr"])
         start = time.perf_counter()
         totals = self._built.engine.train_step(batch, step)
@@ -163,7 +170,7 @@ class _Run:
     def _evaluate(self, step: int, *, compressed: bool) -> dict[str, float]:
         engine = self._built.engine
         tallies = [
-            engine.eval_step(self._batch(self._corpus.evaluation, ids), step, compressed=compressed)
+            engine.eval_step(self._corpus.evaluation.batch(ids), step, compressed=compressed)
             for ids in self._eval_batches()
         ]
         return engine.objective.metrics([sum(column) for column in zip(*tallies, strict=True)])
@@ -174,9 +181,6 @@ class _Run:
         for first in range(0, len(self._corpus.evaluation), size):
             ids = torch.arange(first, min(first + size, len(self._corpus.evaluation)))
             yield ids.tensor_split(mesh.replicas)[mesh.replica]
-
-    def _batch(self, sequences: SequenceSet, ids_B: torch.Tensor) -> Batch:
-        return Batch(*sequences.batch(ids_B), ids_B)
 
     def _gather_timeline(self, start_s: float) -> list[TimelineEvent]:
         """One step of all ranks; each rank's clock starts when it starts the step."""
@@ -281,4 +285,5 @@ def _describe(config: RunConfig, steps: int) -> RunInfo:
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         versions=versions(),
         config_digest=config.digest(),
+        unit="token" if config.model.task == "language" else "sample",
     )

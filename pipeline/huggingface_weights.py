@@ -57,13 +57,13 @@ class Sources:
         Raises:
             ShardError: a tensor or file is missing, damaged or of another shape.
         """
-        headers = self.shards.headers()
+        shapes = self.shards.shapes()
         for name, tensor in self._whole.items():
             source = self._source(name)
             if source is None and name not in self._optional:
                 raise self._missing(name)
             if source is not None:
-                self._check_shape(source, name, headers[source], list(tensor.shape))
+                self._check_shape(source, name, shapes[source], list(tensor.shape))
 
     def _source(self, name: str) -> str | None:
         return self.on_disk.get(name) or self.on_disk.get(self._tied.get(name, ""))

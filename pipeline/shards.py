@@ -71,13 +71,23 @@ class Shards:
                     _check_dtype(path, name, file.get_slice(name).get_dtype())
                     yield name, file.get_tensor(name)
 
-    def headers(self) -> dict[str, list[int]]:
+    def shapes(self) -> dict[str, list[int]]:
         """Shape of every tensor; opens every file, reads only headers.
 
         Raises:
             ShardError: as `read`.
         """
-        found = {}
+        return {name: piece.get_shape() for name, piece in self._pieces()}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtype of every tensor.
+
+        Raises:
+            ShardError: as `read`.
+        """
+        return {name: _READABLE[piece.get_dtype()] for name, piece in self._pieces()}
+
+    def _pieces(self) -> Iterator[tuple[str, Any]]:
         for file_name in sorted(set(self.files.values())):
             path = self.folder / file_name
             with _open(path) as file:
@@ -86,8 +96,7 @@ class Shards:
                     _check_held(path, name, held)
                     piece = file.get_slice(name)
                     _check_dtype(path, name, piece.get_dtype())
-                    found[name] = piece.get_shape()
-        return found
+                    yield name, piece
 
     def digest(self) -> str:
         """SHA-256 of names and places of all tensors: equal on hosts with copies of one model."""
