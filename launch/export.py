@@ -17,7 +17,7 @@ from torch import Tensor
 from launch import checkpoint
 from launch.checkpoint import CheckpointError
 from launch.config import ConfigError, RunConfig, load_config
-from launch.relayout import Layout
+from launch.relayout import parts_of
 from pipeline.families import family_of
 from pipeline.huggingface import lay_out
 from pipeline.huggingface_config import HuggingFaceConfig
@@ -82,7 +82,7 @@ def _trained(folder: Path, config: RunConfig, model: HuggingFaceConfig) -> dict[
             "put the former ones back"
         )
     tensors: dict[str, Tensor] = {}
-    for part in Layout.of(facts["pipeline"]).parts(0):
+    for part in parts_of(folder, replica=0):
         for stage in checkpoint.read_part(folder, part)["model"].values():
             tensors |= {name.removeprefix(_PREFIX): tensor for name, tensor in stage.items()}
     if model.lora is None:
@@ -104,7 +104,8 @@ class _Export:
         if model.weights is not None:
             family = family_of(model.transformers_config)
             self._on_disk = Sources(model.weights, self._whole, family).on_disk
-            self._files, self._dtypes = model.weights.files, model.weights.dtypes()
+            self._files = model.weights.files
+            self._dtypes = model.weights.dtypes(self._on_disk.values())
 
     def write(self, folder: Path) -> list[str]:
         """Write everything; return notes on what the reader would not expect."""

@@ -39,10 +39,6 @@ class Layout(NamedTuple):
         ranks = stage_to_rank(config.schedule, stages=config.stages, ranks=config.pipeline_ranks)
         return cls(config.cuts, tuple(ranks[stage] for stage in sorted(ranks)), config.replicas)
 
-    def parts(self, replica: int) -> list[str]:
-        """Names of a replica's parts."""
-        return [part_name(replica, position) for position in range(max(self.holders) + 1)]
-
     def __str__(self) -> str:
         return f"cuts {list(self.cuts)}, replicas {self.replicas}"
 
@@ -61,6 +57,16 @@ class Whole:
 def part_name(replica: int, position: int) -> str:
     """Name of the part of a rank."""
     return f"replica-{replica}.rank-{position}"
+
+
+def parts_of(folder: Path, *, replica: int) -> list[str]:
+    """Names of a replica's parts in a checkpoint.
+
+    Raises:
+        CheckpointError: the manifest is missing or damaged.
+    """
+    listed = checkpoint.read_manifest(folder).parts
+    return [part.name for part in listed if part.name.startswith(f"replica-{replica}.")]
 
 
 def place_of(channel: Channel) -> str:
@@ -91,7 +97,7 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
             copies of a tied weight have parted and are to be one.
     """
     source = mesh.replica if before.replicas == now.replicas else 0
-    whole = read_whole(folder, before.parts(source))
+    whole = read_whole(folder, parts_of(folder, replica=source))
     for stage in built.stages:
         _fill_module(module_of(stage), whole.model, folder)
     cold = _fill_optimizer(built, whole)

@@ -57,7 +57,7 @@ class Sources:
         Raises:
             ShardError: a tensor or file is missing, damaged or of another shape.
         """
-        shapes = self.shards.shapes()
+        shapes = self.shards.shapes(list(self.on_disk.values()))
         for name, tensor in self._whole.items():
             source = self._source(name)
             if source is None and name not in self._optional:

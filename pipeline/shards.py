@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -51,13 +51,33 @@ class Shards:
         with _open(self.folder / SINGLE) as file:
             return dict.fromkeys(file.keys(), SINGLE)
 
-    def read(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name on disk, tensor), file by file; only files that hold one of `names`.
 
         Raises:
             ShardError: a file is missing or truncated, lacks its tensor, or holds it in a dtype
                 that is not a float.
         """
+        return ((name, piece[:]) for name, piece in self._pieces(names))
+
+    def shapes(self, names: Collection[str]) -> dict[str, list[int]]:
+        """Shapes of some tensors; opens every file, reads only headers.
+
+        Raises:
+            ShardError: as `read`.
+        """
+        return {name: piece.get_shape() for name, piece in self._pieces(names)}
+
+    def dtypes(self, names: Collection[str]) -> dict[str, torch.dtype]:
+        """Dtypes of some tensors.
+
+        Raises:
+            ShardError: as `read`.
+        """
+        return {name: _READABLE[piece.get_dtype()] for name, piece in self._pieces(names)}
+
+    def _pieces(self, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """(name on disk, safetensors' slice), file by file."""
         by_file = defaultdict(list)
         for name in names:
             by_file[self.files[name]].append(name)
@@ -67,33 +87,10 @@ class Shards:
                 self.opened.append(file_name)
                 held = set(file.keys())
                 for name in wanted:
-                    _check_held(path, name, held)
-                    _check_dtype(path, name, file.get_slice(name).get_dtype())
-                    yield name, file.get_tensor(name)
-
-    def shapes(self) -> dict[str, list[int]]:
-        """Shape of every tensor; opens every file, reads only headers.
-
-        Raises:
-            ShardError: as `read`.
-        """
-        return {name: piece.get_shape() for name, piece in self._pieces()}
-
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """Dtype of every tensor.
-
-        Raises:
-            ShardError: as `read`.
-        """
-        return {name: _READABLE[piece.get_dtype()] for name, piece in self._pieces()}
-
-    def _pieces(self) -> Iterator[tuple[str, Any]]:
-        for file_name in sorted(set(self.files.values())):
-            path = self.folder / file_name
-            with _open(path) as file:
-                held = set(file.keys())
-                for name in (name for name, place in self.files.items() if place == file_name):
-                    _check_held(path, name, held)
+                    if name not in held:
+                        raise ShardError(
+                            f"{path}: lacks {name}, which {INDEX} places there; {_AGAIN}"
+                        )
                     piece = file.get_slice(name)
                     _check_dtype(path, name, piece.get_dtype())
                     yield name, piece
@@ -131,11 +128,6 @@ def _open(path: Path) -> Any:
         raise ShardError(f"{path}: missing, though {INDEX} names it; {_AGAIN}") from None
     except (SafetensorError, OSError) as error:
         raise ShardError(f"{path}: truncated or damaged: {error}; {_AGAIN}") from error
-
-
-def _check_held(path: Path, name: str, held: set[str]) -> None:
-    if name not in held:
-        raise ShardError(f"{path}: lacks {name}, which {INDEX} places there; {_AGAIN}")
 
 
 def _check_dtype(path: Path, name: str, dtype: str) -> None:

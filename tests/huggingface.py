@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-LAYERS, VOCAB, CLASSES = 6, 96, 3
+LAYERS, VOCAB, CLASSES = 6, 256, 3
 _LLAMA = {
     "num_hidden_layers": LAYERS,
     "hidden_size": 32,

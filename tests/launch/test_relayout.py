@@ -187,4 +187,3 @@ def test_a_layout_is_what_decides_where_things_are() -> None:
     assert layout([1, 2, 3], schedule="Interleaved1F1B") != layout([1, 2, 3])
     zbv = layout([1, 2, 3], schedule="ZBVZeroBubble")
     assert zbv.holders == (0, 1, 1, 0)
-    assert zbv.parts(1) == ["replica-1.rank-0", "replica-1.rank-1"]
