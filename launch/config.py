@@ -31,6 +31,7 @@ from pydantic_core import ErrorDetails
 from aqsgd.config import AqsgdConfig
 from gradcomp.registry import load_method, method_names, parse_options
 from launch.data import DataConfig
+from launch.tokenizer import BYTES
 from pipeline.config import DirectConfig, PipelineConfig, RawConfig
 from pipeline.huggingface_config import HuggingFaceConfig
 from pipeline.schedule import check_schedule
@@ -189,6 +190,11 @@ class RunConfig(BaseModel):
         found = []
         if isinstance(self.model, HuggingFaceConfig):
             found += self.model.notices(cut=bool(self.pipeline.cuts))
+            if self.model.weights is not None and self.data.tokenizer == BYTES:
+                found.append(
+                    'warning: data.tokenizer = "bytes" with a pretrained model: its ids mean other '
+                    "things; set data.tokenizer to the folder of its tokenizer"
+                )
         if self.pipeline.cuts and _could_be_tied(self.model):
             megabytes = 4 * self.model.vocab * self.model.width / 1e6
             found.append(

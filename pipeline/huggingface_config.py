@@ -12,6 +12,7 @@ from pipeline.shards import Shards
 
 ENCODERS = ("bert", "roberta", "deberta-v2")
 _ROBERTA_LIKE = ("roberta",)
+_HEADS = ("summary_", "classifier_", "pooler_")  # rates of task heads
 
 
 class LoraConfig(BaseModel):
@@ -122,7 +123,8 @@ class HuggingFaceConfig(BaseModel):
     def largest_dropout(self) -> float:
         """The largest dropout rate of the blocks."""
         config = self.transformers_config
-        rates = [getattr(config, name) for name in _dropout_names(config)]
+        names = [n for n in _dropout_names(config) if not n.startswith(_HEADS)]
+        rates = [getattr(config, name) for name in names]
         return max((float(rate or 0.0) for rate in rates), default=0.0)
 
     def notices(self, *, cut: bool) -> list[str]:
