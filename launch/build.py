@@ -21,11 +21,11 @@ from pipeline.config import DirectConfig, RawConfig, StatelessConfig, build_code
 from pipeline.engine import EngineOptions, PipelineEngine
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
+from pipeline.models import StageModule, build_model, trainable
 from pipeline.objective import Classification, NextToken, Objective
 from pipeline.rate import measure_rate
 from pipeline.schedule import build_schedule, stage_to_rank
 from pipeline.stage import Channels, CompressedStage
-from pipeline.transformer import TransformerStage, build_layers
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def build(
         )
         for stage in wiring.stages
     ]
-    parameters = list(dict.fromkeys(p for m in modules.values() for p in m.parameters()))
+    parameters = list(dict.fromkeys(p for m in modules.values() for p in trainable(m)))
     optimizer = torch.optim.AdamW(
         parameters,
         lr=config.train.lr,
@@ -152,25 +152,24 @@ def build_boundary(
 
 def build_blocks(
     config: RunConfig, first: int, stop: int | None = None, *, device: str = "cpu"
-) -> TransformerStage:
+) -> StageModule:
     """The part of the model from block `first` to before `stop`, by default that block alone."""
     stop = first + 1 if stop is None else stop
-    return build_layers(config.model, first, stop, seed=config.run.seed, device=device)
+    return build_model(config.model, first, stop, seed=config.run.seed, device=device)
 
 
-def _module(config: RunConfig, stage: int) -> TransformerStage:
+def _module(config: RunConfig, stage: int) -> StageModule:
     bounds = (0, *config.pipeline.cuts, config.model.layers)
     return build_blocks(config, bounds[stage], bounds[stage + 1])
 
 
-def _tie(config: RunConfig, modules: dict[int, TransformerStage]) -> nn.Parameter | None:
+def _tie(config: RunConfig, modules: dict[int, StageModule]) -> nn.Parameter | None:
     """Share the tied weight between stages of this rank, or return the copy to keep equal."""
     first, last = modules.get(0), modules.get(config.pipeline.stages - 1)
     ends = [stage for stage in (first, last) if stage is not None]
     weights = [stage.tied_weight() for stage in ends]
     if len(ends) == 2 and weights[0] is not None:
-        head: Any = ends[1].head
-        head.weight = weights[0]
+        ends[1].share_tied_weight(weights[0])
         return None
     return weights[0] if weights else None
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from launch.checkpoint import CheckpointError
 from launch.config import ConfigError, RunConfig, load_config
 from launch.doctor.cli import doctor
+from launch.export import ExportDtype, export
 from launch.handshake import HandshakeError
 from launch.plan.cli import plan
 from launch.plan.memory import check_memory, memory_table, plan_memory
@@ -30,6 +31,7 @@ from launch.spawn import (
 from launch.state import Resume, after_restart, saved_so_far
 from launch.trace import trace_run
 from launch.train import check_data, train_rank
+from pipeline.models import check_model
 
 app = typer.Typer(
     name="thinpipe",
@@ -121,6 +123,26 @@ def trace(
     print(told)
 
 
+@app.command("export")
+def export_model(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the model.")],
+    step: Annotated[
+        int | None, typer.Option("--step", help="Which checkpoint, if not the newest.")
+    ] = None,
+    dtype: Annotated[
+        ExportDtype, typer.Option("--dtype", help="Of the weights; by default the source's.")
+    ] = "source",
+) -> None:
+    """Write a run's model as a Hugging Face folder. LoRA is merged."""
+    try:
+        notes = export(run_folder, out, step=step, dtype=dtype)
+    except (ValueError, OSError) as error:
+        _refuse(error)
+    else:
+        typer.echo("\n".join([f"{out}: {notes[0]}", *notes[1:]]))
+
+
 app.command()(plan)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(shaped)
@@ -135,6 +157,7 @@ def main() -> None:
 
 def _run_all(config: RunConfig, *, resume: bool) -> int:
     try:
+        check_model(config.model)
         corpus = check_data(config)
         check_memory(config, len(corpus.train), range(config.world_size))
         if resume and not (config.run.path / "checkpoints").is_dir():

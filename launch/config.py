@@ -16,13 +16,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from aqsgd.config import AqsgdConfig, AutoConfig, MemoryConfig
 from gradcomp.registry import load_method, method_names, parse_options
 from launch.data import DataConfig
+from launch.tokenizer import BYTES
 from pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
+from pipeline.huggingface_config import HuggingFaceConfig
 from pipeline.schedule import check_schedule
 from pipeline.transformer import TransformerConfig
 
@@ -31,6 +42,7 @@ _LOCAL: Any = {  # what a host has of disk and RAM; data are compared by their d
     "run": {"folder"},
     "memory": True,
     "data": {"path": True, "eval_path": True, "tokenizer": True, "sources": {"__all__": {"path"}}},
+    "model": {"pretrained", "config"},
 }
 
 
@@ -61,6 +73,21 @@ BackwardConfig = Annotated[
     Annotated[DirectConfig | RawConfig | StatelessConfig, Field(discriminator="kind")],
     BeforeValidator(_known_names),
 ]
+
+
+def _model_kind(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "folder" if {"pretrained", "config"} & value.keys() else "shape"
+    return "folder" if isinstance(value, HuggingFaceConfig) else "shape"
+
+
+AnyModelConfig = Annotated[
+    Annotated[TransformerConfig, Tag("shape")] | Annotated[HuggingFaceConfig, Tag("folder")],
+    Discriminator(_model_kind),
+]
+"""Our own transformer by its shape, or one of the transformers library by its folder."""
+
+_TAGS = {"folder": HuggingFaceConfig, "shape": TransformerConfig}
 
 
 class BoundaryConfig(BaseModel):
@@ -134,7 +161,7 @@ class RunConfig(BaseModel):
     model_config = _STRICT
 
     run: RunSection = RunSection()
-    model: TransformerConfig = TransformerConfig()
+    model: AnyModelConfig = TransformerConfig()
     data: DataConfig = DataConfig()
     pipeline: PipelineConfig = PipelineConfig()
     boundary: tuple[BoundaryConfig, ...] = ()
@@ -167,13 +194,7 @@ class RunConfig(BaseModel):
 
     def boundary_at(self, cut: int) -> BoundaryConfig:
         """What the run does at a cut; without a second epoch "auto" is stateless."""
-        found = BoundaryConfig()
-        for boundary in self.boundary:
-            if boundary.cut == cut:
-                found = boundary
-                break
-            if boundary.cut is None:
-                found = boundary
+        found = boundary_at(self.boundary, cut)
         if isinstance(found.forward, AutoConfig) and self.train.epochs == 1:
             return found.model_copy(update={"forward": found.forward.without_memory()})
         return found
@@ -181,7 +202,14 @@ class RunConfig(BaseModel):
     def notices(self) -> list[str]:
         """What a user should know before the run starts: choices made, and what will disappoint."""
         found = []
-        if self.pipeline.cuts and self.model.tie_embeddings == "untied":
+        if isinstance(self.model, HuggingFaceConfig):
+            found += self.model.notices(cut=bool(self.pipeline.cuts))
+            if self.model.weights is not None and self.data.tokenizer == BYTES:
+                found.append(
+                    'warning: data.tokenizer = "bytes" with a pretrained model: its ids mean other '
+                    "things; set data.tokenizer to the folder of its tokenizer"
+                )
+        if self.pipeline.cuts and _could_be_tied(self.model):
             megabytes = 4 * self.model.vocab * self.model.width / 1e6
             found.append(
                 "note: a cut lies between embedding and head, so they are separate weights; "
@@ -193,18 +221,24 @@ class RunConfig(BaseModel):
                 'warning: gradcomp.method = "none": replicas train apart; it is meant for timing'
             )
         delta = any(self.boundary_at(cut).forward.kind == "aqsgd" for cut in self.pipeline.cuts)
-        if delta and self.model.dropout and self.model.dropout_masks == "random":
+        dropout = _fresh_dropout(self.model)
+        if delta and dropout:
+            repeat = 'model.dropout_masks = "repeated" or dropout'
             found.append(
-                f"warning: model.dropout = {self.model.dropout} with AQ-SGD: dropout masks differ "
+                f"warning: model.dropout = {dropout} with AQ-SGD: dropout masks differ "
                 "at every visit, so the change of an activation is about 0.6 of its size (0.1-0.2 "
-                "without dropout) and most of the gain is lost; set model.dropout_masks = "
-                '"repeated" or dropout to 0, or use direct boundaries'
+                "without dropout) and most of the gain is lost; set "
+                f"{'model.dropout' if isinstance(self.model, HuggingFaceConfig) else repeat} to 0, "
+                "or use direct boundaries"
             )
         return found
 
     def shared(self) -> dict[str, Any]:
         """All that peers must agree on, JSON-able: all but what a host has of disk and RAM."""
-        return self.model_dump(mode="json", exclude=_LOCAL)
+        shared = self.model_dump(mode="json", exclude=_LOCAL)
+        if isinstance(self.model, HuggingFaceConfig):
+            shared["model"]["folder"] = self.model.digest()
+        return shared
 
     def digest(self) -> str:
         """SHA-256 of `shared`."""
@@ -224,6 +258,13 @@ class RunConfig(BaseModel):
         _check_task(self)
         _check_gradcomp(self.gradcomp)
         return self
+
+
+def boundary_at(boundaries: Sequence[BoundaryConfig], cut: int) -> BoundaryConfig:
+    """The one of a cut: its own, else the one without a cut, else the default."""
+    own = [boundary for boundary in boundaries if boundary.cut == cut]
+    general = [boundary for boundary in boundaries if boundary.cut is None]
+    return (own + general + [BoundaryConfig()])[0]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -246,6 +287,19 @@ def write_config(config: RunConfig, path: Path) -> None:
     """Write the resolved config as TOML; reading it back gives an equal one."""
     fields = config.model_dump(mode="json", exclude_none=True)
     path.write_text(tomli_w.dumps(fields))
+
+
+def _could_be_tied(model: AnyModelConfig) -> bool:
+    if isinstance(model, HuggingFaceConfig) and not model.ties_embeddings:
+        return False
+    return model.task == "language" and model.tie_embeddings == "untied"
+
+
+def _fresh_dropout(model: AnyModelConfig) -> float:
+    """Rate of dropout whose masks differ at every visit of a sample."""
+    if isinstance(model, HuggingFaceConfig):
+        return model.largest_dropout
+    return model.dropout if model.dropout_masks == "random" else 0.0
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -295,11 +349,8 @@ def _parse(text: str) -> Any:
 
 
 def _explain(detail: ErrorDetails) -> str:
-    place = [
-        part
-        for part in detail["loc"]
-        if part not in ("aqsgd", "auto", "direct", "raw", "stateless")
-    ]
+    tags = ("aqsgd", "auto", "direct", "raw", "stateless", *_TAGS)
+    place = [part for part in detail["loc"] if part not in tags]
     name = ".".join(str(part) for part in place)
     if detail["type"] == "extra_forbidden":
         known = _keys_at(detail["loc"][:-1])
@@ -329,6 +380,8 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
         fields = getattr(model, "model_fields", {})
         if isinstance(part, str) and part in fields:
             model = _models(fields[part].annotation)
+        elif part in _TAGS:
+            model = _TAGS[str(part)]
         elif isinstance(model, list):
             model = next(m for m in model if m.model_fields["kind"].default == part)
     return list(getattr(model, "model_fields", {}))

@@ -33,8 +33,8 @@ from launch.sequences import SampleSet
 from launch.session import Session, StopFlag, join
 from launch.state import Checkpoints, Resume, agree_to_resume
 from launch.timeline import Timeline, gather_events
+from pipeline.models import parameter_count
 from pipeline.step_report import StepTotals
-from pipeline.transformer import build_layers
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,6 @@ def _timeline(config: RunConfig, record: StepRecord, events: Sequence[TimelineEv
 
 
 def _describe(config: RunConfig, steps: int) -> RunInfo:
-    model = build_layers(config.model, 0, config.model.layers, seed=0, device="meta")
     methods = {}
     for cut in config.pipeline.cuts:
         at_cut = config.boundary_at(cut)
@@ -317,7 +316,7 @@ def _describe(config: RunConfig, steps: int) -> RunInfo:
         cuts=config.pipeline.cuts,
         methods=methods,
         total_steps=steps,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameter_count(config.model),
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         versions=versions(),
         config_digest=config.digest(),

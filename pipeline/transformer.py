@@ -221,6 +221,11 @@ class TransformerStage(nn.Module):
         holder = self.token_embedding or self.head
         return None if holder is None else holder.get_parameter("weight")
 
+    def share_tied_weight(self, weight: nn.Parameter) -> None:
+        """Make the head use a weight that another stage of this process holds."""
+        assert self.head is not None, "the last stage has a head"
+        self.head.weight = weight
+
     def _embed(self, x: Tensor, samples: Samples | None) -> Tensor:
         if self.token_embedding is None or self.position_embedding is None:
             return x

@@ -181,7 +181,8 @@ def test_at_another_number_of_replicas_only_moved_samples_are_new(
     assert saved.returncode == 0, saved.stderr
     done = thinpipe(run_file, *run, f"pipeline.replicas={now}", "--resume", "--step", "4")
     assert done.returncode == 0, done.stderr
-    assert f"resuming {before} replicas as {now}" in done.stderr
+    assert f"replicas {before}; this run has cuts [2], replicas {now}" in done.stderr
+    assert "samples that are now another replica's are sent like new ones" in done.stderr
     records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
     first, second = (
         sum(record.wire[0].bytes - 52 * record.wire[0].messages for record in epoch)
