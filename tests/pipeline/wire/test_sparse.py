@@ -22,7 +22,7 @@ def values(numel: int, seed: int = 0) -> torch.Tensor:
 def message(codec: SparseCodec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The message's bytes, and what the sender says they decode to."""
     room = torch.full((codec.capacity(x.numel()) + 9,), 0xAA, dtype=torch.uint8)
-    seen = torch.full(x.shape, torch.nan)
+    seen = torch.full(x.shape, torch.nan, device=x.device)
     length = codec.encode(x, room[:-9], seen)
     assert length <= codec.capacity(x.numel())
     assert (room[-9:] == 0xAA).all()
@@ -183,3 +183,16 @@ def test_a_short_buffer_is_refused_before_anything_is_written() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         SparseCodec(**options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_vector_on_a_gpu_gives_the_same_message() -> None:
+    x, codec = values(5003), SparseCodec(0.2, 4)
+    expected, seen = message(codec, x)
+    found, seen_there = message(codec, x.cuda())
+    assert torch.equal(found, expected)
+    assert torch.equal(seen_there.cpu(), seen)
+    out = torch.full((5003,), torch.nan, device="cuda")
+    codec.decode(found, out)
+    assert torch.equal(out.cpu(), seen)
