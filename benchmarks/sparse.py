@@ -176,7 +176,8 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
     for coding in ("none", "zstd"):
         codec = SparseCodec(options.keep, options.bits, coding=coding)
         check(codec)
-        yield from our_rows(Ours(vectors, codec, options.fraction), coding, options)
+        ours = Ours(Vectors(options.numel), codec, options.fraction)
+        yield from our_rows(ours, coding, options)
 
 
 def our_rows(ours: Ours, coding: str, options: argparse.Namespace) -> Iterator[Row]:
