@@ -114,8 +114,11 @@ class SparseCodec:
         """Add the message's values to `sum_n` (fp32, contiguous).
 
         Raises:
+            ValueError: `sum_n` is not fp32 and contiguous.
             CodingError: the bytes are damaged, or those of another number of values.
         """
+        if sum_n.dtype != torch.float32 or not sum_n.is_contiguous():
+            raise ValueError(f"a sum in {sum_n.dtype}: use a contiguous one in torch.float32")
         mask_M, kept_k = self._read(wire, sum_n)
         if mask_M.numel():
             self._kernels(sum_n).place_add(mask_M, kept_k, sum_n)

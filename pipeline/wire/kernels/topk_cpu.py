@@ -33,10 +33,12 @@ def select_top(x_N: Tensor, mask_M: Tensor, kept_k: Tensor, room_N: Tensor | Non
     `room_N` is overwritten; it saves the allocation of as much memory as `x_N` takes.
 
     Raises:
-        ValueError: k is larger than N.
+        ValueError: k is larger than N, or the room smaller.
     """
     if kept_k.numel() > x_N.numel():
         raise ValueError(f"k = {kept_k.numel()}: there are only {x_N.numel()} values")
+    if room_N is not None and room_N.numel() < x_N.numel():
+        raise ValueError(f"room for {room_N.numel()} values: there are {x_N.numel()}")
     mask_M.zero_()
     if kept_k.numel():
         room_N = torch.empty_like(x_N) if room_N is None else room_N

@@ -170,6 +170,15 @@ def test_a_short_buffer_is_refused_before_anything_is_written() -> None:
     assert (wire == 0xAA).all()
 
 
+def test_what_compiled_code_cannot_write_is_refused() -> None:
+    codec = SparseCodec(0.2, 4)
+    wire, _ = message(codec, values(1000))
+    with pytest.raises(ValueError, match=r"a sum in torch\.bfloat16"):
+        codec.decode_add(wire, torch.zeros(1000, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="room for 999 values: there are 1000"):
+        codec.encode(values(1000), wire.new_empty(2000), room_n=torch.empty(999))
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
