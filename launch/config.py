@@ -167,7 +167,8 @@ class RunConfig(BaseModel):
     def notices(self) -> list[str]:
         """What a user should know before the run starts: choices made, and what will disappoint."""
         found = []
-        if self.pipeline.cuts and self.model.tie_embeddings == "untied":
+        has_rows = self.model.task == "language"
+        if self.pipeline.cuts and has_rows and self.model.tie_embeddings == "untied":
             megabytes = 4 * self.model.vocab * self.model.width / 1e6
             found.append(
                 "note: a cut lies between embedding and head, so they are separate weights; "
