@@ -26,6 +26,11 @@ class Samples:
     segments_BT: Tensor | None = None
     prefix_BT: Tensor | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether a module needs to know nothing: no padding, packing or prefix."""
+        return self.mask_BT is None and self.segments_BT is None and self.prefix_BT is None
+
 
 @dataclass(frozen=True)
 class Batch:
