@@ -33,6 +33,9 @@ from pipeline.wire.header import crc32
 
 _log = logging.getLogger(__name__)
 
+ROWS = "memory_rows"
+"""Key of the bytes in `state_dict`: as large as the memory, so worth not copying."""
+
 _HISTORY = struct.Struct("<qIQ")
 
 
@@ -216,7 +219,7 @@ class SampleMemory:
             "place": place,
             "crc": crc,
             "row_nbytes": self._row_nbytes or 0,
-            "rows": rows,
+            ROWS: rows,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,7 +230,7 @@ class SampleMemory:
         self._row_nbytes = nbytes or None
         fields = (state[name].tolist() for name in ("ids", "generation", "chain", "place", "crc"))
         for sample, generation, chain, place, crc in sorted(zip(*fields, strict=True), key=_place):
-            row = state["rows"][place * nbytes : (place + 1) * nbytes]
+            row = state[ROWS][place * nbytes : (place + 1) * nbytes]
             if crc32(row) != crc:
                 _log.warning("memory: sample %d was damaged when it was saved; forgotten", sample)
                 continue

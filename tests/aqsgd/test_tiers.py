@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from aqsgd.config import AqsgdConfig, build_delta
 from aqsgd.delta import DeltaBoundary
 from aqsgd.disk import DiskStore, RowFile
+from aqsgd.memory import ROWS
 from aqsgd.store import RamStore
 from pipeline.config import build_codec
 
@@ -121,7 +122,7 @@ def test_a_restart_goes_on_bit_for_bit_even_in_another_tier(
     for old, new in zip(ends, again, strict=True):
         new.load_state_dict(old.state_dict())
         assert new.memory.digest() == old.memory.digest()
-        assert new.state_dict()["rows"].equal(old.state_dict()["rows"]) or before != after
+        assert new.state_dict()[ROWS].equal(old.state_dict()[ROWS]) or before != after
     for number, ids in enumerate(epochs(3), start=len(steps)):
         assert torch.equal(step(ends, ids, number), step(again, ids, number))
     assert len({end.memory.digest() for end in (*ends, *again)}) == 1
@@ -133,7 +134,7 @@ def test_a_row_damaged_in_a_checkpoint_is_forgotten(
     ends = make_end("ram"), make_end("ram")
     step(ends, [4, 7], 0)
     state = ends[0].state_dict()
-    state["rows"][-1] ^= 1
+    state[ROWS][-1] ^= 1
     again = make_end("disk")
     again.load_state_dict(state)
     assert again.memory.known(torch.tensor([4, 7])).tolist() == [True, False]
