@@ -223,13 +223,16 @@ class SampleMemory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the memory; staged rows are forgotten, and so are samples of damaged rows."""
+        """Replace the memory by what there is room for; samples of damaged rows are left out."""
         self.discard()
         self._forget(list(self._histories))
         nbytes = state["row_nbytes"]
         self._row_nbytes = nbytes or None
+        fitting = set(sorted(state["ids"].tolist())[: self._limit])
         fields = (state[name].tolist() for name in ("ids", "generation", "chain", "place", "crc"))
         for sample, generation, chain, place, crc in sorted(zip(*fields, strict=True), key=_place):
+            if sample not in fitting:
+                continue
             row = state[ROWS][place * nbytes : (place + 1) * nbytes]
             if crc32(row) != crc:
                 _log.warning("memory: sample %d was damaged when it was saved; forgotten", sample)

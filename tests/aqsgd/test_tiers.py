@@ -199,6 +199,15 @@ def test_the_memory_in_ram_never_has_more_rows_than_room_and_a_step(
     assert 0 < made <= 2 * (4 + 3)
 
 
+def test_a_smaller_room_after_a_restart_keeps_the_lowest_ids(make_end: MakeEnd) -> None:
+    ends = make_end("ram"), make_end("ram")
+    step(ends, [5, 1, 4, 2], 0)
+    again = make_end("disk", room=3)
+    again.load_state_dict(ends[0].state_dict())
+    assert again.memory.known(torch.tensor([1, 2, 4, 5])).tolist() == [True, True, True, False]
+    assert again.memory.state_dict()[ROWS].numel() == 3 * 2 * TOKENS * WIDTH
+
+
 def test_restrict_keeps_samples_of_this_replica_up_to_the_room(make_end: MakeEnd) -> None:
     ends = make_end("ram"), make_end("disk")
     step(ends, [1, 2, 3, 4, 5, 6], 0)

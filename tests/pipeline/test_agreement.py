@@ -209,7 +209,7 @@ def test_the_end_with_less_room_decides(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def disagree(rank: int, run_settings: Any) -> str:
-    built = start(run_settings)
+    built = start(run_settings, timeout_s=4)
     built.engine.begin(ALL, STEPS[0].ids_B)
     built.engine.train_step(STEPS[0], 0)
     memory = memories(built).get(1)
