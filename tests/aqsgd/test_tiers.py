@@ -138,7 +138,7 @@ def test_a_row_damaged_in_a_checkpoint_is_forgotten(
     again = make_end("disk")
     again.load_state_dict(state)
     assert again.memory.known(torch.tensor([4, 7])).tolist() == [True, False]
-    assert "sample 7 was damaged" in caplog.text
+    assert "rows of 1 samples (7, ...) were damaged" in caplog.text
 
 
 @settings(deadline=None, max_examples=40)

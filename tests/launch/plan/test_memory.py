@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from launch.config import ConfigError, RunConfig, write_config
+from launch.inprocess import in_process
 from launch.plan import memory as planned
 from launch.plan.memory import Needs, check_memory, needs, plan_memory, room, row_nbytes
 from tests.training import config
@@ -94,6 +95,21 @@ def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "launch", "train", *map(str, arguments)]
     environment = {**os.environ, "COLUMNS": "100"}
     return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    run = config(
+        boundary=[],  # type: ignore[arg-type]
+        memory={"tier": "disk", "folder": str(tmp_path / "file" / "below")},
+    )
+    with (
+        pytest.raises(
+            ConfigError, match=r"memory.folder = .*below: no file can be made there: Not"
+        ),
+        in_process(run, total_steps=1),
+    ):
+        pass
 
 
 def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
