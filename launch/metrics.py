@@ -291,6 +291,11 @@ def _score_name(name: str) -> str:
     return plain if plain == name else f"compressed {plain}"
 
 
+def format_healed(healed: Mapping[int, int] | Mapping[str, int]) -> str:
+    """Samples that both ends forgot, by cut: 3 samples at cut 6; "none" if there were none."""
+    return ", ".join(f"{n:,} samples at cut {cut}" for cut, n in healed.items()) or "none"
+
+
 def format_rate(per_s: float) -> str:
     """A rate per second, whole from 100 on and with thousands separated: 8.25, 12,431."""
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"

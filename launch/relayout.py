@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from aqsgd.memory import ROWS
 from launch import checkpoint
 from launch.build import Built
 from launch.checkpoint import CheckpointError
@@ -120,7 +121,7 @@ def read_whole(folder: Path, parts: list[str]) -> Whole:
     """
     whole = Whole({}, {}, {}, {})
     for part in parts:
-        state = checkpoint.read_part(folder, part)
+        state = checkpoint.read_part(folder, part, mapped=ROWS)
         whole.first_part = whole.first_part or state
         for stage in state["model"].values():
             whole.model.update(stage)
@@ -177,7 +178,7 @@ def _boundaries(folder: Path, *, replica: int) -> dict[str, Any]:
     """What the ends of a replica's cuts remembered, by place."""
     found: dict[str, Any] = {}
     for part in parts_of(folder, replica=replica):
-        found.update(checkpoint.read_part(folder, part)["boundaries"])
+        found.update(checkpoint.read_part(folder, part, mapped=ROWS)["boundaries"])
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from aqsgd.memory import ROWS
 from launch import checkpoint
 from launch.build import Built
 from launch.checkpoint import CheckpointError, Part
@@ -125,7 +126,8 @@ class Checkpoints:
 
     def _fill(self, folder: Path, before: Layout, now: Layout) -> None:
         if before == now:
-            _distribute(self.built, checkpoint.read_part(folder, self._part))
+            state = checkpoint.read_part(folder, self._part, mapped=ROWS)  # may not fit into memory
+            _distribute(self.built, state)
         else:
             restore(self.built, folder, before, now, self.session.mesh)
 
