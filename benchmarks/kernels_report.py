@@ -68,25 +68,28 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Write a PNG: what one thread reaches from memory at 4 bits, by backend, beside the floor."""
     shown = [row for row in rows if row.threads == 1 and row.bits == 4]
     largest = max(row.elements for row in shown)
-    shown = [row for row in shown if row.elements == largest]
+    shown = [row for row in shown if row.elements == largest and row.backend != "reference"]
+    shown.sort(key=lambda row: row.peer)
     names = list(dict.fromkeys((row.kernel, row.rounding) for row in shown))
     backends = list(dict.fromkeys(row.backend for row in shown))
-    figure = Figure(figsize=(10, 0.62 * len(names) + 1), layout="constrained")
+    figure = Figure(figsize=(10, 0.5 * len(names) + 1), layout="constrained")
     axes, height = figure.subplots(), 0.8 / len(backends)
+    for place, name in enumerate(names):
+        rows_here = [row for row in shown if (row.kernel, row.rounding) == name]
+        for number, row in enumerate(rows_here):
+            y = place + (number - (len(rows_here) - 1) / 2) * height
+            color = f"C{backends.index(row.backend)}"
+            axes.barh(y, row.melem_s, 0.9 * height, color=color)
+        own = next(row for row in rows_here if row.backend == backends[0])
+        axes.plot(own.floor_melem_s, place, "k|", markersize=14)
+    axes.plot([], [], "k|", markersize=10, label="floor: bytes moved, no arithmetic")
     for number, backend in enumerate(backends):
-        own = [row for row in shown if row.backend == backend]
-        places = [names.index((row.kernel, row.rounding)) + number * height for row in own]
-        axes.barh(places, [row.melem_s for row in own], 0.9 * height, label=backend)
-    ours = [row for row in shown if row.backend == "numba"]
-    floors = [row.floor_melem_s for row in ours]
-    places = [names.index((row.kernel, row.rounding)) + 0.4 - height / 2 for row in ours]
-    axes.plot(floors, places, "k|", markersize=14, label="floor: bytes moved, no arithmetic")
-    axes.set_yticks([i + 0.4 for i in range(len(names))], [", ".join(name) for name in names])
+        axes.barh(0, 0, color=f"C{number}", label=backend)
+    axes.set_yticks(range(len(names)), [", ".join(name) for name in names])
     axes.invert_yaxis()
-    axes.set_xscale("log")
     axes.set_xlabel("million values per second, one thread")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=100)
 
 
