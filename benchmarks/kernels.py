@@ -188,6 +188,15 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
         yield from top(Buffers(1, SIZES[name], 1), slow)
 
 
+def shown(row: Row) -> str:
+    """A measurement as a line."""
+    return (
+        f"{row.kernel:19} {row.backend:14} {row.bits:2} bits {row.dtype} {row.rounding:10} "
+        f"{row.elements:>9} values {row.threads} threads "
+        f"{row.melem_s:8.0f} M/s {row.gb_s:7.1f} GB/s  {row.share:5.2f} of the floor"
+    )
+
+
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -210,12 +219,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
     for row in run(options):
-        print(
-            f"{row.kernel:19} {row.backend:14} {row.bits:2} bits {row.rounding:10} "
-            f"{row.elements:>9} values {row.threads} threads "
-            f"{row.melem_s:8.0f} M/s {row.gb_s:6.1f} GB/s  {row.share:5.2f} of the floor",
-            flush=True,
-        )
+        print(shown(row), flush=True)
         if options.json:
             with options.json.open("a") as file:
                 file.write(json.dumps(asdict(row)) + "\n")

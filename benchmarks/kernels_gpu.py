@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import Row
+from benchmarks.kernels import Row, shown
 from pipeline.wire.codec import Noise
 from pipeline.wire.kernels import Backend, Codes, KernelSet, load_kernels
 
@@ -120,12 +120,7 @@ def main() -> None:
         for bits in options.bits:
             for dtype in (torch.float32, torch.bfloat16):
                 for row in rows(millions << 20, bits, dtype, options.repetitions):
-                    print(
-                        f"{row.kernel:17} {row.backend:9} {bits} bits {row.dtype} "
-                        f"{row.rounding:10} {row.elements:>9} values {row.melem_s:9.0f} M/s "
-                        f"{row.gb_s:7.1f} GB/s {row.share:5.2f} of the floor",
-                        flush=True,
-                    )
+                    print(shown(row), flush=True)
                     if options.json:
                         with options.json.open("a") as file:
                             file.write(json.dumps(asdict(row)) + "\n")

@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from aqsgd.config import AqsgdConfig, build_delta
+from aqsgd.disk import DiskStore, RowFile
+from aqsgd.store import RamStore, Store
 from gradcomp.registry import load_method
 from gradcomp.sync import ReplicaSync
 from launch.config import BackwardConfig, ForwardConfig, RunConfig
+from launch.plan.memory import memory_folder, room, row_nbytes
 from pipeline.boundary import Boundary, Stateless, raw
 from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
 from pipeline.config import DirectConfig, RawConfig, build_codec
@@ -110,15 +113,21 @@ def engine_options(config: RunConfig) -> EngineOptions:
 
 
 def build_boundary(
-    spec: ForwardConfig | BackwardConfig, *, width: int, key: int
+    spec: ForwardConfig | BackwardConfig,
+    *,
+    width: int,
+    key: int,
+    store: Store | None = None,
+    room: int | None = None,
 ) -> dict[Mode, Boundary]:
     """Boundaries of one direction by mode; evaluation never meets the training memory.
 
     Compressed evaluation of samples without history uses what such samples are trained with: the
-    first-visit codec of AQ-SGD, the codec itself otherwise.
+    first-visit codec of AQ-SGD, the codec itself otherwise. `store` (RAM if there is none) is where
+    AQ-SGD keeps what it remembers, `room` how many samples that may be.
     """
     if isinstance(spec, AqsgdConfig):
-        delta = build_delta(spec, width=width, key=key)
+        delta = build_delta(spec, width=width, key=key, store=store, room=room)
         first_visit = Stateless(build_codec(spec.first_visit, width), key)
         return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
     if isinstance(spec, DirectConfig):
@@ -179,7 +188,7 @@ def _link_rates(
 
 
 def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> Channels:
-    make = _ChannelMaker(config, wiring, run_id)
+    make = _ChannelMaker(config, wiring, stage, run_id)
     return Channels(
         activations_in=make(stage - 1, stage, FORWARD),
         activations_out=make(stage, stage + 1, FORWARD),
@@ -192,6 +201,7 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
 class _ChannelMaker:
     config: RunConfig
     wiring: Wiring
+    stage: int
     run_id: int
 
     def __call__(self, upper: int, lower: int, direction: int) -> Channel | None:
@@ -209,11 +219,28 @@ class _ChannelMaker:
             cut=cut,
             direction=direction,
             link=link,
-            boundaries=build_boundary(spec, width=self.config.model.width, key=key),
+            boundaries=build_boundary(
+                spec,
+                width=self.config.model.width,
+                key=key,
+                store=self._store(cut) if isinstance(spec, AqsgdConfig) else None,
+                room=room(self.config, self._position()),
+            ),
             run_id=self.run_id,
             coding="none" if isinstance(spec, RawConfig) else spec.coding,
             link_rate=self.wiring.rates.get((upper, direction), math.inf),
         )
+
+    def _store(self, cut: int) -> Store:
+        if self.config.memory.tier == "ram":
+            return RamStore()
+        return DiskStore(RowFile(memory_folder(self.config), row_nbytes(self.config, cut)))
+
+    def _position(self) -> int:
+        pipeline = self.config.pipeline
+        return stage_to_rank(
+            pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks
+        )[self.stage]
 
 
 @dataclass(frozen=True)

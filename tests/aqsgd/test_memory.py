@@ -11,19 +11,21 @@ from pipeline.wire.uniform import Uniform
 
 CODECS = [Cast("fp32"), Cast("bf16"), Uniform(8, 64), Uniform(4, 64)]
 IDS = torch.tensor([3, 8])
+WIRE_2W = torch.arange(40, dtype=torch.uint8).view(2, 20)
 
 
 def filled(codec: Any) -> SampleMemory:
     memory = SampleMemory(codec)
-    memory.stage(IDS, torch.arange(256.0).view(2, 128))
+    memory.stage(IDS, torch.arange(256.0).view(2, 128), WIRE_2W)
     memory.commit()
     return memory
 
 
 def visit(memory: SampleMemory, sample: int, value: float, *, keep: bool = True) -> None:
     opened = memory.open(sample, 128)
-    opened.fresh_1N.fill_(value)
-    memory.close(opened, keep=keep)
+    codec, _, fresh_1W = opened.memory
+    codec.encode(torch.full((1, 128), value), fresh_1W, noise=None)
+    memory.close(opened, WIRE_2W[0], keep=keep)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -31,7 +33,10 @@ def test_a_visit_is_visible_after_commit(codec: Any) -> None:
     memory = filled(codec)
     before = memory.read(IDS, 128)
     visit(memory, 8, 5.0)
-    assert torch.equal(memory.open(8, 128).old_1N.float(), before[1:])
+    codec, old_1W, _ = memory.open(8, 128).memory
+    old_1N = torch.empty(1, 128)
+    codec.decode(old_1W, old_1N)
+    assert torch.equal(old_1N, before[1:])
     assert torch.equal(memory.read(IDS, 128), before)
     memory.commit()
     after = memory.read(IDS, 128)
@@ -63,5 +68,5 @@ def test_rows_that_are_filled_again_belong_to_one_sample(codec: Any) -> None:
 
 
 def test_a_visit_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sample 3 .* length changed"):
+    with pytest.raises(ValueError, match=r"sample 3 .* length of samples changed"):
         filled(Cast("bf16")).open(3, 64)
