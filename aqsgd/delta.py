@@ -81,8 +81,8 @@ class DeltaBoundary:
             self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
         for row, id_1, wire_1W in known.one_by_one():
             visit, noise = self.memory.open(int(id_1), numel), Noise(self._key, step, id_1)
-            finite_1 = self._delta.encode_change(
-                x_BN[row : row + 1], visit.old_1N, wire_1W, visit.fresh_1N, noise=noise
+            finite_1 = self._delta.encode_change_packed(
+                x_BN[row : row + 1], visit.memory, wire_1W, noise=noise
             )
             self.memory.close(visit, wire_1W, keep=bool(finite_1))
 
@@ -98,8 +98,8 @@ class DeltaBoundary:
             self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
         for row, id_1, wire_1W in known.one_by_one():
             visit = self.memory.open(int(id_1), numel)
-            finite_1 = self._delta.decode_change(
-                wire_1W, visit.old_1N, visit.fresh_1N, out_BN[row : row + 1]
+            finite_1 = self._delta.decode_change_packed(
+                wire_1W, visit.memory, out_BN[row : row + 1]
             )
             self.memory.close(visit, wire_1W, keep=bool(finite_1))
 

@@ -9,12 +9,13 @@ Axes: B rows, N values per row, W bytes per row, T tokens, D channels.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypedDict
+from typing import Literal, NamedTuple, TypedDict, TypeGuard
 
 import torch
 from torch import Tensor
 
-from pipeline.wire.codec import Noise
+from pipeline.wire.cast import Cast
+from pipeline.wire.codec import Codec, Noise
 from pipeline.wire.kernels import (
     Backend,
     Codes,
@@ -37,25 +38,14 @@ class _Options(TypedDict):
 
 
 class PackedMemory(NamedTuple):
-    """Quantized memories of rows: how they are stored, the old bytes, and room for the new ones.
+    """Memories of rows as a codec's bytes: the old ones, and room for the new ones.
 
-    The codec rounds to nearest; `fresh_BW` must not overlap `old_BW`.
+    The codec is deterministic; `fresh_BW` must not overlap `old_BW`.
     """
 
-    codec: "Uniform"
+    codec: Codec
     old_BW: Tensor
     fresh_BW: Tensor
-
-    def codes(self, like_BN: Tensor) -> tuple[Codes, Codes]:
-        """Old codes, and new ones whose scales must be written to `fresh_BW` afterwards."""
-        fresh = self.codec._new_codes(like_BN, self.fresh_BW)
-        return self.codec._received(self.old_BW, like_BN), fresh
-
-    def opened(self, like_BN: Tensor) -> Tensor:
-        """Old values, in fp32."""
-        value_BN = torch.empty(like_BN.shape, device=like_BN.device)
-        self.codec.decode(self.old_BW, value_BN)
-        return value_BN
 
 
 @dataclass(frozen=True)
@@ -204,50 +194,66 @@ class Uniform:
     def encode_change_packed(
         self,
         x_BN: Tensor,
-        memory: "PackedMemory",
+        memory: PackedMemory,
         wire_BW: Tensor,
         *,
         noise: Noise | None,
         blocks: range | None = None,
     ) -> Tensor:
-        """`encode_change` on a quantized memory, in one pass over its bytes.
+        """`encode_change` on memories as they are stored, in one pass over their bytes.
 
         The same as to decode `memory.old_BW` to fp32, `encode_change`, and encode the new memory
         to `memory.fresh_BW`. Returns, bool [B], whether all of a row's memory + change is finite.
         """
+        codec, old_BW, fresh_BW = memory
         options = self._options(noise, blocks)
-        if "channel" in (self.scale_per, memory.codec.scale_per):
-            value_BN = memory.opened(x_BN)
+        if isinstance(codec, Cast):
+            old_BN, fresh_BN = old_BW.view(codec.dtype), fresh_BW.view(codec.dtype)
+            return self.encode_change(x_BN, old_BN, wire_BW, fresh_BN, noise=noise, blocks=blocks)
+        if not self._fuses_with(codec, blocks):
+            value_BN = torch.empty(x_BN.shape, device=x_BN.device)
+            codec.decode(old_BW, value_BN)
             finite_B = self.encode_change(x_BN, value_BN, wire_BW, value_BN, noise=noise)
-            memory.codec.encode(value_BN, memory.fresh_BW, noise=None)
+            codec.encode(value_BN, fresh_BW, noise=None)
             return finite_B
-        codes, (old, fresh) = self._new_codes(x_BN, wire_BW), memory.codes(x_BN)
-        kernels = self._kernels(x_BN)
+        codes, kernels = self._new_codes(x_BN, wire_BW), self._kernels(x_BN)
+        old, fresh = codec._received(old_BW, x_BN), codec._new_codes(x_BN, fresh_BW)
         finite_B = kernels.packed_delta_encode(x_BN, old, codes, fresh, **options)
         self._write_scales(codes, wire_BW, blocks, x_BN.shape[1])
-        memory.codec._write_scales(fresh, memory.fresh_BW, blocks, x_BN.shape[1])
+        codec._write_scales(fresh, fresh_BW, blocks, x_BN.shape[1])
         return finite_B
 
     def decode_change_packed(
         self,
         wire_BW: Tensor,
-        memory: "PackedMemory",
+        memory: PackedMemory,
         out_BN: Tensor,
         *,
         blocks: range | None = None,
     ) -> Tensor:
-        """`decode_change` on a quantized memory; the receiver's side of `encode_change_packed`."""
-        self._whole_rows_only(blocks)
-        if "channel" in (self.scale_per, memory.codec.scale_per):
-            value_BN = memory.opened(out_BN)
+        """`decode_change` on memories as they are stored: the receiver's side."""
+        codec, old_BW, fresh_BW = memory
+        if isinstance(codec, Cast):
+            old_BN, fresh_BN = old_BW.view(codec.dtype), fresh_BW.view(codec.dtype)
+            return self.decode_change(wire_BW, old_BN, fresh_BN, out_BN, blocks=blocks)
+        if not self._fuses_with(codec, blocks):
+            value_BN = torch.empty(out_BN.shape, device=out_BN.device)
+            codec.decode(old_BW, value_BN)
             finite_B = self.decode_change(wire_BW, value_BN, value_BN, out_BN)
-            memory.codec.encode(value_BN, memory.fresh_BW, noise=None)
+            codec.encode(value_BN, fresh_BW, noise=None)
             return finite_B
-        codes, (old, fresh) = self._received(wire_BW, out_BN), memory.codes(out_BN)
-        kernels = self._kernels(out_BN)
+        codes, kernels = self._received(wire_BW, out_BN), self._kernels(out_BN)
+        old, fresh = codec._received(old_BW, out_BN), codec._new_codes(out_BN, fresh_BW)
         finite_B = kernels.packed_delta_decode(codes, old, fresh, out_BN, blocks=blocks)
-        memory.codec._write_scales(fresh, memory.fresh_BW, blocks, out_BN.shape[1])
+        codec._write_scales(fresh, fresh_BW, blocks, out_BN.shape[1])
         return finite_B
+
+    def _fuses_with(self, codec: Codec, blocks: range | None) -> TypeGuard["Uniform"]:
+        """Whether one pass can do it all; parts of rows need that."""
+        one_pass = isinstance(codec, Uniform) and "channel" not in (self.scale_per, codec.scale_per)
+        if blocks is not None and not one_pass:
+            raise ValueError(f"blocks = {blocks}: memories stored by {codec} change as whole rows")
+        return one_pass
 
     def _options(self, noise: Noise | None, blocks: range | None) -> _Options:
         self._whole_rows_only(blocks)

@@ -165,16 +165,16 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("bits", "stochastic"), [(4, False), (7, True)])
-@pytest.mark.parametrize("name", ["_scale_kernel", "_rms", "_encode_kernel", "_decode_kernel"])
+@pytest.mark.parametrize("name", ["scale_kernel", "rms", "_encode_kernel", "_decode_kernel"])
 def test_kernels_compile_without_a_gpu_and_without_spills(
     capability: int, bits: int, stochastic: bool, name: str, tmp_path: Path
 ) -> None:
     from pipeline.wire.kernels import triton_gpu
 
-    rms = name == "_rms"
+    rms = name == "rms"
     chunk = {"CHUNK": 64 if rms else 128, "RMS": rms}
     constants = {"BITS": bits, "GROUP": 128, "STOCHASTIC": stochastic, "DELTA": True, "FULL": True}
-    function = triton_gpu._scale_kernel if rms else getattr(triton_gpu, name)
+    function = triton_gpu.scale_kernel if rms else getattr(triton_gpu, name)
     kernel = compiled(function, capability, {**constants, **chunk})
     ptx, used = kernel.asm["ptx"], resources(kernel.asm["cubin"], tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.wire.cast import Cast
 from pipeline.wire.codec import Noise
 from pipeline.wire.uniform import PackedMemory, ScalePer, Uniform
 
@@ -190,11 +191,14 @@ def test_stochastic_without_a_key_is_refused() -> None:
 
 
 @pytest.mark.parametrize("delta_per", SCALES)
-@pytest.mark.parametrize("memory_per", ["token", "channel", 40])
-def test_a_packed_memory_changes_as_if_it_were_unpacked(
-    delta_per: ScalePer, memory_per: ScalePer
+@pytest.mark.parametrize(
+    "memory",
+    [Uniform(8, "token", width=24), Uniform(4, "channel", width=24), Uniform(8, 40), Cast("bf16")],
+)
+def test_a_stored_memory_changes_as_if_it_were_decoded(
+    delta_per: ScalePer, memory: Uniform | Cast
 ) -> None:
-    memory, delta = Uniform(8, memory_per, width=24), Uniform(3, delta_per, width=24)
+    delta = Uniform(3, delta_per, width=24)
     values, x = rows(2, 24 * 70), rows(2, 24 * 70) + 0.1 * rows(2, 24 * 70, 1)
     old = torch.empty(2, memory.nbytes(24 * 70), dtype=torch.uint8)
     memory.encode(values, old, values, noise=None)
@@ -211,6 +215,17 @@ def test_a_packed_memory_changes_as_if_it_were_unpacked(
     assert delta.decode_change_packed(wire, packed, out).all()
     assert torch.equal(out, unpacked)
     assert torch.equal(fresh, kept)
+
+
+def test_a_memory_that_changes_as_a_whole_is_not_changed_in_parts() -> None:
+    memory, delta = Uniform(8, "channel", width=64), Uniform(4, 64)
+    old = torch.zeros(1, memory.nbytes(4096), dtype=torch.uint8)
+    packed = PackedMemory(memory, old, torch.empty_like(old))
+    wire = torch.zeros(1, delta.nbytes(4096), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="change as whole rows"):
+        delta.encode_change_packed(rows(1, 4096), packed, wire, noise=None, blocks=range(2))
+    with pytest.raises(ValueError, match="change as whole rows"):
+        delta.decode_change_packed(wire, packed, rows(1, 4096), blocks=range(2))
 
 
 @pytest.mark.parametrize("scale_per", ["token", "tensor", 64])
