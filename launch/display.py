@@ -183,7 +183,8 @@ class _Log:
             self._said_s = now_s
             _say(self._console, self._line(record, now_s))
         if record.eval is not None:
-            _say(self._console, f"  evaluation: {_evaluation(record.eval)}")
+            for line in _evaluation(record.eval):
+                _say(self._console, f"  evaluation: {line}")
 
     def stop(self, *, clear: bool) -> None:
         """Nothing is open: every line was complete when it was printed."""
@@ -272,11 +273,13 @@ def _plural(count: int, one: str, many: str | None = None) -> str:
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
-def _evaluation(losses: Mapping[str, float]) -> str:
+def _evaluation(losses: Mapping[str, float]) -> list[str]:
     text = f"loss {format_loss(losses.get('loss'))}"
     if "loss_compressed" in losses:
         text += f", with compressed boundaries {format_loss(losses['loss_compressed'])}"
-    return ", ".join([text, *(f"{name} {value}" for name, value in other_scores(losses))])
+    scores = {name: value for name, value in losses.items() if not name.endswith("_compressed")}
+    told = ", ".join(f"{name} {value}" for name, value in other_scores(scores))
+    return [text, told] if told else [text]
 
 
 def _numbers(info: RunInfo, record: StepRecord, *, progress: _Progress) -> Group:

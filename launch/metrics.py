@@ -271,10 +271,15 @@ def format_loss(loss: float | None) -> str:
 def other_scores(evaluation: Mapping[str, float | None]) -> list[tuple[str, str]]:
     """Name and three decimals of what an evaluation found beside losses, such as accuracy."""
     return [
-        (name.replace("_compressed", ", compressed"), NOTHING if value is None else f"{value:.3f}")
+        (_score_name(name), NOTHING if value is None else f"{value:.3f}")
         for name, value in evaluation.items()
         if not name.startswith("loss")
     ]
+
+
+def _score_name(name: str) -> str:
+    plain = name.removesuffix("_compressed")
+    return plain if plain == name else f"compressed {plain}"
 
 
 def format_rate(per_s: float) -> str:
