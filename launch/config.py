@@ -2,6 +2,7 @@
 
     extends = "base.toml"          # read first; tables are merged, lists are replaced
     thinpipe train run.toml --set train.lr=1e-3 --set boundary.0.forward.bits=3
+    thinpipe train run.toml --set data.path=           # as if the file did not say
 
 Unknown names and wrong values are `ConfigError`s that name the place, the value and the remedy.
 """
@@ -230,6 +231,23 @@ class RunConfig(BaseModel):
         """SHA-256 of `shared`."""
         return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_tokenizer(cls, tree: Any) -> Any:
+        """`data.tokenizer = "model"` is the model's folder."""
+        if not isinstance(tree, Mapping) or not isinstance(tree.get("data"), Mapping):
+            return tree
+        if tree["data"].get("tokenizer") != "model":
+            return tree
+        model = tree.get("model")
+        if _model_kind(model) != "folder":
+            raise ValueError(
+                'data.tokenizer = "model": only a model from a folder (model.pretrained) brings '
+                'one; use "bytes" or a folder'
+            )
+        folder = HuggingFaceConfig.model_validate(model).folder
+        return {**tree, "data": {**tree["data"], "tokenizer": str(folder)}}
+
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
         _check_cuts(self.pipeline.cuts, self.model.layers)
@@ -321,7 +339,11 @@ def _override(tree: dict[str, Any], text: str) -> None:
     try:
         for key in keys[:-1]:
             place = place[int(key)] if isinstance(place, list) else place.setdefault(key, {})
-        place[int(keys[-1]) if isinstance(place, list) else keys[-1]] = _parse(value.strip())
+        last = int(keys[-1]) if isinstance(place, list) else keys[-1]
+        if value.strip():
+            place[last] = _parse(value.strip())
+        else:
+            place.pop(last, None)
     except (IndexError, ValueError, TypeError, AttributeError):
         raise ConfigError(f"--set {text}: there is no {name.strip()} to set") from None
 
