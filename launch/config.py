@@ -460,6 +460,13 @@ def _check_task(config: RunConfig) -> None:
             f'model.task = "{model.task}", data.label_field = {data.label_field!r}: '
             "classification needs labels and language modelling has none; set both or neither"
         )
+    packed = data.packing or data.objective == "prefix"
+    if isinstance(model, HuggingFaceConfig) and data.kind == "instructions" and packed:
+        raise ValueError(
+            f'data.packing = {str(data.packing).lower()}, data.objective = "{data.objective}": '
+            "masks for packed examples and prefixes are not made for models from a folder; use "
+            'packing = false and objective = "causal"'
+        )
     if data.labels is not None and len(data.labels) != model.classes:
         raise ValueError(
             f"data.labels = {list(data.labels)}: {len(data.labels)} names for model.classes = "
