@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from launch import text
+from launch.fields import RowFields
 from launch.hub import parse_dataset, read_dataset
 from launch.instructions import Layout, encode_examples, instruction_set, mix
 from launch.labelled import LabelFields, labelled_set
@@ -30,7 +31,7 @@ class SourceConfig(BaseModel):
     weight: float = Field(gt=0)
 
 
-class DataConfig(BaseModel):
+class DataConfig(RowFields):
     """What to train on and how it becomes sequences of `sequence_length` tokens.
 
     `path` is a file, a folder (with what is below it, hidden names left out) or a glob; `dataset`
@@ -38,29 +39,13 @@ class DataConfig(BaseModel):
     the source code of Python's standard library. What is held out is in `eval_path`, or taken
     from the rest. `max_bytes` limits how much running text is read, `train_sequences = "all"`
     takes all that there is.
-
-    Fields are names, or numbers of columns in TSV files without a header. `text_field` alone is
-    running text; with `label_field` (and `pair_field`, a second text) it is classified, `labels`
-    naming the classes in order; `prompt_field` and `response_field` are instruction data, where
-    `objective = "prefix"` lets a prompt see all of itself and `packing` puts several examples into
-    a sequence.
     """
-
-    model_config = _STRICT
 
     path: str | None = Field(default=None, min_length=1)
     eval_path: str | None = Field(default=None, min_length=1)
     sources: tuple[SourceConfig, ...] = ()
     dataset: str | None = None
     format: Literal["auto", "text", "tsv", "jsonl"] = "auto"
-    text_field: RowField | None = None
-    pair_field: RowField | None = None
-    label_field: RowField | None = None
-    labels: tuple[str, ...] | None = Field(default=None, min_length=2)
-    prompt_field: RowField | None = None
-    response_field: RowField | None = None
-    objective: Literal["causal", "prefix"] = "causal"
-    packing: bool = True
     sequence_length: int = Field(default=128, ge=1)
     train_sequences: Annotated[int, Field(ge=1)] | Literal["all"] = 512
     eval_sequences: Annotated[int, Field(ge=1)] | Literal["all"] = 64
@@ -86,16 +71,17 @@ class DataConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _fields_fit(self) -> "DataConfig":
-        _check_fields(self)
+    def _kind_fits(self) -> "DataConfig":
+        if self.sources and self.kind != "instructions":
+            raise ValueError(
+                f"sources = {self.sources!r}: mixtures are of instruction data; set prompt_field "
+                "and response_field, or name several files by a glob in path"
+            )
+        if self.max_bytes is not None and self.kind != "text":
+            raise ValueError(
+                f"max_bytes = {self.max_bytes}: it limits running text; use train_sequences"
+            )
         return self
-
-    @property
-    def kind(self) -> Literal["text", "labelled", "instructions"]:
-        """What the samples are."""
-        if self.prompt_field is not None:
-            return "instructions"
-        return "text" if self.label_field is None else "labelled"
 
     @property
     def source(self) -> str:
@@ -105,12 +91,6 @@ class DataConfig(BaseModel):
         if self.sources:
             return f"data.sources = {[source.path for source in self.sources]}"
         return f"data.path = {self.path!r}"
-
-    @property
-    def fields(self) -> list[RowField]:
-        """The fields that rows must have; empty for plain text."""
-        named = (self.text_field, self.pair_field, self.label_field)
-        return [f for f in (*named, self.prompt_field, self.response_field) if f is not None]
 
 
 def load(
@@ -146,44 +126,6 @@ def load(
         _selected(sets[0], "train_sequences", config=config),
         _selected(sets[1], "eval_sequences", config=config),
     )
-
-
-def _check_fields(config: DataConfig) -> None:
-    if (config.prompt_field is None) != (config.response_field is None):
-        raise ValueError(
-            f"prompt_field = {config.prompt_field!r}, response_field = "
-            f"{config.response_field!r}: instruction data needs both; set the other"
-        )
-    wrong = {
-        "text_field": config.text_field is not None and config.kind == "instructions",
-        "label_field": config.label_field is not None
-        and (config.kind == "instructions" or config.text_field is None),
-        "pair_field": config.pair_field is not None and config.kind != "labelled",
-        "labels": config.labels is not None and config.kind != "labelled",
-        "objective": config.objective == "prefix" and config.kind != "instructions",
-        "packing": not config.packing and config.kind != "instructions",
-        "sources": bool(config.sources) and config.kind != "instructions",
-        "max_bytes": config.max_bytes is not None and config.kind != "text",
-    }
-    remedies = {
-        "text_field": "prompt_field and response_field say what is read; remove text_field",
-        "label_field": "labels belong to a text; set text_field, without prompt_field",
-        "pair_field": "pairs of texts are for classification; set text_field and label_field",
-        "labels": "they name what label_field holds; set text_field and label_field",
-        "objective": "there is no prompt to see; set prompt_field and response_field",
-        "packing": "only instruction data is packed; remove it",
-        "sources": "mixtures are of instruction data; set prompt_field and response_field, or "
-        "name several files by a glob in path",
-        "max_bytes": "it limits running text; use train_sequences",
-    }
-    for name, is_wrong in wrong.items():
-        if is_wrong:
-            raise ValueError(f"{name} = {getattr(config, name)!r}: {remedies[name]}")
-    numbers = {isinstance(field, int) for field in config.fields}
-    if len(numbers) > 1:
-        raise ValueError(
-            f"fields {config.fields}: some are names and some numbers of columns; use one kind"
-        )
 
 
 def _read_text(config: DataConfig) -> tuple[bytes, bytes]:

@@ -206,7 +206,7 @@ class TransformerStage(nn.Module):
         x_BTD = self._embed(x, samples)
         causal = self.config.task == "language"
         ids_B = None if samples is None else samples.ids_B
-        known = _Known(ids_B, visible(samples, tokens, causal=causal))
+        known = _Known(ids_B, visible(samples, tokens, causal=causal, device=x.device))
         for block in self.blocks.values():
             x_BTD = self._run(block, x_BTD, known)
         return x_BTD if self.final_norm is None else self._answer(self.final_norm(x_BTD), samples)
@@ -229,7 +229,7 @@ class TransformerStage(nn.Module):
     def _embed(self, x: Tensor, samples: Samples | None) -> Tensor:
         if self.token_embedding is None or self.position_embedding is None:
             return x
-        places = positions(samples, x.shape[1], x.device)
+        places = positions(samples, x.shape[1], device=x.device)
         x_BTD = self.token_embedding(x) + self.position_embedding(places)
         dropped_BTD: Tensor = self.embedding_dropout(
             x_BTD, None if samples is None else samples.ids_B
@@ -258,7 +258,7 @@ class TransformerStage(nn.Module):
             return x_BTD[:, 0]
         if samples is None or samples.mask_BT is None:
             return x_BTD.mean(1)
-        real_BT1 = (samples.mask_BT != 0).to(x_BTD.dtype)[:, :, None]
+        real_BT1 = (samples.mask_BT != 0).to(x_BTD)[:, :, None]
         return (x_BTD * real_BT1).sum(1) / real_BT1.sum(1).clamp(min=1)
 
 

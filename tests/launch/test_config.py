@@ -194,3 +194,11 @@ def test_dropout_with_delta_coding_is_warned_of(tmp_path: Path) -> None:
     assert "0.6" in warning
     without = ("model.dropout=0.0", 'model.tie_embeddings="exact"')
     assert load(tmp_path, text, *without).notices() == []
+    repeated = 'model.dropout_masks="repeated"'
+    assert load(tmp_path, text, repeated).notices() == [note]
+
+
+def test_a_classifier_is_not_told_of_ties(tmp_path: Path) -> None:
+    text = '[model]\ntask = "classification"\nclasses = 2\n[pipeline]\ncuts = [2]'
+    fields = ("data.text_field=a", "data.label_field=b")
+    assert load(tmp_path, text, *fields).notices() == []

@@ -108,10 +108,17 @@ def test_rows_and_settings_that_do_not_fit_are_named(
     [
         ({"prompt_field": "q"}, r"prompt_field = 'q', response_field = None: .* needs both"),
         ({"label_field": "l"}, r"label_field = 'l': labels belong to a text; set text_field"),
-        ({"pair_field": "s"}, r"pair_field = 's': pairs of texts are for classification"),
-        ({"labels": ("a", "b")}, r"labels = \('a', 'b'\): they name what label_field holds"),
-        ({"objective": "prefix"}, r"objective = 'prefix': there is no prompt"),
-        ({"packing": False}, r"packing = False: only instruction data is packed"),
+        ({"pair_field": "s"}, r"pair_field = 's': this belongs to classification; set text_field"),
+        ({"labels": ("a", "b")}, r"labels = \('a', 'b'\): this belongs to classification"),
+        (
+            {"prompt_field": "q", "response_field": "a", "text_field": "t"},
+            r"text_field = 't': prompts and responses are all that is read; remove it",
+        ),
+        ({"objective": "prefix"}, r"objective = 'prefix': this belongs to instruction data"),
+        (
+            {"packing": False},
+            r"packing = False: this belongs to instruction data; set",
+        ),
         ({"sources": [{"path": "a", "weight": 1}]}, r"sources = .* mixtures are of instruction"),
         ({"eval_path": "a"}, r"eval_path = 'a': nothing to train on"),
         ({"dataset": "hf:a/b", "eval_path": "c"}, r"brings its held-out split and its format"),

@@ -7,17 +7,18 @@ from pipeline.samples import Samples
 from pipeline.transformer import TransformerConfig, build_layers
 
 IDS = torch.tensor([0])
+CPU = torch.device("cpu")
 
 
 def _rows(samples: Samples, tokens: int, *, causal: bool) -> list[str]:
-    seen = visible(samples, tokens, causal=causal)
+    seen = visible(samples, tokens, causal=causal, device=CPU)
     assert seen is not None
     return ["".join(str(int(bit)) for bit in row) for row in seen[0, 0]]
 
 
 def test_plain_samples_need_no_mask() -> None:
-    assert visible(None, 3, causal=True) is None
-    assert visible(Samples(IDS), 3, causal=False) is None
+    assert visible(None, 3, causal=True, device=CPU) is None
+    assert visible(Samples(IDS), 3, causal=False, device=CPU) is None
 
 
 def test_padding_is_seen_by_nobody_else() -> None:
@@ -42,9 +43,9 @@ def test_a_prompt_sees_itself_in_both_directions_and_not_its_neighbour() -> None
 
 def test_positions_start_anew_with_every_example() -> None:
     segments_BT = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
-    places = positions(Samples(torch.arange(2), segments_BT=segments_BT), 6, IDS.device)
+    places = positions(Samples(torch.arange(2), segments_BT=segments_BT), 6, device=CPU)
     assert places.tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 0, 1, 2]]
-    assert positions(None, 3, IDS.device).tolist() == [0, 1, 2]
+    assert positions(None, 3, device=CPU).tolist() == [0, 1, 2]
 
 
 def test_a_packed_example_is_computed_as_if_alone() -> None:

@@ -1,5 +1,6 @@
 """Padding, packing, prefixes, labels and repeated dropout masks under every way to run a step."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -54,10 +55,10 @@ def labelled(ids: list[int]) -> Batch:
     return replace(whole, targets=whole.ids_B % 3)
 
 
-CLASSIFY = {"task": "classification", "classes": 3}
-REPEATED = {"dropout": 0.2, "dropout_masks": "repeated"}
+CLASSIFY: dict[str, Any] = {"task": "classification", "classes": 3}
+REPEATED: dict[str, Any] = {"dropout": 0.2, "dropout_masks": "repeated"}
 IDS = [list(range(8)), [9, 11, 13, 15, 17], [3, 1, 0, 2, 7, 6]]
-CASES = {
+CASES: dict[str, tuple[Callable[[list[int]], Batch], dict[str, Any]]] = {
     "padding": (padded, {}),
     "packing": (packed, {"activation_checkpointing": True}),
     "labels": (labelled, {**CLASSIFY, "pooling": "first"}),
@@ -72,6 +73,11 @@ SCHEDULES = [
 ]
 
 
+def task_config(model: dict[str, Any], **sections: Any) -> RunConfig:
+    fields = {"text_field": "text", "label_field": "label"} if "task" in model else {}
+    return config(model=model, data=fields, train={"clip_norm": 0}, **sections)
+
+
 def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name, weight in found.items():
         assert torch.equal(weight, expected[name]), name
@@ -82,11 +88,7 @@ def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("case", ["padding", "packing and dropout", "dropout"])
 def test_every_schedule_equals_one_process(ranks: Ranks, case: str, schedule: str) -> None:
     make, model = CASES[case]
-    run = config(
-        model=model,
-        pipeline={"schedule": schedule, "cuts": [1, 2, 3]},
-        train={"clip_norm": 0},
-    )
+    run = task_config(model, pipeline={"schedule": schedule, "cuts": [1, 2, 3]})
     batches = [make(ids) for ids in IDS[:2]]
     losses, expected = single_process(run, batches)
     for rank_losses, found, _ in ranks(run.world_size, train_steps, run, batches):
@@ -97,7 +99,7 @@ def test_every_schedule_equals_one_process(ranks: Ranks, case: str, schedule: st
 @pytest.mark.parametrize("case", CASES)
 def test_one_process_with_cuts_equals_one_without(case: str) -> None:
     make, model = CASES[case]
-    run = config(model=model, pipeline={"cuts": [1, 3]}, train={"clip_norm": 0})
+    run = task_config(model, pipeline={"cuts": [1, 3]})
     batches = [make(ids) for ids in IDS]
     losses, expected = single_process(run, batches)
     with in_process(run, total_steps=3) as built:
@@ -112,7 +114,7 @@ def test_what_samples_say_changes_the_loss(case: str) -> None:
     make, model = CASES[case]
     whole = make(IDS[0])
     blind = Batch(whole.inputs_BT, whole.targets, whole.ids_B + 100)
-    run = config(model=model, train={"clip_norm": 0})
+    run = task_config(model)
     assert single_process(run, [whole])[0] != single_process(run, [blind])[0]
 
 
@@ -123,7 +125,7 @@ def evaluate(rank: int, run: RunConfig, item: Batch) -> tuple[float, ...]:
 @pytest.mark.dist
 def test_evaluation_counts_labels_on_all_ranks(ranks: Ranks) -> None:
     item = replace(labelled(IDS[0]), targets=torch.tensor([0, 1, 2, 0, 1, 2, -100, 0]))
-    run = config(model=CLASSIFY, pipeline={"cuts": [1, 2]})
+    run = task_config(CLASSIFY, pipeline={"cuts": [1, 2]})
     found = ranks(3, evaluate, run, item)
     assert found[0] == found[1] == found[2]
     loss, count, *confusion = found[0]
@@ -139,7 +141,7 @@ def test_padding_changes_nothing() -> None:
     real = int(long.mask_BT.sum())  # type: ignore[union-attr]
     assert real < TOKENS
     short = replace(long, inputs_BT=long.inputs_BT[:, :real], mask_BT=None)
-    run = config(model=CLASSIFY)
+    run = task_config(CLASSIFY)
     both = [single_process(run, [item])[0][0] for item in (long, short)]
     assert both[0] == pytest.approx(both[1], rel=1e-5)
 
