@@ -21,9 +21,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
-    Tag,
     ValidationError,
     model_validator,
 )
@@ -32,6 +30,13 @@ from pydantic_core import ErrorDetails
 from aqsgd.config import AqsgdConfig
 from gradcomp.registry import load_method, method_names, parse_options
 from launch.data import DataConfig
+from launch.model_section import (
+    MODEL_TAGS,
+    ModelSection,
+    could_be_tied,
+    fresh_dropout,
+    model_kind,
+)
 from launch.tokenizer import BYTES
 from pipeline.config import DirectConfig, PipelineConfig, RawConfig
 from pipeline.huggingface_config import HuggingFaceConfig
@@ -70,21 +75,6 @@ BackwardConfig = Annotated[
     Annotated[DirectConfig | RawConfig, Field(discriminator="kind")],
     BeforeValidator(_known_names),
 ]
-
-
-def _model_kind(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "folder" if {"pretrained", "config"} & value.keys() else "shape"
-    return "folder" if isinstance(value, HuggingFaceConfig) else "shape"
-
-
-AnyModelConfig = Annotated[
-    Annotated[TransformerConfig, Tag("shape")] | Annotated[HuggingFaceConfig, Tag("folder")],
-    Discriminator(_model_kind),
-]
-"""Our own transformer by its shape, or one of the transformers library by its folder."""
-
-_TAGS = {"folder": HuggingFaceConfig, "shape": TransformerConfig}
 
 
 class BoundaryConfig(BaseModel):
@@ -158,7 +148,7 @@ class RunConfig(BaseModel):
     model_config = _STRICT
 
     run: RunSection = RunSection()
-    model: AnyModelConfig = TransformerConfig()
+    model: ModelSection = TransformerConfig()
     data: DataConfig = DataConfig()
     pipeline: PipelineConfig = PipelineConfig()
     boundary: tuple[BoundaryConfig, ...] = ()
@@ -196,7 +186,7 @@ class RunConfig(BaseModel):
                     'warning: data.tokenizer = "bytes" with a pretrained model: its ids mean other '
                     "things; set data.tokenizer to the folder of its tokenizer"
                 )
-        if self.pipeline.cuts and _could_be_tied(self.model):
+        if self.pipeline.cuts and could_be_tied(self.model):
             megabytes = 4 * self.model.vocab * self.model.width / 1e6
             found.append(
                 "note: a cut lies between embedding and head, so they are separate weights; "
@@ -208,7 +198,7 @@ class RunConfig(BaseModel):
                 'warning: gradcomp.method = "none": replicas train apart; it is meant for timing'
             )
         delta = any(self.boundary_at(cut).forward.kind == "aqsgd" for cut in self.pipeline.cuts)
-        dropout = _fresh_dropout(self.model)
+        dropout = fresh_dropout(self.model)
         if delta and dropout:
             repeat = 'model.dropout_masks = "repeated" or dropout'
             found.append(
@@ -240,7 +230,7 @@ class RunConfig(BaseModel):
         if tree["data"].get("tokenizer") != "model":
             return tree
         model = tree.get("model")
-        if _model_kind(model) != "folder":
+        if model_kind(model) != "folder":
             raise ValueError(
                 'data.tokenizer = "model": only a model from a folder (model.pretrained) brings '
                 'one; use "bytes" or a folder'
@@ -291,19 +281,6 @@ def write_config(config: RunConfig, path: Path) -> None:
     """Write the resolved config as TOML; reading it back gives an equal one."""
     fields = config.model_dump(mode="json", exclude_none=True)
     path.write_text(tomli_w.dumps(fields))
-
-
-def _could_be_tied(model: AnyModelConfig) -> bool:
-    if isinstance(model, HuggingFaceConfig) and not model.ties_embeddings:
-        return False
-    return model.task == "language" and model.tie_embeddings == "untied"
-
-
-def _fresh_dropout(model: AnyModelConfig) -> float:
-    """Rate of dropout whose masks differ at every visit of a sample."""
-    if isinstance(model, HuggingFaceConfig):
-        return model.largest_dropout
-    return model.dropout if model.dropout_masks == "random" else 0.0
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -357,7 +334,7 @@ def _parse(text: str) -> Any:
 
 
 def _explain(detail: ErrorDetails) -> str:
-    tags = ("aqsgd", "direct", "raw", *_TAGS)
+    tags = ("aqsgd", "direct", "raw", *MODEL_TAGS)
     place = [part for part in detail["loc"] if part not in tags]
     name = ".".join(str(part) for part in place)
     if detail["type"] == "extra_forbidden":
@@ -388,8 +365,8 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
         fields = getattr(model, "model_fields", {})
         if isinstance(part, str) and part in fields:
             model = _models(fields[part].annotation)
-        elif part in _TAGS:
-            model = _TAGS[str(part)]
+        elif part in MODEL_TAGS:
+            model = MODEL_TAGS[str(part)]
         elif isinstance(model, list):
             model = next(m for m in model if m.model_fields["kind"].default == part)
     return list(getattr(model, "model_fields", {}))
