@@ -2,6 +2,7 @@
 
     extends = "base.toml"          # read first; tables are merged, lists are replaced
     thinpipe train run.toml --set train.lr=1e-3 --set boundary.0.forward.bits=3
+    thinpipe train run.toml --set data.path=           # as if the file did not say
 
 Unknown names and wrong values are `ConfigError`s that name the place, the value and the remedy.
 """
@@ -20,9 +21,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
-    Tag,
     ValidationError,
     model_validator,
 )
@@ -31,6 +30,13 @@ from pydantic_core import ErrorDetails
 from aqsgd.config import AqsgdConfig, AutoConfig, MemoryConfig
 from gradcomp.registry import load_method, method_names, parse_options
 from launch.data import DataConfig
+from launch.model_section import (
+    MODEL_TAGS,
+    ModelSection,
+    could_be_tied,
+    fresh_dropout,
+    model_kind,
+)
 from launch.tokenizer import BYTES
 from pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
 from pipeline.huggingface_config import HuggingFaceConfig
@@ -73,21 +79,6 @@ BackwardConfig = Annotated[
     Annotated[DirectConfig | RawConfig | StatelessConfig, Field(discriminator="kind")],
     BeforeValidator(_known_names),
 ]
-
-
-def _model_kind(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "folder" if {"pretrained", "config"} & value.keys() else "shape"
-    return "folder" if isinstance(value, HuggingFaceConfig) else "shape"
-
-
-AnyModelConfig = Annotated[
-    Annotated[TransformerConfig, Tag("shape")] | Annotated[HuggingFaceConfig, Tag("folder")],
-    Discriminator(_model_kind),
-]
-"""Our own transformer by its shape, or one of the transformers library by its folder."""
-
-_TAGS = {"folder": HuggingFaceConfig, "shape": TransformerConfig}
 
 
 class BoundaryConfig(BaseModel):
@@ -161,7 +152,7 @@ class RunConfig(BaseModel):
     model_config = _STRICT
 
     run: RunSection = RunSection()
-    model: AnyModelConfig = TransformerConfig()
+    model: ModelSection = TransformerConfig()
     data: DataConfig = DataConfig()
     pipeline: PipelineConfig = PipelineConfig()
     boundary: tuple[BoundaryConfig, ...] = ()
@@ -209,7 +200,7 @@ class RunConfig(BaseModel):
                     'warning: data.tokenizer = "bytes" with a pretrained model: its ids mean other '
                     "things; set data.tokenizer to the folder of its tokenizer"
                 )
-        if self.pipeline.cuts and _could_be_tied(self.model):
+        if self.pipeline.cuts and could_be_tied(self.model):
             megabytes = 4 * self.model.vocab * self.model.width / 1e6
             found.append(
                 "note: a cut lies between embedding and head, so they are separate weights; "
@@ -221,7 +212,7 @@ class RunConfig(BaseModel):
                 'warning: gradcomp.method = "none": replicas train apart; it is meant for timing'
             )
         delta = any(self.boundary_at(cut).forward.kind == "aqsgd" for cut in self.pipeline.cuts)
-        dropout = _fresh_dropout(self.model)
+        dropout = fresh_dropout(self.model)
         if delta and dropout:
             repeat = 'model.dropout_masks = "repeated" or dropout'
             found.append(
@@ -243,6 +234,23 @@ class RunConfig(BaseModel):
     def digest(self) -> str:
         """SHA-256 of `shared`."""
         return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_tokenizer(cls, tree: Any) -> Any:
+        """`data.tokenizer = "model"` is the model's folder."""
+        if not isinstance(tree, Mapping) or not isinstance(tree.get("data"), Mapping):
+            return tree
+        if tree["data"].get("tokenizer") != "model":
+            return tree
+        model = tree.get("model")
+        if model_kind(model) != "folder":
+            raise ValueError(
+                'data.tokenizer = "model": only a model from a folder (model.pretrained) brings '
+                'one; use "bytes" or a folder'
+            )
+        folder = HuggingFaceConfig.model_validate(model).folder
+        return {**tree, "data": {**tree["data"], "tokenizer": str(folder)}}
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
@@ -289,19 +297,6 @@ def write_config(config: RunConfig, path: Path) -> None:
     path.write_text(tomli_w.dumps(fields))
 
 
-def _could_be_tied(model: AnyModelConfig) -> bool:
-    if isinstance(model, HuggingFaceConfig) and not model.ties_embeddings:
-        return False
-    return model.task == "language" and model.tie_embeddings == "untied"
-
-
-def _fresh_dropout(model: AnyModelConfig) -> float:
-    """Rate of dropout whose masks differ at every visit of a sample."""
-    if isinstance(model, HuggingFaceConfig):
-        return model.largest_dropout
-    return model.dropout if model.dropout_masks == "random" else 0.0
-
-
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ConfigError(f"{path}: extends itself, by way of {seen[-1]}")
@@ -335,7 +330,11 @@ def _override(tree: dict[str, Any], text: str) -> None:
     try:
         for key in keys[:-1]:
             place = place[int(key)] if isinstance(place, list) else place.setdefault(key, {})
-        place[int(keys[-1]) if isinstance(place, list) else keys[-1]] = _parse(value.strip())
+        last = int(keys[-1]) if isinstance(place, list) else keys[-1]
+        if value.strip():
+            place[last] = _parse(value.strip())
+        else:
+            place.pop(last, None)
     except (IndexError, ValueError, TypeError, AttributeError):
         raise ConfigError(f"--set {text}: there is no {name.strip()} to set") from None
 
@@ -349,7 +348,7 @@ def _parse(text: str) -> Any:
 
 
 def _explain(detail: ErrorDetails) -> str:
-    tags = ("aqsgd", "auto", "direct", "raw", "stateless", *_TAGS)
+    tags = ("aqsgd", "auto", "direct", "raw", "stateless", *MODEL_TAGS)
     place = [part for part in detail["loc"] if part not in tags]
     name = ".".join(str(part) for part in place)
     if detail["type"] == "extra_forbidden":
@@ -380,8 +379,8 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
         fields = getattr(model, "model_fields", {})
         if isinstance(part, str) and part in fields:
             model = _models(fields[part].annotation)
-        elif part in _TAGS:
-            model = _TAGS[str(part)]
+        elif part in MODEL_TAGS:
+            model = MODEL_TAGS[str(part)]
         elif isinstance(model, list):
             model = next(m for m in model if m.model_fields["kind"].default == part)
     return list(getattr(model, "model_fields", {}))
@@ -456,6 +455,13 @@ def _check_task(config: RunConfig) -> None:
         raise ValueError(
             f'model.task = "{model.task}", data.label_field = {data.label_field!r}: '
             "classification needs labels and language modelling has none; set both or neither"
+        )
+    packed = data.packing or data.objective == "prefix"
+    if isinstance(model, HuggingFaceConfig) and data.kind == "instructions" and packed:
+        raise ValueError(
+            f'data.packing = {str(data.packing).lower()}, data.objective = "{data.objective}": '
+            "masks for packed examples and prefixes are not made for models from a folder; use "
+            'packing = false and objective = "causal"'
         )
     if data.labels is not None and len(data.labels) != model.classes:
         raise ValueError(

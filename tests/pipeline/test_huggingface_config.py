@@ -72,6 +72,12 @@ def test_peers_compare_what_the_folder_holds_not_where_it_is(gpt2: Path, tmp_pat
         ('pretrained = "{gpt2}"', "[pipeline]\ncuts = [6]", ["6 is no place", "1 to 5"]),
         ('pretrained = "{gpt2}"\ntask = "classification"', "", ["gpt2", "task = 'language'"]),
         ('pretrained = "{gpt2}"\nclasses = 2', "", ["classes = 2", "classification head"]),
+        (
+            'pretrained = "{gpt2}"',
+            'path = "x.jsonl"\nprompt_field = "p"\nresponse_field = "r"',
+            ["data.packing = true", "packing = false"],
+        ),
+        ("layers = 2", 'tokenizer = "model"', ["only a model from a folder"]),
         ('pretrained = "{empty}"', "", ["holds no config.json"]),
     ],
 )
@@ -84,6 +90,11 @@ def test_a_mistake_is_named(
         load_config(run_file(tmp_path, text, more))
     for part in parts:
         assert part in str(caught.value)
+
+
+def test_the_tokenizer_of_the_model_is_in_its_folder(gpt2: Path, tmp_path: Path) -> None:
+    run = load_config(run_file(tmp_path, f'pretrained = "{gpt2}"', 'tokenizer = "model"'))
+    assert run.data.tokenizer == str(gpt2)
 
 
 def test_a_sequence_longer_than_the_positions_is_refused(gpt2: Path, tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launch.config import RunConfig
+from launch.inprocess import in_process
+from pipeline.samples import Batch
+from tests.huggingface import CLASSES, VOCAB, saved_model, section
+from tests.ranks import Ranks
+from tests.training import RAW, config, share, start, weights
+
+TOKENS = 9
+
+
+def batches(*, classes: int | None) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for step in range(3):
+        inputs_BT = torch.randint(5, VOCAB, (8, TOKENS), generator=generator)
+        targets = inputs_BT.roll(-1, 1)
+        if classes is not None:
+            targets = torch.randint(classes, (8,), generator=generator)
+        mask_BT = (torch.arange(TOKENS) < torch.arange(2, 10)[:, None]).long()
+        found.append(Batch(inputs_BT, targets, torch.arange(8 * step, 8 * step + 8), mask_BT))
+    return found
+
+
+def run_config(model: dict[str, Any], **pipeline: Any) -> RunConfig:
+    labels = {"text_field": "text", "label_field": "label"} if "classes" in model else {}
+    base = config().model_dump(mode="json", exclude_none=True)
+    return RunConfig.model_validate(
+        {
+            **base,
+            "model": model,
+            "data": {"sequence_length": TOKENS, **labels},
+            "pipeline": {**base["pipeline"], "cuts": (3,), **pipeline},
+            "boundary": [{"forward": RAW, "backward": RAW}],
+            "train": {"batch_size": 8, "warmup_steps": 0, "decay": "none", "clip_norm": 0},
+        }
+    )
+
+
+def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str, Tensor]]]:
+    found = []
+    for run in runs:
+        built = start(run)
+        replica = built.engine.mesh.replica
+        losses = [
+            built.engine.train_step(share(whole, replica, run.pipeline.replicas), step).loss
+            for step, whole in enumerate(batches(classes=run.model.classes))
+        ]
+        found.append((losses, weights(built)))
+    return found
+
+
+def in_one_process(run: RunConfig) -> tuple[list[float], dict[str, Tensor]]:
+    with in_process(run, total_steps=100) as built:
+        losses = [
+            built.engine.train_step(whole, step).loss
+            for step, whole in enumerate(batches(classes=run.model.classes))
+        ]
+        return losses, weights(built)
+
+
+@pytest.mark.dist
+def test_ranks_train_what_one_process_does(ranks: Ranks, tmp_path: Path) -> None:
+    runs = []
+    for name in ("llama", "bert"):
+        saved_model(name, tmp_path / name)
+        runs.append(run_config(section(name, tmp_path / name)))
+    saved_model("gpt2", tmp_path / "gpt2")
+    runs.append(run_config(section("gpt2", tmp_path / "gpt2", tie_embeddings="exact")))
+    results = ranks(2, _train, runs)
+    for place, run in enumerate(runs[:2]):
+        losses, expected = in_one_process(run)
+        for rank in range(2):
+            assert results[rank][place][0] == losses
+            for name, tensor in results[rank][place][1].items():
+                assert torch.equal(tensor, expected[name]), name
+    embedding = results[0][2][1]["model.transformer.wte.weight"]
+    head = results[1][2][1]["model.lm_head.weight"]
+    assert torch.equal(embedding, head)
+    expected_losses, _ = in_one_process(runs[2])
+    assert results[0][2][0] == pytest.approx(expected_losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["aqsgd", "direct"])
+def test_a_classifier_learns_through_compressed_cuts(kind: str, tmp_path: Path) -> None:
+    saved_model("bert", tmp_path)
+    base = run_config(section("bert", tmp_path)).model_dump(mode="json", exclude_none=True)
+    train = {**base["train"], "lr": 3e-3}
+    run = RunConfig.model_validate(
+        {**base, "boundary": [{"forward": {"kind": kind, "bits": 4}}], "train": train}
+    )
+    (whole, *_) = batches(classes=CLASSES)
+    with in_process(run, total_steps=100) as built:
+        losses = [built.engine.train_step(whole, step).loss for step in range(25)]
+    assert losses[0] == pytest.approx(1.1, abs=0.3)
+    assert losses[-1] < 0.5 * losses[0]
