@@ -1,14 +1,31 @@
 """How AQ-SGD is configured at the forward direction of a cut."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from aqsgd.change import ChangeCodec, Composed, Switching
 from aqsgd.delta import DeltaBoundary
 from aqsgd.memory import SampleMemory
+from aqsgd.store import Store
 from pipeline.config import Bits, QuantizerConfig, StatelessConfig, TileConfig, build_codec
 from pipeline.wire.cast import CastFormat
+
+
+class MemoryConfig(BaseModel):
+    """Where a rank keeps what it remembers of samples, and how much of it.
+
+    `tier = "disk"` keeps rows in a file, in `folder` or by default the run folder. `budget`, as in
+    "2GB" (decimal) or "512MiB", is what all memories of the rank may take, in RAM or on disk; every
+    end of a cut holds equally many samples of it, and of two ends the smaller number counts.
+    Samples that do not fit are sent like new ones at every visit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tier: Literal["ram", "disk"] = "ram"
+    budget: Annotated[ByteSize, Field(gt=0)] | None = None
+    folder: str | None = None
 
 
 class AqsgdConfig(QuantizerConfig):
@@ -26,10 +43,15 @@ class AqsgdConfig(QuantizerConfig):
 
     @model_validator(mode="after")
     def _changes_can_be_coded(self) -> "AqsgdConfig":
-        unused = self.model_fields_set & {"scale_per", "scale_dtype", "rounding"}
+        plain = QuantizerConfig()
+        unused = [
+            name
+            for name in ("scale_per", "scale_dtype", "rounding")
+            if getattr(self, name) != getattr(plain, name)
+        ]
         if self.delta == "tiles" and unused:
             raise ValueError(
-                f'{", ".join(sorted(unused))}: has no meaning with delta = "tiles", which has a '
+                f'{", ".join(unused)}: has no meaning with delta = "tiles", which has a '
                 'bf16 scale per tile and rounds to nearest; remove it, or use delta = "uniform"'
             )
         self.change_codec(width=1)
@@ -64,10 +86,17 @@ class AutoConfig(AqsgdConfig):
         return StatelessConfig(bits=tiles.bits, tile=tiles.tile, coding=self.coding)
 
 
-def build_delta(config: AqsgdConfig, *, width: int, key: int) -> DeltaBoundary:
-    """One end of a direction; both ends are built alike."""
+def build_delta(
+    config: AqsgdConfig,
+    *,
+    width: int,
+    key: int,
+    store: Store | None = None,
+    room: int | None = None,
+) -> DeltaBoundary:
+    """One end of a direction; both are built alike, but each has a store and room of its own."""
     return DeltaBoundary(
-        SampleMemory(build_codec(config.memory, width)),
+        SampleMemory(build_codec(config.memory, width), store, room=room),
         first_visit=build_codec(config.first_visit, width),
         delta=config.change_codec(width),
         key=key,

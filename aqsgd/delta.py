@@ -78,13 +78,13 @@ class DeltaBoundary:
             seen_BN = torch.empty(len(first.rows), numel)
             noise = Noise(self._key, step, first.ids_B)
             self._first_visit.encode(x_BN[first.rows], first.wire_BW, seen_BN, noise=noise)
-            self.memory.stage(first.ids_B, seen_BN)
+            self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
         for row, id_1, wire_1W in known.one_by_one():
             visit, noise = self.memory.open(int(id_1), numel), Noise(self._key, step, id_1)
             finite_1 = self._delta.encode_change(
                 x_BN[row : row + 1], visit.old_1N, wire_1W, visit.fresh_1N, noise=noise
             )
-            self.memory.close(visit, keep=bool(finite_1))
+            self.memory.close(visit, wire_1W, keep=bool(finite_1))
 
     def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
         """Fill `out_BTD` with m + d and stage it."""
@@ -95,13 +95,13 @@ class DeltaBoundary:
             seen_BN = torch.empty(len(first.rows), numel)
             self._first_visit.decode(first.wire_BW, seen_BN)
             out_BN[first.rows] = seen_BN.to(out_BN.dtype)
-            self.memory.stage(first.ids_B, seen_BN)
+            self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
         for row, id_1, wire_1W in known.one_by_one():
             visit = self.memory.open(int(id_1), numel)
             finite_1 = self._delta.decode_change(
                 wire_1W, visit.old_1N, visit.fresh_1N, out_BN[row : row + 1]
             )
-            self.memory.close(visit, keep=bool(finite_1))
+            self.memory.close(visit, wire_1W, keep=bool(finite_1))
 
     def finish_step(self, *, keep: bool) -> None:
         """Commit the step's values to memory, or forget them."""

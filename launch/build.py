@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from aqsgd.config import AqsgdConfig, build_delta
+from aqsgd.disk import DiskStore, RowFile
+from aqsgd.store import RamStore, Store
 from gradcomp.registry import load_method
 from gradcomp.sync import ReplicaSync
 from launch.config import BackwardConfig, ForwardConfig, RunConfig
+from launch.plan.memory import memory_folder, room, row_nbytes
 from pipeline.boundary import Boundary, Stateless, raw
 from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
 from pipeline.config import DirectConfig, RawConfig, StatelessConfig, build_codec
@@ -106,15 +109,21 @@ def engine_options(config: RunConfig) -> EngineOptions:
 
 
 def build_boundary(
-    spec: ForwardConfig | BackwardConfig, *, width: int, key: int
+    spec: ForwardConfig | BackwardConfig,
+    *,
+    width: int,
+    key: int,
+    store: Store | None = None,
+    room: int | None = None,
 ) -> dict[Mode, Boundary]:
     """Boundaries of one direction by mode; evaluation never meets the training memory.
 
     Compressed evaluation of samples without history uses what such samples are trained with: the
-    first-visit codec of AQ-SGD, the codec itself otherwise.
+    first-visit codec of AQ-SGD, the codec itself otherwise. `store` (RAM if there is none) is where
+    AQ-SGD keeps what it remembers, `room` how many samples that may be.
     """
     if isinstance(spec, AqsgdConfig):
-        delta = build_delta(spec, width=width, key=key)
+        delta = build_delta(spec, width=width, key=key, store=store, room=room)
         first_visit = Stateless(build_codec(spec.first_visit, width), key)
         return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
     if isinstance(spec, DirectConfig):
@@ -157,7 +166,7 @@ def _rank_wiring(config: RunConfig, mesh: Mesh) -> Wiring:
 
 
 def _channels(config: RunConfig, make_link: LinkMaker, stage: int, *, run_id: int) -> Channels:
-    make = _ChannelMaker(config, make_link, run_id)
+    make = _ChannelMaker(config, make_link, stage, run_id)
     return Channels(
         activations_in=make(stage - 1, stage, FORWARD),
         activations_out=make(stage, stage + 1, FORWARD),
@@ -170,6 +179,7 @@ def _channels(config: RunConfig, make_link: LinkMaker, stage: int, *, run_id: in
 class _ChannelMaker:
     config: RunConfig
     make_link: LinkMaker
+    stage: int
     run_id: int
 
     def __call__(self, upper: int, lower: int, direction: int) -> Channel | None:
@@ -187,10 +197,27 @@ class _ChannelMaker:
             cut=cut,
             direction=direction,
             link=link,
-            boundaries=build_boundary(spec, width=self.config.model.width, key=key),
+            boundaries=build_boundary(
+                spec,
+                width=self.config.model.width,
+                key=key,
+                store=self._store(cut) if isinstance(spec, AqsgdConfig) else None,
+                room=room(self.config, self._position()),
+            ),
             run_id=self.run_id,
             coding="none" if isinstance(spec, RawConfig) else spec.coding,
         )
+
+    def _store(self, cut: int) -> Store:
+        if self.config.memory.tier == "ram":
+            return RamStore()
+        return DiskStore(RowFile(memory_folder(self.config), row_nbytes(self.config, cut)))
+
+    def _position(self) -> int:
+        pipeline = self.config.pipeline
+        return stage_to_rank(
+            pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks
+        )[self.stage]
 
 
 @dataclass(frozen=True)

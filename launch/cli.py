@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from launch.checkpoint import CheckpointError
 from launch.config import ConfigError, RunConfig, load_config
 from launch.handshake import HandshakeError
+from launch.plan.memory import check_memory, memory_table, plan_memory
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
 from launch.spawn import end_with_parent, run_local, started_by_launcher
@@ -49,6 +51,9 @@ def train(
     step: Annotated[
         int | None, typer.Option("--step", help="With --resume: from this step's checkpoint.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what the memories take, and start nothing.")
+    ] = False,
     show: Annotated[
         int, typer.Option("--show", metavar="RANK", help="Which rank of a machine draws progress.")
     ] = 0,
@@ -58,6 +63,9 @@ def train(
         config = load_config(config_path, overrides or [])
     except ConfigError as error:
         _refuse(error)
+    if dry_run:
+        _show_memory(config)
+        return
     if started_by_launcher():
         sys.exit(_run_rank(config, Resume(resume, step), show=show))
     sys.exit(_run_all(config, resume=resume))
@@ -75,7 +83,8 @@ def main() -> None:
 
 def _run_all(config: RunConfig, *, resume: bool) -> int:
     try:
-        check_data(config)
+        corpus = check_data(config)
+        check_memory(config, len(corpus.train), range(config.world_size))
         if resume and not (config.run.path / "checkpoints").is_dir():
             raise CheckpointError(
                 f"{config.run.path}: no checkpoints to resume from; leave out --resume"
@@ -83,6 +92,16 @@ def _run_all(config: RunConfig, *, resume: bool) -> int:
     except (ValueError, OSError, ImportError) as error:
         _refuse(error)
     return run_local(sys.argv[1:], config.world_size)
+
+
+def _show_memory(config: RunConfig) -> None:
+    try:
+        sequences = len(check_data(config).train)
+        ends, ranks = plan_memory(config, sequences), range(config.world_size)
+        Console().print(memory_table(config, ends, ranks))
+        check_memory(config, sequences, ranks)
+    except (ValueError, OSError, ImportError) as error:
+        _refuse(error)
 
 
 def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:

@@ -19,7 +19,7 @@ import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from aqsgd.config import AqsgdConfig, AutoConfig
+from aqsgd.config import AqsgdConfig, AutoConfig, MemoryConfig
 from gradcomp.registry import load_method, method_names, parse_options
 from launch.data import DataConfig
 from pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
@@ -133,6 +133,7 @@ class RunConfig(BaseModel):
     data: DataConfig = DataConfig()
     pipeline: PipelineConfig = PipelineConfig()
     boundary: tuple[BoundaryConfig, ...] = ()
+    memory: MemoryConfig = MemoryConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -191,8 +192,10 @@ class RunConfig(BaseModel):
         return found
 
     def shared(self) -> dict[str, Any]:
-        """All that peers must agree on, JSON-able: all but places on a host's own disk."""
-        return self.model_dump(mode="json", exclude={"run": {"folder"}, "data": {"path"}})
+        """All that peers must agree on, JSON-able: all but what a host has of disk and RAM."""
+        return self.model_dump(
+            mode="json", exclude={"run": {"folder"}, "data": {"path"}, "memory": True}
+        )
 
     def digest(self) -> str:
         """SHA-256 of `shared`."""

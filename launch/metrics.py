@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Literal, Self, TypeAlias
@@ -61,7 +61,8 @@ class StepRecord:
     ranks. `skipped` says that the optimizer did not move. `sync_bytes` went between replicas,
     `control_bytes` are neither activations nor gradients (losses, votes, flags). `eval` is present
     only on steps after which an evaluation ran: `loss` with uncompressed boundaries and, where it
-    was measured, `loss_compressed` with the boundaries of training.
+    was measured, `loss_compressed` with the boundaries of training. `healed` counts, by cut, the
+    samples that both ends forgot because what they remembered of them differed or was lost.
     """
 
     step: int
@@ -78,6 +79,7 @@ class StepRecord:
     sync_bytes: int
     control_bytes: int
     eval: Mapping[str, Loss] | None
+    healed: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A rank's whole state, and how all ranks save and restore theirs together, bit for bit."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +19,9 @@ from pipeline.channel import Channel
 
 _MAY_CHANGE = (
     *("config.run.name", "config.eval.", "config.checkpoint."),
-    "config.pipeline.peer_timeout_s",
+    *("config.pipeline.peer_timeout_s", "config.pipeline.replicas"),
 )
+_log = logging.getLogger(__name__)
 
 
 class Resume(NamedTuple):
@@ -77,7 +79,7 @@ class Checkpoints:
             if step == 0:
                 raise CheckpointError(f"{self.root}: some rank has no checkpoint to resume from")
             self._check_facts(folder)
-            _distribute(self.built, checkpoint.read_part(folder, self._part))
+            self._load(folder)
         except CheckpointError as error:
             problem = str(error)
         self._refuse_together(problem)
@@ -85,7 +87,26 @@ class Checkpoints:
 
     @property
     def _part(self) -> str:
-        return f"replica-{self.session.mesh.replica}.rank-{self.session.mesh.position}"
+        return _part(self.session.mesh.replica, self.session.mesh.position)
+
+    def _load(self, folder: Path) -> None:
+        """Load this rank's part; a replica that is new starts as a copy of an old one."""
+        mesh = self.session.mesh
+        saved = checkpoint.read_manifest(folder).meta["config"]["pipeline"]["replicas"]
+        state = checkpoint.read_part(folder, _part(mesh.replica % saved, mesh.position))
+        _distribute(self.built, state)
+        if mesh.replica < saved:
+            torch.random.set_rng_state(state["rng"])
+        if saved == mesh.replicas:
+            self.built.sync.load_state_dict(state["sync"])
+        elif mesh.rank == 0:
+            _log.warning(
+                "resuming %d replicas as %d: samples that are now another replica's are sent like "
+                "new ones%s",
+                saved,
+                mesh.replicas,
+                ", and what the replicas' exchange remembered is dropped" if state["sync"] else "",
+            )
 
     def _refuse_together(self, problem: str | None) -> None:
         """Raise on every rank what went wrong on one, so that none waits for another."""
@@ -140,12 +161,18 @@ def _distribute(built: Built, state: Mapping[str, Any]) -> None:
     for stage in built.stages:
         _module(stage).load_state_dict(state["model"][str(stage.stage_index)])
         for channel in stage.channels.all():
-            channel.boundaries["train"].load_state_dict(state["boundaries"][_place(channel)])
+            found = state["boundaries"].get(_place(channel))
+            if found is not None:
+                channel.boundaries["train"].load_state_dict(found)
+            elif channel.memory is not None:
+                _log.warning("%s: nothing was saved of it; its samples are new", _place(channel))
     built.optimizer.load_state_dict(state["optimizer"])
     built.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
     built.engine.load_state_dict(state["engine"])
-    built.sync.load_state_dict(state["sync"])
-    torch.random.set_rng_state(state["rng"])
+
+
+def _part(replica: int, position: int) -> str:
+    return f"replica-{replica}.rank-{position}"
 
 
 def _module(stage: Any) -> torch.nn.Module:

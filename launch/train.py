@@ -27,6 +27,7 @@ from launch.metrics import (
     WireCount,
     read_metrics,
 )
+from launch.plan.memory import check_memory, memory_folder
 from launch.report import summarize, write_report
 from launch.sampling import EpochSampler
 from launch.session import Session, StopFlag, join
@@ -63,6 +64,7 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
     corpus, problem = None, None
     try:
         corpus = check_data(config)
+        check_memory(config, len(corpus.train), _ranks_here())
     except (ValueError, OSError, ImportError) as error:
         problem = str(error)
     facts = {"data": corpus.digests if corpus else None}
@@ -73,6 +75,12 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
         folder.claim(session, resume=resume.wanted)
         _Run(config, corpus, session, stop).train(resume, show=show)
         folder.release()
+
+
+def _ranks_here() -> range:
+    """The ranks on this host, which launchers number one after the other."""
+    first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def check_data(config: RunConfig) -> Corpus:
@@ -126,6 +134,7 @@ class _Run:
             writer = self._open_metrics(stack, start, resume=resume.wanted)
             for notice in self._config.notices():
                 _note(display, notice)
+            self._agree_on_memories(start)
             for step in range(start, self._steps):
                 self._stop.check()
                 record = self._step(step, timeline=step == timeline_step)
@@ -135,18 +144,32 @@ class _Run:
                 if display is not None:
                     display.step(record)
                 self._maybe_save(step + 1)
+            self._built.engine.close()
             self._finish(info, display)
 
     def _step(self, step: int, *, timeline: bool) -> StepRecord:
         batch = self._batch(self._corpus.train, self._sampler.ids(step))
         lr = float(self._built.optimizer.param_groups[0]["lr"])
         start = time.perf_counter()
-        totals = self._built.engine.train_step(batch, step)
+        totals = self._built.engine.train_step(batch, step, self._ids(step + 1))
         self._built.lr_schedule.step()
         elapsed = time.perf_counter() - start
         if timeline:
             self._timeline = self._gather_timeline(start)
         return _record(totals, step, self._sampler, lr=lr, seconds=elapsed, losses=self._eval(step))
+
+    def _agree_on_memories(self, start: int) -> None:
+        try:
+            self._built.engine.begin(self._sampler.all_ids(), self._ids(start))
+        except OSError as error:
+            raise ConfigError(
+                f"memory.folder = {memory_folder(self._config)}: {error.strerror}; "
+                "make room there, name another folder, or set memory.budget to less"
+            ) from error
+
+    def _ids(self, step: int) -> torch.Tensor:
+        """This replica's samples of a step; none after the last."""
+        return self._sampler.ids(step) if step < self._steps else torch.empty(0, dtype=torch.int64)
 
     def _eval(self, step: int) -> dict[str, float] | None:
         """Held-out loss after an epoch, with boundaries uncompressed and compressed."""
@@ -250,6 +273,7 @@ def _record(
         sync_bytes=totals.sync_bytes,
         control_bytes=totals.control_bytes,
         eval=losses,
+        healed=dict(totals.healed),
     )
 
 

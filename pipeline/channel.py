@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline.boundary import Boundary
+from pipeline.boundary import Boundary, Memory
 from pipeline.link import Link
 from pipeline.wire.entropy import CODING_IDS, Coding, check_coding, compress, expand
 from pipeline.wire.header import HEADER_NBYTES, Header, coding_and_length, crc32
@@ -100,6 +100,11 @@ class Channel:
         """Tell the training boundary that the step is over."""
         self.boundaries["train"].finish_step(keep=keep)
 
+    @property
+    def memory(self) -> Memory | None:
+        """What the training boundary remembers of samples."""
+        return self.boundaries["train"].memory
+
     def take_traffic(self) -> Traffic:
         """Return what was sent and start counting anew."""
         taken, self.sent = self.sent, Traffic()
@@ -127,6 +132,7 @@ class Channel:
         return coding, min(length, nbytes)
 
     def _header(self, microbatch: int, ids_B: Tensor, length: int, coding: int) -> Header:
+        memory = self._boundary.memory
         return Header(
             direction=self.direction,
             codec_id=self._boundary.codec_id,
@@ -138,4 +144,5 @@ class Channel:
             ids_crc=crc32(ids_B),
             length=length,
             coding=coding,
+            memory_crc=0 if memory is None else crc32(memory.fingerprints(ids_B)),
         )

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.agreement import Healed
 from pipeline.channel import Mode
 from pipeline.executor import run_in_order
 from pipeline.mesh import Mesh
@@ -34,6 +35,8 @@ from pipeline.stage import CompressedStage, ComputeEvent, Microbatch
 from pipeline.step_report import StepReport, StepTotals
 
 IGNORED_TARGET = -100
+
+_NO_IDS = torch.empty(0, dtype=torch.int64)
 
 Precision = Literal["fp32", "bf16"]
 
@@ -124,8 +127,28 @@ class PipelineEngine:
                 "(pipeline.local.LocalPipeline) cannot; use GPipe, 1F1B or Deep1F1B"
             )
 
-    def train_step(self, batch: Batch, step: int) -> StepTotals:
+    def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Healed:
+        """Let both ends of every cut agree on what they remember; call it before the first step.
+
+        `ids_B` are all samples of this replica, `first_ids_B` those of the first step. Returns the
+        samples whose memories differed or were lost, and are forgotten.
+
+        Raises:
+            OSError: there is no room for the memories.
+        """
+        healed = self._report.agreement.begin(ids_B, first_ids_B)
+        self._finish_step(keep=False)  # what was fetched is there for the first step
+        return healed
+
+    def close(self) -> None:
+        """Give back what samples are remembered in; no step follows."""
+        self._report.agreement.release()
+
+    def train_step(self, batch: Batch, step: int, upcoming_B: Tensor = _NO_IDS) -> StepTotals:
         """Run one optimizer step; every rank gets the same totals.
+
+        `upcoming_B` are this replica's samples of the next step: memories fetch them meanwhile, and
+        both ends of each cut agree on them.
 
         Raises:
             ValueError: the batch is empty or holds an id twice.
@@ -133,7 +156,7 @@ class PipelineEngine:
         """
         _check(batch)
         self.take_events()
-        self._report.begin_step()
+        self._report.begin_step(batch.ids_B, upcoming_B)
         start = time.perf_counter()
         tokens = self._count_tokens(batch)
         losses: list[Tensor] = []
@@ -221,10 +244,13 @@ class PipelineEngine:
             self._clip(totals.grad_norm)
             self._optimizer.step()
             self._sync.after_step()
+        self._finish_step(keep=not totals.skipped)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _finish_step(self, *, keep: bool) -> None:
         for stage in self._stages.values():
             for channel in stage.channels.all():
-                channel.finish_step(keep=not totals.skipped)
-        self._optimizer.zero_grad(set_to_none=True)
+                channel.finish_step(keep=keep)
 
     def _clip(self, norm: float) -> None:
         limit = self._options.clip_norm

@@ -2,7 +2,7 @@
 
 gloo takes a message shorter than the posted receive without a word and ends the process on a
 longer one; receives are therefore posted for the longest message there can be, and this header,
-which tells the length that was meant, is checked before a byte is used. 48 bytes, little endian:
+which tells the length that was meant, is checked before a byte is used. 52 bytes, little endian:
 
     offset  bytes  field
     0       4      magic "TPW1"
@@ -17,6 +17,7 @@ which tells the length that was meant, is checked before a byte is used. 48 byte
     32      4      CRC-32 of the sample ids (int64, little endian)
     36      4      CRC-32 of the payload
     40      8      length of the payload in bytes
+    48      4      CRC-32 of what the sender remembers of the samples; 0 without a memory
 """
 
 import struct
@@ -26,13 +27,13 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-HEADER_NBYTES = 48
+HEADER_NBYTES = 52
 
-_LAYOUT = struct.Struct("<4sBBBBQQIIIIQ")
+_LAYOUT = struct.Struct("<4sBBBBQQIIIIQI")
 _MAGIC = b"TPW1"
 _NAMES = (
     *("direction", "codec_id", "bits", "coding", "run_id", "step", "cut", "microbatch", "ids_crc"),
-    *("payload_crc", "length"),
+    *("payload_crc", "length", "memory_crc"),
 )
 _DIRECTIONS = ("forward", "backward")
 
@@ -55,6 +56,7 @@ class Header:
     ids_crc: int
     length: int
     coding: int = 0
+    memory_crc: int = 0
 
     def write(self, message: Tensor) -> None:
         """Fill the header of `message` (uint8: header, then payload) from the payload it holds."""
@@ -71,6 +73,7 @@ class Header:
             self.ids_crc,
             crc32(message[HEADER_NBYTES:]),
             self.length,
+            self.memory_crc,
         )
         message[:HEADER_NBYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
@@ -105,6 +108,6 @@ def coding_and_length(message: Tensor) -> tuple[int, int]:
     return got["coding"], got["length"]
 
 
-def crc32(values: Tensor) -> int:
-    """CRC-32 of a contiguous CPU tensor's bytes."""
-    return zlib.crc32(values.contiguous().view(torch.uint8).numpy().data)
+def crc32(values: Tensor, start: int = 0) -> int:
+    """CRC-32 of a CPU tensor's bytes, going on from `start`, the CRC of what comes before them."""
+    return zlib.crc32(values.contiguous().view(torch.uint8).numpy().data, start)

@@ -107,7 +107,7 @@ def test_a_value_that_is_not_finite_reaches_the_peer_but_no_memory() -> None:
 def test_a_sample_whose_length_changed_is_refused() -> None:
     sender, receiver = ends()
     visit(sender, receiver, torch.randn(1, *SHAPE), [1])
-    with pytest.raises(ValueError, match=r"sample 1 .* length changed"):
+    with pytest.raises(ValueError, match=r"sample 1 .* length of samples changed"):
         visit(sender, receiver, torch.randn(1, 5, 16), [1])
 
 

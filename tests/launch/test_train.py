@@ -138,20 +138,52 @@ def test_a_run_leaves_everything_in_its_folder(run_file: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_resume_is_bit_exact_in_the_middle_of_an_epoch(run_file: Path) -> None:
-    assert thinpipe(run_file).returncode == 0
+@pytest.mark.parametrize(
+    "memory",
+    [[], ["--set", "memory.tier=disk", "--set", "memory.budget=20kB"]],
+    ids=["ram", "disk, not all samples"],
+)
+def test_resume_is_bit_exact_in_the_middle_of_an_epoch(run_file: Path, memory: list[str]) -> None:
+    assert thinpipe(run_file, *memory).returncode == 0
     whole = run_file.parent / "run"
     shutil.copytree(whole, run_file.parent / "again")
     checkpoints = run_file.parent / "again" / "checkpoints"
     for step in (12, 15):
         shutil.rmtree(checkpoints / f"step-{step}")
     (checkpoints / "latest").write_text("step-8\n")  # epoch 2 ends at step 10
-    done = thinpipe(run_file, "--resume", "--set", f"run.folder={run_file.parent / 'again'}")
+    again = ["--resume", "--set", f"run.folder={run_file.parent / 'again'}"]
+    done = thinpipe(run_file, *memory, *again)
     assert done.returncode == 0, done.stderr
     expected = read_manifest(whole / "checkpoints" / "step-15").parts
     assert read_manifest(checkpoints / "step-15").parts == expected  # names and SHA-256
     first, second = (read_metrics(f / "metrics.jsonl") for f in (whole, checkpoints.parent))
     assert [(r.step, r.loss, r.wire) for r in second] == [(r.step, r.loss, r.wire) for r in first]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "first_visits"),
+    [(2, 1, 12), (1, 2, 0)],  # odd samples were another replica's; those it had stay
+)
+def test_at_another_number_of_replicas_only_moved_samples_are_new(
+    run_file: Path, before: int, now: int, first_visits: int
+) -> None:
+    changes = ("pipeline.cuts=[2]", "train.batch_size=6", "train.epochs=2")
+    run = [word for change in changes for word in ("--set", change)] + ["--set"]
+    saved = thinpipe(run_file, *run, f"pipeline.replicas={before}")
+    assert saved.returncode == 0, saved.stderr
+    done = thinpipe(run_file, *run, f"pipeline.replicas={now}", "--resume", "--step", "4")
+    assert done.returncode == 0, done.stderr
+    assert f"resuming {before} replicas as {now}" in done.stderr
+    records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
+    first, second = (
+        sum(record.wire[0].bytes - 52 * record.wire[0].messages for record in epoch)
+        for epoch in (records[:4], records[4:])
+    )
+    numel, scales = 32 * 16, 2 * 32
+    assert first == 24 * (numel + scales)
+    assert second == first_visits * (numel + scales) + (24 - first_visits) * (
+        3 * numel // 8 + scales
+    )
 
 
 def test_a_second_run_moves_the_first_out_of_the_way(run_file: Path) -> None:
