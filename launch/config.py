@@ -23,6 +23,7 @@ from aqsgd.config import AqsgdConfig, AutoConfig, MemoryConfig
 from gradcomp.registry import load_method, method_names, parse_options
 from launch.data import DataConfig
 from pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
+from pipeline.guard import GuardConfig
 from pipeline.schedule import check_schedule
 from pipeline.transformer import TransformerConfig
 
@@ -66,6 +67,7 @@ class BoundaryConfig(BaseModel):
     cut: int | None = None
     forward: ForwardConfig = AqsgdConfig()
     backward: BackwardConfig = DirectConfig()
+    guard: GuardConfig = GuardConfig()
 
 
 class RunSection(BaseModel):

@@ -1,6 +1,6 @@
 """One end of one direction of a cut: a boundary's payload, under a header, over a link."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,7 +32,8 @@ class Channel:
 
     `boundaries` holds one boundary per mode it can run in; receivers get tensors of `dtype`.
     Payloads are entropy-coded by `coding` where that makes them shorter, except in plain
-    evaluation.
+    evaluation. From `level` 1 on, which both ends set between two steps, training goes through a
+    boundary of `ladder` instead.
     """
 
     cut: int
@@ -42,6 +43,8 @@ class Channel:
     run_id: int
     dtype: torch.dtype = torch.float32
     coding: Coding = "none"
+    ladder: Sequence[Boundary] = ()
+    level: int = 0
     sent: Traffic = field(default_factory=Traffic)
     _mode: Mode = "train"
     _step: int = 0
@@ -110,9 +113,17 @@ class Channel:
         taken, self.sent = self.sent, Traffic()
         return taken
 
+    def take_sums(self) -> list[float]:
+        """What the gauge of training collected since the last call."""
+        return self._training.gauge.take()
+
+    @property
+    def _training(self) -> Boundary:
+        return self.ladder[self.level - 1] if self.level else self.boundaries["train"]
+
     @property
     def _boundary(self) -> Boundary:
-        return self.boundaries[self._mode]
+        return self._training if self._mode == "train" else self.boundaries[self._mode]
 
     def _shorten(self, message: Tensor) -> tuple[int, Tensor]:
         """The id of the coding used, and the message with its payload in that form."""
