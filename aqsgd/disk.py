@@ -83,7 +83,9 @@ class DiskStore:
         self._announced: set[int] = set()
         self._writes: list[Future[None]] = []
         self._earlier_writes: list[Future[None]] = []
-        self._crcs: dict[int, int] = {}  # by slot; of rows that are whole; the worker's alone
+        # the worker's alone:
+        self._crcs: dict[int, int] = {}  # by slot, of rows that are whole
+        self._faults: set[str] = set()
 
     def reserve(self, samples: int) -> None:
         """Set disk space aside.
@@ -171,10 +173,10 @@ class DiskStore:
         try:
             row = self._file.read(slot)
         except OSError as error:
-            _log.warning("memory on disk: a row cannot be read: %s", error.strerror)
+            self._warn_once(f"rows cannot be read: {error.strerror}")
             return None
         if crc32(row) != self._crcs[slot]:
-            _log.warning("memory on disk: a row came back damaged")
+            self._warn_once("rows came back damaged")
             return None
         return row
 
@@ -183,6 +185,11 @@ class DiskStore:
         try:
             self._file.write(slot, row)
         except OSError as error:
-            _log.warning("memory on disk: a row cannot be written: %s", error.strerror)
+            self._warn_once(f"rows cannot be written: {error.strerror}")
             return
         self._crcs[slot] = crc32(row)
+
+    def _warn_once(self, fault: str) -> None:
+        if fault not in self._faults:
+            self._faults.add(fault)
+            _log.warning("memory on disk: %s; their samples are sent like new ones", fault)

@@ -33,6 +33,9 @@ from pipeline.wire.header import crc32
 
 _log = logging.getLogger(__name__)
 
+ROWS = "memory_rows"
+"""Key of the bytes in `state_dict`: as large as the memory, so worth not copying."""
+
 _HISTORY = struct.Struct("<qIQ")
 
 
@@ -102,7 +105,8 @@ class SampleMemory:
 
     def fingerprints(self, ids_B: Tensor) -> Tensor:
         """A number (int64, below 2^33) for what is held of each sample: 0 nothing, -1 damaged."""
-        return torch.tensor([self._fingerprint(sample) for sample in ids_B.tolist()])
+        prints = [self._fingerprint(sample) for sample in ids_B.tolist()]
+        return torch.tensor(prints, dtype=torch.int64)
 
     def prefetch(self, ids_B: Tensor) -> None:
         """The next step will visit these samples."""
@@ -216,25 +220,35 @@ class SampleMemory:
             "place": place,
             "crc": crc,
             "row_nbytes": self._row_nbytes or 0,
-            "rows": rows,
+            ROWS: rows,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the memory; staged rows are forgotten, and so are samples of damaged rows."""
+        """Replace the memory by what there is room for; samples of damaged rows are left out."""
         self.discard()
         self._forget(list(self._histories))
         nbytes = state["row_nbytes"]
         self._row_nbytes = nbytes or None
+        fitting = set(sorted(state["ids"].tolist())[: self._limit])
+        damaged = []
         fields = (state[name].tolist() for name in ("ids", "generation", "chain", "place", "crc"))
         for sample, generation, chain, place, crc in sorted(zip(*fields, strict=True), key=_place):
-            row = state["rows"][place * nbytes : (place + 1) * nbytes]
+            if sample not in fitting:
+                continue
+            row = state[ROWS][place * nbytes : (place + 1) * nbytes]
             if crc32(row) != crc:
-                _log.warning("memory: sample %d was damaged when it was saved; forgotten", sample)
+                damaged.append(sample)
                 continue
             own = self._store.empty_row(nbytes)
             self._store.put(sample, own.copy_(row))
             self._store.end_step()  # so that not all rows wait in memory for the disk
             self._histories[sample] = _History(generation, chain)
+        if damaged:
+            _log.warning(
+                "memory: rows of %d samples (%d, ...) were damaged when they were saved",
+                len(damaged),
+                damaged[0],
+            )
 
     def _forget(self, samples: list[int]) -> None:
         for sample in samples:

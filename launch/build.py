@@ -13,7 +13,7 @@ from aqsgd.disk import DiskStore, RowFile
 from aqsgd.store import RamStore, Store
 from gradcomp.registry import load_method
 from gradcomp.sync import ReplicaSync
-from launch.config import BackwardConfig, ForwardConfig, RunConfig
+from launch.config import BackwardConfig, ConfigError, ForwardConfig, RunConfig
 from launch.plan.memory import memory_folder, room, row_nbytes
 from pipeline.boundary import Boundary, Stateless, raw
 from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
@@ -234,7 +234,13 @@ class _ChannelMaker:
     def _store(self, cut: int) -> Store:
         if self.config.memory.tier == "ram":
             return RamStore()
-        return DiskStore(RowFile(memory_folder(self.config), row_nbytes(self.config, cut)))
+        folder = memory_folder(self.config)
+        try:
+            return DiskStore(RowFile(folder, row_nbytes(self.config, cut)))
+        except OSError as error:
+            raise ConfigError(
+                f"memory.folder = {folder}: no file can be made there: {error.strerror}"
+            ) from error
 
     def _position(self) -> int:
         pipeline = self.config.pipeline

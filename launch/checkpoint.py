@@ -109,8 +109,10 @@ def write_part(folder: Path, part: str, state: object) -> Part:
     return Part(part, path.stat().st_size, sha256)
 
 
-def read_part(folder: Path, part: str) -> Any:
+def read_part(folder: Path, part: str, *, mapped: str | None = None) -> Any:
     """Verify one part against the manifest and rebuild its state (tensors on the CPU).
+
+    Tensors under the key `mapped` stay in the file: copy them at once.
 
     Raises:
         CheckpointError: the manifest or the part is missing or damaged, or the part is unknown.
@@ -126,7 +128,7 @@ def read_part(folder: Path, part: str) -> Any:
     wrong = _size_fault(listed[part], folder) or _digest_fault(listed[part], folder)
     if wrong:
         raise CheckpointError(f"{path}: {wrong}; {_offer(folder, part)}")
-    return load_state(path)
+    return load_state(path, mapped=mapped)
 
 
 def finish(root: Path, step: int, *, parts: Iterable[Part], meta: Mapping[str, Any]) -> Path:

@@ -25,6 +25,7 @@ from launch.metrics import (
     format_bytes,
     format_count,
     format_duration,
+    format_healed,
     format_loss,
     format_rate,
     format_ratio,
@@ -73,6 +74,8 @@ class Display:
         """Take in a finished step."""
         self._progress.update(record)
         self._face.step(record)
+        if record.healed:
+            self.note(f"memories differed and were forgotten: {format_healed(record.healed)}")
 
     def note(self, text: str) -> None:
         """Print a line that stays, such as "checkpoint saved"."""
@@ -363,6 +366,8 @@ def _final(info: RunInfo, summary: "Summary") -> RenderableType:
         ("between replicas", format_bytes(summary["sync_bytes"])),
         ("control messages", format_bytes(summary["control_bytes"])),
     ]
+    if summary["healed"]:
+        cells.append(("memories healed", f"{sum(summary['healed'].values()):,} samples"))
     title = Text.assemble(("Finished ", "bold green"), (info.name, "bold"))
     parts: list[RenderableType] = ["", title, "", _cells(cells, columns=3), ""]
     if summary["wire"]:

@@ -281,6 +281,11 @@ def format_loss(loss: float | None) -> str:
     return f"{loss:.4f}" if loss is not None and math.isfinite(loss) else NOTHING
 
 
+def format_healed(healed: Mapping[int, int] | Mapping[str, int]) -> str:
+    """Samples that both ends forgot, by cut: 3 samples at cut 6; "none" if there were none."""
+    return ", ".join(f"{n:,} samples at cut {cut}" for cut, n in healed.items()) or "none"
+
+
 def format_rate(per_s: float) -> str:
     """A rate per second, whole from 100 on and with thousands separated: 8.25, 12,431."""
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"

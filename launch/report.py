@@ -23,6 +23,7 @@ from launch.metrics import (
     format_bytes,
     format_count,
     format_duration,
+    format_healed,
     format_loss,
     format_rate,
     format_ratio,
@@ -65,8 +66,8 @@ class Summary(TypedDict):
     """A run in numbers that JSON can hold: what is not finite is None.
 
     `final_loss` is the mean over the last epoch's steps, `first_loss` that of the first step that
-    has one. `eval` is the last evaluation. `wall_s` adds up the steps, without start-up and
-    evaluations.
+    has one. `eval` is the last evaluation. `healed` counts, by cut, samples that both ends had to
+    forget. `wall_s` adds up the steps, without start-up and evaluations.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Summary(TypedDict):
     totals: Traffic
     sync_bytes: int
     control_bytes: int
+    healed: dict[str, int]
     skipped: int
     wall_s: float
     machine: str
@@ -129,6 +131,11 @@ def summarize(info: RunInfo, records: Sequence[StepRecord]) -> Summary:
         ),
         sync_bytes=sum(record.sync_bytes for record in records),
         control_bytes=sum(record.control_bytes for record in records),
+        healed={
+            str(cut): total
+            for cut in info.cuts
+            if (total := sum(record.healed.get(cut, 0) for record in records))
+        },
         skipped=sum(record.skipped for record in records),
         wall_s=sum(record.step_s for record in records),
         machine=info.machine,
@@ -409,6 +416,7 @@ def _details(summary: Summary) -> str:
         "Loss of the first step": format_loss(summary["first_loss"]),
         "Sent between replicas": _bytes_cell(summary["sync_bytes"]),
         "Control messages": _bytes_cell(summary["control_bytes"]),
+        "Memories healed": format_healed(summary["healed"]),
         "Machine": escape(summary["machine"]),
         "Versions": escape(", ".join(f"{k} {v}" for k, v in summary["versions"].items())),
         "Configuration digest": f"<code>{escape(summary['config_digest'])}</code>",

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from aqsgd.memory import ROWS
 from launch import checkpoint
 from launch.build import Built
 from launch.checkpoint import CheckpointError, Part
@@ -93,7 +94,8 @@ class Checkpoints:
         """Load this rank's part; a replica that is new starts as a copy of an old one."""
         mesh = self.session.mesh
         saved = checkpoint.read_manifest(folder).meta["config"]["pipeline"]["replicas"]
-        state = checkpoint.read_part(folder, _part(mesh.replica % saved, mesh.position))
+        part = _part(mesh.replica % saved, mesh.position)
+        state = checkpoint.read_part(folder, part, mapped=ROWS)  # they may not fit into memory
         _distribute(self.built, state)
         if mesh.replica < saved:
             torch.random.set_rng_state(state["rng"])

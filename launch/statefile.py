@@ -60,8 +60,11 @@ def save_state(path: Path, state: object) -> None:
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
-def load_state(path: Path) -> Any:
+def load_state(path: Path, *, mapped: str | None = None) -> Any:
     """Rebuild what `save_state` wrote: tensors on the CPU in their own memory, mappings as dicts.
+
+    Tensors under the key `mapped` stay in the file, for those that are larger than memory: copy
+    what is needed before the file is removed.
 
     Raises:
         ValueError: the file holds no tree, so something else wrote it.
@@ -74,8 +77,8 @@ def load_state(path: Path) -> Any:
 
         def take(name: str) -> Tensor:
             # The file is memory-mapped: a view would break once another host prunes the file.
-            tensor: Tensor = file.get_tensor(name).clone()
-            return tensor
+            tensor: Tensor = file.get_tensor(name)
+            return tensor if name.endswith(f"[{mapped!r}]") else tensor.clone()
 
         return _unpack(json.loads(tree), take)
 

@@ -25,6 +25,7 @@ from launch.metrics import (
     StepRecord,
     TimelineEvent,
     WireCount,
+    format_healed,
     read_metrics,
 )
 from launch.plan.memory import check_memory, memory_folder
@@ -134,7 +135,7 @@ class _Run:
             writer = self._open_metrics(stack, start, resume=resume.wanted)
             for notice in self._config.notices():
                 _note(display, notice)
-            self._agree_on_memories(start)
+            self._agree_on_memories(start, display)
             for step in range(start, self._steps):
                 self._stop.check()
                 record = self._step(step, timeline=step == timeline_step)
@@ -160,14 +161,16 @@ class _Run:
             self._timeline = self._gather_timeline(start)
         return _record(totals, step, self._sampler, lr=lr, seconds=elapsed, losses=self._eval(step))
 
-    def _agree_on_memories(self, start: int) -> None:
+    def _agree_on_memories(self, start: int, display: Display | None) -> None:
         try:
-            self._built.engine.begin(self._sampler.all_ids(), self._ids(start))
+            healed = self._built.engine.begin(self._sampler.all_ids(), self._ids(start))
         except OSError as error:
             raise ConfigError(
                 f"memory.folder = {memory_folder(self._config)}: {error.strerror}; "
                 "make room there, name another folder, or set memory.budget to less"
             ) from error
+        if healed:
+            _note(display, f"memories differed and were forgotten: {format_healed(dict(healed))}")
 
     def _ids(self, step: int) -> torch.Tensor:
         """This replica's samples of a step; none after the last."""

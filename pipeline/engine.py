@@ -115,6 +115,7 @@ class PipelineEngine:
         self._denominator = 1.0
         self._tied_bytes = 0
         self._pass = -1
+        self._own_ids_B: Tensor | None = None
 
     @staticmethod
     def check_modules(schedule: ScheduleName, modules: Sequence[Any]) -> None:
@@ -139,6 +140,7 @@ class PipelineEngine:
         Raises:
             OSError: there is no room for the memories.
         """
+        self._own_ids_B = ids_B
         healed = self._report.agreement.begin(ids_B, first_ids_B)
         self._finish_step(keep=False)  # what was fetched is there for the first step
         return healed
@@ -154,10 +156,10 @@ class PipelineEngine:
         both ends of each cut agree on them.
 
         Raises:
-            ValueError: the batch is empty or holds an id twice.
+            ValueError: the batch is empty, holds an id twice, or one that `begin` was not told of.
             LinkError, DesyncError: a peer failed; the run must be restarted from a checkpoint.
         """
-        _check(batch)
+        _check(batch, self._own_ids_B)
         self.take_events()
         self._report.begin_step(batch.ids_B, upcoming_B)
         start = time.perf_counter()
@@ -319,13 +321,18 @@ class PipelineEngine:
         return torch.autocast("cpu", torch.bfloat16, enabled=self._options.precision == "bf16")
 
 
-def _check(batch: Batch) -> None:
+def _check(batch: Batch, own_ids_B: Tensor | None) -> None:
     ids = batch.ids_B.tolist()
     if not ids:
         raise ValueError("a training step needs at least one sample on every replica")
     twice = sorted({sample for sample in ids if ids.count(sample) > 1})
     if twice:
         raise ValueError(f"sample ids {twice} appear twice in a step; memories need unique ids")
+    if own_ids_B is not None and not bool((known_B := torch.isin(batch.ids_B, own_ids_B)).all()):
+        raise ValueError(
+            f"sample ids {batch.ids_B[~known_B].tolist()[:8]} are none of this replica's; samples "
+            "keep to one replica, which remembers them"
+        )
 
 
 def _split(batch: Batch, parts: int) -> list[Batch]:

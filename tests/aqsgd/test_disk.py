@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -88,6 +89,16 @@ def test_the_place_of_a_dropped_sample_is_used_again(open_store: OpenStore, tmp_
 def test_the_file_needs_no_cleaning_up(open_store: OpenStore, tmp_path: Path) -> None:
     put(open_store(), {1: 10})
     assert list((tmp_path / "rows").iterdir()) == []
+
+
+def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, torch; from pathlib import Path; from aqsgd.disk import RowFile\n"
+        f"file = RowFile(Path({str(tmp_path)!r}), 4096)\n"
+        "file.write(7, torch.ones(4096, dtype=torch.uint8)); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
 
 
 def flip(file: RowFile, number: int) -> None:

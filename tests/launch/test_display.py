@@ -56,6 +56,7 @@ def _record(
         sync_bytes=123_000_000,
         control_bytes=999,
         eval={"loss": 2.1234, "loss_compressed": 2.1299} if evaluated else None,
+        healed={cuts[0]: 3} if cuts and evaluated else {},
     )
 
 
@@ -144,6 +145,7 @@ def test_log_tells_first_last_and_evaluated_steps_but_not_every_one() -> None:
     steps = [line.split()[1] for line in lines if line.startswith("step")]
     assert steps == ["1/10000", "50/10000", "10000/10000"]
     assert "  evaluation: loss 2.1234, with compressed boundaries 2.1299" in lines
+    assert "memories differed and were forgotten: 3 samples at cut 6" in lines
 
 
 def test_importing_the_display_does_not_load_matplotlib() -> None:

@@ -20,8 +20,7 @@ from launch.metrics import (
 
 KEYS = [
     "step", "epoch", "loss", "tokens_per_s", "step_s", "bubble", "wire", "tokens", "grad_norm",
-    "lr", "skipped", "sync_bytes", "control_bytes", "eval",
-    "healed", "notes",
+    "lr", "skipped", "sync_bytes", "control_bytes", "eval", "healed", "notes",
 ]  # fmt: skip
 
 
@@ -44,6 +43,7 @@ def _record(step: int) -> StepRecord:
         sync_bytes=77,
         control_bytes=8,
         eval={"loss": 2.1, "loss_compressed": 2.11} if step % 2 == 0 else None,
+        healed={6: 2} if step == 3 else {},
     )
 
 

@@ -67,6 +67,7 @@ def _records(cuts: tuple[int, ...] = (6,), losses: tuple[float, ...] = ()) -> li
                 sync_bytes=10,
                 control_bytes=3,
                 eval={"loss": 2.5, "loss_compressed": 2.625} if step == 4 else None,
+                healed={6: step} if step > 2 else {},
             )
         )
     return records
@@ -110,6 +111,7 @@ def test_summary_of_a_small_run_is_what_a_hand_computes(tmp_path: Path) -> None:
     assert summary["mean_bubble"] == pytest.approx(0.25)
     assert (summary["tokens"], summary["wall_s"]) == (256, 5.0)
     assert (summary["sync_bytes"], summary["control_bytes"]) == (40, 12)
+    assert summary["healed"] == {"6": 7}
     forward, backward = summary["wire"]
     assert forward == {
         "cut": 6, "direction": "forward", "method": "aqsgd 4-bit", "bytes": 5000, "messages": 16,
@@ -153,6 +155,7 @@ def test_page_loads_nothing_from_elsewhere_and_shows_the_summary(tmp_path: Path)
     assert page.values == [*exact, summary["sync_bytes"], summary["control_bytes"]]
     shown = [
         "<tiny> & slow",
+        "7 samples at cut 6",
         "3.0000",
         "2.5000",
         "2.6250",

@@ -181,3 +181,14 @@ def test_the_same_state_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("one", "two"):
         statefile.save_state(tmp_path / name, state)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_a_mapped_tensor_stays_in_its_file(tmp_path: Path) -> None:
+    path, state = tmp_path / "state.safetensors", {"a": torch.ones(3), "b": {"rows": torch.ones(9)}}
+    statefile.save_state(path, state)
+    copied = statefile.load_state(path)
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    found = statefile.load_state(path, mapped="rows")
+    assert str(path) in Path("/proc/self/maps").read_text()
+    assert_same(found, state)
+    assert_same(copied, state)

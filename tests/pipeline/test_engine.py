@@ -19,15 +19,25 @@ AQSGD: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "di
 
 def refused(rank: int, run: Any, ids: list[int]) -> str:
     built = start(run)
+    built.engine.begin(torch.arange(1, 8), torch.tensor(ids))
     wrong = replace(batch([1, 2, 3, 4]), ids_B=torch.tensor(ids))
     with pytest.raises(ValueError, match="sample") as caught:
         built.engine.train_step(wrong, 0)
     return str(caught.value)
 
 
-def test_an_id_twice_in_a_step_is_refused(ranks: Ranks) -> None:
-    for told in ranks(2, refused, config(boundary=AQSGD), [5, 6, 5, 7]):
-        assert told.startswith("sample ids [5] appear twice")
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([5, 6, 5, 7], "sample ids [5] appear twice"),
+        ([5, 6, 8, -1], "sample ids [8, -1] are none of this replica's"),
+    ],
+)
+def test_ids_that_no_memory_can_serve_are_refused(
+    ranks: Ranks, ids: list[int], message: str
+) -> None:
+    for told in ranks(2, refused, config(boundary=AQSGD), ids):
+        assert told.startswith(message)
 
 
 def test_a_short_batch_is_split_into_fewer_parts(ranks: Ranks) -> None:

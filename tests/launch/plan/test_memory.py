@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from launch.config import ConfigError, RunConfig
+from launch.config import ConfigError, RunConfig, write_config
+from launch.inprocess import in_process
 from launch.plan import memory as planned
 from launch.plan.memory import Needs, check_memory, needs, plan_memory, room, row_nbytes
 from tests.training import config
@@ -90,40 +91,43 @@ def test_what_does_not_fit_is_refused(
         check_memory(xl(4, tier=tier), 2344, range(3))
 
 
-RUN = """
-[model]
-layers = 4
-width = 16
-heads = 2
-context = 32
-[data]
-path = "{text}"
-sequence_length = 32
-train_sequences = 24
-eval_sequences = 8
-[pipeline]
-cuts = [1, 3]
-[run]
-folder = "{folder}"
-"""
-
-
 def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "launch", "train", *map(str, arguments)]
     environment = {**os.environ, "COLUMNS": "100"}
     return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    run = config(
+        boundary=[],  # type: ignore[arg-type]
+        memory={"tier": "disk", "folder": str(tmp_path / "file" / "below")},
+    )
+    with (
+        pytest.raises(
+            ConfigError, match=r"memory.folder = .*below: no file can be made there: Not"
+        ),
+        in_process(run, total_steps=1),
+    ):
+        pass
+
+
 def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
     text, path = tmp_path / "text.txt", tmp_path / "run.toml"
     text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
-    path.write_text(RUN.format(text=text, folder=tmp_path / "run"))
+    run = config(
+        run={"folder": str(tmp_path / "run")},
+        data={"path": str(text), "train_sequences": 24, "eval_sequences": 8},
+        pipeline={"cuts": [1, 3]},
+        boundary=[],  # type: ignore[arg-type]
+    )
+    write_config(run, path)
     done = thinpipe(path, "--dry-run", "--set", "memory.tier=disk")
     assert done.returncode == 0, done.stderr
-    assert "1.02 kB" in done.stdout  # 32 tokens of 16 channels in bf16
+    assert "384 B" in done.stdout  # 12 tokens of 16 channels in bf16
     assert "24 of 24" in done.stdout
-    assert "disk 98.3 kB of" in done.stdout
-    small = thinpipe(path, "--dry-run", "--set", "memory.budget=9kB")
+    assert "disk 36.9 kB of" in done.stdout
+    small = thinpipe(path, "--dry-run", "--set", "memory.budget=3kB")
     assert small.returncode == 2
-    assert "memory.budget = 9.00 kB: a sample takes" in small.stderr
+    assert "memory.budget = 3.00 kB: a sample takes" in small.stderr
     assert not (tmp_path / "run").exists()

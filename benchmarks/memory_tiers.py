@@ -1,0 +1,160 @@
+"""What the disk tier costs a step, and how many samples a memory that is too small still finds.
+
+    python -m benchmarks.memory_tiers --json out.jsonl
+
+Times whole training steps of a pipeline in one process (`launch.inprocess`: every end of every cut
+has its memory, as on ranks of their own) with memories in RAM and on disk, in turns, after an epoch
+that fills them. The losses of both must be equal. Hit rates are counted on real memories of small
+rows under the order of real epochs, beside least-recently-used on the same visits.
+"""
+
+import argparse
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from aqsgd.memory import SampleMemory
+from benchmarks.harness import Records, format_table, quantiles
+from launch.config import RunConfig
+from launch.inprocess import in_process
+from launch.metrics import format_bytes
+from launch.plan.memory import row_nbytes
+from launch.sampling import EpochSampler
+from pipeline.engine import Batch
+from pipeline.wire.cast import Cast
+
+TIERS = ("ram", "disk")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Size of the timed run. `rounds` is how often the tiers take turns."""
+
+    samples: int = 96
+    batch: int = 16
+    epochs: int = 3
+    width: int = 512
+    tokens: int = 256
+    rounds: int = 3
+
+    def run(self, tier: str, folder: Path) -> RunConfig:
+        """Four layers in four stages: three cuts, six memories."""
+        return RunConfig.model_validate(
+            {
+                "model": {"layers": 4, "width": self.width, "heads": 8, "context": self.tokens},
+                "data": {"sequence_length": self.tokens},
+                "pipeline": {"cuts": [1, 2, 3]},
+                "boundary": [{"forward": {"kind": "aqsgd", "bits": 3, "memory": "bf16"}}],
+                "memory": {"tier": tier, "folder": str(folder)},
+                "train": {"batch_size": self.batch},
+            }
+        )
+
+    def sampler(self) -> EpochSampler:
+        """The order of the run's samples."""
+        return EpochSampler(self.samples, batch_size=self.batch, replicas=1, replica=0, seed=0)
+
+
+def steps(scale: Scale, tier: str, folder: Path) -> tuple[list[float], list[float]]:
+    """Seconds of every step after the first epoch, and all losses."""
+    sampler, seconds, losses = scale.sampler(), [], []
+    shape = (scale.samples, scale.tokens + 1)
+    tokens = torch.randint(256, shape, generator=torch.Generator().manual_seed(0))
+    total = scale.epochs * sampler.steps_per_epoch
+    torch.manual_seed(0)
+    with in_process(scale.run(tier, folder), total_steps=total) as built:
+        built.engine.begin(sampler.all_ids(), sampler.ids(0))
+        for step in range(total):
+            ids = sampler.ids(step)
+            batch = Batch(tokens[ids, :-1].contiguous(), tokens[ids, 1:].contiguous(), ids)
+            start = time.perf_counter()
+            losses.append(built.engine.train_step(batch, step, sampler.ids(step + 1)).loss)
+            seconds.append(time.perf_counter() - start)
+        built.engine.close()
+    return seconds[sampler.steps_per_epoch :], losses
+
+
+def compare_tiers(scale: Scale, folder: Path, records: Records) -> str:
+    """Time both tiers in turns; returns a table.
+
+    Raises:
+        RuntimeError: a tier trained differently.
+    """
+    seconds: dict[str, list[float]] = {tier: [] for tier in TIERS}
+    losses: dict[str, list[float]] = {}
+    steps(scale, "ram", folder)  # compiles and warms up
+    for _ in range(scale.rounds):
+        for tier in TIERS:
+            found, losses[tier] = steps(scale, tier, folder)
+            seconds[tier] += found
+    if losses["ram"] != losses["disk"]:
+        raise RuntimeError("losses differ between the tiers; timings would mean nothing")
+    row = row_nbytes(scale.run("ram", folder), 1)
+    moved = 2 * 6 * scale.batch * row  # read and written, at six ends
+    base, rows = median(seconds["ram"]), []
+    for tier in TIERS:
+        times = quantiles(seconds[tier])
+        records.add({**asdict(scale), "tier": tier}, {"step_s": times, "moved_nbytes": moved})
+        cells = [f"{times[q]:.3f}" for q in ("p20", "p50", "p80")]
+        rows.append([tier, *cells, f"{times['p50'] / base:.3f}"])
+    note = f"{format_bytes(moved)} to and from disk per step"
+    return f"{format_table(['tier', '20 %', 'median s', '80 %', 'vs RAM'], rows)}\n\n{note}"
+
+
+def hit_rates(samples: int, epochs: int, records: Records) -> str:
+    """Samples found again after the first epoch, by room; returns a table."""
+    sampler = EpochSampler(samples, batch_size=16, replicas=1, replica=0, seed=0)
+    rows = []
+    for part in (1 / 10, 1 / 4, 1 / 3, 1 / 2, 3 / 4, 1):
+        room = round(part * samples)
+        ours, lru = _found_again(sampler, epochs, room)
+        visits = samples * (epochs - 1)
+        result = {"held": ours / visits, "lru": lru / visits}
+        records.add({"samples": samples, "epochs": epochs, "room": room}, result)
+        rows.append([f"{part:.0%}", f"{ours / visits:.1%}", f"{lru / visits:.1%}"])
+    return format_table(["room", "found again", "least recently used"], rows)
+
+
+def _found_again(sampler: EpochSampler, epochs: int, room: int) -> tuple[int, int]:
+    memory, recent = SampleMemory(Cast("fp32"), room=room), OrderedDict[int, None]()
+    ours = lru = 0
+    for step in range(epochs * sampler.steps_per_epoch):
+        ids = sampler.ids(step)
+        if step >= sampler.steps_per_epoch:
+            ours += int(memory.known(ids).sum())
+            lru += sum(sample in recent for sample in ids.tolist())
+        new = ids[~memory.known(ids)]
+        if len(new):
+            memory.stage(new, torch.zeros(len(new), 1), torch.zeros(len(new), 1, dtype=torch.uint8))
+        memory.commit()
+        for sample in ids.tolist():
+            recent.pop(sample, None)
+            recent[sample] = None
+            if len(recent) > room:
+                recent.popitem(last=False)
+    return ours, lru
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run both from the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory_tiers", description="Memories in RAM and on disk"
+    )
+    for name in ("samples", "batch", "epochs", "width", "tokens", "rounds"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Scale, name))
+    parser.add_argument("--folder", type=Path, default=Path(), help="where the disk tier writes")
+    parser.add_argument("--json", type=Path, help="new file for one JSON line per result")
+    options = vars(parser.parse_args(arguments))
+    folder, records = options.pop("folder").resolve(), Records(options.pop("json"))
+    torch.set_num_threads(1)
+    print(compare_tiers(Scale(**options), folder, records))
+    print(f"\n{hit_rates(960, 5, records)}")
+
+
+if __name__ == "__main__":
+    main()
