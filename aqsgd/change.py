@@ -1,10 +1,11 @@
 """How the change of a known sample is coded: in one pass, through any codec, or not at all.
 
-`Uniform` meets `ChangeCodec` with fused kernels of its own.
+`Uniform` meets `ChangeCodec` with fused kernels of its own, which read memories as they are stored.
 
 Axes: B samples, N values of a sample, W bytes of a sample.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,12 +13,16 @@ import torch
 from torch import Tensor
 
 from pipeline.wire.codec import Codec, Noise
+from pipeline.wire.uniform import PackedMemory
 
 _DELTA, _ANEW = 0, 1
 
 
 class ChangeCodec(Protocol):
-    """Codes x against a memory that both ends hold, and renews that memory at both alike."""
+    """Codes x against a memory that both ends hold, and renews that memory at both alike.
+
+    The memory is given as values, or (`packed`) as a codec's bytes.
+    """
 
     @property
     def bits(self) -> int:
@@ -45,9 +50,55 @@ class ChangeCodec(Protocol):
     ) -> Tensor:
         """Write the receiver's values to `out_BN`; otherwise as `encode_change`."""
 
+    def encode_change_packed(
+        self, x_BN: Tensor, memory: PackedMemory, wire_BW: Tensor, *, noise: Noise | None
+    ) -> Tensor:
+        """`encode_change` on a stored memory."""
+
+    def decode_change_packed(self, wire_BW: Tensor, memory: PackedMemory, out_BN: Tensor) -> Tensor:
+        """`decode_change` on a stored memory."""
+
+
+class _ThroughValues(ABC):
+    """Reads and writes stored memories as values."""
+
+    @abstractmethod
+    def encode_change(
+        self,
+        x_BN: Tensor,
+        memory_BN: Tensor,
+        wire_BW: Tensor,
+        fresh_BN: Tensor,
+        *,
+        noise: Noise | None,
+    ) -> Tensor:
+        """See `ChangeCodec`."""
+
+    @abstractmethod
+    def decode_change(
+        self, wire_BW: Tensor, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
+    ) -> Tensor:
+        """See `ChangeCodec`."""
+
+    def encode_change_packed(
+        self, x_BN: Tensor, memory: PackedMemory, wire_BW: Tensor, *, noise: Noise | None
+    ) -> Tensor:
+        """See `ChangeCodec`."""
+        old_BN, fresh_BN = memory.values(x_BN.shape[1])
+        finite_B = self.encode_change(x_BN, old_BN, wire_BW, fresh_BN, noise=noise)
+        memory.keep(fresh_BN)
+        return finite_B
+
+    def decode_change_packed(self, wire_BW: Tensor, memory: PackedMemory, out_BN: Tensor) -> Tensor:
+        """See `ChangeCodec`."""
+        old_BN, fresh_BN = memory.values(out_BN.shape[1])
+        finite_B = self.decode_change(wire_BW, old_BN, fresh_BN, out_BN)
+        memory.keep(fresh_BN)
+        return finite_B
+
 
 @dataclass(frozen=True)
-class Composed:
+class Composed(_ThroughValues):
     """The change through any codec, then an addition in fp32."""
 
     codec: Codec
@@ -88,7 +139,7 @@ class Composed:
 
 
 @dataclass(frozen=True)
-class Switching:
+class Switching(_ThroughValues):
     """The change, unless it is no smaller than the value itself: then the value, without memory.
 
     The sender decides for each sample and says so in the row's first byte. Whatever it decides a

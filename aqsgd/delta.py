@@ -18,6 +18,7 @@ from torch import Tensor
 
 from aqsgd.change import ChangeCodec
 from aqsgd.memory import SampleMemory
+from pipeline.telemetry import Gauge
 from pipeline.wire.codec import Codec, Noise
 
 CODEC_ID = 32
@@ -51,6 +52,7 @@ class DeltaBoundary:
         """`key` addresses the random numbers of stochastic codecs; it is the same at both ends."""
         self.memory = memory
         self._first_visit, self._delta, self._key = first_visit, delta, key
+        self.gauge = Gauge()
 
     @property
     def bits(self) -> int:
@@ -79,11 +81,17 @@ class DeltaBoundary:
             noise = Noise(self._key, step, first.ids_B)
             self._first_visit.encode(x_BN[first.rows], first.wire_BW, seen_BN, noise=noise)
             self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
+            if self.gauge.wants(known=False):
+                self.gauge.measure(x_BN[first.rows[:1]], seen_BN[:1])
+        self.gauge.count(known=len(known.rows), cold=len(first.rows))
         for row, id_1, wire_1W in known.one_by_one():
             visit, noise = self.memory.open(int(id_1), numel), Noise(self._key, step, id_1)
             finite_1 = self._delta.encode_change_packed(
                 x_BN[row : row + 1], visit.memory, wire_1W, noise=noise
             )
+            if self.gauge.wants(known=True):
+                before_1N, _ = visit.memory.values(numel)
+                self.gauge.measure(x_BN[row : row + 1], visit.memory.kept(numel), before_1N)
             self.memory.close(visit, wire_1W, keep=bool(finite_1))
 
     def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Does a model learn as well across compressed cuts? Fine-tuning by AQ-SGD and its baselines.
 
     python -m benchmarks.convergence --train valid.txt --eval test.txt --seeds 3 --json out.jsonl
+    python -m benchmarks.convergence --train valid.txt --eval test.txt --methods beyond --seeds 3
 
 For every seed a byte-level decoder is pretrained, uncompressed, on the first nine tenths of the
 training text. From these weights every method fine-tunes a copy for some epochs on a fixed set of
@@ -23,10 +24,12 @@ from benchmarks.finetuning import Corpus, Scale, fine_tune, pretrain, read_corpu
 from benchmarks.harness import Records
 
 
-def _method(kind: str, forward: int, backward: int, **options: Any) -> dict[str, Any]:
+def _method(
+    kind: str, forward: int, backward: int, *, gradients: str = "direct", **options: Any
+) -> dict[str, Any]:
     return {
         "forward": {"kind": kind, "bits": forward, **options},
-        "backward": {"kind": "direct", "bits": backward},
+        "backward": {"kind": gradients, "bits": backward},
     }
 
 
@@ -34,7 +37,11 @@ def _cast(name: str) -> dict[str, Any]:
     return {way: {"kind": "raw", "format": name} for way in ("forward", "backward")}
 
 
-METHODS: dict[str, dict[str, Any]] = {
+def _tiles(bits: int) -> dict[str, Any]:
+    return {"kind": "stateless", "bits": bits}
+
+
+PAPER: dict[str, dict[str, Any]] = {
     BASELINE: _cast("fp32"),
     "bf16": _cast("bf16"),
     "aq fw4/bw8": _method("aqsgd", 4, 8),
@@ -45,6 +52,24 @@ METHODS: dict[str, dict[str, Any]] = {
     "direct fw3/bw6": _method("direct", 3, 6),
     "direct fw2/bw4": _method("direct", 2, 4),
 }
+BEYOND: dict[str, dict[str, Any]] = {
+    "aq fw3/bw6, first 4": _method("aqsgd", 3, 6, first_visit=4),
+    "aq fw3/bw6, first tiles 5": _method("aqsgd", 3, 6, first_visit=_tiles(5)),
+    "aq fw3/bw6, memory 8": _method("aqsgd", 3, 6, memory=8),
+    "aq fw3/bw6, memory 4": _method("aqsgd", 3, 6, memory=4),
+    "aq fw3/bw6, tiles": _method("aqsgd", 3, 6, delta="tiles", gradients="stateless"),
+    "aq fw3/bw3, tiles back": _method("aqsgd", 3, 3, gradients="stateless"),
+    "aq fw2/bw6": _method("aqsgd", 2, 6),
+    "aq fw2/bw4, tiles back": _method("aqsgd", 2, 4, gradients="stateless"),
+    "aq fw2/bw4, tiles": _method("aqsgd", 2, 4, delta="tiles", gradients="stateless"),
+    "stateless fw6/bw6": _method("stateless", 6, 6, gradients="stateless"),
+    "stateless fw4/bw6": _method("stateless", 4, 6, gradients="stateless"),
+    "stateless fw3/bw6": _method("stateless", 3, 6, gradients="stateless"),
+    "auto fw3/bw6": _method("auto", 3, 6, gradients="stateless"),
+    "auto fw2/bw4": _method("auto", 2, 4, delta="tiles", gradients="stateless"),
+}
+METHODS = {**PAPER, **BEYOND}
+GROUPS = {"paper": list(PAPER), "beyond": list(BEYOND)}
 
 
 def compare(
@@ -86,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     outcomes = compare(
         read_corpus(options.train, options.eval, scale, labelled=options.labelled),
         scale,
-        methods=options.methods,
+        methods=[m for name in options.methods for m in GROUPS.get(name, [name])],
         seeds=options.seeds,
         records=Records(options.json),
     )
@@ -103,7 +128,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", type=Path, required=True, help="text to train on")
     parser.add_argument("--eval", type=Path, required=True, help="held-out text")
     parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=[*GROUPS, *METHODS],
+        default=["paper"],
+        help="of the paper (default), beyond it, or by name",
+    )
     parser.add_argument("--epochs", type=int, default=Scale.epochs, help="of fine-tuning")
     parser.add_argument("--lr", type=float, default=Scale.lr, help="peak rate of fine-tuning")
     parser.add_argument("--pretrain-steps", type=int, default=Scale.pretrain_steps)

@@ -1,5 +1,12 @@
-"""What the convergence benchmark found: its tables (Markdown) and its picture."""
+"""What the convergence benchmark found: its tables (Markdown) and its picture.
 
+    python -m benchmarks.convergence_report out.jsonl more.jsonl --plot out.png
+
+Outcomes of several files are put together; every seed needs its baseline.
+"""
+
+import argparse
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +20,7 @@ from launch.plots import LIGHT
 
 BASELINE = "fp32"
 NOTHING = "-"
+_STYLES = {"aq": "-", "auto": "-", "direct": "--", "stateless": "-."}
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,15 @@ class Outcome:
         return self.epochs[-1].loss
 
 
+def read_outcomes(path: Path) -> list[Outcome]:
+    """The outcomes in a file of records, one JSON object per line."""
+    results = [json.loads(line)["result"] for line in path.read_text().splitlines()]
+    return [
+        Outcome(**{**found, "epochs": tuple(Epoch(**epoch) for epoch in found["epochs"])})
+        for found in results
+    ]
+
+
 def summary_table(outcomes: Sequence[Outcome]) -> str:
     """One row per method: medians over seeds, and bytes, which are the same for all seeds."""
     heads = (
@@ -75,7 +92,7 @@ def summary_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def per_seed_table(outcomes: Sequence[Outcome]) -> str:
-    """One row per method: final training loss, and its difference to fp32, for every seed."""
+    """One row per method: final training loss and its difference to fp32, for the seeds it has."""
     seeds = sorted({outcome.seed for outcome in outcomes})
     heads = [
         "method",
@@ -84,9 +101,11 @@ def per_seed_table(outcomes: Sequence[Outcome]) -> str:
     ]
     rows = []
     for method in _methods(outcomes):
-        of_method = [outcome for outcome in outcomes if outcome.method == method]
-        losses = [f"{outcome.final_loss:.4f}" for outcome in of_method]
-        rows.append([method, *losses, *(f"{d:+.4f}" for d in _differences(outcomes, method))])
+        found = {outcome.seed: outcome for outcome in outcomes if outcome.method == method}
+        own = [found.get(seed) for seed in seeds]
+        losses = [f"{o.final_loss:.4f}" if o else NOTHING for o in own]
+        gaps = [f"{_difference(outcomes, o, -1):+.4f}" if o else NOTHING for o in own]
+        rows.append([method, *losses, *gaps])
     return format_table(heads, rows)
 
 
@@ -124,14 +143,12 @@ def _draw_lines(
 
 def _look(method: str) -> tuple[str, str]:
     """Colour by bits, line style by kind."""
-    if not method.startswith(("aq", "direct")):
+    kind = method.split()[0]
+    if kind not in _STYLES:
         return (LIGHT.ink if method == BASELINE else LIGHT.muted), "-"
-    color = next(
-        c for bits, c in zip(("fw4", "fw3", "fw2"), LIGHT.series, strict=False) if bits in method
-    )
-    if method.startswith("direct"):
-        return color, "--"
-    return color, ":" if "first" in method else "-"
+    bits = ("fw4", "fw3", "fw2", "fw6")
+    color = next(c for b, c in zip(bits, LIGHT.series, strict=False) if b in method)
+    return color, ":" if "," in method else _STYLES[kind]
 
 
 def _summary(outcomes: Sequence[Outcome], method: str) -> list[str]:
@@ -168,3 +185,21 @@ def _differences(outcomes: Sequence[Outcome], method: str) -> list[float]:
 def _difference(outcomes: Sequence[Outcome], outcome: Outcome, epoch: int) -> float:
     baseline = next(o for o in outcomes if o.method == BASELINE and o.seed == outcome.seed)
     return outcome.epochs[epoch].loss - baseline.epochs[epoch].loss
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Tables and picture of outcomes that were recorded before, from the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.convergence_report")
+    parser.add_argument("records", type=Path, nargs="+", help="files that --json wrote")
+    parser.add_argument("--methods", nargs="+", help="to draw (default all)")
+    parser.add_argument("--plot", type=Path, help="PNG of the training loss by epoch")
+    options = parser.parse_args(arguments)
+    outcomes = [outcome for path in options.records for outcome in read_outcomes(path)]
+    print(f"{summary_table(outcomes)}\n\n{per_seed_table(outcomes)}")
+    if options.plot is not None:
+        drawn = [o for o in outcomes if not options.methods or o.method in options.methods]
+        draw(drawn, options.plot)
+
+
+if __name__ == "__main__":
+    main()

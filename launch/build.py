@@ -19,6 +19,7 @@ from pipeline.boundary import Boundary, Stateless, raw
 from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
 from pipeline.config import DirectConfig, RawConfig, StatelessConfig, build_codec
 from pipeline.engine import EngineOptions, PipelineEngine
+from pipeline.guard import Rule
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
 from pipeline.models import StageModule, build_model, trainable
@@ -26,6 +27,9 @@ from pipeline.objective import Classification, NextToken, Objective
 from pipeline.rate import measure_rate
 from pipeline.schedule import build_schedule, stage_to_rank
 from pipeline.stage import Channels, CompressedStage
+from pipeline.wire.hadamard import Hadamard
+
+_MOST_BITS = 7  # of tiles
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,12 @@ def engine_options(config: RunConfig) -> EngineOptions:
         clip_norm=config.train.clip_norm,
         precision=config.pipeline.precision,
         objective=build_objective(config),
+        rules={
+            (cut, direction): Rule(config.boundary_at(cut).guard, len(_ladder(spec)))
+            for cut in config.pipeline.cuts
+            for direction, spec in enumerate(_specs(config, cut))
+            if not isinstance(spec, RawConfig)
+        },
     )
 
 
@@ -148,6 +158,19 @@ def build_boundary(
         return {"train": tiles, "eval": raw(), "eval_compressed": tiles}
     cast = raw(spec.format)
     return {"train": cast, "eval": raw(), "eval_compressed": cast}
+
+
+def _specs(config: RunConfig, cut: int) -> tuple[ForwardConfig, BackwardConfig]:
+    at_cut = config.boundary_at(cut)
+    return at_cut.forward, at_cut.backward
+
+
+def _ladder(spec: ForwardConfig | BackwardConfig) -> list[Boundary]:
+    """What the guard may put in a boundary's place: stateless tiles of ever more bits."""
+    if isinstance(spec, RawConfig):
+        return []
+    rungs = [bits for bits in (spec.bits + 2, _MOST_BITS) if bits <= _MOST_BITS]
+    return [Stateless(Hadamard(bits)) for bits in dict.fromkeys(rungs) if bits > spec.bits]
 
 
 def build_blocks(
@@ -230,9 +253,8 @@ class _ChannelMaker:
         if link is None:
             return None
         cut = self.config.pipeline.cuts[upper]
-        at_cut = self.config.boundary_at(cut)
         key = self.config.run.seed | (2 * cut + direction) << 32
-        spec = at_cut.forward if direction == FORWARD else at_cut.backward
+        spec = _specs(self.config, cut)[direction]
         return Channel(
             cut=cut,
             direction=direction,
@@ -247,6 +269,7 @@ class _ChannelMaker:
             run_id=self.run_id,
             coding="none" if isinstance(spec, RawConfig) else spec.coding,
             link_rate=self.wiring.rates.get((upper, direction), math.inf),
+            ladder=_ladder(spec),
         )
 
     def _store(self, cut: int) -> Store:

@@ -39,6 +39,7 @@ from launch.model_section import (
 )
 from launch.tokenizer import BYTES
 from pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
+from pipeline.guard import GuardConfig
 from pipeline.huggingface_config import HuggingFaceConfig
 from pipeline.schedule import check_schedule
 from pipeline.transformer import TransformerConfig
@@ -89,6 +90,7 @@ class BoundaryConfig(BaseModel):
     cut: int | None = None
     forward: ForwardConfig = AqsgdConfig()
     backward: BackwardConfig = DirectConfig()
+    guard: GuardConfig = GuardConfig()
 
 
 class RunSection(BaseModel):

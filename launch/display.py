@@ -29,6 +29,7 @@ from launch.metrics import (
     format_loss,
     format_rate,
     format_ratio,
+    format_share,
     other_scores,
 )
 
@@ -336,6 +337,7 @@ def _traffic(info: RunInfo, record: StepRecord) -> RenderableType:
     table.add_column("per step", justify="right", no_wrap=True, footer=format_bytes(total))
     table.add_column("vs bf16", justify="right", no_wrap=True)
     table.add_column("vs fp32", justify="right", no_wrap=True)
+    table.add_column("error", justify="right", no_wrap=True)
     sent = {(count.cut, count.direction): count for count in record.wire}
     for key in info.wire_keys():
         nbytes = sent[key].bytes if key in sent else 0
@@ -348,6 +350,7 @@ def _traffic(info: RunInfo, record: StepRecord) -> RenderableType:
             format_bytes(nbytes),
             format_ratio(2 * values / nbytes if nbytes else None),
             format_ratio(4 * values / nbytes if nbytes else None),
+            format_share(sent[key].error if key in sent else None),
         )
     return table
 

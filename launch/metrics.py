@@ -41,7 +41,9 @@ class WireCount:
     """One step's traffic over one cut in one direction, summed over the replicas.
 
     `bytes` are those really sent, message headers included; `values` is how many numbers they
-    stand for: 2 and 4 bytes for each give the bf16 and fp32 baselines.
+    stand for: 2 and 4 bytes for each give the bf16 and fp32 baselines. `known` and `cold` are
+    samples with and without history; `error` is |decoded - a| / |a| and `change` |a - m| / |a| of
+    values a and memories m, measured on a sample or two.
     """
 
     cut: int
@@ -49,6 +51,10 @@ class WireCount:
     bytes: int
     messages: int
     values: int
+    known: int = 0
+    cold: int = 0
+    error: float | None = None
+    change: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class StepRecord:
     was measured, `loss_compressed` with the boundaries of training; likewise the other numbers that
     the objective has. Where samples are classified, it is they that `tokens` count. `healed`
     counts, by cut, the samples that both ends forgot because what they remembered of them differed
-    or was lost.
+    or was lost; `notes` is what the guard of a cut had to say.
     """
 
     step: int
@@ -82,6 +88,7 @@ class StepRecord:
     control_bytes: int
     eval: Mapping[str, Loss] | None
     healed: Mapping[int, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -270,6 +277,11 @@ def format_ratio(ratio: float | None) -> str:
     if ratio is None:
         return NOTHING
     return f"{ratio:.{1 if ratio < 99.95 else 0}f}{_TIMES}"
+
+
+def format_share(share: float | None) -> str:
+    """A part of a whole in percent, to one decimal; "-" if unknown."""
+    return NOTHING if share is None else f"{100 * share:.1f} %"
 
 
 def format_loss(loss: float | None) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -104,6 +105,13 @@ def bytes_png(info: RunInfo, records: Sequence[StepRecord], theme: Theme = LIGHT
     """Bytes that crossed each cut in each step, beside what bf16 and fp32 would have taken."""
     figure = _figure(3.6, theme)
     _draw_bytes(figure.subplots(), info, records, theme=theme)
+    return _png(figure)
+
+
+def signal_png(records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
+    """What compression does to values: relative errors, and the size of changes, over the steps."""
+    figure = _figure(3.0, theme)
+    _draw_signal(figure.subplots(), records, theme)
     return _png(figure)
 
 
@@ -281,6 +289,32 @@ def _draw_bytes(axes: Axes, info: RunInfo, records: Sequence[StepRecord], *, the
     axes.yaxis.set_minor_formatter(NullFormatter())
     _step_axis(axes, records, theme)
     _legend(axes, theme, columns=2)
+
+
+def _draw_signal(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:
+    """Means over cuts and the reach of a running mean, as one sample is measured per step."""
+    _style(axes, "Error and change, relative to the values sent", theme)
+    curves = {
+        "error, forward": [_mean_signal(r, "forward", "error") for r in records],
+        "error, backward": [_mean_signal(r, "backward", "error") for r in records],
+        "change since the last visit": [_mean_signal(r, "forward", "change") for r in records],
+    }
+    reach = max(1, len(records) // 50)
+    for (label, curve), color in zip(curves.items(), theme.series, strict=False):
+        measured = [i for i, value in enumerate(curve) if math.isfinite(value)]
+        if measured:
+            steps = [record.step for record in records[measured[0] :]]
+            mean = _smoothed(curve[measured[0] :], reach)
+            axes.plot(steps, mean, color=color, linewidth=1.8, label=label)
+    axes.set_ylim(bottom=0)
+    _step_axis(axes, records, theme)
+    _legend(axes, theme, columns=3)
+
+
+def _mean_signal(record: StepRecord, way: Direction, name: Literal["error", "change"]) -> float:
+    wire = [count for count in record.wire if count.direction == way]
+    found = [getattr(count, name) for count in wire if getattr(count, name) is not None]
+    return sum(found) / len(found) if found else math.nan
 
 
 def _tick_bytes(nbytes: float, _position: int | None) -> str:

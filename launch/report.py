@@ -29,7 +29,16 @@ from launch.metrics import (
     format_ratio,
     other_scores,
 )
-from launch.plots import DARK, LIGHT, Theme, bytes_png, loss_png, overview_png, timeline_png
+from launch.plots import (
+    DARK,
+    LIGHT,
+    Theme,
+    bytes_png,
+    loss_png,
+    overview_png,
+    signal_png,
+    timeline_png,
+)
 
 
 class Traffic(TypedDict):
@@ -347,10 +356,24 @@ def _wire_section(info: RunInfo, records: Sequence[StepRecord], summary: Summary
     return f"""<h2>Bytes per step</h2>
 <p>{_BYTES_WORDS} {_AQSGD_WORDS if aqsgd else ""}</p>
 {picture}
-<h2>Traffic of the whole run</h2>
+{_signal_section(records)}<h2>Traffic of the whole run</h2>
 <p>Sent counts every byte handed to the network, message headers included. The ratios say how many
 times fewer bytes that is than the same values uncompressed.</p>
 {_wire_table(summary)}"""
+
+
+def _signal_section(records: Sequence[StepRecord]) -> str:
+    if all(count.error is None for record in records for count in record.wire):
+        return ""
+    picture = _picture(
+        "Relative error and change by step", lambda theme: signal_png(records, theme)
+    )
+    return f"""<h2>What compression changes</h2>
+<p>Measured at the sender on a sample per step: how far what arrives is from what was sent, and how
+far activations have moved since the last visit of their sample. Changes that grow are a bad
+sign.</p>
+{picture}
+"""
 
 
 def _wire_table(summary: Summary) -> str:

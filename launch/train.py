@@ -5,7 +5,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -153,6 +153,8 @@ class _Run:
                     writer.write(record)
                 if display is not None:
                     display.step(record)
+                for note in record.notes:
+                    _note(display, f"warning: {note}")
                 self._maybe_save(step + 1)
             self._built.engine.close()
             self._finish(info, display)
@@ -263,7 +265,9 @@ def _record(
     losses: dict[str, float] | None,
 ) -> StepRecord:
     wire = tuple(
-        WireCount(w.cut, DIRECTIONS[w.direction], w.nbytes, w.messages, w.values)
+        WireCount(
+            w.cut, DIRECTIONS[w.direction], w.nbytes, w.messages, w.values, **asdict(w.signal)
+        )
         for w in totals.wire
     )
     return StepRecord(
@@ -282,6 +286,7 @@ def _record(
         control_bytes=totals.control_bytes,
         eval=losses,
         healed=dict(totals.healed),
+        notes=totals.notes,
     )
 
 

@@ -4,12 +4,13 @@ Axes: B samples, T tokens, D channels, N = T * D values of a sample, W bytes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from pipeline.telemetry import Gauge
 from pipeline.wire.cast import Cast, CastFormat
 from pipeline.wire.codec import Codec, Noise
 
@@ -62,6 +63,10 @@ class Boundary(Protocol):
     def memory(self) -> Memory | None:
         """What it remembers of samples, if it does."""
 
+    @property
+    def gauge(self) -> Gauge:
+        """What it measures of what it encodes."""
+
     def nbytes(self, shape_BTD: torch.Size, ids_B: Tensor) -> int:
         """Exact payload bytes; both ends compute the same."""
 
@@ -90,6 +95,7 @@ class Stateless:
 
     codec: Codec
     key: int = 0
+    gauge: Gauge = field(default_factory=Gauge, compare=False)
 
     @property
     def codec_id(self) -> int:
@@ -117,7 +123,13 @@ class Stateless:
         """Fill `wire`; noise is keyed by step and sample."""
         noise = Noise(self.key, step, ids_B)
         rows = x_BTD.shape[0]
-        self.codec.encode(x_BTD.detach().reshape(rows, -1), wire.view(rows, -1), noise=noise)
+        x_BN, wire_BW = x_BTD.detach().reshape(rows, -1), wire.view(rows, -1)
+        self.codec.encode(x_BN, wire_BW, noise=noise)
+        self.gauge.count(known=0, cold=rows)
+        if rows and self.gauge.wants(known=False):
+            decoded_1N = torch.empty(1, x_BN.shape[1], device=x_BN.device)
+            self.codec.decode(wire_BW[:1], decoded_1N)
+            self.gauge.measure(x_BN[:1], decoded_1N)
 
     def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
         """Fill `out_BTD`."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,8 +34,9 @@ class Channel:
 
     `boundaries` holds one boundary per mode it can run in; receivers get tensors of `dtype`.
     Payloads are entropy-coded by `coding` where that makes them shorter, except in plain
-    evaluation; "auto" does so where it is quicker at `link_rate` (bytes per second). `arrived_s` is
-    when the last message was there (`time.perf_counter`).
+    evaluation; "auto" does so where it is quicker at `link_rate` (bytes per second). From `level` 1
+    on, which both ends set between two steps, training goes through a boundary of `ladder` instead.
+    `arrived_s` is when the last message was there (`time.perf_counter`).
     """
 
     cut: int
@@ -46,6 +47,8 @@ class Channel:
     dtype: torch.dtype = torch.float32
     coding: Coding = "none"
     link_rate: float = math.inf
+    ladder: Sequence[Boundary] = ()
+    level: int = 0
     sent: Traffic = field(default_factory=Traffic)
     arrived_s: float = 0.0
     _mode: Mode = "train"
@@ -117,9 +120,17 @@ class Channel:
         taken, self.sent = self.sent, Traffic()
         return taken
 
+    def take_sums(self) -> list[float]:
+        """What the gauge of training collected since the last call."""
+        return self._training.gauge.take()
+
+    @property
+    def _training(self) -> Boundary:
+        return self.ladder[self.level - 1] if self.level else self.boundaries["train"]
+
     @property
     def _boundary(self) -> Boundary:
-        return self.boundaries[self._mode]
+        return self._training if self._mode == "train" else self.boundaries[self._mode]
 
     def _shorten(self, message: Tensor) -> tuple[int, Tensor]:
         """The id of the coding used, and the message with its payload in that form."""

@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipeline.agreement import Healed
 from pipeline.channel import Mode
 from pipeline.executor import run_in_order
+from pipeline.guard import Guard, Place, Rule
 from pipeline.mesh import Mesh
 from pipeline.objective import NextToken, Objective
 from pipeline.samples import Batch
@@ -57,7 +58,7 @@ class EngineOptions:
     """How a step is run.
 
     `cuts` are all cuts of the pipeline, `hidden` is D, the width there; `clip_norm` limits the
-    gradient norm over all stages, 0 leaves it alone.
+    gradient norm over all stages, 0 leaves it alone; `rules` say how directions are judged.
     """
 
     schedule: ScheduleName
@@ -69,6 +70,7 @@ class EngineOptions:
     clip_norm: float = 0.0
     precision: Precision = "fp32"
     objective: Objective = field(default_factory=NextToken)
+    rules: Mapping[Place, Rule] = field(default_factory=dict)
 
 
 class PipelineEngine:
@@ -96,6 +98,7 @@ class PipelineEngine:
         self._parameters = _unique_parameters(stages)
         self._make_schedule = make_schedule
         self._report = StepReport(mesh, stages, options.cuts)
+        self._guard = Guard(options.rules, [c for s in stages for c in s.channels.all()])
         self._schedules: dict[int, Any] = {}
         self._denominator = 1.0
         self._tied_bytes = 0
@@ -163,7 +166,8 @@ class PipelineEngine:
             sync_bytes=self._sync.bytes_sent + self._tied_bytes,
         )
         self._apply(totals)
-        return totals
+        signals = {(wire.cut, wire.direction): wire.signal for wire in totals.wire}
+        return replace(totals, notes=tuple(self._guard.judge(signals)))
 
     def eval_step(self, batch: Batch, step: int, *, compressed: bool) -> tuple[float, ...]:
         """The objective's tally, the same on every rank: loss sum, count, and what else it has.
@@ -199,11 +203,12 @@ class PipelineEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Counters that both ends of a link must agree on."""
-        return {"pass": self._pass}
+        return {"pass": self._pass, "guard": self._guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counters."""
         self._pass = state["pass"]
+        self._guard.load_state_dict(state.get("guard", {}))
 
     def _train_part(self, part: Batch, step: int) -> list[Tensor]:
         count = self._fit(len(part))

@@ -7,22 +7,25 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.agreement import Agreement, Healed
-from pipeline.channel import BACKWARD, FORWARD, Traffic
+from pipeline.channel import BACKWARD, FORWARD
 from pipeline.mesh import Mesh
 from pipeline.stage import COMPUTE_KINDS, CompressedStage
+from pipeline.telemetry import SUMS, Signal, signal
 
 _SCALARS = 6
+_COUNTS = 3  # of a direction: bytes, messages, values
 
 
 @dataclass(frozen=True)
 class WireTotal:
-    """One step's traffic of one direction of a cut, over all replicas."""
+    """One step's traffic of one direction of a cut, over all replicas, and what was measured."""
 
     cut: int
     direction: int
     nbytes: int
     messages: int
     values: int
+    signal: Signal
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class StepTotals:
     `bubble` is the part of the step that the ranks did not compute, averaged over ranks.
     `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
     `control_bytes` the size of the exchange of these numbers, both over all ranks. `healed` counts
-    samples of the next step whose memories differed or were lost.
+    samples of the next step whose memories differed or were lost. `notes` is what the guard says.
     """
 
     loss: float
@@ -45,6 +48,7 @@ class StepTotals:
     sync_bytes: int
     control_bytes: int
     healed: Healed = ()
+    notes: tuple[str, ...] = ()
 
 
 class StepReport:
@@ -67,6 +71,7 @@ class StepReport:
         for stage in self._stages:
             for channel in stage.channels.all():
                 channel.take_traffic()
+                channel.take_sums()
 
     def share(
         self, *, loss: float, tokens: int, square_norm: float, seconds: float, sync_bytes: int
@@ -106,22 +111,26 @@ class StepReport:
         )
 
     def _traffic(self) -> list[float]:
-        sent: dict[tuple[int, int], Traffic] = {}
+        sent: dict[tuple[int, int], list[float]] = {}
         for stage in self._stages:
             for channel in (stage.channels.activations_out, stage.channels.gradients_out):
                 if channel is not None:
-                    sent[channel.cut, channel.direction] = channel.take_traffic()
-        numbers: list[float] = []
-        for cut in self._cuts:
-            for direction in (FORWARD, BACKWARD):
-                traffic = sent.get((cut, direction), Traffic())
-                numbers += [traffic.nbytes, traffic.messages, traffic.values]
-        return numbers
+                    traffic = channel.take_traffic()
+                    counts = [traffic.nbytes, traffic.messages, traffic.values]
+                    sent[channel.cut, channel.direction] = counts + channel.take_sums()
+        nothing = [0.0] * (_COUNTS + SUMS)
+        return [number for place in self._places() for number in sent.get(place, nothing)]
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [(cut, direction) for cut in self._cuts for direction in (FORWARD, BACKWARD)]
 
     def _wire(self, sums: torch.Tensor) -> tuple[WireTotal, ...]:
-        rows = sums.view(-1, 3).to(torch.int64).tolist()
-        places = [(cut, direction) for cut in self._cuts for direction in (FORWARD, BACKWARD)]
+        rows = sums.view(-1, _COUNTS + SUMS).tolist()
         return tuple(
-            WireTotal(cut, direction, *row)
-            for (cut, direction), row in zip(places, rows, strict=True)
+            _wire_total(*place, row) for place, row in zip(self._places(), rows, strict=True)
         )
+
+
+def _wire_total(cut: int, direction: int, sums: Sequence[float]) -> WireTotal:
+    nbytes, messages, values = map(int, sums[:_COUNTS])
+    return WireTotal(cut, direction, nbytes, messages, values, signal(sums[_COUNTS:]))

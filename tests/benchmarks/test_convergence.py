@@ -15,6 +15,7 @@ from benchmarks.convergence_report import (
     Outcome,
     draw,
     per_seed_table,
+    read_outcomes,
     summary_table,
 )
 from benchmarks.finetuning import Corpus, Scale, fine_tune, pretrain, read_corpus
@@ -67,6 +68,7 @@ def test_bytes_are_those_of_the_codecs(corpus: Corpus, tmp_path: Path) -> None:
     assert delta.epochs[1].values == 2 * CUTS * VALUES
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["result"]["method"] for line in lines] == ["fp32", *methods]
+    assert read_outcomes(path) == [plain, delta, direct]
     assert lines[1]["config"]["run"]["boundary"][0]["forward"]["bits"] == 3
 
 

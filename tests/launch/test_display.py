@@ -45,7 +45,7 @@ def _record(
         step_s=4.0,
         bubble=0.256,
         wire=tuple(
-            WireCount(cut, way, 500_000_000, 16, 1_000_000_000)
+            WireCount(cut, way, 500_000_000, 16, 1_000_000_000, error=0.0421)
             for cut in cuts
             for way in DIRECTIONS
         ),
@@ -93,7 +93,7 @@ def test_panel_shows_rate_and_ratios_of_each_cut_and_direction() -> None:
     assert "step 2/10000" in text
     rows = [line.strip("│ ").split() for line in text.splitlines() if "4-bit" in line]
     times = "\N{MULTIPLICATION SIGN}"
-    tail = ["1,000.0", "500", "MB", f"4.0{times}", f"8.0{times}"]
+    tail = ["1,000.0", "500", "MB", f"4.0{times}", f"8.0{times}", "4.2", "%"]
     assert rows[-2] == ["6", "forward", "aqsgd", "4-bit", *tail]
     assert rows[-1] == ["6", "backward", "hadamard", "4-bit", *tail]
     for shown in ("2.5000", "2.1234", "2.1299", "123,457", "25.6%", "1.25", "3.00e-04", "123 MB"):

@@ -20,7 +20,7 @@ from launch.metrics import (
 
 KEYS = [
     "step", "epoch", "loss", "tokens_per_s", "step_s", "bubble", "wire", "tokens", "grad_norm",
-    "lr", "skipped", "sync_bytes", "control_bytes", "eval", "healed",
+    "lr", "skipped", "sync_bytes", "control_bytes", "eval", "healed", "notes",
 ]  # fmt: skip
 
 
@@ -75,6 +75,10 @@ def test_a_line_holds_plain_json_under_the_documented_keys(tmp_path: Path) -> No
         "bytes": 1001,
         "messages": 4,
         "values": 2000,
+        "known": 0,
+        "cold": 0,
+        "error": None,
+        "change": None,
     }
 
 

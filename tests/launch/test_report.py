@@ -170,6 +170,23 @@ def test_page_loads_nothing_from_elsewhere_and_shows_the_summary(tmp_path: Path)
     assert json.loads((tmp_path / "new" / "summary.json").read_text()) == summary
 
 
+def test_errors_have_a_picture_where_they_were_measured(tmp_path: Path) -> None:
+    info, pictures = _info(tmp_path), []
+    for error in (None, 0.1):
+        records = [
+            replace(record, wire=tuple(replace(w, error=error, change=error) for w in record.wire))
+            for record in _records()
+        ]
+        page = _Page(
+            write_report(
+                tmp_path, info, records=records, timeline=[], summary=summarize(info, records)
+            ).read_text(encoding="utf-8")
+        )
+        assert ("What compression changes" in "".join(page.text)) == (error is not None)
+        pictures.append(len(page.links))
+    assert pictures[1] == pictures[0] + 2  # light and dark
+
+
 def test_loss_picture_decodes_and_has_a_panel_more_when_there_are_cuts(tmp_path: Path) -> None:
     heights = []
     for cuts in ((), (6,)):
