@@ -51,6 +51,7 @@ def mean(
     blocks: range | None,
 ) -> None:
     """Quantize the mean of shards and residual; see `KernelSet.mean`."""
+    assert shards, "a mean needs at least one shard"
     quantize, dequantize = using
     check_unit(blocks, residual_BN.shape[1], codes, *shards)
     total_BN = unpacked(dequantize, shards[0], residual_BN)

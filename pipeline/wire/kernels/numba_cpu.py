@@ -138,6 +138,7 @@ def mean(
     blocks: range | None = None,
 ) -> None:
     """Quantize the mean of shards and residual; see `KernelSet.mean`."""
+    assert shards, "a mean needs at least one shard"
     rows, numel = residual_BN.shape
     spans = _spans(blocks, numel, codes, *shards)
     words, into = _words(noise, rows), _code_windows(codes, numel)
@@ -192,6 +193,8 @@ def _code_windows(
     codes: Codes, numel: int, rate: float | None = None
 ) -> tuple[_Window, _Window, tuple[int, int, int, int, Any]]:
     """Payload, bytes of the scales, and (values, bits, group, scales are fp32, rate or 0)."""
+    sizes = (codes.payload_BP.shape[1], codes.scale_BK.shape[1])
+    assert sizes == (codes.bits * -(-numel // 8), -(-numel // codes.group)), "codes of another row"
     fp32 = int(codes.scale_BK.dtype == torch.float32)
     scale = _window(codes.scale_BK.view(torch.uint8))
     rule = (numel, codes.bits, codes.group, fp32, np.float32(rate or 0.0))
