@@ -63,7 +63,9 @@ def compare(
             records.add({"scale": asdict(scale), "run": config.shared()}, asdict(outcome))
             print(
                 f"seed {seed}: {method}: train {outcome.final_loss:.4f}, "
-                f"held out {outcome.held_out:.4f}, {outcome.seconds:.0f} s",
+                f"held out {outcome.held_out:.4f}, "
+                + "".join(f"{name} {value:.3f}, " for name, value in outcome.scores.items())
+                + f"{outcome.seconds:.0f} s",
                 flush=True,
             )
     return outcomes
@@ -73,9 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison from the command line."""
     options = _parse(arguments)
     torch.set_num_threads(1)
-    scale = Scale(epochs=options.epochs, lr=options.lr, pretrain_steps=options.pretrain_steps)
+    scale = Scale(
+        epochs=options.epochs,
+        lr=options.lr,
+        pretrain_steps=options.pretrain_steps,
+        task="language" if options.labelled is None else "classification",
+        dropout=options.dropout,
+        dropout_masks=options.dropout_masks,
+    )
     outcomes = compare(
-        read_corpus(options.train, options.eval, scale),
+        read_corpus(options.train, options.eval, scale, labelled=options.labelled),
         scale,
         methods=options.methods,
         seeds=options.seeds,
@@ -98,6 +107,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=Scale.epochs, help="of fine-tuning")
     parser.add_argument("--lr", type=float, default=Scale.lr, help="peak rate of fine-tuning")
     parser.add_argument("--pretrain-steps", type=int, default=Scale.pretrain_steps)
+    parser.add_argument(
+        "--labelled",
+        nargs=2,
+        type=Path,
+        metavar=("TRAIN.TSV", "DEV.TSV"),
+        help="fine-tune as a classifier of sentences in CoLA's columns",
+    )
+    parser.add_argument("--dropout", type=float, default=0.0, help="of fine-tuning")
+    parser.add_argument("--dropout-masks", choices=("random", "repeated"), default="random")
     parser.add_argument("--json", type=Path, help="new file for one JSON line per run")
     parser.add_argument("--plot", type=Path, help="PNG of the training loss by epoch")
     return parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """What the convergence benchmark found: its tables (Markdown) and its picture."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -37,7 +37,10 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One method with one seed. Held-out losses are in nats per token, before and after."""
+    """One method with one seed. Held-out losses are in nats, before and after.
+
+    `scores` is what else the evaluation without compression says, such as the accuracy.
+    """
 
     method: str
     seed: int
@@ -46,6 +49,7 @@ class Outcome:
     held_out: float
     held_out_compressed: float
     seconds: float
+    scores: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def final_loss(self) -> float:

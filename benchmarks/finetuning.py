@@ -1,5 +1,7 @@
 """Pretrain a small decoder, then fine-tune copies of it across compressed cuts, all in one process.
 
+Copies are fine-tuned as language models, or as classifiers of labelled sentences.
+
 Axes: B samples, T tokens.
 """
 
@@ -7,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +19,13 @@ from aqsgd.delta import DeltaBoundary
 from benchmarks.convergence_report import Epoch, Outcome
 from launch.build import Built
 from launch.config import RunConfig
-from launch.data import DataConfig, SequenceSet, load
+from launch.data import DataConfig, load
 from launch.inprocess import in_process
 from launch.sampling import EpochSampler
+from launch.sequences import SampleSet
 from pipeline.boundary import Boundary
 from pipeline.channel import FORWARD, Channel
-from pipeline.engine import Batch
+from pipeline.dropout import DropoutMasks
 from pipeline.step_report import StepTotals
 from pipeline.transformer import TransformerConfig, build_layers
 
@@ -33,7 +36,10 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Scale:
-    """Size of the experiment; batches are in sequences, learning rates are AdamW's peaks."""
+    """Size of the experiment; batches are in sequences, learning rates are AdamW's peaks.
+
+    Pretraining is language modelling without dropout; `task` and dropout are those of fine-tuning.
+    """
 
     layers: int = 8
     width: int = 64
@@ -48,12 +54,42 @@ class Scale:
     microbatches: int = 2
     lr: float = 5e-4
     held_out: int = 512
+    task: Literal["language", "classification"] = "language"
+    dropout: float = 0.0
+    dropout_masks: DropoutMasks = "random"
+
+    @property
+    def pretrained(self) -> TransformerConfig:
+        """The decoder that is pretrained."""
+        return TransformerConfig(
+            layers=self.layers, width=self.width, heads=self.heads, context=self.tokens
+        )
 
     @property
     def model(self) -> TransformerConfig:
-        """The decoder; no dropout, which delta coding does not stand."""
+        """What is fine-tuned: the decoder, or an encoder with its layers and two classes."""
         return TransformerConfig(
-            layers=self.layers, width=self.width, heads=self.heads, context=self.tokens
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            context=self.tokens,
+            task=self.task,
+            classes=2 if self.task == "classification" else None,
+            dropout=self.dropout,
+            dropout_masks=self.dropout_masks,
+        )
+
+    @property
+    def data(self) -> DataConfig:
+        """What is fine-tuned on, but for its place; labelled sentences are in CoLA's columns."""
+        labelled = self.task == "classification"
+        return DataConfig(
+            format="tsv" if labelled else "auto",
+            text_field=3 if labelled else None,
+            label_field=1 if labelled else None,
+            sequence_length=self.tokens,
+            train_sequences=self.sequences,
+            eval_sequences="all" if labelled else self.held_out,
         )
 
     def run(self, boundary: Mapping[str, Any], seed: int) -> RunConfig:
@@ -62,7 +98,7 @@ class Scale:
             {
                 "run": {"seed": seed},
                 "model": self.model,
-                "data": {"sequence_length": self.tokens, "train_sequences": self.sequences},
+                "data": self.data,
                 "pipeline": {
                     "cuts": range(1, self.layers),
                     "schedule": "GPipe",
@@ -84,13 +120,15 @@ class Scale:
 class Corpus:
     """Three texts that do not overlap, as sequences."""
 
-    pretrain: SequenceSet
-    tune: SequenceSet
-    held_out: SequenceSet
+    pretrain: SampleSet
+    tune: SampleSet
+    held_out: SampleSet
 
 
-def read_corpus(train: Path, evaluation: Path, scale: Scale) -> Corpus:
-    """Cut the files into sequences.
+def read_corpus(
+    train: Path, evaluation: Path, scale: Scale, *, labelled: tuple[Path, Path] | None = None
+) -> Corpus:
+    """Cut the files into sequences; `labelled` are TSV files to fine-tune on and to evaluate on.
 
     Raises:
         ValueError: a file is missing or too short.
@@ -103,6 +141,9 @@ def read_corpus(train: Path, evaluation: Path, scale: Scale) -> Corpus:
             eval_sequences=scale.sequences,
         )
     )
+    if labelled is not None:
+        place = {"path": str(labelled[0]), "eval_path": str(labelled[1])}
+        return Corpus(pretrain, *load(scale.data.model_copy(update=place)))
     held_out, _ = load(
         DataConfig(
             path=str(evaluation),
@@ -116,7 +157,7 @@ def read_corpus(train: Path, evaluation: Path, scale: Scale) -> Corpus:
 
 def pretrain(corpus: Corpus, scale: Scale, *, seed: int) -> Weights:
     """Train the whole model in one piece; its weights by name."""
-    model = build_layers(scale.model, 0, scale.layers, seed=seed, device="cpu")
+    model = build_layers(scale.pretrained, 0, scale.layers, seed=seed, device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=scale.pretrain_lr, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer,
@@ -129,8 +170,8 @@ def pretrain(corpus: Corpus, scale: Scale, *, seed: int) -> Weights:
         len(corpus.pretrain), batch_size=scale.pretrain_batch, replicas=1, replica=0, seed=seed
     )
     for step in range(scale.pretrain_steps):
-        inputs_BT, targets_BT = corpus.pretrain.batch(sampler.ids(step))
-        loss = F.cross_entropy(model(inputs_BT).flatten(0, 1), targets_BT.flatten())
+        batch = corpus.pretrain.batch(sampler.ids(step))
+        loss = F.cross_entropy(model(batch.inputs_BT).flatten(0, 1), batch.targets.flatten())
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -157,7 +198,8 @@ def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: st
     numel = config.data.sequence_length * config.model.width
     with in_process(config, total_steps=steps) as built:
         _load(built, weights)
-        before = _held_out_loss(built, corpus.held_out, compressed=False)
+        torch.manual_seed(config.run.seed)  # random dropout
+        before = _evaluate(built, corpus.held_out, compressed=False)
         epochs: list[Epoch] = []
         memory: list[Tensor] = []
         for epoch in range(config.train.epochs):
@@ -167,28 +209,28 @@ def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: st
             ]
             previous, memory = memory, _memories(built, samples=len(corpus.tune), numel=numel)
             epochs.append(_epoch(totals, _change(previous, memory)))
+        after = _evaluate(built, corpus.held_out, compressed=False)
         return Outcome(
             method=method,
             seed=config.run.seed,
             epochs=tuple(epochs),
-            held_out_before=before,
-            held_out=_held_out_loss(built, corpus.held_out, compressed=False),
-            held_out_compressed=_held_out_loss(built, corpus.held_out, compressed=True),
+            held_out_before=before["loss"],
+            held_out=after["loss"],
+            held_out_compressed=_evaluate(built, corpus.held_out, compressed=True)["loss"],
             seconds=time.perf_counter() - start,
+            scores={name: value for name, value in after.items() if name != "loss"},
         )
 
 
 def _load(built: Built, weights: Weights) -> None:
     for stage in built.stages:
         module: Any = stage.submod
-        module.load_state_dict({name: weights[name] for name in module.state_dict()})
+        own = module.state_dict()  # a classifier's head is not pretrained
+        module.load_state_dict({name: weights.get(name, own[name]) for name in own})
 
 
-def _train_step(
-    built: Built, sequences: SequenceSet, sampler: EpochSampler, step: int
-) -> StepTotals:
-    ids_B = sampler.ids(step)
-    totals = built.engine.train_step(Batch(*sequences.batch(ids_B), ids_B), step)
+def _train_step(built: Built, sequences: SampleSet, sampler: EpochSampler, step: int) -> StepTotals:
+    totals = built.engine.train_step(sequences.batch(sampler.ids(step)), step)
     if totals.skipped:
         raise RuntimeError(
             f"step {step}: loss or gradients are not finite; lower the learning rate"
@@ -208,13 +250,12 @@ def _epoch(totals: Sequence[StepTotals], change: float | None) -> Epoch:
     )
 
 
-def _held_out_loss(built: Built, sequences: SequenceSet, *, compressed: bool) -> float:
-    total, tokens = 0.0, 0
-    for ids_B in torch.split(torch.arange(len(sequences)), _EVAL_BATCH):
-        batch = Batch(*sequences.batch(ids_B), ids_B)
-        loss, count = built.engine.eval_step(batch, 0, compressed=compressed)
-        total, tokens = total + loss, tokens + count
-    return total / tokens
+def _evaluate(built: Built, samples: SampleSet, *, compressed: bool) -> dict[str, float]:
+    tallies = [
+        built.engine.eval_step(samples.batch(ids_B), 0, compressed=compressed)
+        for ids_B in torch.split(torch.arange(len(samples)), _EVAL_BATCH)
+    ]
+    return built.engine.objective.metrics([sum(part) for part in zip(*tallies, strict=True)])
 
 
 def _memories(built: Built, *, samples: int, numel: int) -> list[Tensor]:

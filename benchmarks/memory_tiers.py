@@ -25,7 +25,7 @@ from launch.inprocess import in_process
 from launch.metrics import format_bytes
 from launch.plan.memory import row_nbytes
 from launch.sampling import EpochSampler
-from pipeline.engine import Batch
+from pipeline.samples import Batch
 from pipeline.wire.cast import Cast
 
 TIERS = ("ram", "disk")

@@ -5,20 +5,33 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from launch.checkpoint import CheckpointError
 from launch.config import ConfigError, RunConfig, load_config
+from launch.doctor.cli import doctor
+from launch.export import ExportDtype, export
 from launch.handshake import HandshakeError
+from launch.plan.cli import plan
 from launch.plan.memory import check_memory, memory_table, plan_memory
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
-from launch.spawn import end_with_parent, run_local, started_by_launcher
-from launch.state import Resume, saved_so_far
+from launch.shaped.spec import parse_rate, parse_time
+from launch.spawn import (
+    Nodes,
+    end_with_parent,
+    keep_freed_memory,
+    run_local,
+    run_node,
+    started_by_launcher,
+)
+from launch.state import Resume, after_restart, saved_so_far
+from launch.trace import trace_run
 from launch.train import check_data, train_rank
+from pipeline.models import check_model
 
 app = typer.Typer(
     name="thinpipe",
@@ -37,7 +50,7 @@ def _main() -> None:
 
 
 @app.command()
-def train(
+def train(  # noqa: PLR0913  # one parameter per option
     config_path: Annotated[
         Path, typer.Argument(metavar="RUN.TOML", help="What to train, and how.")
     ],
@@ -57,8 +70,20 @@ def train(
     show: Annotated[
         int, typer.Option("--show", metavar="RANK", help="Which rank of a machine draws progress.")
     ] = 0,
+    nnodes: Annotated[
+        int, typer.Option(help="On how many machines; give the same command on each.")
+    ] = 1,
+    rdzv: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Where the machines meet: one of them.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often ranks start again after a failure, from a checkpoint.")
+    ] = 0,
 ) -> None:
-    """Train. Starts all ranks on this machine; under torchrun, runs as the rank it is."""
+    """Train. Starts all ranks on this machine; under torchrun, runs as the rank it is.
+
+    With --nnodes it starts this machine's share of the ranks.
+    """
     try:
         config = load_config(config_path, overrides or [])
     except ConfigError as error:
@@ -67,10 +92,59 @@ def train(
         _show_memory(config)
         return
     if started_by_launcher():
-        sys.exit(_run_rank(config, Resume(resume, step), show=show))
-    sys.exit(_run_all(config, resume=resume))
+        sys.exit(_run_rank(config, after_restart(Resume(resume, step)), show=show))
+    if nnodes == 1 and rdzv is None:
+        sys.exit(_run_all(config, resume=resume))
+    nodes = Nodes(nnodes, rdzv or "", max_restarts, config.pipeline.peer_timeout_s)
+    sys.exit(_run_here(config, nodes))
 
 
+@app.command()
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Of a finished run.")],
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Of the links of the foretold step: 100mbit.")
+    ] = None,
+    delay: Annotated[
+        str, typer.Option(metavar="TIME", help="Of the links of the foretold step, one way: 20ms.")
+    ] = "0ms",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="By default RUN_FOLDER/trace.json.")
+    ] = None,
+) -> None:
+    """Write one step of a run as a Perfetto trace, with the step that its schedule could reach."""
+    try:
+        rate_bps = parse_rate(rate) if rate else None
+        told = trace_run(
+            folder, out or folder / "trace.json", rate_bps=rate_bps, delay_s=parse_time(delay)
+        )
+    except (ValueError, OSError) as error:
+        _refuse(error)
+    print(told)
+
+
+@app.command("export")
+def export_model(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the model.")],
+    step: Annotated[
+        int | None, typer.Option("--step", help="Which checkpoint, if not the newest.")
+    ] = None,
+    dtype: Annotated[
+        ExportDtype, typer.Option("--dtype", help="Of the weights; by default the source's.")
+    ] = "source",
+) -> None:
+    """Write a run's model as a Hugging Face folder. LoRA is merged."""
+    try:
+        notes = export(run_folder, out, step=step, dtype=dtype)
+    except (ValueError, OSError) as error:
+        _refuse(error)
+    else:
+        typer.echo("\n".join([f"{out}: {notes[0]}", *notes[1:]]))
+
+
+app.command()(plan)
+app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(shaped)
 
 
@@ -83,6 +157,7 @@ def main() -> None:
 
 def _run_all(config: RunConfig, *, resume: bool) -> int:
     try:
+        check_model(config.model)
         corpus = check_data(config)
         check_memory(config, len(corpus.train), range(config.world_size))
         if resume and not (config.run.path / "checkpoints").is_dir():
@@ -104,8 +179,22 @@ def _show_memory(config: RunConfig) -> None:
         _refuse(error)
 
 
+def _run_here(config: RunConfig, nodes: Nodes) -> int:
+    try:
+        if nodes.count < 1 or config.world_size % nodes.count:
+            raise ConfigError(
+                f"--nnodes = {nodes.count}: {config.world_size} ranks cannot be shared evenly by "
+                "that many machines"
+            )
+        check_data(config)
+        return run_node(sys.argv[1:], config.world_size // nodes.count, nodes)
+    except (ValueError, OSError, ImportError) as error:
+        _refuse(error)
+
+
 def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
     end_with_parent()
+    keep_freed_memory()
     try:
         train_rank(config, resume, show=show)
     except PeerError as error:
@@ -127,7 +216,7 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
     return 0
 
 
-def _refuse(error: Exception) -> None:
+def _refuse(error: Exception) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         _say(f"error: {error}")
     sys.exit(USAGE_ERROR)

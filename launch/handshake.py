@@ -16,6 +16,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _FAILURE_WAIT_S = 1.0
+_POLL_S = 0.02
 
 
 class HandshakeError(RuntimeError):
@@ -29,6 +30,40 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__.split("+")[0],
         "python": platform.python_version(),
     }
+
+
+def fresh_store(store: Store, rank: int, world: int, *, wait_s: float) -> Store:
+    """A part of the store in which nothing was written before all these ranks came.
+
+    torchrun's agents keep one store over restarts, in which the addresses of ranks that are gone
+    would be found. So rank 0 draws a name, and tells it to whoever shows a number drawn just now.
+
+    Raises:
+        HandshakeError: a rank did not come.
+    """
+    lobby = PrefixStore("lobby", store)
+    lobby.set_timeout(timedelta(seconds=wait_s))
+    if rank > 0:
+        number = secrets.token_hex(8)
+        lobby.set(f"hello/{rank}", number)
+        name = _get(lobby, f"welcome/{rank}/{number}", 0, wait_s)
+        lobby.set(f"here/{rank}/{name}", "")
+        return PrefixStore(name, store)
+    name, answered = secrets.token_hex(8), dict.fromkeys(range(1, world), "")
+    limit_s = time.monotonic() + wait_s
+    while answered:
+        for other, last in list(answered.items()):
+            if lobby.check([f"here/{other}/{name}"]):
+                del answered[other]
+            elif lobby.check([f"hello/{other}"]):
+                number = lobby.get(f"hello/{other}").decode()
+                if number != last:
+                    lobby.set(f"welcome/{other}/{number}", name)
+                    answered[other] = number
+        if answered and time.monotonic() > limit_s:
+            raise HandshakeError(_absent(min(answered), wait_s))
+        time.sleep(_POLL_S)
+    return PrefixStore(name, store)
 
 
 def agree(
@@ -95,10 +130,14 @@ def _get(store: Store, key: str, rank: int, wait_s: float) -> str:
                 "the rendezvous store is gone: the process or machine that holds it has ended; "
                 "its own message says why"
             ) from None
-        raise HandshakeError(
-            f"rank {rank} did not come within {wait_s:.0f} s; is it started, and can it reach "
-            "the rendezvous host?"
-        ) from None
+        raise HandshakeError(_absent(rank, wait_s)) from None
+
+
+def _absent(rank: int, wait_s: float) -> str:
+    return (
+        f"rank {rank} did not come within {wait_s:.0f} s; is it started, and can it reach the "
+        "rendezvous host?"
+    )
 
 
 def differences(theirs: Any, ours: Any, name: str = "") -> list[tuple[str, Any, Any]]:

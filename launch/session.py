@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from launch.config import RunConfig
-from launch.handshake import agree, other_failures, report_failure, versions
+from launch.handshake import agree, fresh_store, other_failures, report_failure, versions
 from pipeline.link import is_transport_error, transport_reason
 from pipeline.mesh import Mesh, build_mesh
 from pipeline.wire.header import DesyncError
@@ -91,6 +91,7 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
     store, rank, world = next(iter(rendezvous("env://")))
     told = {"config": config.shared(), "versions": versions(), **facts}
     wait_s = config.pipeline.peer_timeout_s
+    store = fresh_store(store, rank, world, wait_s=wait_s)
     run_id = agree(store, rank, world, told, problem=problem, wait_s=wait_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     try:

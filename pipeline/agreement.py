@@ -119,16 +119,15 @@ class Agreement:
             if memory.room is not None:
                 rooms_CE[place] = memory.room
         shared_WN = self._mesh.share(rooms_CE.flatten())
-        own_CE = shared_WN.view(self._mesh.replicas, -1, *rooms_CE.shape)[self._mesh.replica].amin(
-            0
-        )
+        grid = (self._mesh.replicas, self._mesh.pipeline_ranks)
+        own_CE = shared_WN.view(*grid, *rooms_CE.shape)[self._mesh.replica].amin(0)
         for (cut, _), memory in self._memories.items():
             memory.restrict(ids_B, int(min(float(own_CE[cut].min()), len(ids_B))))
 
     def _per_end(self, all_WN: Tensor, count: int = 1) -> Tensor:
         """[R, C, E, B]: of the ranks of a pipeline, only one holds any given end."""
-        mesh = self._mesh
-        return all_WN.reshape(mesh.replicas, mesh.pipeline_ranks, -1, 2, count).sum(1)
+        mesh, cuts = self._mesh, all_WN.shape[1] // (2 * count)
+        return all_WN.reshape(mesh.replicas, mesh.pipeline_ranks, cuts, 2, count).sum(1)
 
 
 def _differ(prints_RCEB: Tensor) -> Tensor:

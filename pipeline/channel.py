@@ -1,5 +1,7 @@
 """One end of one direction of a cut: a boundary's payload, under a header, over a link."""
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from pipeline.boundary import Boundary, Memory
 from pipeline.link import Link
-from pipeline.wire.entropy import CODING_IDS, Coding, check_coding, compress, expand
+from pipeline.wire.entropy import CODING_IDS, Coder, Coding, check_coding, expand
 from pipeline.wire.header import HEADER_NBYTES, Header, coding_and_length, crc32
 
 FORWARD, BACKWARD = 0, 1
@@ -32,7 +34,8 @@ class Channel:
 
     `boundaries` holds one boundary per mode it can run in; receivers get tensors of `dtype`.
     Payloads are entropy-coded by `coding` where that makes them shorter, except in plain
-    evaluation.
+    evaluation; "auto" does so where it is quicker at `link_rate` (bytes per second). `arrived_s` is
+    when the last message was there (`time.perf_counter`).
     """
 
     cut: int
@@ -42,12 +45,15 @@ class Channel:
     run_id: int
     dtype: torch.dtype = torch.float32
     coding: Coding = "none"
+    link_rate: float = math.inf
     sent: Traffic = field(default_factory=Traffic)
+    arrived_s: float = 0.0
     _mode: Mode = "train"
     _step: int = 0
 
     def __post_init__(self) -> None:
         check_coding(self.coding)
+        self._compress = Coder(self.link_rate if self.coding == "auto" else 0.0)
 
     def begin_pass(self, number: int, *, step: int, mode: Mode) -> None:
         """Start pass `number` of the run, as a part of optimizer step `step`."""
@@ -85,6 +91,7 @@ class Channel:
         """
         nbytes = self._boundary.nbytes(shape_BTD, ids_B)
         message = self.link.take(microbatch)
+        self.arrived_s = time.perf_counter()
         coding, length = self._form(message, nbytes)
         message = message[: HEADER_NBYTES + length]
         self._header(microbatch, ids_B, length, coding).check(message)
@@ -119,7 +126,7 @@ class Channel:
         if self.coding == "none" or self._mode == "eval":
             return 0, message
         coded = torch.empty_like(message)
-        length = compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:])
+        length = self._compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:])
         if length is None:
             return 0, message
         return CODING_IDS[self.coding], coded[: HEADER_NBYTES + length]

@@ -1,6 +1,7 @@
 """How the pipeline engine is configured, and codecs from their configuration."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -9,6 +10,7 @@ from pipeline.schedule import ScheduleName
 from pipeline.wire.cast import Cast, CastFormat
 from pipeline.wire.codec import Codec
 from pipeline.wire.entropy import Coding
+from pipeline.wire.hadamard import Hadamard
 from pipeline.wire.uniform import ScalePer, Uniform
 
 Bits = Annotated[int, Field(ge=1, le=8)]
@@ -17,7 +19,8 @@ Bits = Annotated[int, Field(ge=1, le=8)]
 class PipelineConfig(BaseModel):
     """Where the model is cut and how the stages take turns.
 
-    `cuts = [2, 4]` makes three stages: layers 0-1, 2-3 and the rest. `replicas` pipelines train
+    `cuts = [2, 4]` makes three stages: layers 0-1, 2-3 and the rest; `cuts = "auto"` with
+    `stages = 3` leaves the places to a measurement at the start. `replicas` pipelines train
     side by side. Schedules with several stages per rank (Interleaved1F1B, LoopedBFS and the
     zero-bubble ones) share the stages among `ranks`, by default half as many as there are stages.
     `depth` is how many more microbatches per hop Deep1F1B keeps in flight than 1F1B.
@@ -34,6 +37,31 @@ class PipelineConfig(BaseModel):
     ranks: int | None = Field(None, ge=1)
     precision: Precision = "fp32"
     peer_timeout_s: float = Field(300.0, gt=0)
+    auto_cuts: Annotated[bool, Field(exclude=True)] = False
+    """Set by `cuts = "auto"`: cuts 1, 2, ... stand in until they are decided."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stand_in_for_auto(cls, fields: Any) -> Any:
+        if not isinstance(fields, Mapping):
+            return fields
+        if "auto_cuts" in fields:
+            raise ValueError('auto_cuts: write cuts = "auto" and stages = N')
+        stages = fields.get("stages")
+        given = {key: value for key, value in fields.items() if key != "stages"}
+        if given.get("cuts") == "auto":
+            if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+                raise ValueError(
+                    f'cuts = "auto" with stages = {stages!r}: say how many, as in stages = 4'
+                )
+            return {**given, "cuts": tuple(range(1, stages)), "auto_cuts": True}
+        if stages is not None and stages != len(given.get("cuts", ())) + 1:
+            raise ValueError(
+                f"stages = {stages!r}, cuts = {given.get('cuts', [])!r}: these cuts make "
+                f"{len(given.get('cuts', ())) + 1} stages; leave out stages, or write "
+                'cuts = "auto"'
+            )
+        return given
 
     @property
     def stages(self) -> int:
@@ -62,6 +90,9 @@ class QuantizerConfig(BaseModel):
     """Uniform quantization: `bits` per value, and what shares a scale.
 
     `coding = "zstd"` shortens payloads; it pays where the link is slower than about 1 Gbit/s.
+    "auto" leaves it to the sender, which codes while its link is slower than the coder. With `rate`
+    the step is that many times a group's rms (see `Uniform`): 1.0 takes about 2 bits once coded,
+    0.5 about 3.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,9 +102,16 @@ class QuantizerConfig(BaseModel):
     scale_dtype: Literal["bf16", "fp32"] = "bf16"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     coding: Coding = "none"
+    rate: float | None = Field(None, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "QuantizerConfig":
+        if self.rate is not None and (self.bits != 4 or self.coding == "none"):
+            raise ValueError(
+                f"rate = {self.rate} with bits = {self.bits} and coding = "
+                f'"{self.coding}": it saves bytes only when its 16 levels are coded; '
+                'set bits = 4 and coding = "zstd" or "auto"'
+            )
         self.quantizer(width=1)
         return self
 
@@ -85,6 +123,7 @@ class QuantizerConfig(BaseModel):
             width=width,
             scale_dtype=self.scale_dtype,
             stochastic=self.rounding == "stochastic",
+            rate=self.rate,
         )
 
 
@@ -95,6 +134,33 @@ class DirectConfig(QuantizerConfig):
     bits: Bits = 8
 
 
-def build_codec(spec: CastFormat | int, width: int) -> Codec:
-    """Codec for a float format, or for that many bits with one scale per token of `width`."""
+class TileConfig(BaseModel):
+    """Tile-wise quantization without memory; see `pipeline/wire/hadamard.py`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["stateless"] = "stateless"
+    bits: int = 4
+    tile: int = 64
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> "TileConfig":
+        self.quantizer()
+        return self
+
+    def quantizer(self) -> Hadamard:
+        """The codec."""
+        return Hadamard(self.bits, self.tile)
+
+
+class StatelessConfig(TileConfig):
+    """Tile-wise quantization of a direction; `coding` is that of `QuantizerConfig`."""
+
+    coding: Coding = "none"
+
+
+def build_codec(spec: CastFormat | int | TileConfig, width: int) -> Codec:
+    """Codec for a float format, for bits with one scale per token of `width`, or for tiles."""
+    if isinstance(spec, TileConfig):
+        return spec.quantizer()
     return Uniform(spec, "token", width=width) if isinstance(spec, int) else Cast(spec)

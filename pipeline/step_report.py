@@ -9,7 +9,7 @@ import torch
 from pipeline.agreement import Agreement, Healed
 from pipeline.channel import BACKWARD, FORWARD, Traffic
 from pipeline.mesh import Mesh
-from pipeline.stage import CompressedStage
+from pipeline.stage import COMPUTE_KINDS, CompressedStage
 
 _SCALARS = 6
 
@@ -76,7 +76,7 @@ class StepReport:
             event.end_s - event.start_s
             for stage in self._stages
             for event in stage.events
-            if event.kind != "wait"
+            if event.kind in COMPUTE_KINDS
         )
         sync_step, self._sync_bytes = sync_bytes - self._sync_bytes, sync_bytes
         first = self._mesh.position == 0

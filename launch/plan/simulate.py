@@ -2,8 +2,8 @@
 
 What is modelled is the best that the schedule can do: a rank works whenever its next piece of work
 has its input; it encodes and decodes itself, in between; a message leaves as soon as it is encoded.
-A message passes its sender's uplink and its receiver's downlink, both of the same rate, each first
-in first out; a stage in the middle sends activations and gradients through one uplink.
+A message passes its sender's uplink, the link between the two and its receiver's downlink, each
+first in first out; a stage in the middle sends activations and gradients through one uplink.
 
 So `step_s` is what a measured step is to be compared with: it contains pipeline bubbles, transfers
 and codecs, but no copies, wake-ups, protocol headers or contention for processors.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from launch.metrics import Direction, TimelineEvent
+from launch.plan.network import Network
 from pipeline.schedule import Action, ScheduleName, single_stage_order
 
 
@@ -32,8 +33,8 @@ class StepModel:
     """What a step consists of.
 
     `forward_s` and `backward_s` are seconds per microbatch, one for each stage; `activations` and
-    `gradients` have one message for each cut. `rate_bps` holds for every uplink and downlink, None
-    is unlimited; `delay_s` is one way. The schedule is one with a single stage per rank.
+    `gradients` have one message for each cut. `network` joins the ranks, in bit/s of payload; None
+    is one without limits. The schedule is one with a single stage per rank.
 
     Raises:
         ValueError: a sequence does not fit the number of stages.
@@ -45,8 +46,7 @@ class StepModel:
     backward_s: Sequence[float]
     activations: Sequence[Message]
     gradients: Sequence[Message]
-    rate_bps: float | None = None
-    delay_s: float = 0.0
+    network: Network | None = None
     depth: int = 1
 
     def __post_init__(self) -> None:
@@ -94,12 +94,18 @@ def simulate(model: StepModel) -> SimulatedStep:
     """Play one step that begins with all ranks and links idle.
 
     Raises:
-        ValueError: the schedule has several stages per rank.
+        ValueError: the schedule has several stages per rank, or the network has another
+            number of hosts.
     """
     if model.schedule not in ("GPipe", "1F1B", "Deep1F1B"):
         raise ValueError(
             f'schedule = "{model.schedule}": only schedules with one stage per rank are simulated; '
             "use GPipe, 1F1B or Deep1F1B"
+        )
+    if model.network is not None and model.network.hosts != model.stages:
+        raise ValueError(
+            f"network has {model.network.hosts} hosts for {model.stages} stages: give one for "
+            "each (Network.for_ranks)"
         )
     simulation = _Simulation(model)
     simulation.run()
@@ -128,6 +134,7 @@ class _Simulation:
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
+        self._network = model.network or Network.uniform(model.stages)
         stages = range(model.stages)
         self._orders = [
             single_stage_order(
@@ -145,6 +152,7 @@ class _Simulation:
         self._busy = [False for _ in stages]
         self._up_free_s = [0.0 for _ in stages]
         self._down_free_s = [0.0 for _ in stages]
+        self._link_free_s: dict[tuple[int, int], float] = {}
         self._arrived: set[Action] = set()
         self._queue: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = 0
@@ -185,28 +193,32 @@ class _Simulation:
     def _finish(self, stage: int, outgoing: _Parcel | None, now_s: float) -> None:
         self._busy[stage], self.idle_since_s[stage] = False, now_s
         if outgoing is not None:
-            start_s = max(now_s, self._up_free_s[stage])
-            self._up_free_s[stage] = start_s + self._seconds(outgoing)
-            self._at(
-                start_s + self._model.delay_s,
-                lambda first_s: self._deliver(outgoing, start_s, first_s),
-            )
+            self._send(outgoing, now_s)
         self._work(stage, now_s)
+
+    def _send(self, parcel: _Parcel, now_s: float) -> None:
+        source, target = link = parcel.source, parcel.target
+        up_s = max(now_s, self._up_free_s[source])
+        self._up_free_s[source] = up_s + self._network.uplink_s(source, parcel.message.nbytes)
+        start_s = max(up_s, self._link_free_s.get(link, 0.0))
+        self._link_free_s[link] = start_s + self._network.link_s(*link, parcel.message.nbytes)
+        self._at(
+            start_s + self._network.latency_s[source][target],
+            lambda first_s: self._deliver(parcel, start_s, first_s),
+        )
 
     def _deliver(self, parcel: _Parcel, start_s: float, first_s: float) -> None:
         """The first byte reaches the downlink of the target."""
-        end_s = max(first_s, self._down_free_s[parcel.target]) + self._seconds(parcel)
-        self._down_free_s[parcel.target] = end_s
+        nbytes, target = parcel.message.nbytes, parcel.target
+        free_s = max(first_s, self._down_free_s[target]) + self._network.downlink_s(target, nbytes)
+        self._down_free_s[target] = free_s
+        end_s = max(free_s, first_s + self._network.link_s(parcel.source, target, nbytes))
         self.transfers.append(parcel.transfer(start_s, end_s))
         self._at(end_s, lambda now_s: self._arrive(parcel, now_s))
 
     def _arrive(self, parcel: _Parcel, now_s: float) -> None:
         self._arrived.add(parcel.needed_by)
         self._work(parcel.target, now_s)
-
-    def _seconds(self, parcel: _Parcel) -> float:
-        rate_bps = self._model.rate_bps
-        return 0.0 if rate_bps is None else 8 * parcel.message.nbytes / rate_bps
 
     def _incoming(self, action: Action) -> Message | None:
         if action.kind == "F":

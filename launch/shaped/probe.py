@@ -5,13 +5,12 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
+from launch import flow
 from launch.shaped.names import host_address
 from launch.shaped.network import ShapedNetwork
 from launch.shaped.spec import FRAME_BYTES, NetworkSpec
 
 _PORT = 5201
-_CHUNK = 1 << 18
-_PINGS = 5
 _CONNECT_S = 10.0
 _SHORTEST_S, _LONGEST_S = 0.4, 5.0
 
@@ -62,14 +61,15 @@ def _measure(
     """On `source` (0, round trip); on `target` (payload rate, 0)."""
     if host == source:
         with _connect(host_address(target)) as link:
-            return 0.0, _ping_then_flood(link)
+            round_trip_s = flow.ping(link)
+            flow.flood(link)
+            return 0.0, round_trip_s
     with socket.create_server((host_address(host), _PORT)) as server:
         server.settimeout(_CONNECT_S)
         link, _ = server.accept()
     with link:
-        for _ in range(_PINGS):
-            link.send(link.recv(1))
-        return _payload_bps(link, warm_up_s, window_s), 0.0
+        flow.answer_pings(link)
+        return flow.payload_bps(link, warm_up_s, window_s), 0.0
 
 
 def _connect(address: str) -> socket.socket:
@@ -81,30 +81,3 @@ def _connect(address: str) -> socket.socket:
             if time.monotonic() > limit:
                 raise
             time.sleep(0.01)
-
-
-def _ping_then_flood(link: socket.socket) -> float:
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    trips = []
-    for _ in range(_PINGS):
-        begin = time.perf_counter()
-        link.sendall(b"x")
-        link.recv(1)
-        trips.append(time.perf_counter() - begin)
-    chunk = bytes(_CHUNK)
-    try:
-        while True:
-            link.sendall(chunk)
-    except (ConnectionResetError, BrokenPipeError):  # the other end has seen enough
-        return min(trips)
-
-
-def _payload_bps(link: socket.socket, warm_up_s: float, window_s: float) -> float:
-    buffer = bytearray(_CHUNK)
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < warm_up_s:
-        link.recv_into(buffer)
-    received, begin = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - begin) < window_s:
-        received += link.recv_into(buffer)
-    return received * 8 / elapsed

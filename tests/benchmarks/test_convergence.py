@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,25 @@ def test_methods_start_from_the_same_weights_and_differ_in_training(corpus: Corp
     assert changes[:2] == [[None] * 3] * 2
     assert changes[2][0] is None
     assert all(ratio is not None and 0 < ratio < 1 for ratio in changes[2][1:])
+
+
+def test_classifiers_start_from_the_language_model(corpus: Corpus, tmp_path: Path) -> None:
+    rows = [f"x\t{i % 2}\t\t{('thin', 'slow')[i % 2]} pipe {i}" for i in range(12)]
+    path = tmp_path / "labelled.tsv"
+    path.write_text("\n".join(rows))
+    scale = replace(TINY, task="classification", dropout=0.1, epochs=12, lr=5e-3)
+    labelled = read_corpus(tmp_path / "train", tmp_path / "eval", scale, labelled=(path, path))
+    weights = pretrain(corpus, TINY, seed=0)
+    changes = {}
+    for masks in ("random", "repeated"):
+        config = replace(scale, dropout_masks=masks).run(METHODS["aq fw4/bw8"], 0)
+        found = fine_tune(labelled, config, weights, method="aq fw4/bw8")
+        changes[masks] = found.epochs[-1].change  # where the rate has decayed
+    assert found.scores["accuracy"] > 0.9
+    assert found.scores["matthews"] > 0.8
+    assert changes["repeated"] is not None
+    assert changes["random"] is not None
+    assert changes["repeated"] < 0.6 * changes["random"]
 
 
 def outcome(method: str, seed: int, losses: Sequence[float]) -> Outcome:

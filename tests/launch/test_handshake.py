@@ -1,10 +1,20 @@
 """Ranks agree before step 0, or refuse and say who differs in what."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from launch.handshake import HandshakeError, agree, other_failures, report_failure, versions
+from launch.handshake import (
+    HandshakeError,
+    agree,
+    fresh_store,
+    other_failures,
+    report_failure,
+    versions,
+)
 from launch.messages import gather_json
 from pipeline.mesh import build_mesh
 from tests.ranks import Ranks
@@ -35,6 +45,28 @@ def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
     facts: list[dict[str, object]] = [{}, {}, {}]
     for told in ranks(2, meet, 3, facts):  # three are expected
         assert told.startswith("rank 2 did not come within 3 s")
+
+
+def test_a_restart_does_not_see_what_was_written_before() -> None:
+    store = dist.HashStore()
+
+    def life(number: int) -> list[tuple[str, bool]]:
+        """Two ranks in turns of a restarted run; the first comes before the second."""
+
+        def come(rank: int) -> tuple[str, bool]:
+            time.sleep(0.1 * rank)
+            fresh = fresh_store(store, rank, 2, wait_s=5)
+            clean = not fresh.check([f"address of {rank}"])
+            fresh.set(f"address of {rank}", f"{number}")
+            return fresh.get(f"address of {1 - rank}").decode(), clean
+
+        with ThreadPoolExecutor(2) as ranks:
+            return list(ranks.map(come, range(2)))
+
+    for number in range(3):
+        assert life(number) == [(str(number), True)] * 2
+    with pytest.raises(HandshakeError, match="rank 1 did not come within 0 s"):
+        fresh_store(store, 0, 2, wait_s=0.2)
 
 
 def fail(rank: int) -> list[str]:

@@ -125,9 +125,17 @@ def test_a_run_leaves_everything_in_its_folder(run_file: Path) -> None:
     folder = run_file.parent / "run"
     names = {path.name for path in folder.iterdir() if path.name != ".lock"}
     expected = {"config.toml", "metrics.jsonl", "summary.json", "report.html", "loss.png"}
-    assert names == expected | {"checkpoints"}
+    assert names == expected | {"timeline.json", "checkpoints"}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 16))
+    traced = subprocess.run(
+        [sys.executable, "-m", "launch", "trace", str(folder), "--rate", "10mbit"],
+        capture_output=True,
+        text=True,
+    )
+    assert "step 8, measured" in traced.stdout, traced.stderr
+    processes = {e["pid"] for e in json.loads((folder / "trace.json").read_text())["traceEvents"]}
+    assert processes == {0, 1, 2, 1000, 1001, 1002}
     assert {w["cut"] for w in records[0]["wire"]} == {1, 3}
     assert records[-1]["loss"] < records[0]["loss"]
     assert set(records[-1]["eval"]) == {"loss", "loss_compressed"}
@@ -173,7 +181,8 @@ def test_at_another_number_of_replicas_only_moved_samples_are_new(
     assert saved.returncode == 0, saved.stderr
     done = thinpipe(run_file, *run, f"pipeline.replicas={now}", "--resume", "--step", "4")
     assert done.returncode == 0, done.stderr
-    assert f"resuming {before} replicas as {now}" in done.stderr
+    assert f"replicas {before}; this run has cuts [2], replicas {now}" in done.stderr
+    assert "samples that are now another replica's are sent like new ones" in done.stderr
     records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
     first, second = (
         sum(record.wire[0].bytes - 52 * record.wire[0].messages for record in epoch)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from launch.plan.network import Network
 from launch.plan.simulate import Message, StepModel, simulate
 
 FREE = Message(0)
@@ -39,7 +40,9 @@ def test_without_a_network_only_the_bubble_costs_time() -> None:
 
 
 def test_a_slow_link_carries_one_message_after_the_other() -> None:
-    model = two_stages(Message(500_000), microbatches=3, rate_bps=MBIT)  # 4 s each
+    model = two_stages(
+        Message(500_000), microbatches=3, network=Network.uniform(2, MBIT)
+    )  # 4 s each
     step = simulate(model)
     times = [(t.direction, t.microbatch, t.start_s, t.end_s) for t in step.transfers]
     assert times == [
@@ -54,7 +57,7 @@ def test_a_slow_link_carries_one_message_after_the_other() -> None:
 
 
 def test_a_delay_is_paid_once_when_enough_microbatches_are_in_flight() -> None:
-    model = two_stages(microbatches=3, delay_s=10.0)
+    model = two_stages(microbatches=3, network=Network.uniform(2, None, 10.0))
     assert simulate(replace(model, schedule="1F1B")).step_s == 48  # the third waits for the first
     assert simulate(replace(model, schedule="Deep1F1B")).step_s == 28
 
@@ -72,7 +75,7 @@ def test_ranks_are_busy_with_their_codecs() -> None:
 
 def test_both_directions_of_a_cut_are_used_at_once() -> None:
     fast = {"forward_s": (0.0, 0.0), "backward_s": (0.0, 0.0), "schedule": "1F1B"}
-    model = two_stages(ONE_SECOND, microbatches=2, rate_bps=MBIT, **fast)
+    model = two_stages(ONE_SECOND, microbatches=2, network=Network.uniform(2, MBIT), **fast)
     spans = {(t.direction, t.microbatch): (t.start_s, t.end_s) for t in simulate(model).transfers}
     assert spans["backward", 0] == spans["forward", 1] == (1, 2)
 
@@ -85,13 +88,30 @@ def test_a_stage_in_the_middle_sends_both_ways_through_one_uplink() -> None:
         backward_s=(0.0,) * 3,
         activations=(ONE_SECOND,) * 2,
         gradients=(ONE_SECOND,) * 2,
-        rate_bps=MBIT,
+        network=Network.uniform(3, MBIT),
     )
     assert simulate(model).step_s >= 16  # 8 activations and 8 gradients
+
+
+def test_a_slow_link_delays_its_own_messages_and_no_others() -> None:
+    rates = ((None, 2 * MBIT, None), (2 * MBIT, None, MBIT), (None, 2 * MBIT, None))
+    model = StepModel(
+        schedule="GPipe",
+        microbatches=2,
+        forward_s=(0.0,) * 3,
+        backward_s=(0.0,) * 3,
+        activations=(ONE_SECOND,) * 2,
+        gradients=(FREE,) * 2,
+        network=Network(rates, ((0.0,) * 3,) * 3),
+    )
+    spans = {(t.cut, t.microbatch): (t.start_s, t.end_s) for t in simulate(model).transfers[:4]}
+    assert spans == {(0, 0): (0, 0.5), (0, 1): (0.5, 1), (1, 0): (0.5, 1.5), (1, 1): (1.5, 2.5)}
 
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="activations has 2 entries"):
         two_stages(activations=(FREE, FREE))
+    with pytest.raises(ValueError, match="3 hosts for 2 stages"):
+        simulate(two_stages(network=Network.uniform(3)))
     with pytest.raises(ValueError, match="one stage per rank"):
         simulate(two_stages(schedule="LoopedBFS"))

@@ -1,0 +1,168 @@
+"""Findings from the facts of all hosts and links: pure, so that every host finds the same."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from launch.doctor.finding import Finding, ok, problem, warning
+from launch.doctor.host import HostFacts
+from launch.doctor.links import LinkFacts
+from launch.handshake import differences
+from launch.shaped.spec import format_rate
+
+_SLOW_SHARE = 1 / 3
+_CLOCK_S = 1.0
+_FAR_S = 0.005
+_BUFFER_SHARE = 0.35
+"""Of a socket buffer's limit, what data in flight gets before the rest of the kernel's accounting
+takes hold: 4 MB held one stream to 200 Mbit/s at a round trip of 100 ms, which is 2.5 MB."""
+
+
+def check_all(hosts: Sequence[HostFacts], links: Sequence[LinkFacts]) -> list[Finding]:
+    """Everything that shows only when hosts are compared."""
+    names = names_of(hosts)
+    return [
+        *_same(hosts),
+        *_open(hosts, names, links),
+        *_clocks(names, links),
+        *_mtu(names, links),
+        *_rates(names, links),
+        *_buffers(hosts, names, links),
+        *_slow_start(hosts, links),
+    ]
+
+
+def names_of(hosts: Sequence[HostFacts]) -> list[str]:
+    """Host names; with the address where two have one name."""
+    names = [host.name for host in hosts]
+    return [
+        host.name if names.count(host.name) == 1 else f"{host.name}/{host.address}:{host.port}"
+        for host in hosts
+    ]
+
+
+def _same(hosts: Sequence[HostFacts]) -> list[Finding]:
+    first, findings = hosts[0], []
+    for other in hosts[1:]:
+        for what, theirs, ours in (
+            ("versions", other.versions, first.versions),
+            ("config", other.config, first.config),
+        ):
+            for key, value, expected in differences(dict(theirs), dict(ours)):
+                text = f"{what}: {key} = {value}, {first.name} has {expected}"
+                remedy = (
+                    "copy one run file to all hosts"
+                    if what == "config"
+                    else "install the same versions on all hosts (constraints.txt)"
+                )
+                findings.append(problem(other.name, text, remedy))
+    return findings or [ok("all", "same versions and config")]
+
+
+def _open(
+    hosts: Sequence[HostFacts], names: Sequence[str], links: Sequence[LinkFacts]
+) -> list[Finding]:
+    closed = [link for link in links if link.closed]
+    if not closed:
+        return [ok("all", "every host can connect to every other")] if links else []
+    findings = []
+    for link in closed:
+        source, target = hosts[link.source], hosts[link.target]
+        findings.append(
+            problem(
+                f"{names[link.source]} -> {names[link.target]}",
+                f"cannot connect to {target.address}, port {target.port} ({link.closed})",
+                f"let {target.name} accept all TCP ports from {source.address} (ufw allow from "
+                f"{source.address}), see that there is a route, and that {target.interface} is "
+                f"the right interface of {target.name}",
+            )
+        )
+    return findings
+
+
+def _clocks(names: Sequence[str], links: Sequence[LinkFacts]) -> list[Finding]:
+    return [
+        warning(
+            names[link.target],
+            f"its clock is {abs(link.clock_offset_s):.1f} s "
+            f"{'ahead of' if link.clock_offset_s > 0 else 'behind'} that of {names[link.source]}",
+            "timedatectl set-ntp true (logs of the hosts will not match otherwise)",
+        )
+        for link in links
+        if link.source == 0 and abs(link.clock_offset_s) > _CLOCK_S
+    ]
+
+
+def _mtu(names: Sequence[str], links: Sequence[LinkFacts]) -> list[Finding]:
+    known = [link for link in links if link.path_mtu]
+    largest = max((link.path_mtu for link in known), default=0)
+    return [
+        warning(
+            f"{names[link.source]} -> {names[link.target]}",
+            f"packets of {link.path_mtu} bytes at most, {largest} elsewhere",
+            "a VPN or tunnel on the way is usual; if it is none of yours, set the interfaces to "
+            "the same MTU (ip link set dev IF mtu N)",
+        )
+        for link in known
+        if link.path_mtu < largest
+    ]
+
+
+def _rates(names: Sequence[str], links: Sequence[LinkFacts]) -> list[Finding]:
+    rates = [link.rate_bps for link in links if not link.closed]
+    if len(rates) < 2:
+        return []
+    usual = statistics.median(rates)
+    return [
+        warning(
+            f"{names[link.source]} -> {names[link.target]}",
+            f"{format_rate(link.rate_bps)}, {usual / link.rate_bps:.1f} times slower than usual "
+            "here",
+            "fewer bits at the cut it carries (`thinpipe plan --network`), hosts in another "
+            "order, or see what else uses it",
+        )
+        for link in links
+        if not link.closed and link.rate_bps < _SLOW_SHARE * usual
+    ]
+
+
+def _buffers(
+    hosts: Sequence[HostFacts], names: Sequence[str], links: Sequence[LinkFacts]
+) -> list[Finding]:
+    """A stream cannot have more in flight than its sockets hold."""
+    findings = []
+    for link in links:
+        in_flight = link.rate_bps * link.round_trip_s / 8
+        limits = (
+            ("tcp_wmem", hosts[link.source].send_buffer, names[link.source]),
+            ("tcp_rmem", hosts[link.target].receive_buffer, names[link.target]),
+        )
+        for name, limit, where in limits:
+            if link.closed or not limit or in_flight < _BUFFER_SHARE * limit:
+                continue
+            enough = 1 << math.ceil(math.log2(max(16 * in_flight, 8e6)))
+            findings.append(
+                warning(
+                    where,
+                    f"net.ipv4.{name} ends at {limit} bytes, which holds the way "
+                    f"{names[link.source]} -> {names[link.target]} to "
+                    f"{format_rate(link.rate_bps)} at a round trip of "
+                    f"{link.round_trip_s * 1e3:.3g} ms",
+                    f"sysctl -w net.ipv4.{name}='4096 131072 {enough}'",
+                )
+            )
+    return findings
+
+
+def _slow_start(hosts: Sequence[HostFacts], links: Sequence[LinkFacts]) -> list[Finding]:
+    far = {link.source for link in links if link.round_trip_s > _FAR_S}
+    return [
+        warning(
+            host.name,
+            "net.ipv4.tcp_slow_start_after_idle = 1: after each pause between messages TCP starts "
+            "slowly; with 50 ms of delay that doubled a step",
+            "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
+        )
+        for place, host in enumerate(hosts)
+        if host.slow_start_after_idle and place in far
+    ]

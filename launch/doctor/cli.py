@@ -1,0 +1,88 @@
+"""`thinpipe doctor run.toml --nnodes 3 --rdzv host0:29500`, the same on every host."""
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from launch.config import RunConfig, load_config
+from launch.doctor.checks import check_all, names_of
+from launch.doctor.finding import Finding, problem
+from launch.doctor.host import HostFacts, choose_interface, examine
+from launch.doctor.links import listen, measure_links
+from launch.doctor.meeting import DoctorError, meet
+from launch.doctor.report import as_network, draw_links, show_findings, show_links
+from launch.interfaces import parse_endpoint, reachable_address
+
+HEALTHY, ILL, USAGE_ERROR = 0, 1, 2
+
+
+def doctor(
+    config_path: Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The run to come.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="As for train.")
+    ] = None,
+    nnodes: Annotated[int, typer.Option(min=1, help="How many hosts; the same on each.")] = 1,
+    rdzv: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where they meet: one of them, as for train.")
+    ] = "127.0.0.1:29500",
+    save: Annotated[
+        Path | None, typer.Option(metavar="NET.JSON", help="For plan; a picture lies beside it.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="To measure each link for.")] = 1.0,
+    wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for other hosts.")] = 60.0,
+) -> None:
+    """Examine the hosts of a run and the links between them, and say what to put right.
+
+    Exits with 1 if something keeps the run from starting.
+    """
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    console = Console()
+    try:
+        config = load_config(config_path, overrides or [])
+        endpoint = parse_endpoint(rdzv)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USAGE_ERROR)
+    examination = _Examination(config, nnodes, window_s=seconds, wait_s=wait)
+    try:
+        findings = examination.run(console, endpoint, save)
+    except (ValueError, OSError, DoctorError) as error:
+        findings = [*examination.findings, problem("this host", str(error), "")]
+    show_findings(console, findings)
+    sys.exit(ILL if any(finding.level == "problem" for finding in findings) else HEALTHY)
+
+
+class _Examination:
+    """`findings` are those of this host so far."""
+
+    def __init__(self, config: RunConfig, nnodes: int, *, window_s: float, wait_s: float) -> None:
+        self._config, self._nnodes = config, nnodes
+        self._window_s, self._wait_s = window_s, wait_s
+        self.findings: list[Finding] = []
+
+    def run(self, console: Console, endpoint: tuple[str, int], save: Path | None) -> list[Finding]:
+        """Examine; the findings of all hosts, the same on each."""
+        host, port = endpoint
+        address = reachable_address(host)
+        chosen, self.findings = choose_interface(address)
+        with listen(chosen.address) as server:
+            own_port = server.getsockname()[1]
+            facts = examine(self._config, chosen, port=own_port, nnodes=self._nnodes)
+            self.findings += [Finding(**finding) for finding in facts.findings]
+            facts.findings[:] = [finding.as_json() for finding in self.findings]
+            meeting = meet((address, port), chosen.address, self._nnodes, wait_s=self._wait_s)
+            hosts = [HostFacts(**told) for told in meeting.gather("host", vars(facts))]
+            links = measure_links(meeting, hosts, server, window_s=self._window_s)
+            meeting.end()
+        names = names_of(hosts)
+        if links:
+            show_links(console, names, links)
+        if save is not None:
+            as_network(len(hosts), links).write(save)
+            draw_links(save.with_suffix(".png"), names, links)
+        told = [Finding(**finding) for facts in hosts for finding in facts.findings]
+        return [*told, *check_all(hosts, links)]

@@ -1,0 +1,80 @@
+"""The examination's result: a table of findings, the links as a matrix, a file and a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from launch.doctor.finding import Finding
+from launch.doctor.links import LinkFacts
+from launch.plan.network import Network, Rate
+from launch.shaped.spec import PAYLOAD_SHARE, format_rate
+
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+def show_findings(console: Console, findings: Sequence[Finding]) -> None:
+    """All of them, the worst last, where a terminal shows them."""
+    order = list(_STYLES)
+    for finding in sorted(findings, key=lambda f: order.index(f.level)):
+        head = f"[{_STYLES[finding.level]}]{finding.level:7}[/] {finding.where}: "
+        console.print(head, end="", highlight=False)
+        console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
+        if finding.remedy:
+            console.print(f"        -> {finding.remedy}", markup=False, soft_wrap=True)
+
+
+def show_links(console: Console, names: Sequence[str], links: Sequence[LinkFacts]) -> None:
+    """Rate and round trip: a row per sender, a column per receiver."""
+    table = Table("from \\ to", *names, title="payload rate, round trip", title_justify="left")
+    by_pair = {(link.source, link.target): link for link in links}
+    for source, name in enumerate(names):
+        cells = [_cell(by_pair.get((source, target))) for target in range(len(names))]
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def as_network(hosts: int, links: Sequence[LinkFacts]) -> Network:
+    """What `plan` reads. Rates count headers too; a link that is closed is as slow as can be said.
+
+    One way is taken as half of a round trip.
+    """
+    rates: list[list[Rate]] = [[None] * hosts for _ in range(hosts)]
+    delays = [[0.0] * hosts for _ in range(hosts)]
+    for link in links:
+        nominal_bps = link.rate_bps / PAYLOAD_SHARE
+        rates[link.source][link.target] = min(max(nominal_bps, 8e3), 30e9)
+        delays[link.source][link.target] = link.round_trip_s / 2
+    return Network(tuple(map(tuple, rates)), tuple(map(tuple, delays)))
+
+
+def draw_links(path: Path, names: Sequence[str], links: Sequence[LinkFacts]) -> None:
+    """The matrix as a picture: the darker, the slower."""
+    from matplotlib.figure import Figure
+
+    size = len(names)
+    rates = [[float("nan")] * size for _ in range(size)]
+    for link in links:
+        rates[link.source][link.target] = link.rate_bps / 1e6
+    figure = Figure(figsize=(1.6 + 1.2 * size, 1.2 + size), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(rates, cmap="Blues_r")
+    for link in links:
+        text = "closed" if link.closed else f"{link.rate_bps / 1e6:.3g} Mbit/s"
+        text += "" if link.closed else f"\n{link.round_trip_s * 1e3:.3g} ms"
+        style = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+        axes.text(link.target, link.source, text, ha="center", va="center", bbox=style)
+    axes.set_xticks(range(size), names)
+    axes.set_yticks(range(size), names)
+    axes.set_xlabel("to")
+    axes.set_ylabel("from")
+    figure.savefig(path, dpi=120)
+
+
+def _cell(link: LinkFacts | None) -> str:
+    if link is None:
+        return ""
+    if link.closed:
+        return "closed"
+    return f"{format_rate(link.rate_bps)}, {link.round_trip_s * 1e3:.3g} ms"

@@ -1,0 +1,47 @@
+"""One TCP connection as an instrument: round trips, then payload per second."""
+
+import socket
+import time
+
+CHUNK = 1 << 18
+PINGS = 5
+
+
+def answer_pings(link: socket.socket) -> None:
+    """The far end of `ping`."""
+    for _ in range(PINGS):
+        link.sendall(link.recv(1))
+
+
+def ping(link: socket.socket) -> float:
+    """Seconds of the fastest of a few round trips of one byte."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    trips = []
+    for _ in range(PINGS):
+        begin = time.perf_counter()
+        link.sendall(b"x")
+        link.recv(1)
+        trips.append(time.perf_counter() - begin)
+    return min(trips)
+
+
+def flood(link: socket.socket) -> None:
+    """Send until the far end has seen enough and closes."""
+    chunk = bytes(CHUNK)
+    try:
+        while True:
+            link.sendall(chunk)
+    except (ConnectionResetError, BrokenPipeError):
+        return
+
+
+def payload_bps(link: socket.socket, warm_up_s: float, window_s: float) -> float:
+    """The far end of `flood`: bits per second after the warm-up; the caller closes."""
+    buffer = bytearray(CHUNK)
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < warm_up_s:
+        link.recv_into(buffer)
+    received, begin = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - begin) < window_s:
+        received += link.recv_into(buffer)
+    return received * 8 / elapsed

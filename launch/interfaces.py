@@ -1,0 +1,114 @@
+"""Which of this host's network interfaces leads to another host.
+
+gloo publishes the address of one interface (GLOO_SOCKET_IFNAME); without that variable it takes
+whatever the host's own name resolves to, which on many systems is 127.0.1.1.
+"""
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from dataclasses import dataclass
+
+_SIOCGIFADDR = 0x8915
+_SIOCGIFMTU = 0x8921
+_NAME_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Interface:
+    """An interface with an IPv4 address; `mtu` in bytes."""
+
+    name: str
+    address: str
+    mtu: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether its address means this host to every host."""
+        return ipaddress.ip_address(self.address).is_loopback
+
+
+def interfaces() -> dict[str, Interface]:
+    """All of this host's that have an IPv4 address, by name."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = name.encode().ljust(40, b"\0")
+            try:
+                reply = fcntl.ioctl(asking, _SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no address
+            address = socket.inet_ntoa(reply[_NAME_BYTES + 4 : _NAME_BYTES + 8])
+            mtu = fcntl.ioctl(asking, _SIOCGIFMTU, request)[_NAME_BYTES : _NAME_BYTES + 4]
+            found[name] = Interface(name, address, struct.unpack("i", mtu)[0])
+    return found
+
+
+def resolve(host: str) -> str:
+    """IPv4 address of a name, or the address itself.
+
+    Raises:
+        ValueError: the name cannot be resolved; says what to do.
+    """
+    try:
+        return socket.gethostbyname(host)
+    except OSError as error:
+        raise ValueError(
+            f"{host}: this host cannot resolve the name ({error.strerror}); add a line with its "
+            "address to /etc/hosts, or give the address instead of the name"
+        ) from None
+
+
+def reachable_address(host: str) -> str:
+    """`resolve`, for the host where machines meet: one that only this host can use is refused.
+
+    Raises:
+        ValueError: also if a name stands for 127.x here, as Debian lets a host's own name do.
+    """
+    address = resolve(host)
+    by_name = host != "localhost" and not host.startswith("127.")
+    if by_name and ipaddress.ip_address(address).is_loopback:
+        raise ValueError(
+            f"{host}: resolves to {address} on this host, which no other host can reach; correct "
+            "the line in /etc/hosts, or give the address instead of the name"
+        )
+    return address
+
+
+def is_here(address: str) -> bool:
+    """Whether an address is one of this host's."""
+    return address in {found.address for found in interfaces().values()}
+
+
+def interface_to(address: str) -> Interface:
+    """The interface through which an address is reached; for our own, the one that has it.
+
+    Raises:
+        ValueError: no interface leads there.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((address, 9))  # sends nothing: it asks the routing table
+        except OSError as error:
+            raise ValueError(
+                f"{address}: no interface of this host leads there ({error.strerror}); is the "
+                "network, or the VPN, up?"
+            ) from None
+        own = asking.getsockname()[0]
+    for found in interfaces().values():
+        if found.address == own:
+            return found
+    raise ValueError(f"{address}: reached from {own}, which no interface has; use plain IPv4")
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """`host0:29500` as name and port.
+
+    Raises:
+        ValueError: it is not written like that.
+    """
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"--rdzv = {text!r}: write a host and a port, as in host0:29500")
+    return host, int(port)

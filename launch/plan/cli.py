@@ -1,0 +1,155 @@
+"""`thinpipe plan run.toml`: where to cut, what a step will take, how many bits the links carry."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+
+from launch.config import RunConfig, load_config
+from launch.plan.apply import apply_plan
+from launch.plan.auto import find_cuts
+from launch.plan.cost import Blocks, measure_messages, predict, stage_costs
+from launch.plan.measure import measure_blocks, microbatch_shape
+from launch.plan.network import Network
+from launch.plan.recommend import Recommendation, Spec, recommend
+from launch.plan.show import show_plan, show_recommendation
+from launch.shaped.spec import parse_rate, parse_time
+
+USAGE_ERROR = 2
+
+
+def plan(  # noqa: PLR0913  # one parameter per option
+    config_path: Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The run to plan.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="As for train.")
+    ] = None,
+    network: Annotated[
+        Path | None, typer.Option(metavar="NET.JSON", help="Links, as doctor measured them.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Of every link instead: 100mbit.")
+    ] = None,
+    delay: Annotated[
+        str | None, typer.Option(metavar="TIME", help="One way, with --rate: 20ms.")
+    ] = None,
+    speeds: Annotated[
+        str | None,
+        typer.Option(metavar="S0,S1,..", help="Speed of each stage's machine; this one is 1."),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="GB0,GB1,..", help="Memory of each stage's machine.")
+    ] = None,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Write cuts and bits into the run file.")
+    ] = False,
+) -> None:
+    """Measure the blocks, cut the model, foretell a step, and advise on bits per cut.
+
+    With `cuts = "auto"` (and `stages`) the best cuts are found, otherwise those given are shown.
+    """
+    console = Console()
+    try:
+        config = load_config(config_path, overrides or [])
+        links = _links(config.pipeline.pipeline_ranks, network, rate, delay)
+        blocks = _blocks(config, _numbers(speeds, "--speeds", config.pipeline.stages))
+        limits = _numbers(memory, "--memory", config.pipeline.stages)
+        config, advice = _plan(console, config, blocks, links, limits=limits)
+        if apply:
+            known_links = network is not None or rate is not None
+            tables = _tables(config, advice) if advice and known_links else None
+            apply_plan(config_path, config.pipeline.cuts, tables)
+            console.print(f"written to {config_path}")
+    except ValueError as error:
+        _refuse(error)
+
+
+def _plan(
+    console: Console,
+    config: RunConfig,
+    blocks: Blocks,
+    network: Network,
+    *,
+    limits: Sequence[float] | None,
+) -> tuple[RunConfig, Recommendation | None]:
+    """Show the plan; return the config with its cuts, and what to send where there are any."""
+    limits_nbytes = [1e9 * limit for limit in limits] if limits else None
+    if config.pipeline.auto_cuts:
+        config = config.with_cuts(
+            find_cuts(config, blocks, network=network, memory_limit=limits_nbytes)
+        )
+    for stage, cost in enumerate(stage_costs(config, blocks)):
+        if limits_nbytes is not None and cost.memory > limits_nbytes[stage]:
+            raise ValueError(
+                f"--memory: stage {stage} needs {cost.memory / 1e9:.3g} GB for blocks {cost.first} "
+                f"to {cost.stop - 1}, its machine has {limits_nbytes[stage] / 1e9:.3g}; move its "
+                'cuts or use cuts = "auto"'
+            )
+    prediction = predict(config, blocks, measure_messages(config), network)
+    show_plan(console, config, prediction, network)
+    if not config.pipeline.cuts:
+        return config, None
+    advice = recommend(config, prediction, network, microbatch_shape(config))
+    better = predict(config, blocks, advice.messages, network)
+    show_recommendation(console, advice, better, network)
+    return config, advice
+
+
+def _blocks(config: RunConfig, speeds: Sequence[float] | None) -> Blocks:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    here = measure_blocks(config)
+    speeds = speeds or [1.0] * config.pipeline.stages
+    return [[block.on(speed) for block in here] for speed in speeds]
+
+
+def _links(ranks: int, path: Path | None, rate: str | None, delay: str | None) -> Network:
+    """Links between the ranks of a pipeline; without any option they are unlimited."""
+    if path is None:
+        rate_bps = parse_rate(rate, "--rate") if rate else None
+        return Network.uniform(ranks, rate_bps, parse_time(delay, "--delay") if delay else 0.0)
+    if rate or delay:
+        raise ValueError(f"--network = {path}: says rates and delays; leave out --rate and --delay")
+    return Network.read(path).for_ranks(ranks)
+
+
+def _numbers(text: str | None, where: str, stages: int) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) <= 0 or len(numbers) not in (1, stages):
+        raise ValueError(f"{where} = {text!r}: give one positive number, or {stages} with commas")
+    return numbers * stages if len(numbers) == 1 else numbers
+
+
+def _tables(config: RunConfig, advice: Recommendation) -> list[dict[str, Any]]:
+    """Boundary tables: one for all cuts where they are alike, otherwise one for each."""
+    tables = []
+    for cut in config.pipeline.cuts:
+        at_cut = config.boundary_at(cut)
+        forward = _merged(at_cut.forward, advice.specs[cut, "forward"])
+        backward = _merged(at_cut.backward, advice.specs[cut, "backward"])
+        tables.append({"cut": cut, "forward": forward, "backward": backward})
+    first = {key: value for key, value in tables[0].items() if key != "cut"}
+    if all({**table, "cut": 0} == {**first, "cut": 0} for table in tables):
+        return [first]
+    return tables
+
+
+def _merged(configured: Spec, chosen: Spec) -> dict[str, Any]:
+    """The chosen bits; other settings of the run file stay if the kind does."""
+    fields = {"kind": chosen.kind}
+    if configured.kind == chosen.kind:
+        fields |= configured.model_dump(exclude_defaults=True)
+    return fields | chosen.model_dump(include={"bits", "format"})
+
+
+def _refuse(error: Exception) -> NoReturn:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(USAGE_ERROR)

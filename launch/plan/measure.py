@@ -1,0 +1,120 @@
+"""What each block costs on this machine: seconds, parameters, memory per microbatch.
+
+Blocks with the same parameters' shapes are measured once. Axes: B samples, T tokens, D width.
+"""
+
+import statistics
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from launch.build import build_blocks
+from launch.config import RunConfig
+
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """A block on one device: the first includes the embedding, the last the head and the loss.
+
+    `forward_s`, `backward_s` and `activations` (bytes kept for the backward) are per microbatch,
+    `optimizer_s` is per step; `parameters` counts them.
+    """
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float = 0.0
+    parameters: int = 0
+    activations: int = 0
+
+    def on(self, speed: float) -> "BlockCost":
+        """The same on a device that is `speed` times as fast."""
+        seconds = (self.forward_s / speed, self.backward_s / speed, self.optimizer_s / speed)
+        return BlockCost(*seconds, self.parameters, self.activations)
+
+
+def microbatch_shape(config: RunConfig) -> torch.Size:
+    """Shape [B, T, D] of the largest microbatch at a cut."""
+    parts = config.pipeline.replicas * config.train.accumulate
+    samples = -(-config.train.batch_size // parts)
+    per_microbatch = -(-samples // min(config.pipeline.microbatches, samples))
+    return torch.Size((per_microbatch, config.data.sequence_length, config.model.width))
+
+
+def measure_blocks(config: RunConfig) -> list[BlockCost]:
+    """Cost of every block, in order; the median of several rounds after one that is dropped."""
+    found: dict[Any, BlockCost] = {}
+    costs = []
+    for first in range(config.model.layers):
+        with torch.device("meta"):
+            shapes = tuple(p.shape for p in build_blocks(config, first, device="meta").parameters())
+        if shapes not in found:
+            found[shapes] = _Bench(config, first).measure()
+        costs.append(found[shapes])
+    return costs
+
+
+class _Bench:
+    """One block, with an optimizer of its own, fed with numbers of the right shape."""
+
+    def __init__(self, config: RunConfig, first: int) -> None:
+        self._config = config
+        self._block = build_blocks(config, first)
+        self._parameters = list(self._block.parameters())
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-9)
+        samples, tokens, width = microbatch_shape(config)
+        self._is_last = first == config.model.layers - 1
+        self._tokens_BT = torch.randint(min(256, config.model.vocab), (samples, tokens))
+        self._x = self._tokens_BT if first == 0 else torch.randn(samples, tokens, width)
+
+    def measure(self) -> BlockCost:
+        rounds = [self._round() for _ in range(_REPEATS + 1)][1:]
+        forward_s, backward_s, optimizer_s = map(statistics.median, zip(*rounds, strict=True))
+        parameters = sum(p.numel() for p in self._parameters)
+        return BlockCost(forward_s, backward_s, optimizer_s, parameters, self._activations())
+
+    def _round(self) -> tuple[float, float, float]:
+        moments = [time.perf_counter()]
+        output = self._forward()
+        moments.append(time.perf_counter())
+        torch.autograd.backward(output, None if output.ndim == 0 else torch.ones_like(output))
+        moments.append(time.perf_counter())
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        moments.append(time.perf_counter())
+        forward_s, backward_s, optimizer_s = (b - a for a, b in pairwise(moments))
+        return forward_s, backward_s, optimizer_s
+
+    def _forward(self) -> Tensor:
+        x = self._x.detach()
+        x.requires_grad_(x.is_floating_point())
+        bf16 = self._config.pipeline.precision == "bf16"
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            output: Tensor = self._block(x)
+            if self._is_last:
+                return F.cross_entropy(
+                    output.flatten(0, 1).float(), self._tokens_BT.flatten(), reduction="sum"
+                )
+        return output
+
+    def _activations(self) -> int:
+        """Bytes of distinct storages that one microbatch keeps for its backward, and its input."""
+        own = {p.untyped_storage().data_ptr() for p in self._parameters}
+        kept = {self._x.untyped_storage().data_ptr(): self._x.nbytes}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = self._forward()
+        del output
+        return sum(kept.values())

@@ -1,0 +1,123 @@
+"""The network of a run: rates and latencies between its hosts, from numbers or a measured file.
+
+The file is what `thinpipe doctor` writes and `thinpipe shaped --matrix` replays: `rate_bps` (bit/s
+on the wire, headers included, of each link alone) and `latency_s` (one way), a row per sender.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from launch.shaped.spec import PAYLOAD_SHARE, NetworkSpec, links
+
+Rate = float | None
+"""Bits per second; None is unlimited."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links between hosts: [from][to], `rate_bps` and one-way `latency_s`.
+
+    A host's uplink is as fast as its fastest link, and all it sends shares it; likewise its
+    downlink.
+    """
+
+    rate_bps: tuple[tuple[Rate, ...], ...]
+    latency_s: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def uniform(cls, hosts: int, rate_bps: Rate = None, latency_s: float = 0.0) -> Self:
+        """The same between any two of `hosts`."""
+        rates = tuple(
+            tuple(None if i == j else rate_bps for j in range(hosts)) for i in range(hosts)
+        )
+        delays = tuple(
+            tuple(0.0 if i == j else latency_s for j in range(hosts)) for i in range(hosts)
+        )
+        return cls(rates, delays)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a network file.
+
+        Raises:
+            ValueError: naming the file and what is wrong in it.
+        """
+        try:
+            spec = NetworkSpec.of(matrix=path)
+        except ValueError as error:
+            raise ValueError(str(error).replace("--matrix", "--network")) from None
+        hosts = range(spec.hosts)
+        return cls(
+            tuple(tuple(spec.pair_bps.get((i, j)) for j in hosts) for i in hosts),
+            tuple(tuple(spec.delay_s.get((i, j), 0.0) for j in hosts) for i in hosts),
+        )
+
+    def write(self, path: Path) -> None:
+        """Write what `read` reads."""
+        content = {"rate_bps": self.rate_bps, "latency_s": self.latency_s}
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return len(self.rate_bps)
+
+    def for_ranks(self, ranks: int) -> "Network":
+        """Links between ranks, as many on each host, in order; within a host they are free.
+
+        Raises:
+            ValueError: the ranks cannot be shared evenly by the hosts.
+        """
+        if ranks % self.hosts:
+            raise ValueError(
+                f"the network has {self.hosts} hosts, which cannot share {ranks} ranks evenly; "
+                "give a network with one host per rank, or a number of hosts that divides it"
+            )
+        of = [rank // (ranks // self.hosts) for rank in range(ranks)]
+        pairs = [[(i, j, i == j) for j in of] for i in of]
+        return Network(
+            tuple(tuple(None if same else self.rate_bps[i][j] for i, j, same in r) for r in pairs),
+            tuple(tuple(0.0 if same else self.latency_s[i][j] for i, j, same in r) for r in pairs),
+        )
+
+    def payload(self) -> "Network":
+        """What TCP data can use of each link: the rest is headers."""
+        rates = tuple(
+            tuple(None if bps is None else bps * PAYLOAD_SHARE for bps in row)
+            for row in self.rate_bps
+        )
+        return Network(rates, self.latency_s)
+
+    def link_s(self, source: int, target: int, nbytes: int) -> float:
+        """Seconds that the link itself is busy with `nbytes`."""
+        return seconds(nbytes, self.rate_bps[source][target])
+
+    def uplink_s(self, host: int, nbytes: int) -> float:
+        """Seconds that a host's uplink is busy with `nbytes`."""
+        return seconds(nbytes, _fastest([self.rate_bps[host][j] for j in self._others(host)]))
+
+    def downlink_s(self, host: int, nbytes: int) -> float:
+        """Seconds that a host's downlink is busy with `nbytes`."""
+        return seconds(nbytes, _fastest([self.rate_bps[i][host] for i in self._others(host)]))
+
+    @property
+    def slowest_latency_s(self) -> float:
+        """The longest way between two hosts."""
+        return max((self.latency_s[i][j] for i, j in links(self.hosts)), default=0.0)
+
+    def _others(self, host: int) -> list[int]:
+        return [other for other in range(self.hosts) if other != host]
+
+
+def seconds(nbytes: int, rate_bps: Rate) -> float:
+    """Transfer time."""
+    return 0.0 if rate_bps is None else 8 * nbytes / rate_bps
+
+
+def _fastest(rates: Sequence[Rate]) -> Rate:
+    fastest = max((math.inf if rate is None else rate for rate in rates), default=math.inf)
+    return None if fastest == math.inf else fastest

@@ -1,0 +1,126 @@
+"""Where to cut a chain of blocks: the exact minimum of the slowest stage or link.
+
+A pipeline in steady state is as slow as its slowest part, so the bottleneck is minimised over all
+ways to cut: a stage's compute (its device's own times, codecs included) and a cut's transfer. Of
+the many cuts that reach that minimum, one with the least total is taken: it fills the pipeline
+fastest. Both are dynamic programmes over (stage, last block), O(stages x blocks^2).
+
+torchgpipe.balance solves a neighbouring problem by a heuristic ("Block Partitions of Sequences",
+Barany and Grinberg 2013): it knows no links, devices or memory, and 30 equal blocks in 8 stages
+come out as seven times 3 and one 9.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What each way to cut costs; rows are stages, in the order of the pipeline.
+
+    `compute_s[s][k]` is block k on the device of stage s, `fixed_s[s]` what the stage computes
+    wherever it is cut. `cut_s[s][k]` is how long the link behind stage s is busy when stage s + 1
+    begins with block k (entry 0 is not used). `memory[s][k]` bytes count against `memory_limit[s]`.
+
+    Raises:
+        ValueError: there are fewer blocks than stages.
+    """
+
+    compute_s: Sequence[Sequence[float]]
+    cut_s: Sequence[Sequence[float]]
+    fixed_s: Sequence[float]
+    memory: Sequence[Sequence[float]]
+    memory_limit: Sequence[float]
+
+    def __post_init__(self) -> None:
+        if self.blocks < self.stages:
+            raise ValueError(
+                f"{self.stages} stages for {self.blocks} blocks: every stage needs a block; use "
+                f"at most {self.blocks}"
+            )
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.compute_s)
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.compute_s[0])
+
+
+def bottleneck_s(problem: Problem, cuts: Sequence[int]) -> float:
+    """The slowest stage or link when stages begin at `cuts`; infinite where memory is lacking."""
+    bounds = (0, *cuts, problem.blocks)
+    loads = [_Loads(problem, stage) for stage in range(problem.stages)]
+    stages = [load(bounds[s], bounds[s + 1]) for s, load in enumerate(loads)]
+    links = [problem.cut_s[s][cut] for s, cut in enumerate(cuts)]
+    return max(stages + links)
+
+
+def best_cuts(problem: Problem) -> tuple[int, ...]:
+    """First blocks of the stages after the first, with the least bottleneck.
+
+    Raises:
+        ValueError: no way to cut fits the memory.
+    """
+    least_s, _ = _search(problem, max, ceiling_s=math.inf)
+    if least_s == math.inf:
+        need = min(sum(row) for row in problem.memory)
+        raise ValueError(
+            f"the {problem.blocks} blocks need {need / 1e9:.3g} GB together, which "
+            f"{problem.stages} stages with {', '.join(_gigabytes(problem.memory_limit))} GB cannot "
+            "hold in this order; use more stages, fewer microbatches in flight or smaller batches"
+        )
+    _, cuts = _search(problem, lambda a, b: a + b, ceiling_s=least_s)
+    return cuts
+
+
+class _Loads:
+    """Seconds of one stage by its range of blocks; infinite where they do not fit."""
+
+    def __init__(self, problem: Problem, stage: int) -> None:
+        self._compute_s = [0.0, *accumulate(problem.compute_s[stage])]
+        self._memory = [0.0, *accumulate(problem.memory[stage])]
+        self._limit, self._fixed_s = problem.memory_limit[stage], problem.fixed_s[stage]
+
+    def __call__(self, first: int, stop: int) -> float:
+        if self._memory[stop] - self._memory[first] > self._limit:
+            return math.inf
+        return self._compute_s[stop] - self._compute_s[first] + self._fixed_s
+
+
+def _search(
+    problem: Problem, combine: Callable[[float, float], float], *, ceiling_s: float
+) -> tuple[float, tuple[int, ...]]:
+    """Least combination of all stages and links, none of which may exceed the ceiling."""
+
+    def allowed(seconds: float) -> float:
+        return seconds if seconds <= ceiling_s else math.inf
+
+    load = _Loads(problem, 0)
+    best = {stop: (allowed(load(0, stop)), ()) for stop in range(1, problem.blocks + 1)}
+    plans: dict[int, tuple[float, tuple[int, ...]]] = dict(best)
+    for stage in range(1, problem.stages):
+        load, cut_s = _Loads(problem, stage), problem.cut_s[stage - 1]
+        plans = {
+            stop: min(
+                (
+                    combine(
+                        combine(plans[first][0], allowed(cut_s[first])),
+                        allowed(load(first, stop)),
+                    ),
+                    (*plans[first][1], first),
+                )
+                for first in range(stage, stop)
+            )
+            for stop in range(stage + 1, problem.blocks + 1)
+        }
+    return plans[problem.blocks]
+
+
+def _gigabytes(limits: Sequence[float]) -> list[str]:
+    return [f"{limit / 1e9:.3g}" for limit in limits]

@@ -1,0 +1,121 @@
+"""Bits per cut: the highest fidelity whose transfer hides under compute.
+
+All start at the fewest bits; then whichever has the least fidelity is raised by one notch, again
+and again, as long as every uplink, downlink and link still carries a microbatch's messages in the
+time that the slowest stage computes one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from aqsgd.config import AqsgdConfig
+from launch.config import BackwardConfig, ForwardConfig, RunConfig
+from launch.metrics import DIRECTIONS, Direction, WireKey
+from launch.plan.cost import Prediction
+from launch.plan.messages import measure_message
+from launch.plan.network import Network
+from launch.plan.simulate import Message
+from pipeline.channel import BACKWARD, FORWARD
+from pipeline.config import DirectConfig, RawConfig
+
+Spec = ForwardConfig | BackwardConfig
+
+_FORWARD: tuple[Spec, ...] = (
+    *(AqsgdConfig(bits=bits) for bits in (2, 3, 4, 6, 8)),
+    RawConfig(format="bf16"),
+    RawConfig(format="fp32"),
+)
+_BACKWARD: tuple[Spec, ...] = (
+    *(DirectConfig(bits=bits) for bits in (4, 6, 8)),
+    RawConfig(format="bf16"),
+    RawConfig(format="fp32"),
+)
+_LADDERS: Mapping[Direction, Sequence[Spec]] = {"forward": _FORWARD, "backward": _BACKWARD}
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to send at every cut and direction, with its message. `hidden` is whether even that
+    fits into the time of a microbatch; `slot_s` is that time.
+    """
+
+    specs: Mapping[WireKey, Spec]
+    messages: Mapping[WireKey, Message]
+    hidden: bool
+    slot_s: float
+
+
+def recommend(
+    config: RunConfig, prediction: Prediction, network: Network, shape_BTD: torch.Size
+) -> Recommendation:
+    """Choose for every cut of `config`; the stages' times are those of the prediction."""
+    offers = measure_offers(shape_BTD)
+    slot_s = max(stage.forward_s + stage.backward_s for stage in prediction.stages)
+    return choose(config.pipeline.cuts, offers, network, slot_s=slot_s)
+
+
+def measure_offers(shape_BTD: torch.Size) -> dict[Direction, list[Message]]:
+    """The message of every rung of both ladders."""
+    numbers = {"forward": FORWARD, "backward": BACKWARD}
+    return {
+        direction: [measure_message(spec, shape_BTD, numbers[direction]) for spec in ladder]
+        for direction, ladder in _LADDERS.items()
+    }
+
+
+def choose(
+    cuts: Sequence[int],
+    offers: Mapping[Direction, Sequence[Message]],
+    network: Network,
+    *,
+    slot_s: float,
+) -> Recommendation:
+    """Raise fidelities as far as the links carry them in `slot_s`, one microbatch's compute."""
+    payload = network.payload()
+    rungs = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
+
+    def fits(trial: Mapping[WireKey, int]) -> bool:
+        nbytes = {key: offers[key[1]][rung].nbytes for key, rung in trial.items()}
+        return _busiest_s(cuts, nbytes, payload) <= slot_s
+
+    hidden = fits(rungs)
+    open_keys = set(rungs) if hidden else set()
+    while open_keys:
+        key = min(open_keys, key=lambda k: (_bits(_LADDERS[k[1]][rungs[k]]), k[1], k[0]))
+        raised = {**rungs, key: rungs[key] + 1}
+        if raised[key] < len(_LADDERS[key[1]]) and fits(raised):
+            rungs = raised
+        else:
+            open_keys.discard(key)
+    return Recommendation(
+        {key: _LADDERS[key[1]][rung] for key, rung in rungs.items()},
+        {key: offers[key[1]][rung] for key, rung in rungs.items()},
+        hidden,
+        slot_s,
+    )
+
+
+def _busiest_s(cuts: Sequence[int], nbytes: Mapping[WireKey, int], payload: Network) -> float:
+    """Seconds per microbatch of the busiest uplink, link or downlink."""
+    up = [0] * payload.hosts
+    down = [0] * payload.hosts
+    links_s = [0.0]
+    for stage, cut in enumerate(cuts):
+        for source, target, size in (
+            (stage, stage + 1, nbytes[cut, "forward"]),
+            (stage + 1, stage, nbytes[cut, "backward"]),
+        ):
+            up[source] += size
+            down[target] += size
+            links_s.append(payload.link_s(source, target, size))
+    uplinks_s = [payload.uplink_s(host, size) for host, size in enumerate(up)]
+    downlinks_s = [payload.downlink_s(host, size) for host, size in enumerate(down)]
+    return max(uplinks_s + downlinks_s + links_s)
+
+
+def _bits(spec: Spec) -> int:
+    if isinstance(spec, RawConfig):
+        return 32 if spec.format == "fp32" else 16
+    return spec.bits

@@ -1,0 +1,81 @@
+"""A run file is edited in place, and stays what its owner wrote."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from launch.config import ConfigError, load_config
+from launch.plan.apply import apply_plan
+
+TABLES = [
+    {"cut": 2, "forward": {"kind": "aqsgd", "bits": 3}, "backward": {"kind": "raw"}},
+    {"cut": 5, "forward": {"kind": "raw", "format": "bf16"}, "backward": {"kind": "raw"}},
+]
+
+
+def applied(tmp_path: Path, text: str, tables: list[dict[str, object]] | None = TABLES) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    apply_plan(path, (2, 5), tables)
+    config = load_config(path)
+    assert config.pipeline.cuts == (2, 5)
+    assert not config.pipeline.auto_cuts
+    if tables is not None:
+        assert config.boundary_at(2).forward.bits == 3
+        assert config.boundary_at(5).forward.kind == "raw"
+    return path.read_text()
+
+
+def test_comments_and_order_stay(tmp_path: Path) -> None:
+    text = """# my run
+[pipeline]
+cuts = "auto"   # found by plan
+stages = 3
+schedule = "GPipe"  # simple
+
+[[boundary]]    # goes
+forward = { kind = "aqsgd", bits = 4 }
+[boundary.backward]
+kind = "direct"
+
+[train]         # the rest
+lr = 1e-3
+"""
+    edited = applied(tmp_path, text)
+    assert edited.startswith('# my run\n[pipeline]\ncuts = [2, 5]   # found by plan\nschedule = "')
+    assert "[train]         # the rest\nlr = 1e-3\n" in edited
+    assert "# goes" not in edited
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[train]\nlr = 1e-3\n",
+        "[pipeline]\nmicrobatches = 2\n",
+        "[pipeline]\ncuts = [\n  1,  # first\n  2,\n]\nmicrobatches = 2\n",
+        'pipeline.cuts = [1]\npipeline.schedule = "GPipe"\n',
+        "[pipeline]  # where\nstages = 3\ncuts = 'auto'",
+    ],
+)
+def test_however_it_is_written(tmp_path: Path, text: str) -> None:
+    edited = tomllib.loads(applied(tmp_path, text))
+    del edited["boundary"]
+    before = tomllib.loads(text)
+    before["pipeline"] = before.get("pipeline", {}) | {"cuts": [2, 5]}
+    before["pipeline"].pop("stages", None)
+    assert edited == before
+
+
+def test_boundaries_may_stay_as_they_are(tmp_path: Path) -> None:
+    text = '[pipeline]\ncuts = [1]\n[[boundary]]\nforward = { kind = "raw" }\n'
+    assert '[[boundary]]\nforward = { kind = "raw" }\n' in applied(tmp_path, text, None)
+
+
+def test_what_cannot_be_edited_is_left_alone(tmp_path: Path) -> None:
+    path, text = tmp_path / "run.toml", "pipeline = { cuts = [1] }\n"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"(?s)put this into it yourself.*cuts"):
+        apply_plan(path, (2, 5), None)
+    assert path.read_text() == text

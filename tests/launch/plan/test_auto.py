@@ -1,0 +1,107 @@
+"""`cuts = "auto"`: settings, and runs that decide for themselves."""
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from launch.cli import app
+from launch.config import ConfigError, load_config
+from tests.launch.test_train import RUN, run_file, thinpipe
+
+__all__ = ["run_file"]
+
+AUTO = ["--set", "pipeline.cuts=auto", "--set", "pipeline.stages=2"]
+
+
+def load(tmp_path: Path, **pipeline: Any) -> Any:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[pipeline]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in pipeline.items())
+    )
+    return load_config(path)
+
+
+def test_auto_needs_the_number_of_stages_and_nothing_else(tmp_path: Path) -> None:
+    config = load(tmp_path, cuts="auto", stages=3)
+    assert (config.pipeline.stages, config.world_size, config.pipeline.auto_cuts) == (3, 3, True)
+    decided = config.with_cuts((4, 7))
+    assert (decided.pipeline.cuts, decided.pipeline.auto_cuts) == ((4, 7), False)
+    assert load(tmp_path, cuts=[2, 4], stages=3).pipeline.cuts == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ({"cuts": "auto"}, "say how many, as in stages = 4"),
+        ({"cuts": "auto", "stages": 0}, "stages = 0"),
+        ({"cuts": [2], "stages": 4}, "these cuts make 2 stages"),
+        ({"cuts": "auto", "stages": 9}, "9 stages for 8 layers"),
+        ({"auto_cuts": True}, 'write cuts = "auto"'),
+    ],
+)
+def test_impossible_settings_are_refused(
+    tmp_path: Path, pipeline: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, **pipeline)
+
+
+def test_a_cut_without_a_place_cannot_be_named(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match="no cut has a number yet"):
+        load_config(run_file, ["pipeline.cuts=auto", "pipeline.stages=2", "boundary.0.cut=1"])
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(120)
+def test_cuts_are_decided_once_and_kept_at_resume(run_file: Path) -> None:
+    done = thinpipe(run_file, *AUTO, "--set", "train.epochs=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count('pipeline.cuts = "auto": [') == 1
+    folder = run_file.parent / "run"
+    (cut,) = tomllib.loads((folder / "config.toml").read_text())["pipeline"]["cuts"]
+    assert 1 <= cut <= 3
+    # had the checkpoint other cuts, a resumed run would take those
+    for step in (8, 10):
+        manifest = json.loads((folder / f"checkpoints/step-{step}/manifest.json").read_text())
+        assert manifest["meta"]["config"]["pipeline"]["cuts"] == [cut]
+    shutil.rmtree(folder / "checkpoints" / "step-10")
+    (folder / "checkpoints" / "latest").write_text("step-8\n")
+    again = thinpipe(run_file, *AUTO, "--resume", "--set", "train.epochs=2")
+    assert again.returncode == 0, again.stderr
+    assert "auto" not in again.stderr  # nothing was measured again
+
+
+def test_plan_shows_and_applies(run_file: Path) -> None:
+    text = RUN.format(folder="out", text="text.txt").replace("cuts = [1, 3]", 'cuts = "auto"')
+    run_file.write_text(text.replace("microbatches", "stages = 2  # hosts\nmicrobatches"))
+    links = ["--rate", "1mbit", "--delay", "20ms"]
+    done = CliRunner().invoke(app, ["plan", str(run_file), *links, "--speeds", "1,9", "--apply"])
+    assert done.exit_code == 0, done.output
+    for word in ("stage", "backward", "memory", "direct", "predicted step", "recommended"):
+        assert word in done.output
+    config = load_config(run_file)
+    assert config.pipeline.cuts == (1,)  # the second machine is nine times as fast
+    assert config.boundary_at(1).forward.kind == "aqsgd"  # 1 Mbit/s carries no more
+    assert "[train]" in run_file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rate", "fast"], "--rate = 'fast'"),
+        (["--network", "nowhere.json"], "nowhere.json"),
+        (["--network", "n.json", "--rate", "1mbit"], "leave out --rate"),
+        (["--speeds", "1,2"], "or 3 with commas"),
+        (["--memory", "0.000001"], "stage 0 needs"),
+        (["--set", "pipeline.schedule=LoopedBFS", "--set", "pipeline.cuts=[2]"], "one stage per"),
+    ],
+)
+def test_wrong_options_are_refused(run_file: Path, options: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["plan", str(run_file), *options])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())

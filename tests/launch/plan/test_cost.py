@@ -1,0 +1,97 @@
+"""What a plan says of a run, against sums done by hand."""
+
+import pytest
+import torch
+
+from launch.metrics import WireKey
+from launch.plan.cost import predict, stage_costs
+from launch.plan.measure import BlockCost, measure_blocks, microbatch_shape
+from launch.plan.messages import measure_message
+from launch.plan.network import Network
+from launch.plan.recommend import choose
+from launch.plan.simulate import Message
+from launch.shaped.spec import PAYLOAD_SHARE
+from pipeline.config import DirectConfig, RawConfig
+from pipeline.transformer import build_layers
+from pipeline.wire.header import HEADER_NBYTES
+from tests.training import config
+
+MBIT = 1e6 / PAYLOAD_SHARE  # on the wire, so that a megabit of payload goes through
+RUN = config(pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]})
+BLOCK = BlockCost(1.0, 2.0, optimizer_s=0.5, parameters=10, activations=7)
+KEYS: list[WireKey] = [(1, "forward"), (1, "backward"), (3, "forward"), (3, "backward")]
+
+
+def test_a_step_is_the_pipeline_then_the_sharing_then_the_optimizer() -> None:
+    messages = dict.fromkeys(KEYS, Message(0))
+    found = predict(RUN, [[BLOCK] * 4] * 3, messages, Network.uniform(3, None, 0.1))
+    # stages of 1, 2, 1 blocks: 3 more turns of the slowest after the first passes through all
+    played_s = 3 * 2.0 + 4.0 + 4 * 0.1 + 8.0 + 3 * 4.0
+    assert found.step_s == pytest.approx(played_s + 0.1 + 2 * 0.5)
+    assert found.free_s == pytest.approx(found.step_s - 5 * 0.1)
+    assert found.bubble == pytest.approx(1 - 4 * 12.0 / (3 * found.step_s))
+
+
+def test_memory_counts_parameters_and_what_is_in_flight() -> None:
+    by_schedule = {"GPipe": [4, 4, 4], "1F1B": [3, 2, 1], "Deep1F1B": [4, 3, 1]}
+    for schedule, in_flight in by_schedule.items():
+        run = config(pipeline={"schedule": schedule, "microbatches": 4, "cuts": [1, 3]})
+        found = [stage.memory for stage in stage_costs(run, [[BLOCK] * 4] * 3)]
+        blocks = (1, 2, 1)
+        assert found == [n * (160 + 7 * m) for n, m in zip(blocks, in_flight, strict=True)]
+
+
+def test_blocks_are_measured_with_their_parameters() -> None:
+    costs = measure_blocks(RUN)
+    whole = build_layers(RUN.model, 0, 4, seed=0, device="meta")
+    assert sum(cost.parameters for cost in costs) == sum(p.numel() for p in whole.parameters())
+    assert costs[1] == costs[2]  # alike: measured once
+    assert costs[0].parameters > costs[1].parameters  # the embedding
+    assert all(c.forward_s > 0 and c.backward_s > 0 and c.optimizer_s > 0 for c in costs)
+    samples, tokens, width = microbatch_shape(RUN)
+    assert costs[1].activations >= 4 * samples * tokens * width * 8  # of a block's tensors
+
+
+def test_messages_are_those_of_a_known_sample() -> None:
+    shape = torch.Size((2, 12, 16))
+    found = measure_message(DirectConfig(bits=4), shape, 1)
+    assert found.nbytes == HEADER_NBYTES + 2 * 12 * (2 + 16 // 2)
+    assert found.encode_s > 0
+    assert found.decode_s > 0
+
+
+def rungs(*nbytes: int) -> list[Message]:
+    return [Message(n) for n in nbytes]
+
+
+OFFERS = {
+    "forward": rungs(20_000, 30_000, 40_000, 60_000, 80_000, 160_000, 320_000),
+    "backward": rungs(40_000, 60_000, 80_000, 160_000, 320_000),
+}
+
+
+def test_the_highest_fidelity_that_hides_is_recommended() -> None:
+    def chosen(slot_s: float) -> list[int]:
+        advice = choose((1,), OFFERS, Network.uniform(2, 8 * MBIT), slot_s=slot_s)
+        assert advice.hidden == (slot_s >= 0.04)
+        return [advice.messages[1, "forward"].nbytes, advice.messages[1, "backward"].nbytes]
+
+    assert chosen(1.0) == [320_000, 320_000]  # fp32: nothing to gain from less
+    assert chosen(0.1) == [80_000, 80_000]
+    assert chosen(0.05) == [40_000, 40_000]
+    assert chosen(0.01) == [20_000, 40_000]  # does not fit, and says so
+
+
+def test_a_stage_in_the_middle_shares_its_uplink() -> None:
+    advice = choose((1, 3), OFFERS, Network.uniform(3, 8 * MBIT), slot_s=0.12)
+    sent = advice.messages
+    assert sent[3, "forward"].nbytes + sent[1, "backward"].nbytes <= 120_000
+    assert sent[1, "forward"].nbytes + sent[3, "backward"].nbytes <= 120_000
+    assert isinstance(advice.specs[1, "backward"], DirectConfig | RawConfig)
+
+
+def test_one_slow_link_gets_fewer_bits_than_the_others() -> None:
+    rates = ((None, 80 * MBIT, 80 * MBIT), (80 * MBIT, None, 4 * MBIT), (80 * MBIT,) * 2 + (None,))
+    advice = choose((1, 3), OFFERS, Network(rates, ((0.0,) * 3,) * 3), slot_s=0.1)
+    assert advice.messages[3, "forward"].nbytes == 40_000
+    assert advice.messages[1, "forward"].nbytes == 320_000

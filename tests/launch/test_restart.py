@@ -1,0 +1,70 @@
+"""Ranks that torchrun's agents start again go on from the last checkpoint by themselves."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.metrics import read_metrics
+from launch.state import Resume, after_restart
+from tests.launch.test_train import free_port, ranks_of, run_file, wait_until
+
+__all__ = ["run_file"]
+
+
+def test_only_a_restart_resumes_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert after_restart(Resume(False)) == Resume(False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert after_restart(Resume(False)) == Resume(True, required=False)
+    assert after_restart(Resume(True, 8)) == Resume(True, 8, required=True)
+
+
+def node(port: int, run: Path, log: Path) -> subprocess.Popen[str]:
+    command = [
+        *(sys.executable, "-m", "launch", "train", str(run), "--set", "pipeline.cuts=[2]"),
+        *("--set", "train.epochs=100", "--set", "checkpoint.every_steps=50"),
+        *("--nnodes", "2", "--rdzv", f"127.0.0.1:{port}", "--max-restarts", "1"),
+    ]
+    with log.open("w") as out:
+        return subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(150)
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(run_file: Path) -> None:
+    port, folder = free_port(), run_file.parent / "run"
+    logs = [run_file.parent / f"host{n}" for n in range(2)]
+    nodes = [node(port, run_file, log) for log in logs]
+
+    def said() -> str:
+        return "\n".join(log.read_text() for log in logs)
+
+    try:
+        latest = folder / "checkpoints" / "latest"
+        wait_until(lambda: latest.exists() or any(n.poll() for n in nodes), 90)
+        assert latest.exists(), said()
+        victims: dict[int, Any] = {}
+        wait_until(lambda: victims.update(ranks_of(nodes[1].pid)) or victims, 5)
+        os.kill(next(iter(victims.values())), signal.SIGKILL)
+        assert [process.wait(timeout=90) for process in nodes] == [0, 0], said()
+    finally:
+        for process in nodes:
+            process.kill()
+            process.wait()
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 500
+    steps = [record.step for record in read_metrics(folder / "metrics.jsonl")]
+    assert steps == list(range(1, 501))  # one history, without the steps that were lost
+    assert not (folder.parent / "run.1").exists()
