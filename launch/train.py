@@ -27,7 +27,7 @@ from launch.metrics import (
     read_metrics,
 )
 from launch.plan.auto import decide_cuts
-from launch.plan.memory import check_memory, memory_folder
+from launch.plan.memory import check_memory, memory_folder, memory_notices, plan_memory
 from launch.report import summarize, write_report
 from launch.sampling import EpochSampler
 from launch.sequences import SampleSet
@@ -142,7 +142,8 @@ class _Run:
                 _note(display, f"all {start} steps are done; nothing to resume")
                 return
             writer = self._open_metrics(stack, start, resume=resume.wanted)
-            for notice in (*self._config.notices(), *self._corpus.notes):
+            held = memory_notices(plan_memory(self._config, len(self._corpus.train)))
+            for notice in (*self._config.notices(), *self._corpus.notes, *held):
                 _note(display, notice)
             self._agree_on_memories(start, display)
             for step in range(start, self._steps):

@@ -137,6 +137,16 @@ def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> Non
         )
 
 
+def memory_notices(ends: Iterable[End]) -> list[str]:
+    """What a user should know of a budget that does not hold all samples."""
+    return [
+        f"note: cut {end.cut} remembers {end.held:,} of {end.samples:,} samples, as memory.budget "
+        "allows; the others are sent like new ones at every visit"
+        for end in ends
+        if end.side == "sender" and end.held < end.samples
+    ]
+
+
 def memory_table(config: RunConfig, ends: list[End], ranks: Iterable[int]) -> Table:
     """The plan for a person, with what this host has if these ranks are on it."""
     found = needs(config, ends, ranks)

@@ -11,7 +11,15 @@ import pytest
 from launch.config import ConfigError, RunConfig, write_config
 from launch.inprocess import in_process
 from launch.plan import memory as planned
-from launch.plan.memory import Needs, check_memory, needs, plan_memory, room, row_nbytes
+from launch.plan.memory import (
+    Needs,
+    check_memory,
+    memory_notices,
+    needs,
+    plan_memory,
+    room,
+    row_nbytes,
+)
 from tests.training import config
 
 PUBLISHED_XL = 2 * 1024 * 1600 * 2  # of a sample on each rank: fp16, what is received and what sent
@@ -51,6 +59,10 @@ def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:
     assert room(run, 1) == 2_000_000_000 // (2 * row) - batch
     held = {(end.cut, end.side): end.held for end in plan_memory(run, 10_000)}
     assert set(held.values()) == {room(run, 1)}  # every cut touches the rank in the middle
+    assert [text.split(" samples,")[0] for text in memory_notices(plan_memory(run, 10_000))] == [
+        f"note: cut {cut} remembers {room(run, 1):,} of 10,000" for cut in (16, 32)
+    ]
+    assert memory_notices(plan_memory(run, 1000)) == []
     on_disk = xl(4, budget="2GB", tier="disk")
     assert room(on_disk, 0) == 2_000_000_000 // row
     found = needs(run, plan_memory(run, 10_000), [1])
