@@ -16,7 +16,7 @@ from torch import Tensor
 from launch.build import build_blocks
 from launch.config import RunConfig
 
-_REPEATS = 5
+_LEAST_ROUNDS, _LEAST_S = 5, 0.5
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,10 @@ class _Bench:
         self._x = self._tokens_BT if first == 0 else torch.randn(samples, tokens, width)
 
     def measure(self) -> BlockCost:
-        rounds = [self._round() for _ in range(_REPEATS + 1)][1:]
+        self._round()
+        rounds = []
+        while len(rounds) < _LEAST_ROUNDS or sum(map(sum, rounds)) < _LEAST_S:
+            rounds.append(self._round())
         forward_s, backward_s, optimizer_s = map(statistics.median, zip(*rounds, strict=True))
         parameters = sum(p.numel() for p in self._parameters)
         return BlockCost(forward_s, backward_s, optimizer_s, parameters, self._activations())
