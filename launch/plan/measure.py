@@ -75,8 +75,8 @@ class _Bench:
 
     def measure(self) -> BlockCost:
         self._round()
-        rounds = []
-        while len(rounds) < _LEAST_ROUNDS or sum(map(sum, rounds)) < _LEAST_S:
+        rounds: list[tuple[float, float, float]] = []
+        while len(rounds) < _LEAST_ROUNDS or sum(sum(times) for times in rounds) < _LEAST_S:
             rounds.append(self._round())
         forward_s, backward_s, optimizer_s = map(statistics.median, zip(*rounds, strict=True))
         parameters = sum(p.numel() for p in self._parameters)
