@@ -1,26 +1,100 @@
 """How AQ-SGD is configured at the forward direction of a cut."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
+
+from aqsgd.change import ChangeCodec, Composed, Switching
 from aqsgd.delta import DeltaBoundary
 from aqsgd.memory import SampleMemory
-from pipeline.config import Bits, QuantizerConfig, build_codec
+from aqsgd.store import Store
+from pipeline.config import Bits, QuantizerConfig, StatelessConfig, TileConfig, build_codec
 from pipeline.wire.cast import CastFormat
 
 
+class MemoryConfig(BaseModel):
+    """Where a rank keeps what it remembers of samples, and how much of it.
+
+    `tier = "disk"` keeps rows in a file, in `folder` or by default the run folder. `budget`, as in
+    "2GB" (decimal) or "512MiB", is what all memories of the rank may take, in RAM or on disk; every
+    end of a cut holds equally many samples of it, and of two ends the smaller number counts.
+    Samples that do not fit are sent like new ones at every visit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tier: Literal["ram", "disk"] = "ram"
+    budget: Annotated[ByteSize, Field(gt=0)] | None = None
+    folder: str | None = None
+
+
 class AqsgdConfig(QuantizerConfig):
-    """Quantized changes. `first_visit` and `memory`: a float format or that many bits."""
+    """Quantized changes. `first_visit` and `memory`: a float format or that many bits.
+
+    `first_visit = { kind = "stateless", bits = 5 }` sends first visits in tiles, and
+    `delta = "tiles"` the changes: a smaller error for the same bits (at 2 bits by a tenth), by a
+    codec that is slower than the fused `delta = "uniform"`.
+    """
 
     kind: Literal["aqsgd"] = "aqsgd"
-    first_visit: CastFormat | Bits = 8
+    first_visit: CastFormat | Bits | TileConfig = 8
     memory: Literal["fp32", "bf16", 4, 8] = "bf16"
+    delta: Literal["uniform", "tiles"] = "uniform"
+
+    @model_validator(mode="after")
+    def _changes_can_be_coded(self) -> "AqsgdConfig":
+        names = ("scale_per", "scale_dtype", "rounding")
+        fields = type(self).model_fields
+        unused = [name for name in names if getattr(self, name) != fields[name].default]
+        if self.delta == "tiles" and unused:
+            raise ValueError(
+                f'{", ".join(unused)}: has no meaning with delta = "tiles", which has a '
+                'bf16 scale per tile and rounds to nearest; remove it, or use delta = "uniform"'
+            )
+        self.change_codec(width=1)
+        return self
+
+    def change_codec(self, width: int) -> ChangeCodec:
+        """What codes changes of tokens of `width` channels."""
+        if self.delta == "tiles":
+            return Composed(TileConfig(bits=self.bits).quantizer())
+        return self.quantizer(width)
 
 
-def build_delta(config: AqsgdConfig, *, width: int, key: int) -> DeltaBoundary:
-    """One end of a direction; both ends are built alike."""
+class AutoConfig(AqsgdConfig):
+    """AQ-SGD where it pays, stateless tiles where it does not; the sender chooses per sample.
+
+    A sample without history goes as `first_visit` says. A known one goes as its change, unless that
+    is no smaller than the activation itself (as under dropout): then as the activation, in tiles of
+    as many bits. Where no sample is ever seen again (`train.epochs = 1`) nothing is remembered.
+    """
+
+    kind: Literal["auto"] = "auto"  # type: ignore[assignment]  # the tag of a subclass in a union
+    first_visit: TileConfig = TileConfig(bits=5)
+
+    def change_codec(self, width: int) -> ChangeCodec:
+        """The change or the value."""
+        anew = TileConfig(bits=min(max(self.bits, 2), 7))
+        return Switching(super().change_codec(width), anew.quantizer())
+
+    def without_memory(self) -> StatelessConfig:
+        """What is left when nothing can be remembered."""
+        tiles = self.first_visit
+        return StatelessConfig(bits=tiles.bits, tile=tiles.tile, coding=self.coding)
+
+
+def build_delta(
+    config: AqsgdConfig,
+    *,
+    width: int,
+    key: int,
+    store: Store | None = None,
+    room: int | None = None,
+) -> DeltaBoundary:
+    """One end of a direction; both are built alike, but each has a store and room of its own."""
     return DeltaBoundary(
-        SampleMemory(build_codec(config.memory, width)),
+        SampleMemory(build_codec(config.memory, width), store, room=room),
         first_visit=build_codec(config.first_visit, width),
-        delta=config.quantizer(width),
+        delta=config.change_codec(width),
         key=key,
     )

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from aqsgd.change import ChangeCodec
 from aqsgd.memory import SampleMemory
 from pipeline.wire.codec import Codec, Noise
-from pipeline.wire.uniform import Uniform
 
 CODEC_ID = 32
 
@@ -46,7 +46,7 @@ class DeltaBoundary:
     codec_id = CODEC_ID
 
     def __init__(
-        self, memory: SampleMemory, *, first_visit: Codec, delta: Uniform, key: int
+        self, memory: SampleMemory, *, first_visit: Codec, delta: ChangeCodec, key: int
     ) -> None:
         """`key` addresses the random numbers of stochastic codecs; it is the same at both ends."""
         self.memory = memory
@@ -78,13 +78,13 @@ class DeltaBoundary:
             seen_BN = torch.empty(len(first.rows), numel)
             noise = Noise(self._key, step, first.ids_B)
             self._first_visit.encode(x_BN[first.rows], first.wire_BW, seen_BN, noise=noise)
-            self.memory.stage(first.ids_B, seen_BN)
+            self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
         for row, id_1, wire_1W in known.one_by_one():
             visit, noise = self.memory.open(int(id_1), numel), Noise(self._key, step, id_1)
             finite_1 = self._delta.encode_change(
                 x_BN[row : row + 1], visit.old_1N, wire_1W, visit.fresh_1N, noise=noise
             )
-            self.memory.close(visit, keep=bool(finite_1))
+            self.memory.close(visit, wire_1W, keep=bool(finite_1))
 
     def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
         """Fill `out_BTD` with m + d and stage it."""
@@ -95,13 +95,13 @@ class DeltaBoundary:
             seen_BN = torch.empty(len(first.rows), numel)
             self._first_visit.decode(first.wire_BW, seen_BN)
             out_BN[first.rows] = seen_BN.to(out_BN.dtype)
-            self.memory.stage(first.ids_B, seen_BN)
+            self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
         for row, id_1, wire_1W in known.one_by_one():
             visit = self.memory.open(int(id_1), numel)
             finite_1 = self._delta.decode_change(
                 wire_1W, visit.old_1N, visit.fresh_1N, out_BN[row : row + 1]
             )
-            self.memory.close(visit, keep=bool(finite_1))
+            self.memory.close(visit, wire_1W, keep=bool(finite_1))
 
     def finish_step(self, *, keep: bool) -> None:
         """Commit the step's values to memory, or forget them."""

@@ -17,12 +17,12 @@ from aqsgd.delta import DeltaBoundary
 from benchmarks.convergence_report import Epoch, Outcome
 from launch.build import Built
 from launch.config import RunConfig
-from launch.data import DataConfig, SequenceSet, load
+from launch.data import DataConfig, load
 from launch.inprocess import in_process
 from launch.sampling import EpochSampler
+from launch.sequences import SampleSet
 from pipeline.boundary import Boundary
 from pipeline.channel import FORWARD, Channel
-from pipeline.engine import Batch
 from pipeline.step_report import StepTotals
 from pipeline.transformer import TransformerConfig, build_layers
 
@@ -84,9 +84,9 @@ class Scale:
 class Corpus:
     """Three texts that do not overlap, as sequences."""
 
-    pretrain: SequenceSet
-    tune: SequenceSet
-    held_out: SequenceSet
+    pretrain: SampleSet
+    tune: SampleSet
+    held_out: SampleSet
 
 
 def read_corpus(train: Path, evaluation: Path, scale: Scale) -> Corpus:
@@ -129,8 +129,8 @@ def pretrain(corpus: Corpus, scale: Scale, *, seed: int) -> Weights:
         len(corpus.pretrain), batch_size=scale.pretrain_batch, replicas=1, replica=0, seed=seed
     )
     for step in range(scale.pretrain_steps):
-        inputs_BT, targets_BT = corpus.pretrain.batch(sampler.ids(step))
-        loss = F.cross_entropy(model(inputs_BT).flatten(0, 1), targets_BT.flatten())
+        batch = corpus.pretrain.batch(sampler.ids(step))
+        loss = F.cross_entropy(model(batch.inputs_BT).flatten(0, 1), batch.targets.flatten())
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -184,11 +184,8 @@ def _load(built: Built, weights: Weights) -> None:
         module.load_state_dict({name: weights[name] for name in module.state_dict()})
 
 
-def _train_step(
-    built: Built, sequences: SequenceSet, sampler: EpochSampler, step: int
-) -> StepTotals:
-    ids_B = sampler.ids(step)
-    totals = built.engine.train_step(Batch(*sequences.batch(ids_B), ids_B), step)
+def _train_step(built: Built, sequences: SampleSet, sampler: EpochSampler, step: int) -> StepTotals:
+    totals = built.engine.train_step(sequences.batch(sampler.ids(step)), step)
     if totals.skipped:
         raise RuntimeError(
             f"step {step}: loss or gradients are not finite; lower the learning rate"
@@ -208,11 +205,11 @@ def _epoch(totals: Sequence[StepTotals], change: float | None) -> Epoch:
     )
 
 
-def _held_out_loss(built: Built, sequences: SequenceSet, *, compressed: bool) -> float:
-    total, tokens = 0.0, 0
+def _held_out_loss(built: Built, sequences: SampleSet, *, compressed: bool) -> float:
+    total, tokens = 0.0, 0.0
     for ids_B in torch.split(torch.arange(len(sequences)), _EVAL_BATCH):
-        batch = Batch(*sequences.batch(ids_B), ids_B)
-        loss, count = built.engine.eval_step(batch, 0, compressed=compressed)
+        tally = built.engine.eval_step(sequences.batch(ids_B), 0, compressed=compressed)
+        loss, count, *_ = tally
         total, tokens = total + loss, tokens + count
     return total / tokens
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks.paper_shape import Method, RankResult, Shape, make_channel
+from benchmarks.link_ranks import RankResult
+from benchmarks.link_runners import Method, make_channel
+from benchmarks.link_workloads import PaperShape, Workload
 from launch.plan.network import Network
 from launch.plan.simulate import Message, StepModel, simulate
 from launch.shaped.spec import PAYLOAD_SHARE
@@ -19,11 +21,16 @@ _CODEC_REPEATS = 7
 Messages = tuple[Message, Message]
 """Activations and gradients of a method."""
 
+Compute = tuple[tuple[float, float], ...]
+"""Seconds of a forward and a backward of one microbatch, by stage."""
+
 
 @dataclass(frozen=True)
 class Row:
     """One method on one network; rates in bit/s (None: unlimited), times in seconds.
 
+    `rate_bps` and `delay_s` are those of the links; multiplied and divided by `dilation` they are
+    those that they stand for. `compute_s` is the forward and backward of a microbatch by stage.
     `step_s` is the median of `steps_s`, `first_visit_s` the step in which no sample was known.
     `bound_s` is the simulated step, with codec times measured in this run and links that carry TCP
     data at 0.956 of their rate (the rest is headers). `utilization` is the data through the busiest
@@ -37,6 +44,7 @@ class Row:
     method: str
     schedule: str
     stages: int
+    microbatches: int
     rate_bps: float | None
     delay_s: float
     tokens_per_s: float
@@ -52,6 +60,8 @@ class Row:
     probe: float | None
     load: float
     keep_window: bool
+    dilation: float
+    compute_s: Compute
     unthrottled_tokens_per_s: float | None = None
     fp32_tokens_per_s: float | None = None
 
@@ -65,6 +75,7 @@ class Circumstances:
     probe: float | None
     load: float
     keep_window: bool = False
+    dilation: float = 1.0
 
 
 class _Mailbox:
@@ -88,21 +99,22 @@ class _Mailbox:
         self._message = message
 
 
-def measure_messages(method: Method, shape: Shape) -> Messages:
+def measure_messages(method: Method, workload: Workload) -> Messages:
     """Sizes of the messages of known samples, and the median seconds that their ends compute.
 
     torch's own pipelining sends tensors as they are.
     """
-    if method.runner == "torch":
-        message = Message(shape.boundary.numel() * method.dtype.itemsize)
+    if method.runtime == "torch":
+        message = Message(workload.boundary.numel() * method.dtype.itemsize)
         return message, message
-    return _measure(method, shape, FORWARD), _measure(method, shape, BACKWARD)
+    return _measure(method, workload, FORWARD), _measure(method, workload, BACKWARD)
 
 
-def _measure(method: Method, shape: Shape, direction: int) -> Message:
-    link, size, ids_B = _Mailbox(), shape.boundary, torch.zeros(1, dtype=torch.int64)
+def _measure(method: Method, workload: Workload, direction: int) -> Message:
+    link, size = _Mailbox(), workload.boundary
+    ids_B = torch.arange(size[0])
     sender, receiver = (
-        make_channel(method, shape, link=link, cut=1, direction=direction) for _ in range(2)
+        make_channel(method, workload, link=link, cut=1, direction=direction) for _ in range(2)
     )
     encode_s, decode_s = [], []
     for _ in range(_CODEC_REPEATS + 1):
@@ -120,27 +132,43 @@ def _measure(method: Method, shape: Shape, direction: int) -> Message:
 
 
 def bound_s(
-    method: Method, shape: Shape, messages: Messages, rate_bps: float | None, at: Circumstances
+    method: Method,
+    workload: Workload,
+    messages: Messages,
+    *,
+    compute: Compute,
+    rate_bps: float | None,
+    delay_s: float,
 ) -> float:
     """Step time that the method's schedule could reach."""
-    cuts = at.stages - 1
+    cuts = len(compute) - 1
     model = StepModel(
         schedule=method.schedule,
-        microbatches=shape.microbatches,
-        forward_s=(shape.forward_s,) * at.stages,
-        backward_s=(shape.backward_s,) * at.stages,
+        microbatches=workload.microbatches,
+        forward_s=[forward_s for forward_s, _ in compute],
+        backward_s=[backward_s for _, backward_s in compute],
         activations=(messages[0],) * cuts,
         gradients=(messages[1],) * cuts,
-        network=Network.uniform(at.stages, rate_bps, at.delay_s).payload(),
+        network=Network.uniform(len(compute), rate_bps, delay_s).payload(),
     )
     return simulate(model).step_s
+
+
+def compute_of(workload: Workload, ranks: Sequence[RankResult]) -> Compute | None:
+    """What the stages computed: as slept, or as measured in these results, if it was."""
+    if isinstance(workload, PaperShape):
+        return ((workload.forward_s, workload.backward_s),) * len(ranks)
+    measured = [rank.compute_s for rank in ranks if rank.compute_s is not None]
+    return tuple(measured) if len(measured) == len(ranks) else None
 
 
 def make_row(
     method: Method,
     ranks: Sequence[RankResult],
-    shape: Shape,
+    workload: Workload,
     messages: Messages,
+    *,
+    compute: Compute,
     at: Circumstances,
 ) -> Row:
     """Join what the ranks saw of a method at a rate."""
@@ -149,15 +177,19 @@ def make_row(
     step_s = statistics.median(steps_s)
     firsts = [rank.first_visit_s for rank in ranks if rank.first_visit_s is not None]
     busiest = max(rank.nbytes for rank in ranks)
-    limit_s = bound_s(method, shape, messages, rate_bps, at)
+    limit_s = bound_s(
+        method, workload, messages, compute=compute, rate_bps=rate_bps, delay_s=at.delay_s
+    )
+    samples, tokens, _ = workload.boundary
     return Row(
-        form="paper-shaped",
+        form=workload.form,
         method=method.name,
         schedule=method.schedule,
         stages=at.stages,
+        microbatches=workload.microbatches,
         rate_bps=rate_bps,
         delay_s=at.delay_s,
-        tokens_per_s=shape.microbatches * shape.tokens / step_s,
+        tokens_per_s=workload.microbatches * samples * tokens / step_s,
         step_s=step_s,
         steps_s=steps_s,
         first_visit_s=max(firsts, default=None),
@@ -170,17 +202,23 @@ def make_row(
         probe=at.probe,
         load=at.load,
         keep_window=at.keep_window,
+        dilation=at.dilation,
+        compute_s=compute,
     )
 
 
 def with_references(rows: Sequence[Row]) -> list[Row]:
     """Fill in the speeds of the same method without a limit, and of ours with fp32 on this link."""
-    speeds = {(row.stages, row.delay_s, row.rate_bps, row.method): row.tokens_per_s for row in rows}
+
+    def place(row: Row) -> tuple[object, ...]:
+        return (row.form, row.stages, row.microbatches, row.delay_s, row.keep_window)
+
+    speeds = {(*place(row), row.rate_bps, row.method): row.tokens_per_s for row in rows}
     return [
         replace(
             row,
-            unthrottled_tokens_per_s=speeds.get((row.stages, row.delay_s, None, row.method)),
-            fp32_tokens_per_s=speeds.get((row.stages, row.delay_s, row.rate_bps, "fp32")),
+            unthrottled_tokens_per_s=speeds.get((*place(row), None, row.method)),
+            fp32_tokens_per_s=speeds.get((*place(row), row.rate_bps, "fp32")),
         )
         for row in rows
     ]

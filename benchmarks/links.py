@@ -1,9 +1,10 @@
 """`python -m benchmarks.links`: one training step over slow links, method beside method.
 
-The paper-shaped form (`benchmarks.paper_shape`) on an emulated network (`thinpipe shaped`): our
-stage with several boundaries, and torch's own pipelining as it comes. Every row has the measured
-step, the step that the schedule could reach on that link (`launch.plan.simulate`), and what an
-empty link achieved in the same run.
+On an emulated network (`thinpipe shaped`), in one of two forms (`benchmarks.link_workloads`):
+paper-shaped, with slept compute, or real training of a small decoder on links slowed down as much
+as its stages are slower than the paper's. Our stage with several boundaries, AC-SGD's way of
+running a step, and torch's own pipelining as it comes. Every row has the measured step, the step
+that the schedule could reach on that link (`launch.plan.simulate`), and what an empty link did.
 """
 
 import argparse
@@ -17,22 +18,28 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import environment, format_table
+from benchmarks.link_ranks import Plan, RankResult, run_host
 from benchmarks.link_rows import (
     Circumstances,
+    Compute,
     Messages,
     Row,
+    compute_of,
     make_row,
     measure_messages,
     with_references,
 )
+from benchmarks.link_runners import METHODS, Method
+from benchmarks.link_workloads import PaperShape, Training
 from benchmarks.links_figure import draw
-from benchmarks.paper_shape import METHODS, Method, Plan, RankResult, Shape, run_host
 from launch.shaped.network import ShapedNetwork
 from launch.shaped.probe import probe_link
 from launch.shaped.spec import NetworkSpec, format_rate, parse_rate, parse_time
 
 _LIMIT_S = 3600.0
-_FULL_STAGES, _FULL_RATES = [2, 4, 8], ["100mbit", "300mbit", "500mbit", "1gbit"]
+_FULL_STAGES = [2, 4, 8]
+_FULL_RATES = ["10mbit", "100mbit", "300mbit", "500mbit", "1gbit"]
+_FULL_DELAYS = ["0ms", "10ms", "50ms"]
 _HEADS = (
     *("method", "stages", "rate", "delay ms", "step s", "bound s", "bound/step", "tokens/s"),
     *("x fp32", "of free", "link use", "first visit s", "wire MB", "probe"),
@@ -56,12 +63,22 @@ def measure_network(plan: Plan, stages: int, messages: dict[Method, Messages]) -
         job = partial(run_host, plan=plan, set_rate=set_rate)
         by_rank: list[list[RankResult]] = network.run(job, timeout_s=_LIMIT_S)
     by_name = {method.name: method for method in plan.methods}
-    rows = []
+    rows, known = [], dict[float | None, Compute]()
     for ranks in zip(*by_rank, strict=True):
-        method = by_name[ranks[0].method]
-        probe = probes[ranks[0].rate_bps]
-        at = Circumstances(stages, plan.delay_s, probe, load, keep_window=plan.keep_window)
-        rows.append(make_row(method, ranks, plan.shape, messages[method], at))
+        method, rate_bps = by_name[ranks[0].method], ranks[0].rate_bps
+        # runtimes that do not tell what they computed are given what ours did at this rate
+        compute = compute_of(plan.workload, ranks) or known[rate_bps]
+        known.setdefault(rate_bps, compute)
+        at = Circumstances(
+            stages,
+            plan.delay_s,
+            probes[rate_bps],
+            load,
+            keep_window=plan.keep_window,
+            dilation=plan.dilation,
+        )
+        row = make_row(method, ranks, plan.workload, messages[method], compute=compute, at=at)
+        rows.append(row)
     return rows
 
 
@@ -74,8 +91,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.method,
         str(row.stages),
-        format_rate(row.rate_bps),
-        f"{row.delay_s * 1e3:g}",
+        format_rate(row.rate_bps and row.rate_bps * row.dilation),
+        f"{row.delay_s / row.dilation * 1e3:g}",
         f"{row.step_s:.2f}",
         f"{row.bound_s:.2f}",
         f"{row.bound_fraction:.3f}",
@@ -106,13 +123,17 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.links", description=__doc__)
+    parser.add_argument("--form", choices=["paper-shaped", "training"], default="paper-shaped")
     parser.add_argument("--stages", type=int, nargs="+", default=[4])
     parser.add_argument("--rates", nargs="+", default=["100mbit", "500mbit", "1gbit"])
     parser.add_argument("--delays", nargs="+", default=["0ms"], help="one way, such as 50ms")
     names = [method.name for method in METHODS]
     parser.add_argument("--methods", nargs="+", default=names, choices=names, metavar="NAME")
+    parser.add_argument(
+        "--microbatches", type=int, default=8, help="of a step (default 8; the paper's batch: 32)"
+    )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each row")
-    parser.add_argument("--full", action="store_true", help="2, 4 and 8 stages, four rates")
+    parser.add_argument("--full", action="store_true", help="2, 4, 8 stages, all rates and delays")
     parser.add_argument(
         "--keep-window",
         action="store_true",
@@ -123,25 +144,46 @@ def _arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.full:
         arguments.stages, arguments.rates = _FULL_STAGES, _FULL_RATES
+        arguments.delays = _FULL_DELAYS
     return arguments
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    methods = [method for method in METHODS if method.name in arguments.methods]
+    workload: PaperShape | Training = (
+        PaperShape(microbatches=arguments.microbatches)
+        if arguments.form == "paper-shaped"
+        else Training(microbatches=arguments.microbatches)
+    )
+    dilation = workload.dilation() if isinstance(workload, Training) else 1.0
+    nominal = [parse_rate(rate) for rate in arguments.rates]
+    rates = [None, *(rate and rate / dilation for rate in nominal)]
+    return Plan(
+        workload,
+        methods,
+        rates,
+        arguments.steps,
+        dilation=dilation,
+        keep_window=arguments.keep_window,
+    )
 
 
 def main() -> None:
     """Measure, print the table, write what was asked for."""
     arguments = _arguments()
     torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
-    rates = [None, *(parse_rate(rate) for rate in arguments.rates)]
-    methods = [method for method in METHODS if method.name in arguments.methods]
-    plan = Plan(Shape(), methods, rates, arguments.steps, keep_window=arguments.keep_window)
-    messages = {method: measure_messages(method, plan.shape) for method in methods}
+    plan = _plan(arguments)
+    messages = {method: measure_messages(method, plan.workload) for method in plan.methods}
     rows: list[Row] = []
     for delay in arguments.delays:
-        delayed = replace(plan, delay_s=parse_time(delay))
+        delayed = replace(plan, delay_s=parse_time(delay) * plan.dilation)
         for stages in arguments.stages:
             rows += measure_network(delayed, stages, messages)
             if arguments.json is not None:
                 _write(arguments.json, with_references(rows))
     rows = with_references(rows)
+    if plan.dilation != 1:
+        print(f"rates and delays are nominal: links are {plan.dilation:.3g} times slower")
     print(table(rows))
     if arguments.figure is not None:
         draw(rows, arguments.figure)

@@ -1,7 +1,7 @@
 """`python -m benchmarks.planner`: the step that `thinpipe plan` foretells beside the measured one.
 
 Two forms on emulated networks (`launch.shaped`). "slept": the paper-shaped stages of
-`benchmarks.paper_shape` with times of our choosing, real codecs and links. "real": a small
+`benchmarks.link_workloads` with times of our choosing, real codecs and links. "real": a small
 transformer on one core per stage, whose blocks the hosts measure themselves. Beside it, the cuts of
 `cuts = "auto"` and of torchgpipe's balancer. With a delay, hosts run with
 net.ipv4.tcp_slow_start_after_idle = 0, as plan presumes.
@@ -25,7 +25,9 @@ from torchgpipe.balance import balance_cost
 
 from aqsgd.config import AqsgdConfig
 from benchmarks.harness import Records, format_table
-from benchmarks.paper_shape import Method, Plan, RankResult, Shape, run_host
+from benchmarks.link_ranks import Plan, RankResult, run_host
+from benchmarks.link_runners import Method
+from benchmarks.link_workloads import PaperShape
 from launch.build import build
 from launch.config import BackwardConfig, BoundaryConfig, ForwardConfig, RunConfig
 from launch.plan.cost import Prediction, measure_messages, predict
@@ -35,8 +37,8 @@ from launch.plan.partition import Problem, best_cuts
 from launch.shaped.network import ShapedNetwork
 from launch.shaped.spec import NetworkSpec, format_rate, parse_rate
 from pipeline.config import DirectConfig, RawConfig
-from pipeline.engine import Batch
 from pipeline.mesh import build_mesh
+from pipeline.samples import Batch
 from pipeline.schedule import ScheduleName
 
 _LIMIT_S = 600.0
@@ -100,7 +102,7 @@ class Outcome:
         return self.predicted_s / self.measured_s - 1
 
 
-def measure(case: Case, shape: Shape, steps: int) -> Outcome:
+def measure(case: Case, shape: PaperShape, steps: int) -> Outcome:
     """Foretell and measure one case."""
     spec = NetworkSpec.of(case.stages, case.rate, delay=f"{case.delay_s}s")
     links = Network.uniform(case.stages, parse_rate(case.rate), case.delay_s)
@@ -109,7 +111,7 @@ def measure(case: Case, shape: Shape, steps: int) -> Outcome:
         return _measure_real(config, spec, links, steps)
     blocks = [BlockCost(seconds, 2 * seconds) for seconds in case.stage_s]
     predicted = predict(config, [blocks] * case.stages, measure_messages(config), links)
-    method = Method(case.name, case.schedule, case.forward, case.backward)
+    method = Method(case.name, "thinpipe", case.schedule, case.forward, case.backward)
     with ShapedNetwork(spec) as network:
         ranks: list[list[RankResult]] = network.run(
             partial(_slept, case=case, shape=shape, method=method, steps=steps), timeout_s=_LIMIT_S
@@ -119,7 +121,9 @@ def measure(case: Case, shape: Shape, steps: int) -> Outcome:
     return _outcome(predicted, predicted.played.step_s, all_steps)
 
 
-def _slept(host: int, case: Case, shape: Shape, method: Method, steps: int) -> list[RankResult]:
+def _slept(
+    host: int, case: Case, shape: PaperShape, method: Method, steps: int
+) -> list[RankResult]:
     own = replace(shape, forward_s=case.stage_s[host], backward_s=2 * case.stage_s[host])
     plan = Plan(own, [method], [None], steps, delay_s=case.delay_s, keep_window=case.delay_s > 0)
     return run_host(host, plan, _keep_rate)
@@ -165,7 +169,7 @@ def _outcome(
     return Outcome(predicted_s, statistics.median(steps_s), steps_s, prediction.bubble)
 
 
-def _run_config(case: Case, shape: Shape) -> RunConfig:
+def _run_config(case: Case, shape: PaperShape) -> RunConfig:
     slept = bool(case.stage_s)
     width, tokens = (shape.width, shape.tokens) if slept else (256, 128)
     return RunConfig.model_validate(
@@ -222,7 +226,7 @@ def main() -> None:
     """Foretell, measure, print."""
     arguments = _arguments()
     torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
-    shape = Shape(tokens=128, width=256, microbatches=4) if arguments.small else Shape()
+    shape = PaperShape(tokens=128, width=256, microbatches=4) if arguments.small else PaperShape()
     records, rows = Records(arguments.json), []
     for case in (case for case in CASES if case.name in arguments.cases):
         load = os.getloadavg()[0]

@@ -1,26 +1,31 @@
 """RunConfig -> the stages, channels, optimizer and exchange of one rank: joins the engines."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from aqsgd.config import AqsgdConfig, build_delta
+from aqsgd.disk import DiskStore, RowFile
+from aqsgd.store import RamStore, Store
 from gradcomp.registry import load_method
 from gradcomp.sync import ReplicaSync
 from launch.config import BackwardConfig, ForwardConfig, RunConfig
+from launch.plan.memory import memory_folder, room, row_nbytes
 from pipeline.boundary import Boundary, Stateless, raw
 from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
-from pipeline.config import DirectConfig, RawConfig, build_codec
+from pipeline.config import DirectConfig, RawConfig, StatelessConfig, build_codec
 from pipeline.engine import EngineOptions, PipelineEngine
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
+from pipeline.models import StageModule, build_model, trainable
+from pipeline.objective import Classification, NextToken, Objective
+from pipeline.rate import measure_rate
 from pipeline.schedule import build_schedule, stage_to_rank
 from pipeline.stage import Channels, CompressedStage
-from pipeline.transformer import TransformerStage, build_layers
 
 
 @dataclass(frozen=True)
@@ -42,12 +47,15 @@ LinkMaker = Callable[[int, int, int], Link | None]
 class Wiring:
     """Which stages this process holds, what joins them to others, and what runs them.
 
-    `make_schedule` has the signature of `pipeline.schedule.build_schedule`.
+    `make_schedule` has the signature of `pipeline.schedule.build_schedule`. `rates` holds the bytes
+    per second of this process's sending links, by upper stage and direction; one that is missing
+    is not worth coding for.
     """
 
     stages: Sequence[int]
     make_link: LinkMaker
     make_schedule: Callable[..., Any] = build_schedule
+    rates: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 def build(
@@ -68,12 +76,12 @@ def build(
             modules[stage],
             stage,
             config.pipeline.stages,
-            channels=_channels(config, wiring.make_link, stage, run_id=run_id),
+            channels=_channels(config, wiring, stage, run_id=run_id),
             group=mesh.forward,
         )
         for stage in wiring.stages
     ]
-    parameters = list(dict.fromkeys(p for m in modules.values() for p in m.parameters()))
+    parameters = list(dict.fromkeys(p for m in modules.values() for p in trainable(m)))
     optimizer = torch.optim.AdamW(
         parameters,
         lr=config.train.lr,
@@ -104,49 +112,64 @@ def engine_options(config: RunConfig) -> EngineOptions:
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.pipeline.precision,
+        objective=build_objective(config),
     )
 
 
+def build_objective(config: RunConfig) -> Objective:
+    """What the model's head is trained for."""
+    classes = config.model.classes
+    return NextToken() if classes is None else Classification(classes)
+
+
 def build_boundary(
-    spec: ForwardConfig | BackwardConfig, *, width: int, key: int
+    spec: ForwardConfig | BackwardConfig,
+    *,
+    width: int,
+    key: int,
+    store: Store | None = None,
+    room: int | None = None,
 ) -> dict[Mode, Boundary]:
     """Boundaries of one direction by mode; evaluation never meets the training memory.
 
     Compressed evaluation of samples without history uses what such samples are trained with: the
-    first-visit codec of AQ-SGD, the codec itself otherwise.
+    first-visit codec of AQ-SGD, the codec itself otherwise. `store` (RAM if there is none) is where
+    AQ-SGD keeps what it remembers, `room` how many samples that may be.
     """
     if isinstance(spec, AqsgdConfig):
-        delta = build_delta(spec, width=width, key=key)
+        delta = build_delta(spec, width=width, key=key, store=store, room=room)
         first_visit = Stateless(build_codec(spec.first_visit, width), key)
         return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
     if isinstance(spec, DirectConfig):
         direct = Stateless(spec.quantizer(width), key)
         return {"train": direct, "eval": raw(), "eval_compressed": direct}
+    if isinstance(spec, StatelessConfig):
+        tiles = Stateless(spec.quantizer(), key)
+        return {"train": tiles, "eval": raw(), "eval_compressed": tiles}
     cast = raw(spec.format)
     return {"train": cast, "eval": raw(), "eval_compressed": cast}
 
 
 def build_blocks(
     config: RunConfig, first: int, stop: int | None = None, *, device: str = "cpu"
-) -> TransformerStage:
+) -> StageModule:
     """The part of the model from block `first` to before `stop`, by default that block alone."""
     stop = first + 1 if stop is None else stop
-    return build_layers(config.model, first, stop, seed=config.run.seed, device=device)
+    return build_model(config.model, first, stop, seed=config.run.seed, device=device)
 
 
-def _module(config: RunConfig, stage: int) -> TransformerStage:
+def _module(config: RunConfig, stage: int) -> StageModule:
     bounds = (0, *config.pipeline.cuts, config.model.layers)
     return build_blocks(config, bounds[stage], bounds[stage + 1])
 
 
-def _tie(config: RunConfig, modules: dict[int, TransformerStage]) -> nn.Parameter | None:
+def _tie(config: RunConfig, modules: dict[int, StageModule]) -> nn.Parameter | None:
     """Share the tied weight between stages of this rank, or return the copy to keep equal."""
     first, last = modules.get(0), modules.get(config.pipeline.stages - 1)
     ends = [stage for stage in (first, last) if stage is not None]
     weights = [stage.tied_weight() for stage in ends]
     if len(ends) == 2 and weights[0] is not None:
-        head: Any = ends[1].head
-        head.weight = weights[0]
+        ends[1].share_tied_weight(weights[0])
         return None
     return weights[0] if weights else None
 
@@ -158,11 +181,32 @@ def _rank_wiring(config: RunConfig, mesh: Mesh) -> Wiring:
         ranks=config.pipeline.pipeline_ranks,
     )
     own = [stage for stage, rank in ranks.items() if rank == mesh.position]
-    return Wiring(own, _GroupLinks(config, mesh, ranks))
+    return Wiring(own, _GroupLinks(config, mesh, ranks), rates=_link_rates(config, mesh, ranks))
 
 
-def _channels(config: RunConfig, make_link: LinkMaker, stage: int, *, run_id: int) -> Channels:
-    make = _ChannelMaker(config, make_link, run_id)
+def _link_rates(
+    config: RunConfig, mesh: Mesh, ranks: Mapping[int, int]
+) -> dict[tuple[int, int], float]:
+    """Measure the links whose coding depends on it, one after the other on all ranks."""
+    rates = {}
+    for upper, cut in enumerate(config.pipeline.cuts):
+        at_cut = config.boundary_at(cut)
+        for direction, spec in ((FORWARD, at_cut.forward), (BACKWARD, at_cut.backward)):
+            ends = (ranks[upper], ranks[upper + 1])
+            source, target = ends if direction == FORWARD else ends[::-1]
+            coded = not isinstance(spec, RawConfig) and spec.coding == "auto"
+            if not coded or source == target or mesh.position not in ends:
+                continue
+            group = mesh.forward if direction == FORWARD else mesh.backward
+            sending = mesh.position == source
+            rate = measure_rate(group, target if sending else source, sending=sending)
+            if rate is not None:
+                rates[upper, direction] = rate
+    return rates
+
+
+def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> Channels:
+    make = _ChannelMaker(config, wiring, stage, run_id)
     return Channels(
         activations_in=make(stage - 1, stage, FORWARD),
         activations_out=make(stage, stage + 1, FORWARD),
@@ -174,14 +218,15 @@ def _channels(config: RunConfig, make_link: LinkMaker, stage: int, *, run_id: in
 @dataclass(frozen=True)
 class _ChannelMaker:
     config: RunConfig
-    make_link: LinkMaker
+    wiring: Wiring
+    stage: int
     run_id: int
 
     def __call__(self, upper: int, lower: int, direction: int) -> Channel | None:
         """End of the cut between stages `upper` and `lower`; None without a link there."""
         if upper < 0 or lower >= self.config.pipeline.stages:
             return None
-        link = self.make_link(upper, lower, direction)
+        link = self.wiring.make_link(upper, lower, direction)
         if link is None:
             return None
         cut = self.config.pipeline.cuts[upper]
@@ -192,10 +237,28 @@ class _ChannelMaker:
             cut=cut,
             direction=direction,
             link=link,
-            boundaries=build_boundary(spec, width=self.config.model.width, key=key),
+            boundaries=build_boundary(
+                spec,
+                width=self.config.model.width,
+                key=key,
+                store=self._store(cut) if isinstance(spec, AqsgdConfig) else None,
+                room=room(self.config, self._position()),
+            ),
             run_id=self.run_id,
             coding="none" if isinstance(spec, RawConfig) else spec.coding,
+            link_rate=self.wiring.rates.get((upper, direction), math.inf),
         )
+
+    def _store(self, cut: int) -> Store:
+        if self.config.memory.tier == "ram":
+            return RamStore()
+        return DiskStore(RowFile(memory_folder(self.config), row_nbytes(self.config, cut)))
+
+    def _position(self) -> int:
+        pipeline = self.config.pipeline
+        return stage_to_rank(
+            pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks
+        )[self.stage]
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,30 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
+from rich.console import Console
 
 from launch.checkpoint import CheckpointError
 from launch.config import ConfigError, RunConfig, load_config
 from launch.doctor.cli import doctor
+from launch.export import ExportDtype, export
 from launch.handshake import HandshakeError
 from launch.plan.cli import plan
+from launch.plan.memory import check_memory, memory_table, plan_memory
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
-from launch.spawn import Nodes, end_with_parent, run_local, run_node, started_by_launcher
+from launch.shaped.spec import parse_rate, parse_time
+from launch.spawn import (
+    Nodes,
+    end_with_parent,
+    keep_freed_memory,
+    run_local,
+    run_node,
+    started_by_launcher,
+)
 from launch.state import Resume, after_restart, saved_so_far
+from launch.trace import trace_run
 from launch.train import check_data, train_rank
+from pipeline.models import check_model
 
 app = typer.Typer(
     name="thinpipe",
@@ -51,6 +64,9 @@ def train(  # noqa: PLR0913  # one parameter per option
     step: Annotated[
         int | None, typer.Option("--step", help="With --resume: from this step's checkpoint.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what the memories take, and start nothing.")
+    ] = False,
     show: Annotated[
         int, typer.Option("--show", metavar="RANK", help="Which rank of a machine draws progress.")
     ] = 0,
@@ -72,12 +88,59 @@ def train(  # noqa: PLR0913  # one parameter per option
         config = load_config(config_path, overrides or [])
     except ConfigError as error:
         _refuse(error)
+    if dry_run:
+        _show_memory(config)
+        return
     if started_by_launcher():
         sys.exit(_run_rank(config, after_restart(Resume(resume, step)), show=show))
     if nnodes == 1 and rdzv is None:
         sys.exit(_run_all(config, resume=resume))
     nodes = Nodes(nnodes, rdzv or "", max_restarts, config.pipeline.peer_timeout_s)
     sys.exit(_run_here(config, nodes))
+
+
+@app.command()
+def trace(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Of a finished run.")],
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Of the links of the foretold step: 100mbit.")
+    ] = None,
+    delay: Annotated[
+        str, typer.Option(metavar="TIME", help="Of the links of the foretold step, one way: 20ms.")
+    ] = "0ms",
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="By default RUN_FOLDER/trace.json.")
+    ] = None,
+) -> None:
+    """Write one step of a run as a Perfetto trace, with the step that its schedule could reach."""
+    try:
+        rate_bps = parse_rate(rate) if rate else None
+        told = trace_run(
+            folder, out or folder / "trace.json", rate_bps=rate_bps, delay_s=parse_time(delay)
+        )
+    except (ValueError, OSError) as error:
+        _refuse(error)
+    print(told)
+
+
+@app.command("export")
+def export_model(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the model.")],
+    step: Annotated[
+        int | None, typer.Option("--step", help="Which checkpoint, if not the newest.")
+    ] = None,
+    dtype: Annotated[
+        ExportDtype, typer.Option("--dtype", help="Of the weights; by default the source's.")
+    ] = "source",
+) -> None:
+    """Write a run's model as a Hugging Face folder. LoRA is merged."""
+    try:
+        notes = export(run_folder, out, step=step, dtype=dtype)
+    except (ValueError, OSError) as error:
+        _refuse(error)
+    else:
+        typer.echo("\n".join([f"{out}: {notes[0]}", *notes[1:]]))
 
 
 app.command()(plan)
@@ -94,7 +157,9 @@ def main() -> None:
 
 def _run_all(config: RunConfig, *, resume: bool) -> int:
     try:
-        check_data(config)
+        check_model(config.model)
+        corpus = check_data(config)
+        check_memory(config, len(corpus.train), range(config.world_size))
         if resume and not (config.run.path / "checkpoints").is_dir():
             raise CheckpointError(
                 f"{config.run.path}: no checkpoints to resume from; leave out --resume"
@@ -102,6 +167,16 @@ def _run_all(config: RunConfig, *, resume: bool) -> int:
     except (ValueError, OSError, ImportError) as error:
         _refuse(error)
     return run_local(sys.argv[1:], config.world_size)
+
+
+def _show_memory(config: RunConfig) -> None:
+    try:
+        sequences = len(check_data(config).train)
+        ends, ranks = plan_memory(config, sequences), range(config.world_size)
+        Console().print(memory_table(config, ends, ranks))
+        check_memory(config, sequences, ranks)
+    except (ValueError, OSError, ImportError) as error:
+        _refuse(error)
 
 
 def _run_here(config: RunConfig, nodes: Nodes) -> int:
@@ -119,6 +194,7 @@ def _run_here(config: RunConfig, nodes: Nodes) -> int:
 
 def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
     end_with_parent()
+    keep_freed_memory()
     try:
         train_rank(config, resume, show=show)
     except PeerError as error:

@@ -16,17 +16,34 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
-from aqsgd.config import AqsgdConfig
+from aqsgd.config import AqsgdConfig, AutoConfig, MemoryConfig
 from gradcomp.registry import load_method, method_names, parse_options
 from launch.data import DataConfig
-from pipeline.config import DirectConfig, PipelineConfig, RawConfig
+from launch.tokenizer import BYTES
+from pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
+from pipeline.huggingface_config import HuggingFaceConfig
 from pipeline.schedule import check_schedule
 from pipeline.transformer import TransformerConfig
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+_LOCAL: Any = {  # what a host has of disk and RAM; data are compared by their digest
+    "run": {"folder"},
+    "memory": True,
+    "data": {"path": True, "eval_path": True, "tokenizer": True, "sources": {"__all__": {"path"}}},
+    "model": {"pretrained", "config"},
+}
 
 
 class ConfigError(ValueError):
@@ -46,13 +63,31 @@ def _known_names(value: Any) -> Any:
 
 
 ForwardConfig = Annotated[
-    Annotated[AqsgdConfig | DirectConfig | RawConfig, Field(discriminator="kind")],
+    Annotated[
+        AqsgdConfig | AutoConfig | DirectConfig | RawConfig | StatelessConfig,
+        Field(discriminator="kind"),
+    ],
     BeforeValidator(_known_names),
 ]
 BackwardConfig = Annotated[
-    Annotated[DirectConfig | RawConfig, Field(discriminator="kind")],
+    Annotated[DirectConfig | RawConfig | StatelessConfig, Field(discriminator="kind")],
     BeforeValidator(_known_names),
 ]
+
+
+def _model_kind(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "folder" if {"pretrained", "config"} & value.keys() else "shape"
+    return "folder" if isinstance(value, HuggingFaceConfig) else "shape"
+
+
+AnyModelConfig = Annotated[
+    Annotated[TransformerConfig, Tag("shape")] | Annotated[HuggingFaceConfig, Tag("folder")],
+    Discriminator(_model_kind),
+]
+"""Our own transformer by its shape, or one of the transformers library by its folder."""
+
+_TAGS = {"folder": HuggingFaceConfig, "shape": TransformerConfig}
 
 
 class BoundaryConfig(BaseModel):
@@ -126,10 +161,11 @@ class RunConfig(BaseModel):
     model_config = _STRICT
 
     run: RunSection = RunSection()
-    model: TransformerConfig = TransformerConfig()
+    model: AnyModelConfig = TransformerConfig()
     data: DataConfig = DataConfig()
     pipeline: PipelineConfig = PipelineConfig()
     boundary: tuple[BoundaryConfig, ...] = ()
+    memory: MemoryConfig = MemoryConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -157,19 +193,23 @@ class RunConfig(BaseModel):
         return RunConfig.model_validate(fields)
 
     def boundary_at(self, cut: int) -> BoundaryConfig:
-        """What the run does at a cut."""
-        default = BoundaryConfig()
-        for boundary in self.boundary:
-            if boundary.cut == cut:
-                return boundary
-            if boundary.cut is None:
-                default = boundary
-        return default
+        """What the run does at a cut; without a second epoch "auto" is stateless."""
+        found = boundary_at(self.boundary, cut)
+        if isinstance(found.forward, AutoConfig) and self.train.epochs == 1:
+            return found.model_copy(update={"forward": found.forward.without_memory()})
+        return found
 
     def notices(self) -> list[str]:
         """What a user should know before the run starts: choices made, and what will disappoint."""
         found = []
-        if self.pipeline.cuts and self.model.tie_embeddings == "untied":
+        if isinstance(self.model, HuggingFaceConfig):
+            found += self.model.notices(cut=bool(self.pipeline.cuts))
+            if self.model.weights is not None and self.data.tokenizer == BYTES:
+                found.append(
+                    'warning: data.tokenizer = "bytes" with a pretrained model: its ids mean other '
+                    "things; set data.tokenizer to the folder of its tokenizer"
+                )
+        if self.pipeline.cuts and _could_be_tied(self.model):
             megabytes = 4 * self.model.vocab * self.model.width / 1e6
             found.append(
                 "note: a cut lies between embedding and head, so they are separate weights; "
@@ -181,18 +221,24 @@ class RunConfig(BaseModel):
                 'warning: gradcomp.method = "none": replicas train apart; it is meant for timing'
             )
         delta = any(self.boundary_at(cut).forward.kind == "aqsgd" for cut in self.pipeline.cuts)
-        if delta and self.model.dropout:
+        dropout = _fresh_dropout(self.model)
+        if delta and dropout:
+            repeat = 'model.dropout_masks = "repeated" or dropout'
             found.append(
-                f"warning: model.dropout = {self.model.dropout} with AQ-SGD: dropout masks differ "
+                f"warning: model.dropout = {dropout} with AQ-SGD: dropout masks differ "
                 "at every visit, so the change of an activation is about 0.6 of its size (0.1-0.2 "
-                "without dropout) and most of the gain is lost; set dropout to 0 or use direct "
-                "boundaries"
+                "without dropout) and most of the gain is lost; set "
+                f"{'model.dropout' if isinstance(self.model, HuggingFaceConfig) else repeat} to 0, "
+                "or use direct boundaries"
             )
         return found
 
     def shared(self) -> dict[str, Any]:
-        """All that peers must agree on, JSON-able: all but places on a host's own disk."""
-        return self.model_dump(mode="json", exclude={"run": {"folder"}, "data": {"path"}})
+        """All that peers must agree on, JSON-able: all but what a host has of disk and RAM."""
+        shared = self.model_dump(mode="json", exclude=_LOCAL)
+        if isinstance(self.model, HuggingFaceConfig):
+            shared["model"]["folder"] = self.model.digest()
+        return shared
 
     def digest(self) -> str:
         """SHA-256 of `shared`."""
@@ -209,8 +255,16 @@ class RunConfig(BaseModel):
         )
         _check_boundaries(self.boundary, self.pipeline)
         _check_sizes(self)
+        _check_task(self)
         _check_gradcomp(self.gradcomp)
         return self
+
+
+def boundary_at(boundaries: Sequence[BoundaryConfig], cut: int) -> BoundaryConfig:
+    """The one of a cut: its own, else the one without a cut, else the default."""
+    own = [boundary for boundary in boundaries if boundary.cut == cut]
+    general = [boundary for boundary in boundaries if boundary.cut is None]
+    return (own + general + [BoundaryConfig()])[0]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -233,6 +287,19 @@ def write_config(config: RunConfig, path: Path) -> None:
     """Write the resolved config as TOML; reading it back gives an equal one."""
     fields = config.model_dump(mode="json", exclude_none=True)
     path.write_text(tomli_w.dumps(fields))
+
+
+def _could_be_tied(model: AnyModelConfig) -> bool:
+    if isinstance(model, HuggingFaceConfig) and not model.ties_embeddings:
+        return False
+    return model.task == "language" and model.tie_embeddings == "untied"
+
+
+def _fresh_dropout(model: AnyModelConfig) -> float:
+    """Rate of dropout whose masks differ at every visit of a sample."""
+    if isinstance(model, HuggingFaceConfig):
+        return model.largest_dropout
+    return model.dropout if model.dropout_masks == "random" else 0.0
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -282,7 +349,8 @@ def _parse(text: str) -> Any:
 
 
 def _explain(detail: ErrorDetails) -> str:
-    place = [part for part in detail["loc"] if part not in ("aqsgd", "direct", "raw")]
+    tags = ("aqsgd", "auto", "direct", "raw", "stateless", *_TAGS)
+    place = [part for part in detail["loc"] if part not in tags]
     name = ".".join(str(part) for part in place)
     if detail["type"] == "extra_forbidden":
         known = _keys_at(detail["loc"][:-1])
@@ -312,6 +380,8 @@ def _keys_at(location: tuple[int | str, ...]) -> list[str]:
         fields = getattr(model, "model_fields", {})
         if isinstance(part, str) and part in fields:
             model = _models(fields[part].annotation)
+        elif part in _TAGS:
+            model = _TAGS[str(part)]
         elif isinstance(model, list):
             model = next(m for m in model if m.model_fields["kind"].default == part)
     return list(getattr(model, "model_fields", {}))
@@ -377,6 +447,20 @@ def _check_sizes(config: RunConfig) -> None:
             f"train.batch_size = {train.batch_size} cannot be shared evenly by "
             f"{config.pipeline.replicas} replicas in {train.accumulate} accumulation parts; "
             f"use a multiple of {parts}"
+        )
+
+
+def _check_task(config: RunConfig) -> None:
+    data, model = config.data, config.model
+    if (model.task == "classification") != (data.kind == "labelled"):
+        raise ValueError(
+            f'model.task = "{model.task}", data.label_field = {data.label_field!r}: '
+            "classification needs labels and language modelling has none; set both or neither"
+        )
+    if data.labels is not None and len(data.labels) != model.classes:
+        raise ValueError(
+            f"data.labels = {list(data.labels)}: {len(data.labels)} names for model.classes = "
+            f"{model.classes}; make the numbers equal"
         )
 
 

@@ -1,247 +1,332 @@
-"""Text as fixed training sequences whose ids mean the same bytes on every peer and at every resume.
+"""What a run learns from: running text, labelled texts, or prompts with responses.
 
-Axes: N sequences of a set, B samples of a batch, T tokens. A sequence holds T + 1 tokens: the
-targets are the inputs moved on by one.
+`docs/data.md` describes the formats.
 """
 
-import glob
-import hashlib
-import os
-import re
-import sysconfig
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from torch import Tensor
 
-_HF_PREFIX = "hf:"
-_HELD_OUT = 10  # one in so many files, or the last of so many equal parts of the text
-# Tests, what is installed, and generated modules, which differ between machines with one Python.
-_STDLIB_SKIPPED = re.compile(
-    r"(tests?|idle_test|site-packages|dist-packages|__pycache__|config-.*)$|_sysconfigdata"
-)
+from launch import text
+from launch.hub import parse_dataset, read_dataset
+from launch.instructions import Layout, encode_examples, instruction_set, mix
+from launch.labelled import LabelFields, labelled_set
+from launch.records import Field as RowField
+from launch.records import Format, Row, find_format, read_rows
+from launch.sequences import ColumnSet, SampleSet, SequenceSet, spread
+from launch.tokenizer import BYTES, Tokenizer, load_tokenizer
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class SourceConfig(BaseModel):
+    """One part of a mixture: as in `data.path`, and its share of the examples beside others."""
+
+    model_config = _STRICT
+
+    path: str = Field(min_length=1)
+    weight: float = Field(gt=0)
 
 
 class DataConfig(BaseModel):
-    """What text to train on and how it is cut into sequences.
+    """What to train on and how it becomes sequences of `sequence_length` tokens.
 
     `path` is a file, a folder (with what is below it, hidden names left out) or a glob; `dataset`
-    is `hf:NAME/CONFIG` or `hf:OWNER/NAME/CONFIG`; without either, the text is the source code of
-    Python's standard library. `sequence_length` is in tokens, `max_bytes` limits how much of the
-    text is read, `train_sequences = "all"` takes all that the text holds.
+    is `hf:NAME/CONFIG` or `hf:OWNER/NAME/CONFIG`; `sources` are a mixture; without any, the text is
+    the source code of Python's standard library. What is held out is in `eval_path`, or taken
+    from the rest. `max_bytes` limits how much running text is read, `train_sequences = "all"`
+    takes all that there is.
+
+    Fields are names, or numbers of columns in TSV files without a header. `text_field` alone is
+    running text; with `label_field` (and `pair_field`, a second text) it is classified, `labels`
+    naming the classes in order; `prompt_field` and `response_field` are instruction data, where
+    `objective = "prefix"` lets a prompt see all of itself and `packing` puts several examples into
+    a sequence.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = _STRICT
 
     path: str | None = Field(default=None, min_length=1)
+    eval_path: str | None = Field(default=None, min_length=1)
+    sources: tuple[SourceConfig, ...] = ()
     dataset: str | None = None
+    format: Literal["auto", "text", "tsv", "jsonl"] = "auto"
+    text_field: RowField | None = None
+    pair_field: RowField | None = None
+    label_field: RowField | None = None
+    labels: tuple[str, ...] | None = Field(default=None, min_length=2)
+    prompt_field: RowField | None = None
+    response_field: RowField | None = None
+    objective: Literal["causal", "prefix"] = "causal"
+    packing: bool = True
     sequence_length: int = Field(default=128, ge=1)
     train_sequences: Annotated[int, Field(ge=1)] | Literal["all"] = 512
-    eval_sequences: int = Field(default=64, ge=1)
-    tokenizer: Literal["bytes"] = "bytes"
+    eval_sequences: Annotated[int, Field(ge=1)] | Literal["all"] = 64
+    tokenizer: str = Field(default=BYTES, min_length=1)
     max_bytes: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _one_source(self) -> "DataConfig":
-        if self.path is not None and self.dataset is not None:
-            raise ValueError(
-                f"path = {self.path!r}, dataset = {self.dataset!r}: two sources of text; remove one"
-            )
+        given = {"path": self.path, "dataset": self.dataset, "sources": self.sources}
+        named = {name: value for name, value in given.items() if value}
+        if len(named) > 1:
+            told = ", ".join(f"{name} = {value!r}" for name, value in named.items())
+            raise ValueError(f"{told}: two sources of text; remove one")
         if self.dataset is not None:
-            _parse_dataset(self.dataset)
+            parse_dataset(self.dataset)
+            if self.eval_path is not None or self.format != "auto":
+                raise ValueError(
+                    f"dataset = {self.dataset!r}: brings its held-out split and its format; "
+                    "remove eval_path and format"
+                )
+        if self.eval_path is not None and not named:
+            raise ValueError(f"eval_path = {self.eval_path!r}: nothing to train on; set path")
         return self
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> "DataConfig":
+        _check_fields(self)
+        return self
+
+    @property
+    def kind(self) -> Literal["text", "labelled", "instructions"]:
+        """What the samples are."""
+        if self.prompt_field is not None:
+            return "instructions"
+        return "text" if self.label_field is None else "labelled"
 
     @property
     def source(self) -> str:
         """Return the setting that chooses the text, as error messages quote it."""
         if self.dataset is not None:
             return f"data.dataset = {self.dataset!r}"
+        if self.sources:
+            return f"data.sources = {[source.path for source in self.sources]}"
         return f"data.path = {self.path!r}"
 
-
-class SequenceSet:
-    """Sequences with ids 0 to N - 1; `tokens` is an integer tensor [N, T + 1], kept, not copied."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        if tokens.ndim != 2 or tokens.shape[1] < 2:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)}: a set needs [N, T + 1] with T at least 1"
-            )
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        """Return the number of sequences."""
-        return len(self._tokens)
-
-    def batch(self, ids: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, both int64 [B, T] on the CPU, in the order of `ids`.
-
-        Raises:
-            ValueError: an id is negative or past the last sequence.
-        """
-        ids_B = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
-        wrong = ids_B[(ids_B < 0) | (ids_B >= len(self))]
-        if len(wrong):
-            raise ValueError(
-                f"sample ids {wrong[:4].tolist()}: the set holds {len(self)} sequences; "
-                f"use ids from 0 to {len(self) - 1}"
-            )
-        tokens = self._tokens[ids_B].to(torch.int64)
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 (hex) of shape and content: equal when ids mean the same text to both sides."""
-        digest = hashlib.sha256(f"{tuple(self._tokens.shape)} {self._tokens.dtype}".encode())
-        for tokens in self._tokens:  # row by row: sequences overlap in memory, a copy would not
-            digest.update(tokens.numpy())
-        return digest.hexdigest()
+    @property
+    def fields(self) -> list[RowField]:
+        """The fields that rows must have; empty for plain text."""
+        named = (self.text_field, self.pair_field, self.label_field)
+        return [f for f in (*named, self.prompt_field, self.response_field) if f is not None]
 
 
-def load(config: DataConfig) -> tuple[SequenceSet, SequenceSet]:
-    """Return the training and the evaluation sequences, cut from texts that do not overlap.
+def load(
+    config: DataConfig, *, seed: int = 0, vocab: int | None = None, classes: int = 2
+) -> tuple[SampleSet, SampleSet]:
+    """Return the training and the evaluation samples, made of texts that do not overlap.
+
+    `seed` decides mixtures and packing; `vocab` and `classes` are those of the model.
 
     Raises:
-        ValueError: the path is missing, matches nothing or is empty; the text is too short for
-            the sequences asked for; the data set has no text column.
-        ImportError: `dataset` is set and the optional package is not installed.
+        ValueError: the path is missing, matches nothing or is empty; a row is not as the
+            settings say; there is too little for the samples asked for; the tokenizer has more
+            tokens than the model.
+        ImportError: an optional package is needed and not installed.
     """
-    if config.dataset is not None:
-        training, held_out = _read_dataset(config.dataset, config.max_bytes)
-    else:
-        documents = _take(map(Path.read_bytes, _files(config.path)), config.max_bytes)
-        training, held_out = _split(documents)
-    if not training:
-        raise ValueError(f"{config.source}: the text is empty; name one that holds some bytes")
+    tokenizer = load_tokenizer(config.tokenizer)
+    if vocab is not None and tokenizer.vocab > vocab:
+        raise ValueError(
+            f"model.vocab = {vocab}: data.tokenizer = {config.tokenizer!r} has {tokenizer.vocab} "
+            f"tokens; set model.vocab = {tokenizer.vocab}"
+        )
+    if config.kind == "text":
+        training, held_out = _read_text(config)
+        if not training:
+            raise ValueError(f"{config.source}: the text is empty; name one that holds some bytes")
+        return (
+            _sequences(training, "train_sequences", config=config, tokenizer=tokenizer),
+            _sequences(held_out, "eval_sequences", config=config, tokenizer=tokenizer),
+        )
+    rows = _read_rows(config, seed)
+    sets = [_samples(part, config, tokenizer, seed=seed, classes=classes) for part in rows]
     return (
-        _sequences(training, config.train_sequences, config=config, setting="train_sequences"),
-        _sequences(held_out, config.eval_sequences, config=config, setting="eval_sequences"),
+        _selected(sets[0], "train_sequences", config=config),
+        _selected(sets[1], "eval_sequences", config=config),
     )
 
 
-def _files(path: str | None) -> list[Path]:
-    """Regular files of a `data.path`, in an order that is the same on every machine."""
-    place = Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
-    if path is None:
-        files = _stdlib_files(place)
-    elif place.is_dir():
-        files = [file for file in place.rglob("*") if not _hidden(file.relative_to(place))]
-    elif place.is_file():
-        files = [place]
-    elif glob.has_magic(path):
-        files = [Path(name) for name in glob.glob(str(place), recursive=True)]
-    else:
+def _check_fields(config: DataConfig) -> None:
+    if (config.prompt_field is None) != (config.response_field is None):
         raise ValueError(
-            f"data.path = {path!r}: no such file or folder, seen from {Path.cwd()}; "
-            f"correct the path or leave it out for the standard library's sources"
+            f"prompt_field = {config.prompt_field!r}, response_field = "
+            f"{config.response_field!r}: instruction data needs both; set the other"
         )
-    files = sorted((file for file in files if file.is_file()), key=Path.as_posix)
-    if not files:
-        raise ValueError(f"data.path = {path!r}: no files there; name a file or a folder with some")
-    return files
+    wrong = {
+        "text_field": config.text_field is not None and config.kind == "instructions",
+        "label_field": config.label_field is not None
+        and (config.kind == "instructions" or config.text_field is None),
+        "pair_field": config.pair_field is not None and config.kind != "labelled",
+        "labels": config.labels is not None and config.kind != "labelled",
+        "objective": config.objective == "prefix" and config.kind != "instructions",
+        "packing": not config.packing and config.kind != "instructions",
+        "sources": bool(config.sources) and config.kind != "instructions",
+        "max_bytes": config.max_bytes is not None and config.kind != "text",
+    }
+    remedies = {
+        "text_field": "prompt_field and response_field say what is read; remove text_field",
+        "label_field": "labels belong to a text; set text_field, without prompt_field",
+        "pair_field": "pairs of texts are for classification; set text_field and label_field",
+        "labels": "they name what label_field holds; set text_field and label_field",
+        "objective": "there is no prompt to see; set prompt_field and response_field",
+        "packing": "only instruction data is packed; remove it",
+        "sources": "mixtures are of instruction data; set prompt_field and response_field, or "
+        "name several files by a glob in path",
+        "max_bytes": "it limits running text; use train_sequences",
+    }
+    for name, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"{name} = {getattr(config, name)!r}: {remedies[name]}")
+    numbers = {isinstance(field, int) for field in config.fields}
+    if len(numbers) > 1:
+        raise ValueError(
+            f"fields {config.fields}: some are names and some numbers of columns; use one kind"
+        )
 
 
-def _stdlib_files(root: Path) -> list[Path]:
-    files: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if not _STDLIB_SKIPPED.match(name)]
-        sources = (name for name in names if name.endswith(".py"))
-        files += [Path(folder, name) for name in sources if not _STDLIB_SKIPPED.match(name)]
-    return files
+def _read_text(config: DataConfig) -> tuple[bytes, bytes]:
+    """Training and held-out text."""
+    held_out: list[bytes] | None = None
+    if config.dataset is not None:
+        rows, rest = read_dataset(config.dataset, [_text_field(config)])
+        # one document: the end is held out, not every tenth line amid its neighbours
+        training = [b"".join(text.take(_documents(rows, config), config.max_bytes))]
+        held_out = None if rest is None else _documents(rest, config)
+    else:
+        training = text.take(_read_documents(config, config.path, "data.path"), config.max_bytes)
+        if config.eval_path is not None:
+            held_out = _read_documents(config, config.eval_path, "data.eval_path")
+    if held_out is None:
+        return text.split(training)
+    return b"".join(training), b"".join(text.take(held_out, config.max_bytes))
 
 
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
+def _read_documents(config: DataConfig, path: str | None, setting: str) -> list[bytes]:
+    files = text.find_files(path, setting)
+    if _format(config, files, f"{setting} = {path!r}") == "text":
+        return [file.read_bytes() for file in files]
+    return _documents(_file_rows(config, path, setting), config)
 
 
-def _take(documents: Iterable[bytes], limit: int | None) -> list[bytes]:
-    """Documents in order until `limit` bytes, the last one cut short."""
-    if limit is None:
-        return list(documents)
-    kept: list[bytes] = []
-    for document in documents:
-        kept.append(document[:limit])
-        limit -= len(kept[-1])
-        if limit == 0:
-            break
-    return kept
+def _documents(rows: Sequence[Row], config: DataConfig) -> list[bytes]:
+    return [text.line(str(row.value(_text_field(config)))) for row in rows]
 
 
-def _split(documents: list[bytes]) -> tuple[bytes, bytes]:
-    """Training and held-out text, the same whatever number of sequences is asked for.
+def _text_field(config: DataConfig) -> RowField:
+    return "text" if config.text_field is None else config.text_field
 
-    Held out is every tenth document, spread over the whole text; or, when these are not close to
-    a tenth of the bytes, the last tenth of the joined text.
-    """
-    total = sum(map(len, documents))
-    held_out = b"".join(documents[_HELD_OUT - 1 :: _HELD_OUT])
-    if total / (2 * _HELD_OUT) <= len(held_out) <= 2 * total / _HELD_OUT:
-        rest = [text for i, text in enumerate(documents) if i % _HELD_OUT != _HELD_OUT - 1]
-        return b"".join(rest), held_out
-    text = b"".join(documents)
-    end = len(text) - len(text) // _HELD_OUT
-    return text[:end], text[end:]
+
+def _read_rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows."""
+    if config.dataset is not None:
+        training, held_out = read_dataset(config.dataset, config.fields)
+        if held_out is None:
+            training, held_out = _hold_out(training)
+        return training, held_out
+    found = [
+        _file_rows(config, source.path, f"data.sources.{number}.path")
+        for number, source in enumerate(config.sources)
+    ] or [_file_rows(config, config.path, "data.path")]
+    weights = [source.weight for source in config.sources] or None
+    if config.eval_path is not None:
+        return mix(found, weights, seed), _file_rows(config, config.eval_path, "data.eval_path")
+    parts = [_hold_out(rows) for rows in found]
+    held_out = [row for _, rest in parts for row in rest]
+    return mix([training for training, _ in parts], weights, seed), held_out
+
+
+def _hold_out(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Every tenth row is held out."""
+    last = text.HELD_OUT - 1
+    kept = [row for number, row in enumerate(rows) if number % text.HELD_OUT != last]
+    return kept, list(rows[last :: text.HELD_OUT])
+
+
+def _file_rows(config: DataConfig, path: str | None, setting: str) -> list[Row]:
+    source = f"{setting} = {path!r}"
+    files = text.find_files(path, setting)
+    kind = _format(config, files, source)
+    if kind == "text":
+        raise ValueError(f'{source}: text has no fields; set data.format = "tsv" or "jsonl"')
+    header = not any(isinstance(field, int) for field in config.fields)
+    if kind == "jsonl" and not header:
+        raise ValueError(f"{source}: the fields {config.fields} of JSONL have names; use these")
+    rows = read_rows(files, kind, header=header)
+    if not rows:
+        raise ValueError(f"{source}: no rows there; name a file that holds some")
+    return rows
+
+
+def _format(config: DataConfig, files: Sequence[Path], source: str) -> Format:
+    kind: Format
+    if config.format != "auto":
+        kind = config.format
+    else:
+        kind = find_format(files, source=source, has_fields=bool(config.fields))
+    if kind != "text" and not config.fields:
+        raise ValueError(
+            f"{source}: {kind} has fields; say which in data.text_field or in data.prompt_field "
+            'and data.response_field, or set data.format = "text"'
+        )
+    if kind == "text" and config.fields:
+        raise ValueError(
+            f'{source}: text has no fields {config.fields}; set data.format = "tsv" or "jsonl"'
+        )
+    return kind
+
+
+def _samples(
+    rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, *, seed: int, classes: int
+) -> ColumnSet:
+    length = config.sequence_length
+    if not rows:
+        raise ValueError(
+            f"{config.source}: fewer than {text.HELD_OUT} rows, of which none can be held out; "
+            "set data.eval_path or use more rows"
+        )
+    if config.prompt_field is not None and config.response_field is not None:
+        examples = encode_examples(
+            rows, config.prompt_field, config.response_field, tokenizer=tokenizer
+        )
+        prefix = config.objective == "prefix"
+        return instruction_set(examples, Layout(length, config.packing, prefix, seed))
+    assert config.text_field is not None, "checked with the config"
+    assert config.label_field is not None, "there is no third kind of rows"
+    fields = LabelFields(config.text_field, config.pair_field, config.label_field, config.labels)
+    return labelled_set(rows, fields, tokenizer, length=length, classes=classes)
+
+
+def _selected(samples: ColumnSet, setting: str, *, config: DataConfig) -> ColumnSet:
+    chosen = spread(
+        len(samples),
+        getattr(config, setting),
+        setting=setting,
+        found=f"{config.source} gives {len(samples)} for it",
+        remedy='"all", or more data',
+    )
+    return samples if chosen is None else samples.select(chosen)
 
 
 def _sequences(
-    text: bytes, count: int | Literal["all"], *, config: DataConfig, setting: str
+    running: bytes, setting: str, *, config: DataConfig, tokenizer: Tokenizer
 ) -> SequenceSet:
     length = config.sequence_length
-    available = (len(text) - 1) // length
-    found = f"the text of {config.source} leaves {len(text)} bytes for {setting}"
+    tokens = tokenizer.stream(running)
+    available = (len(tokens) - 1) // length
+    found = f"the text of {config.source} leaves {len(tokens)} {tokenizer.unit} for {setting}"
     if available < 1:
         raise ValueError(
             f"data.sequence_length = {length}: {found} and one sequence takes {length + 1}; "
             f"use a longer text or shorter sequences"
         )
-    count = available if count == "all" else count
-    if count > available:
-        raise ValueError(
-            f"data.{setting} = {count}: {found}, enough for {available} sequences of {length}; "
-            f"use at most {available}, a longer text or shorter sequences"
-        )
-    windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, length + 1, length)
-    if count == available:
-        return SequenceSet(windows)
-    return SequenceSet(windows[torch.arange(count) * available // count])
-
-
-def _parse_dataset(dataset: str) -> tuple[str, str]:
-    parts = dataset.removeprefix(_HF_PREFIX).split("/")
-    if not dataset.startswith(_HF_PREFIX) or len(parts) not in (2, 3) or not all(parts):
-        raise ValueError(
-            f"dataset = {dataset!r}: not of the form hf:NAME/CONFIG or hf:OWNER/NAME/CONFIG; "
-            f"write for example hf:wikitext/wikitext-2-raw-v1"
-        )
-    return "/".join(parts[:-1]), parts[-1]
-
-
-def _read_dataset(dataset: str, limit: int | None) -> tuple[bytes, bytes]:
-    try:
-        from datasets import load_dataset
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            f"data.dataset = {dataset!r}: the package 'datasets' is not installed; "
-            f"run `pip install datasets` or set data.path to local text"
-        ) from error
-    name, subset = _parse_dataset(dataset)
-    splits = load_dataset(name, subset)
-    held_out = next((split for split in ("validation", "test") if split in splits), None)
-    for split in filter(None, ("train", held_out)):
-        if split not in splits or "text" not in splits[split].column_names:
-            raise ValueError(
-                f"data.dataset = {dataset!r}: no column 'text' in a split '{split}'; "
-                f"use another data set or export its text to a file for data.path"
-            )
-    training = b"".join(_take(map(_line, splits["train"]["text"]), limit))
-    if held_out is None:
-        return _split([training])
-    return training, b"".join(_take(map(_line, splits[held_out]["text"]), limit))
-
-
-def _line(row: str) -> bytes:
-    return (row if row.endswith("\n") else row + "\n").encode()
+    windows = tokens.unfold(0, length + 1, length)
+    chosen = spread(
+        available,
+        getattr(config, setting),
+        setting=setting,
+        found=f"{found}, enough for {available} sequences of {length}",
+        remedy="a longer text or shorter sequences",
+    )
+    return SequenceSet(windows if chosen is None else windows[chosen])

@@ -28,6 +28,7 @@ from launch.metrics import (
     format_loss,
     format_rate,
     format_ratio,
+    other_scores,
 )
 
 if TYPE_CHECKING:  # the module loads matplotlib, for which the start of a run need not wait
@@ -39,6 +40,7 @@ LOSS_HALFLIFE_STEPS = 20.0
 _SPARK_CELLS = 60
 _SPARK = "▁▂▃▄▅▆▇█"
 _WIDE_METHOD = 16
+_SHORT = {"token": "tok", "sample": "smp"}
 
 
 class _Face(Protocol):
@@ -192,7 +194,7 @@ class _Log:
             f"step {record.step:>{len(str(total))}}/{total}",
             f"epoch {record.epoch}",
             f"loss {format_loss(self._progress.mean_loss)}",
-            f"{format_rate(record.tokens_per_s)} tok/s",
+            f"{format_rate(record.tokens_per_s)} {_SHORT[self._info.unit]}/s",
         ]
         if record.wire:
             parts.append(f"{format_bytes(sum(count.bytes for count in record.wire))}/step")
@@ -250,7 +252,7 @@ class _Panel:
         if record is None:
             parts += ["", Text("waiting for the first step to finish", style="dim")]
         else:
-            parts += ["", _numbers(record, self._progress)]
+            parts += ["", _numbers(self._info, record, progress=self._progress)]
             parts += ["", _traffic(self._info, record)]
         title = Text.assemble(("ThinPipe ", "bold cyan"), (self._info.name, "bold"))
         return Panel(Group(*parts), title=title, title_align="left", border_style="dim",
@@ -274,10 +276,10 @@ def _evaluation(losses: Mapping[str, float]) -> str:
     text = f"loss {format_loss(losses.get('loss'))}"
     if "loss_compressed" in losses:
         text += f", with compressed boundaries {format_loss(losses['loss_compressed'])}"
-    return text
+    return ", ".join([text, *(f"{name} {value}" for name, value in other_scores(losses))])
 
 
-def _numbers(record: StepRecord, progress: _Progress) -> Group:
+def _numbers(info: RunInfo, record: StepRecord, *, progress: _Progress) -> Group:
     evaluation = progress.eval or {}
     grad_norm = NOTHING if record.grad_norm is None else f"{record.grad_norm:.3g}"
     cells = [
@@ -285,7 +287,7 @@ def _numbers(record: StepRecord, progress: _Progress) -> Group:
         ("last step", format_loss(record.loss)),
         ("eval loss", format_loss(evaluation.get("loss"))),
         ("eval compressed", format_loss(evaluation.get("loss_compressed"))),
-        ("tokens/s", format_rate(record.tokens_per_s)),
+        (f"{info.unit}s/s", format_rate(record.tokens_per_s)),
         ("bubble", f"{record.bubble:.1%}"),
         ("epoch", str(record.epoch)),
         ("step time", format_duration(record.step_s)),
@@ -293,6 +295,7 @@ def _numbers(record: StepRecord, progress: _Progress) -> Group:
         ("learning rate", f"{record.lr:.2e}"),
         ("skipped steps", str(progress.skipped)),
         ("replica sync", format_bytes(record.sync_bytes)),
+        *((f"eval {name}", value) for name, value in other_scores(evaluation)),
     ]
     spark = Text.assemble(("loss so far  ", "dim"), (str(progress.spark), "cyan"))
     return Group(_cells(cells), "", spark)
@@ -353,12 +356,13 @@ def _final(info: RunInfo, summary: "Summary") -> RenderableType:
         ("train loss, last epoch", format_loss(summary["final_loss"])),
         ("eval loss", format_loss(losses.get("loss"))),
         ("eval loss, compressed", format_loss(losses.get("loss_compressed"))),
-        ("median tokens/s", format_rate(summary["median_tokens_per_s"])),
+        (f"median {info.unit}s/s", format_rate(summary["median_tokens_per_s"])),
         ("time in steps", format_duration(summary["wall_s"])),
         ("mean bubble", f"{summary['mean_bubble']:.1%}"),
         ("steps", f"{summary['steps']:,} ({summary['skipped']:,} skipped)"),
         ("between replicas", format_bytes(summary["sync_bytes"])),
         ("control messages", format_bytes(summary["control_bytes"])),
+        *((f"eval {name}", value) for name, value in other_scores(losses)),
     ]
     title = Text.assemble(("Finished ", "bold green"), (info.name, "bold"))
     parts: list[RenderableType] = ["", title, "", _cells(cells, columns=3), ""]

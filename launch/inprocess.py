@@ -2,7 +2,7 @@
 
 For experiments about what compression does to a model: a stage hands its messages over in memory,
 byte for byte those that would cross the link. Losses, weights and byte counts equal those of the
-run on one rank per stage, dropout aside (its random numbers belong to a process).
+run on one rank per stage, random dropout aside (its numbers belong to a process).
 """
 
 from collections.abc import Iterator, Sequence

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Literal, Self, TypeAlias
@@ -61,7 +61,10 @@ class StepRecord:
     ranks. `skipped` says that the optimizer did not move. `sync_bytes` went between replicas,
     `control_bytes` are neither activations nor gradients (losses, votes, flags). `eval` is present
     only on steps after which an evaluation ran: `loss` with uncompressed boundaries and, where it
-    was measured, `loss_compressed` with the boundaries of training.
+    was measured, `loss_compressed` with the boundaries of training; likewise the other numbers that
+    the objective has. Where samples are classified, it is they that `tokens` count. `healed`
+    counts, by cut, the samples that both ends forgot because what they remembered of them differed
+    or was lost.
     """
 
     step: int
@@ -78,6 +81,7 @@ class StepRecord:
     sync_bytes: int
     control_bytes: int
     eval: Mapping[str, Loss] | None
+    healed: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class RunInfo:
     """What is known of a run before its first step; the display and the report print it.
 
     `cuts` is empty for a single stage. `methods` has a label such as "aqsgd 4-bit" for each cut
-    and direction.
+    and direction. `unit` is what has a loss.
     """
 
     name: str
@@ -101,6 +105,7 @@ class RunInfo:
     machine: str
     versions: Mapping[str, str]
     config_digest: str
+    unit: Literal["token", "sample"] = "token"
 
     def wire_keys(self) -> list[WireKey]:
         """Every cut and direction, in the order in which tables list them."""
@@ -112,15 +117,21 @@ class TimelineEvent:
     """What one rank did between two moments of one step, in seconds since that step began.
 
     F is a forward, B a backward (of the input alone where the schedule splits it), W a backward of
-    the weights; "wait" is time spent waiting for a message, "opt" the optimizer's step.
+    the weights; "encode" and "decode" are what the codec and the link's checks take, "wait" is time
+    spent waiting for a message.
     """
 
     rank: int
     stage: int
-    kind: Literal["F", "B", "W", "wait", "opt"]
-    microbatch: int | None
+    kind: Literal["F", "B", "W", "encode", "decode", "wait"]
+    microbatch: int
     start_s: float
     end_s: float
+
+    @property
+    def computes(self) -> bool:
+        """Whether the model advances in it."""
+        return self.kind in ("F", "B", "W")
 
 
 _RECORD = TypeAdapter(StepRecord)
@@ -264,6 +275,15 @@ def format_ratio(ratio: float | None) -> str:
 def format_loss(loss: float | None) -> str:
     """Four decimals; "-" if there is none or it is not finite."""
     return f"{loss:.4f}" if loss is not None and math.isfinite(loss) else NOTHING
+
+
+def other_scores(evaluation: Mapping[str, float | None]) -> list[tuple[str, str]]:
+    """Name and three decimals of what an evaluation found beside losses, such as accuracy."""
+    return [
+        (name.replace("_compressed", ", compressed"), NOTHING if value is None else f"{value:.3f}")
+        for name, value in evaluation.items()
+        if not name.startswith("loss")
+    ]
 
 
 def format_rate(per_s: float) -> str:

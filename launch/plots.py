@@ -36,7 +36,8 @@ _KINDS = {
     "F": "forward",
     "B": "backward",
     "W": "weight gradient",
-    "opt": "optimizer",
+    "encode": "encoding",
+    "decode": "decoding",
     "wait": "waiting for a message",
 }
 
@@ -52,7 +53,7 @@ class Theme:
     idle: str
     faint: str  # the hatching of a wait
     series: tuple[str, ...]
-    kinds: tuple[str, ...]  # in the order of F, B, W, opt, wait
+    kinds: tuple[str, ...]  # in the order of _KINDS
     on_kind: str
 
 
@@ -64,7 +65,7 @@ LIGHT = Theme(
     idle="#eceef1",
     faint="#b3bac3",
     series=("#0072b2", "#d55e00", "#009e73", "#b8578a", "#8c6d00", "#3f9fd8"),
-    kinds=("#56a5dd", "#f0a830", "#2fb58e", "#cc79a7", "#eceef1"),
+    kinds=("#56a5dd", "#f0a830", "#2fb58e", "#cc79a7", "#9d86d8", "#eceef1"),
     on_kind="#11151a",
 )
 DARK = Theme(
@@ -75,7 +76,7 @@ DARK = Theme(
     idle="#262c34",
     faint="#5a6470",
     series=("#56b4e9", "#f08a4b", "#2fc597", "#dd94bd", "#e6c84a", "#8fa8ff"),
-    kinds=("#56a5dd", "#f0a830", "#2fb58e", "#cc79a7", "#262c34"),
+    kinds=("#56a5dd", "#f0a830", "#2fb58e", "#cc79a7", "#9d86d8", "#262c34"),
     on_kind="#11151a",
 )
 
@@ -354,7 +355,7 @@ def _draw_timeline(axes: Axes, events: Sequence[TimelineEvent], theme: Theme) ->
         _number_boxes(axes, [e for e in own if e.kind in numbered], at=(lane, unit_s), theme=theme)
         plural = "stage" if len(stages) == 1 else "stages"
         labels.append(f"rank {rank}, {plural} {', '.join(map(str, stages))}")
-        busy_s = sum(event.end_s - event.start_s for event in own if event.kind != "wait")
+        busy_s = sum(event.end_s - event.start_s for event in own if event.computes)
         axes.annotate(
             f"{max(0.0, 1 - busy_s / end_s):.0%} idle",
             (1.008, lane),
@@ -373,7 +374,7 @@ def _draw_timeline(axes: Axes, events: Sequence[TimelineEvent], theme: Theme) ->
 
 def _numbered_kinds(events: Sequence[TimelineEvent], end_s: float) -> set[str]:
     """The kinds whose boxes are typically wide enough for the largest microbatch number."""
-    digits = max((len(str(e.microbatch)) for e in events if e.microbatch is not None), default=1)
+    digits = max(len(str(event.microbatch)) for event in events)
     widths: dict[str, list[float]] = {}
     for event in events:
         if event.kind != "wait":
@@ -411,8 +412,6 @@ def _number_boxes(
 ) -> None:
     lane, unit_s = at
     for event in events:
-        if event.microbatch is None:
-            continue
         text = axes.text(
             (event.start_s + event.end_s) / 2 / unit_s,
             lane,

@@ -26,6 +26,7 @@ from launch.metrics import (
     format_loss,
     format_rate,
     format_ratio,
+    other_scores,
 )
 from launch.plots import DARK, LIGHT, Theme, bytes_png, loss_png, overview_png, timeline_png
 
@@ -57,7 +58,7 @@ class Summary(TypedDict):
 
     `final_loss` is the mean over the last epoch's steps, `first_loss` that of the first step that
     has one. `eval` is the last evaluation. `wall_s` adds up the steps, without start-up and
-    evaluations.
+    evaluations. `unit` is what `tokens` count: the token, or the sample that is classified.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Summary(TypedDict):
     steps: int
     epochs: int
     tokens: int
+    unit: str
     first_loss: float | None
     final_loss: float | None
     eval: dict[str, float | None] | None
@@ -106,6 +108,7 @@ def summarize(info: RunInfo, records: Sequence[StepRecord]) -> Summary:
         steps=len(records),
         epochs=len({record.epoch for record in records}),
         tokens=sum(record.tokens for record in records),
+        unit=info.unit,
         first_loss=next((r.loss for r in records if math.isfinite(r.loss)), None),
         final_loss=_mean_of_finite(last_epoch),
         eval={k: _finite(v) for k, v in evaluations[-1].items()} if evaluations else None,
@@ -223,12 +226,13 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.5rem; m
 dd { margin: 0; overflow-wrap: anywhere; }
 """
 
-_LOSS_WORDS = """The loss says how surprised the model is by the next token; lower is better. The
-thin line is every training step, the thick one their local mean. Discs are evaluations on text
-the model was not trained on, measured with uncompressed boundaries; open diamonds are the same
-evaluation with compressed boundaries: sent as a sample's first visit is, since held-out text has
-been seen by no memory. Where the two meet, that compression does not disturb the model's
-predictions. A cross at the bottom marks a step whose update was skipped."""
+_LOSS_WORDS = """The loss says how surprised the model is by the right answer (the next token, or a
+sample's label); lower is better. The thin line is every training step, the thick one their local
+mean. Discs are evaluations on text the model was not trained on, measured with uncompressed
+boundaries; open diamonds are the same evaluation with compressed boundaries: sent as a sample's
+first visit is, since held-out text has been seen by no memory. Where the two meet, that compression
+does not disturb the model's predictions. A cross at the bottom marks a step whose update was
+skipped."""
 
 _BYTES_WORDS = """A cut is a place where one stage hands its activations to the next (forward) and
 gets gradients back (backward); it is named by the first layer after it. The dotted lines show what
@@ -291,11 +295,16 @@ def _subtitle(summary: Summary) -> str:
 
 def _cards(summary: Summary) -> str:
     losses, totals = summary["eval"] or {}, summary["totals"]
+    unit = summary["unit"].capitalize()
     cards = [
         ("Training loss, last epoch", format_loss(summary["final_loss"])),
         ("Evaluation loss", format_loss(losses.get("loss"))),
         ("Evaluation loss, compressed", format_loss(losses.get("loss_compressed"))),
-        ("Tokens per second, median", format_rate(summary["median_tokens_per_s"])),
+        *((f"Evaluation {name}", value) for name, value in other_scores(losses)),
+        (
+            f"{unit}s per second, median",
+            format_rate(summary["median_tokens_per_s"]),
+        ),
         ("Sent over the cuts", format_bytes(totals["bytes"])),
         ("Fewer bytes than bf16", format_ratio(totals["ratio_bf16"])),
         ("Bubble, mean", f"{summary['mean_bubble']:.1%}"),
@@ -381,7 +390,7 @@ def _timeline_section(timeline: Sequence[TimelineEvent]) -> str:
 def _details(summary: Summary) -> str:
     rows: Mapping[str, str] = {
         "Steps": f"{summary['steps']:,} ({summary['skipped']:,} skipped)",
-        "Tokens": f"{summary['tokens']:,}",
+        f"{summary['unit'].capitalize()}s": f"{summary['tokens']:,}",
         "Step time, median": format_duration(summary["median_step_s"]),
         "Loss of the first step": format_loss(summary["first_loss"]),
         "Sent between replicas": _bytes_cell(summary["sync_bytes"]),

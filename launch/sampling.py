@@ -46,6 +46,10 @@ class EpochSampler:
         self._batch = batch_size // replicas
         self._cached: tuple[int, Tensor] | None = None
 
+    def all_ids(self) -> Tensor:
+        """Return the ids of all samples of this replica (int64, 1-d), in ascending order."""
+        return torch.arange(self._replica, self._n, self._replicas)
+
     @property
     def steps_per_epoch(self) -> int:
         """Return the number of optimizer steps in which every sample is visited once."""

@@ -1,5 +1,6 @@
 """A rank's whole state, and how all ranks save and restore theirs together, bit for bit."""
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -11,16 +12,25 @@ import torch
 from launch import checkpoint
 from launch.build import Built
 from launch.checkpoint import CheckpointError, Part
-from launch.config import RunConfig
+from launch.config import BoundaryConfig, RunConfig, boundary_at
 from launch.handshake import differences
 from launch.messages import gather_json
+from launch.relayout import (
+    Layout,
+    module_of,
+    parameter_names,
+    part_name,
+    place_of,
+    restore,
+)
 from launch.session import Session
-from pipeline.channel import Channel
 
 _MAY_CHANGE = (
     *("config.run.name", "config.eval.", "config.checkpoint."),
-    "config.pipeline.peer_timeout_s",
+    *(f"config.pipeline.{name}" for name in ("cuts", "ranks", "replicas", "schedule", "depth")),
+    *("config.pipeline.microbatches", "config.pipeline.peer_timeout_s"),
 )
+_log = logging.getLogger(__name__)
 
 
 class Resume(NamedTuple):
@@ -101,8 +111,9 @@ class Checkpoints:
         try:
             if step == 0:
                 raise CheckpointError(f"{self.root}: some rank has no checkpoint to resume from")
-            self._check_facts(folder)
-            _distribute(self.built, checkpoint.read_part(folder, self._part))
+            saved = checkpoint.read_manifest(folder).meta
+            self._check_facts(folder, saved)
+            self._fill(folder, *(Layout.of(f["config"]["pipeline"]) for f in (saved, self.facts)))
         except CheckpointError as error:
             problem = str(error)
         self._refuse_together(problem)
@@ -110,7 +121,13 @@ class Checkpoints:
 
     @property
     def _part(self) -> str:
-        return f"replica-{self.session.mesh.replica}.rank-{self.session.mesh.position}"
+        return part_name(self.session.mesh.replica, self.session.mesh.position)
+
+    def _fill(self, folder: Path, before: Layout, now: Layout) -> None:
+        if before == now:
+            _distribute(self.built, checkpoint.read_part(folder, self._part))
+        else:
+            restore(self.built, folder, before, now, self.session.mesh)
 
     def _refuse_together(self, problem: str | None) -> None:
         """Raise on every rank what went wrong on one, so that none waits for another."""
@@ -118,12 +135,13 @@ class Checkpoints:
         if problems:
             raise CheckpointError(problems[0])
 
-    def _check_facts(self, folder: Path) -> None:
+    def _check_facts(self, folder: Path, saved: Mapping[str, Any]) -> None:
         """Refuse to go on with other data or settings, except those that may change."""
+        stayed = set.intersection(*(_cuts(facts) for facts in (saved, self.facts)))
         changed = [
             f"{name} = {before}, this run has {now}"
             for name, before, now in differences(
-                checkpoint.read_manifest(folder).meta, dict(self.facts)
+                _by_cut(saved, stayed), _by_cut(self.facts, stayed)
             )
             if not name.startswith(_MAY_CHANGE)
         ]
@@ -147,13 +165,14 @@ def saved_so_far(config: RunConfig) -> str:
 
 def _collect(built: Built) -> dict[str, Any]:
     return {
-        "model": {str(s.stage_index): _module(s).state_dict() for s in built.stages},
+        "model": {str(s.stage_index): module_of(s).state_dict() for s in built.stages},
         "optimizer": built.optimizer.state_dict(),
+        "parameters": parameter_names(built),
         "lr_schedule": {"last_epoch": built.lr_schedule.last_epoch},
         "engine": built.engine.state_dict(),
         "sync": built.sync.state_dict(),
         "boundaries": {
-            _place(channel): channel.boundaries["train"].state_dict()
+            place_of(channel): channel.boundaries["train"].state_dict()
             for stage in built.stages
             for channel in stage.channels.all()
         },
@@ -163,9 +182,13 @@ def _collect(built: Built) -> dict[str, Any]:
 
 def _distribute(built: Built, state: Mapping[str, Any]) -> None:
     for stage in built.stages:
-        _module(stage).load_state_dict(state["model"][str(stage.stage_index)])
+        module_of(stage).load_state_dict(state["model"][str(stage.stage_index)])
         for channel in stage.channels.all():
-            channel.boundaries["train"].load_state_dict(state["boundaries"][_place(channel)])
+            found = state["boundaries"].get(place_of(channel))
+            if found is not None:
+                channel.boundaries["train"].load_state_dict(found)
+            elif channel.memory is not None:
+                _log.warning("%s: nothing was saved of it; its samples are new", place_of(channel))
     built.optimizer.load_state_dict(state["optimizer"])
     built.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
     built.engine.load_state_dict(state["engine"])
@@ -173,10 +196,14 @@ def _distribute(built: Built, state: Mapping[str, Any]) -> None:
     torch.random.set_rng_state(state["rng"])
 
 
-def _module(stage: Any) -> torch.nn.Module:
-    module: torch.nn.Module = stage.submod
-    return module
+def _cuts(facts: Mapping[str, Any]) -> set[int]:
+    return set(facts["config"]["pipeline"]["cuts"])
 
 
-def _place(channel: Channel) -> str:
-    return f"cut-{channel.cut}.{('forward', 'backward')[channel.direction]}"
+def _by_cut(facts: Mapping[str, Any], cuts: set[int]) -> dict[str, Any]:
+    """Facts with the boundaries spelt out for some cuts: others may have any."""
+    tables = [BoundaryConfig.model_validate(table) for table in facts["config"]["boundary"]]
+    boundaries = {
+        str(cut): boundary_at(tables, cut).model_dump(mode="json", exclude={"cut"}) for cut in cuts
+    }
+    return {**facts, "config": {**facts["config"], "boundary": boundaries}}

@@ -13,11 +13,9 @@ import torch
 from launch import data
 from launch.build import build
 from launch.config import ConfigError, RunConfig, write_config
-from launch.data import SequenceSet
 from launch.display import Display
 from launch.folder import RunFolder
 from launch.handshake import versions
-from launch.messages import gather_json
 from launch.metrics import (
     DIRECTIONS,
     MetricsWriter,
@@ -28,27 +26,33 @@ from launch.metrics import (
     read_metrics,
 )
 from launch.plan.auto import decide_cuts
+from launch.plan.memory import check_memory, memory_folder
 from launch.report import summarize, write_report
 from launch.sampling import EpochSampler
+from launch.sequences import SampleSet
 from launch.session import Session, StopFlag, join
 from launch.state import Checkpoints, Resume, agree_to_resume
-from pipeline.engine import Batch
-from pipeline.stage import ComputeEvent
+from launch.timeline import Timeline, gather_events
+from pipeline.models import parameter_count
 from pipeline.step_report import StepTotals
-from pipeline.transformer import build_layers
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Training and held-out sequences."""
 
-    train: SequenceSet
-    evaluation: SequenceSet
+    train: SampleSet
+    evaluation: SampleSet
 
     @property
     def digests(self) -> dict[str, str]:
         """What peers and resumed runs compare: sample ids must mean the same text."""
         return {"train": self.train.digest, "eval": self.evaluation.digest}
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of how the samples were made."""
+        return (*self.train.notes, *self.evaluation.notes)
 
 
 def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
@@ -64,6 +68,7 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
     corpus, problem = None, None
     try:
         corpus = check_data(config)
+        check_memory(config, len(corpus.train), _ranks_here())
     except (ValueError, OSError, ImportError) as error:
         problem = str(error)
     facts = {"data": corpus.digests if corpus else None}
@@ -78,13 +83,22 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
         folder.release()
 
 
+def _ranks_here() -> range:
+    """The ranks on this host, which launchers number one after the other."""
+    first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def check_data(config: RunConfig) -> Corpus:
     """Load the data; the launcher does so too, so that errors appear before ranks are started.
 
     Raises:
         ValueError, OSError, ImportError: there is no such text, or not enough of it.
     """
-    corpus = Corpus(*data.load(config.data))
+    model = config.model
+    corpus = Corpus(
+        *data.load(config.data, seed=config.run.seed, vocab=model.vocab, classes=model.classes or 2)
+    )
     if len(corpus.train) < config.pipeline.replicas:
         raise ConfigError(
             f"data.train_sequences gives {len(corpus.train)} sequences for "
@@ -113,7 +127,7 @@ class _Run:
             session,
             {"config": config.shared(), "data": corpus.digests},
         )
-        self._timeline: list[TimelineEvent] = []
+        self._timeline: Timeline | None = None
         self._records: list[StepRecord] = []
 
     def train(self, resume: Resume, *, show: int) -> None:
@@ -127,8 +141,9 @@ class _Run:
                 _note(display, f"all {start} steps are done; nothing to resume")
                 return
             writer = self._open_metrics(stack, start, resume=resume.wanted)
-            for notice in self._config.notices():
+            for notice in (*self._config.notices(), *self._corpus.notes):
                 _note(display, notice)
+            self._agree_on_memories(start)
             for step in range(start, self._steps):
                 self._stop.check()
                 record = self._step(step, timeline=step == timeline_step)
@@ -138,37 +153,57 @@ class _Run:
                 if display is not None:
                     display.step(record)
                 self._maybe_save(step + 1)
+            self._built.engine.close()
             self._finish(info, display)
 
     def _step(self, step: int, *, timeline: bool) -> StepRecord:
-        batch = self._batch(self._corpus.train, self._sampler.ids(step))
+        batch = self._corpus.train.batch(self._sampler.ids(step))
         lr = float(self._built.optimizer.param_groups[0]["lr"])
         start = time.perf_counter()
-        totals = self._built.engine.train_step(batch, step)
+        totals = self._built.engine.train_step(batch, step, self._ids(step + 1))
         self._built.lr_schedule.step()
         elapsed = time.perf_counter() - start
         if timeline:
-            self._timeline = self._gather_timeline(start)
-        return _record(totals, step, self._sampler, lr=lr, seconds=elapsed, losses=self._eval(step))
+            events = gather_events(self._session.mesh, self._built.engine.take_events(), start)
+        record = _record(
+            totals, step, self._sampler, lr=lr, seconds=elapsed, losses=self._eval(step)
+        )
+        if timeline:
+            self._timeline = _timeline(self._config, record, events)
+        return record
+
+    def _agree_on_memories(self, start: int) -> None:
+        try:
+            self._built.engine.begin(self._sampler.all_ids(), self._ids(start))
+        except OSError as error:
+            raise ConfigError(
+                f"memory.folder = {memory_folder(self._config)}: {error.strerror}; "
+                "make room there, name another folder, or set memory.budget to less"
+            ) from error
+
+    def _ids(self, step: int) -> torch.Tensor:
+        """This replica's samples of a step; none after the last."""
+        return self._sampler.ids(step) if step < self._steps else torch.empty(0, dtype=torch.int64)
 
     def _eval(self, step: int) -> dict[str, float] | None:
-        """Held-out loss after an epoch, with boundaries uncompressed and compressed."""
+        """Held-out metrics after an epoch, with boundaries uncompressed and compressed."""
         done, per_epoch = step + 1, self._sampler.steps_per_epoch
         due = done % (per_epoch * self._config.eval.every_epochs) == 0
         if not due and done != self._steps:
             return None
-        losses = {"loss": self._eval_loss(step, compressed=False)}
+        metrics = self._evaluate(step, compressed=False)
         if self._config.pipeline.cuts:
-            losses["loss_compressed"] = self._eval_loss(step, compressed=True)
-        return losses
+            compressed = self._evaluate(step, compressed=True)
+            metrics |= {f"{name}_compressed": value for name, value in compressed.items()}
+        return metrics
 
-    def _eval_loss(self, step: int, *, compressed: bool) -> float:
-        total, tokens = 0.0, 0
-        for ids in self._eval_batches():
-            batch = self._batch(self._corpus.evaluation, ids)
-            loss, count = self._built.engine.eval_step(batch, step, compressed=compressed)
-            total, tokens = total + loss, tokens + count
-        return total / max(tokens, 1)
+    def _evaluate(self, step: int, *, compressed: bool) -> dict[str, float]:
+        engine = self._built.engine
+        tallies = [
+            engine.eval_step(self._corpus.evaluation.batch(ids), step, compressed=compressed)
+            for ids in self._eval_batches()
+        ]
+        return engine.objective.metrics([sum(column) for column in zip(*tallies, strict=True)])
 
     def _eval_batches(self) -> Iterator[torch.Tensor]:
         """This replica's share of the held-out sequences; all replicas get equally many batches."""
@@ -176,17 +211,6 @@ class _Run:
         for first in range(0, len(self._corpus.evaluation), size):
             ids = torch.arange(first, min(first + size, len(self._corpus.evaluation)))
             yield ids.tensor_split(mesh.replicas)[mesh.replica]
-
-    def _batch(self, sequences: SequenceSet, ids_B: torch.Tensor) -> Batch:
-        return Batch(*sequences.batch(ids_B), ids_B)
-
-    def _gather_timeline(self, start_s: float) -> list[TimelineEvent]:
-        """One step of all ranks; each rank's clock starts when it starts the step."""
-        own = [_event(event, start_s) for event in self._built.engine.take_events()]
-        everyone = gather_json(self._session.mesh, own)
-        return [
-            TimelineEvent(rank, *event) for rank, events in enumerate(everyone) for event in events
-        ]
 
     def _maybe_save(self, done: int) -> None:
         options = self._config.checkpoint
@@ -213,9 +237,10 @@ class _Run:
             return
         summary = summarize(info, self._records)
         if self._session.writes_run_folder:
-            write_report(
-                info.folder, info, records=self._records, timeline=self._timeline, summary=summary
-            )
+            events = self._timeline.events if self._timeline else ()
+            write_report(info.folder, info, records=self._records, timeline=events, summary=summary)
+            if self._timeline is not None:
+                self._timeline.write(info.folder)
         if display is not None:
             display.finish(summary)
 
@@ -253,16 +278,27 @@ def _record(
         sync_bytes=totals.sync_bytes,
         control_bytes=totals.control_bytes,
         eval=losses,
+        healed=dict(totals.healed),
     )
 
 
-def _event(event: ComputeEvent, start_s: float) -> Sequence[object]:
-    times = (event.start_s - start_s, event.end_s - start_s)
-    return (event.stage, event.kind, event.microbatch, *times)
+def _timeline(config: RunConfig, record: StepRecord, events: Sequence[TimelineEvent]) -> Timeline:
+    pipeline = config.pipeline
+    return Timeline(
+        step=record.step,
+        schedule=pipeline.schedule,
+        depth=pipeline.depth,
+        microbatches=max((event.microbatch for event in events), default=0) + 1,
+        accumulate=config.train.accumulate,
+        pipeline_ranks=pipeline.pipeline_ranks,
+        replicas=pipeline.replicas,
+        cuts=pipeline.cuts,
+        wire=record.wire,
+        events=tuple(events),
+    )
 
 
 def _describe(config: RunConfig, steps: int) -> RunInfo:
-    model = build_layers(config.model, 0, config.model.layers, seed=0, device="meta")
     methods = {}
     for cut in config.pipeline.cuts:
         at_cut = config.boundary_at(cut)
@@ -280,8 +316,9 @@ def _describe(config: RunConfig, steps: int) -> RunInfo:
         cuts=config.pipeline.cuts,
         methods=methods,
         total_steps=steps,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameter_count(config.model),
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         versions=versions(),
         config_digest=config.digest(),
+        unit="token" if config.model.task == "language" else "sample",
     )

@@ -14,6 +14,34 @@ from pipeline.wire.cast import Cast, CastFormat
 from pipeline.wire.codec import Codec, Noise
 
 
+class Memory(Protocol):
+    """What a boundary remembers of samples. Its other end's memory takes the same calls.
+
+    `room` is how many samples this end could hold, None if it does not matter.
+    """
+
+    room: int | None
+
+    def restrict(self, ids_B: Tensor, samples: int) -> None:
+        """Hold only these samples from here on, and at most so many.
+
+        Raises:
+            OSError: there is no room for as many.
+        """
+
+    def prefetch(self, ids_B: Tensor) -> None:
+        """The next step will visit these samples."""
+
+    def fingerprints(self, ids_B: Tensor) -> Tensor:
+        """A number (int64, below 2^53) for what is held of each sample: 0 nothing, -1 damaged."""
+
+    def forget(self, ids_B: Tensor) -> None:
+        """Hold nothing of these samples."""
+
+    def release(self) -> None:
+        """Give back what is held; the memory is not used again."""
+
+
 class Boundary(Protocol):
     """Turns the activations (or gradients) of one microbatch into a payload, and back.
 
@@ -29,6 +57,10 @@ class Boundary(Protocol):
     @property
     def bits(self) -> int:
         """Bits per value in message headers."""
+
+    @property
+    def memory(self) -> Memory | None:
+        """What it remembers of samples, if it does."""
 
     def nbytes(self, shape_BTD: torch.Size, ids_B: Tensor) -> int:
         """Exact payload bytes; both ends compute the same."""
@@ -68,6 +100,10 @@ class Stateless:
     def bits(self) -> int:
         """The codec's bits per value."""
         return self.codec.bits
+
+    @property
+    def memory(self) -> None:
+        """It has none."""
 
     def nbytes(self, shape_BTD: torch.Size, ids_B: Tensor) -> int:
         """Exact payload bytes."""

@@ -1,5 +1,7 @@
 """One end of one direction of a cut: a boundary's payload, under a header, over a link."""
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline.boundary import Boundary
+from pipeline.boundary import Boundary, Memory
 from pipeline.link import Link
-from pipeline.wire.entropy import CODING_IDS, Coding, check_coding, compress, expand
+from pipeline.wire.entropy import CODING_IDS, Coder, Coding, check_coding, expand
 from pipeline.wire.header import HEADER_NBYTES, Header, coding_and_length, crc32
 
 FORWARD, BACKWARD = 0, 1
@@ -32,7 +34,8 @@ class Channel:
 
     `boundaries` holds one boundary per mode it can run in; receivers get tensors of `dtype`.
     Payloads are entropy-coded by `coding` where that makes them shorter, except in plain
-    evaluation.
+    evaluation; "auto" does so where it is quicker at `link_rate` (bytes per second). `arrived_s` is
+    when the last message was there (`time.perf_counter`).
     """
 
     cut: int
@@ -42,12 +45,15 @@ class Channel:
     run_id: int
     dtype: torch.dtype = torch.float32
     coding: Coding = "none"
+    link_rate: float = math.inf
     sent: Traffic = field(default_factory=Traffic)
+    arrived_s: float = 0.0
     _mode: Mode = "train"
     _step: int = 0
 
     def __post_init__(self) -> None:
         check_coding(self.coding)
+        self._compress = Coder(self.link_rate if self.coding == "auto" else 0.0)
 
     def begin_pass(self, number: int, *, step: int, mode: Mode) -> None:
         """Start pass `number` of the run, as a part of optimizer step `step`."""
@@ -85,6 +91,7 @@ class Channel:
         """
         nbytes = self._boundary.nbytes(shape_BTD, ids_B)
         message = self.link.take(microbatch)
+        self.arrived_s = time.perf_counter()
         coding, length = self._form(message, nbytes)
         message = message[: HEADER_NBYTES + length]
         self._header(microbatch, ids_B, length, coding).check(message)
@@ -100,6 +107,11 @@ class Channel:
         """Tell the training boundary that the step is over."""
         self.boundaries["train"].finish_step(keep=keep)
 
+    @property
+    def memory(self) -> Memory | None:
+        """What the training boundary remembers of samples."""
+        return self.boundaries["train"].memory
+
     def take_traffic(self) -> Traffic:
         """Return what was sent and start counting anew."""
         taken, self.sent = self.sent, Traffic()
@@ -114,7 +126,7 @@ class Channel:
         if self.coding == "none" or self._mode == "eval":
             return 0, message
         coded = torch.empty_like(message)
-        length = compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:])
+        length = self._compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:])
         if length is None:
             return 0, message
         return CODING_IDS[self.coding], coded[: HEADER_NBYTES + length]
@@ -127,6 +139,7 @@ class Channel:
         return coding, min(length, nbytes)
 
     def _header(self, microbatch: int, ids_B: Tensor, length: int, coding: int) -> Header:
+        memory = self._boundary.memory
         return Header(
             direction=self.direction,
             codec_id=self._boundary.codec_id,
@@ -138,4 +151,5 @@ class Channel:
             ids_crc=crc32(ids_B),
             length=length,
             coding=coding,
+            memory_crc=0 if memory is None else crc32(memory.fingerprints(ids_B)),
         )

@@ -5,24 +5,26 @@ exchange, sums the gradients of tied weights, and then shares one small vector w
 loss, gradient norm, traffic and busy time. From it every rank clips alike, and skips alike when
 something is not finite.
 
-Axes: B samples, T tokens, D channels, V vocabulary.
+Axes: B samples, T tokens, D channels.
 """
 
 import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.agreement import Healed
 from pipeline.channel import Mode
 from pipeline.executor import run_in_order
 from pipeline.mesh import Mesh
+from pipeline.objective import NextToken, Objective
+from pipeline.samples import Batch
 from pipeline.schedule import (
     ZERO_BUBBLE,
     ScheduleName,
@@ -33,7 +35,7 @@ from pipeline.schedule import (
 from pipeline.stage import CompressedStage, ComputeEvent, Microbatch
 from pipeline.step_report import StepReport, StepTotals
 
-IGNORED_TARGET = -100
+_NO_IDS = torch.empty(0, dtype=torch.int64)
 
 Precision = Literal["fp32", "bf16"]
 
@@ -66,18 +68,7 @@ class EngineOptions:
     accumulate: int = 1
     clip_norm: float = 0.0
     precision: Precision = "fp32"
-
-
-@dataclass(frozen=True)
-class Batch:
-    """This replica's part of a step. Every rank of the replica holds the same `ids_B`.
-
-    Targets of -100 are not counted. Ids must be unique within a step.
-    """
-
-    inputs_BT: Tensor
-    targets_BT: Tensor
-    ids_B: Tensor
+    objective: Objective = field(default_factory=NextToken)
 
 
 class PipelineEngine:
@@ -100,7 +91,7 @@ class PipelineEngine:
         """
         self.check_modules(options.schedule, [stage.submod for stage in stages])
         self._stages = {stage.stage_index: stage for stage in stages}
-        self.mesh, self._options = mesh, options
+        self.mesh, self._options, self.objective = mesh, options, options.objective
         self._optimizer, self._sync, self._tied = optimizer, sync, tied
         self._parameters = _unique_parameters(stages)
         self._make_schedule = make_schedule
@@ -124,8 +115,28 @@ class PipelineEngine:
                 "(pipeline.local.LocalPipeline) cannot; use GPipe, 1F1B or Deep1F1B"
             )
 
-    def train_step(self, batch: Batch, step: int) -> StepTotals:
+    def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Healed:
+        """Let both ends of every cut agree on what they remember; call it before the first step.
+
+        `ids_B` are all samples of this replica, `first_ids_B` those of the first step. Returns the
+        samples whose memories differed or were lost, and are forgotten.
+
+        Raises:
+            OSError: there is no room for the memories.
+        """
+        healed = self._report.agreement.begin(ids_B, first_ids_B)
+        self._finish_step(keep=False)  # what was fetched is there for the first step
+        return healed
+
+    def close(self) -> None:
+        """Give back what samples are remembered in; no step follows."""
+        self._report.agreement.release()
+
+    def train_step(self, batch: Batch, step: int, upcoming_B: Tensor = _NO_IDS) -> StepTotals:
         """Run one optimizer step; every rank gets the same totals.
+
+        `upcoming_B` are this replica's samples of the next step: memories fetch them meanwhile, and
+        both ends of each cut agree on them.
 
         Raises:
             ValueError: the batch is empty or holds an id twice.
@@ -133,11 +144,11 @@ class PipelineEngine:
         """
         _check(batch)
         self.take_events()
-        self._report.begin_step()
+        self._report.begin_step(batch.ids_B, upcoming_B)
         start = time.perf_counter()
         tokens = self._count_tokens(batch)
         losses: list[Tensor] = []
-        for part in _split(batch, min(self._options.accumulate, len(batch.ids_B))):
+        for part in batch.split(min(self._options.accumulate, len(batch))):
             losses += self._train_part(part, step)
         self._sync.before_step()
         self._sum_tied_gradients()
@@ -152,23 +163,23 @@ class PipelineEngine:
         self._apply(totals)
         return totals
 
-    def eval_step(self, batch: Batch, step: int, *, compressed: bool) -> tuple[float, int]:
-        """Sum of the token losses and number of tokens, the same on every rank.
+    def eval_step(self, batch: Batch, step: int, *, compressed: bool) -> tuple[float, ...]:
+        """The objective's tally, the same on every rank: loss sum, count, and what else it has.
 
         Never touches memories. Pass every replica its own samples; the sums are over all of them.
         """
-        sums = self._eval_sums(batch, step, "eval_compressed" if compressed else "eval")
-        loss = sum(value.item() for value in sums.values())
-        tokens = _counted(batch.targets_BT) if sums else 0
-        total = self.mesh.share(torch.tensor([loss, tokens], dtype=torch.float64)).sum(0)
-        return float(total[0]), int(total[1])
+        tallies = self._eval_tallies(batch, step, "eval_compressed" if compressed else "eval")
+        own = torch.zeros(self.objective.tally_size, dtype=torch.float64)
+        for tally in tallies.values():
+            own += tally
+        return tuple(self.mesh.share(own).sum(0).tolist())
 
-    def _eval_sums(self, batch: Batch, step: int, mode: Mode) -> dict[int, Tensor]:
-        """Loss sums by microbatch, on the rank of the last stage."""
-        count = min(self._options.microbatches, len(batch.ids_B))
+    def _eval_tallies(self, batch: Batch, step: int, mode: Mode) -> dict[int, Tensor]:
+        """Tallies by microbatch, on the rank of the last stage."""
+        count = min(self._options.microbatches, len(batch))
         if count == 0:  # the other replicas took what was left of the held-out text
             return {}
-        targets = batch.targets_BT.tensor_split(count)
+        targets = batch.targets.tensor_split(count)
         inputs = self._begin_pass(batch, count, step, mode)
         modules = [stage.submod for stage in self._stages.values()]
         with _evaluating(modules), self._autocast():
@@ -176,7 +187,7 @@ class PipelineEngine:
                 forward_order(list(self._stages), microbatches=count),
                 self._stages,
                 inputs,
-                finish=lambda logits, m: _loss_sum(logits, targets[m]),
+                finish=lambda logits, m: self.objective.tally(logits, targets[m]),
                 train=False,
             )
 
@@ -193,14 +204,14 @@ class PipelineEngine:
         self._pass = state["pass"]
 
     def _train_part(self, part: Batch, step: int) -> list[Tensor]:
-        count = self._fit(len(part.ids_B))
+        count = self._fit(len(part))
         self._begin_pass(part, count, step, "train")
         schedule = self._schedule(count)
         inputs = (part.inputs_BT,) if 0 in self._stages else ()
         losses: list[Tensor] = []
         arguments: dict[str, Any] = {}
         if any(stage.is_last for stage in self._stages.values()):
-            arguments = {"target": part.targets_BT, "losses": losses}
+            arguments = {"target": part.targets, "losses": losses}
         with self._autocast():
             schedule.step(*inputs, return_outputs=False, **arguments)
         return [loss.detach() for loss in losses]
@@ -209,8 +220,8 @@ class PipelineEngine:
         self._pass += 1
         tokens = batch.inputs_BT.shape[1]
         microbatches = [
-            Microbatch(torch.Size((len(ids), tokens, self._options.hidden)), ids)
-            for ids in batch.ids_B.tensor_split(count)
+            Microbatch(torch.Size((len(part), tokens, self._options.hidden)), part.samples)
+            for part in batch.split(count)
         ]
         for stage in self._stages.values():
             stage.begin_pass(self._pass, microbatches, step=step, mode=mode)
@@ -221,10 +232,13 @@ class PipelineEngine:
             self._clip(totals.grad_norm)
             self._optimizer.step()
             self._sync.after_step()
+        self._finish_step(keep=not totals.skipped)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _finish_step(self, *, keep: bool) -> None:
         for stage in self._stages.values():
             for channel in stage.channels.all():
-                channel.finish_step(keep=not totals.skipped)
-        self._optimizer.zero_grad(set_to_none=True)
+                channel.finish_step(keep=keep)
 
     def _clip(self, norm: float) -> None:
         limit = self._options.clip_norm
@@ -257,7 +271,7 @@ class PipelineEngine:
 
     def _count_tokens(self, batch: Batch) -> int:
         """Tokens of this replica; the ranks that compute losses learn those of all replicas."""
-        tokens = _counted(batch.targets_BT)
+        tokens = self.objective.count(batch.targets)
         if any(stage.is_last for stage in self._stages.values()):
             total = torch.tensor([tokens], dtype=torch.int64)
             if self.mesh.replicas > 1:
@@ -265,13 +279,16 @@ class PipelineEngine:
             self._denominator = max(float(total), 1.0)
         return tokens
 
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.objective.loss_sum(logits, targets) / self._denominator
+
     def _schedule(self, count: int) -> Any:
         if count not in self._schedules:
             self._schedules[count] = self._make_schedule(
                 self._options.schedule,
                 list(self._stages.values()),
                 count,
-                loss=lambda logits, target: _loss_sum(logits, target) / self._denominator,
+                loss=self._loss,
                 depth=self._options.depth,
             )
         return self._schedules[count]
@@ -295,24 +312,6 @@ def _check(batch: Batch) -> None:
     twice = sorted({sample for sample in ids if ids.count(sample) > 1})
     if twice:
         raise ValueError(f"sample ids {twice} appear twice in a step; memories need unique ids")
-
-
-def _split(batch: Batch, parts: int) -> list[Batch]:
-    tensors = (batch.inputs_BT, batch.targets_BT, batch.ids_B)
-    return [Batch(*part) for part in zip(*(t.tensor_split(parts) for t in tensors), strict=True)]
-
-
-def _loss_sum(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    return F.cross_entropy(
-        logits_BTV.flatten(0, 1).float(),
-        targets_BT.flatten(),
-        ignore_index=IGNORED_TARGET,
-        reduction="sum",
-    )
-
-
-def _counted(targets_BT: Tensor) -> int:
-    return int((targets_BT != IGNORED_TARGET).sum())
 
 
 def _unique_parameters(stages: Sequence[CompressedStage]) -> list[nn.Parameter]:

@@ -5,7 +5,6 @@ against changes of torch's private base class, whose compute it does not use.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,8 +58,7 @@ class _Run:
             x = self.inputs[m]
         else:
             x = stage.receive_activation(m).requires_grad_(self.train)
-        module: Any = stage.submod
-        y = module(x)
+        y = stage.compute(x, m)
         if stage.is_last:
             self.results[m] = y = self.finish(y, m)
         elif stage.channels.activations_out is None:

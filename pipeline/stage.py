@@ -20,6 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipeline.channel import Channel, Mode
+from pipeline.samples import Samples
+
+EventKind = Literal["F", "B", "W", "encode", "decode", "wait"]
+COMPUTE_KINDS = ("F", "B", "W")
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,15 @@ class Microbatch:
     """What every rank knows of a microbatch before it arrives."""
 
     shape_BTD: torch.Size
-    ids_B: Tensor
+    samples: Samples
 
 
 @dataclass(frozen=True)
 class ComputeEvent:
-    """One piece of work of a stage, in seconds of `time.perf_counter`."""
+    """One piece of work of a stage, or a wait, in seconds of `time.perf_counter`."""
 
     stage: int
-    kind: Literal["F", "B", "W", "wait"]
+    kind: EventKind
     microbatch: int
     start_s: float
     end_s: float
@@ -77,6 +81,7 @@ class CompressedStage(_PipelineStageBase):
         self._local_inputs: dict[int, Tensor] = {}
         self._local_gradients: dict[int, Tensor] = {}
         self._ready_s = 0.0
+        self._computing = 0
 
     def begin_pass(
         self, number: int, microbatches: Sequence[Microbatch], *, step: int, mode: Mode
@@ -104,13 +109,20 @@ class CompressedStage(_PipelineStageBase):
 
     def send_activation(self, m: int, y_BTD: Tensor) -> None:
         """Encode and send an output; nothing to do if the next stage is on this rank."""
-        if self.channels.activations_out is not None:
-            self.channels.activations_out.send(m, y_BTD, self._microbatches[m].ids_B)
+        self._send(self.channels.activations_out, m, y_BTD)
 
     def send_gradient(self, m: int, gradient_BTD: Tensor) -> None:
         """Encode and send an input's gradient; nothing to do if the neighbour is on this rank."""
-        if self.channels.gradients_out is not None:
-            self.channels.gradients_out.send(m, gradient_BTD, self._microbatches[m].ids_B)
+        self._send(self.channels.gradients_out, m, gradient_BTD)
+
+    def compute(self, x: Tensor, m: int) -> Tensor:
+        """Run the module on microbatch `m`; one that wants to know its samples is told."""
+        module: Any = self.submod
+        if getattr(module, "wants_samples", False):
+            y: Tensor = module(x, self._microbatches[m].samples)
+        else:
+            y = module(x)
+        return y
 
     def take_events(self) -> list[ComputeEvent]:
         """Return what was computed since the last call."""
@@ -125,10 +137,20 @@ class CompressedStage(_PipelineStageBase):
     def _receive(self, channel: Channel | None, m: int) -> Tensor:
         assert channel is not None, f"stage {self.stage_index} has no neighbour to receive from"
         start = time.perf_counter()
-        x_BTD = channel.receive(m, self._microbatches[m].shape_BTD, self._microbatches[m].ids_B)
-        self._ready_s = time.perf_counter()
-        self.events.append(ComputeEvent(self.stage_index, "wait", m, start, self._ready_s))
+        known = self._microbatches[m]
+        x_BTD = channel.receive(m, known.shape_BTD, known.samples.ids_B)
+        arrived, self._ready_s = channel.arrived_s, time.perf_counter()
+        self.events.append(ComputeEvent(self.stage_index, "wait", m, start, arrived))
+        self.events.append(ComputeEvent(self.stage_index, "decode", m, arrived, self._ready_s))
         return x_BTD
+
+    def _send(self, channel: Channel | None, m: int, x_BTD: Tensor) -> None:
+        if channel is None:
+            return
+        start = time.perf_counter()
+        channel.send(m, x_BTD, self._microbatches[m].samples.ids_B)
+        end = time.perf_counter()
+        self.events.append(ComputeEvent(self.stage_index, "encode", m, start, end))
 
     def _record(self, kind: Literal["F", "B", "W"], m: int, start_s: float) -> None:
         start_s = max(start_s, self._ready_s)  # waiting is an event of its own
@@ -138,9 +160,14 @@ class CompressedStage(_PipelineStageBase):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
+        self._computing = fwd_chunk_id
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._record("F", fwd_chunk_id, start)
         return output
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+        (x,) = args
+        return self.compute(x, self._computing)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         start = time.perf_counter()

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.agreement import Agreement, Healed
 from pipeline.channel import BACKWARD, FORWARD, Traffic
 from pipeline.mesh import Mesh
-from pipeline.stage import CompressedStage
+from pipeline.stage import COMPUTE_KINDS, CompressedStage
 
 _SCALARS = 6
 
@@ -30,7 +31,8 @@ class StepTotals:
 
     `bubble` is the part of the step that the ranks did not compute, averaged over ranks.
     `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
-    `control_bytes` the size of the exchange of these numbers, both over all ranks.
+    `control_bytes` the size of the exchange of these numbers, both over all ranks. `healed` counts
+    samples of the next step whose memories differed or were lost.
     """
 
     loss: float
@@ -42,6 +44,7 @@ class StepTotals:
     wire: tuple[WireTotal, ...]
     sync_bytes: int
     control_bytes: int
+    healed: Healed = ()
 
 
 class StepReport:
@@ -51,9 +54,16 @@ class StepReport:
         """`cuts` are all cuts of the pipeline, so that every rank lays its vector out alike."""
         self._mesh, self._stages, self._cuts = mesh, stages, tuple(cuts)
         self._sync_bytes = 0
+        self._coming_B = torch.empty(0, dtype=torch.int64)
+        self.agreement = Agreement(mesh, stages, cuts)
 
-    def begin_step(self) -> None:
-        """Count traffic from here on: what evaluation sent is no part of a step."""
+    def begin_step(self, ids_B: torch.Tensor, upcoming_B: torch.Tensor) -> None:
+        """Count traffic from here on: what evaluation sent is no part of a step.
+
+        `ids_B` are this step's samples and `upcoming_B` the next one's, which memories fetch.
+        """
+        self._coming_B = upcoming_B[~torch.isin(upcoming_B, ids_B)]
+        self.agreement.prefetch(upcoming_B)
         for stage in self._stages:
             for channel in stage.channels.all():
                 channel.take_traffic()
@@ -66,15 +76,18 @@ class StepReport:
             event.end_s - event.start_s
             for stage in self._stages
             for event in stage.events
-            if event.kind != "wait"
+            if event.kind in COMPUTE_KINDS
         )
         sync_step, self._sync_bytes = sync_bytes - self._sync_bytes, sync_bytes
         first = self._mesh.position == 0
         scalars = [loss, tokens if first else 0, square_norm, busy, seconds, sync_step]
-        mine = torch.tensor([*scalars, *self._traffic()], dtype=torch.float64)
-        return self._totals(self._mesh.share(mine))
+        held = self.agreement.numbers(self._coming_B)
+        mine = torch.tensor([*scalars, *held, *self._traffic()], dtype=torch.float64)
+        all_WN = self._mesh.share(mine)
+        held_WN = all_WN[:, _SCALARS : _SCALARS + len(held)]
+        return self._totals(all_WN, self.agreement.settle(held_WN, self._coming_B))
 
-    def _totals(self, all_WN: torch.Tensor) -> StepTotals:
+    def _totals(self, all_WN: torch.Tensor, healed: Healed) -> StepTotals:
         loss, tokens, _, _, _, sync_bytes = all_WN[:, :_SCALARS].sum(0).tolist()
         replica_norms = all_WN[:, 2].view(self._mesh.replicas, -1).sum(1).sqrt()
         seconds = float(all_WN[:, 4].max())
@@ -86,9 +99,10 @@ class StepReport:
             skipped=not finite,
             seconds=seconds,
             bubble=1.0 - float(all_WN[:, 3].mean()) / seconds,
-            wire=self._wire(all_WN[:, _SCALARS:].sum(0)),
+            wire=self._wire(all_WN[:, _SCALARS + self.agreement.size :].sum(0)),
             sync_bytes=int(sync_bytes),
             control_bytes=all_WN.numel() * all_WN.element_size() * (self._mesh.world_size - 1),
+            healed=healed,
         )
 
     def _traffic(self) -> list[float]:

@@ -20,6 +20,7 @@ ADVICE = "pipeline/stage.py relies on it; read torch's new code before changing 
     [
         ("__init__", ["submodule", "stage_index", "num_stages", "device", "group"]),
         ("forward_one_chunk", ["fwd_chunk_id", "args", "kwargs"]),
+        ("forward_maybe_with_nosync", ["args", "kwargs"]),
         ("backward_one_chunk", ["bwd_chunk_id", "loss", "full_backward", "last_backward"]),
         ("backward_weight_one_chunk", ["bwd_chunk_id", "last_backward"]),
         ("get_fwd_recv_ops", ["fwd_chunk_id"]),

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from launch.build import Built, build
 from launch.config import RunConfig
-from pipeline.engine import Batch
 from pipeline.mesh import build_mesh
+from pipeline.samples import Batch
 from pipeline.schedule import fit_microbatches
 from pipeline.step_report import StepTotals
 from pipeline.transformer import build_layers
@@ -32,7 +32,7 @@ def config(**sections: dict[str, Any]) -> RunConfig:
         "train": {"batch_size": 8, "warmup_steps": 0, "decay": "none"},
     }
     for name, section in sections.items():
-        base[name] = {**base[name], **section} if isinstance(section, dict) else section
+        base[name] = {**base.get(name, {}), **section} if isinstance(section, dict) else section
     return RunConfig.model_validate(base)
 
 
@@ -82,8 +82,7 @@ def train_steps(
 
 def share(whole: Batch, replica: int, replicas: int) -> Batch:
     """A replica's contiguous part of a batch."""
-    tensors = (whole.inputs_BT, whole.targets_BT, whole.ids_B)
-    return Batch(*(tensor.tensor_split(replicas)[replica] for tensor in tensors))
+    return whole.split(replicas)[replica]
 
 
 def single_process(run: RunConfig, batches: list[Batch]) -> tuple[list[float], dict[str, Any]]:
@@ -98,14 +97,14 @@ def single_process(run: RunConfig, batches: list[Batch]) -> tuple[list[float], d
     )
     losses = []
     for whole in batches:
-        tokens, total = whole.targets_BT.numel(), 0.0
-        for inputs, targets in _microbatches(run, whole):
+        counted, total = int((whole.targets != -100).sum()), 0.0
+        for part in _microbatches(run, whole):
             with torch.autocast("cpu", torch.bfloat16, enabled=run.pipeline.precision == "bf16"):
-                logits = model(inputs)
+                logits = model(part.inputs_BT, part.samples)
                 loss = F.cross_entropy(
-                    logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+                    logits.flatten(0, -2).float(), part.targets.flatten(), reduction="sum"
                 )
-                loss = loss / float(tokens)
+                loss = loss / float(counted)
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -116,19 +115,14 @@ def single_process(run: RunConfig, batches: list[Batch]) -> tuple[list[float], d
     return losses, {name: w.detach() for name, w in model.state_dict().items()}
 
 
-def _microbatches(run: RunConfig, whole: Batch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    parts = zip(
-        whole.inputs_BT.tensor_split(run.train.accumulate),
-        whole.targets_BT.tensor_split(run.train.accumulate),
-        strict=True,
-    )
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for inputs, targets in parts:
+def _microbatches(run: RunConfig, whole: Batch) -> list[Batch]:
+    found: list[Batch] = []
+    for part in whole.split(run.train.accumulate):
         count = fit_microbatches(
             run.pipeline.schedule,
             wanted=run.pipeline.microbatches,
-            samples=len(inputs),
+            samples=len(part),
             ranks=run.pipeline.pipeline_ranks,
         )
-        found += zip(inputs.tensor_split(count), targets.tensor_split(count), strict=True)
+        found += part.split(count)
     return found

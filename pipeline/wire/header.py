@@ -2,10 +2,10 @@
 
 gloo takes a message shorter than the posted receive without a word and ends the process on a
 longer one; receives are therefore posted for the longest message there can be, and this header,
-which tells the length that was meant, is checked before a byte is used. 48 bytes, little endian:
+which tells the length that was meant, is checked before a byte is used. 52 bytes, little endian:
 
     offset  bytes  field
-    0       4      magic "TPW1"
+    0       4      magic "TPW2"
     4       1      direction: 0 forward, 1 backward
     5       1      codec id
     6       1      bits per value
@@ -15,8 +15,9 @@ which tells the length that was meant, is checked before a byte is used. 48 byte
     24      4      cut: index of the first layer after it
     28      4      microbatch
     32      4      CRC-32 of the sample ids (int64, little endian)
-    36      4      CRC-32 of the payload
+    36      4      low half of the payload's XXH3-64
     40      8      length of the payload in bytes
+    48      4      CRC-32 of what the sender remembers of the samples; 0 without a memory
 """
 
 import struct
@@ -24,15 +25,16 @@ import zlib
 from dataclasses import asdict, dataclass
 
 import torch
+import xxhash
 from torch import Tensor
 
-HEADER_NBYTES = 48
+HEADER_NBYTES = 52
 
-_LAYOUT = struct.Struct("<4sBBBBQQIIIIQ")
-_MAGIC = b"TPW1"
+_LAYOUT = struct.Struct("<4sBBBBQQIIIIQI")
+_MAGIC = b"TPW2"
 _NAMES = (
     *("direction", "codec_id", "bits", "coding", "run_id", "step", "cut", "microbatch", "ids_crc"),
-    *("payload_crc", "length"),
+    *("payload_hash", "length", "memory_crc"),
 )
 _DIRECTIONS = ("forward", "backward")
 
@@ -43,7 +45,7 @@ class DesyncError(RuntimeError):
 
 @dataclass(frozen=True)
 class Header:
-    """What a message says about itself; both ends compute all but `payload_crc` alike."""
+    """What a message says about itself; both ends compute all but the payload's hash alike."""
 
     direction: int
     codec_id: int
@@ -55,6 +57,7 @@ class Header:
     ids_crc: int
     length: int
     coding: int = 0
+    memory_crc: int = 0
 
     def write(self, message: Tensor) -> None:
         """Fill the header of `message` (uint8: header, then payload) from the payload it holds."""
@@ -69,8 +72,9 @@ class Header:
             self.cut,
             self.microbatch,
             self.ids_crc,
-            crc32(message[HEADER_NBYTES:]),
+            _payload_hash(message),
             self.length,
+            self.memory_crc,
         )
         message[:HEADER_NBYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
@@ -89,7 +93,7 @@ class Header:
             for name, value in asdict(self).items()
             if got[name] != value
         ]
-        if not wrong and crc32(message[HEADER_NBYTES:]) != got["payload_crc"]:
+        if not wrong and _payload_hash(message) != got["payload_hash"]:
             wrong = ["payload: its checksum differs from the header's, bytes were damaged"]
         if wrong:
             raise DesyncError(f"{self._place()}: the two ends disagree; " + "; ".join(wrong))
@@ -105,6 +109,11 @@ def coding_and_length(message: Tensor) -> tuple[int, int]:
     return got["coding"], got["length"]
 
 
-def crc32(values: Tensor) -> int:
-    """CRC-32 of a contiguous CPU tensor's bytes."""
-    return zlib.crc32(values.contiguous().view(torch.uint8).numpy().data)
+def crc32(values: Tensor, start: int = 0) -> int:
+    """CRC-32 of a CPU tensor's bytes, going on from `start`, the CRC of what comes before them."""
+    return zlib.crc32(values.contiguous().view(torch.uint8).numpy().data, start)
+
+
+def _payload_hash(message: Tensor) -> int:
+    """XXH3 takes a tenth of the time of CRC-32, which showed in the step on fast links."""
+    return xxhash.xxh3_64_intdigest(message[HEADER_NBYTES:].numpy().data) & 0xFFFFFFFF

@@ -11,11 +11,12 @@ from pipeline.wire.uniform import Uniform
 
 CODECS = [Cast("fp32"), Cast("bf16"), Uniform(8, 64), Uniform(4, 64)]
 IDS = torch.tensor([3, 8])
+WIRE_2W = torch.arange(40, dtype=torch.uint8).view(2, 20)
 
 
 def filled(codec: Any) -> SampleMemory:
     memory = SampleMemory(codec)
-    memory.stage(IDS, torch.arange(256.0).view(2, 128))
+    memory.stage(IDS, torch.arange(256.0).view(2, 128), WIRE_2W)
     memory.commit()
     return memory
 
@@ -23,7 +24,7 @@ def filled(codec: Any) -> SampleMemory:
 def visit(memory: SampleMemory, sample: int, value: float, *, keep: bool = True) -> None:
     opened = memory.open(sample, 128)
     opened.fresh_1N.fill_(value)
-    memory.close(opened, keep=keep)
+    memory.close(opened, WIRE_2W[0], keep=keep)
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -63,5 +64,5 @@ def test_rows_that_are_filled_again_belong_to_one_sample(codec: Any) -> None:
 
 
 def test_a_visit_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sample 3 .* length changed"):
+    with pytest.raises(ValueError, match=r"sample 3 .* length of samples changed"):
         filled(Cast("bf16")).open(3, 64)

@@ -2,14 +2,23 @@
 
 import pytest
 
-from benchmarks.link_rows import Circumstances, Row, make_row, measure_messages, with_references
-from benchmarks.paper_shape import METHODS, Method, Plan, RankResult, Shape, run_rank
+from benchmarks.link_ranks import Plan, RankResult, run_rank
+from benchmarks.link_rows import (
+    Circumstances,
+    Row,
+    compute_of,
+    make_row,
+    measure_messages,
+    with_references,
+)
+from benchmarks.link_runners import METHODS, Method
+from benchmarks.link_workloads import PaperShape, Training, Workload
 from launch.plan.simulate import Message
 from launch.shaped.spec import PAYLOAD_SHARE
 from pipeline.wire.header import HEADER_NBYTES
 from tests.ranks import Ranks
 
-SMALL = Shape(tokens=4, width=16, microbatches=4, forward_s=0.001, backward_s=0.002)
+SMALL = PaperShape(tokens=4, width=16, microbatches=4, forward_s=0.001, backward_s=0.002)
 BY_NAME = {method.name: method for method in METHODS}
 
 
@@ -17,20 +26,29 @@ def unlimited(rate_bps: float | None) -> None:
     """The ranks of a test talk over loopback."""
 
 
-def measure(rank: int, methods: list[Method]) -> list[RankResult]:
-    return run_rank(Plan(SMALL, methods, [None, 1e9], steps=2), unlimited)
+TRAINING = Training(width=16, blocks=1, heads=2, tokens=8, samples=2, microbatches=4)
+
+
+def measure(rank: int, workload: Workload, methods: list[Method]) -> list[RankResult]:
+    return run_rank(Plan(workload, methods, [None, 1e9], steps=2), unlimited)
 
 
 @pytest.mark.dist
-def test_every_method_runs_and_sends_what_its_messages_say(ranks: Ranks) -> None:
-    by_rank = ranks(2, measure, list(METHODS))
-    for first, last in zip(*by_rank, strict=True):
+@pytest.mark.parametrize("workload", [SMALL, TRAINING])
+def test_every_method_runs_and_sends_what_its_messages_say(
+    ranks: Ranks, workload: Workload
+) -> None:
+    by_rank = ranks(3, measure, workload, list(METHODS))
+    for first, _, last in zip(*by_rank, strict=True):
         method = BY_NAME[first.method]
-        activations, gradients = measure_messages(method, SMALL)
-        assert first.nbytes == SMALL.microbatches * activations.nbytes
-        assert last.nbytes == SMALL.microbatches * gradients.nbytes
+        activations, gradients = measure_messages(method, workload)
+        assert first.nbytes == workload.microbatches * activations.nbytes
+        assert last.nbytes == workload.microbatches * gradients.nbytes
         assert (first.first_visit_s is not None) == ("aqsgd" in method.name)
-        assert min(first.steps_s) >= 4 * (0.001 + 0.002)
+        known = compute_of(workload, [first, last])
+        assert (known is None) == (workload is TRAINING and method.runtime != "thinpipe")
+        if workload is SMALL:
+            assert min(first.steps_s) >= 4 * (0.001 + 0.002)
 
 
 def test_a_message_of_a_known_sample_has_the_bits_of_its_method() -> None:
@@ -47,9 +65,12 @@ def row(method: str, rate_bps: float | None, seconds: float) -> Row:
         RankResult(method, rate_bps, (seconds, 9.0, seconds), None, nbytes),
         RankResult(method, rate_bps, (seconds / 2,) * 3, None, nbytes // 2),
     ]
-    shape = Shape(tokens=100, width=1, microbatches=1, forward_s=0.5, backward_s=0.5)
+    shape = PaperShape(tokens=100, width=1, microbatches=1, forward_s=0.5, backward_s=0.5)
+    compute = compute_of(shape, ranks)
+    assert compute is not None
     at = Circumstances(stages=2, delay_s=0.0, probe=0.95, load=1.0)
-    return make_row(BY_NAME[method], ranks, shape, (Message(nbytes), Message(0)), at)
+    messages = (Message(nbytes), Message(0))
+    return make_row(BY_NAME[method], ranks, shape, messages, compute=compute, at=at)
 
 
 def test_a_row_joins_the_ranks_and_knows_its_bound() -> None:

@@ -54,6 +54,19 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ("[run]\nname = '..'", ["run.name = '..'"]),
         ('[[boundary]]\nforward = {kind = "aqsgd", scale_per = 0}', ["scale_per = 0"]),
         (
+            '[[boundary]]\nforward = {kind = "aqsgd", rate = 1.0}',
+            ["boundary.0.forward", "rate = 1.0 with bits = 4", 'coding = "none"', 'or "auto"'],
+        ),
+        ('[[boundary]]\nforward = {kind = "aqsgd", rate = 0.0}', ["forward.rate = 0.0"]),
+        (
+            '[[boundary]]\nbackward = {kind = "stateless", bits = 8}',
+            ["boundary.0.backward: bits = 8: use 2 to 7"],
+        ),
+        (
+            '[[boundary]]\nforward = {kind = "aqsgd", first_visit = {tile = 32}}',
+            ["boundary.0.forward.first_visit", "tile = 32: use one of 16, 64, 256"],
+        ),
+        (
             '[[boundary]]\nbackward = {kind = "direct", bits = 1, rounding = "stochastic"}',
             ["boundary.0.backward", "bits >= 2"],
         ),
@@ -161,6 +174,8 @@ def test_the_written_config_reads_back_equal(tmp_path: Path) -> None:
         [[boundary]]
         cut = 5
         forward = { kind = "delta", bits = 2, first_visit = "fp32" }
+        [[boundary]]
+        forward = { kind = "aqsgd", delta = "tiles", bits = 3, first_visit = { bits = 5 } }
         [gradcomp]
         method = "none"
         """

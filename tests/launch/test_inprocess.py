@@ -8,7 +8,7 @@ import torch
 from launch.build import Built
 from launch.config import RunConfig
 from launch.inprocess import in_process
-from pipeline.engine import Batch
+from pipeline.samples import Batch
 from pipeline.step_report import StepTotals, WireTotal
 from tests.ranks import Ranks
 from tests.training import RAW, batch, config, train_steps, weights

@@ -20,7 +20,8 @@ TIMELINE = [
     TimelineEvent(0, 0, "B", 0, 0.4, 0.6),
     TimelineEvent(0, 2, "W", 0, 0.6, 0.7),
     TimelineEvent(1, 1, "F", 0, 0.15, 0.25),
-    TimelineEvent(1, 1, "opt", None, 0.7, 0.75),
+    TimelineEvent(1, 1, "encode", 0, 0.7, 0.75),
+    TimelineEvent(1, 1, "decode", 0, 0.05, 0.1),
 ]
 
 
@@ -199,8 +200,8 @@ def test_timeline_shows_every_kind_in_its_own_colour() -> None:
 
     forward = [event for event in TIMELINE if event.kind == "F"]
     kinds = [int(colour[1:], 16) for colour in DARK.kinds]
-    assert set(kinds) & colours(forward) == {kinds[0], kinds[4]}  # a bare lane looks like a wait
-    assert len(set(kinds) & colours([replace(e, stage=0) for e in TIMELINE])) == 5
+    assert set(kinds) & colours(forward) == {kinds[0], kinds[5]}  # a bare lane looks like a wait
+    assert len(set(kinds) & colours([replace(e, stage=0) for e in TIMELINE])) == 6
 
 
 def test_a_timeline_without_events_is_refused() -> None:

@@ -125,9 +125,17 @@ def test_a_run_leaves_everything_in_its_folder(run_file: Path) -> None:
     folder = run_file.parent / "run"
     names = {path.name for path in folder.iterdir() if path.name != ".lock"}
     expected = {"config.toml", "metrics.jsonl", "summary.json", "report.html", "loss.png"}
-    assert names == expected | {"checkpoints"}
+    assert names == expected | {"timeline.json", "checkpoints"}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 16))
+    traced = subprocess.run(
+        [sys.executable, "-m", "launch", "trace", str(folder), "--rate", "10mbit"],
+        capture_output=True,
+        text=True,
+    )
+    assert "step 8, measured" in traced.stdout, traced.stderr
+    processes = {e["pid"] for e in json.loads((folder / "trace.json").read_text())["traceEvents"]}
+    assert processes == {0, 1, 2, 1000, 1001, 1002}
     assert {w["cut"] for w in records[0]["wire"]} == {1, 3}
     assert records[-1]["loss"] < records[0]["loss"]
     assert set(records[-1]["eval"]) == {"loss", "loss_compressed"}
@@ -138,20 +146,53 @@ def test_a_run_leaves_everything_in_its_folder(run_file: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_resume_is_bit_exact_in_the_middle_of_an_epoch(run_file: Path) -> None:
-    assert thinpipe(run_file).returncode == 0
+@pytest.mark.parametrize(
+    "memory",
+    [[], ["--set", "memory.tier=disk", "--set", "memory.budget=20kB"]],
+    ids=["ram", "disk, not all samples"],
+)
+def test_resume_is_bit_exact_in_the_middle_of_an_epoch(run_file: Path, memory: list[str]) -> None:
+    assert thinpipe(run_file, *memory).returncode == 0
     whole = run_file.parent / "run"
     shutil.copytree(whole, run_file.parent / "again")
     checkpoints = run_file.parent / "again" / "checkpoints"
     for step in (12, 15):
         shutil.rmtree(checkpoints / f"step-{step}")
     (checkpoints / "latest").write_text("step-8\n")  # epoch 2 ends at step 10
-    done = thinpipe(run_file, "--resume", "--set", f"run.folder={run_file.parent / 'again'}")
+    again = ["--resume", "--set", f"run.folder={run_file.parent / 'again'}"]
+    done = thinpipe(run_file, *memory, *again)
     assert done.returncode == 0, done.stderr
     expected = read_manifest(whole / "checkpoints" / "step-15").parts
     assert read_manifest(checkpoints / "step-15").parts == expected  # names and SHA-256
     first, second = (read_metrics(f / "metrics.jsonl") for f in (whole, checkpoints.parent))
     assert [(r.step, r.loss, r.wire) for r in second] == [(r.step, r.loss, r.wire) for r in first]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "first_visits"),
+    [(2, 1, 12), (1, 2, 0)],  # odd samples were another replica's; those it had stay
+)
+def test_at_another_number_of_replicas_only_moved_samples_are_new(
+    run_file: Path, before: int, now: int, first_visits: int
+) -> None:
+    changes = ("pipeline.cuts=[2]", "train.batch_size=6", "train.epochs=2")
+    run = [word for change in changes for word in ("--set", change)] + ["--set"]
+    saved = thinpipe(run_file, *run, f"pipeline.replicas={before}")
+    assert saved.returncode == 0, saved.stderr
+    done = thinpipe(run_file, *run, f"pipeline.replicas={now}", "--resume", "--step", "4")
+    assert done.returncode == 0, done.stderr
+    assert f"replicas {before}; this run has cuts [2], replicas {now}" in done.stderr
+    assert "samples that are now another replica's are sent like new ones" in done.stderr
+    records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
+    first, second = (
+        sum(record.wire[0].bytes - 52 * record.wire[0].messages for record in epoch)
+        for epoch in (records[:4], records[4:])
+    )
+    numel, scales = 32 * 16, 2 * 32
+    assert first == 24 * (numel + scales)
+    assert second == first_visits * (numel + scales) + (24 - first_visits) * (
+        3 * numel // 8 + scales
+    )
 
 
 def test_a_second_run_moves_the_first_out_of_the_way(run_file: Path) -> None:

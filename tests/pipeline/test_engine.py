@@ -54,14 +54,14 @@ def test_evaluation_is_the_same_under_every_placement(ranks: Ranks, schedule: st
     (loss, tokens), _ = ranks(2, evaluate, run, [1, 2, 3, 4, 5])[0]
     (expected, _), _ = ranks(1, evaluate, config(pipeline={"cuts": []}), [1, 2, 3, 4, 5])[0]
     assert loss == pytest.approx(expected, rel=1e-6)
-    assert tokens == batch([1, 2, 3, 4, 5]).targets_BT.numel()
+    assert tokens == batch([1, 2, 3, 4, 5]).targets.numel()
 
 
 def test_a_replica_without_held_out_samples_takes_part(ranks: Ranks) -> None:
     run = config(pipeline={"cuts": [2], "replicas": 2})
     everyone = ranks(4, evaluate, run, [3])
     assert all(found == everyone[0] for found in everyone)
-    assert everyone[0][0][1] == batch([3]).targets_BT.numel()
+    assert everyone[0][0][1] == batch([3]).targets.numel()
 
 
 def totals_of(rank: int, run: Any) -> Any:
@@ -76,7 +76,7 @@ def test_all_ranks_see_the_same_totals(ranks: Ranks) -> None:
     everyone = ranks(4, totals_of, run)
     for totals in everyone:
         assert totals == everyone[0]
-    assert everyone[0].tokens == batch(list(range(8))).targets_BT.numel()
+    assert everyone[0].tokens == batch(list(range(8))).targets.numel()
     assert 0 <= everyone[0].bubble < 1
     assert [w.messages for w in everyone[0].wire] == [8, 8]  # 4 microbatches x 2 replicas
     assert everyone[0].sync_bytes > 0

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from launch.config import RunConfig
-from pipeline.engine import Batch
 from pipeline.executor import run_in_order
+from pipeline.samples import Batch, Samples
 from pipeline.schedule import ScheduleName, single_stage_order
 from pipeline.stage import Microbatch
 from tests.ranks import Ranks
@@ -27,10 +27,10 @@ def own_steps(
     losses = []
     for step, item in enumerate(batches):
         count = run.pipeline.microbatches
-        targets = item.targets_BT.tensor_split(count)
+        targets = item.targets.tensor_split(count)
         shape = (item.inputs_BT.shape[1], WIDTH)
         microbatches = [
-            Microbatch(torch.Size((len(ids), *shape)), ids)
+            Microbatch(torch.Size((len(ids), *shape)), Samples(ids))
             for ids in item.ids_B.tensor_split(count)
         ]
         stages[rank].has_backward = True
@@ -43,7 +43,7 @@ def own_steps(
             logits: torch.Tensor,
             m: int,
             targets: Any = targets,
-            total: int = item.targets_BT.numel(),
+            total: int = item.targets.numel(),
         ) -> torch.Tensor:
             sums = F.cross_entropy(logits.flatten(0, 1), targets[m].flatten(), reduction="sum")
             return sums / float(total)

@@ -9,8 +9,9 @@ from torch import nn
 
 from launch.build import engine_options
 from launch.config import RunConfig
-from pipeline.engine import Batch, PipelineEngine
+from pipeline.engine import PipelineEngine
 from pipeline.local import LocalPipeline, torchgpipe_balance
+from pipeline.samples import Batch
 from pipeline.transformer import build_layers
 from tests.ranks import Ranks
 from tests.training import batch, config, share, single_process, start, train_steps
@@ -30,14 +31,14 @@ def test_gradients_agree_with_torchgpipe() -> None:
     run = config()
     oracle = LocalPipeline(layers_of(run, 0, 4), devices=CPUS, balance=[2, 2], chunks=4)
     item = BATCHES[0]
-    tokens = item.targets_BT.numel()
+    tokens = item.targets.numel()
     loss = F.cross_entropy(
-        oracle(item.inputs_BT).flatten(0, 1), item.targets_BT.flatten(), reduction="sum"
+        oracle(item.inputs_BT).flatten(0, 1), item.targets.flatten(), reduction="sum"
     )
     (loss / tokens).backward()
     whole = build_layers(run.model, 0, 4, seed=0, device="cpu")
     for inputs, targets in zip(
-        item.inputs_BT.tensor_split(4), item.targets_BT.tensor_split(4), strict=True
+        item.inputs_BT.tensor_split(4), item.targets.tensor_split(4), strict=True
     ):
         part = F.cross_entropy(whole(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
         (part / tokens).backward()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.pipelining import PipelineStage
 
 from launch.config import RunConfig
-from pipeline.engine import Batch
+from pipeline.samples import Batch
 from pipeline.schedule import build_schedule, stage_to_rank
 from pipeline.transformer import build_layers
 from tests.ranks import Ranks
@@ -35,7 +35,7 @@ def torch_steps(rank: int, run: RunConfig, batches: list[Batch]) -> dict[str, to
         PipelineStage(modules[s], s, pipeline.stages, torch.device("cpu"), group=dist.group.WORLD)
         for s in own
     ]
-    tokens = batches[0].targets_BT.numel()
+    tokens = batches[0].targets.numel()
 
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         sums = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -54,7 +54,7 @@ def torch_steps(rank: int, run: RunConfig, batches: list[Batch]) -> dict[str, to
     for item in batches:
         inputs = (item.inputs_BT,) if 0 in modules else ()
         last = pipeline.stages - 1 in modules
-        schedule.step(*inputs, **({"target": item.targets_BT, "losses": []} if last else {}))
+        schedule.step(*inputs, **({"target": item.targets, "losses": []} if last else {}))
         optimizer.step()
         optimizer.zero_grad()
     return {n: w.detach() for module in modules.values() for n, w in module.state_dict().items()}

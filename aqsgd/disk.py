@@ -1,0 +1,188 @@
+"""The disk tier: rows in a file of their own, read a step ahead and written behind, by one thread.
+
+The thread works in the order of submission, so a read sees every write before it. Every row that is
+read has a buffer of its own, which nobody writes to: buffers shared between reading and writing
+are how published code mixed samples up. Rows carry a CRC-32. What cannot be written or comes back
+damaged is a lost row, never an exception in the middle of a step: it is noticed when it is
+prefetched, and the two ends then agree to forget the sample.
+
+The file has no name: however the process ends, the disk gets its space back.
+"""
+
+import errno
+import heapq
+import logging
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from tempfile import TemporaryFile
+
+import torch
+from torch import Tensor
+
+from aqsgd.store import LostRowError
+from pipeline.wire.header import crc32
+
+_log = logging.getLogger(__name__)
+
+
+class RowFile:
+    """Rows of equal length by number, in an unnamed file; every failure is an OSError."""
+
+    def __init__(self, folder: Path, row_nbytes: int) -> None:
+        """The file takes space in `folder`, which is made if it is missing."""
+        self.row_nbytes = row_nbytes
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115  closed by `close`
+
+    @property
+    def descriptor(self) -> int:
+        """The open file."""
+        return self._file.fileno()
+
+    def reserve(self, rows: int) -> None:
+        """Have the file system set the space aside."""
+        if rows:
+            os.posix_fallocate(self.descriptor, 0, rows * self.row_nbytes)
+
+    def read(self, number: int) -> Tensor:
+        """One row, in a new buffer."""
+        row = torch.empty(self.row_nbytes, dtype=torch.uint8)
+        view, done = row.numpy().data, 0
+        while done < self.row_nbytes:
+            got = os.preadv(self.descriptor, [view[done:]], number * self.row_nbytes + done)
+            if got == 0:
+                raise OSError(errno.EIO, "the file is too short")
+            done += got
+        return row
+
+    def write(self, number: int, row: Tensor) -> None:
+        """Replace one row."""
+        view, done = row.numpy().data, 0
+        while done < self.row_nbytes:
+            done += os.pwrite(self.descriptor, view[done:], number * self.row_nbytes + done)
+
+    def close(self) -> None:
+        """Give the space back."""
+        self._file.close()
+
+
+class DiskStore:
+    """Rows on disk. What it holds in memory: this step's rows, the next step's, and those on their
+    way to the file, which are at most two steps' worth.
+    """
+
+    def __init__(self, file: RowFile) -> None:
+        self._file = file
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+        self._worker = ThreadPoolExecutor(1, "memory-on-disk")
+        self._ready: dict[int, Future[Tensor | None]] = {}
+        self._coming: dict[int, Future[Tensor | None]] = {}
+        self._announced: set[int] = set()
+        self._writes: list[Future[None]] = []
+        self._earlier_writes: list[Future[None]] = []
+        self._crcs: dict[int, int] = {}  # by slot; of rows that are whole; the worker's alone
+
+    def reserve(self, samples: int) -> None:
+        """Set disk space aside.
+
+        Raises:
+            OSError: there is not as much.
+        """
+        self._file.reserve(samples)
+
+    def empty_row(self, nbytes: int) -> Tensor:
+        """A new row."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def give_back(self, row: Tensor) -> None:
+        """Nothing: rows are not used twice."""
+
+    def row(self, sample: int) -> Tensor:
+        """The prefetched row; one that was not announced is read now."""
+        if sample not in self._ready:
+            self._ready[sample] = self._begin_read(sample)
+        row = self._ready[sample].result()
+        if row is None:
+            raise LostRowError(
+                f"the stored activations of sample {sample} are damaged and were not prefetched, "
+                "so the other end cannot be told in time; announce each step's samples a step ahead"
+            )
+        return row
+
+    def put(self, sample: int, row: Tensor) -> None:
+        """Write in the background; the next step has the row from memory."""
+        if sample not in self._slots:
+            self._slots[sample] = heapq.heappop(self._free) if self._free else len(self._slots)
+        self._writes.append(self._worker.submit(self._write, self._slots[sample], row))
+        if sample in self._announced:
+            self._coming[sample] = Future()
+            self._coming[sample].set_result(row)
+
+    def drop(self, sample: int) -> None:
+        """Free the sample's place."""
+        heapq.heappush(self._free, self._slots.pop(sample))
+        self._coming.pop(sample, None)
+
+    def prefetch(self, samples: Iterable[int]) -> None:
+        """Begin to read."""
+        self._announced = set(samples)
+        for sample in self._announced & self._slots.keys():
+            self._coming[sample] = self._begin_read(sample)
+
+    def is_lost(self, sample: int) -> bool:
+        """Whether the row that was prefetched, or lent in this step, is damaged."""
+        fetched = self._ready.get(sample) or self._coming.get(sample)
+        return fetched is not None and fetched.result() is None
+
+    def end_step(self) -> None:
+        """Hand the prefetched rows over; wait for the writes of the step before."""
+        self._ready, self._coming, self._announced = self._coming, {}, set()
+        wait(self._earlier_writes)
+        self._earlier_writes, self._writes = self._writes, []
+
+    def pack(self, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """The file itself, mapped privately: what is saved need not fit into memory."""
+        wait([*self._earlier_writes, *self._writes])
+        slots = [self._slots[sample] for sample in samples]
+        nbytes = (max(slots) + 1 if slots else 0) * self._file.row_nbytes
+        packed = torch.empty(0, dtype=torch.uint8)
+        if nbytes:
+            if os.fstat(self._file.descriptor).st_size < nbytes:  # else the end cannot be mapped
+                os.ftruncate(self._file.descriptor, nbytes)
+            name = f"/proc/self/fd/{self._file.descriptor}"
+            packed = torch.from_file(name, shared=False, size=nbytes, dtype=torch.uint8)
+        crcs = [self._crcs.get(slot, -1) for slot in slots]
+        return packed, torch.tensor(slots, dtype=torch.int64), torch.tensor(crcs)
+
+    def close(self) -> None:
+        """End the thread and give the disk space back."""
+        self._worker.shutdown()
+        self._file.close()
+
+    def _begin_read(self, sample: int) -> Future[Tensor | None]:
+        return self._worker.submit(self._read, self._slots[sample])
+
+    def _read(self, slot: int) -> Tensor | None:
+        if slot not in self._crcs:
+            return None
+        try:
+            row = self._file.read(slot)
+        except OSError as error:
+            _log.warning("memory on disk: a row cannot be read: %s", error.strerror)
+            return None
+        if crc32(row) != self._crcs[slot]:
+            _log.warning("memory on disk: a row came back damaged")
+            return None
+        return row
+
+    def _write(self, slot: int, row: Tensor) -> None:
+        self._crcs.pop(slot, None)
+        try:
+            self._file.write(slot, row)
+        except OSError as error:
+            _log.warning("memory on disk: a row cannot be written: %s", error.strerror)
+            return
+        self._crcs[slot] = crc32(row)

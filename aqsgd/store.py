@@ -1,0 +1,122 @@
+"""Where rows of stored bytes are kept: the `Store` contract, and the tier in RAM.
+
+A step asks for rows it announced the step before (`prefetch`), and puts new ones at its end, all
+from one thread. Rows lent by `row` are never written to: a new value comes in a row of its own.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.wire.header import crc32
+
+
+class LostRowError(RuntimeError):
+    """A stored row cannot be read back, and it is too late to agree on that with the other end."""
+
+
+class Store(Protocol):
+    """Rows (uint8) by sample."""
+
+    def reserve(self, samples: int) -> None:
+        """Take the room for that many rows now.
+
+        Raises:
+            OSError: there is not as much.
+        """
+
+    def empty_row(self, nbytes: int) -> Tensor:
+        """A row to fill, for `put` or `give_back`."""
+
+    def give_back(self, row: Tensor) -> None:
+        """A row from `empty_row` that is not needed."""
+
+    def row(self, sample: int) -> Tensor:
+        """The row that was put last; valid until the end of the step.
+
+        Raises:
+            LostRowError: it is damaged.
+        """
+
+    def put(self, sample: int, row: Tensor) -> None:
+        """Keep a row in place of the sample's last one; the store owns it from here on."""
+
+    def drop(self, sample: int) -> None:
+        """Forget a sample's row."""
+
+    def prefetch(self, samples: Iterable[int]) -> None:
+        """Begin to fetch the rows of the next step."""
+
+    def is_lost(self, sample: int) -> bool:
+        """Whether a fetched row turned out to be damaged; waits for its arrival."""
+
+    def end_step(self) -> None:
+        """The rows lent so far are done with; those prefetched are the next to be asked for."""
+
+    def pack(self, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """All rows end to end, and each sample's place and CRC-32 (int64; -1: lost).
+
+        Valid until the next step.
+        """
+
+    def close(self) -> None:
+        """Release what is held; the store is not used again."""
+
+
+class RamStore:
+    """Rows in this process's memory; the rows that others replaced are filled again."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Tensor] = {}
+        self._spare: list[Tensor] = []
+
+    def reserve(self, samples: int) -> None:
+        """Nothing: rows are made when they are needed."""
+
+    def empty_row(self, nbytes: int) -> Tensor:
+        """A row that was replaced, if there is one: it spares the cost of touching new memory."""
+        while self._spare:
+            row = self._spare.pop()
+            if row.numel() == nbytes:
+                return row
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def give_back(self, row: Tensor) -> None:
+        """Keep it for the next `empty_row`."""
+        self._spare.append(row)
+
+    def row(self, sample: int) -> Tensor:
+        """The row itself."""
+        return self._rows[sample]
+
+    def put(self, sample: int, row: Tensor) -> None:
+        """Swap the rows."""
+        if sample in self._rows:
+            self._spare.append(self._rows[sample])
+        self._rows[sample] = row
+
+    def drop(self, sample: int) -> None:
+        """Keep the row for another sample."""
+        self._spare.append(self._rows.pop(sample))
+
+    def prefetch(self, samples: Iterable[int]) -> None:
+        """Nothing: rows are here."""
+
+    def is_lost(self, sample: int) -> bool:
+        """Never."""
+        return False
+
+    def end_step(self) -> None:
+        """Nothing to do."""
+
+    def pack(self, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """A copy of all rows, in the order of `samples`."""
+        rows = [self._rows[sample] for sample in samples]
+        packed = torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
+        crcs = torch.tensor([crc32(row) for row in rows], dtype=torch.int64)
+        return packed, torch.arange(len(samples)), crcs
+
+    def close(self) -> None:
+        """Nothing: rows go with this object."""

@@ -1,0 +1,196 @@
+"""What AQ-SGD's memories take, before anything starts: bytes per cut, end and rank.
+
+A rank's budget is divided so that each end of a cut on it holds equally many samples; of the two
+ends of a cut the one with less room counts. In RAM, the rows that a step makes count too.
+"""
+
+import math
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.table import Table
+
+from aqsgd.config import AqsgdConfig
+from launch.config import ConfigError, RunConfig
+from launch.machine import free_memory
+from launch.metrics import format_bytes
+from pipeline.config import build_codec
+from pipeline.schedule import stage_to_rank
+
+_ROWS_IN_FLIGHT = 4
+"""With rows on disk, for each sample of a step: old, new, the next step's, and on its way there."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The memory at one end of a cut. `held` samples fit, of `samples` that a replica visits."""
+
+    cut: int
+    side: Literal["sender", "receiver"]
+    position: int
+    row_nbytes: int
+    samples: int
+    held: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows held."""
+        return self.held * self.row_nbytes
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that memories take on one host, beside those that are free there.
+
+    A checkpoint packs the rows in RAM into one more copy, which `ram` includes.
+    """
+
+    ram: int
+    disk: int
+    ram_free: int | None
+    disk_free: int
+
+
+def row_nbytes(config: RunConfig, cut: int) -> int:
+    """Bytes that one sample takes at one end of a cut; 0 where nothing is remembered."""
+    forward = config.boundary_at(cut).forward
+    if not isinstance(forward, AqsgdConfig):
+        return 0
+    numel = config.data.sequence_length * config.model.width
+    return build_codec(forward.memory, config.model.width).nbytes(numel)
+
+
+def room(config: RunConfig, position: int) -> int | None:
+    """Samples that the budget of a rank holds at each of its ends; None without a budget.
+
+    Raises:
+        ConfigError: it is too small for a single one.
+    """
+    budget = config.memory.budget
+    per_sample = sum(row_nbytes(config, cut) for cut, _, at in _ends(config) if at == position)
+    if budget is None or not per_sample:
+        return None
+    in_the_making = _batch(config) if config.memory.tier == "ram" else 0
+    samples = budget // per_sample - in_the_making
+    if samples < 1:
+        least = (in_the_making + 1) * per_sample
+        raise ConfigError(
+            f"memory.budget = {format_bytes(budget)}: a sample takes {format_bytes(per_sample)} on "
+            f"pipeline rank {position}, and {in_the_making} are in the making in each step; use "
+            f"{format_bytes(least)} or more, memory = 8 or 4, or another kind of boundary"
+        )
+    return samples
+
+
+def plan_memory(config: RunConfig, sequences: int) -> list[End]:
+    """Every end of every cut of one replica; replicas are alike.
+
+    Raises:
+        ConfigError: the budget is too small for a single sample.
+    """
+    samples = sequences // config.pipeline.replicas
+    places = _ends(config)
+    rooms = {position: room(config, position) for _, _, position in places}
+    ends = []
+    for cut, side, position in places:
+        both = [rooms[at] for other, _, at in places if other == cut]
+        held = min([samples, *(fits for fits in both if fits is not None)])
+        if row_nbytes(config, cut):
+            ends.append(End(cut, side, position, row_nbytes(config, cut), samples, held))
+    return ends
+
+
+def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs:
+    """What the memories of these ranks, all on this host, take of it."""
+    per_rank = config.pipeline.pipeline_ranks
+    here = [end for rank in ranks for end in ends if end.position == rank % per_rank]
+    rows = sum(end.nbytes for end in here)
+    batch = _batch(config) * sum(end.row_nbytes for end in here)
+    on_disk = config.memory.tier == "disk"
+    return Needs(
+        ram=_ROWS_IN_FLIGHT * batch if on_disk else 2 * rows + batch,
+        disk=rows if on_disk else 0,
+        ram_free=_ram_free(),
+        disk_free=shutil.disk_usage(_existing(memory_folder(config))).free,
+    )
+
+
+def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> None:
+    """Refuse to start what cannot be held on this host by these ranks.
+
+    Raises:
+        ConfigError: naming what is too small, and the remedy.
+    """
+    found = needs(config, plan_memory(config, sequences), ranks)
+    if found.disk > found.disk_free:
+        raise ConfigError(
+            f"memories take {format_bytes(found.disk)} on disk, but {memory_folder(config)} has "
+            f"{format_bytes(found.disk_free)} free; set memory.folder to a larger disk, "
+            "memory.budget to less, or the boundaries' memory to 8 or 4"
+        )
+    if found.ram_free is not None and found.ram > found.ram_free:
+        raise ConfigError(
+            f"memories take {format_bytes(found.ram)} of RAM on this host, a copy for checkpoints "
+            f'included, but {format_bytes(found.ram_free)} are free; use memory.tier = "disk", '
+            "set memory.budget to less, or the boundaries' memory to 8 or 4"
+        )
+
+
+def memory_table(config: RunConfig, ends: list[End], ranks: Iterable[int]) -> Table:
+    """The plan for a person, with what this host has if these ranks are on it."""
+    found = needs(config, ends, ranks)
+    ram_free = "unknown" if found.ram_free is None else format_bytes(found.ram_free)
+    disk_free = format_bytes(found.disk_free)
+    table = Table(
+        title=f"memories of a replica, tier {config.memory.tier}",
+        caption=(
+            f"this host: RAM {format_bytes(found.ram)} of {ram_free} free, "
+            f"disk {format_bytes(found.disk)} of {disk_free} free"
+        ),
+    )
+    for name in ("cut", "end", "rank", "per sample", "held", "bytes"):
+        table.add_column(name, justify="left" if name == "end" else "right")
+    for end in ends:
+        table.add_row(
+            str(end.cut),
+            end.side,
+            str(end.position),
+            format_bytes(end.row_nbytes),
+            f"{end.held:,} of {end.samples:,}",
+            format_bytes(end.nbytes),
+        )
+    return table
+
+
+def memory_folder(config: RunConfig) -> Path:
+    """Where the disk tier has its files."""
+    folder = config.memory.folder
+    return config.run.path if folder is None else Path(folder).expanduser().resolve()
+
+
+def _ends(config: RunConfig) -> list[tuple[int, Literal["sender", "receiver"], int]]:
+    """(cut, side, rank in the pipeline) wherever two ranks meet."""
+    pipeline = config.pipeline
+    ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
+    found: list[tuple[int, Literal["sender", "receiver"], int]] = []
+    for stage, cut in enumerate(pipeline.cuts):
+        if ranks[stage] != ranks[stage + 1]:
+            found += [(cut, "sender", ranks[stage]), (cut, "receiver", ranks[stage + 1])]
+    return found
+
+
+def _batch(config: RunConfig) -> int:
+    return config.train.batch_size // config.pipeline.replicas
+
+
+def _ram_free() -> int | None:
+    """Bytes that can be had without swapping; None where the system does not say."""
+    free = free_memory()
+    return None if free == math.inf else int(free)
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,0 +1,129 @@
+"""Rows of TSV and JSONL files and of data sets: named or numbered fields, with their place."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Field = str | int
+"""A name, or the number of a column (from 0) in a TSV file without a header."""
+
+RecordFormat = Literal["tsv", "jsonl"]
+Format = Literal["text"] | RecordFormat
+
+_SUFFIXES: Mapping[str, RecordFormat] = {".tsv": "tsv", ".jsonl": "jsonl"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record; `where` is how error messages name it."""
+
+    where: str
+    fields: Mapping[Field, Any]
+
+    def value(self, field: Field) -> Any:
+        """Return a field.
+
+        Raises:
+            ValueError: it is missing or null.
+        """
+        found = self.fields.get(field)
+        if found is None:
+            raise ValueError(
+                f"{self.where}: no field {field!r}; there are {list(self.fields)}; "
+                "correct the row or the field's name in [data]"
+            )
+        return found
+
+    def text(self, field: Field) -> str:
+        """Return a field that must be text with something in it."""
+        found = self.value(field)
+        if not isinstance(found, str) or not found.strip():
+            raise ValueError(f"{self.where}: field {field!r} = {found!r}: not text; correct it")
+        return found
+
+
+def find_format(files: Sequence[Path], *, source: str, has_fields: bool) -> Format:
+    """Tell the format from the suffixes.
+
+    Raises:
+        ValueError: they differ, or say text while fields are named.
+    """
+    kinds = {_SUFFIXES.get(file.suffix.lower(), "text") for file in files}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{source}: files of several formats ({', '.join(sorted(kinds))}, by their suffixes); "
+            'name files of one format, or set data.format = "text", "tsv" or "jsonl"'
+        )
+    (kind,) = kinds
+    if kind == "text" and has_fields:
+        raise ValueError(
+            f"{source}: fields are named in [data], but the suffix {files[0].suffix!r} does not "
+            'say what has them; set data.format = "tsv" or "jsonl"'
+        )
+    return kind  # type: ignore[return-value]  # a set of literals is one of strings to mypy
+
+
+def read_rows(files: Iterable[Path], kind: RecordFormat, *, header: bool) -> list[Row]:
+    """Read every row of every file; `header` says that a TSV file's first line names columns.
+
+    Raises:
+        ValueError: a line is not what the format says; the message names file and line.
+    """
+    read = _tsv(header) if kind == "tsv" else _jsonl
+    return [row for file in files for row in read(file, _lines(file))]
+
+
+def rows_of_columns(name: str, columns: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """Rows of a table that is stored by columns."""
+    values = zip(*columns.values(), strict=True)
+    return [
+        Row(f"{name}, row {number}", dict(zip(columns, row, strict=True)))
+        for number, row in enumerate(values)
+    ]
+
+
+_Lines = Iterable[tuple[int, str]]
+
+
+def _lines(file: Path) -> list[tuple[int, str]]:
+    """Numbered lines that hold something; only line feeds end a line."""
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 ({error}); convert it") from None
+    lines = (line.removesuffix("\r") for line in text.split("\n"))
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _jsonl(file: Path, lines: _Lines) -> Iterator[Row]:
+    for number, line in lines:
+        where = f"{file}:{number}"
+        try:
+            fields = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: not JSON ({error}); correct the line") from None
+        if not isinstance(fields, dict):
+            raise ValueError(f"{where}: not a JSON object; write one object with fields per line")
+        yield Row(where, fields)
+
+
+def _tsv(header: bool) -> Any:
+    def read(file: Path, lines: _Lines) -> Iterator[Row]:
+        """Tabs separate, nothing quotes: CoLA's sentences hold single quotation marks."""
+        names: list[Field] | None = None
+        for number, line in lines:
+            values = line.split("\t")
+            if names is None:
+                names = list(values) if header else list(range(len(values)))
+                if header:
+                    continue
+            if len(values) != len(names):
+                raise ValueError(
+                    f"{file}:{number}: {len(values)} columns where the first line has "
+                    f"{len(names)}; separate columns by single tabs"
+                )
+            yield Row(f"{file}:{number}", dict(zip(names, values, strict=True)))
+
+    return read

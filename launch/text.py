@@ -1,0 +1,89 @@
+"""Running text from files: which are read, in which order, and which part is held out."""
+
+import glob
+import os
+import re
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+HELD_OUT = 10  # one in so many files, or the last of so many equal parts of the text
+# Tests, what is installed, and generated modules, which differ between machines with one Python.
+_STDLIB_SKIPPED = re.compile(
+    r"(tests?|idle_test|site-packages|dist-packages|__pycache__|config-.*)$|_sysconfigdata"
+)
+
+
+def find_files(path: str | None, setting: str) -> list[Path]:
+    """Regular files of a `data.path` or the like, in an order that is the same on every machine.
+
+    Without a path, those of Python's standard library.
+
+    Raises:
+        ValueError: there are none.
+    """
+    place = Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
+    if path is None:
+        files = _stdlib_files(place)
+    elif place.is_dir():
+        files = [file for file in place.rglob("*") if not _hidden(file.relative_to(place))]
+    elif place.is_file():
+        files = [place]
+    elif glob.has_magic(path):
+        files = [Path(name) for name in glob.glob(str(place), recursive=True)]
+    else:
+        raise ValueError(
+            f"{setting} = {path!r}: no such file or folder, seen from {Path.cwd()}; "
+            f"correct the path, or leave data.path out for the standard library's sources"
+        )
+    files = sorted((file for file in files if file.is_file()), key=Path.as_posix)
+    if not files:
+        raise ValueError(f"{setting} = {path!r}: no files there; name a file or a folder with some")
+    return files
+
+
+def _stdlib_files(root: Path) -> list[Path]:
+    files: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if not _STDLIB_SKIPPED.match(name)]
+        sources = (name for name in names if name.endswith(".py"))
+        files += [Path(folder, name) for name in sources if not _STDLIB_SKIPPED.match(name)]
+    return files
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def take(documents: Iterable[bytes], limit: int | None) -> list[bytes]:
+    """Take documents in order until `limit` bytes, the last one cut short."""
+    if limit is None:
+        return list(documents)
+    kept: list[bytes] = []
+    for document in documents:
+        kept.append(document[:limit])
+        limit -= len(kept[-1])
+        if limit == 0:
+            break
+    return kept
+
+
+def split(documents: list[bytes]) -> tuple[bytes, bytes]:
+    """Divide into training and held-out text, the same whatever number of sequences is asked for.
+
+    Held out is every tenth document, spread over the whole text; or, when these are not close to
+    a tenth of the bytes, the last tenth of the joined text.
+    """
+    total = sum(map(len, documents))
+    held_out = b"".join(documents[HELD_OUT - 1 :: HELD_OUT])
+    if total / (2 * HELD_OUT) <= len(held_out) <= 2 * total / HELD_OUT:
+        rest = [text for i, text in enumerate(documents) if i % HELD_OUT != HELD_OUT - 1]
+        return b"".join(rest), held_out
+    text = b"".join(documents)
+    end = len(text) - len(text) // HELD_OUT
+    return text[:end], text[end:]
+
+
+def line(text: str) -> bytes:
+    """Return a text as a line of its own."""
+    return (text if text.endswith("\n") else text + "\n").encode()

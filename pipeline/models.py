@@ -1,0 +1,46 @@
+"""A stage of any kind of model, by its settings."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from pipeline.huggingface import HuggingFaceStage, build_stage, check_folder
+from pipeline.huggingface_config import HuggingFaceConfig
+from pipeline.transformer import TransformerConfig, TransformerStage, build_layers
+
+ModelConfig = TransformerConfig | HuggingFaceConfig
+StageModule = TransformerStage | HuggingFaceStage
+
+
+def build_model(
+    config: ModelConfig, first: int, stop: int, *, seed: int, device: torch.device | str
+) -> StageModule:
+    """Build the stage that holds blocks `first` to `stop - 1`, with only its own weights.
+
+    Raises:
+        ValueError: there is no such range of layers, or the model's folder cannot be used.
+    """
+    build = build_stage if isinstance(config, HuggingFaceConfig) else build_layers
+    return build(config, first, stop, seed=seed, device=device)  # type: ignore[arg-type]
+
+
+def check_model(config: ModelConfig) -> None:
+    """Look at a model's files without reading weights; needs all of them.
+
+    Raises:
+        ValueError: they cannot be used; names file, tensor and remedy.
+    """
+    if isinstance(config, HuggingFaceConfig):
+        check_folder(config)
+
+
+def trainable(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that are not frozen."""
+    return (parameter for parameter in module.parameters() if parameter.requires_grad)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of parameters of the whole model."""
+    whole = build_model(config, 0, config.layers, seed=0, device="meta")
+    return sum(parameter.numel() for parameter in whole.parameters())

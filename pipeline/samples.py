@@ -1,0 +1,61 @@
+"""What every rank knows of the samples it works on, so that only hidden states cross the links.
+
+Axes: B samples, T tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a microbatch, as stage modules with `wants_samples = True` are given them.
+
+    `ids_B` (int64) tells samples apart for the length of a run. `mask_BT` is nonzero at real
+    tokens and zero at padding. `segments_BT` numbers the examples packed into a sequence; tokens
+    of different numbers do not see each other. `prefix_BT` is nonzero at tokens that see each
+    other in both directions, such as those of a prompt. None means: no padding, one example per
+    sequence, no prefix.
+    """
+
+    ids_B: Tensor
+    mask_BT: Tensor | None = None
+    segments_BT: Tensor | None = None
+    prefix_BT: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This replica's part of a step. Every rank of the replica holds the same.
+
+    `targets` is [B, T] for token losses and [B] for one label per sample; -100 is not counted. Ids
+    must be unique within a step. The rest is as in `Samples`.
+    """
+
+    inputs_BT: Tensor
+    targets: Tensor
+    ids_B: Tensor
+    mask_BT: Tensor | None = None
+    segments_BT: Tensor | None = None
+    prefix_BT: Tensor | None = None
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.ids_B)
+
+    @property
+    def samples(self) -> Samples:
+        """What stage modules are given."""
+        return Samples(self.ids_B, self.mask_BT, self.segments_BT, self.prefix_BT)
+
+    def split(self, parts: int) -> list[Self]:
+        """Split into consecutive parts, the first ones a sample longer where it does not divide."""
+        columns = [_split(getattr(self, field.name), parts) for field in fields(self)]
+        return [type(self)(*row) for row in zip(*columns, strict=True)]
+
+
+def _split(column: Tensor | None, parts: int) -> Sequence[Tensor | None]:
+    return [None] * parts if column is None else column.tensor_split(parts)

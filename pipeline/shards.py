@@ -1,0 +1,138 @@
+"""Folders of safetensors files: which file holds which tensor, read and written one at a time."""
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_READABLE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+class ShardError(ValueError):
+    """A weight file cannot be used: names the file, the tensor and the remedy."""
+
+
+@dataclass
+class Shards:
+    """The weight files of a model folder. `opened` lists those that were read."""
+
+    folder: Path
+    opened: list[str] = field(default_factory=list)
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """File of every tensor, by its name on disk.
+
+        Raises:
+            ShardError: the folder holds no safetensors weights, or its index is damaged.
+        """
+        index = self.folder / INDEX
+        if index.is_file():
+            try:
+                return dict(json.loads(index.read_text())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ShardError(f"{index}: not an index of tensors: {error}; {_AGAIN}") from error
+        if not (self.folder / SINGLE).is_file():
+            raise ShardError(
+                f"{self.folder}: holds neither {SINGLE} nor {INDEX}; save the model there with "
+                "save_pretrained (older formats: load and save it once with transformers), or use "
+                "model.config for random weights"
+            )
+        with _open(self.folder / SINGLE) as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+
+    def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name on disk, tensor), file by file; only files that hold one of `names`.
+
+        Raises:
+            ShardError: a file is missing or truncated, lacks its tensor, or holds it in a dtype
+                that is not a float.
+        """
+        return ((name, piece[:]) for name, piece in self._pieces(names))
+
+    def shapes(self, names: Collection[str]) -> dict[str, list[int]]:
+        """Shapes of some tensors; opens every file, reads only headers.
+
+        Raises:
+            ShardError: as `read`.
+        """
+        return {name: piece.get_shape() for name, piece in self._pieces(names)}
+
+    def dtypes(self, names: Collection[str]) -> dict[str, torch.dtype]:
+        """Dtypes of some tensors.
+
+        Raises:
+            ShardError: as `read`.
+        """
+        return {name: _READABLE[piece.get_dtype()] for name, piece in self._pieces(names)}
+
+    def _pieces(self, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """(name on disk, safetensors' slice), file by file."""
+        by_file = defaultdict(list)
+        for name in names:
+            by_file[self.files[name]].append(name)
+        for file_name, wanted in sorted(by_file.items()):
+            path = self.folder / file_name
+            with _open(path) as file:
+                self.opened.append(file_name)
+                held = set(file.keys())
+                for name in wanted:
+                    if name not in held:
+                        raise ShardError(
+                            f"{path}: lacks {name}, which {INDEX} places there; {_AGAIN}"
+                        )
+                    piece = file.get_slice(name)
+                    _check_dtype(path, name, piece.get_dtype())
+                    yield name, piece
+
+    def digest(self) -> str:
+        """SHA-256 of names and places of all tensors: equal on hosts with copies of one model."""
+        text = json.dumps(self.files, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, str]) -> None:
+    """Write every tensor to its file of `files` (tensor -> file name), and an index if needed."""
+    by_file: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        by_file[files[name]][name] = tensor.contiguous()
+    for file_name, part in by_file.items():
+        save_file(part, folder / file_name, metadata={"format": "pt"})
+        (folder / file_name).chmod(folder.stat().st_mode & 0o666)  # safetensors: for the owner only
+    if set(by_file) != {SINGLE}:
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        index = {
+            "metadata": {"total_size": nbytes},
+            "weight_map": {name: files[name] for name in sorted(tensors)},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+_AGAIN = "copy or download the file again"
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError:
+        raise ShardError(f"{path}: missing, though {INDEX} names it; {_AGAIN}") from None
+    except (SafetensorError, OSError) as error:
+        raise ShardError(f"{path}: truncated or damaged: {error}; {_AGAIN}") from error
+
+
+def _check_dtype(path: Path, name: str, dtype: str) -> None:
+    if dtype not in _READABLE:
+        raise ShardError(
+            f"{path}: {name} is stored as {dtype}; weights to train are "
+            f"{', '.join(_READABLE)}: use the model's unquantized files"
+        )

@@ -1,0 +1,62 @@
+"""Tiles of values, some of them rotated: the TileKernels contract and the choice of a backend.
+
+A row of N values is cut into K = ceil(N / tile) tiles, the last one padded with zeros. A tile of
+R x R values X, row by row, is rotated to W X^T W / R, where W is the R x R Walsh-Hadamard matrix:
+an orthonormal transform that is its own inverse. It is computed as butterflies a + b, a - b of
+values R, 2 R, 4 R, ... places apart, in this order, a transposition, the same butterflies again,
+and a product with 1 / R, a power of two. Sums of two fp32 values round once whatever the hardware,
+and no product precedes them that it could fuse, so every backend makes the same bits.
+"""
+
+import importlib
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from pipeline.wire.kernels import Backend
+
+TILES = (16, 64, 256)
+
+_MODULES = {
+    "reference": "hadamard_reference",
+    "numba": "hadamard_cpu",
+    "triton": "hadamard_triton",
+}
+
+
+class TileKernels(Protocol):
+    """Functions every backend offers; all outputs are preallocated and fully written.
+
+    Axes: B rows, N values, K tiles. Rows of `x_BN` and `out_BN` may be fp32, bf16 or fp16 and lie
+    at any distance from each other; tiles are fp32 and all else is contiguous.
+    """
+
+    def survey(self, x_BN: Tensor, tile: int, peak_BK: Tensor, turned_BK: Tensor) -> None:
+        """Write which tiles have a smaller peak (largest magnitude) rotated, and that peak.
+
+        The peak (fp32) of a tile that is not finite is infinite. Such tiles, and those with
+        values from 2^100 on, where sums may overflow, stay as they are (`turned_BK`, uint8, 0).
+        """
+
+    def gather(self, x_BN: Tensor, order_BK: Tensor, turned_BK: Tensor, tiles_BKG: Tensor) -> None:
+        """Write tile `order_BK[j]` (int32) of each row, rotated if it is turned, to tile j."""
+
+    def scatter(
+        self, tiles_BKG: Tensor, order_BK: Tensor, turned_BK: Tensor, out_BN: Tensor
+    ) -> None:
+        """Undo `gather`: write tile j to tile `order_BK[j]` of the row, rotated back."""
+
+
+def load_tile_kernels(backend: Backend, device: torch.device) -> TileKernels:
+    """Return a backend's functions; "auto" is triton on CUDA, numba on CPUs, else the reference.
+
+    Raises:
+        ImportError: the backend is not installed.
+    """
+    if backend == "auto":
+        chosen = {"cuda": "triton", "cpu": "numba"}.get(device.type, "reference")
+    else:
+        chosen = backend
+    module = importlib.import_module(f"pipeline.wire.kernels.{_MODULES[chosen]}")
+    return cast(TileKernels, module)

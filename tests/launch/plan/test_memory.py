@@ -1,0 +1,129 @@
+"""What memories take is known before a run starts, and refused if it is not there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.config import ConfigError, RunConfig
+from launch.plan import memory as planned
+from launch.plan.memory import Needs, check_memory, needs, plan_memory, room, row_nbytes
+from tests.training import config
+
+PUBLISHED_XL = 2 * 1024 * 1600 * 2  # of a sample on each rank: fp16, what is received and what sent
+
+
+def xl(memory: Any = 4, **host: Any) -> RunConfig:
+    """GPT2-XL's shape in three stages."""
+    return config(
+        model={"layers": 48, "width": 1600, "heads": 25, "context": 1024},
+        data={"sequence_length": 1024, "train_sequences": 2344, "tokenizer": "bytes"},
+        pipeline={"cuts": [16, 32]},
+        boundary=[{"forward": {"kind": "aqsgd", "bits": 2, "memory": memory}}],  # type: ignore[arg-type]
+        memory=host,
+    )
+
+
+def test_bytes_of_gpt2_xl_samples() -> None:
+    scales = 2 * 1024
+    assert row_nbytes(xl(4), 16) == 1024 * 1600 // 2 + scales
+    assert PUBLISHED_XL / row_nbytes(xl(4), 16) == pytest.approx(8, rel=0.003)
+    assert PUBLISHED_XL / row_nbytes(xl(8), 16) == pytest.approx(4, rel=0.003)
+    assert PUBLISHED_XL / row_nbytes(xl("bf16"), 16) == 2
+    ends = plan_memory(xl(4), 2344)
+    assert [(end.cut, end.side, end.position) for end in ends] == [
+        (16, "sender", 0),
+        (16, "receiver", 1),
+        (32, "sender", 1),
+        (32, "receiver", 2),
+    ]
+    assert {end.held for end in ends} == {2344}
+
+
+def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:
+    run = xl(4, budget="2GB")
+    row, batch = row_nbytes(run, 16), 8
+    assert room(run, 0) == 2_000_000_000 // row - batch
+    assert room(run, 1) == 2_000_000_000 // (2 * row) - batch
+    held = {(end.cut, end.side): end.held for end in plan_memory(run, 10_000)}
+    assert set(held.values()) == {room(run, 1)}  # every cut touches the rank in the middle
+    on_disk = xl(4, budget="2GB", tier="disk")
+    assert room(on_disk, 0) == 2_000_000_000 // row
+    found = needs(run, plan_memory(run, 10_000), [1])
+    assert found.ram - found.ram // 2 <= 2_000_000_000  # the other half: a checkpoint's copy
+
+
+def test_a_budget_for_not_even_one_sample_names_what_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"memory.budget = 1.00 MB: .* use 7.39 MB or more"):
+        room(xl(4, budget="1MB"), 0)
+    assert room(xl(4, budget="7.392MB"), 0) == 1
+
+
+def test_cuts_without_memory_take_nothing() -> None:
+    assert plan_memory(config(), 100) == []
+    assert room(config(memory={"budget": 1}), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("tier", "free", "message"),
+    [
+        (
+            "disk",
+            {"disk_free": 10**9, "ram_free": None},
+            r"memories take 7.70 GB on disk, but .* 1",
+        ),
+        ("ram", {"disk_free": 0, "ram_free": 10**9}, r'memories take 15.4 GB of RAM.* "disk"'),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tier: str, free: dict[str, Any], message: str
+) -> None:
+    def on_a_small_host(*args: Any) -> Needs:
+        found = needs(*args)
+        return Needs(ram=found.ram, disk=found.disk, **free)
+
+    monkeypatch.setattr(planned, "needs", on_a_small_host)
+    with pytest.raises(ConfigError, match=message):
+        check_memory(xl(4, tier=tier), 2344, range(3))
+
+
+RUN = """
+[model]
+layers = 4
+width = 16
+heads = 2
+context = 32
+[data]
+path = "{text}"
+sequence_length = 32
+train_sequences = 24
+eval_sequences = 8
+[pipeline]
+cuts = [1, 3]
+[run]
+folder = "{folder}"
+"""
+
+
+def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launch", "train", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "100"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+
+
+def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
+    text, path = tmp_path / "text.txt", tmp_path / "run.toml"
+    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
+    path.write_text(RUN.format(text=text, folder=tmp_path / "run"))
+    done = thinpipe(path, "--dry-run", "--set", "memory.tier=disk")
+    assert done.returncode == 0, done.stderr
+    assert "1.02 kB" in done.stdout  # 32 tokens of 16 channels in bf16
+    assert "24 of 24" in done.stdout
+    assert "disk 98.3 kB of" in done.stdout
+    small = thinpipe(path, "--dry-run", "--set", "memory.budget=9kB")
+    assert small.returncode == 2
+    assert "memory.budget = 9.00 kB: a sample takes" in small.stderr
+    assert not (tmp_path / "run").exists()

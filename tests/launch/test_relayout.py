@@ -1,0 +1,189 @@
+import copy
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from launch.build import Built
+from launch.checkpoint import CheckpointError
+from launch.config import RunConfig
+from launch.relayout import Layout, module_of, parameter_names
+from launch.session import Session
+from launch.state import Checkpoints
+from tests.ranks import Ranks
+from tests.training import batch, config, share, start
+
+BATCHES = [batch([8 * step + sample for sample in range(8)]) for step in range(5)]
+AQSGD = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct", "bits": 8}}]
+
+
+def run_config(cuts: list[int], **sections: Any) -> RunConfig:
+    pipeline = {"cuts": cuts, **sections.pop("pipeline", {})}
+    train = {"batch_size": 8, "warmup_steps": 0, "decay": "linear", "clip_norm": 0}
+    return config(pipeline=pipeline, train=train, **sections)
+
+
+def checkpoints(rank: int, run: RunConfig, root: str, built: Built) -> Checkpoints:
+    store: Any = None
+    session = Session(store, built.engine.mesh, 7, rank)
+    return Checkpoints(Path(root), 9, built, session, {"config": run.shared(), "data": "same"})
+
+
+def optimizer_state(built: Built) -> dict[str, Any]:
+    state = copy.deepcopy(built.optimizer.state_dict()["state"])
+    names = parameter_names(built)
+    return {name: state[index] for index, all_names in enumerate(names) for name in all_names}
+
+
+def outcome(built: Built, losses: list[float], log: str = "") -> dict[str, Any]:
+    weights = {
+        name: tensor.clone()
+        for stage in built.stages
+        for name, tensor in module_of(stage).state_dict().items()
+    }
+    return {
+        "losses": losses,
+        "weights": weights,
+        "optimizer": optimizer_state(built),
+        "known": known_samples(built),
+        "log": log,
+    }
+
+
+def known_samples(built: Built) -> dict[int, int]:
+    """How many of the first batch's samples each own cut's forward memory knows."""
+    return {
+        channel.cut: int(channel.boundaries["train"].memory.known(BATCHES[0].ids_B).sum())
+        for stage in built.stages
+        for channel in stage.channels.all()
+        if hasattr(channel.boundaries["train"], "memory")
+    }
+
+
+def train(
+    rank: int, run: RunConfig, root: str, *, save_at: int | None = None, resume: bool = False
+) -> dict[str, Any]:
+    built = start(run)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("launch.relayout").addHandler(handler)
+    saved = checkpoints(rank, run, root, built)
+    first = saved.restore(None) if resume else 0
+    state = outcome(built, [], "\n".join(messages)) if resume else None
+    losses = []
+    for step in range(first, save_at or len(BATCHES)):
+        part = share(BATCHES[step], built.engine.mesh.replica, run.pipeline.replicas)
+        losses.append(built.engine.train_step(part, step).loss)
+        built.lr_schedule.step()
+    if save_at:
+        saved.save(save_at)
+    return {"restored": state, **outcome(built, losses, "\n".join(messages))}
+
+
+def _save(rank: int, run: RunConfig, root: str) -> dict[str, Any]:
+    return train(rank, run, root, save_at=3)
+
+
+def _resume(rank: int, run: RunConfig, root: str) -> dict[str, Any]:
+    return train(rank, run, root, resume=True)
+
+
+def joined(results: list[dict[str, Any]], what: str) -> dict[str, Any]:
+    return {name: value for result in results for name, value in result[what].items()}
+
+
+def assert_equal(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, right[name]), name
+        else:
+            assert_equal(value, right[name])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tie", ["untied", "exact"])
+def test_training_goes_on_bit_for_bit_at_another_pipeline_degree(
+    ranks: Ranks, tmp_path: Path, tie: str
+) -> None:
+    model = {"model": {"layers": 4, "width": 16, "heads": 2, "context": 12, "tie_embeddings": tie}}
+    at_three = run_config([1, 3], **model)
+    saved = ranks(3, _save, at_three, str(tmp_path))
+    through = ranks(3, train, at_three, str(tmp_path / "other"))
+    for cuts in ([2], []):
+        resumed = ranks(len(cuts) + 1, _resume, run_config(cuts, **model), str(tmp_path))
+        restored = [result["restored"] for result in resumed]
+        assert_equal(joined(restored, "weights"), joined(saved, "weights"))
+        assert_equal(joined(restored, "optimizer"), joined(saved, "optimizer"))
+        if cuts or tie == "untied":  # one process adds a tied weight's gradients in another order
+            assert resumed[0]["losses"] == through[0]["losses"][3:]
+            assert_equal(joined(resumed, "weights"), joined(through, "weights"))
+
+
+@pytest.mark.dist
+def test_a_schedule_with_several_stages_per_rank_is_resumed_from(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    interleaved = {"schedule": "Interleaved1F1B", "ranks": 2}
+    saved = ranks(2, _save, run_config([1, 2, 3], pipeline=interleaved), str(tmp_path))
+    resumed = ranks(1, _resume, run_config([]), str(tmp_path))
+    assert_equal(joined([resumed[0]["restored"]], "weights"), joined(saved, "weights"))
+
+
+@pytest.mark.dist
+def test_weights_and_optimizer_survive_another_number_of_replicas(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    saved = ranks(4, _save, run_config([2], pipeline={"replicas": 2}), str(tmp_path))
+    resumed = ranks(2, _resume, run_config([2], pipeline={"replicas": 1}), str(tmp_path))
+    restored = [result["restored"] for result in resumed]
+    assert_equal(joined(restored, "weights"), joined(saved[:2], "weights"))
+    assert_equal(joined(restored, "optimizer"), joined(saved[:2], "optimizer"))
+    assert "all replicas start from the weights of replica 0" in resumed[0]["log"]
+
+
+@pytest.mark.dist
+def test_memories_of_cuts_that_stayed_are_kept_and_the_others_start_empty(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(3, _save, run_config([1, 3], boundary=AQSGD), str(tmp_path))
+    resumed = ranks(3, _resume, run_config([2, 3], boundary=AQSGD), str(tmp_path))
+    restored = [result["restored"]["known"] for result in resumed]
+    assert restored == [{2: 0}, {2: 0, 3: 8}, {3: 8}]
+    assert "memories at cuts [2] start empty" in resumed[0]["log"]
+    assert not resumed[1]["log"]  # said once
+    again = ranks(3, _resume, run_config([1, 3], boundary=AQSGD), str(tmp_path))
+    assert [result["restored"]["known"] for result in again] == [{1: 8}, {1: 8, 3: 8}, {3: 8}]
+
+
+def _expect_error(rank: int, run: RunConfig, root: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints(rank, run, root, start(run)).restore(None)
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_what_cannot_be_resumed_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _save, run_config([2], boundary=AQSGD), str(tmp_path))
+    other_bits = [{**AQSGD[0], "forward": {"kind": "aqsgd", "bits": 3}}]
+    (message, _) = ranks(2, _expect_error, run_config([2], boundary=other_bits), str(tmp_path))
+    assert "config.boundary.2.forward.bits = 4, this run has 3" in message
+    (tmp_path / "step-3" / "replica-0.rank-1.safetensors").unlink()
+    (message,) = ranks(1, _expect_error, run_config([], boundary=AQSGD), str(tmp_path))
+    assert "replica-0.rank-1.safetensors: missing" in message
+
+
+def test_a_layout_is_what_decides_where_things_are() -> None:
+    def layout(cuts: list[int], **pipeline: Any) -> Layout:
+        return Layout.of({"cuts": cuts, **pipeline})
+
+    assert layout([2]) == layout([2], schedule="GPipe", microbatches=8)
+    assert layout([2]) != layout([1])
+    assert layout([1, 2, 3], schedule="Interleaved1F1B") != layout([1, 2, 3])
+    zbv = layout([1, 2, 3], schedule="ZBVZeroBubble")
+    assert zbv.holders == (0, 1, 1, 0)

@@ -1,0 +1,105 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch.metrics import TimelineEvent, WireCount
+from launch.plan.network import Network
+from launch.plan.simulate import Message, StepModel, simulate
+from launch.timeline import Timeline, read_timeline
+from launch.trace import foretell, trace_run, transfers
+
+MODEL = StepModel(
+    schedule="GPipe",
+    microbatches=2,
+    forward_s=(1.0, 2.0, 1.0),
+    backward_s=(2.0, 4.0, 2.0),
+    activations=(Message(1000, 0.1, 0.2), Message(2000, 0.3, 0.4)),
+    gradients=(Message(500, 0.05, 0.06), Message(600, 0.07, 0.08)),
+)
+
+
+def measured() -> Timeline:
+    """What the ranks of MODEL would have recorded on a network that costs nothing."""
+    events = []
+    for event in simulate(MODEL).events:
+        if event.kind == "wait":
+            continue
+        forward = event.kind == "F"
+        incoming = MODEL.activations if forward else MODEL.gradients
+        came, goes = (event.stage - 1, event.stage) if forward else (event.stage, event.stage - 1)
+        if 0 <= came < 2:
+            start_s = event.start_s - incoming[came].decode_s
+            events.append(replace(event, kind="decode", start_s=start_s, end_s=event.start_s))
+        events.append(event)
+        if 0 <= goes < 2:
+            end_s = event.end_s + incoming[goes].encode_s
+            events.append(replace(event, kind="encode", start_s=event.end_s, end_s=end_s))
+    return Timeline(
+        step=7,
+        schedule="GPipe",
+        depth=1,
+        microbatches=2,
+        accumulate=1,
+        pipeline_ranks=3,
+        replicas=1,
+        cuts=(4, 8),
+        wire=tuple(
+            WireCount(layer, direction, 2 * message.nbytes, 2, 2)
+            for layer, pair in zip(
+                (4, 8), zip(MODEL.activations, MODEL.gradients, strict=True), strict=True
+            )
+            for direction, message in zip(("forward", "backward"), pair, strict=True)
+        ),
+        events=tuple(events),
+    )
+
+
+@pytest.mark.parametrize("network", [Network.uniform(3), Network.uniform(3, 1e4, 0.5)])
+def test_foretold_step_has_the_times_and_sizes_of_the_measured_one(network: Network) -> None:
+    expected = simulate(replace(MODEL, network=network.payload()))
+    assert foretell(measured(), network).step_s == pytest.approx(expected.step_s)
+
+
+def test_messages_are_joined_from_sender_to_receiver() -> None:
+    found = transfers(measured())
+    assert len(found) == 8
+    activation = next(t for t in found if (t.cut, t.direction, t.microbatch) == (0, "forward", 0))
+    assert activation.start_s == pytest.approx(1.1)  # forward of 1 s, encoding of 0.1 s
+    assert all(transfer.end_s >= transfer.start_s for transfer in found)
+
+
+def test_trace_shows_both_steps_rank_by_rank(tmp_path: Path) -> None:
+    measured().write(tmp_path)
+    told = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=1e4, delay_s=0.0)
+    assert "step 7" in told
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names[1] == "rank 1 (stage 1)"
+    assert names[1001] == "foretold: rank 1 (stage 1)"
+    spans = [e for e in events if e["ph"] == "X" and e["pid"] == 0 and e["cat"] == "F"]
+    assert [(e["ts"], e["dur"]) for e in spans] == [(0, 1e6), (1.1e6, 1e6)]
+    assert sum(e["ph"] == "b" for e in events) == sum(e["ph"] == "e" for e in events) == 16
+
+
+def test_schedules_that_cannot_be_foretold_still_have_a_trace(tmp_path: Path) -> None:
+    measured().model_copy(update={"schedule": "Interleaved1F1B"}).write(tmp_path)
+    told = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=None, delay_s=0.0)
+    assert "not foretold" in told
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert max(event["pid"] for event in events) == 2
+
+
+def test_a_run_without_a_timeline_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no timeline"):
+        read_timeline(tmp_path)
+    (tmp_path / "timeline.json").write_text('{"step": 1}')
+    with pytest.raises(ValueError, match="not a timeline"):
+        read_timeline(tmp_path)
+
+
+def test_events_survive_the_file(tmp_path: Path) -> None:
+    measured().write(tmp_path)
+    assert read_timeline(tmp_path) == measured()
+    assert isinstance(read_timeline(tmp_path).events[0], TimelineEvent)
