@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test bench check lint format clean
+.PHONY: train test bench docs check lint format clean
 
 train: .venv/run.stamp
 	$(BIN)/thinpipe train examples/quickstart.toml
@@ -17,7 +17,10 @@ test: .venv/dev.stamp
 bench: .venv/run.stamp
 	$(BIN)/python -m benchmarks.links
 
-check: lint test
+docs: .venv/docs.stamp
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
+
+check: lint docs test
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff format --check .
@@ -40,4 +43,8 @@ clean:
 
 .venv/dev.stamp: .venv/run.stamp
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/docs.stamp: .venv/run.stamp
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[docs]'
 	touch $@

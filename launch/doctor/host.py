@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from launch.build import build_blocks
 from launch.config import RunConfig
 from launch.doctor.finding import Finding, ok, problem, warning
 from launch.handshake import versions
 from launch.interfaces import Interface, interface_to, interfaces
 from launch.machine import free_memory
+from pipeline.models import parameter_count
 
 _TRAINING_BYTES, _CHECKPOINT_BYTES = 16, 12  # per parameter: with gradient and Adam; on disk
 _SYSCTL = Path("/proc/sys/net/ipv4")
@@ -117,9 +117,7 @@ def _not_an_interface(text: str) -> str:
 
 def _room(config: RunConfig, where: str, nnodes: int) -> list[Finding]:
     """Memory and disk, against what this host's share of the model needs at least."""
-    layers = config.model.layers
-    model = build_blocks(config, 0, layers, device="meta")
-    share = sum(p.numel() for p in model.parameters()) * config.pipeline.replicas / nnodes
+    share = parameter_count(config.model) * config.pipeline.replicas / nnodes
     memory, need = free_memory(), _TRAINING_BYTES * share
     findings = [ok(where, f"{memory / 1e9:.3g} GB of memory free; weights need {need / 1e9:.3g}")]
     if memory < need:

@@ -146,7 +146,7 @@ def _merged(configured: Spec, chosen: Spec) -> dict[str, Any]:
     """The chosen bits; other settings of the run file stay if the kind does."""
     fields = {"kind": chosen.kind}
     if configured.kind == chosen.kind:
-        fields |= configured.model_dump(exclude_defaults=True)
+        fields |= configured.model_dump(mode="json", exclude_defaults=True, exclude={"rate"})
     return fields | chosen.model_dump(include={"bits", "format"})
 
 

@@ -10,13 +10,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from launch.build import build_blocks
+from launch.build import build_blocks, build_objective
 from launch.config import RunConfig
+from pipeline.models import trainable
+from pipeline.samples import Samples
 
-_REPEATS = 5
+_LEAST_ROUNDS, _LEAST_S = 5, 0.5
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,22 @@ class _Bench:
         self._config = config
         self._block = build_blocks(config, first)
         self._parameters = list(self._block.parameters())
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-9)
+        trained = list(trainable(self._block))  # with adapters, a block may have none
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-9) if trained else None
         samples, tokens, width = microbatch_shape(config)
         self._is_last = first == config.model.layers - 1
-        self._tokens_BT = torch.randint(min(256, config.model.vocab), (samples, tokens))
-        self._x = self._tokens_BT if first == 0 else torch.randn(samples, tokens, width)
+        tokens_BT = torch.randint(min(256, config.model.vocab), (samples, tokens))
+        self._x = tokens_BT if first == 0 else torch.randn(samples, tokens, width)
+        self._samples = Samples(torch.arange(samples))
+        self._objective = build_objective(config)
+        labels_B = torch.zeros(samples, dtype=torch.int64)
+        self._targets = tokens_BT if config.model.classes is None else labels_B
 
     def measure(self) -> BlockCost:
-        rounds = [self._round() for _ in range(_REPEATS + 1)][1:]
+        self._round()
+        rounds: list[tuple[float, float, float]] = []
+        while len(rounds) < _LEAST_ROUNDS or sum(sum(times) for times in rounds) < _LEAST_S:
+            rounds.append(self._round())
         forward_s, backward_s, optimizer_s = map(statistics.median, zip(*rounds, strict=True))
         parameters = sum(p.numel() for p in self._parameters)
         return BlockCost(forward_s, backward_s, optimizer_s, parameters, self._activations())
@@ -83,10 +92,12 @@ class _Bench:
         moments = [time.perf_counter()]
         output = self._forward()
         moments.append(time.perf_counter())
-        torch.autograd.backward(output, None if output.ndim == 0 else torch.ones_like(output))
+        if output.requires_grad:  # the first block may be frozen as a whole
+            torch.autograd.backward(output, None if output.ndim == 0 else torch.ones_like(output))
         moments.append(time.perf_counter())
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
         moments.append(time.perf_counter())
         forward_s, backward_s, optimizer_s = (b - a for a, b in pairwise(moments))
         return forward_s, backward_s, optimizer_s
@@ -96,12 +107,8 @@ class _Bench:
         x.requires_grad_(x.is_floating_point())
         bf16 = self._config.pipeline.precision == "bf16"
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            output: Tensor = self._block(x)
-            if self._is_last:
-                return F.cross_entropy(
-                    output.flatten(0, 1).float(), self._tokens_BT.flatten(), reduction="sum"
-                )
-        return output
+            output: Tensor = self._block(x, self._samples)
+        return self._objective.loss_sum(output, self._targets) if self._is_last else output
 
     def _activations(self) -> int:
         """Bytes of distinct storages that one microbatch keeps for its backward, and its input."""

@@ -4,6 +4,7 @@ A rank's budget is divided so that each end of a cut on it holds equally many sa
 ends of a cut the one with less room counts. In RAM, the rows that a step makes count too.
 """
 
+import math
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from rich.table import Table
 
 from aqsgd.config import AqsgdConfig
 from launch.config import ConfigError, RunConfig
+from launch.machine import free_memory
 from launch.metrics import format_bytes
 from pipeline.config import build_codec
 from pipeline.schedule import stage_to_rank
@@ -196,12 +198,8 @@ def _batch(config: RunConfig) -> int:
 
 def _ram_free() -> int | None:
     """Bytes that can be had without swapping; None where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    free = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(free[0]) * 1024 if free else None
+    free = free_memory()
+    return None if free == math.inf else int(free)
 
 
 def _existing(folder: Path) -> Path:

@@ -1,0 +1,135 @@
+"""Writes generated pages: every setting from the pydantic models, and the list of algorithm pages.
+
+They are made at every build, so that they cannot differ from the code.
+"""
+
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from gradcomp.registry import load_method, method_names
+from launch.config import RunConfig
+
+
+def write(folder: Path, *, pages: Path, listed: set[str]) -> None:
+    """Write into `folder`; pages that are not `listed` are about algorithms."""
+    folder.mkdir(exist_ok=True)
+    (folder / "settings.md").write_text(_settings())
+    others = sorted(page.stem for page in pages.glob("*.md") if page.stem not in listed)
+    entries = "\n".join(f"/{name}" for name in others)
+    (folder / "algorithms.md").write_text(
+        f"# Algorithms\n\nOne page each: the equations, and the files that hold them.\n\n"
+        f"```{{toctree}}\n:maxdepth: 1\n\n{entries}\n```\n"
+    )
+
+
+def _settings() -> str:
+    parts = [
+        "# Settings\n",
+        "Every key of a run file, generated from the code. Unknown keys and impossible values are "
+        "refused before anything starts, with the place and a remedy. `--set section.key=value` "
+        "overrides one of them.\n",
+    ]
+    for name, field in RunConfig.model_fields.items():
+        if name == "gradcomp":
+            continue
+        models = list(_models(field.annotation))
+        several = typing.get_origin(field.annotation) is tuple
+        head = f"[[{name}]]" if several else f"[{name}]"
+        for number, model in enumerate(models):
+            parts.append(_section(model, head if number == 0 else f"{head}, {model.__name__}"))
+            parts += [
+                _section(inner, f"{name}.{key}, {_kind(inner)}")
+                for key, inner_field in model.model_fields.items()
+                for inner in _models(inner_field.annotation)
+            ]
+    parts.append(
+        "## [gradcomp]\n\nHow replicas exchange.\n\n"
+        "| key | values | default | |\n|---|---|---|---|\n"
+        f'| `method` | {", ".join(f"`{name}`" for name in method_names())} | `"allreduce"` | |\n'
+    )
+    parts += [_section(load_method(name).Config, f"[gradcomp.{name}]") for name in method_names()]
+    return "\n".join(parts)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Model classes in an annotation, in order."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+        return
+    for part in typing.get_args(annotation):
+        yield from _models(part)
+
+
+def _kind(model: type[BaseModel]) -> str:
+    kind = model.model_fields.get("kind")
+    return model.__name__ if kind is None else f'kind = "{kind.default}"'
+
+
+def _section(model: type[BaseModel], head: str) -> str:
+    words = (model.__doc__ or "").strip().replace("\n    ", "\n")
+    rows = [
+        f"| `{name}` | {_type(field)} | {_default(field)} | {_limits(field)} |"
+        for name, field in model.model_fields.items()
+        if not field.exclude
+    ]
+    table = "| key | type | default | limits |\n|---|---|---|---|\n" + "\n".join(rows)
+    return f"## {head}\n\n{words}\n\n{table if rows else 'No settings.'}\n"
+
+
+def _type(field: FieldInfo) -> str:
+    return _name(field.annotation).replace("|", "\\|")
+
+
+def _name(annotation: Any) -> str:
+    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is type(None):
+        return "none"
+    if annotation is Ellipsis:
+        return "..."
+    if origin is typing.Annotated:
+        return _name(parts[0])
+    if origin is typing.Literal:
+        return " | ".join(f"`{part!r}`".replace("'", '"') for part in parts)
+    if origin in (typing.Union, UnionType):
+        return " | ".join(dict.fromkeys(_name(part) for part in parts))
+    if origin is not None:
+        inner = ", ".join(_name(part) for part in parts if part is not Ellipsis)
+        return f"{origin.__name__} of {inner}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"table, {_kind(annotation)}" if "kind" in annotation.model_fields else "table"
+    return str(getattr(annotation, "__name__", annotation))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "needed"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, BaseModel):
+        return (
+            "the table's defaults" if "kind" not in type(value).model_fields else _kind(type(value))
+        )
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        return f'`"{value}"`'
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{list(value) if isinstance(value, tuple) else value}`"
+
+
+def _limits(field: FieldInfo) -> str:
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    words |= {"min_length": "length at least", "pattern": "matches"}
+    found = [
+        f"{word} `{getattr(limit, name)}`"
+        for limit in field.metadata
+        for name, word in words.items()
+        if getattr(limit, name, None) is not None
+    ]
+    return ", ".join(found).replace("|", "\\|")

@@ -1,0 +1,79 @@
+"""The commands of docs/machines.md, as they stand there, on three emulated hosts."""
+
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.shaped.commands import run_command
+from launch.shaped.linux import ShapedError
+from launch.shaped.network import ShapedNetwork
+from launch.shaped.spec import NetworkSpec
+from tests.launch.test_train import RUN
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(170)]
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "machines.md").read_text()
+PROGRAMS = {
+    "thinpipe": [sys.executable, "-m", "launch"],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+}
+
+
+def command(start: str) -> list[str]:
+    """The documented command that starts so; programs are those of this interpreter."""
+    joined = TEXT.replace("\\\n", " ")
+    found = re.search(rf"^{re.escape(start)}.*$", joined, re.MULTILINE)
+    assert found is not None, start
+    program, *arguments = shlex.split(found[0])
+    return [*PROGRAMS[program], *arguments]
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[ShapedNetwork]:
+    try:
+        network = ShapedNetwork(NetworkSpec.of(3, "50mbit", delay="2ms"))
+    except ShapedError as error:
+        pytest.skip(str(error))
+    with network:
+        yield network
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with run.toml, three stages."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
+    (tmp_path / "run.toml").write_text(RUN.format(folder=tmp_path / "run", text=text))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path / "run"
+
+
+def as_users_start_it(words: list[str]) -> list[str]:
+    """Without the place in the run that emulated hosts find in their environment."""
+    unset = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    return ["env", *(part for name in unset for part in ("-u", name)), *words]
+
+
+def check(net: ShapedNetwork, run_folder: Path, start: str) -> None:
+    assert run_command(net, as_users_start_it(command(start))) == 0
+    summary = json.loads((run_folder / "summary.json").read_text())
+    assert (summary["stages"], summary["steps"]) == (3, 15)
+
+
+def test_thinpipe_on_three_hosts(net: ShapedNetwork, run_folder: Path) -> None:
+    check(net, run_folder, "thinpipe train run.toml --nnodes 3")
+
+
+@pytest.mark.slow
+def test_torchrun_on_three_hosts(net: ShapedNetwork, run_folder: Path) -> None:
+    assert "export GLOO_SOCKET_IFNAME=eth0" in TEXT  # as emulated hosts have it
+    check(net, run_folder, "torchrun --nnodes 3")
