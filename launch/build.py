@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from aqsgd.config import AqsgdConfig, build_delta
+from gradcomp.peers import GroupPeers
 from gradcomp.registry import load_method
 from gradcomp.sync import ReplicaSync
 from launch.config import BackwardConfig, ForwardConfig, RunConfig
@@ -78,7 +79,8 @@ def build(
         betas=config.train.betas,
         weight_decay=config.train.weight_decay,
     )
-    sync = load_method(config.method).build(config.method_options, parameters, mesh.replicas_group)
+    peers = GroupPeers(mesh.exchange)
+    sync = load_method(config.method).build(config.method_options, parameters, peers)
     engine = PipelineEngine(
         stages,
         mesh,
