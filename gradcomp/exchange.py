@@ -78,10 +78,14 @@ class OneRow:
 
 @dataclass(frozen=True)
 class Place:
-    """Which exchange a message belongs to; headers carry it, so that mix-ups are noticed."""
+    """Which exchange a message belongs to; headers carry it, so that mix-ups are noticed.
+
+    `digest` stands for whatever else the replicas must have in common.
+    """
 
     step: int
     bucket: int
+    digest: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,8 @@ class _Frames:
             self._header(phase, sender, length).check(message)
         except DesyncError as error:
             raise DesyncError(
-                f"replica {sender}, bucket {self.place.bucket} of an exchange: {error}"
+                f"exchange with replica {sender} (cut = bucket, microbatch = replica, ids_crc = "
+                f"digest of the global model): {error}"
             ) from error
         if out_n.numel():
             self.compressor.decode(message[HEADER_NBYTES:], out_n)
@@ -198,6 +203,6 @@ class _Frames:
             step=self.place.step,
             cut=self.place.bucket,
             microbatch=sender,
-            ids_crc=0,
+            ids_crc=self.place.digest,
             length=length,
         )
