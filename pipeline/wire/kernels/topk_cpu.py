@@ -12,6 +12,7 @@ chosen values.
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
@@ -26,8 +27,10 @@ _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _WORDS, _FLAGS = ir.VectorType(_I32, _LANES), ir.VectorType(ir.IntType(1), _LANES)
 
 
-def select_top(x_N: Tensor, mask_M: Tensor, kept_k: Tensor) -> None:
+def select_top(x_N: Tensor, mask_M: Tensor, kept_k: Tensor, room_N: Tensor | None = None) -> None:
     """Mark and copy the k values of largest magnitude, in their order; fp32, contiguous.
+
+    `room_N` is overwritten; it saves the allocation of as much memory as `x_N` takes.
 
     Raises:
         ValueError: k is larger than N.
@@ -36,7 +39,8 @@ def select_top(x_N: Tensor, mask_M: Tensor, kept_k: Tensor) -> None:
         raise ValueError(f"k = {kept_k.numel()}: there are only {x_N.numel()} values")
     mask_M.zero_()
     if kept_k.numel():
-        _select(_words(x_N), mask_M.numpy(), _words(kept_k))
+        room_N = torch.empty_like(x_N) if room_N is None else room_N
+        _select(_words(x_N), mask_M.numpy(), _words(kept_k), _words(room_N))
 
 
 def place(mask_M: Tensor, kept_k: Tensor, out_N: Tensor) -> None:
@@ -170,8 +174,8 @@ def _mark(x: Any, bound: Any, ties: Any, mask: Any, kept: Any, start: Any, count
 
 
 @compiled
-def _select(x: Any, mask: Any, kept: Any) -> Any:
-    k, found = kept.size, np.empty(x.size, np.uint32)
+def _select(x: Any, mask: Any, kept: Any, found: Any) -> Any:
+    k = kept.size
     bound = _sampled_bound(x, k)
     count = _candidates(x, bound, found)
     if count < k:

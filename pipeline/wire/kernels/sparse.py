@@ -1,0 +1,85 @@
+"""The SparseKernels contract and the choice of a backend.
+
+A mask holds value e in bit e % 8 of byte e // 8; bits past the last value are 0. Axes: N values of
+a vector, n chosen by a subset, R its runs, M = ceil(n / 8) mask bytes, k values kept of the n.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from pipeline.wire.kernels import Backend
+
+_MODULES = {"reference": "sparse_reference", "numba": "sparse_cpu"}
+
+
+class SparseKernels(Protocol):
+    """Functions every backend offers, equal bit for bit; outputs are preallocated, fully written.
+
+    A subset is its runs: `start_R` (int64, on the CPU, rising multiples of the run) and the length
+    of a run, of which the vector's last one may be short of. Kept values are fp32, vectors fp32,
+    bf16 or fp16 and all tensors contiguous.
+    """
+
+    def deal(self, first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:
+        """Write, rising, what a keyed permutation of 0 .. runs - 1 has from place `first` on.
+
+        Places go round past the last one; `chosen_R` (int64) says by its size how many are taken.
+        A Feistel network permutes 2^b >= runs numbers, b at least 2: rounds in turn xor the high
+        and the low half, which has b // 2 bits, with a hash of the other and the round's 32-bit
+        key. Numbers that land outside are sent through again (cycle walking: Black and Rogaway,
+        CT-RSA 2002), which ends, as a cycle that leaves the range comes back to it.
+        """
+
+    def gather(
+        self, x_N: Tensor, base_N: Tensor | None, start_R: Tensor, run: int, out_n: Tensor
+    ) -> None:
+        """Write x, or x - base, at the subset to `out_n` (fp32)."""
+
+    def scatter(self, value_n: Tensor, start_R: Tensor, run: int, out_N: Tensor) -> None:
+        """Write fp32 values to the subset's places; others keep what they hold."""
+
+    def select(
+        self, x_n: Tensor, mask_M: Tensor, kept_k: Tensor, room_n: Tensor | None = None
+    ) -> None:
+        """Mark and copy the k fp32 values of largest magnitude, in order; k <= n.
+
+        NaN is above infinity, and of equal magnitudes the first ones are taken. `room_n` (fp32) may
+        be overwritten, which saves an allocation.
+        """
+
+    def place(self, mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
+        """Write kept values to their places in `out_n` (fp32), and zero elsewhere."""
+
+    def place_add(self, mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
+        """Add kept values to `out_n` (fp32) at their places."""
+
+    def settle(
+        self,
+        sent_n: Tensor,
+        mean_n: Tensor,
+        start_R: Tensor,
+        run: int,
+        x_N: Tensor,
+        base_N: Tensor,
+    ) -> None:
+        """At the subset, base becomes base + mean, and x what was not sent above the new base.
+
+        In fp32: left = (x - base) - sent; base += mean, rounded to its format; x = base + left.
+        """
+
+
+def load_sparse_kernels(backend: Backend, device: torch.device) -> SparseKernels:
+    """Return a backend's functions; "auto" is numba on CPUs, else the reference.
+
+    Raises:
+        ValueError: there are no such kernels for the backend.
+    """
+    chosen = ("numba" if device.type == "cpu" else "reference") if backend == "auto" else backend
+    if chosen not in _MODULES:
+        raise ValueError(f'backend = "{backend}": sparse kernels are "reference" and "numba"')
+    module = importlib.import_module(f"pipeline.wire.kernels.{_MODULES[chosen]}")
+    return cast(SparseKernels, module)

@@ -1,0 +1,101 @@
+"""Which coordinates of a flat vector take part in a step, known to all ranks without a byte sent.
+
+The vector is cut into runs of neighbouring values. A keyed permutation deals the runs out like a
+deck of cards: step t of a window takes the next a / q of them, going round, where a / q is the
+fraction in lowest terms and a window is q steps. So in a window every coordinate takes part exactly
+a times, never more than ceil(q / a) steps apart, and every window is dealt anew. Only whole runs
+are chosen: memory is read in cache lines, and neighbours, which are of one layer, share scales.
+
+The permutation is a Feistel network with cycle walking (`SparseKernels.deal`). Its round keys are
+Philox4x64-10 numbers, key = seed, counter = (bucket, window): nothing is drawn from a generator
+with state, so no subset depends on which were drawn before it.
+
+Axes: N values of the vector, R chosen runs, n chosen values.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.wire.kernels.sparse import load_sparse_kernels
+
+RUN = 64
+_ROUNDS = 6
+_LARGEST_WINDOW = 1000
+
+
+@dataclass(frozen=True)
+class Subset:
+    """Runs of `RUN` values that start at `start_R` (int64, rising, on the CPU).
+
+    `size` is n: the last run of the vector may be a short one.
+    """
+
+    numel: int
+    start_R: Tensor
+    size: int
+
+    def gather(self, x_N: Tensor, out_n: Tensor) -> None:
+        """Copy the chosen values to `out_n` (fp32), in order."""
+        load_sparse_kernels("auto", x_N.device).gather(x_N, None, self.start_R, RUN, out_n)
+
+    def scatter(self, value_n: Tensor, out_N: Tensor) -> None:
+        """Copy fp32 values to the chosen places of `out_N`; other places keep what they hold."""
+        load_sparse_kernels("auto", out_N.device).scatter(value_n, self.start_R, RUN, out_N)
+
+
+def random_subset(
+    numel: int, *, fraction: float | Fraction, seed: int, step: int, bucket: int
+) -> Subset:
+    """The runs of step `step`, out of a vector of `numel` values.
+
+    `seed` has 64 bits and `bucket` tells vectors of one run apart.
+
+    Raises:
+        ValueError: the fraction is not in (0, 1], or no ratio with a denominator up to 1000.
+    """
+    part = exact_fraction(fraction)
+    window, turn = divmod(step, part.denominator)
+    runs = -(-numel // RUN)
+    first, last = (ceil(runs * part * i) for i in (turn, turn + 1))
+    chosen_R = torch.empty(last - first, dtype=torch.int64)
+    if part == 1:
+        torch.arange(runs, out=chosen_R)
+    else:
+        kernels = load_sparse_kernels("auto", chosen_R.device)
+        kernels.deal(first, runs, _round_keys(seed, window, bucket), chosen_R)
+    size = chosen_R.numel() * RUN
+    if chosen_R.numel() and int(chosen_R[-1]) == runs - 1:
+        size -= runs * RUN - numel
+    return Subset(numel, chosen_R * RUN, size)
+
+
+def exact_fraction(fraction: float | Fraction) -> Fraction:
+    """The ratio that a decimal number stands for: 0.15 is 3 / 20, 0.3333333333333333 is 1 / 3.
+
+    Raises:
+        ValueError: it is not in (0, 1], or no ratio with a denominator up to 1000.
+    """
+    part = Fraction(fraction).limit_denominator(_LARGEST_WINDOW)
+    if not 0 < part <= 1 or abs(part - Fraction(fraction)) > 1e-12:
+        raise ValueError(
+            f"fraction = {fraction}: use a number in (0, 1] that is a ratio of whole numbers up to "
+            f"{_LARGEST_WINDOW}, such as 0.1, 0.125 or 1 / 3"
+        )
+    return part
+
+
+def largest_size(numel: int, fraction: float | Fraction) -> int:
+    """The most values a subset can have."""
+    return min(numel, ceil(-(-numel // RUN) * exact_fraction(fraction)) * RUN)
+
+
+def _round_keys(seed: int, window: int, bucket: int) -> list[int]:
+    counter = np.array([bucket, window, 0, 0], np.uint64)
+    key = np.array([seed % 2**64, 0], np.uint64)
+    words = np.random.Philox(counter=counter, key=key).random_raw(_ROUNDS // 2).tolist()
+    return [half for word in words for half in (word & 0xFFFFFFFF, word >> 32)]
