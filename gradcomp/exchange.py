@@ -21,6 +21,7 @@ from torch import Tensor
 from gradcomp.peers import Peers
 from pipeline.wire.codec import Codec
 from pipeline.wire.header import HEADER_NBYTES, DesyncError, Header, coding_and_length
+from pipeline.wire.sparse import SparseCodec
 
 _TO_SERVER, _FROM_SERVER = 0, 1
 
@@ -74,6 +75,35 @@ class OneRow:
     def decode(self, wire: Tensor, out_n: Tensor) -> None:
         """Write the values of a message."""
         self.codec.decode(wire[None], out_n[None])
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """A sparse codec as a compressor of vectors."""
+
+    codec: SparseCodec
+
+    @property
+    def codec_id(self) -> int:
+        """Number of the codec in message headers."""
+        return 48
+
+    @property
+    def bits(self) -> int:
+        """Bits per kept value."""
+        return self.codec.bits
+
+    def capacity(self, numel: int) -> int:
+        """Most bytes of a message."""
+        return self.codec.capacity(numel)
+
+    def encode(self, x_n: Tensor, wire: Tensor, seen_n: Tensor) -> int:
+        """Write the message, return its length."""
+        return self.codec.encode(x_n, wire, seen_n)
+
+    def decode(self, wire: Tensor, out_n: Tensor) -> None:
+        """Write the values of a message."""
+        self.codec.decode(wire, out_n)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ arrived: a failed exchange changes nothing.
 Axes: N values of a bucket, n values of a shard or of its subset.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
@@ -30,11 +29,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import AliasChoices, ConfigDict, Field
+from pydantic import AliasChoices, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from gradcomp.buckets import make_buckets
-from gradcomp.exchange import OneRow, Place, reduce_sharded
+from gradcomp.exchange import OneRow, Place, Sparse, reduce_sharded
 from gradcomp.gradients import GradientSync
 from gradcomp.methods.allreduce import AllReduce
 from gradcomp.options import ExchangeOptions
@@ -43,7 +42,7 @@ from gradcomp.shared import SharedBucket
 from gradcomp.worker import Worker
 from pipeline.wire.cast import Cast
 from pipeline.wire.sparse import SparseCodec
-from pipeline.wire.subset import Subset, random_subset
+from pipeline.wire.subset import Subset, exact_fraction, random_subset
 
 
 class Config(ExchangeOptions):
@@ -55,24 +54,27 @@ class Config(ExchangeOptions):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    subset: float = Field(
-        0.1, gt=0, le=1, validation_alias=AliasChoices("subset", "RANDOMP_RATIO")
-    )
+    subset: float = Field(0.1, gt=0, le=1, validation_alias=AliasChoices("subset", "RANDOMP_RATIO"))
     topk: float = Field(0.2, gt=0, le=1, validation_alias=AliasChoices("topk", "TOPK_RATIO"))
-    bits: int = Field(4, ge=1, le=32, validation_alias=AliasChoices("bits", "QUANT_BITS"))
+    bits: int = Field(4, validation_alias=AliasChoices("bits", "QUANT_BITS"))
     group: int = Field(128, ge=1)
     delayed: bool = True
     local_steps: int = Field(1, ge=1)
     warmup_steps: int = Field(0, ge=0)
     seed: int = Field(0, ge=0, lt=2**31)
 
+    @model_validator(mode="after")
+    def _can_be_built(self) -> "Config":
+        exact_fraction(self.subset)
+        SparseCodec(self.topk, self.bits, self.group)
+        return self
+
 
 @dataclass(frozen=True)
 class _Shard:
     """One server's part of a bucket; `error_n` is kept by that server alone."""
 
-    start: int
-    stop: int
+    part: slice
     error_n: Tensor | None
 
 
@@ -91,9 +93,7 @@ class Cocktail:
 
     replicas_equal = False
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], peers: Peers, config: Config
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers, config: Config) -> None:
         """Parameters become views of flat vectors; they keep their values."""
         self._parameters, self._peers, self._config = tuple(parameters), peers, config
         nbytes = config.bucket_nbytes
@@ -101,7 +101,9 @@ class Cocktail:
         self._buckets = [SharedBucket(bucket) for bucket in buckets]
         self._shards = [_shards(bucket.local_N.numel(), peers) for bucket in self._buckets]
         warmup = AllReduce(peers, OneRow(Cast("fp32")))
-        self._warmup = GradientSync(parameters if config.warmup_steps else (), peers, warmup, nbytes)
+        self._warmup = GradientSync(
+            parameters if config.warmup_steps else (), peers, warmup, nbytes
+        )
         self._worker = Worker()
         self._pending: Future[list[_Update]] | None = None
         self._owed = False  # an exchange that a restored run has to start again
@@ -119,8 +121,7 @@ class Cocktail:
             self._capture()
         if self._owed:
             self._launch()
-        if self._warming_up:
-            self._warmup.begin_step(passes)
+        self._warmup.begin_step(passes if self._warming_up else 0)
 
     def before_step(self) -> None:
         """Apply what was exchanged meanwhile; gradients become those of this replica alone."""
@@ -146,15 +147,18 @@ class Cocktail:
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
         """Inside, parameters are g."""
-        if self._pending is not None:
-            wait([self._pending])  # it reads the parameters
+        self._rest()
         with ExitStack() as stack, torch.no_grad():
             for bucket in self._buckets if self._captured else ():
                 stack.enter_context(bucket.swapped_in())
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """g, e and counters. An exchange under way is not saved: it can be made again."""
+        """g, e and counters. An exchange under way is not saved: it can be made again.
+
+        It is waited for, so that what is saved is saved at rest.
+        """
+        self._rest()
         return {
             "steps": self._steps,
             "exchanges": self._exchanges,
@@ -168,8 +172,7 @@ class Cocktail:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        if self._pending is not None:
-            wait([self._pending])
+        self._rest()
         self._pending, self._owed = None, state["owed"]
         self._steps, self._exchanges = state["steps"], state["exchanges"]
         self._captured = state["captured"]
@@ -188,6 +191,11 @@ class Cocktail:
     @property
     def _warming_up(self) -> bool:
         return self._steps < self._config.warmup_steps
+
+    def _rest(self) -> None:
+        """Wait until the communication thread no longer reads parameters."""
+        if self._pending is not None:
+            wait([self._pending])
 
     def _capture(self) -> None:
         for bucket in self._buckets:
@@ -213,7 +221,7 @@ class Cocktail:
         digest = bucket.digest() if number == 0 else 0
         subsets = [
             random_subset(
-                shard.stop - shard.start,
+                shard.part.stop - shard.part.start,
                 fraction=config.subset,
                 seed=config.seed,
                 step=number,
@@ -227,8 +235,8 @@ class Cocktail:
         reduced = reduce_sharded(
             self._peers,
             Place(number, bucket.index, digest),
-            [_moved(bucket, shard, M) for shard, M in zip(shards, subsets, strict=True)],
-            compressor=SparseCodec(config.topk, config.bits, config.group),
+            [_moved(bucket, shard.part, M) for shard, M in zip(shards, subsets, strict=True)],
+            compressor=Sparse(SparseCodec(config.topk, config.bits, config.group)),
             finish=lambda total_n: total_n.div_(size).add_(error_n),
         )
         return _Update(subsets, reduced.seen, reduced.results, reduced.left_n)
@@ -242,7 +250,13 @@ class Cocktail:
         self._exchanges += 1
         with torch.no_grad():
             for bucket, shards, update in zip(self._buckets, self._shards, updates, strict=True):
-                _apply(bucket, shards, update, self._peers.rank)
+                for shard, *found in zip(
+                    shards, update.subsets, update.seen, update.results, strict=True
+                ):
+                    _apply(bucket, shard.part, *found)
+                own_error_n = shards[self._peers.rank].error_n
+                assert own_error_n is not None
+                update.subsets[self._peers.rank].scatter(update.left_n, own_error_n)
 
 
 def _shards(numel: int, peers: Peers) -> list[_Shard]:
@@ -250,41 +264,39 @@ def _shards(numel: int, peers: Peers) -> list[_Shard]:
     shards, start = [], 0
     for server, size in enumerate(sizes):
         error_n = torch.zeros(size) if server == peers.rank else None
-        shards.append(_Shard(start, start + size, error_n))
+        shards.append(_Shard(slice(start, start + size), error_n))
         start += size
     return shards
 
 
 def _gathered(subset: Subset, x_n: Tensor) -> Tensor:
     """Values of the subset, in fp32."""
-    out_n = torch.empty(subset.count, dtype=x_n.dtype)
+    out_n = torch.empty(subset.size)
     subset.gather(x_n, out_n)
-    return out_n.float()
+    return out_n
 
 
-def _moved(bucket: SharedBucket, shard: _Shard, subset: Subset) -> Tensor:
+def _moved(bucket: SharedBucket, part: slice, subset: Subset) -> Tensor:
     """How far the subset's parameters are from the global copy."""
-    part = slice(shard.start, shard.stop)
-    moved_n = _gathered(subset, bucket.local_N[part]) - _gathered(subset, bucket.global_N[part])
+    moved_n = _gathered(subset, bucket.local_N[part])
     if bucket.lost_N is not None:
         moved_n += _gathered(subset, bucket.lost_N[part])
-    return moved_n
+    return moved_n.sub_(_gathered(subset, bucket.global_N[part]))
 
 
-def _apply(bucket: SharedBucket, shards: Sequence[_Shard], update: _Update, rank: int) -> None:
-    for server, (shard, subset) in enumerate(zip(shards, update.subsets, strict=True)):
-        part = slice(shard.start, shard.stop)
-        result_n = update.results[server]
-        change_n = result_n - update.seen[server]
-        if bucket.lost_N is None:
-            subset.scatter_add(bucket.local_N[part], change_n)
-        else:
-            change_n += _gathered(subset, bucket.local_N[part])
-            change_n += _gathered(subset, bucket.lost_N[part])
-            rounded_n = change_n.to(bucket.local_N.dtype)
-            subset.scatter(bucket.local_N[part], rounded_n)
-            subset.scatter(bucket.lost_N[part], change_n - rounded_n.float())
-        subset.scatter_add(bucket.global_N[part], result_n)
-        if server == rank:
-            assert shard.error_n is not None
-            subset.scatter(shard.error_n, update.left_n)
+def _apply(bucket: SharedBucket, part: slice, subset: Subset, seen: Tensor, result: Tensor) -> None:
+    """Step 3 of one shard: x is put together from the new g, so that nothing left is nothing."""
+    left_n = _moved(bucket, part, subset).sub_(seen)
+    global_n = _gathered(subset, bucket.global_N[part]).add_(result)
+    local_n = left_n.add_(global_n)
+    subset.scatter(global_n, bucket.global_N[part])
+    if bucket.lost_N is not None:
+        rounded_n = local_n.to(bucket.local_N.dtype).float()
+        subset.scatter(local_n - rounded_n, bucket.lost_N[part])
+        local_n = rounded_n
+    subset.scatter(local_n, bucket.local_N[part])
+
+
+def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Cocktail:
+    """Make the method."""
+    return Cocktail(parameters, peers, config)

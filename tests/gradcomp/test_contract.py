@@ -89,5 +89,5 @@ def test_unknown_options_are_refused(name: str) -> None:
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="allreduce, none"):
+    with pytest.raises(ValueError, match="allreduce, cocktail, none"):
         load_method("allredcue")
