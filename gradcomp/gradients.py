@@ -72,7 +72,7 @@ class GradientSync:
         """Wait for the sums and put them in the gradients' place."""
         self._readiness.finish()
         sums = [(bucket, future.result()) for bucket, future in self._waiting]
-        self._waiting.clear()
+        self._waiting.clear()  # not after a failure: the next call fails alike
         self._step += 1
         for bucket, flat_N in sums:
             parts = flat_N.split([parameter.numel() for parameter in bucket.parameters])

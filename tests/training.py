@@ -32,7 +32,7 @@ def config(**sections: dict[str, Any]) -> RunConfig:
         "train": {"batch_size": 8, "warmup_steps": 0, "decay": "none"},
     }
     for name, section in sections.items():
-        base[name] = {**base[name], **section} if isinstance(section, dict) else section
+        base[name] = {**base.get(name, {}), **section} if isinstance(section, dict) else section
     return RunConfig.model_validate(base)
 
 
