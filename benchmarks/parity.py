@@ -78,8 +78,10 @@ def compare(
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """One row per method: medians over seeds."""
-    heads = ("method", "vs fp32 ring", "vs bf16 ring", "bits/parameter/way")
-    heads += ("global, tuned text", "to all-reduce", "global, held out", "local, last epoch")
+    heads = (
+        *("method", "vs fp32 ring", "vs bf16 ring", "bits/parameter/way"),
+        *("global, tuned text", "to all-reduce", "global, held out", "local, last epoch"),
+    )
     rows = []
     for label in labels(outcomes):
         found = [outcome for outcome in outcomes if outcome.method == label]

@@ -57,7 +57,8 @@ class Readiness:
         self._next = len(self._buckets)
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket))
+                hook = partial(self._on_gradient, bucket)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def begin_step(self, passes: int) -> None:
         """Expect `passes` gradients of every parameter; 0 launches nothing before `finish`."""

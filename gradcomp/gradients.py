@@ -75,7 +75,7 @@ class GradientSync:
         self._waiting.clear()  # not after a failure: the next call fails alike
         self._step += 1
         for bucket, flat_N in sums:
-            parts = flat_N.split([parameter.numel() for parameter in bucket.parameters])
+            parts = torch.split(flat_N, [parameter.numel() for parameter in bucket.parameters])
             for parameter, part in zip(bucket.parameters, parts, strict=True):
                 assert parameter.grad is not None
                 parameter.grad.copy_(part.view_as(parameter.grad))

@@ -45,10 +45,18 @@ class Peers(Protocol):
         """
 
 
-class GroupPeers:
-    """The ranks of a process group with tags (gloo), which nothing else may use meanwhile."""
+Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
 
-    def __init__(self, group: dist.ProcessGroup, *, chunk_nbytes: int = CHUNK_NBYTES) -> None:
+
+class GroupPeers:
+    """The ranks of two process groups (gloo), which nothing else may use meanwhile.
+
+    Both groups hold all replicas; messages to higher ranks travel on the first, those to lower
+    ranks on the second. With a single one, the word that a receive is posted would queue behind
+    the data that goes the same way, and a full-duplex link would be used by half.
+    """
+
+    def __init__(self, groups: Groups, *, chunk_nbytes: int = CHUNK_NBYTES) -> None:
         """All replicas need the same `chunk_nbytes`.
 
         Raises:
@@ -58,16 +66,17 @@ class GroupPeers:
             raise ValueError(
                 f"chunk_nbytes = {chunk_nbytes}: a header takes {HEADER_NBYTES}; use at least that"
             )
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self.bytes_sent = 0
-        self._group, self._chunk_nbytes = group, chunk_nbytes
+        self._groups, self._chunk_nbytes = groups, chunk_nbytes
 
     def swap(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
         """Send everything at once; receive in rotation, so that replicas serve different ones."""
         works = []
         for distance in range(1, self.size):
             peer = (self.rank + distance) % self.size
-            works += [(peer, self._send(peer, c)) for c in outgoing[peer].split(self._chunk_nbytes)]
+            chunks = torch.split(outgoing[peer], self._chunk_nbytes)
+            works += [(peer, self._send(peer, chunk)) for chunk in chunks]
         incoming = {}
         for distance in range(1, self.size):
             peer = (self.rank - distance) % self.size
@@ -79,7 +88,7 @@ class GroupPeers:
 
     def _send(self, peer: int, chunk: Tensor) -> dist.Work:
         try:
-            work = dist.isend(chunk, group=self._group, group_dst=peer)
+            work = dist.isend(chunk, group=self._groups[peer < self.rank], group_dst=peer)
         except RuntimeError as error:
             raise _lost(self.rank, peer, error) from error
         assert work is not None
@@ -102,7 +111,7 @@ class GroupPeers:
         """A chunk, in a buffer as long as any can be: gloo ends a process that is sent more."""
         buffer = torch.empty(self._chunk_nbytes, dtype=torch.uint8)
         try:
-            work = dist.irecv(buffer, group=self._group, group_src=peer)
+            work = dist.irecv(buffer, group=self._groups[self.rank < peer], group_src=peer)
         except RuntimeError as error:
             raise _lost(peer, self.rank, error) from error
         assert work is not None

@@ -64,5 +64,5 @@ class SharedBucket:
             self.local_N.copy_(saved_N)
 
     def _views(self, flat_N: Tensor) -> Sequence[Tensor]:
-        parts = flat_N.split([parameter.numel() for parameter in self._parameters])
+        parts = torch.split(flat_N, [parameter.numel() for parameter in self._parameters])
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]

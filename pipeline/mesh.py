@@ -21,8 +21,8 @@ _SWAP_TAG = (1 << 31) - 1  # above every tag of `pipeline.link`
 class Mesh:
     """This process's place and groups.
 
-    `replicas_group` and `exchange` join the same position of all replicas: one for scalars, one for
-    the communication thread.
+    `replicas_group` and the two of `exchange` join the same position of all replicas: one for
+    scalars, two for the communication thread (to higher and to lower replicas).
     """
 
     pipeline_ranks: int
@@ -32,7 +32,7 @@ class Mesh:
     backward: dist.ProcessGroup
     control: dist.ProcessGroup
     replicas_group: dist.ProcessGroup
-    exchange: dist.ProcessGroup
+    exchange: tuple[dist.ProcessGroup, dist.ProcessGroup]
 
     @property
     def world_size(self) -> int:
@@ -104,7 +104,7 @@ def build_mesh(pipeline_ranks: int, replicas: int, *, timeout_s: float) -> Mesh:
         backward=_own_group(pipelines, timeout_s),
         control=_own_group([list(range(world))], timeout_s),
         replicas_group=_own_group(columns, timeout_s),
-        exchange=_own_group(columns, timeout_s),
+        exchange=(_own_group(columns, timeout_s), _own_group(columns, timeout_s)),
     )
 
 

@@ -250,10 +250,9 @@ class Cocktail:
         self._exchanges += 1
         with torch.no_grad():
             for bucket, shards, update in zip(self._buckets, self._shards, updates, strict=True):
-                for shard, *found in zip(
-                    shards, update.subsets, update.seen, update.results, strict=True
-                ):
-                    _apply(bucket, shard.part, *found)
+                for server, shard in enumerate(shards):
+                    seen_n, result_n = update.seen[server], update.results[server]
+                    _apply(bucket, shard.part, update.subsets[server], seen_n, result_n)
                 own_error_n = shards[self._peers.rank].error_n
                 assert own_error_n is not None
                 update.subsets[self._peers.rank].scatter(update.left_n, own_error_n)
@@ -284,10 +283,12 @@ def _moved(bucket: SharedBucket, part: slice, subset: Subset) -> Tensor:
     return moved_n.sub_(_gathered(subset, bucket.global_N[part]))
 
 
-def _apply(bucket: SharedBucket, part: slice, subset: Subset, seen: Tensor, result: Tensor) -> None:
+def _apply(
+    bucket: SharedBucket, part: slice, subset: Subset, seen_n: Tensor, result_n: Tensor
+) -> None:
     """Step 3 of one shard: x is put together from the new g, so that nothing left is nothing."""
-    left_n = _moved(bucket, part, subset).sub_(seen)
-    global_n = _gathered(subset, bucket.global_N[part]).add_(result)
+    left_n = _moved(bucket, part, subset).sub_(seen_n)
+    global_n = _gathered(subset, bucket.global_N[part]).add_(result_n)
     local_n = left_n.add_(global_n)
     subset.scatter(global_n, bucket.global_N[part])
     if bucket.lost_N is not None:

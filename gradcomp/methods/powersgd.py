@@ -27,6 +27,9 @@ from gradcomp.options import ExchangeOptions
 from gradcomp.peers import Peers
 from pipeline.wire.cast import Cast
 
+_Named = tuple[str, list[Tensor]]
+"""A parameter's name and its views of the target, the result and this replica's part of it."""
+
 
 class Config(ExchangeOptions):
     """`rank`: columns of P and Q."""
@@ -49,8 +52,9 @@ class PowerSGD:
         target_N = self._residuals.add_to(f"{bucket.index}", flat_N)
         result_N, own_N = torch.empty_like(target_N), torch.empty_like(target_N)
         sizes = [parameter.numel() for parameter in bucket.parameters]
-        views = [vector.split(sizes) for vector in (target_N, result_N, own_N)]
-        matrices, plain = [], []
+        views = [torch.split(vector, sizes) for vector in (target_N, result_N, own_N)]
+        matrices: list[_Named] = []
+        plain: list[_Named] = []
         for index, (parameter, *parts) in enumerate(zip(bucket.parameters, *views, strict=True)):
             shape = (len(parameter), -1) if parameter.dim() > 1 else (1, -1)
             group = matrices if self._pays(parts[0].view(shape)) else plain
@@ -109,7 +113,7 @@ class PowerSGD:
             compressor=OneRow(Cast("fp32")),
             finish=lambda total_n: total_n,
         )
-        parts = torch.cat(reduced.results).split([tensor.numel() for tensor in tensors])
+        parts = torch.split(torch.cat(reduced.results), [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 

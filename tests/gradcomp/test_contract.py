@@ -56,7 +56,7 @@ def _sync(net: nn.Module, name: str) -> Any:
     return load_method(name).build(
         parse_options(name, OPTIONS.get(name, {})),
         list(net.parameters()),
-        GroupPeers(dist.group.WORLD, chunk_nbytes=64),
+        GroupPeers((dist.group.WORLD, dist.group.WORLD), chunk_nbytes=64),
     )
 
 

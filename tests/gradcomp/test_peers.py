@@ -28,7 +28,7 @@ def message(nbytes: int, seed: int) -> Tensor:
 
 def peers_of(chunk_nbytes: int) -> GroupPeers:
     assert dist.group.WORLD is not None
-    return GroupPeers(dist.group.WORLD, chunk_nbytes=chunk_nbytes)
+    return GroupPeers((dist.group.WORLD, dist.group.WORLD), chunk_nbytes=chunk_nbytes)
 
 
 def swap_sizes(rank: int, sizes: list[int]) -> tuple[bool, int]:
