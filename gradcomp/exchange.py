@@ -182,6 +182,23 @@ def gather_sum(
     return frames.total(incoming, seen_N, _TO_SERVER, peers.rank), seen_N
 
 
+def gather_all(
+    peers: Peers, place: Place, mine_N: Tensor, *, compressor: Compressor
+) -> list[Tensor]:
+    """Every replica's vector (fp32), by rank, as the others see it.
+
+    Raises:
+        ExchangeError, DesyncError: nothing was changed.
+    """
+    frames = _Frames(place, compressor)
+    found = [torch.empty_like(mine_N) for _ in range(peers.size)]
+    message = frames.pack(mine_N, found[peers.rank], _TO_SERVER, peers.rank)
+    outgoing = dict.fromkeys(_others(peers), message)
+    for peer, theirs in peers.swap(outgoing, compressor.capacity(mine_N.numel())).items():
+        frames.unpack(theirs, found[peer], _TO_SERVER, peer)
+    return found
+
+
 def _others(peers: Peers) -> list[int]:
     return [peer for peer in range(peers.size) if peer != peers.rank]
 

@@ -22,17 +22,20 @@ arrived: a failed exchange changes nothing.
 Axes: N values of a bucket, n values of a shard or of its subset.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from gradcomp.buckets import make_buckets
+from gradcomp.budget import Budget, Choice
 from gradcomp.exchange import OneRow, Place, Sparse, reduce_sharded
 from gradcomp.gradients import GradientSync
 from gradcomp.methods.allreduce import AllReduce
@@ -44,12 +47,17 @@ from pipeline.wire.cast import Cast
 from pipeline.wire.sparse import SparseCodec
 from pipeline.wire.subset import Subset, exact_fraction, random_subset
 
+_AGREE_EVERY = 8
+"""Exchanges between two choices of a budget."""
+
 
 class Config(ExchangeOptions):
     """`subset` of the parameters take turns, the largest `topk` of them are sent, `bits` each.
 
     `local_steps` optimizer steps lie between exchanges; the first `warmup_steps` average gradients
-    exactly instead. The names of the authors' environment variables are accepted too.
+    exactly instead. With `budget = "auto"` subset, topk and bits are chosen anew as the run goes,
+    so that the exchange just fits beside forward and backward. The names of the authors'
+    environment variables are accepted too.
     """
 
     model_config = ConfigDict(populate_by_name=True)
@@ -62,11 +70,17 @@ class Config(ExchangeOptions):
     local_steps: int = Field(1, ge=1)
     warmup_steps: int = Field(0, ge=0)
     seed: int = Field(0, ge=0, lt=2**31)
+    budget: Literal["fixed", "auto"] = "fixed"
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "Config":
         exact_fraction(self.subset)
         SparseCodec(self.topk, self.bits, self.group)
+        if self.budget == "auto" and not self.delayed:
+            raise ValueError(
+                'budget = "auto" fills the time beside forward and backward, which delayed = false '
+                'leaves unused; use delayed = true or budget = "fixed"'
+            )
         return self
 
 
@@ -104,6 +118,9 @@ class Cocktail:
         self._warmup = GradientSync(
             parameters if config.warmup_steps else (), peers, warmup, nbytes
         )
+        start = Choice(config.subset, config.topk, config.bits)
+        self._budget = Budget(peers, start, sum(b.local_N.numel() for b in self._buckets))
+        self._launched_s = 0.0
         self._worker = Worker()
         self._pending: Future[list[_Update]] | None = None
         self._owed = False  # an exchange that a restored run has to start again
@@ -167,6 +184,7 @@ class Cocktail:
             "global": [bucket.global_N for bucket in self._buckets],
             "lost": [bucket.lost_N for bucket in self._buckets],
             "error": [shards[self._peers.rank].error_n for shards in self._shards],
+            "choice": self._budget.choice._asdict(),
             "warmup": self._warmup.state_dict(),
         }
 
@@ -176,6 +194,7 @@ class Cocktail:
         self._pending, self._owed = None, state["owed"]
         self._steps, self._exchanges = state["steps"], state["exchanges"]
         self._captured = state["captured"]
+        self._budget.choice = Choice(**state["choice"])
         self._warmup.load_state_dict(state["warmup"])
         saved = zip(state["global"], state["lost"], state["error"], strict=True)
         for bucket, shards, (global_N, lost_N, error_n) in zip(
@@ -206,23 +225,27 @@ class Cocktail:
         self._owed = False
         for bucket in self._buckets:
             bucket.check_storage()
-        number = self._exchanges
-        self._pending = self._worker.submit(
-            lambda: [
+        self._launched_s = time.perf_counter()
+        self._pending = self._worker.submit(partial(self._exchange_all, self._exchanges))
+
+    def _exchange_all(self, number: int) -> list[_Update]:
+        if self._config.budget == "auto" and number % _AGREE_EVERY == 0:
+            self._budget.agree(number)
+        with self._budget.measuring():
+            return [
                 self._exchange(bucket, shards, number)
                 for bucket, shards in zip(self._buckets, self._shards, strict=True)
             ]
-        )
 
     def _exchange(self, bucket: SharedBucket, shards: Sequence[_Shard], number: int) -> _Update:
         """Steps 1 and 2 of a bucket, on the communication thread; changes nothing."""
-        config, size = self._config, self._peers.size
+        config, size, choice = self._config, self._peers.size, self._budget.choice
         # replicas that did not start from one model are noticed in the first exchange
         digest = bucket.digest() if number == 0 else 0
         subsets = [
             random_subset(
                 shard.part.stop - shard.part.start,
-                fraction=config.subset,
+                fraction=choice.subset,
                 seed=config.seed,
                 step=number,
                 bucket=bucket.index * size + server,
@@ -236,7 +259,7 @@ class Cocktail:
             self._peers,
             Place(number, bucket.index, digest),
             [_moved(bucket, shard.part, M) for shard, M in zip(shards, subsets, strict=True)],
-            compressor=Sparse(SparseCodec(config.topk, config.bits, config.group)),
+            compressor=Sparse(SparseCodec(choice.topk, choice.bits, config.group)),
             finish=lambda total_n: total_n.div_(size).add_(error_n),
         )
         return _Update(subsets, reduced.seen, reduced.results, reduced.left_n)
@@ -245,6 +268,7 @@ class Cocktail:
         """Wait for the exchange under way and do its step 3."""
         if self._pending is None:
             return
+        self._budget.slot(time.perf_counter() - self._launched_s)
         updates = self._pending.result()
         self._pending = None
         self._exchanges += 1
