@@ -5,11 +5,11 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-import torch.distributed as dist
 from pydantic import BaseModel
 from torch import nn
 
 import gradcomp.methods
+from gradcomp.peers import Peers
 from gradcomp.sync import ReplicaSync
 
 
@@ -18,10 +18,8 @@ class Method(Protocol):
 
     Config: type[BaseModel]
 
-    def build(
-        self, config: Any, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
-    ) -> ReplicaSync:
-        """Make the exchange of one rank; `group` holds the replicas of its stages."""
+    def build(self, config: Any, parameters: Sequence[nn.Parameter], peers: Peers) -> ReplicaSync:
+        """Make the exchange of one rank; `peers` are the replicas of its stages."""
 
 
 def method_names() -> list[str]:

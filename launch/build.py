@@ -11,6 +11,8 @@ from torch import nn
 from aqsgd.config import AqsgdConfig, build_delta
 from aqsgd.disk import DiskStore, RowFile
 from aqsgd.store import RamStore, Store
+from gradcomp.options import ExchangeOptions
+from gradcomp.peers import CHUNK_NBYTES, GroupPeers
 from gradcomp.registry import load_method
 from gradcomp.sync import ReplicaSync
 from launch.config import BackwardConfig, ConfigError, ForwardConfig, RunConfig
@@ -92,7 +94,8 @@ def build(
         betas=config.train.betas,
         weight_decay=config.train.weight_decay,
     )
-    sync = load_method(config.method).build(config.method_options, parameters, mesh.replicas_group)
+    sync = _sync(config, parameters, mesh)
+    _check_tie(config, sync, tied)
     engine = PipelineEngine(
         stages,
         mesh,
@@ -195,6 +198,25 @@ def _tie(config: RunConfig, modules: dict[int, StageModule]) -> nn.Parameter | N
         ends[1].share_tied_weight(weights[0])
         return None
     return weights[0] if weights else None
+
+
+def _sync(config: RunConfig, parameters: Sequence[nn.Parameter], mesh: Mesh) -> ReplicaSync:
+    options = config.method_options
+    chunk_nbytes = (
+        1024 * options.chunk_kib if isinstance(options, ExchangeOptions) else CHUNK_NBYTES
+    )
+    peers = GroupPeers(mesh.exchange, chunk_nbytes=chunk_nbytes)
+    return load_method(config.method).build(options, parameters, peers)
+
+
+def _check_tie(config: RunConfig, sync: ReplicaSync, tied: nn.Parameter | None) -> None:
+    """Two copies of a weight stay equal through equal gradients, not through equal parameters."""
+    if tied is not None and config.pipeline.replicas > 1 and not sync.replicas_equal:
+        raise ConfigError(
+            f'model.tie_embeddings = "exact" with gradcomp.method = "{config.method}", which '
+            "exchanges each stage's parameters apart: the tied copies would drift; "
+            'use tie_embeddings = "untied" or a method that exchanges gradients'
+        )
 
 
 def _rank_wiring(config: RunConfig, mesh: Mesh) -> Wiring:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from launch.metrics import (
     NOTHING,
+    Direction,
     LossMean,
     RunInfo,
     StepRecord,
@@ -301,7 +302,10 @@ def _numbers(info: RunInfo, record: StepRecord, *, progress: _Progress) -> Group
         ("grad norm", grad_norm),
         ("learning rate", f"{record.lr:.2e}"),
         ("skipped steps", str(progress.skipped)),
+        ("activations", format_bytes(_sent(record, "forward"))),
+        ("their gradients", format_bytes(_sent(record, "backward"))),
         ("replica sync", format_bytes(record.sync_bytes)),
+        ("control", format_bytes(record.control_bytes)),
         *((f"eval {name}", value) for name, value in other_scores(evaluation)),
     ]
     spark = Text.assemble(("loss so far  ", "dim"), (str(progress.spark), "cyan"))
@@ -355,8 +359,16 @@ def _traffic(info: RunInfo, record: StepRecord) -> RenderableType:
     return table
 
 
+def _sent(record: StepRecord, direction: Direction) -> int:
+    return sum(count.bytes for count in record.wire if count.direction == direction)
+
+
 def _mbps(nbytes: int, record: StepRecord) -> str:
     return f"{nbytes * 8 / record.step_s / 1e6:,.1f}" if record.step_s > 0 else NOTHING
+
+
+def _all_cuts(summary: "Summary", direction: Direction) -> int:
+    return sum(row["bytes"] for row in summary["wire"] if row["direction"] == direction)
 
 
 def _final(info: RunInfo, summary: "Summary") -> RenderableType:
@@ -369,7 +381,10 @@ def _final(info: RunInfo, summary: "Summary") -> RenderableType:
         ("time in steps", format_duration(summary["wall_s"])),
         ("mean bubble", f"{summary['mean_bubble']:.1%}"),
         ("steps", f"{summary['steps']:,} ({summary['skipped']:,} skipped)"),
+        ("activations", format_bytes(_all_cuts(summary, "forward"))),
+        ("activation gradients", format_bytes(_all_cuts(summary, "backward"))),
         ("between replicas", format_bytes(summary["sync_bytes"])),
+        ("fewer than fp32", format_ratio(summary["sync_ratio_fp32"])),
         ("control messages", format_bytes(summary["control_bytes"])),
         *((f"eval {name}", value) for name, value in other_scores(losses)),
     ]

@@ -67,9 +67,10 @@ class Summary(TypedDict):
     """A run in numbers that JSON can hold: what is not finite is None.
 
     `final_loss` is the mean over the last epoch's steps, `first_loss` that of the first step that
-    has one. `eval` is the last evaluation. `healed` counts, by cut, samples that both ends had to
-    forget. `wall_s` adds up the steps, without start-up and evaluations. `unit` is what `tokens`
-    count: the token, or the sample that is classified.
+    has one. `eval` is the last evaluation. `sync_ratio_fp32` says how many times fewer bytes went
+    between replicas than ring all-reduces of fp32 gradients take, one per step. `healed` counts, by
+    cut, samples that both ends had to forget. `wall_s` adds up the steps, without start-up and
+    evaluations. `unit` is what `tokens` count: the token, or the sample that is classified.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Summary(TypedDict):
     wire: list[WireTraffic]
     totals: Traffic
     sync_bytes: int
+    sync_ratio_fp32: float | None
     control_bytes: int
     healed: dict[str, int]
     skipped: int
@@ -134,6 +136,7 @@ def summarize(info: RunInfo, records: Sequence[StepRecord]) -> Summary:
             values=sum(row["bf16_bytes"] for row in wire) // 2,
         ),
         sync_bytes=sum(record.sync_bytes for record in records),
+        sync_ratio_fp32=_sync_ratio(info, records),
         control_bytes=sum(record.control_bytes for record in records),
         healed={
             str(cut): total
@@ -158,6 +161,17 @@ def _check(info: RunInfo, records: Sequence[StepRecord]) -> None:
                     f"{info.folder}: step {record.step} sent over cut {count.cut}, but the run has "
                     f"cuts {list(info.cuts)}; report it with the configuration it was trained with"
                 )
+
+
+def _sync_ratio(info: RunInfo, records: Sequence[StepRecord]) -> float | None:
+    sent = sum(record.sync_bytes for record in records)
+    ring = 4 * 2 * (info.replicas - 1) * info.parameters * len(records)
+    return ring / sent if sent and ring else None
+
+
+def _direction_bytes(summary: Summary, direction: Direction) -> int:
+    """Activations (forward) or their gradients (backward) of all cuts."""
+    return sum(row["bytes"] for row in summary["wire"] if row["direction"] == direction)
 
 
 def _finite(value: float) -> float | None:
@@ -424,7 +438,10 @@ def _details(summary: Summary) -> str:
         f"{summary['unit'].capitalize()}s": f"{summary['tokens']:,}",
         "Step time, median": format_duration(summary["median_step_s"]),
         "Loss of the first step": format_loss(summary["first_loss"]),
+        "Activations": _bytes_cell(_direction_bytes(summary, "forward")),
+        "Activation gradients": _bytes_cell(_direction_bytes(summary, "backward")),
         "Sent between replicas": _bytes_cell(summary["sync_bytes"]),
+        "Fewer than fp32 all-reduce": format_ratio(summary["sync_ratio_fp32"]),
         "Control messages": _bytes_cell(summary["control_bytes"]),
         "Memories healed": format_healed(summary["healed"]),
         "Machine": escape(summary["machine"]),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
+from gradcomp.peers import ExchangeError
 from launch.config import RunConfig
 from launch.handshake import agree, fresh_store, other_failures, report_failure, versions
 from pipeline.link import is_transport_error, transport_reason
@@ -104,7 +105,7 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
         dist.barrier(group=mesh.control)  # nobody leaves while another still needs its links
     except Exception as error:
         account = _tell_others(store, rank, world, error)
-        if isinstance(error, DesyncError) or is_transport_error(error):
+        if isinstance(error, DesyncError | ExchangeError) or is_transport_error(error):
             raise PeerError(account) from error
         raise
     dist.destroy_process_group()

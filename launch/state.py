@@ -168,6 +168,7 @@ def saved_so_far(config: RunConfig) -> str:
 def _collect(built: Built) -> dict[str, Any]:
     return {
         "model": {str(s.stage_index): module_of(s).state_dict() for s in built.stages},
+        "global_model": _global_model(built),
         "optimizer": built.optimizer.state_dict(),
         "parameters": parameter_names(built),
         "lr_schedule": {"last_epoch": built.lr_schedule.last_epoch},
@@ -180,6 +181,19 @@ def _collect(built: Built) -> dict[str, Any]:
         },
         "rng": torch.random.get_rng_state(),
     }
+
+
+def _global_model(built: Built) -> dict[str, Any] | None:
+    """The model to use after training, where it is not the one that each replica trains on."""
+    if built.sync.replicas_equal:
+        return None
+    with built.sync.global_parameters():
+        return {
+            str(stage.stage_index): {
+                name: weight.clone() for name, weight in module_of(stage).state_dict().items()
+            }
+            for stage in built.stages
+        }
 
 
 def _distribute(built: Built, state: Mapping[str, Any]) -> None:

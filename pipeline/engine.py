@@ -46,11 +46,17 @@ class Exchange(Protocol):
 
     bytes_sent: int
 
+    def begin_step(self, passes: int) -> None:
+        """Every parameter will get `passes` gradients; 0: nobody knows how many."""
+
     def before_step(self) -> None:
         """Gradients are local; leave in `p.grad` what to apply."""
 
     def after_step(self) -> None:
         """Parameters moved."""
+
+    def global_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, parameters are those of the model that all replicas stand for."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,7 @@ class PipelineEngine:
         self.mesh, self._options, self.objective = mesh, options, options.objective
         self._optimizer, self._sync, self._tied = optimizer, sync, tied
         self._parameters = _unique_parameters(stages)
+        self._once_per_microbatch = _once_per_microbatch(stages)
         self._make_schedule = make_schedule
         self._report = StepReport(mesh, stages, options.cuts)
         self._guard = Guard(options.rules, [c for s in stages for c in s.channels.all()])
@@ -153,7 +160,10 @@ class PipelineEngine:
         start = time.perf_counter()
         tokens = self._count_tokens(batch)
         losses: list[Tensor] = []
-        for part in batch.split(min(self._options.accumulate, len(batch))):
+        parts = batch.split(min(self._options.accumulate, len(batch)))
+        microbatches = sum(self._fit(len(part)) for part in parts)
+        self._sync.begin_step(microbatches if self._once_per_microbatch else 0)
+        for part in parts:
             losses += self._train_part(part, step)
         self._sync.before_step()
         self._sum_tied_gradients()
@@ -188,7 +198,7 @@ class PipelineEngine:
         targets = batch.targets.tensor_split(count)
         inputs = self._begin_pass(batch, count, step, mode)
         modules = [stage.submod for stage in self._stages.values()]
-        with _evaluating(modules), self._autocast():
+        with _evaluating(modules), self._sync.global_parameters(), self._autocast():
             return run_in_order(
                 forward_order(list(self._stages), microbatches=count),
                 self._stages,
@@ -329,6 +339,14 @@ def _check(batch: Batch, own_ids_B: Tensor | None) -> None:
 def _unique_parameters(stages: Sequence[CompressedStage]) -> list[nn.Parameter]:
     modules: list[Any] = [stage.submod for stage in stages]
     return list(dict.fromkeys(p for module in modules for p in module.parameters()))
+
+
+def _once_per_microbatch(stages: Sequence[CompressedStage]) -> bool:
+    """Whether a parameter gets one gradient per microbatch: not if stages share it."""
+    modules: list[Any] = [stage.submod for stage in stages]
+    every = [parameter for module in modules for parameter in module.parameters()]
+    split = any(getattr(module, "whole_backward_only", False) for module in modules)
+    return len(set(every)) == len(every) and not split
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Ranks as replicas x pipeline positions, and the process groups between them.
 
 rank = replica * pipeline_ranks + position. Forward and backward messages of a pipeline travel on
-groups of their own, so that neither waits behind the other; so do control scalars and the
-exchange between replicas.
+groups of their own, so that neither waits behind the other; so do control scalars and, from a
+thread of its own, the exchange between replicas.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,11 @@ _SWAP_TAG = (1 << 31) - 1  # above every tag of `pipeline.link`
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place and groups. `replicas_group` joins the same position of all replicas."""
+    """This process's place and groups.
+
+    `replicas_group` and the two of `exchange` join the same position of all replicas: one for
+    scalars, two for the communication thread (to higher and to lower replicas).
+    """
 
     pipeline_ranks: int
     replicas: int
@@ -28,6 +32,7 @@ class Mesh:
     backward: dist.ProcessGroup
     control: dist.ProcessGroup
     replicas_group: dist.ProcessGroup
+    exchange: tuple[dist.ProcessGroup, dist.ProcessGroup]
 
     @property
     def world_size(self) -> int:
@@ -99,6 +104,7 @@ def build_mesh(pipeline_ranks: int, replicas: int, *, timeout_s: float) -> Mesh:
         backward=_own_group(pipelines, timeout_s),
         control=_own_group([list(range(world))], timeout_s),
         replicas_group=_own_group(columns, timeout_s),
+        exchange=(_own_group(columns, timeout_s), _own_group(columns, timeout_s)),
     )
 
 

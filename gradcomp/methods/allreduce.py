@@ -1,48 +1,44 @@
-"""Uncompressed all-reduce of the gradients: the baseline of every other method."""
+"""Uncompressed sum of the gradients, or rounded to bf16: the baseline of every other method."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
+from gradcomp.buckets import Bucket
+from gradcomp.exchange import OneRow, Place, reduce_sharded
+from gradcomp.gradients import GradientSync
+from gradcomp.options import ExchangeOptions
+from gradcomp.peers import Peers
+from pipeline.wire.cast import Cast
 
-class Config(BaseModel):
-    """No options: gradients travel in their own dtype."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Config(ExchangeOptions):
+    """What gradients travel as; sums are always made in fp32."""
+
+    format: Literal["fp32", "bf16"] = "fp32"
 
 
 class AllReduce:
-    """Sums one flat tensor of all gradients over the replicas (gloo's ring)."""
+    """A reducer whose servers send the sum of what they got."""
 
-    replicas_equal = True
+    def __init__(self, peers: Peers, compressor: OneRow) -> None:
+        self._peers, self._compressor = peers, compressor
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """`group` holds the replicas of the stages that own `parameters`."""
-        self.bytes_sent = 0
-        self._parameters, self._group = parameters, group
+    def reduce(self, bucket: Bucket, flat_N: Tensor, place: Place) -> Tensor:
+        """Sum, with one rounding on each way."""
+        reduced = reduce_sharded(
+            self._peers,
+            place,
+            flat_N.tensor_split(self._peers.size),
+            compressor=self._compressor,
+            finish=lambda total_n: total_n,
+        )
+        return torch.cat(reduced.results)
 
-    def before_step(self) -> None:
-        """Sum the gradients; a parameter without one counts as zero on this replica."""
-        size = dist.get_world_size(self._group)
-        if size == 1:
-            return
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        gradients = [_gradient(parameter) for parameter in self._parameters]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(flat, group=self._group)
-        self.bytes_sent += 2 * (size - 1) * flat.nbytes // size  # what a ring all-reduce sends
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
-
-    def after_step(self) -> None:
-        """Parameters moved alike; nothing to exchange."""
+    def keep(self) -> None:
+        """There is no memory."""
 
     def state_dict(self) -> dict[str, Any]:
         """There is no state."""
@@ -52,13 +48,7 @@ class AllReduce:
         """There is no state."""
 
 
-def build(
-    config: Config, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
-) -> AllReduce:
+def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
     """Make the method."""
-    return AllReduce(parameters, group)
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
+    reducer = AllReduce(peers, OneRow(Cast(config.format)))
+    return GradientSync(parameters, peers, reducer, config.bucket_nbytes)

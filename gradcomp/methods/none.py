@@ -4,11 +4,13 @@ Replicas drift apart; use it for timing, not for training.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 from torch import nn
+
+from gradcomp.peers import Peers
 
 
 class Config(BaseModel):
@@ -23,11 +25,18 @@ class NoExchange:
     replicas_equal = False
     bytes_sent = 0
 
+    def begin_step(self, passes: int) -> None:
+        """Nothing is exchanged."""
+
     def before_step(self) -> None:
         """Nothing is exchanged."""
 
     def after_step(self) -> None:
         """Nothing is exchanged."""
+
+    def global_parameters(self) -> AbstractContextManager[None]:
+        """There is no global model; every replica stands for itself."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """There is no state."""
@@ -37,8 +46,6 @@ class NoExchange:
         """There is no state."""
 
 
-def build(
-    config: Config, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup
-) -> NoExchange:
+def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> NoExchange:
     """Make the method."""
     return NoExchange()

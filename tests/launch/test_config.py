@@ -88,7 +88,10 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
             '[[boundary]]\nforward = {kind = "aqsgd", bits = 9}',
             ["bits = 9", "less than or equal to 8"],
         ),
-        ('[gradcomp]\nmethod = "allreduse"', ['gradcomp.method = "allreduse"', "allreduce, none"]),
+        (
+            '[gradcomp]\nmethod = "allreduse"',
+            ['gradcomp.method = "allreduse"', "allreduce, cocktail, none"],
+        ),
         ("[gradcomp]\nmetod = 1", ["gradcomp.metod", 'did you mean "method"?']),
         ("[gradcomp.allreduce]\nbits = 4", ["gradcomp.allreduce.bits", "not permitted"]),
         ("[model]\nvocab = 100", ["model.vocab = 100", "256"]),

@@ -153,7 +153,9 @@ def test_page_loads_nothing_from_elsewhere_and_shows_the_summary(tmp_path: Path)
     assert not re.search(r"https?://|@import|url\(", html)
     rows = [*summary["wire"], summary["totals"]]
     exact = [row[key] for row in rows for key in ("bytes", "bf16_bytes", "fp32_bytes")]
-    assert page.values == [*exact, summary["sync_bytes"], summary["control_bytes"]]
+    ways = [sum(r["bytes"] for r in summary["wire"] if r["direction"] == d) for d in DIRECTIONS]
+    classes = [*ways, summary["sync_bytes"], summary["control_bytes"]]
+    assert page.values == [*exact, *classes]
     shown = [
         "<tiny> & slow",
         "7 samples at cut 6",

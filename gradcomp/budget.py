@@ -1,0 +1,100 @@
+"""How much to exchange so that it just fits beside the computation.
+
+All replicas choose from the same numbers, so they choose alike: the shortest time any of them has
+for an exchange, and the lowest rate at which any of them has made one.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradcomp.exchange import OneRow, Place, gather_all
+from gradcomp.peers import Peers
+from pipeline.wire.cast import Cast
+
+_LOG = logging.getLogger(__name__)
+_BUCKET = 2**32 - 1
+_SMOOTHING = 0.3
+_FILL = 0.8
+"""Of the slot: the rest is for messages of the pipeline and for steps that are shorter."""
+
+
+class Choice(NamedTuple):
+    """What CocktailSGD's compressor does."""
+
+    subset: float
+    topk: float
+    bits: int
+
+
+CHOICES = {
+    Choice(0.05, 0.1, 4): 0.044,
+    Choice(0.05, 0.2, 4): 0.069,
+    Choice(0.1, 0.2, 4): 0.138,
+    Choice(0.2, 0.2, 4): 0.276,
+    Choice(0.3, 0.3, 4): 0.60,
+    Choice(0.5, 0.4, 4): 1.3,
+    Choice(1.0, 0.5, 4): 2.9,
+    Choice(1.0, 1.0, 4): 3.9,
+    Choice(1.0, 1.0, 8): 8.1,
+}
+"""From least to most, with about how many bits a parameter costs each way (normal changes)."""
+
+
+class Budget:
+    """Measures the slot and the exchange on this replica, and chooses together with the others."""
+
+    def __init__(self, peers: Peers, start: Choice, numel: int) -> None:
+        """`numel` parameters are exchanged; `start` holds until all replicas have measured."""
+        self.choice = start
+        self._peers, self._numel = peers, numel
+        self._slot_s = self._rate_bps = 0.0
+
+    def slot(self, seconds: float) -> None:
+        """Note how long an exchange had before it was waited for."""
+        self._slot_s = _mixed(self._slot_s, seconds)
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Inside, an exchange is made: how long it takes counts, codec and all."""
+        before, begin_s = self._peers.bytes_sent, time.perf_counter()
+        yield
+        nbytes, seconds = self._peers.bytes_sent - before, time.perf_counter() - begin_s
+        if nbytes:
+            self._rate_bps = _mixed(self._rate_bps, 8 * nbytes / seconds)
+
+    def agree(self, number: int) -> None:
+        """Choose for exchange `number` and those that follow; all replicas call it alike.
+
+        Raises:
+            ExchangeError, DesyncError: a replica is gone.
+        """
+        mine = torch.tensor([self._slot_s, self._rate_bps])
+        place, exact = Place(number, _BUCKET), OneRow(Cast("fp32"))
+        told = gather_all(self._peers, place, mine, compressor=exact)
+        chosen = choose(told, numel=self._numel) or self.choice
+        if chosen != self.choice:
+            _LOG.info("exchange %d: %s instead of %s", number, chosen, self.choice)
+            self.choice = chosen
+
+
+def choose(told: Sequence[Tensor], *, numel: int) -> Choice | None:
+    """The most that fits, or the least there is; None before all replicas have measured.
+
+    `told` holds (seconds of the slot, bit/s of exchanges) of every replica.
+    """
+    slot_s, rate_bps = torch.stack(list(told)).min(0).values.tolist()
+    if not slot_s or not rate_bps:
+        return None
+    values = 2 * (len(told) - 1) / len(told) * numel
+    fitting = [c for c, cost in CHOICES.items() if cost * values / rate_bps <= _FILL * slot_s]
+    return fitting[-1] if fitting else next(iter(CHOICES))
+
+
+def _mixed(old: float, new: float) -> float:
+    return (1 - _SMOOTHING) * old + _SMOOTHING * new if old else new

@@ -1,0 +1,255 @@
+"""The two exchanges that methods are made of, over framed messages between replicas.
+
+* `reduce_sharded`: every replica is the server of one shard. All send it their part of that shard
+  (all-to-all); it sums, compresses again and sends the answer to all (all-gather). A replica sends
+  2 (R - 1) / R compressed copies, as a ring all-reduce does, in 2 hops instead of 2 (R - 1).
+* `gather_sum`: every replica sends what it has to all, and all sum. R - 1 copies in one hop, one
+  compression instead of two: for messages that are small to begin with.
+
+Sums are made in the order of the replicas, so results are equal on all of them bit for bit.
+
+Axes: N values, n values of a shard, R replicas.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gradcomp.peers import Peers
+from pipeline.wire.codec import Codec
+from pipeline.wire.header import HEADER_NBYTES, DesyncError, Header, coding_and_length
+from pipeline.wire.sparse import SparseCodec
+
+_TO_SERVER, _FROM_SERVER = 0, 1
+
+
+class Compressor(Protocol):
+    """Turns a vector into a message of at most `capacity` bytes, and back."""
+
+    @property
+    def codec_id(self) -> int:
+        """Number of the codec in message headers."""
+
+    @property
+    def bits(self) -> int:
+        """Bits per value."""
+
+    def capacity(self, numel: int) -> int:
+        """Most bytes a message of `numel` values can take."""
+
+    def encode(self, x_n: Tensor, wire: Tensor, seen_n: Tensor) -> int:
+        """Write the message, return its length; `seen_n` is what the peer will decode."""
+
+    def decode(self, wire: Tensor, out_n: Tensor) -> None:
+        """Write the values of a message."""
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """A codec of rows as a compressor of vectors; its messages have a fixed size."""
+
+    codec: Codec
+
+    @property
+    def codec_id(self) -> int:
+        """Number of the codec in message headers."""
+        return self.codec.codec_id
+
+    @property
+    def bits(self) -> int:
+        """Bits per value."""
+        return self.codec.bits
+
+    def capacity(self, numel: int) -> int:
+        """Bytes of a message."""
+        return self.codec.nbytes(numel)
+
+    def encode(self, x_n: Tensor, wire: Tensor, seen_n: Tensor) -> int:
+        """Write the message, return its length."""
+        self.codec.encode(x_n[None], wire[None], seen_n[None], noise=None)
+        return wire.numel()
+
+    def decode(self, wire: Tensor, out_n: Tensor) -> None:
+        """Write the values of a message."""
+        self.codec.decode(wire[None], out_n[None])
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """A sparse codec as a compressor of vectors."""
+
+    codec: SparseCodec
+
+    @property
+    def codec_id(self) -> int:
+        """Number of the codec in message headers."""
+        return 48
+
+    @property
+    def bits(self) -> int:
+        """Bits per kept value."""
+        return self.codec.bits
+
+    def capacity(self, numel: int) -> int:
+        """Most bytes of a message."""
+        return self.codec.capacity(numel)
+
+    def encode(self, x_n: Tensor, wire: Tensor, seen_n: Tensor) -> int:
+        """Write the message, return its length."""
+        return self.codec.encode(x_n, wire, seen_n)
+
+    def decode(self, wire: Tensor, out_n: Tensor) -> None:
+        """Write the values of a message."""
+        self.codec.decode(wire, out_n)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which exchange a message belongs to; headers carry it, so that mix-ups are noticed.
+
+    `digest` stands for whatever else the replicas must have in common.
+    """
+
+    step: int
+    bucket: int
+    digest: int = 0
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What `reduce_sharded` leaves on a replica.
+
+    `seen` is what the servers received of this replica's `targets`; `results` is the answer, equal
+    on all replicas; `left_n` is what this server's answer lacks of what it was to be.
+    """
+
+    seen: list[Tensor]
+    results: list[Tensor]
+    left_n: Tensor
+
+
+def reduce_sharded(
+    peers: Peers,
+    place: Place,
+    targets: Sequence[Tensor],
+    *,
+    compressor: Compressor,
+    finish: Callable[[Tensor], Tensor],
+) -> Reduced:
+    """Sum what the replicas have, shard by shard, compressed on both ways.
+
+    `targets` holds one vector (fp32) per server. `finish` turns the sum of this server's shard,
+    which it may overwrite, into what the answer is to be.
+
+    Raises:
+        ExchangeError, DesyncError: nothing was changed.
+    """
+    frames = _Frames(place, compressor)
+    me = peers.rank
+    seen = [torch.empty_like(target) for target in targets]
+    messages = [frames.pack(x, s, _TO_SERVER, me) for x, s in zip(targets, seen, strict=True)]
+    outgoing = {peer: messages[peer] for peer in _others(peers)}
+    incoming = peers.swap(outgoing, compressor.capacity(targets[me].numel()))
+    total_n = frames.total(incoming, seen[me], _TO_SERVER, me)
+    answer_n = finish(total_n)
+    result_n = torch.empty_like(answer_n)
+    message = frames.pack(answer_n, result_n, _FROM_SERVER, me)
+    longest = max(compressor.capacity(target.numel()) for target in targets)
+    incoming = peers.swap(dict.fromkeys(_others(peers), message), longest)
+    results = [torch.empty_like(target) for target in targets]
+    results[me] = result_n
+    for peer, answer in incoming.items():
+        frames.unpack(answer, results[peer], _FROM_SERVER, peer)
+    return Reduced(seen, results, answer_n - result_n)
+
+
+def gather_sum(
+    peers: Peers, place: Place, target_N: Tensor, *, compressor: Compressor
+) -> tuple[Tensor, Tensor]:
+    """Sum the replicas' vectors (fp32), each compressed once; (sum, what was sent of ours).
+
+    Raises:
+        ExchangeError, DesyncError: nothing was changed.
+    """
+    frames = _Frames(place, compressor)
+    seen_N = torch.empty_like(target_N)
+    message = frames.pack(target_N, seen_N, _TO_SERVER, peers.rank)
+    outgoing = dict.fromkeys(_others(peers), message)
+    incoming = peers.swap(outgoing, compressor.capacity(target_N.numel()))
+    return frames.total(incoming, seen_N, _TO_SERVER, peers.rank), seen_N
+
+
+def gather_all(
+    peers: Peers, place: Place, mine_N: Tensor, *, compressor: Compressor
+) -> list[Tensor]:
+    """Every replica's vector (fp32), by rank, as the others see it.
+
+    Raises:
+        ExchangeError, DesyncError: nothing was changed.
+    """
+    frames = _Frames(place, compressor)
+    found = [torch.empty_like(mine_N) for _ in range(peers.size)]
+    message = frames.pack(mine_N, found[peers.rank], _TO_SERVER, peers.rank)
+    outgoing = dict.fromkeys(_others(peers), message)
+    for peer, theirs in peers.swap(outgoing, compressor.capacity(mine_N.numel())).items():
+        frames.unpack(theirs, found[peer], _TO_SERVER, peer)
+    return found
+
+
+def _others(peers: Peers) -> list[int]:
+    return [peer for peer in range(peers.size) if peer != peers.rank]
+
+
+@dataclass(frozen=True)
+class _Frames:
+    place: Place
+    compressor: Compressor
+
+    def pack(self, x_n: Tensor, seen_n: Tensor, phase: int, sender: int) -> Tensor:
+        """Message with header and payload; an empty vector has no payload."""
+        message = torch.empty(
+            HEADER_NBYTES + self.compressor.capacity(x_n.numel()), dtype=torch.uint8
+        )
+        length = 0
+        if x_n.numel():
+            length = self.compressor.encode(x_n, message[HEADER_NBYTES:], seen_n)
+        message = message[: HEADER_NBYTES + length]
+        self._header(phase, sender, length).write(message)
+        return message
+
+    def unpack(self, message: Tensor, out_n: Tensor, phase: int, sender: int) -> None:
+        length = coding_and_length(message)[1]
+        try:
+            self._header(phase, sender, length).check(message)
+        except DesyncError as error:
+            raise DesyncError(
+                f"exchange with replica {sender} (cut = bucket, microbatch = replica, ids_crc = "
+                f"digest of the global model): {error}"
+            ) from error
+        if out_n.numel():
+            self.compressor.decode(message[HEADER_NBYTES:], out_n)
+
+    def total(self, incoming: dict[int, Tensor], mine_n: Tensor, phase: int, me: int) -> Tensor:
+        """Sum over the replicas, in their order."""
+        total_n, theirs_n = torch.zeros_like(mine_n), torch.empty_like(mine_n)
+        for sender in sorted([*incoming, me]):
+            if sender != me:
+                self.unpack(incoming[sender], theirs_n, phase, sender)
+            total_n += mine_n if sender == me else theirs_n
+        return total_n
+
+    def _header(self, phase: int, sender: int, length: int) -> Header:
+        return Header(
+            direction=phase,
+            codec_id=self.compressor.codec_id,
+            bits=self.compressor.bits,
+            run_id=0,  # a process group belongs to one run
+            step=self.place.step,
+            cut=self.place.bucket,
+            microbatch=sender,
+            ids_crc=self.place.digest,
+            length=length,
+        )

@@ -1,0 +1,111 @@
+"""Methods that exchange gradients: buckets travel while backward still runs.
+
+A method is a `Reducer`, which replaces a flat bucket by the sum over the replicas; `GradientSync`
+is everything around it.
+
+Axes: N values of a bucket.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gradcomp.buckets import Bucket, Readiness, make_buckets
+from gradcomp.exchange import Place
+from gradcomp.peers import Peers
+from gradcomp.worker import Worker
+
+
+class Reducer(Protocol):
+    """What is special about a method that exchanges gradients."""
+
+    def reduce(self, bucket: Bucket, flat_N: Tensor, place: Place) -> Tensor:
+        """Return the sum over the replicas; runs on the communication thread.
+
+        What it would remember of this step counts once `keep` is called.
+        """
+
+    def keep(self) -> None:
+        """The optimizer applied the sums."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+
+class GradientSync:
+    """A `ReplicaSync` around a reducer. Replicas stay equal, since all apply the same sums.
+
+    A step that the engine skips because something is not finite leaves no trace in the reducer's
+    memories.
+    """
+
+    replicas_equal = True
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], peers: Peers, reducer: Reducer, nbytes: int
+    ) -> None:
+        """`nbytes` is the size of a bucket, in the parameters' own dtype."""
+        self._peers, self._reducer, self._worker = peers, reducer, Worker()
+        self._waiting: list[tuple[Bucket, Future[Tensor]]] = []
+        self._step = 0
+        backward_order = list(reversed(parameters))
+        buckets = make_buckets(backward_order, nbytes) if peers.size > 1 else ()
+        self._readiness = Readiness(buckets, self._launch)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent so far, headers included."""
+        return self._peers.bytes_sent
+
+    def begin_step(self, passes: int) -> None:
+        """Buckets are exchanged from here on, as they become ready."""
+        self._readiness.begin_step(passes)
+
+    def before_step(self) -> None:
+        """Wait for the sums and put them in the gradients' place."""
+        self._readiness.finish()
+        sums = [(bucket, future.result()) for bucket, future in self._waiting]
+        self._waiting.clear()  # not after a failure: the next call fails alike
+        self._step += 1
+        for bucket, flat_N in sums:
+            parts = torch.split(flat_N, [parameter.numel() for parameter in bucket.parameters])
+            for parameter, part in zip(bucket.parameters, parts, strict=True):
+                assert parameter.grad is not None
+                parameter.grad.copy_(part.view_as(parameter.grad))
+
+    def after_step(self) -> None:
+        """Parameters moved alike; nothing to exchange."""
+        self._reducer.keep()
+
+    def global_parameters(self) -> AbstractContextManager[None]:
+        """All replicas are the global model."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of the next exchange, and what the reducer remembers."""
+        return {"step": self._step, "reducer": self._reducer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._step = state["step"]
+        self._reducer.load_state_dict(state["reducer"])
+
+    def _launch(self, bucket: Bucket) -> None:
+        for parameter in bucket.parameters:
+            if parameter.grad is None:  # not used on this replica
+                parameter.grad = torch.zeros_like(parameter)
+        place = Place(self._step, bucket.index)
+        reducer = self._reducer  # the thread must not keep the sync itself alive
+
+        def reduce() -> Tensor:
+            gradients = [p.grad.flatten().float() for p in bucket.parameters if p.grad is not None]
+            return reducer.reduce(bucket, torch.cat(gradients), place)
+
+        self._waiting.append((bucket, self._worker.submit(reduce)))

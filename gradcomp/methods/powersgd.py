@@ -1,0 +1,122 @@
+"""PowerSGD: gradients of matrices as products of two thin ones, with error feedback.
+
+Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization", NeurIPS 2019, Algorithm 1 (warm start: Q of the last step). torch's own form of it is
+tied to DistributedDataParallel and its all-reduce; here its sums travel as all others do, over
+`exchange.reduce_sharded` in fp32.
+
+    M   `matrices`   gradient plus residual, one matrix [n, m] per parameter
+    P   `P`          M Q, summed over replicas, then orthogonalized
+    Q   `_Q`         M^T P, summed over replicas; the next step starts from it
+
+Parameters that `rank` columns would not make at least twice as small travel as they are.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from gradcomp.buckets import Bucket
+from gradcomp.exchange import OneRow, Place, reduce_sharded
+from gradcomp.feedback import Residuals
+from gradcomp.gradients import GradientSync
+from gradcomp.options import ExchangeOptions
+from gradcomp.peers import Peers
+from pipeline.wire.cast import Cast
+
+_Named = tuple[str, list[Tensor]]
+"""A parameter's name and its views of the target, the result and this replica's part of it."""
+
+
+class Config(ExchangeOptions):
+    """`rank`: columns of P and Q."""
+
+    rank: int = Field(4, ge=1)
+    seed: int = Field(0, ge=0, lt=2**31)
+
+
+class PowerSGD:
+    """A reducer that keeps a residual per bucket and Q per matrix."""
+
+    def __init__(self, peers: Peers, config: Config) -> None:
+        self._peers, self._config, self._residuals = peers, config, Residuals()
+        self._Q: dict[str, Tensor] = {}
+        self._fresh_Q: dict[str, Tensor] = {}
+
+    def reduce(self, bucket: Bucket, flat_N: Tensor, place: Place) -> Tensor:
+        """Sum of the low-rank parts of the replicas' gradients, and of what is not compressed."""
+        self._fresh_Q = {} if bucket.index == 0 else self._fresh_Q
+        target_N = self._residuals.add_to(f"{bucket.index}", flat_N)
+        result_N, own_N = torch.empty_like(target_N), torch.empty_like(target_N)
+        sizes = [parameter.numel() for parameter in bucket.parameters]
+        views = [torch.split(vector, sizes) for vector in (target_N, result_N, own_N)]
+        matrices: list[_Named] = []
+        plain: list[_Named] = []
+        for index, (parameter, *parts) in enumerate(zip(bucket.parameters, *views, strict=True)):
+            shape = (len(parameter), -1) if parameter.dim() > 1 else (1, -1)
+            group = matrices if self._pays(parts[0].view(shape)) else plain
+            group.append((f"{bucket.index}.{index}", [part.view(shape) for part in parts]))
+        P = [target @ self._start(name, target.shape[1]) for name, (target, _, _) in matrices]
+        places = (Place(2 * place.step, place.bucket), Place(2 * place.step + 1, place.bucket))
+        sums = self._sum([*P, *(target for _, (target, _, _) in plain)], places[0])
+        P = [torch.linalg.qr(total)[0] for total in sums[: len(matrices)]]
+        Q = [M.T @ p for (_, (M, _, _)), p in zip(matrices, P, strict=True)]
+        for (name, (_, result, own)), p, mine, total in zip(
+            matrices, P, Q, self._sum(Q, places[1]), strict=True
+        ):
+            torch.matmul(p, mine.T, out=own)
+            torch.matmul(p, total.T, out=result)
+            self._fresh_Q[name] = total
+        for (_, (target, result, own)), total in zip(plain, sums[len(matrices) :], strict=True):
+            result.copy_(total)
+            own.copy_(target)
+        self._residuals.leave(f"{bucket.index}", target_N - own_N)
+        return result_N
+
+    def keep(self) -> None:
+        """Residuals and Q count."""
+        self._residuals.keep()
+        self._Q.update(self._fresh_Q)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals and Q."""
+        return {"residuals": self._residuals.state_dict(), "Q": dict(self._Q)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._residuals.load_state_dict(state["residuals"])
+        self._Q = dict(state["Q"])
+
+    def _pays(self, matrix: Tensor) -> bool:
+        n, m = matrix.shape
+        return 2 * self._config.rank * (n + m) <= n * m
+
+    def _start(self, name: str, columns: int) -> Tensor:
+        """Q of the last step, or the same random one on all replicas."""
+        if name in self._Q:
+            return self._Q[name]
+        generator = torch.Generator().manual_seed(self._config.seed)
+        return torch.randn(columns, self._config.rank, generator=generator)
+
+    def _sum(self, tensors: Sequence[Tensor], place: Place) -> list[Tensor]:
+        """Sum each over the replicas."""
+        if not tensors:
+            return []
+        flat_N = torch.cat([tensor.flatten() for tensor in tensors])
+        reduced = reduce_sharded(
+            self._peers,
+            place,
+            flat_N.tensor_split(self._peers.size),
+            compressor=OneRow(Cast("fp32")),
+            finish=lambda total_n: total_n,
+        )
+        parts = torch.split(torch.cat(reduced.results), [tensor.numel() for tensor in tensors])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
+    """Make the method."""
+    return GradientSync(parameters, peers, PowerSGD(peers, config), config.bucket_nbytes)

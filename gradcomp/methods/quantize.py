@@ -1,0 +1,66 @@
+"""Plain b-bit quantization of the gradients on both ways, with error feedback on both.
+
+Every replica quantizes its part for each server and remembers what it left out; so does each
+server with the sum it answers with (the scheme of 1-bit Adam and of QuantizedAdam, with b bits).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from gradcomp.buckets import Bucket
+from gradcomp.exchange import OneRow, Place, reduce_sharded
+from gradcomp.feedback import Residuals
+from gradcomp.gradients import GradientSync
+from gradcomp.options import ExchangeOptions
+from gradcomp.peers import Peers
+from pipeline.wire.uniform import Uniform
+
+
+class Config(ExchangeOptions):
+    """`bits` per value, one bf16 scale per `group` values."""
+
+    bits: int = Field(4, ge=1, le=8)
+    group: int = Field(128, ge=1)
+
+
+class Quantize:
+    """A reducer with a residual per bucket and one per shard served."""
+
+    def __init__(self, peers: Peers, compressor: OneRow) -> None:
+        self._peers, self._compressor, self._residuals = peers, compressor, Residuals()
+
+    def reduce(self, bucket: Bucket, flat_N: Tensor, place: Place) -> Tensor:
+        """Sum of what was quantized, quantized."""
+        target_N = self._residuals.add_to(f"sent-{bucket.index}", flat_N)
+        reduced = reduce_sharded(
+            self._peers,
+            place,
+            target_N.tensor_split(self._peers.size),
+            compressor=self._compressor,
+            finish=lambda total_n: self._residuals.add_to(f"served-{bucket.index}", total_n),
+        )
+        self._residuals.leave(f"sent-{bucket.index}", target_N - torch.cat(reduced.seen))
+        self._residuals.leave(f"served-{bucket.index}", reduced.left_n)
+        return torch.cat(reduced.results)
+
+    def keep(self) -> None:
+        """Residuals count."""
+        self._residuals.keep()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residuals."""
+        return self._residuals.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._residuals.load_state_dict(state)
+
+
+def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
+    """Make the method."""
+    reducer = Quantize(peers, OneRow(Uniform(config.bits, config.group)))
+    return GradientSync(parameters, peers, reducer, config.bucket_nbytes)

@@ -1,0 +1,62 @@
+"""Plain top-k of the gradients with error feedback: every replica sends its largest to all others.
+
+Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; one residual per bucket.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from gradcomp.buckets import Bucket
+from gradcomp.exchange import Place, Sparse, gather_sum
+from gradcomp.feedback import Residuals
+from gradcomp.gradients import GradientSync
+from gradcomp.options import ExchangeOptions
+from gradcomp.peers import Peers
+from pipeline.wire.sparse import SparseCodec
+
+
+class Config(ExchangeOptions):
+    """`fraction` of the gradients is sent, at `bits` each: 1 to 8, 16 (bf16) or 32 (fp32)."""
+
+    fraction: float = Field(0.01, gt=0, le=1)
+    bits: int = 16
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> "Config":
+        SparseCodec(self.fraction, self.bits)
+        return self
+
+
+class TopK:
+    """A reducer with a residual per bucket."""
+
+    def __init__(self, peers: Peers, compressor: Sparse) -> None:
+        self._peers, self._compressor, self._residuals = peers, compressor, Residuals()
+
+    def reduce(self, bucket: Bucket, flat_N: Tensor, place: Place) -> Tensor:
+        """Sum of what was sent."""
+        target_N = self._residuals.add_to(f"{bucket.index}", flat_N)
+        total_N, seen_N = gather_sum(self._peers, place, target_N, compressor=self._compressor)
+        self._residuals.leave(f"{bucket.index}", target_N.sub_(seen_N))
+        return total_N
+
+    def keep(self) -> None:
+        """Residuals count."""
+        self._residuals.keep()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residuals."""
+        return self._residuals.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._residuals.load_state_dict(state)
+
+
+def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
+    """Make the method."""
+    reducer = TopK(peers, Sparse(SparseCodec(config.fraction, config.bits)))
+    return GradientSync(parameters, peers, reducer, config.bucket_nbytes)

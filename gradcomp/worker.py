@@ -1,0 +1,53 @@
+"""The communication thread: runs exchanges one after the other, beside the training thread."""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+_Job = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class Worker:
+    """Runs jobs in the order in which they were given, on a daemon thread of its own.
+
+    A thread pool would not do: the interpreter waits for its threads at exit, and one that is
+    blocked on a silent peer would keep it waiting. After a job has failed, later ones fail alike.
+    """
+
+    def __init__(self) -> None:
+        """The thread starts with the first job and ends with this object."""
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, job: Callable[[], Any]) -> "Future[Any]":
+        """Run `job` later, without gradients; its result or exception is in the future."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_run, args=(self._jobs,), name="gradcomp", daemon=True
+            )
+            self._thread.start()
+        future: Future[Any] = Future()
+        self._jobs.put((job, future))
+        return future
+
+
+def _run(jobs: "queue.SimpleQueue[_Job | None]") -> None:
+    failure: BaseException | None = None
+    while (item := jobs.get()) is not None:
+        job, future = item
+        if failure is None:
+            try:
+                with torch.no_grad():
+                    future.set_result(job())
+                del item, job, future  # or this thread would keep its owner alive
+                continue
+            except BaseException as error:  # raised again where the future is awaited
+                failure = error
+        future.set_exception(failure)
+        del item, job, future

@@ -1,0 +1,63 @@
+"""The parity benchmark on a model of toy size: what it compares, its table and picture."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.finetuning import Corpus, Scale, read_corpus
+from benchmarks.harness import Records
+from benchmarks.parity import BASELINE, METHODS, compare, draw, table
+from benchmarks.replica_training import Epoch, Method, Outcome
+
+TINY = Scale(
+    layers=2,
+    width=16,
+    heads=2,
+    tokens=16,
+    pretrain_steps=20,
+    pretrain_batch=8,
+    sequences=24,
+    epochs=2,
+    batch=8,
+    held_out=8,
+)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Corpus:
+    words = ["thin ", "pipe ", "sends ", "few ", "bytes ", "over ", "slow ", "links\n"]
+    for name, seed in (("train", 1), ("eval", 2)):
+        text = "".join(random.Random(seed).choices(words, k=1500))
+        (tmp_path / name).write_text(text)
+    return read_corpus(tmp_path / "train", tmp_path / "eval", TINY)
+
+
+def test_exact_averages_of_parameters_and_of_gradients_both_learn(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    exact = {"subset": 1.0, "topk": 1.0, "bits": 32, "delayed": False}
+    methods = [METHODS[0], Method("cocktail exact", "cocktail", exact)]
+    path = tmp_path / "out.jsonl"
+    plain, cocktail = compare(corpus, TINY, methods, replicas=2, seeds=1, records=Records(path))
+    for outcome in (plain, cocktail):
+        assert outcome.epochs[-1].tuned < outcome.epochs[0].local
+        assert outcome.ratio == pytest.approx(1.0, abs=0.1)  # headers alone
+    assert cocktail.epochs[-1].tuned == pytest.approx(plain.epochs[-1].tuned, abs=0.05)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["result"]["method"] for line in lines] == [BASELINE, "cocktail exact"]
+    assert lines[1]["config"]["method"]["options"]["bits"] == 32
+
+
+def outcome(method: str, seed: int, loss: float) -> Outcome:
+    return Outcome(method, seed, (Epoch(3.0, 3.0, 3.0), Epoch(loss, loss, loss)), 10.0, 1000.0, 1.0)
+
+
+def test_the_table_compares_with_the_same_seed(tmp_path: Path) -> None:
+    outcomes = [outcome(m, s, 1.0 + s + d) for s in (0, 1) for m, d in ((BASELINE, 0), ("x", 0.25))]
+    cells = [cell.strip() for cell in table(outcomes).splitlines()[-1].split("|")[1:-1]]
+    assert cells[:4] == ["x", "100.0x", "50.0x", "0.320"]
+    assert cells[5] == "+0.2500"
+    draw(outcomes, tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

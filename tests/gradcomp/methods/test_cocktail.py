@@ -1,0 +1,268 @@
+"""CocktailSGD's laws: one global copy, nothing lost, exact where it can be, delays as published."""
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from gradcomp.methods.cocktail import Config
+from gradcomp.registry import parse_options
+from pipeline.wire.header import DesyncError
+from pipeline.wire.sparse import SparseCodec
+from pipeline.wire.subset import random_subset
+from tests.gradcomp.replicas import Replicas, all_of, flat, make_net
+
+EXACT = {"subset": 1.0, "topk": 1.0, "bits": 32}
+SMALL = {"subset": 0.5, "topk": 0.3, "bits": 4}
+
+
+def errors(replicas: Replicas) -> Tensor:
+    """What the servers owe, as one vector (one bucket)."""
+    return torch.cat([sync.state_dict()["error"][0] for sync in replicas.syncs])
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_global_copy_is_the_same_everywhere_after_every_step(
+    delayed: bool, dtype: torch.dtype
+) -> None:
+    replicas = Replicas(
+        3, "cocktail", {**SMALL, "delayed": delayed, "bucket_mb": 1e-4}, dtype=dtype
+    )
+    seen = []
+    for _ in range(12):
+        replicas.step()
+        first, *others = replicas.global_parameters()
+        assert all(torch.equal(first, other) for other in others)
+        seen.append(first)
+    assert not torch.equal(seen[0], seen[-1])
+    first, second, _ = replicas.parameters()
+    assert not torch.equal(first, second)
+
+
+def test_nothing_is_lost() -> None:
+    """mean(x) + e moves by the mean of the local updates."""
+    replicas = Replicas(3, "cocktail", {**SMALL, "delayed": False})
+    moved = torch.zeros(53)
+    start = flat(replicas.nets[0])
+    for _ in range(40):
+        replicas.backward()
+        all_of(replicas.syncs, lambda sync: sync.before_step())
+        before = torch.stack(replicas.parameters())
+        replicas.optimize()
+        moved += (torch.stack(replicas.parameters()) - before).mean(0)
+        all_of(replicas.syncs, lambda sync: sync.after_step())
+        held = torch.stack(replicas.parameters()).mean(0) + errors(replicas)
+        torch.testing.assert_close(held, start + moved, rtol=1e-5, atol=1e-5)
+    assert errors(replicas).abs().max() > 0
+
+
+def test_without_compression_it_averages_exactly() -> None:
+    replicas = Replicas(3, "cocktail", {**EXACT, "delayed": False})
+    for _ in range(5):
+        replicas.backward()
+        all_of(replicas.syncs, lambda sync: sync.before_step())
+        replicas.optimize()
+        mean = torch.stack(replicas.parameters()).mean(0)
+        all_of(replicas.syncs, lambda sync: sync.after_step())
+        for found in (*replicas.parameters(), *replicas.global_parameters()):
+            torch.testing.assert_close(found, mean, rtol=1e-6, atol=1e-6)
+            assert torch.equal(found, replicas.parameters()[0])
+
+
+def test_small_steps_survive_in_bf16() -> None:
+    """Updates of a hundredth of the resolution would vanish if they were rounded one by one."""
+    replicas = Replicas(2, "cocktail", {**EXACT, "delayed": False}, dtype=torch.bfloat16)
+    replicas.step()
+    bucket = replicas.syncs[0]._buckets[0]  # type: ignore[attr-defined]
+    held = bucket.local_N.float() + bucket.lost_N
+    torch.testing.assert_close(held, bucket.global_N, rtol=1e-6, atol=1e-6)
+    assert bucket.lost_N.abs().max() > 0
+    assert torch.equal(bucket.local_N, bucket.global_N.bfloat16())
+
+
+def test_one_replica_is_left_alone() -> None:
+    replicas, plain = Replicas(1, "cocktail", SMALL), make_net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    for step in range(3):
+        replicas.step()
+        generator = torch.Generator().manual_seed(1000 * step)
+        (plain(torch.randn(4, 6, generator=generator)).square().sum() / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(flat(replicas.nets[0]), flat(plain))
+    assert torch.equal(replicas.global_parameters()[0], flat(plain))
+    assert replicas.syncs[0].bytes_sent == 0
+
+
+class Simulated:
+    """Algorithm 1 with a step of delay, written down as in the paper, in one process."""
+
+    def __init__(self, size: int, options: dict[str, Any]) -> None:
+        self.nets = [make_net() for _ in range(size)]
+        self.optimizers = [torch.optim.AdamW(net.parameters(), lr=0.05) for net in self.nets]
+        self.g = flat(self.nets[0])
+        self.e = torch.zeros_like(self.g)
+        self.options, self.size = options, size
+        self.number = 0
+        self.answer: list[tuple[slice, Any, list[Tensor], Tensor]] = []
+
+    def step(self, number: int) -> None:
+        for rank, net in enumerate(self.nets):
+            generator = torch.Generator().manual_seed(1000 * number + rank)
+            (net(torch.randn(4, 6, generator=generator)).square().sum() / 4).backward()
+        self.apply()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        self.exchange()
+
+    def exchange(self) -> None:
+        codec = SparseCodec(self.options["topk"], self.options["bits"])
+        start = 0
+        for server, length in enumerate(len(p) for p in self.g.tensor_split(self.size)):
+            part = slice(start, start + length)
+            start += length
+            subset = random_subset(
+                length, fraction=self.options["subset"], seed=0, step=self.number, bucket=server
+            )
+            chosen = torch.zeros(length)
+            subset.scatter(torch.ones(subset.size), chosen)
+            M = chosen.bool()
+            sent = [self.coded(codec, (flat(net) - self.g)[part][M]) for net in self.nets]
+            target = sum(sent) / self.size + self.e[part][M]
+            result = self.coded(codec, target)
+            self.e[part] = self.e[part].masked_scatter(M, target - result)
+            self.answer.append((part, M, sent, result))
+        self.number += 1
+
+    @staticmethod
+    def coded(codec: SparseCodec, x: Tensor) -> Tensor:
+        seen = torch.zeros_like(x)
+        if x.numel():
+            codec.encode(x, torch.empty(codec.capacity(x.numel()), dtype=torch.uint8), seen)
+        return seen
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        for part, M, sent, result in self.answer:
+            for net, own in zip(self.nets, sent, strict=True):
+                x = flat(net)
+                x[part] = x[part].masked_scatter(M, x[part][M] + result - own)
+                nn.utils.vector_to_parameters(x, net.parameters())
+            self.g[part] = self.g[part].masked_scatter(M, self.g[part][M] + result)
+        self.answer = []
+
+
+def test_the_delayed_form_equals_a_simulation() -> None:
+    replicas, simulated = Replicas(3, "cocktail", SMALL), Simulated(3, SMALL)
+    for step in range(15):
+        replicas.step()
+        simulated.step(step)
+        for found, net in zip(replicas.parameters(), simulated.nets, strict=True):
+            torch.testing.assert_close(found, flat(net), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            replicas.global_parameters()[0], simulated.g, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_warm_up_averages_gradients_and_keeps_replicas_equal() -> None:
+    replicas = Replicas(2, "cocktail", {**SMALL, "warmup_steps": 3})
+    plain = Replicas(2, "allreduce", {})
+    for _ in range(3):
+        replicas.step()
+        plain.step()
+        for found in (*replicas.parameters(), *replicas.global_parameters()):
+            assert torch.equal(found, plain.parameters()[0])
+    for _ in range(2):
+        replicas.step()
+    first, second = replicas.parameters()
+    assert not torch.equal(first, second)
+
+
+def test_local_steps_lie_between_exchanges() -> None:
+    replicas = Replicas(2, "cocktail", {**SMALL, "local_steps": 3, "delayed": False})
+    sent = []
+    for _ in range(6):
+        replicas.step()
+        sent.append(sum(sync.bytes_sent for sync in replicas.syncs))
+    assert [later > earlier for earlier, later in zip([0, *sent], sent, strict=False)] == [
+        False,
+        False,
+        True,
+    ] * 2
+
+
+def test_gradients_are_those_of_the_replica_alone() -> None:
+    replicas = Replicas(2, "cocktail", SMALL)
+    replicas.backward()
+    shared = [p.grad.clone() for p in replicas.nets[1].parameters() if p.grad is not None]
+    replicas.syncs[1].before_step()
+    own = [p.grad for p in replicas.nets[1].parameters() if p.grad is not None]
+    assert all(torch.equal(after, 2 * before) for after, before in zip(own, shared, strict=True))
+
+
+def test_weights_loaded_after_building_are_the_global_ones() -> None:
+    replicas = Replicas(2, "cocktail", SMALL)
+    other = make_net(seed=5)
+    for net in replicas.nets:
+        net.load_state_dict(other.state_dict())
+    replicas.backward()
+    assert torch.equal(replicas.global_parameters()[0], flat(other))
+
+
+def test_replicas_that_start_apart_are_noticed() -> None:
+    replicas = Replicas(2, "cocktail", {**SMALL, "delayed": False})
+    replicas.nets[1].load_state_dict(make_net(seed=5).state_dict())
+    with pytest.raises(DesyncError, match="digest of the global model"):
+        replicas.step()
+
+
+def test_parameters_that_moved_elsewhere_are_noticed() -> None:
+    replicas = Replicas(2, "cocktail", SMALL)
+    replicas.nets[0].load_state_dict(make_net().state_dict(), assign=True)
+    parameter = next(replicas.nets[1].parameters())
+    parameter.data = parameter.data.clone()
+    with pytest.raises(RuntimeError, match="got other storage"):
+        replicas.step()
+
+
+def sent_bits(options: dict[str, Any], numel: int = 1_000_000) -> float:
+    """Bits that a replica sends per parameter in a step of two replicas, both ways."""
+    from gradcomp.methods.cocktail import build
+    from gradcomp.peers import local_peers
+
+    peers = local_peers(2)
+    syncs = [
+        build(Config(**options, delayed=False), [nn.Parameter(torch.zeros(numel))], peer)
+        for peer in peers
+    ]
+    for rank, sync in enumerate(syncs):
+        sync.begin_step(1)
+        generator = torch.Generator().manual_seed(rank)
+        with torch.no_grad():
+            sync._buckets[0].local_N += torch.randn(numel, generator=generator)
+    all_of(syncs, lambda sync: sync.after_step())
+    return 8 * sum(peer.bytes_sent for peer in peers) / 2 / numel
+
+
+def test_it_sends_two_hundred_times_less_than_a_ring() -> None:
+    bits = sent_bits({"subset": 0.1, "topk": 0.2, "bits": 4})
+    assert 32 / bits > 200  # a ring of two replicas sends every parameter once, in fp32
+    assert 16 / bits > 100
+
+
+def test_the_authors_names_are_accepted() -> None:
+    config = parse_options("cocktail", {"RANDOMP_RATIO": 0.4, "TOPK_RATIO": 0.5, "QUANT_BITS": 8})
+    assert config == Config(subset=0.4, topk=0.5, bits=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({"bits": 9}, "bits = 9"), ({"subset": 0}, "greater than 0"), ({"subset": 2**-0.5}, "ratio")],
+)
+def test_impossible_settings_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        parse_options("cocktail", options)

@@ -1,0 +1,95 @@
+"""Replicas of a small model in one process, for tests of what methods do to them.
+
+Backward passes run one after the other; where a method exchanges, every replica is on a thread of
+its own. Data depends on replica and step alone.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradcomp.peers import Peers, local_peers
+from gradcomp.registry import load_method, parse_options
+from gradcomp.sync import ReplicaSync
+
+
+def make_net(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """53 parameters in four tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
+    return net.to(dtype)
+
+
+def flat(net: nn.Module) -> Tensor:
+    """All parameters in one new vector."""
+    return torch.cat([parameter.detach().flatten().float() for parameter in net.parameters()])
+
+
+def all_of(values: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:
+    """`call` of every value, each on a thread of its own."""
+    with ThreadPoolExecutor(len(values)) as pool:
+        return list(pool.map(call, values))
+
+
+class Replicas:
+    """`size` replicas of a network that train with one method."""
+
+    def __init__(
+        self,
+        size: int,
+        method: str,
+        options: dict[str, Any],
+        *,
+        peers: Sequence[Peers] | None = None,
+        dtype: torch.dtype = torch.float32,
+        lr: float = 0.05,
+    ) -> None:
+        self.nets = [make_net(dtype=dtype) for _ in range(size)]
+        self.peers = peers or local_peers(size, timeout_s=10)
+        self.syncs: list[ReplicaSync] = [
+            load_method(method).build(parse_options(method, options), list(net.parameters()), peer)
+            for net, peer in zip(self.nets, self.peers, strict=True)
+        ]
+        self.optimizers = [torch.optim.AdamW(net.parameters(), lr=lr) for net in self.nets]
+        self.step_number = 0
+
+    def step(self) -> None:
+        """One optimizer step of every replica."""
+        self.backward()
+        all_of(self.syncs, lambda sync: sync.before_step())
+        self.optimize()
+        all_of(self.syncs, lambda sync: sync.after_step())
+
+    def backward(self) -> None:
+        """Local gradients, as of a loss that is divided by the samples of all replicas."""
+        for rank, (net, sync) in enumerate(zip(self.nets, self.syncs, strict=True)):
+            sync.begin_step(1)
+            generator = torch.Generator().manual_seed(1000 * self.step_number + rank)
+            dtype = next(net.parameters()).dtype
+            loss = net(torch.randn(4, 6, generator=generator).to(dtype)).square().sum()
+            (loss / (4 * len(self.nets))).backward()
+        self.step_number += 1
+
+    def optimize(self) -> None:
+        """Apply what is in the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters of every replica as a vector."""
+        return [flat(net) for net in self.nets]
+
+    def global_parameters(self) -> list[Tensor]:
+        """What every replica takes for the global model."""
+        found = []
+        for net, sync in zip(self.nets, self.syncs, strict=True):
+            with sync.global_parameters():
+                found.append(flat(net))
+        return found

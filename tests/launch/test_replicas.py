@@ -1,0 +1,107 @@
+"""Pipelines side by side: AQ-SGD across the cuts and CocktailSGD between replicas, together."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from launch.config import ConfigError
+from launch.state import _collect, _distribute
+from pipeline.transformer import build_layers
+from tests.ranks import Ranks
+from tests.training import batch, config, share, start, weights
+
+pytestmark = pytest.mark.dist
+
+AQSGD: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"}}]
+COCKTAIL = {"subset": 0.5, "topk": 0.3, "bits": 4, "bucket_mb": 0.01, "warmup_steps": 1}
+RUN = config(
+    pipeline={"cuts": [2], "replicas": 2},
+    boundary=AQSGD,
+    gradcomp={"method": "cocktail", "cocktail": COCKTAIL},
+)
+BATCHES = [list(range(8)), list(range(8, 16))] * 3
+
+
+def train(rank: int, stop_at: int | None) -> Any:
+    built, replica = start(RUN), rank // 2
+    totals = []
+    for step, ids in enumerate(BATCHES):
+        if step == stop_at:
+            state = _collect(built)
+            built = start(RUN)
+            _distribute(built, state)
+        totals.append(built.engine.train_step(share(batch(ids), replica, 2), step))
+    held_out = share(batch([50, 51, 52, 53]), replica, 2)
+    loss, _ = built.engine.eval_step(held_out, 0, compressed=False)
+    state = _collect(built)
+    (stage,) = state["global_model"]
+    return {
+        "local": weights(built),
+        "global": state["global_model"][stage],
+        "losses": [t.loss for t in totals],
+        "classes": [(t.wire, t.sync_bytes, t.control_bytes) for t in totals],
+        "eval": loss,
+    }
+
+
+@pytest.fixture(scope="module")
+def trained() -> Any:
+    from tests.ranks import run_ranks
+
+    return run_ranks(4, train, None)
+
+
+def test_replicas_share_the_global_model_and_nothing_else(trained: Any) -> None:
+    for one, other in ((0, 2), (1, 3)):
+        for name, weight in trained[one]["global"].items():
+            assert torch.equal(weight, trained[other]["global"][name]), name
+        assert any(
+            not torch.equal(weight, trained[other]["local"][name])
+            for name, weight in trained[one]["local"].items()
+        )
+
+
+def test_evaluation_is_that_of_the_global_model(trained: Any) -> None:
+    model = build_layers(RUN.model, 0, RUN.model.layers, seed=0, device="cpu")
+    model.load_state_dict({**trained[0]["global"], **trained[1]["global"]})
+    whole = batch([50, 51, 52, 53])
+    with torch.no_grad():
+        logits = model(whole.inputs_BT).flatten(0, 1)
+    expected = F.cross_entropy(logits, whole.targets_BT.flatten(), reduction="sum")
+    assert trained[0]["eval"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_every_class_of_bytes_is_counted_apart(trained: Any) -> None:
+    for found in trained:
+        assert found["classes"] == trained[0]["classes"]
+    wire, sync_bytes, control_bytes = trained[0]["classes"][-1]
+    assert [count.direction for count in wire] == [0, 1]
+    assert all(count.nbytes > 0 for count in wire)
+    assert 0 < sync_bytes < trained[0]["classes"][0][1] / 5  # the first step averages exactly
+    assert control_bytes > 0
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(ranks: Ranks, trained: Any) -> None:
+    for whole, resumed in zip(trained, ranks(4, train, 4), strict=True):
+        assert whole["losses"] == resumed["losses"]
+        for kind in ("local", "global"):
+            for name, weight in whole[kind].items():
+                assert torch.equal(weight, resumed[kind][name]), name
+
+
+def build_tied(rank: int) -> str:
+    tied = config(
+        model={"tie_embeddings": "exact"},
+        pipeline={"cuts": [2], "replicas": 2},
+        gradcomp={"method": "cocktail"},
+    )
+    with pytest.raises(ConfigError) as caught:
+        start(tied)
+    return str(caught.value)
+
+
+def test_tied_weights_and_parameter_exchange_are_refused(ranks: Ranks) -> None:
+    for told in ranks(4, build_tied):
+        assert 'use tie_embeddings = "untied" or a method that exchanges gradients' in told
