@@ -46,7 +46,7 @@ class AqsgdConfig(QuantizerConfig):
         plain = QuantizerConfig()
         unused = [
             name
-            for name in ("scale_per", "scale_dtype", "rounding")
+            for name in ("scale_per", "scale_dtype", "rounding", "rate")
             if getattr(self, name) != getattr(plain, name)
         ]
         if self.delta == "tiles" and unused:

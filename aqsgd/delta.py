@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aqsgd.change import ChangeCodec
+from aqsgd.change import ChangeCodec, unpacked
 from aqsgd.memory import SampleMemory
 from pipeline.telemetry import Gauge
 from pipeline.wire.codec import Codec, Noise
+from pipeline.wire.uniform import PackedMemory
 
 CODEC_ID = 32
 
@@ -86,11 +87,11 @@ class DeltaBoundary:
         self.gauge.count(known=len(known.rows), cold=len(first.rows))
         for row, id_1, wire_1W in known.one_by_one():
             visit, noise = self.memory.open(int(id_1), numel), Noise(self._key, step, id_1)
-            finite_1 = self._delta.encode_change(
-                x_BN[row : row + 1], visit.old_1N, wire_1W, visit.fresh_1N, noise=noise
+            finite_1 = self._delta.encode_change_packed(
+                x_BN[row : row + 1], visit.memory, wire_1W, noise=noise
             )
             if self.gauge.wants(known=True):
-                self.gauge.measure(x_BN[row : row + 1], visit.fresh_1N, visit.old_1N)
+                self._measure(x_BN[row : row + 1], visit.memory)
             self.memory.close(visit, wire_1W, keep=bool(finite_1))
 
     def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
@@ -105,8 +106,8 @@ class DeltaBoundary:
             self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
         for row, id_1, wire_1W in known.one_by_one():
             visit = self.memory.open(int(id_1), numel)
-            finite_1 = self._delta.decode_change(
-                wire_1W, visit.old_1N, visit.fresh_1N, out_BN[row : row + 1]
+            finite_1 = self._delta.decode_change_packed(
+                wire_1W, visit.memory, out_BN[row : row + 1]
             )
             self.memory.close(visit, wire_1W, keep=bool(finite_1))
 
@@ -124,6 +125,12 @@ class DeltaBoundary:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the memory."""
         self.memory.load_state_dict(state)
+
+    def _measure(self, x_1N: Tensor, memory: PackedMemory) -> None:
+        old_1N, fresh_1N = (
+            unpacked(memory, stored_1W, x_1N) for stored_1W in (memory.old_BW, memory.fresh_BW)
+        )
+        self.gauge.measure(x_1N, fresh_1N, old_1N)
 
     def _parts(self, ids_B: Tensor, wire: Tensor, numel: int) -> tuple[_Part, _Part]:
         """First visits and known samples; the bytes of the former come first."""

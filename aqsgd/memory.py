@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from aqsgd.store import RamStore, Store
-from pipeline.wire.cast import Cast
 from pipeline.wire.codec import Codec
 from pipeline.wire.header import crc32
+from pipeline.wire.uniform import PackedMemory
 
 _log = logging.getLogger(__name__)
 
@@ -40,12 +40,10 @@ _HISTORY = struct.Struct("<qIQ")
 
 
 class Visit(NamedTuple):
-    """A known sample in a step: its old values, its new ones, and the bytes these will be."""
+    """A known sample in a step: its old bytes, and room for its new ones."""
 
     sample: int
-    old_1N: Tensor
-    fresh_1N: Tensor
-    row_1W: Tensor
+    memory: PackedMemory
 
 
 class _History(NamedTuple):
@@ -129,34 +127,25 @@ class SampleMemory:
         return out_BN
 
     def open(self, sample: int, numel: int) -> Visit:
-        """The old values of a known sample, and room for the new ones; ends with `close`.
-
-        A memory in a float format lends its own bytes; a quantized one is read and written as fp32.
+        """The old bytes of a known sample, and room for the new ones; ends with `close`.
 
         Raises:
             ValueError: the sample was of another size when it was seen.
         """
-        row_1W = self._row(sample, numel).unsqueeze(0)
-        fresh_1W = self._store.empty_row(row_1W.shape[1]).unsqueeze(0)
-        if isinstance(self._codec, Cast):
-            dtype = self._codec.dtype
-            return Visit(sample, row_1W.view(dtype), fresh_1W.view(dtype), fresh_1W)
-        old_1N = torch.empty(1, numel)
-        self._codec.decode(row_1W, old_1N)
-        return Visit(sample, old_1N, torch.empty(1, numel), fresh_1W)
+        old_1W = self._row(sample, numel).unsqueeze(0)
+        fresh_1W = self._store.empty_row(old_1W.shape[1]).unsqueeze(0)
+        return Visit(sample, PackedMemory(self._codec, old_1W, fresh_1W))
 
     def close(self, visit: Visit, wire: Tensor, *, keep: bool) -> None:
-        """Stage what was written to `visit.fresh_1N`, or forget it if it is not finite.
+        """Stage what was written to `visit.memory.fresh_BW`, or forget it if it is not finite.
 
         `wire` is what the sample was sent as.
         """
+        row = visit.memory.fresh_BW[0]
         if not keep:
-            self._store.give_back(visit.row_1W[0])
+            self._store.give_back(row)
             return
-        if not isinstance(self._codec, Cast):
-            self._codec.encode(visit.fresh_1N, visit.row_1W, noise=None)
-        history = self._histories[visit.sample].after(wire)
-        self._staged[visit.sample] = history, visit.row_1W[0]
+        self._staged[visit.sample] = self._histories[visit.sample].after(wire), row
 
     def stage(self, ids_B: Tensor, values_BN: Tensor, wire_BW: Tensor) -> None:
         """Keep first values aside until `commit`, with what they were sent as.

@@ -6,6 +6,8 @@ Trains a small byte-level model on the text, then goes on training on a few samp
 and follows AQ-SGD's memory of each at the middle cut. Printed: the squared error of a change
 relative to the change (c_Q^2; below 0.5 the method converges), and the relative error of the
 memory after the last epoch. Mid-rise has 2^b levels at odd multiples of half a step, none at zero.
+A second table follows 16 levels of a step that follows the rms (`rate`), beside fixed bits: there,
+bits are those of a message of 8 samples, scales included, as zstd leaves it.
 
 Axes: B samples, T tokens, D channels, K groups, G values per group.
 """
@@ -17,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.harness import format_table
 from pipeline.transformer import TransformerConfig, TransformerStage, build_layers
+from pipeline.wire.entropy import compress
 from pipeline.wire.uniform import Uniform
 
 CONFIG = TransformerConfig(layers=4, width=128, heads=4, context=128)
@@ -33,12 +37,17 @@ def mid_rise(x_BN: Tensor, bits: int, group: int) -> Tensor:
     return (odd.clamp(-top, top) * unit).view_as(x_BN)
 
 
+def through(codec: Uniform, x_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """(what is sent, what is decoded)."""
+    wire_BW = torch.empty(x_BN.shape[0], codec.nbytes(x_BN.shape[1]), dtype=torch.uint8)
+    seen_BN = torch.empty_like(x_BN)
+    codec.encode(x_BN, wire_BW, seen_BN, noise=None)
+    return wire_BW, seen_BN
+
+
 def with_zero(x_BN: Tensor, bits: int, group: int) -> Tensor:
     """The codec of the library."""
-    codec, seen_BN = Uniform(bits, group), torch.empty_like(x_BN)
-    wire_BW = torch.empty(x_BN.shape[0], codec.nbytes(x_BN.shape[1]), dtype=torch.uint8)
-    codec.encode(x_BN, wire_BW, seen_BN, noise=None)
-    return seen_BN
+    return through(Uniform(bits, group), x_BN)[1]
 
 
 LEVELS = {"with zero": with_zero, "mid-rise": mid_rise}
@@ -97,6 +106,43 @@ def follow(found: list[Tensor], name: str, bits: int, group: int) -> tuple[float
     return wrong / changed, float((found[-1] - memory).norm() / found[-1].norm())
 
 
+def coded_bits(wire_BW: Tensor, values: int) -> float:
+    """Bits per value after entropy coding, in messages of 8 rows."""
+    nbytes = 0
+    for part in torch.split(wire_BW, 8):
+        payload = part.reshape(-1)
+        nbytes += compress(payload, torch.empty_like(payload)) or payload.numel()
+    return 8 * nbytes / values
+
+
+def follow_codec(found: list[Tensor], codec: Uniform, *, direct: bool) -> tuple[float, ...]:
+    """(bits, bits after coding, squared error relative to what is sent) over all visits."""
+    memory, wrong, sent, sizes = found[0].clone(), 0.0, 0.0, []
+    for x_BN in found[1:]:
+        value_BN = x_BN if direct else x_BN - memory
+        wire_BW, seen_BN = through(codec, value_BN)
+        wrong += float((value_BN - seen_BN).square().sum())
+        sent += float(value_BN.square().sum())
+        sizes.append((8 * wire_BW.numel() / x_BN.numel(), coded_bits(wire_BW, x_BN.numel())))
+        memory += seen_BN
+    fixed, coded = (sum(size) / len(sizes) for size in zip(*sizes, strict=True))
+    return fixed, coded, wrong / sent
+
+
+def print_rates(found: list[Tensor], group: int) -> None:
+    """The second table, as Markdown."""
+    codecs = {f"{bits} bits": Uniform(bits, group) for bits in (1, 2, 3, 4)}
+    codecs |= {f"rate {c}": Uniform(4, group, rate=c) for c in (0.4, 0.6, 0.8, 1.0, 1.2, 1.4)}
+    rows = []
+    for name, codec in codecs.items():
+        changes, values = (follow_codec(found, codec, direct=direct) for direct in (False, True))
+        numbers = (*changes, *values[1:])
+        cells = zip(numbers, (2, 2, 4, 2, 4), strict=True)
+        rows.append([name, *(f"{number:.{digits}f}" for number, digits in cells)])
+    heads = ["", "fixed", "change, coded", "c_Q^2", "activation, coded", "error^2"]
+    print(f"\nGroups of {group}\n\n{format_table(heads, rows)}")
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -112,6 +158,8 @@ def main() -> None:
             for name in LEVELS:
                 error, memory = follow(found, name, bits, group)
                 print(f"{bits} bits, group {group}, {name:9}: c^2 {error:.4f}, memory {memory:.5f}")
+    for group in (64, 128):
+        print_rates(found, group)
 
 
 if __name__ == "__main__":

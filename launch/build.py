@@ -1,8 +1,8 @@
 """RunConfig -> the stages, channels, optimizer and exchange of one rank: joins the engines."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from pipeline.engine import EngineOptions, PipelineEngine
 from pipeline.guard import Rule
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
+from pipeline.rate import measure_rate
 from pipeline.schedule import build_schedule, stage_to_rank
 from pipeline.stage import Channels, CompressedStage
 from pipeline.transformer import TransformerStage, build_layers
@@ -49,12 +50,15 @@ LinkMaker = Callable[[int, int, int], Link | None]
 class Wiring:
     """Which stages this process holds, what joins them to others, and what runs them.
 
-    `make_schedule` has the signature of `pipeline.schedule.build_schedule`.
+    `make_schedule` has the signature of `pipeline.schedule.build_schedule`. `rates` holds the bytes
+    per second of this process's sending links, by upper stage and direction; one that is missing
+    is not worth coding for.
     """
 
     stages: Sequence[int]
     make_link: LinkMaker
     make_schedule: Callable[..., Any] = build_schedule
+    rates: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 def build(
@@ -73,7 +77,7 @@ def build(
             modules[stage],
             stage,
             config.pipeline.stages,
-            channels=_channels(config, wiring.make_link, stage, run_id=run_id),
+            channels=_channels(config, wiring, stage, run_id=run_id),
             group=mesh.forward,
         )
         for stage in wiring.stages
@@ -185,11 +189,32 @@ def _rank_wiring(config: RunConfig, mesh: Mesh) -> Wiring:
         ranks=config.pipeline.pipeline_ranks,
     )
     own = [stage for stage, rank in ranks.items() if rank == mesh.position]
-    return Wiring(own, _GroupLinks(config, mesh, ranks))
+    return Wiring(own, _GroupLinks(config, mesh, ranks), rates=_link_rates(config, mesh, ranks))
 
 
-def _channels(config: RunConfig, make_link: LinkMaker, stage: int, *, run_id: int) -> Channels:
-    make = _ChannelMaker(config, make_link, stage, run_id)
+def _link_rates(
+    config: RunConfig, mesh: Mesh, ranks: Mapping[int, int]
+) -> dict[tuple[int, int], float]:
+    """Measure the links whose coding depends on it, one after the other on all ranks."""
+    rates = {}
+    for upper, cut in enumerate(config.pipeline.cuts):
+        at_cut = config.boundary_at(cut)
+        for direction, spec in ((FORWARD, at_cut.forward), (BACKWARD, at_cut.backward)):
+            ends = (ranks[upper], ranks[upper + 1])
+            source, target = ends if direction == FORWARD else ends[::-1]
+            coded = not isinstance(spec, RawConfig) and spec.coding == "auto"
+            if not coded or source == target or mesh.position not in ends:
+                continue
+            group = mesh.forward if direction == FORWARD else mesh.backward
+            sending = mesh.position == source
+            rate = measure_rate(group, target if sending else source, sending=sending)
+            if rate is not None:
+                rates[upper, direction] = rate
+    return rates
+
+
+def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> Channels:
+    make = _ChannelMaker(config, wiring, stage, run_id)
     return Channels(
         activations_in=make(stage - 1, stage, FORWARD),
         activations_out=make(stage, stage + 1, FORWARD),
@@ -201,7 +226,7 @@ def _channels(config: RunConfig, make_link: LinkMaker, stage: int, *, run_id: in
 @dataclass(frozen=True)
 class _ChannelMaker:
     config: RunConfig
-    make_link: LinkMaker
+    wiring: Wiring
     stage: int
     run_id: int
 
@@ -209,7 +234,7 @@ class _ChannelMaker:
         """End of the cut between stages `upper` and `lower`; None without a link there."""
         if upper < 0 or lower >= self.config.pipeline.stages:
             return None
-        link = self.make_link(upper, lower, direction)
+        link = self.wiring.make_link(upper, lower, direction)
         if link is None:
             return None
         cut = self.config.pipeline.cuts[upper]
@@ -229,6 +254,7 @@ class _ChannelMaker:
             run_id=self.run_id,
             coding="none" if isinstance(spec, RawConfig) else spec.coding,
             ladder=_ladder(spec),
+            link_rate=self.wiring.rates.get((upper, direction), math.inf),
         )
 
     def _store(self, cut: int) -> Store:

@@ -16,7 +16,7 @@ from launch.handshake import HandshakeError
 from launch.plan.memory import check_memory, memory_table, plan_memory
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
-from launch.spawn import end_with_parent, run_local, started_by_launcher
+from launch.spawn import end_with_parent, keep_freed_memory, run_local, started_by_launcher
 from launch.state import Resume, saved_so_far
 from launch.train import check_data, train_rank
 
@@ -106,6 +106,7 @@ def _show_memory(config: RunConfig) -> None:
 
 def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
     end_with_parent()
+    keep_freed_memory()
     try:
         train_rank(config, resume, show=show)
     except PeerError as error:

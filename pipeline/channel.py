@@ -1,5 +1,6 @@
 """One end of one direction of a cut: a boundary's payload, under a header, over a link."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from pipeline.boundary import Boundary, Memory
 from pipeline.link import Link
-from pipeline.wire.entropy import CODING_IDS, Coding, check_coding, compress, expand
+from pipeline.wire.entropy import CODING_IDS, Coder, Coding, check_coding, expand
 from pipeline.wire.header import HEADER_NBYTES, Header, coding_and_length, crc32
 
 FORWARD, BACKWARD = 0, 1
@@ -32,8 +33,8 @@ class Channel:
 
     `boundaries` holds one boundary per mode it can run in; receivers get tensors of `dtype`.
     Payloads are entropy-coded by `coding` where that makes them shorter, except in plain
-    evaluation. From `level` 1 on, which both ends set between two steps, training goes through a
-    boundary of `ladder` instead.
+    evaluation; "auto" does so where it is quicker at `link_rate` (bytes per second). From `level` 1
+    on, which both ends set between two steps, training goes through a boundary of `ladder` instead.
     """
 
     cut: int
@@ -45,12 +46,14 @@ class Channel:
     coding: Coding = "none"
     ladder: Sequence[Boundary] = ()
     level: int = 0
+    link_rate: float = math.inf
     sent: Traffic = field(default_factory=Traffic)
     _mode: Mode = "train"
     _step: int = 0
 
     def __post_init__(self) -> None:
         check_coding(self.coding)
+        self._compress = Coder(self.link_rate if self.coding == "auto" else 0.0)
 
     def begin_pass(self, number: int, *, step: int, mode: Mode) -> None:
         """Start pass `number` of the run, as a part of optimizer step `step`."""
@@ -130,7 +133,7 @@ class Channel:
         if self.coding == "none" or self._mode == "eval":
             return 0, message
         coded = torch.empty_like(message)
-        length = compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:])
+        length = self._compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:])
         if length is None:
             return 0, message
         return CODING_IDS[self.coding], coded[: HEADER_NBYTES + length]

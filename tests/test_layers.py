@@ -89,3 +89,23 @@ def test_every_package_is_in_the_distribution() -> None:
     for path in modules().values():
         package = ".".join(path.parent.relative_to(ROOT).parts)
         assert f'"{package}"' in listed, package
+
+
+def _hazards(path: Path) -> list[str]:
+    """Ways to start threads inside kernels or to fork; after either, the other aborts or hangs."""
+    tree, found = ast.parse(path.read_text()), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "parallel":
+            found.append("parallel=")
+        elif isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            found += [name] if name in ("prange", "fork", "forkpty") else []
+        elif isinstance(node, ast.Constant) and node.value in ("fork", "omp", "workqueue"):
+            found.append(repr(node.value))
+    return found
+
+
+def test_no_kernel_starts_threads_and_nothing_forks() -> None:
+    forks_first = "launch.shaped"  # its children are made before any thread
+    checked = {m: path for m, path in modules().items() if not m.startswith(forks_first)}
+    assert {module: _hazards(path) for module, path in checked.items() if _hazards(path)} == {}

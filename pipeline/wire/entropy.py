@@ -6,16 +6,20 @@ coded payload's length depends on its values: receives are posted at the uncoded
 never exceeded, and the header says how long the message is.
 """
 
+import math
+import time
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-Coding = Literal["none", "zstd"]
+Coding = Literal["none", "zstd", "auto"]
 
-CODING_IDS: dict[Coding, int] = {"none": 0, "zstd": 1}
+CODING_IDS: dict[Coding, int] = {"none": 0, "zstd": 1, "auto": 1}
 
 _LEVEL = 1
+_TRY_AGAIN = 64  # messages
 
 
 class CodingError(RuntimeError):
@@ -28,8 +32,33 @@ def check_coding(coding: Coding) -> None:
     Raises:
         ImportError: `coding` needs a package that is not installed.
     """
-    if coding == "zstd":
+    if coding != "none":
         _zstandard()
+
+
+@dataclass
+class Coder:
+    """Codes payloads while that is quicker than to send them as they are.
+
+    `link_rate` is what the link achieves, in bytes per second; 0 codes always. The receiver is
+    taken to need as long as the sender. What is not coded is tried again every 64 payloads.
+    """
+
+    link_rate: float
+    _gain_s: float = math.inf  # of the last payload that was coded
+    _left_out: int = 0
+
+    def __call__(self, payload: Tensor, coded: Tensor) -> int | None:
+        """`compress`, or None where it does not pay."""
+        if self._gain_s <= 0 and self._left_out < _TRY_AGAIN:
+            self._left_out += 1
+            return None
+        start_s, self._left_out = time.perf_counter(), 0
+        length = compress(payload, coded)
+        if self.link_rate:
+            saved = payload.numel() - (payload.numel() if length is None else length)
+            self._gain_s = saved / self.link_rate - 2 * (time.perf_counter() - start_s)
+        return length
 
 
 def compress(payload: Tensor, coded: Tensor) -> int | None:
@@ -71,7 +100,7 @@ def _zstandard() -> Any:
         import zstandard
     except ImportError as error:
         raise ImportError(
-            'coding = "zstd" needs the zstandard package: pip install thinpipe[zstd], '
+            "this coding needs the zstandard package: pip install thinpipe[zstd], "
             'or set coding = "none"'
         ) from error
     return zstandard

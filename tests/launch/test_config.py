@@ -62,6 +62,11 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
             ["boundary.0.forward.first_visit", "tile = 32: use one of 16, 64, 256"],
         ),
         (
+            '[[boundary]]\nforward = {kind = "aqsgd", rate = 1.0}',
+            ["boundary.0.forward", "rate = 1.0 with bits = 4", 'coding = "none"', 'or "auto"'],
+        ),
+        ('[[boundary]]\nforward = {kind = "aqsgd", rate = 0.0}', ["forward.rate = 0.0"]),
+        (
             '[[boundary]]\nbackward = {kind = "direct", bits = 1, rounding = "stochastic"}',
             ["boundary.0.backward", "bits >= 2"],
         ),

@@ -14,6 +14,7 @@ from pipeline.wire.codec import Codec
 from pipeline.wire.header import HEADER_NBYTES, DesyncError
 from pipeline.wire.uniform import Uniform
 from tests.ranks import Ranks
+from tests.training import batch, config, single_process, train_steps
 
 pytest.importorskip("zstandard")
 
@@ -86,6 +87,23 @@ def test_a_damaged_coded_payload_is_found() -> None:
         receiver.receive(0, SHAPE, IDS)
 
 
+@pytest.mark.parametrize(("link_rate", "coded"), [(1e3, True), (float("inf"), False)])
+def test_the_sender_decides_by_its_link_and_the_receiver_follows(
+    link_rate: float, coded: bool
+) -> None:
+    link = LoopbackLink()
+    sender = channel(link, coding="auto", link_rate=link_rate)
+    receiver, sizes = channel(link, coding="auto"), []
+    for microbatch in range(3):
+        receiver.expect(microbatch, SHAPE)
+        sender.send(microbatch, values(microbatch), IDS)
+        assert torch.isfinite(receiver.receive(microbatch, SHAPE, IDS)).all()
+        sizes.append(sender.take_traffic().nbytes)
+    full = HEADER_NBYTES + 4 * QUANTIZED.nbytes(32 * 64)
+    assert (sizes[2] < 0.6 * full) == coded
+    assert (sizes[2] == full) != coded
+
+
 def _visits(rank: int) -> tuple[int, str]:
     """Four visits of the same samples; returns bytes sent and the memory's digest."""
     assert dist.group.WORLD is not None
@@ -110,3 +128,19 @@ def test_shorter_messages_arrive_over_gloo_and_memories_stay_equal(ranks: Ranks)
     assert digest == other
     uncoded = 4 * (HEADER_NBYTES + SHAPE.numel() // 4 + 4 * 32 * 2) + 3 * SHAPE.numel() // 4
     assert 0 < sent < uncoded
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_run_measures_its_links_and_trains(ranks: Ranks, schedule: str) -> None:
+    coded = {"bits": 4, "rate": 1.0, "coding": "auto"}
+    boundary = {"forward": {"kind": "aqsgd", **coded}, "backward": {"kind": "direct", **coded}}
+    run = config(
+        pipeline={"schedule": schedule, "cuts": [1, 2, 3]},
+        boundary=[boundary],
+        train={"lr": 0.01},
+    )
+    batches = [batch(list(range(8)))] * 6
+    exact, _ = single_process(run, batches)
+    for losses, _, _ in ranks(run.world_size, train_steps, run, batches):
+        assert losses[0] - losses[-1] > 0.9 * (exact[0] - exact[-1])

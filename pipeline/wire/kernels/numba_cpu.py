@@ -1,10 +1,10 @@
 """The kernels on CPUs, compiled by numba: one pass over memory, no GIL, no threads of their own.
 
-Rows are cut into blocks; a block's codes (and random numbers) stay in the L1 cache between being
-computed and being packed. A group's scale is computed when its first value is reached, so that
-group and block sizes need not divide each other. Arrays travel as flat windows with a row stride.
+Arrays travel as flat windows with a row stride. What combines several codes of a row works on spans
+of whole groups and whole blocks, whose values stay in the caches in between.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,31 +14,14 @@ from numba import njit
 from torch import Tensor
 
 from pipeline.wire.codec import Noise
-from pipeline.wire.kernels import Codes
-from pipeline.wire.kernels.block_ir import (
-    copy_planes,
-    fill_codes,
-    pack_block,
-    philox_block,
-    unpack_block,
-)
-from pipeline.wire.kernels.vector_ir import (
-    LANES,
-    apply_group,
-    bits_of,
-    compiled,
-    extremes,
-    float_of,
-    quantize_group,
-)
+from pipeline.wire.kernels import Codes, check_blocks, unit_blocks
+from pipeline.wire.kernels.numba_rows import BLOCK, INFINITY, ROOM, decode_row, encode_row
+from pipeline.wire.kernels.vector_ir import add_scaled, bytes_at, compiled, subtract
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from pipeline.wire import kernels
     from pipeline.wire.kernels import KernelSet
 
-_BLOCK, _PLANES, _LANES = 1024, 8, 128
-_ROOM = _BLOCK + LANES  # a masked step may look past the end of a block
-_INFINITY = np.uint32(0x7F800000)
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
 _Window = tuple[Any, int]  # a flat numpy array and the distance between rows in it
@@ -53,38 +36,127 @@ if binding.get_host_cpu_features().get("f16c") is False and "x86" in binding.get
     raise ImportError('the numba kernels need a CPU with F16C; use backend = "reference"')
 
 
-def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
+def quantize(
+    x_BN: Tensor,
+    codes: Codes,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
+) -> None:
     """Fill `codes`; see `KernelSet.quantize`."""
     rows, numel = x_BN.shape
-    fresh = _kept(None, rows)
-    _encode(_readable(x_BN), _NOTHING, fresh, *_code_windows(codes, numel), _words(noise, rows))
+    into, words = _code_windows(codes, numel, rate), _words(noise, rows)
+    _encode(_readable(x_BN), _NOTHING, _kept(None, rows), into, words, _ends(blocks, numel))
 
 
-def dequantize(codes: Codes, out_BN: Tensor) -> None:
+def dequantize(codes: Codes, out_BN: Tensor, *, blocks: range | None = None) -> None:
     """Write the values of codes and scales; see `KernelSet.dequantize`."""
     rows, numel = out_BN.shape
-    into_BN = _writable(out_BN)
-    _decode(*_code_windows(codes, numel), _NOTHING, _kept(None, rows), _window(into_BN))
-    _hand_over(into_BN, out_BN)
+    source, into_BN = _code_windows(codes, numel), _writable(out_BN)
+    _decode(source, _NOTHING, _kept(None, rows), _window(into_BN), _ends(blocks, numel))
+    _hand_over(into_BN, out_BN, blocks)
 
 
 def delta_encode(
-    x_BN: Tensor, memory_BN: Tensor, codes: Codes, fresh_BN: Tensor, *, noise: Noise | None
+    x_BN: Tensor,
+    memory_BN: Tensor,
+    codes: Codes,
+    fresh_BN: Tensor,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
 ) -> Tensor:
     """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
     rows, numel = x_BN.shape
-    fresh, memory = _kept(fresh_BN, rows), _window(memory_BN)
-    _encode(_readable(x_BN), memory, fresh, *_code_windows(codes, numel), _words(noise, rows))
+    fresh, memory, words = _kept(fresh_BN, rows), _window(memory_BN), _words(noise, rows)
+    into = _code_windows(codes, numel, rate)
+    _encode(_readable(x_BN), memory, fresh, into, words, _ends(blocks, numel))
     return torch.from_numpy(fresh[2])
 
 
-def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
+def delta_decode(
+    codes: Codes,
+    memory_BN: Tensor,
+    fresh_BN: Tensor,
+    out_BN: Tensor,
+    *,
+    blocks: range | None = None,
+) -> Tensor:
     """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
     rows, numel = out_BN.shape
-    fresh, into_BN = _kept(fresh_BN, rows), _writable(out_BN)
-    _decode(*_code_windows(codes, numel), _window(memory_BN), fresh, _window(into_BN))
-    _hand_over(into_BN, out_BN)
+    fresh, into_BN, source = _kept(fresh_BN, rows), _writable(out_BN), _code_windows(codes, numel)
+    _decode(source, _window(memory_BN), fresh, _window(into_BN), _ends(blocks, numel))
+    _hand_over(into_BN, out_BN, blocks)
     return torch.from_numpy(fresh[2])
+
+
+def packed_delta_encode(
+    x_BN: Tensor,
+    memory: Codes,
+    codes: Codes,
+    fresh: Codes,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
+) -> Tensor:
+    """`delta_encode` on quantized memories; see `KernelSet.packed_delta_encode`."""
+    rows, numel = x_BN.shape
+    finite, spans = np.empty(rows, np.bool_), _spans(blocks, numel, memory, codes, fresh)
+    delta, words = _code_windows(codes, numel, rate), _words(noise, rows)
+    old, new = _code_windows(memory, numel), _code_windows(fresh, numel)
+    _packed_encode(_readable(x_BN), old, delta, new, words, finite, spans)
+    return torch.from_numpy(finite)
+
+
+def packed_delta_decode(
+    codes: Codes,
+    memory: Codes,
+    fresh: Codes,
+    out_BN: Tensor,
+    *,
+    blocks: range | None = None,
+) -> Tensor:
+    """`delta_decode` on quantized memories; see `KernelSet.packed_delta_decode`."""
+    rows, numel = out_BN.shape
+    finite, spans = np.empty(rows, np.bool_), _spans(blocks, numel, memory, codes, fresh)
+    old, delta, new = (_code_windows(each, numel) for each in (memory, codes, fresh))
+    into_BN = _writable(out_BN)
+    _packed_decode(delta, old, new, _window(into_BN), finite, spans)
+    _hand_over(into_BN, out_BN, blocks)
+    return torch.from_numpy(finite)
+
+
+def mean(
+    shards: Sequence[Codes],
+    codes: Codes,
+    residual_BN: Tensor,
+    *,
+    noise: Noise | None,
+    blocks: range | None = None,
+) -> None:
+    """Quantize the mean of shards and residual; see `KernelSet.mean`."""
+    rows, numel = residual_BN.shape
+    spans = _spans(blocks, numel, codes, *shards)
+    words, into = _words(noise, rows), _code_windows(codes, numel)
+    windows = [_code_windows(shard, numel) for shard in shards]
+    places = np.array([_addresses(window) for window in windows], np.int64)
+    rules = np.array([window[2][1:4] for window in windows], np.int64)
+    _mean(places, rules, into, _window(residual_BN), words, rows, spans)
+
+
+def _ends(blocks: range | None, numel: int) -> tuple[int, int]:
+    part = check_blocks(blocks, numel)
+    return part.start, part.stop
+
+
+def _spans(blocks: range | None, numel: int, *codes: Codes) -> tuple[int, int, int]:
+    """First block, end, and blocks per span."""
+    unit = unit_blocks(numel, *(each.group for each in codes))
+    part = check_blocks(blocks, numel, unit=unit)
+    return part.start, part.stop, unit
 
 
 def _readable(x_BN: Tensor) -> _Window:
@@ -99,9 +171,11 @@ def _writable(out_BN: Tensor) -> Tensor:
     return torch.empty(out_BN.shape)
 
 
-def _hand_over(into_BN: Tensor, out_BN: Tensor) -> None:
+def _hand_over(into_BN: Tensor, out_BN: Tensor, blocks: range | None) -> None:
     if into_BN.data_ptr() != out_BN.data_ptr():
-        out_BN.copy_(into_BN)
+        part = check_blocks(blocks, out_BN.shape[1])
+        values = slice(part.start * BLOCK, part.stop * BLOCK)
+        out_BN[:, values].copy_(into_BN[:, values])
 
 
 def _window(t_BN: Tensor) -> _Window:
@@ -114,11 +188,20 @@ def _window(t_BN: Tensor) -> _Window:
     return stored.as_strided((span,), (1,)).numpy(), row
 
 
-def _code_windows(codes: Codes, numel: int) -> tuple[_Window, _Window, tuple[int, ...]]:
-    """Payload, bytes of the scales, and (values, bits, group, scales are fp32)."""
+def _code_windows(
+    codes: Codes, numel: int, rate: float | None = None
+) -> tuple[_Window, _Window, tuple[int, int, int, int, Any]]:
+    """Payload, bytes of the scales, and (values, bits, group, scales are fp32, rate or 0)."""
     fp32 = int(codes.scale_BK.dtype == torch.float32)
     scale = _window(codes.scale_BK.view(torch.uint8))
-    return _window(codes.payload_BP), scale, (numel, codes.bits, codes.group, fp32)
+    rule = (numel, codes.bits, codes.group, fp32, np.float32(rate or 0.0))
+    return _window(codes.payload_BP), scale, rule
+
+
+def _addresses(windows: Any) -> tuple[int, int, int, int]:
+    """Address and row distance of payload and scales."""
+    (payload, payload_row), (scale, scale_row), _ = windows
+    return payload.ctypes.data, payload_row, scale.ctypes.data, scale_row
 
 
 def _kept(fresh_BN: Tensor | None, rows: int) -> tuple[Any, int, Any]:
@@ -133,137 +216,120 @@ def _words(noise: Noise | None, rows: int) -> tuple[Any, Any, Any, Any]:
         return None, np.uint64(0), np.uint64(0), np.empty(rows, np.uint64)
     row_B = noise.row_B.to(torch.int64).contiguous().numpy().view(np.uint64)
     key, step = np.uint64(noise.key & _MASK64), np.uint64(noise.step & 0xFFFFFFFF)
-    return np.empty(_ROOM, np.uint16), key, step, row_B
-
-
-@njit(error_model="numpy")
-def _group_step(high: Any, low: Any, half: Any, fp32: Any, stochastic: Any) -> Any:
-    """Signed step of a group from the bit patterns of its extremes; see `reference._scale`."""
-    large, small = float_of(max(high, low)), float_of(min(high, low))
-    if max(high, low) >= _INFINITY:
-        return np.float32(np.nan)
-    half_up, half_down = np.float32(half + 0.5), np.float32(half - 0.5)
-    if stochastic:
-        step = max(large / np.float32(half), small / np.float32(half - 1))
-    elif half <= 2:
-        step = large / np.float32(half)
-    else:
-        step = max(large / half_up, small / half_down)
-    word = bits_of(step)
-    if not fp32:
-        word = (word + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
-    if word < np.uint32(0x00800000):
-        return np.float32(0.0)
-    if word >= _INFINITY:
-        return np.float32(np.nan)
-    return float_of(word | np.uint32(0x80000000) if high > low else word)
+    return np.empty(ROOM, np.uint16), key, step, row_B
 
 
 @njit
-def _store_scale(scale: Any, start: Any, step: Any, fp32: Any) -> Any:
-    word = bits_of(step)
-    if fp32:
-        for i in range(4):
-            scale[start + i] = np.uint8((word >> np.uint32(8 * i)) & np.uint32(0xFF))
-    else:
-        scale[start] = np.uint8((word >> np.uint32(16)) & np.uint32(0xFF))
-        scale[start + 1] = np.uint8(word >> np.uint32(24))
-
-
-@njit
-def _load_scale(scale: Any, start: Any, fp32: Any) -> Any:
-    """A scale; every NaN becomes the canonical one, which roundings keep a NaN."""
-    word = np.uint32(scale[start]) | np.uint32(scale[start + 1]) << np.uint32(8)
-    if fp32:
-        word |= np.uint32(scale[start + 2]) << np.uint32(16)
-        word |= np.uint32(scale[start + 3]) << np.uint32(24)
-    else:
-        word = word << np.uint32(16)
-    value = float_of(np.uint32(word))
-    return value if value == value else np.float32(np.nan)
-
-
-@njit
-def _block_bounds(block: Any, numel: Any) -> Any:
-    """First value, end and lanes of a block."""
-    first = block * _BLOCK
-    last = min(first + _BLOCK, numel)
-    return first, last, (last - first + _PLANES - 1) // _PLANES
+def _row_of(codes: Any, row: Any) -> Any:
+    """Payload and scales of a row, with their places."""
+    payload, scale, _ = codes
+    return (payload[0], row * payload[1]), (scale[0], row * scale[1])
 
 
 @compiled
-def _encode(
-    x: Any, memory: Any, fresh: Any, payload: Any, scale: Any, shape: Any, noise: Any
+def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any, ends: Any) -> Any:
+    random, key, noise_step, row_numbers = noise
+    part = (ends[0], ends[1], np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
+    for row in range(len(fresh[2])):
+        largest = encode_row(
+            (x[0], row * x[1]),
+            (memory[0], row * memory[1]),
+            (fresh[0], row * fresh[1]),
+            _row_of(into, row),
+            into[2],
+            (random, key, row_numbers[row], noise_step),
+            part,
+        )
+        fresh[2][row] = largest < INFINITY
+
+
+@compiled
+def _decode(source: Any, memory: Any, fresh: Any, out: Any, ends: Any) -> Any:
+    part = (ends[0], ends[1], np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
+    for row in range(len(fresh[2])):
+        largest = decode_row(
+            _row_of(source, row),
+            source[2],
+            (memory[0], row * memory[1]),
+            (fresh[0], row * fresh[1]),
+            (out[0], row * out[1]),
+            part,
+        )
+        fresh[2][row] = largest < INFINITY
+
+
+@compiled
+def _packed_encode(
+    x: Any, old: Any, delta: Any, new: Any, noise: Any, finite: Any, spans: Any
 ) -> Any:
-    rows, (numel, bits, group, fp32) = len(fresh[2]), shape
-    random, key, noise_step, noise_rows = noise
-    half, scale_nbytes = 1 << (bits - 1), 4 if fp32 else 2
-    codes, spread = np.empty(_ROOM, np.uint8), np.empty(_ROOM, np.uint8)
-    step, inverse = np.float32(0.0), np.float32(0.0)
-    for row in range(rows):
-        x_row, m_row, f_row = row * x[1], row * memory[1], row * fresh[1]
-        largest = np.uint32(0)
-        for block in range((numel + _BLOCK - 1) // _BLOCK):
-            first, last, lanes = _block_bounds(block, numel)
-            at = first
-            philox_block(random, lanes, block * _LANES, (key, noise_rows[row], noise_step))
-            while at < last:
-                k = at // group
-                end = min((k + 1) * group, last)
-                if at == k * group:
-                    size = min(group, numel - at)
-                    high, low = extremes(x[0], memory[0], x_row + at, m_row + at, size)
-                    step = _group_step(high, low, half, fp32, random is not None)
-                    _store_scale(scale[0], row * scale[1] + k * scale_nbytes, step, fp32)
-                    inverse = np.float32(1.0) / step if abs(step) > 0 else np.float32(0.0)
-                x_at, m_at, f_at, count = x_row + at, m_row + at, f_row + at, end - at
-                if inverse == 0:
-                    fill_codes(codes, at - first, end - first, half)
-                    unchanged = (at - first, m_at, f_at, 0, count, half, step)
-                    kept = apply_group(codes, memory[0], fresh[0], None, unchanged)
-                else:
-                    changed = (x_at, m_at, f_at, at - first, count, half, step, inverse)
-                    kept = quantize_group(x[0], memory[0], fresh[0], codes, random, changed)
-                largest = max(largest, kept)
-                at = end
-            fill_codes(codes, last - first, lanes * _PLANES, 0)
-            start = row * payload[1] + block * _LANES * bits
-            if lanes == _LANES:
-                pack_block(codes, payload[0], start, bits)
-            else:
-                copy_planes(codes, (0, lanes), spread, (0, _LANES), (_PLANES, lanes))
-                pack_block(spread, codes, 0, bits)
-                copy_planes(codes, (0, _LANES), payload[0], (start, lanes), (bits, lanes))
-        fresh[2][row] = largest < _INFINITY
+    random, key, noise_step, row_numbers = noise
+    first_block, last_block, unit = spans
+    codes, spread = np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)
+    values = np.empty(unit * BLOCK, np.float32)
+    for row in range(len(finite)):
+        finite[row] = True
+        number = (random, key, row_numbers[row], noise_step)
+        sources = _row_of(old, row)
+        changes = _row_of(delta, row)
+        targets = _row_of(new, row)
+        for first in range(first_block, last_block, unit):
+            part = (first, min(first + unit, last_block), codes, spread)
+            here = (values, -first * BLOCK)
+            decode_row(sources, old[2], (None, 0), (None, 0), here, part)
+            largest = encode_row((x[0], row * x[1]), here, here, changes, delta[2], number, part)
+            finite[row] &= largest < INFINITY
+            plain = (None, key, key, key)
+            encode_row(here, (None, 0), (None, 0), targets, new[2], plain, part)
 
 
 @compiled
-def _decode(payload: Any, scale: Any, shape: Any, memory: Any, fresh: Any, out: Any) -> Any:
-    rows, (numel, bits, group, fp32) = len(fresh[2]), shape
-    half, scale_nbytes = 1 << (bits - 1), 4 if fp32 else 2
-    codes, spread = np.empty(_ROOM, np.uint8), np.empty(_ROOM, np.uint8)
+def _packed_decode(delta: Any, old: Any, new: Any, out: Any, finite: Any, spans: Any) -> Any:
+    first_block, last_block, unit = spans
+    codes, spread = np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)
+    values, zero = np.empty(unit * BLOCK, np.float32), np.uint64(0)
+    for row in range(len(finite)):
+        finite[row] = True
+        sources = _row_of(old, row)
+        changes = _row_of(delta, row)
+        targets = _row_of(new, row)
+        for first in range(first_block, last_block, unit):
+            part = (first, min(first + unit, last_block), codes, spread)
+            here = (values, -first * BLOCK)
+            decode_row(sources, old[2], (None, 0), (None, 0), here, part)
+            largest = decode_row(changes, delta[2], here, here, (out[0], row * out[1]), part)
+            finite[row] &= largest < INFINITY
+            plain = (None, zero, zero, zero)
+            encode_row(here, (None, 0), (None, 0), targets, new[2], plain, part)
+
+
+@compiled
+def _mean(
+    places: Any, rules: Any, into: Any, residual: Any, noise: Any, rows: Any, spans: Any
+) -> Any:
+    random, key, noise_step, row_numbers = noise
+    first_block, last_block, unit = spans
+    numel, inverse = into[2][0], np.float32(1.0 / len(places))
+    codes, spread = np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)
+    total, seen = np.empty(unit * BLOCK, np.float32), np.empty(unit * BLOCK, np.float32)
     for row in range(rows):
-        m_row, f_row, o_row = row * memory[1], row * fresh[1], row * out[1]
-        largest = np.uint32(0)
-        for block in range((numel + _BLOCK - 1) // _BLOCK):
-            first, last, lanes = _block_bounds(block, numel)
-            at = first
-            start = row * payload[1] + block * _LANES * bits
-            if lanes == _LANES:
-                unpack_block(payload[0], start, codes, bits)
-            else:
-                copy_planes(payload[0], (start, lanes), codes, (0, _LANES), (bits, lanes))
-                unpack_block(codes, 0, spread, bits)
-                copy_planes(spread, (0, _LANES), codes, (0, lanes), (_PLANES, lanes))
-            while at < last:
-                k = at // group
-                end = min((k + 1) * group, last)
-                step = _load_scale(scale[0], row * scale[1] + k * scale_nbytes, fp32)
-                places = (at - first, m_row + at, f_row + at, o_row + at, end - at, half, step)
-                kept = apply_group(codes, memory[0], fresh[0], out[0], places)
-                largest = max(largest, kept)
-                at = end
-        fresh[2][row] = largest < _INFINITY
+        number = (random, key, row_numbers[row], noise_step)
+        targets = _row_of(into, row)
+        for first in range(first_block, last_block, unit):
+            part = (first, min(first + unit, last_block), codes, spread)
+            here, count = (total, -first * BLOCK), min(unit * BLOCK, numel - first * BLOCK)
+            for i in range(len(places)):
+                payload = (bytes_at(places[i, 0]), row * places[i, 1])
+                scale = (bytes_at(places[i, 2]), row * places[i, 3])
+                rule = (numel, rules[i, 0], rules[i, 1], rules[i, 2], np.float32(0.0))
+                if i == 0:
+                    decode_row((payload, scale), rule, (None, 0), (None, 0), here, part)
+                else:
+                    decode_row((payload, scale), rule, here, (None, 0), here, part)
+            left_at = row * residual[1] + first * BLOCK
+            add_scaled(total, inverse, residual[0], left_at, count)
+            encode_row(here, (None, 0), (None, 0), targets, into[2], number, part)
+            decode_row(targets, into[2], (None, 0), (None, 0), (seen, here[1]), part)
+            subtract(total, seen, residual[0], left_at, count)
 
 
 if TYPE_CHECKING:

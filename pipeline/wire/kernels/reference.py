@@ -3,6 +3,7 @@
 Axes: B rows, N values, K groups, G values per group, P payload bytes, L lanes of a block.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.wire.codec import Noise
-from pipeline.wire.kernels import Codes
+from pipeline.wire.kernels import Codes, composed, part_of
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from pipeline.wire import kernels
@@ -20,49 +21,133 @@ _BLOCK, _PLANES, _LANES = 1024, 8, 128
 _WIDTHS = (8, 4, 2, 1)
 _MASK32 = 0xFFFFFFFF
 _SMALLEST_NORMAL = 2.0**-126
+_SUMS = 64
 
 
-def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
+def quantize(
+    x_BN: Tensor,
+    codes: Codes,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
+) -> None:
     """Fill `codes`; see `KernelSet.quantize`."""
     payload_BP, scale_BK, bits, group = codes
+    numel = x_BN.shape[1]
     x_BKG = _grouped(x_BN.float(), group)
-    scale = _scale(x_BKG, bits, unbiased=noise is not None)
-    scale_BK.copy_(_round_up_bf16(scale) if scale_BK.dtype == torch.bfloat16 else scale)
-    step_BK1 = scale_BK.float().unsqueeze(-1)
+    if rate is None:
+        step_BK = _scale(x_BKG, bits, unbiased=noise is not None)
+    else:
+        step_BK = _rms_scale(x_BKG, numel, rate)
+    step_BK = _stored(step_BK, scale_BK.dtype)
+    step_BK1 = step_BK.float().unsqueeze(-1)
     usable = step_BK1.abs() >= _SMALLEST_NORMAL  # false for NaN as well
     inverse = torch.where(usable, 1.0 / step_BK1, 0.0)
-    y_BN = torch.where(usable, x_BKG * inverse, 0.0).flatten(1)[:, : x_BN.shape[1]]
+    y_BN = torch.where(usable, x_BKG * inverse, 0.0).flatten(1)[:, :numel]
     q_BN = y_BN.round() if noise is None else _round_stochastic(y_BN, noise)
     half = 1 << (bits - 1)
     code_BN = (q_BN.clamp(-half, half - 1) + half).to(torch.uint8)
-    payload_BP.copy_(_pack(code_BN, bits))
+    part = part_of(blocks, numel, bits=bits, group=group)
+    payload_BP[:, part.payload] = _pack(code_BN, bits)[:, part.payload]
+    scale_BK[:, part.scales] = step_BK[:, part.scales]
 
 
-def dequantize(codes: Codes, out_BN: Tensor) -> None:
+def dequantize(codes: Codes, out_BN: Tensor, *, blocks: range | None = None) -> None:
     """Write the values of codes and scales; see `KernelSet.dequantize`."""
     code_BN = _unpack(codes.payload_BP, codes.bits, out_BN.shape[1])
     q_BKG = _grouped(code_BN.float() - (1 << (codes.bits - 1)), codes.group)
     value_BKG = q_BKG * codes.scale_BK.float().unsqueeze(-1)
-    out_BN.copy_(value_BKG.flatten(1)[:, : out_BN.shape[1]])
+    values = _values(blocks, out_BN)
+    out_BN[:, values] = value_BKG.flatten(1)[:, values].to(out_BN.dtype)
 
 
 def delta_encode(
-    x_BN: Tensor, memory_BN: Tensor, codes: Codes, fresh_BN: Tensor, *, noise: Noise | None
+    x_BN: Tensor,
+    memory_BN: Tensor,
+    codes: Codes,
+    fresh_BN: Tensor,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
 ) -> Tensor:
     """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
-    change_BN = x_BN.float() - memory_BN.float()
-    quantize(change_BN, codes, noise=noise)
-    return delta_decode(codes, memory_BN, fresh_BN, torch.empty_like(change_BN))
+    change_BN, bits, group = x_BN.float() - memory_BN.float(), codes.bits, codes.group
+    whole = Codes(torch.empty_like(codes[0]), torch.empty_like(codes[1]), bits, group)
+    quantize(change_BN, whole, noise=noise, rate=rate)
+    part = part_of(blocks, x_BN.shape[1], bits=bits, group=group)
+    codes.payload_BP[:, part.payload] = whole.payload_BP[:, part.payload]
+    codes.scale_BK[:, part.scales] = whole.scale_BK[:, part.scales]
+    return delta_decode(whole, memory_BN, fresh_BN, torch.empty_like(change_BN), blocks=blocks)
 
 
-def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
+def delta_decode(
+    codes: Codes,
+    memory_BN: Tensor,
+    fresh_BN: Tensor,
+    out_BN: Tensor,
+    *,
+    blocks: range | None = None,
+) -> Tensor:
     """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
     change_BN = torch.empty(out_BN.shape, device=out_BN.device)
-    dequantize(codes, change_BN)
-    value_BN = memory_BN.float() + change_BN
-    out_BN.copy_(value_BN)
-    fresh_BN.copy_(value_BN)
-    return torch.isfinite(fresh_BN).all(1)
+    dequantize(codes, change_BN, blocks=blocks)
+    values = _values(blocks, out_BN)
+    value_BV = memory_BN[:, values].float() + change_BN[:, values]
+    out_BN[:, values] = value_BV.to(out_BN.dtype)
+    fresh_BN[:, values] = value_BV.to(fresh_BN.dtype)
+    return torch.isfinite(fresh_BN[:, values]).all(1)
+
+
+def packed_delta_encode(
+    x_BN: Tensor,
+    memory: Codes,
+    codes: Codes,
+    fresh: Codes,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
+) -> Tensor:
+    """`delta_encode` on quantized memories; see `KernelSet.packed_delta_encode`."""
+    composed.check_unit(blocks, x_BN.shape[1], memory, codes, fresh)
+    value_BN = composed.unpacked(dequantize, memory, x_BN)
+    finite_B = delta_encode(x_BN, value_BN, codes, value_BN, noise=noise, rate=rate, blocks=blocks)
+    quantize(value_BN, fresh, noise=None, blocks=blocks)
+    return finite_B
+
+
+def packed_delta_decode(
+    codes: Codes,
+    memory: Codes,
+    fresh: Codes,
+    out_BN: Tensor,
+    *,
+    blocks: range | None = None,
+) -> Tensor:
+    """`delta_decode` on quantized memories; see `KernelSet.packed_delta_decode`."""
+    composed.check_unit(blocks, out_BN.shape[1], memory, codes, fresh)
+    value_BN = composed.unpacked(dequantize, memory, out_BN)
+    finite_B = delta_decode(codes, value_BN, value_BN, out_BN, blocks=blocks)
+    quantize(value_BN, fresh, noise=None, blocks=blocks)
+    return finite_B
+
+
+def mean(
+    shards: Sequence[Codes],
+    codes: Codes,
+    residual_BN: Tensor,
+    *,
+    noise: Noise | None,
+    blocks: range | None = None,
+) -> None:
+    """Quantize the mean of shards and residual; see `KernelSet.mean`."""
+    composed.mean((quantize, dequantize), shards, codes, residual_BN, noise=noise, blocks=blocks)
+
+
+def _values(blocks: range | None, t_BN: Tensor) -> slice:
+    return part_of(blocks, t_BN.shape[1], bits=1, group=1).values
 
 
 def _grouped(x_BN: Tensor, group: int) -> Tensor:
@@ -95,6 +180,29 @@ def _scale(x_BKG: Tensor, bits: int, *, unbiased: bool) -> Tensor:
 def _divide(value_BK: Tensor, divisor: float) -> Tensor:
     """A true division: torch on CUDA multiplies by the reciprocal of a number."""
     return value_BK / torch.full_like(value_BK, divisor)
+
+
+def _rms_scale(x_BKG: Tensor, numel: int, rate: float) -> Tensor:
+    """rate x rms of each group, with the sum in the order of `kernels/__init__.py`."""
+    rows, groups, size = x_BKG.shape
+    square_BKS = F.pad(x_BKG.square(), (0, -size % _SUMS)).view(rows, groups, -1, _SUMS)
+    total_BKS = square_BKS[:, :, 0] if size else x_BKG.new_zeros(rows, groups, _SUMS)
+    for i in range(1, square_BKS.shape[2]):
+        total_BKS = total_BKS + square_BKS[:, :, i]
+    while total_BKS.shape[2] > 1:
+        half = total_BKS.shape[2] // 2
+        total_BKS = total_BKS[:, :, :half] + total_BKS[:, :, half:]
+    first_K = torch.arange(groups, device=x_BKG.device) * size
+    count_BK = (numel - first_K).clamp(max=size).float().expand(rows, -1)
+    mean_BK = total_BKS[:, :, 0] / count_BK
+    rms_BK = mean_BK.double().sqrt().float()  # torch's fp32 sqrt on CPUs does not round correctly
+    step = torch.full_like(rms_BK, rate) * rms_BK
+    step = torch.where(torch.isfinite(step), step, torch.nan)
+    return torch.where(step < _SMALLEST_NORMAL, 0.0, step)
+
+
+def _stored(step_BK: Tensor, dtype: torch.dtype) -> Tensor:
+    return _round_up_bf16(step_BK) if dtype == torch.bfloat16 else step_BK
 
 
 def _round_up_bf16(scale_BK: Tensor) -> Tensor:

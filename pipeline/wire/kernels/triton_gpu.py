@@ -2,11 +2,13 @@
 
 A first launch finds the scales, 1024 values per program; a second one makes the codes, one block
 per program as a tile of 8 planes and 128 lanes. The last, shorter block of a row is a launch of its
-own, so that full blocks have constant strides and unmasked, vectorized loads.
+own, so that full blocks have constant strides and unmasked, vectorized loads. Functions on several
+codes are composed: a GPU's memory is far faster than the links, and launches are few.
 
 Products and sums must round once each on every device: launches say `enable_fp_fusion=False`.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,99 +17,186 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.wire.codec import Noise
-from pipeline.wire.kernels import Codes
+from pipeline.wire.kernels import Codes, check_blocks, composed, part_of
+from pipeline.wire.kernels.triton_scales import difference, scale_kernel
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from pipeline.wire import kernels
     from pipeline.wire.kernels import KernelSet
 
 _BLOCK = 1024
+_SUMS = 64  # of the squares of a group
 _INFINITY = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_NOT_A_NUMBER = tl.constexpr(0x7FC00000)
 
 
-def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None) -> None:
+def quantize(
+    x_BN: Tensor,
+    codes: Codes,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
+) -> None:
     """Fill `codes`; see `KernelSet.quantize`."""
-    _encode(x_BN, None, codes, None, noise)
+    _encode(x_BN, (None, None), codes, noise=noise, rate=rate, blocks=blocks)
 
 
-def dequantize(codes: Codes, out_BN: Tensor) -> None:
+def dequantize(codes: Codes, out_BN: Tensor, *, blocks: range | None = None) -> None:
     """Write the values of codes and scales; see `KernelSet.dequantize`."""
-    _decode(codes, None, None, out_BN)
+    _decode(codes, (None, None), out_BN, blocks)
 
 
 def delta_encode(
-    x_BN: Tensor, memory_BN: Tensor, codes: Codes, fresh_BN: Tensor, *, noise: Noise | None
+    x_BN: Tensor,
+    memory_BN: Tensor,
+    codes: Codes,
+    fresh_BN: Tensor,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
 ) -> Tensor:
     """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
-    return _encode(x_BN, memory_BN, codes, fresh_BN, noise)
+    return _encode(x_BN, (memory_BN, fresh_BN), codes, noise=noise, rate=rate, blocks=blocks)
 
 
-def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
+def delta_decode(
+    codes: Codes,
+    memory_BN: Tensor,
+    fresh_BN: Tensor,
+    out_BN: Tensor,
+    *,
+    blocks: range | None = None,
+) -> Tensor:
     """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
-    return _decode(codes, memory_BN, fresh_BN, out_BN)
+    return _decode(codes, (memory_BN, fresh_BN), out_BN, blocks)
+
+
+def packed_delta_encode(
+    x_BN: Tensor,
+    memory: Codes,
+    codes: Codes,
+    fresh: Codes,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
+) -> Tensor:
+    """`delta_encode` on quantized memories; see `KernelSet.packed_delta_encode`."""
+    composed.check_unit(blocks, x_BN.shape[1], memory, codes, fresh)
+    value_BN = composed.unpacked(dequantize, memory, x_BN)
+    kept = (value_BN, value_BN)
+    finite_B = _encode(x_BN, kept, codes, noise=noise, rate=rate, blocks=blocks)
+    quantize(value_BN, fresh, noise=None, blocks=blocks)
+    return finite_B
+
+
+def packed_delta_decode(
+    codes: Codes,
+    memory: Codes,
+    fresh: Codes,
+    out_BN: Tensor,
+    *,
+    blocks: range | None = None,
+) -> Tensor:
+    """`delta_decode` on quantized memories; see `KernelSet.packed_delta_decode`."""
+    composed.check_unit(blocks, out_BN.shape[1], memory, codes, fresh)
+    value_BN = composed.unpacked(dequantize, memory, out_BN)
+    finite_B = _decode(codes, (value_BN, value_BN), out_BN, blocks)
+    quantize(value_BN, fresh, noise=None, blocks=blocks)
+    return finite_B
+
+
+def mean(
+    shards: Sequence[Codes],
+    codes: Codes,
+    residual_BN: Tensor,
+    *,
+    noise: Noise | None,
+    blocks: range | None = None,
+) -> None:
+    """Quantize the mean of shards and residual; see `KernelSet.mean`."""
+    composed.mean((quantize, dequantize), shards, codes, residual_BN, noise=noise, blocks=blocks)
 
 
 def _encode(
     x_BN: Tensor,
-    memory_BN: Tensor | None,
+    kept: tuple[Tensor | None, Tensor | None],
     codes: Codes,
-    fresh_BN: Tensor | None,
+    *,
     noise: Noise | None,
+    rate: float | None,
+    blocks: range | None,
 ) -> Tensor:
+    """`kept` = (memory, fresh)."""
     payload_BP, scale_BK, bits, group = codes
     rows, numel = x_BN.shape
-    m_BN = x_BN if memory_BN is None else memory_BN
-    chunk = min(_BLOCK, triton.next_power_of_2(group))
+    m_BN, f_BN = (x_BN if tensor is None else tensor for tensor in kept)
+    part = part_of(blocks, numel, bits=bits, group=group)
+    step_BK = scale_BK if blocks is None else torch.empty_like(scale_BK)
     finite_B = torch.ones(rows, dtype=torch.int32, device=x_BN.device)
-    flags = {"BITS": bits, "GROUP": group, "DELTA": memory_BN is not None}
+    flags = {"BITS": bits, "GROUP": group, "DELTA": kept[0] is not None}
     flags["STOCHASTIC"] = noise is not None
-    grid = (triton.cdiv(scale_BK.shape[1], _BLOCK // chunk), rows)
-    strides = (x_BN.stride(0), m_BN.stride(0), scale_BK.stride(0))
-    if rows and numel:
-        _scale_kernel[grid](
-            x_BN, m_BN, scale_BK, numel, *strides, CHUNK=chunk, **flags, enable_fp_fusion=False
+    strides = (x_BN.stride(0), m_BN.stride(0), step_BK.stride(0))
+    chunk = _SUMS if rate is not None else min(_BLOCK, triton.next_power_of_2(group))
+    first_group = part.values.start // group
+    count = triton.cdiv(part.values.stop - first_group * group, group * (_BLOCK // chunk))
+    if rows and count > 0:
+        places = (first_group, numel, *strides, rate or 0.0)
+        scale_kernel[(count, rows)](
+            x_BN,
+            m_BN,
+            step_BK,
+            *places,
+            CHUNK=chunk,
+            RMS=rate is not None,
+            **flags,
+            enable_fp_fusion=False,
         )
-    f_BN = m_BN if fresh_BN is None else fresh_BN
     key, step, row_B = _words(noise, finite_B)
-    for first, count, full in _launches(rows, numel):
+    for first, count, full in _launches(rows, numel, blocks):
         _encode_kernel[(count, rows)](
-            *(x_BN, m_BN, scale_BK, payload_BP, f_BN, finite_B, row_B),
+            *(x_BN, m_BN, step_BK, payload_BP, f_BN, finite_B, row_B),
             *(first, numel, *strides, payload_BP.stride(0), f_BN.stride(0), key, step),
             **flags,
             FULL=full,
             enable_fp_fusion=False,
         )
+    if blocks is not None:
+        scale_BK[:, part.scales] = step_BK[:, part.scales]
     return finite_B.bool()
 
 
 def _decode(
-    codes: Codes, memory_BN: Tensor | None, fresh_BN: Tensor | None, out_BN: Tensor
+    codes: Codes,
+    kept: tuple[Tensor | None, Tensor | None],
+    out_BN: Tensor,
+    blocks: range | None,
 ) -> Tensor:
     payload_BP, scale_BK, bits, group = codes
     rows, numel = out_BN.shape
-    m_BN = out_BN if memory_BN is None else memory_BN
-    f_BN = m_BN if fresh_BN is None else fresh_BN
+    m_BN, f_BN = (out_BN if tensor is None else tensor for tensor in kept)
     finite_B = torch.ones(rows, dtype=torch.int32, device=out_BN.device)
     tensors = (payload_BP, scale_BK, m_BN, f_BN, out_BN)
     strides = [tensor.stride(0) for tensor in tensors]
-    for first, count, full in _launches(rows, numel):
+    for first, count, full in _launches(rows, numel, blocks):
         _decode_kernel[(count, rows)](
             *(*tensors, finite_B, first, numel, *strides),
             BITS=bits,
             GROUP=group,
-            DELTA=memory_BN is not None,
+            DELTA=kept[0] is not None,
             FULL=full,
             enable_fp_fusion=False,
         )
     return finite_B.bool()
 
 
-def _launches(rows: int, numel: int) -> list[tuple[int, int, bool]]:
+def _launches(rows: int, numel: int, blocks: range | None) -> list[tuple[int, int, bool]]:
     """(first block, number of blocks, whether they are full) of each launch."""
-    full = numel // _BLOCK
-    launches = [(0, full, True), (full, int(numel % _BLOCK > 0), False)]
+    part, full = check_blocks(blocks, numel), numel // _BLOCK
+    whole = range(part.start, min(part.stop, full))
+    launches = [(whole.start, len(whole), True), (full, int(part.stop > full), False)]
     return [launch for launch in launches if launch[1] and rows]
 
 
@@ -122,77 +211,6 @@ def _words(noise: Noise | None, unused_B: Tensor) -> tuple[int, int, Tensor]:
 def _signed(number: int, bits: int) -> int:
     wrapped = number & ((1 << bits) - 1)
     return wrapped - (wrapped >> (bits - 1) << bits)
-
-
-@triton.jit
-def _difference(x_ptr, m_ptr, place, mask, DELTA: tl.constexpr):
-    """Values at `place` = offsets in x and in m, less the memory."""
-    value = tl.load(x_ptr + place[0], mask, other=0.0).to(tl.float32)
-    if DELTA:
-        value = value - tl.load(m_ptr + place[1], mask, other=0.0).to(tl.float32)
-    return value
-
-
-@triton.jit
-def _group_step(high, low, BITS: tl.constexpr, STOCHASTIC: tl.constexpr, FP32: tl.constexpr):
-    """Bits of the signed step from the bits of the group's extremes; see `reference._scale`."""
-    HALF: tl.constexpr = 2.0 ** (BITS - 1)
-    largest = tl.maximum(high, low)
-    large = largest.to(tl.float32, bitcast=True)
-    small = tl.minimum(high, low).to(tl.float32, bitcast=True)
-    one = tl.full(large.shape, 1.0, tl.float32)
-    if STOCHASTIC:
-        step = tl.maximum(tl.div_rn(large, one * HALF), tl.div_rn(small, one * (HALF - 1)))
-    elif BITS <= 2:
-        step = tl.div_rn(large, one * HALF)
-    else:
-        step = tl.maximum(
-            tl.div_rn(large, one * (HALF + 0.5)), tl.div_rn(small, one * (HALF - 0.5))
-        )
-    word = step.to(tl.int32, bitcast=True)
-    if not FP32:
-        word = (word.to(tl.int64) + 0xFFFF >> 16 << 16).to(tl.int32)
-    bad = (largest >= _INFINITY) | (word >= _INFINITY)
-    signed = tl.where(high > low, word | -2147483648, word)
-    kept = tl.where(word < 0x00800000, 0, signed)
-    return tl.where(bad, _NOT_A_NUMBER, kept)
-
-
-@triton.jit
-def _scale_kernel(
-    x_ptr,
-    m_ptr,
-    scale_ptr,
-    numel,
-    x_row,
-    m_row,
-    scale_row,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-    DELTA: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
-    GROUPS: tl.constexpr = 1024 // CHUNK
-    FP32: tl.constexpr = scale_ptr.dtype.element_ty == tl.float32
-    row = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    high = tl.zeros((GROUPS,), tl.int32)
-    low = tl.zeros((GROUPS,), tl.int32)
-    for start in range(0, GROUP, CHUNK):
-        inside = start + tl.arange(0, CHUNK)[None, :]
-        offset = group[:, None] * GROUP + inside
-        mask = (inside < GROUP) & (offset < numel)
-        place = (row * x_row + offset, row * m_row + offset)
-        word = _difference(x_ptr, m_ptr, place, mask, DELTA).to(tl.int32, bitcast=True)
-        high = tl.maximum(high, tl.max(word, axis=1))
-        low = tl.maximum(low, tl.max(tl.where(word < 0, word & _MAGNITUDE, 0), axis=1))
-    step = _group_step(high, low, BITS, STOCHASTIC, FP32)
-    if FP32:
-        stored = step.to(tl.float32, bitcast=True)
-    else:
-        stored = (step >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    tl.store(scale_ptr + row * scale_row + group, stored, mask=group * GROUP < numel)
 
 
 @triton.jit
@@ -324,7 +342,7 @@ def _encode_kernel(
     usable = tl.abs(scale) > 0.0
     one = tl.full(scale.shape, 1.0, tl.float32)
     inverse = tl.div_rn(one, tl.where(usable, scale, 1.0))
-    scaled = tl.where(usable, _difference(x_ptr, m_ptr, place, mask, DELTA) * inverse, 0.0)
+    scaled = tl.where(usable, difference(x_ptr, m_ptr, place, mask, DELTA) * inverse, 0.0)
     if STOCHASTIC:
         random = _random(block, tl.load(row_ptr + row), key, step)
         level = (_round(scaled * 65536.0) + random) >> 16

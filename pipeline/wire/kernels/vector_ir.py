@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 LANES = 64
 
@@ -205,6 +206,36 @@ def extremes(typing: Any, x: Any, memory: Any, start: Any, memory_start: Any, co
     return pair(x, memory, types.int64, types.int64, types.int64), codegen
 
 
+@intrinsic
+def sum_of_squares(
+    typing: Any, x: Any, memory: Any, start: Any, memory_start: Any, count: Any
+) -> Any:
+    """Sum of (x - memory)^2 in the order that `kernels/__init__.py` defines."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        x_op = _Operand(context, b, (x, args[0]), args[2])
+        m_op = _Operand(context, b, (memory, args[1]), args[3])
+        sums = cgutils.alloca_once_value(b, filled(0.0, _F32))
+
+        def body(index: Value, mask: Value) -> None:
+            value = _difference(b, x_op, m_op, index, mask)
+            b.store(b.fadd(b.load(sums), b.fmul(value, value)), sums)
+
+        _steps(b, args[4], body)
+        total, width = b.load(sums), LANES
+        while width > 1:
+            width //= 2
+            undefined = ir.Constant(total.type, ir.Undefined)
+            lower, upper = (
+                b.shuffle_vector(total, undefined, ir.Constant(vector(I32, width), list(lanes)))
+                for lanes in (range(width), range(width, 2 * width))
+            )
+            total = b.fadd(lower, upper)
+        return b.extract_element(total, I32(0))
+
+    return types.float32(x, memory, types.int64, types.int64, types.int64), codegen
+
+
 class _Kept:
     """Stores new memories and remembers the largest bit pattern of their magnitudes."""
 
@@ -310,6 +341,62 @@ def apply_group(typing: Any, codes: Any, memory: Any, fresh: Any, out: Any, at: 
         return kept.largest()
 
     return types.uint32(codes, memory, fresh, out, at), codegen
+
+
+@intrinsic
+def add_scaled(typing: Any, total: Any, factor: Any, term: Any, start: Any, count: Any) -> Any:
+    """total := factor * total + term; `start` is where `term` begins."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        total_op = _Operand(context, b, (total, args[0]), I64(0))
+        term_op = _Operand(context, b, (term, args[2]), args[3])
+        factors = splat(b, args[1])
+
+        def body(index: Value, mask: Value) -> None:
+            scaled = b.fmul(factors, total_op.values(index, mask))
+            value = b.fadd(scaled, term_op.values(index, mask))
+            store(b, value, total_op.at(index), mask)
+
+        _steps(b, args[4], body)
+        return context.get_dummy_value()
+
+    return types.void(total, types.float32, term, types.int64, types.int64), codegen
+
+
+@intrinsic
+def subtract(typing: Any, one: Any, other: Any, out: Any, start: Any, count: Any) -> Any:
+    """out := one - other; `start` is where `out` begins."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        one_op = _Operand(context, b, (one, args[0]), I64(0))
+        other_op = _Operand(context, b, (other, args[1]), I64(0))
+        out_op = _Operand(context, b, (out, args[2]), args[3])
+
+        def body(index: Value, mask: Value) -> None:
+            value = b.fsub(one_op.values(index, mask), other_op.values(index, mask))
+            store(b, value, out_op.at(index), mask)
+
+        _steps(b, args[4], body)
+        return context.get_dummy_value()
+
+    return types.void(one, other, out, types.int64, types.int64), codegen
+
+
+@intrinsic
+def bytes_at(typing: Any, address: Any) -> Any:
+    """The bytes from an address on, as an array that says it is empty."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        array = context.make_array(signature.return_type)(context, b)
+        data = b.inttoptr(args[0], ir.PointerType(I8))
+        empty = cgutils.pack_array(b, [I64(0)])
+        strides = cgutils.pack_array(b, [I64(1)])
+        populate_array(
+            array, data=data, shape=empty, strides=strides, itemsize=I64(1), meminfo=None
+        )
+        return array._getvalue()
+
+    return types.Array(types.uint8, 1, "C")(types.int64), codegen
 
 
 @intrinsic

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.wire.entropy import CodingError, compress, expand
+from pipeline.wire.entropy import Coder, CodingError, compress, expand
 
 pytest.importorskip("zstandard")
 
@@ -45,3 +45,21 @@ def test_damaged_bytes_are_refused() -> None:
     coded[1] ^= 0xFF
     with pytest.raises(CodingError):
         expand(coded[:length], torch.empty(5000, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(("link_rate", "pays"), [(0.0, True), (1e4, True), (1e15, False)])
+def test_a_coder_works_while_the_link_is_slower(link_rate: float, pays: bool) -> None:
+    coder, payload = Coder(link_rate), likely(100_000)
+    coded = torch.empty_like(payload)
+    lengths = [coder(payload, coded) for _ in range(1 + 64 + 1)]
+    assert lengths[0] is not None  # the first one is how it learns
+    assert all((length is not None) == pays for length in lengths[1:65])
+    assert lengths[65] is not None  # what was left out is tried again
+
+
+def test_a_payload_that_does_not_shrink_is_not_worth_coding() -> None:
+    coder, payload = Coder(1e4), torch.randint(0, 256, (10_000,), dtype=torch.uint8)
+    coded, shrinking = torch.empty(100_000, dtype=torch.uint8), likely(100_000)
+    assert coder(payload, coded) is None
+    assert coder(shrinking, coded) is None
+    assert [coder(shrinking, coded) is not None for _ in range(64)][-1]

@@ -1,5 +1,6 @@
 """The compiled CPU kernels against the reference: equal bytes, equal values, equal memories."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.wire.codec import Noise
-from pipeline.wire.kernels import Codes, KernelSet, load_kernels
+from pipeline.wire.kernels import Codes, KernelSet, load_kernels, numba_cpu
 
 CPU = torch.device("cpu")
 REFERENCE, NUMBA = load_kernels("reference", CPU), load_kernels("numba", CPU)
@@ -214,20 +215,38 @@ _DIGESTS = """
 import hashlib, sys, torch
 from pipeline.wire.kernels import numba_cpu, Codes
 x = torch.linspace(-2, 3, 2000).reshape(2, 1000)
-found = {}
-for bits in map(int, sys.argv[1].split()):
-    codes = Codes(torch.empty(2, bits * 125, dtype=torch.uint8), torch.empty(2, 8), bits, 128)
+def room(bits):
+    payload = torch.empty(2, bits * 125, dtype=torch.uint8)
+    return Codes(payload, torch.empty(2, 8), bits, 128)
+def plain(bits):
+    codes, out = room(bits), torch.empty_like(x)
     numba_cpu.quantize(x, codes, noise=None)
-    out = torch.empty_like(x)
     numba_cpu.dequantize(codes, out)
-    found[bits] = hashlib.sha256(codes.payload_BP.numpy().data).hexdigest() + str(out.sum().item())
+    return codes, out
+def packed(bits):
+    (old, _), codes, fresh = plain(8), room(bits), room(8)
+    numba_cpu.packed_delta_encode(2 * x, old, codes, fresh, noise=None)
+    return codes, fresh.payload_BP
+def mean(bits):
+    (one, _), (other, _), codes, left = plain(bits), plain(8), room(bits), torch.zeros_like(x)
+    numba_cpu.mean([one, other], codes, left, noise=None)
+    return codes, left
+found = {}
+for word in sys.argv[1].split():
+    name, bits = word.split(":")
+    codes, other = globals()[name](int(bits))
+    digest = hashlib.sha256(codes.payload_BP.numpy().data).hexdigest()
+    found[word] = digest + str(other.double().sum().item())
 print(sorted(found.items()))
 """
+_ORDERS = ("plain:2 plain:7 packed:4 mean:3", "mean:3 packed:4 plain:7 plain:2")
 
 
-def test_code_from_the_cache_is_right_whatever_ran_first(tmp_path: Path) -> None:
-    """numba links cached helpers by name and number: same-named ones came back as each other."""
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A cache, and what processes printed that shared it but called in another order."""
+    folder = tmp_path_factory.mktemp("cache")
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(folder)}
     printed = [
         subprocess.run(
             [sys.executable, "-c", _DIGESTS, order],
@@ -236,10 +255,27 @@ def test_code_from_the_cache_is_right_whatever_ran_first(tmp_path: Path) -> None
             text=True,
             check=True,
         ).stdout
-        for order in ("2 3 7", "7 3 2")
+        for order in (*_ORDERS, _ORDERS[0])
     ]
-    assert printed[0] == printed[1]
-    assert any(tmp_path.rglob("*.nbc"))
+    return folder, printed
+
+
+def test_code_from_the_cache_is_right_whatever_ran_first(cached: tuple[Path, list[str]]) -> None:
+    """numba links cached helpers by name and number: same-named ones came back as each other."""
+    assert len(cached[1][0]) > 100
+    assert len(set(cached[1])) == 1
+
+
+def test_cached_code_is_keyed_by_all_kernel_sources(cached: tuple[Path, list[str]]) -> None:
+    """numba itself looks at the version of numba, the CPU, and the file of the outermost function.
+
+    A helper in another file may have changed, so a digest of all of them is part of the name.
+    """
+    sources = sorted(Path(numba_cpu.__file__).parent.glob("*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    indexes = [path.name for path in cached[0].rglob("*.nbi")]
+    assert indexes
+    assert all(digest in name for name in indexes)
 
 
 def test_importing_the_codecs_loads_no_backend() -> None:

@@ -28,10 +28,10 @@ def arguments(name: str) -> tuple[Any, ...]:
     words = (5, 3, torch.tensor([4, 9]))
     fresh = torch.zeros_like(memory)
     return {
-        "quantize": (x, *room(), *words),
-        "dequantize": (*filled(x), torch.zeros_like(x)),
-        "delta_encode": (x, memory, *room(), fresh, 0, 0, None),
-        "delta_decode": (*filled(x), memory, fresh, torch.zeros_like(x)),
+        "quantize": (x, *room(), *words, 0.7, [0, 1]),
+        "dequantize": (*filled(x), torch.zeros_like(x), None),
+        "delta_encode": (x, memory, *room(), fresh, 0, 0, None, None, None),
+        "delta_decode": (*filled(x), memory, fresh, torch.zeros_like(x), [0, 1]),
     }[name]
 
 
@@ -66,3 +66,7 @@ def test_they_are_the_backends_functions() -> None:
     registered.quantize(x, codes, noise=NOISE)
     NUMBA.quantize(x, expected, noise=NOISE)
     assert torch.equal(codes.payload_BP, expected.payload_BP)
+    registered.quantize(x, codes, noise=None, rate=0.7, blocks=range(1))
+    NUMBA.quantize(x, expected, noise=None, rate=0.7)
+    assert torch.equal(codes.payload_BP, expected.payload_BP)
+    assert torch.equal(codes.scale_BK, expected.scale_BK)

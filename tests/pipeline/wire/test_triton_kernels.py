@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.wire.codec import Noise
-from pipeline.wire.kernels import Codes, load_kernels
+from pipeline.wire.kernels import Codes, KernelSet, load_kernels
 
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
@@ -50,7 +50,25 @@ def results(name: Any, device: torch.device, case: tuple[int, int, int]) -> list
     finite = kernels.delta_encode(x, memory, delta, fresh, noise=noise)
     kernels.delta_decode(delta, memory, kept, value)
     found = [*plain[:2], out, *delta[:2], fresh, kept, value, finite]
+    found += combined(kernels, x, plain, noise)
     return [tensor.cpu() for tensor in found]
+
+
+def combined(
+    kernels: KernelSet, x: torch.Tensor, old: Codes, noise: Noise | None
+) -> list[torch.Tensor]:
+    """What is written from several codes, from steps that follow the rms, and in parts."""
+    numel, bits, group, scale = x.shape[1], old.bits, old.group, old.scale_BK.dtype
+    delta, fresh, kept, rated = (room(numel, bits, group, scale, x.device) for _ in range(4))
+    out, residual = torch.full_like(x, torch.nan), 0.1 * x.float()
+    finite = kernels.packed_delta_encode(x, old, delta, fresh, noise=noise)
+    kernels.packed_delta_decode(delta, old, kept, out)
+    total = room(numel, bits, group, scale, x.device)
+    kernels.mean([old, delta, fresh], total, residual, noise=noise)
+    last = -(-numel // 1024)
+    for part in (range(last // 2, last), range(last // 2)):
+        kernels.quantize(x, rated, noise=noise, rate=0.7, blocks=part)
+    return [*delta[:2], *fresh[:2], *kept[:2], out, finite, *total[:2], residual, *rated[:2]]
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,6 +131,7 @@ POINTERS = {
     "finite_ptr": "*i32",
     "row_ptr": "*i64",
     "key": "i64",
+    "rate": "fp32",
 }
 
 
@@ -127,7 +146,7 @@ def compiled(kernel: Any, capability: int, constants: dict[str, Any]) -> Any:
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if name not in known and name not in ("first", "key", "step")
+        if name not in known and name not in ("first", "first_group", "rate", "key", "step")
     }
     source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
     target = GPUTarget("cuda", capability, 32)
@@ -146,16 +165,17 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(("bits", "stochastic"), [(4, False), (7, True)])
-@pytest.mark.parametrize("name", ["_scale_kernel", "_encode_kernel", "_decode_kernel"])
+@pytest.mark.parametrize("name", ["scale_kernel", "rms", "_encode_kernel", "_decode_kernel"])
 def test_kernels_compile_without_a_gpu_and_without_spills(
     capability: int, bits: int, stochastic: bool, name: str, tmp_path: Path
 ) -> None:
     from pipeline.wire.kernels import triton_gpu
 
-    constants = {"BITS": bits, "GROUP": 128, "CHUNK": 128, "STOCHASTIC": stochastic}
-    kernel = compiled(
-        getattr(triton_gpu, name), capability, {**constants, "DELTA": True, "FULL": True}
-    )
+    rms = name == "rms"
+    chunk = {"CHUNK": 64 if rms else 128, "RMS": rms}
+    constants = {"BITS": bits, "GROUP": 128, "STOCHASTIC": stochastic, "DELTA": True, "FULL": True}
+    function = triton_gpu.scale_kernel if rms else getattr(triton_gpu, name)
+    kernel = compiled(function, capability, {**constants, **chunk})
     ptx, used = kernel.asm["ptx"], resources(kernel.asm["cubin"], tmp_path)
     assert used["STACK"] == used["LOCAL"] == 0
     assert used["REG"] <= 96

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.wire.cast import Cast
 from pipeline.wire.codec import Noise
-from pipeline.wire.uniform import ScalePer, Uniform
+from pipeline.wire.uniform import PackedMemory, ScalePer, Uniform
 
 BITS = range(1, 9)
 SCALES: tuple[ScalePer, ...] = ("token", "channel", "tensor", 64)
@@ -175,6 +176,8 @@ def test_visiting_the_same_value_again_contracts_the_error() -> None:
         ({"bits": 4, "scale_per": 0}, "scale_per = 0"),
         ({"bits": 4, "scale_per": "token"}, "width"),
         ({"bits": 1, "scale_per": 64, "stochastic": True}, "1 bit"),
+        ({"bits": 4, "scale_per": 64, "rate": 0.0}, "rate = 0.0 at 4 bits"),
+        ({"bits": 1, "scale_per": 64, "rate": 1.0}, "rate = 1.0 at 1 bits"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
@@ -185,3 +188,83 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 def test_stochastic_without_a_key_is_refused() -> None:
     with pytest.raises(ValueError, match="needs noise"):
         through(Uniform(4, 64, stochastic=True), rows(1, 64))
+
+
+@pytest.mark.parametrize("delta_per", SCALES)
+@pytest.mark.parametrize(
+    "memory",
+    [Uniform(8, "token", width=24), Uniform(4, "channel", width=24), Uniform(8, 40), Cast("bf16")],
+)
+def test_a_stored_memory_changes_as_if_it_were_decoded(
+    delta_per: ScalePer, memory: Uniform | Cast
+) -> None:
+    delta = Uniform(3, delta_per, width=24)
+    values, x = rows(2, 24 * 70), rows(2, 24 * 70) + 0.1 * rows(2, 24 * 70, 1)
+    old = torch.empty(2, memory.nbytes(24 * 70), dtype=torch.uint8)
+    memory.encode(values, old, values, noise=None)
+    expected = torch.empty(2, delta.nbytes(24 * 70), dtype=torch.uint8)
+    unpacked, kept = torch.empty_like(x), torch.empty_like(old)
+    delta.encode_change(x, values, expected, unpacked, noise=None)
+    memory.encode(unpacked, kept, noise=None)
+    fresh, wire = torch.full_like(old, 7), torch.full_like(expected, 9)
+    packed, out = PackedMemory(memory, old, fresh), torch.full_like(x, torch.nan)
+    assert delta.encode_change_packed(x, packed, wire, noise=None).all()
+    assert torch.equal(wire, expected)
+    assert torch.equal(fresh, kept)
+    fresh.fill_(8)
+    assert delta.decode_change_packed(wire, packed, out).all()
+    assert torch.equal(out, unpacked)
+    assert torch.equal(fresh, kept)
+
+
+def test_a_memory_that_changes_as_a_whole_is_not_changed_in_parts() -> None:
+    memory, delta = Uniform(8, "channel", width=64), Uniform(4, 64)
+    old = torch.zeros(1, memory.nbytes(4096), dtype=torch.uint8)
+    packed = PackedMemory(memory, old, torch.empty_like(old))
+    wire = torch.zeros(1, delta.nbytes(4096), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="change as whole rows"):
+        delta.encode_change_packed(rows(1, 4096), packed, wire, noise=None, blocks=range(2))
+    with pytest.raises(ValueError, match="change as whole rows"):
+        delta.decode_change_packed(wire, packed, rows(1, 4096), blocks=range(2))
+
+
+@pytest.mark.parametrize("scale_per", ["token", "tensor", 64])
+def test_a_row_can_be_sent_in_parts(scale_per: ScalePer) -> None:
+    """Each part's bytes are complete once its `encode` returns, and are all that it needs."""
+    codec, numel = Uniform(4, scale_per, width=256), 5 * 1024 + 100
+    x, whole = rows(2, numel), torch.empty(2, codec.nbytes(numel), dtype=torch.uint8)
+    codec.encode(x, whole, noise=None)
+    wire, arrived = torch.full_like(whole, 9), torch.full_like(whole, 0)
+    seen, out, expected = (torch.full_like(x, torch.nan) for _ in range(3))
+    codec.decode(whole, expected)
+    unit = codec.unit(numel)
+    for start in range(0, 6, 2 * unit):
+        part = range(start, min(start + 2 * unit, 6))
+        codec.encode(x, wire, seen, noise=None, blocks=part)
+        for sent in codec.parts(numel, part):
+            arrived[:, sent] = wire[:, sent]
+        codec.decode(arrived, out, blocks=part)
+        assert torch.equal(out[:, : 1024 * part.stop], expected[:, : 1024 * part.stop])
+    assert torch.equal(arrived, whole)
+    assert torch.equal(seen, expected)
+
+
+def test_parts_of_rows_that_are_turned_are_refused() -> None:
+    codec = Uniform(4, "channel", width=64)
+    wire = torch.empty(1, codec.nbytes(4096), dtype=torch.uint8)
+    with pytest.raises(ValueError, match="a channel's values lie all over the row"):
+        codec.encode(rows(1, 4096), wire, noise=None, blocks=range(2))
+
+
+@pytest.mark.parametrize("rate", [0.4, 1.0])
+def test_a_rate_makes_codes_that_need_fewer_bits(rate: float) -> None:
+    """The entropy of the levels is about log2(4 / rate) bits, and the error that of the step."""
+    x = rows(1, 1 << 16)
+    out, seen = through(Uniform(4, 1024, rate=rate), x)
+    assert torch.equal(out, seen)
+    step = rate * x.square().mean().sqrt()
+    level = (out / step).round().clamp(-8, 7).long().flatten()
+    share = torch.bincount(level + 8).double() / level.numel()
+    entropy = -(share[share > 0] * share[share > 0].log2()).sum()
+    assert abs(entropy - math.log2(4.13 / rate)) < 0.1
+    assert abs((out - x).square().mean() / (step.square() / 12) - 1) < 0.25
