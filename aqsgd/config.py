@@ -43,7 +43,7 @@ class AqsgdConfig(QuantizerConfig):
 
     @model_validator(mode="after")
     def _changes_can_be_coded(self) -> "AqsgdConfig":
-        names = ("scale_per", "scale_dtype", "rounding")
+        names = ("scale_per", "scale_dtype", "rounding", "rate")
         fields = type(self).model_fields
         unused = [name for name in names if getattr(self, name) != fields[name].default]
         if self.delta == "tiles" and unused:

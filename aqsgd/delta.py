@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aqsgd.change import ChangeCodec
+from aqsgd.change import ChangeCodec, unpacked
 from aqsgd.memory import SampleMemory
 from pipeline.telemetry import Gauge
 from pipeline.wire.codec import Codec, Noise
+from pipeline.wire.uniform import PackedMemory
 
 CODEC_ID = 32
 
@@ -90,8 +91,7 @@ class DeltaBoundary:
                 x_BN[row : row + 1], visit.memory, wire_1W, noise=noise
             )
             if self.gauge.wants(known=True):
-                before_1N, _ = visit.memory.values(numel)
-                self.gauge.measure(x_BN[row : row + 1], visit.memory.kept(numel), before_1N)
+                self._measure(x_BN[row : row + 1], visit.memory)
             self.memory.close(visit, wire_1W, keep=bool(finite_1))
 
     def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
@@ -125,6 +125,12 @@ class DeltaBoundary:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the memory."""
         self.memory.load_state_dict(state)
+
+    def _measure(self, x_1N: Tensor, memory: PackedMemory) -> None:
+        old_1N, fresh_1N = (
+            unpacked(memory, stored_1W, x_1N) for stored_1W in (memory.old_BW, memory.fresh_BW)
+        )
+        self.gauge.measure(x_1N, fresh_1N, old_1N)
 
     def _parts(self, ids_B: Tensor, wire: Tensor, numel: int) -> tuple[_Part, _Part]:
         """First visits and known samples; the bytes of the former come first."""

@@ -47,27 +47,6 @@ class PackedMemory(NamedTuple):
     old_BW: Tensor
     fresh_BW: Tensor
 
-    def values(self, numel: int) -> tuple[Tensor, Tensor]:
-        """Old values, and room for the new ones, which `keep` takes: the bytes themselves in a
-        float format, else fp32.
-        """
-        if isinstance(self.codec, Cast):
-            return self.old_BW.view(self.codec.dtype), self.fresh_BW.view(self.codec.dtype)
-        old_BN = torch.empty(self.old_BW.shape[0], numel, device=self.old_BW.device)
-        self.codec.decode(self.old_BW, old_BN)
-        return old_BN, torch.empty_like(old_BN)
-
-    def keep(self, fresh_BN: Tensor) -> None:
-        """Store the new values."""
-        if not isinstance(self.codec, Cast):
-            self.codec.encode(fresh_BN, self.fresh_BW, noise=None)
-
-    def kept(self, numel: int) -> Tensor:
-        """The new values as stored, fp32 [B, numel]."""
-        fresh_BN = torch.empty(self.fresh_BW.shape[0], numel, device=self.fresh_BW.device)
-        self.codec.decode(self.fresh_BW, fresh_BN)
-        return fresh_BN
-
 
 @dataclass(frozen=True)
 class Uniform:
@@ -228,12 +207,14 @@ class Uniform:
         """
         codec, old_BW, fresh_BW = memory
         options = self._options(noise, blocks)
-        if isinstance(codec, Cast) or not self._fuses_with(codec, blocks):
-            old_BN, fresh_BN = memory.values(x_BN.shape[1])
-            finite_B = self.encode_change(
-                x_BN, old_BN, wire_BW, fresh_BN, noise=noise, blocks=blocks
-            )
-            memory.keep(fresh_BN)
+        if isinstance(codec, Cast):
+            old_BN, fresh_BN = old_BW.view(codec.dtype), fresh_BW.view(codec.dtype)
+            return self.encode_change(x_BN, old_BN, wire_BW, fresh_BN, noise=noise, blocks=blocks)
+        if not self._fuses_with(codec, blocks):
+            value_BN = torch.empty(x_BN.shape, device=x_BN.device)
+            codec.decode(old_BW, value_BN)
+            finite_B = self.encode_change(x_BN, value_BN, wire_BW, value_BN, noise=noise)
+            codec.encode(value_BN, fresh_BW, noise=None)
             return finite_B
         codes, kernels = self._new_codes(x_BN, wire_BW), self._kernels(x_BN)
         old, fresh = codec._received(old_BW, x_BN), codec._new_codes(x_BN, fresh_BW)
@@ -252,10 +233,14 @@ class Uniform:
     ) -> Tensor:
         """`decode_change` on memories as they are stored: the receiver's side."""
         codec, old_BW, fresh_BW = memory
-        if isinstance(codec, Cast) or not self._fuses_with(codec, blocks):
-            old_BN, fresh_BN = memory.values(out_BN.shape[1])
-            finite_B = self.decode_change(wire_BW, old_BN, fresh_BN, out_BN, blocks=blocks)
-            memory.keep(fresh_BN)
+        if isinstance(codec, Cast):
+            old_BN, fresh_BN = old_BW.view(codec.dtype), fresh_BW.view(codec.dtype)
+            return self.decode_change(wire_BW, old_BN, fresh_BN, out_BN, blocks=blocks)
+        if not self._fuses_with(codec, blocks):
+            value_BN = torch.empty(out_BN.shape, device=out_BN.device)
+            codec.decode(old_BW, value_BN)
+            finite_B = self.decode_change(wire_BW, value_BN, value_BN, out_BN)
+            codec.encode(value_BN, fresh_BW, noise=None)
             return finite_B
         codes, kernels = self._received(wire_BW, out_BN), self._kernels(out_BN)
         old, fresh = codec._received(old_BW, out_BN), codec._new_codes(out_BN, fresh_BW)

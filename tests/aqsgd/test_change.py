@@ -12,7 +12,9 @@ from aqsgd.config import AqsgdConfig, AutoConfig, build_delta
 from aqsgd.delta import DeltaBoundary
 from launch.build import build_boundary
 from pipeline.boundary import Stateless
+from pipeline.wire.cast import Cast
 from pipeline.wire.hadamard import Hadamard
+from pipeline.wire.uniform import PackedMemory
 from tests.training import config
 
 WIDTH = 16
@@ -104,11 +106,13 @@ def test_tiles_code_a_change_with_a_smaller_error() -> None:
     for name in ("uniform", "tiles"):
         codec = AqsgdConfig(bits=2, delta=name).change_codec(64)
         wire = torch.empty(2, codec.nbytes(4096), dtype=torch.uint8)
-        sent, received, out = (torch.full_like(x, torch.nan) for _ in range(3))
-        finite = codec.encode_change(x, memory, wire, sent, noise=None)
-        assert torch.equal(finite, codec.decode_change(wire, memory, received, out))
-        assert torch.equal(sent, received)
-        assert torch.equal(out, received)
+        stored = memory.view(torch.uint8)  # an fp32 memory's bytes
+        ends = [PackedMemory(Cast("fp32"), stored, torch.full_like(stored, 255)) for _ in range(2)]
+        out = torch.full_like(x, torch.nan)
+        finite = codec.encode_change_packed(x, ends[0], wire, noise=None)
+        assert torch.equal(finite, codec.decode_change_packed(wire, ends[1], out))
+        assert torch.equal(ends[0].fresh_BW, ends[1].fresh_BW)
+        assert torch.equal(ends[0].fresh_BW.view(torch.float32), out)
         found[name] = float((out - x).norm() / (x - memory).norm())
     assert found["tiles"] < 0.9 * found["uniform"]
 
