@@ -12,6 +12,7 @@ from aqsgd.config import AqsgdConfig, build_delta
 from gradcomp.registry import load_method
 from gradcomp.sync import ReplicaSync
 from launch.config import BackwardConfig, ForwardConfig, RunConfig
+from launch.device import choose_device
 from pipeline.boundary import Boundary, Stateless, raw
 from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
 from pipeline.config import DirectConfig, RawConfig, build_codec
@@ -60,7 +61,8 @@ def build(
     them.
     """
     wiring = wiring or _rank_wiring(config, mesh)
-    modules = {stage: _module(config, stage) for stage in wiring.stages}
+    device = choose_device(config.pipeline.device)
+    modules = {stage: _module(config, stage, device) for stage in wiring.stages}
     tied = _tie(config, modules)
     stages = [
         CompressedStage(
@@ -69,6 +71,7 @@ def build(
             config.pipeline.stages,
             channels=_channels(config, wiring.make_link, stage, run_id=run_id),
             group=mesh.forward,
+            device=device,
         )
         for stage in wiring.stages
     ]
@@ -132,10 +135,10 @@ def build_boundary(
     return {"train": cast, "eval": raw(), "eval_compressed": cast}
 
 
-def _module(config: RunConfig, stage: int) -> StageModule:
+def _module(config: RunConfig, stage: int, device: torch.device) -> StageModule:
     bounds = (0, *config.pipeline.cuts, config.model.layers)
     return build_model(
-        config.model, bounds[stage], bounds[stage + 1], seed=config.run.seed, device="cpu"
+        config.model, bounds[stage], bounds[stage + 1], seed=config.run.seed, device=device
     )
 
 

@@ -92,6 +92,7 @@ class PipelineEngine:
         self._optimizer, self._sync, self._tied = optimizer, sync, tied
         self._parameters = _unique_parameters(stages)
         self._make_schedule = make_schedule
+        self._device: torch.device = stages[0].device
         self._report = StepReport(mesh, stages, options.cuts)
         self._schedules: dict[int, Any] = {}
         self._denominator = 1.0
@@ -164,7 +165,7 @@ class PipelineEngine:
                 forward_order(list(self._stages), microbatches=count),
                 self._stages,
                 inputs,
-                finish=lambda logits, m: self.objective.tally(logits, targets[m]),
+                finish=lambda logits, m: self.objective.tally(logits, targets[m].to(logits.device)),
                 train=False,
             )
 
@@ -236,11 +237,13 @@ class PipelineEngine:
         if self._tied is None:
             return
         assert self._tied.grad is not None
-        mine, other = self._tied.grad, torch.empty_like(self._tied.grad)
+        mine = self._tied.grad.cpu()
+        other = torch.empty_like(mine)
         is_first = self.mesh.position == 0
         peer = self.mesh.pipeline_ranks - 1 if is_first else 0
         self.mesh.swap(mine, other, peer)
-        self._tied.grad = mine + other if is_first else other + mine
+        both = mine + other if is_first else other + mine
+        self._tied.grad = both.to(self._tied.device)
         self._tied_bytes += mine.nbytes
 
     def _count_tokens(self, batch: Batch) -> int:
@@ -254,7 +257,7 @@ class PipelineEngine:
         return tokens
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self.objective.loss_sum(logits, targets) / self._denominator
+        return self.objective.loss_sum(logits, targets.to(logits.device)) / self._denominator
 
     def _schedule(self, count: int) -> Any:
         if count not in self._schedules:
@@ -276,7 +279,8 @@ class PipelineEngine:
         )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self._options.precision == "bf16")
+        enabled = self._options.precision == "bf16"
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=enabled)
 
 
 def _check(batch: Batch) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipeline.channel import Channel, Mode
 from pipeline.samples import Samples
+from pipeline.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,14 @@ class CompressedStage(_PipelineStageBase):
         *,
         channels: Channels,
         group: dist.ProcessGroup | None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
     ) -> None:
-        """`group` holds the ranks of one pipeline; no message travels over it."""
-        super().__init__(module, stage_index, num_stages, torch.device("cpu"), group)
+        """`group` holds the ranks of one pipeline; no message travels over it.
+
+        The module's parameters must be on `device`.
+        """
+        super().__init__(module, stage_index, num_stages, device, group)
+        self._staging = Staging(device)
         self.channels = channels
         self.events: list[ComputeEvent] = []
         self._runtime_validate = False
@@ -107,18 +113,21 @@ class CompressedStage(_PipelineStageBase):
     def send_activation(self, m: int, y_BTD: Tensor) -> None:
         """Encode and send an output; nothing to do if the next stage is on this rank."""
         if self.channels.activations_out is not None:
+            y_BTD = self._staging.to_host(y_BTD)
             self.channels.activations_out.send(m, y_BTD, self._microbatches[m].samples.ids_B)
 
     def send_gradient(self, m: int, gradient_BTD: Tensor) -> None:
         """Encode and send an input's gradient; nothing to do if the neighbour is on this rank."""
         if self.channels.gradients_out is not None:
+            gradient_BTD = self._staging.to_host(gradient_BTD)
             self.channels.gradients_out.send(m, gradient_BTD, self._microbatches[m].samples.ids_B)
 
     def compute(self, x: Tensor, m: int) -> Tensor:
         """Run the module on microbatch `m`; one that wants to know its samples is told."""
         module: Any = self.submod
+        x = x.to(self.device)  # token ids come from the host
         if getattr(module, "wants_samples", False):
-            y: Tensor = module(x, self._microbatches[m].samples)
+            y: Tensor = module(x, self._microbatches[m].samples.to(self.device))
         else:
             y = module(x)
         return y
@@ -138,6 +147,7 @@ class CompressedStage(_PipelineStageBase):
         start = time.perf_counter()
         known = self._microbatches[m]
         x_BTD = channel.receive(m, known.shape_BTD, known.samples.ids_B)
+        x_BTD = self._staging.to_device(x_BTD)
         self._ready_s = time.perf_counter()
         self.events.append(ComputeEvent(self.stage_index, "wait", m, start, self._ready_s))
         return x_BTD
