@@ -3,7 +3,7 @@
 `docs/data.md` describes the formats.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -130,7 +130,7 @@ def load(
 
 def _read_text(config: DataConfig) -> tuple[bytes, bytes]:
     """Training and held-out text."""
-    held_out: list[bytes] | None = None
+    held_out: Iterable[bytes] | None = None
     if config.dataset is not None:
         rows, rest = read_dataset(config.dataset, [_text_field(config)])
         # one document: the end is held out, not every tenth line amid its neighbours
@@ -145,10 +145,11 @@ def _read_text(config: DataConfig) -> tuple[bytes, bytes]:
     return b"".join(training), b"".join(text.take(held_out, config.max_bytes))
 
 
-def _read_documents(config: DataConfig, path: str | None, setting: str) -> list[bytes]:
+def _read_documents(config: DataConfig, path: str | None, setting: str) -> Iterable[bytes]:
+    """What `max_bytes` leaves out is not read."""
     files = text.find_files(path, setting)
     if _format(config, files, f"{setting} = {path!r}") == "text":
-        return [file.read_bytes() for file in files]
+        return map(Path.read_bytes, files)
     return _documents(_file_rows(config, path, setting), config)
 
 
@@ -190,8 +191,7 @@ def _file_rows(config: DataConfig, path: str | None, setting: str) -> list[Row]:
     source = f"{setting} = {path!r}"
     files = text.find_files(path, setting)
     kind = _format(config, files, source)
-    if kind == "text":
-        raise ValueError(f'{source}: text has no fields; set data.format = "tsv" or "jsonl"')
+    assert kind != "text", "refused with the fields that rows are read for"
     header = not any(isinstance(field, int) for field in config.fields)
     if kind == "jsonl" and not header:
         raise ValueError(f"{source}: the fields {config.fields} of JSONL have names; use these")

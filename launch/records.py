@@ -12,7 +12,7 @@ Field = str | int
 RecordFormat = Literal["tsv", "jsonl"]
 Format = Literal["text"] | RecordFormat
 
-_SUFFIXES: Mapping[str, RecordFormat] = {".tsv": "tsv", ".jsonl": "jsonl"}
+_SUFFIXES: Mapping[str, Format] = {".tsv": "tsv", ".jsonl": "jsonl"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def find_format(files: Sequence[Path], *, source: str, has_fields: bool) -> Form
     Raises:
         ValueError: they differ, or say text while fields are named.
     """
-    kinds = {_SUFFIXES.get(file.suffix.lower(), "text") for file in files}
+    kinds: set[Format] = {_SUFFIXES.get(file.suffix.lower(), "text") for file in files}
     if len(kinds) > 1:
         raise ValueError(
             f"{source}: files of several formats ({', '.join(sorted(kinds))}, by their suffixes); "
@@ -62,7 +62,7 @@ def find_format(files: Sequence[Path], *, source: str, has_fields: bool) -> Form
             f"{source}: fields are named in [data], but the suffix {files[0].suffix!r} does not "
             'say what has them; set data.format = "tsv" or "jsonl"'
         )
-    return kind  # type: ignore[return-value]  # a set of literals is one of strings to mypy
+    return kind
 
 
 def read_rows(files: Iterable[Path], kind: RecordFormat, *, header: bool) -> list[Row]:

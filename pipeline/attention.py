@@ -20,11 +20,9 @@ def visible(
     Learning Paradigms", 2022). Padding is seen by nobody; a padding token sees at least itself, so
     that its softmax is defined.
     """
-    if samples is None:
+    if samples is None or samples.plain:
         return None
     prefix_BT, segments_BT, mask_BT = samples.prefix_BT, samples.segments_BT, samples.mask_BT
-    if prefix_BT is None and segments_BT is None and mask_BT is None:
-        return None
     seen = torch.ones(len(samples.ids_B), tokens, tokens, dtype=torch.bool)
     if causal:
         seen = seen.tril()

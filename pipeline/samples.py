@@ -32,6 +32,11 @@ class Samples:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{k: v.to(device) for k, v in given.items() if v is not None})
 
+    @property
+    def plain(self) -> bool:
+        """Whether a module needs to know nothing: no padding, packing or prefix."""
+        return self.mask_BT is None and self.segments_BT is None and self.prefix_BT is None
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -123,13 +123,24 @@ class CompressedStage(_PipelineStageBase):
             self.channels.gradients_out.send(m, gradient_BTD, self._microbatches[m].samples.ids_B)
 
     def compute(self, x: Tensor, m: int) -> Tensor:
-        """Run the module on microbatch `m`; one that wants to know its samples is told."""
+        """Run the module on microbatch `m`; one that wants to know its samples is told.
+
+        Raises:
+            ValueError: samples with padding, packing or a prefix for a module that is not told.
+        """
         module: Any = self.submod
         x = x.to(self.device)  # token ids come from the host
+        samples = self._microbatches[m].samples.to(self.device)
         if getattr(module, "wants_samples", False):
-            y: Tensor = module(x, self._microbatches[m].samples.to(self.device))
-        else:
-            y = module(x)
+            y: Tensor = module(x, samples)
+            return y
+        if not samples.plain:
+            raise ValueError(
+                f"stage {self.stage_index}: {type(module).__name__} would ignore padding, packing "
+                "or prefixes of its samples; take them as module(x, samples), which "
+                "wants_samples = True asks for"
+            )
+        y = module(x)
         return y
 
     def take_events(self) -> list[ComputeEvent]:

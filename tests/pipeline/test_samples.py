@@ -146,6 +146,14 @@ def test_padding_changes_nothing() -> None:
     assert both[0] == pytest.approx(both[1], rel=1e-5)
 
 
+def test_a_module_that_is_not_told_is_not_given_padding() -> None:
+    with in_process(config(), total_steps=1) as built:
+        built.stages[0].submod = torch.nn.Embedding(256, 16)
+        built.engine.eval_step(batch(IDS[0]), 0, compressed=False)
+        with pytest.raises(ValueError, match=r"stage 0: Embedding would ignore padding"):
+            built.engine.eval_step(padded(IDS[0]), 0, compressed=False)
+
+
 AQSGD = {"forward": {"kind": "aqsgd", "bits": 8}, "backward": RAW}
 
 
