@@ -16,6 +16,7 @@ from gradcomp.peers import CHUNK_NBYTES, GroupPeers
 from gradcomp.registry import load_method
 from gradcomp.sync import ReplicaSync
 from launch.config import BackwardConfig, ConfigError, ForwardConfig, RunConfig
+from launch.device import choose_device
 from launch.plan.memory import memory_folder, room, row_nbytes
 from pipeline.boundary import Boundary, Stateless, raw
 from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
@@ -75,7 +76,8 @@ def build(
     if config.pipeline.auto_cuts:
         raise ValueError('pipeline.cuts = "auto": not decided here; give the cuts')
     wiring = wiring or _rank_wiring(config, mesh)
-    modules = {stage: _module(config, stage) for stage in wiring.stages}
+    device = choose_device(config.pipeline.device)
+    modules = {stage: _module(config, stage, device) for stage in wiring.stages}
     tied = _tie(config, modules)
     stages = [
         CompressedStage(
@@ -84,6 +86,7 @@ def build(
             config.pipeline.stages,
             channels=_channels(config, wiring, stage, run_id=run_id),
             group=mesh.forward,
+            device=device,
         )
         for stage in wiring.stages
     ]
@@ -177,16 +180,20 @@ def _ladder(spec: ForwardConfig | BackwardConfig) -> list[Boundary]:
 
 
 def build_blocks(
-    config: RunConfig, first: int, stop: int | None = None, *, device: str = "cpu"
+    config: RunConfig,
+    first: int,
+    stop: int | None = None,
+    *,
+    device: torch.device | str = "cpu",
 ) -> StageModule:
     """The part of the model from block `first` to before `stop`, by default that block alone."""
     stop = first + 1 if stop is None else stop
     return build_model(config.model, first, stop, seed=config.run.seed, device=device)
 
 
-def _module(config: RunConfig, stage: int) -> StageModule:
+def _module(config: RunConfig, stage: int, device: torch.device) -> StageModule:
     bounds = (0, *config.pipeline.cuts, config.model.layers)
-    return build_blocks(config, bounds[stage], bounds[stage + 1])
+    return build_blocks(config, bounds[stage], bounds[stage + 1], device=device)
 
 
 def _tie(config: RunConfig, modules: dict[int, StageModule]) -> nn.Parameter | None:

@@ -29,7 +29,7 @@ from launch.session import Session
 _MAY_CHANGE = (
     *("config.run.name", "config.eval.", "config.checkpoint."),
     *(f"config.pipeline.{name}" for name in ("cuts", "ranks", "replicas", "schedule", "depth")),
-    *("config.pipeline.microbatches", "config.pipeline.peer_timeout_s"),
+    *(f"config.pipeline.{name}" for name in ("microbatches", "device", "peer_timeout_s")),
 )
 _log = logging.getLogger(__name__)
 

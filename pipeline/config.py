@@ -14,6 +14,7 @@ from pipeline.wire.hadamard import Hadamard
 from pipeline.wire.uniform import ScalePer, Uniform
 
 Bits = Annotated[int, Field(ge=1, le=8)]
+DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 class PipelineConfig(BaseModel):
@@ -24,6 +25,7 @@ class PipelineConfig(BaseModel):
     side by side. Schedules with several stages per rank (Interleaved1F1B, LoopedBFS and the
     zero-bubble ones) share the stages among `ranks`, by default half as many as there are stages.
     `depth` is how many more microbatches per hop Deep1F1B keeps in flight than 1F1B.
+    `device = "auto"` is a GPU where a host has one; ranks of a host share its GPUs in turn.
     `peer_timeout_s` is how long a silent peer is waited for; one that is gone is noticed at once.
     """
 
@@ -36,6 +38,7 @@ class PipelineConfig(BaseModel):
     replicas: int = Field(1, ge=1)
     ranks: int | None = Field(None, ge=1)
     precision: Precision = "fp32"
+    device: DeviceName = "auto"
     peer_timeout_s: float = Field(300.0, gt=0)
     auto_cuts: Annotated[bool, Field(exclude=True)] = False
     """Set by `cuts = "auto"`: cuts 1, 2, ... stand in until they are decided."""

@@ -104,6 +104,7 @@ class PipelineEngine:
         self._parameters = _unique_parameters(stages)
         self._once_per_microbatch = _once_per_microbatch(stages)
         self._make_schedule = make_schedule
+        self._device: torch.device = stages[0].device
         self._report = StepReport(mesh, stages, options.cuts)
         self._guard = Guard(options.rules, [c for s in stages for c in s.channels.all()])
         self._schedules: dict[int, Any] = {}
@@ -203,7 +204,7 @@ class PipelineEngine:
                 forward_order(list(self._stages), microbatches=count),
                 self._stages,
                 inputs,
-                finish=lambda logits, m: self.objective.tally(logits, targets[m]),
+                finish=lambda logits, m: self.objective.tally(logits, targets[m].to(logits.device)),
                 train=False,
             )
 
@@ -279,11 +280,13 @@ class PipelineEngine:
         if self._tied is None:
             return
         assert self._tied.grad is not None
-        mine, other = self._tied.grad, torch.empty_like(self._tied.grad)
+        mine = self._tied.grad.cpu()
+        other = torch.empty_like(mine)
         is_first = self.mesh.position == 0
         peer = self.mesh.pipeline_ranks - 1 if is_first else 0
         self.mesh.swap(mine, other, peer)
-        self._tied.grad = mine + other if is_first else other + mine
+        both = mine + other if is_first else other + mine
+        self._tied.grad = both.to(self._tied.device)
         self._tied_bytes += mine.nbytes
 
     def _count_tokens(self, batch: Batch) -> int:
@@ -297,7 +300,7 @@ class PipelineEngine:
         return tokens
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self.objective.loss_sum(logits, targets) / self._denominator
+        return self.objective.loss_sum(logits, targets.to(logits.device)) / self._denominator
 
     def _schedule(self, count: int) -> Any:
         if count not in self._schedules:
@@ -319,7 +322,8 @@ class PipelineEngine:
         )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast("cpu", torch.bfloat16, enabled=self._options.precision == "bf16")
+        enabled = self._options.precision == "bf16"
+        return torch.autocast(self._device.type, torch.bfloat16, enabled=enabled)
 
 
 def _check(batch: Batch, own_ids_B: Tensor | None) -> None:

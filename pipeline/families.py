@@ -27,16 +27,17 @@ optional parts; a position embedding of zero; an embedding block that passes on 
 
 @dataclass(frozen=True)
 class Family:
-    """Paths from the base model. `shared` parts are used by every stage."""
+    """Paths from the base model. `shared` parts are used by every stage; `task` is the head's."""
 
     blocks: str
     first: Mapping[str, Substitute] = field(default_factory=dict)
     last: Mapping[str, Substitute] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
+    task: Literal["language", "classification"] = "language"
 
 
 _GPT2 = Family("h", {"wte": "absent", "wpe": "zero", "drop": "absent"}, {"ln_f": "absent"})
-_BERT = Family("encoder.layer", {"embeddings": "inputs"}, {"pooler": "none"})
+_BERT = Family("encoder.layer", {"embeddings": "inputs"}, {"pooler": "none"}, task="classification")
 
 _FAMILIES = {
     "gpt2": _GPT2,
@@ -57,6 +58,7 @@ _FAMILIES = {
         "encoder.layer",
         {"embeddings": "inputs", "encoder.conv": "none"},
         shared=("encoder.rel_embeddings", "encoder.LayerNorm"),
+        task="classification",
     ),
 }
 

@@ -126,12 +126,14 @@ def check_folder(config: HuggingFaceConfig) -> None:
     """Check that the model can be cut and that its weights are all there; reads only headers.
 
     Raises:
-        ValueError: the family cannot be cut.
+        ValueError: the family cannot be cut, or LoRA finds no layer.
         ShardError: a tensor or file is missing, damaged or of another shape.
     """
     model = lay_out(config)
     if config.weights is not None:
         Sources(config.weights, model, family_of(config.transformers_config)).check()
+    if config.lora is not None:
+        add_lora(model, config.lora, seed=0)
 
 
 def lay_out(config: HuggingFaceConfig) -> Any:

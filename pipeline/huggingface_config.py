@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pipeline.families import family_of
 from pipeline.shards import Shards
 
-ENCODERS = ("bert", "roberta", "deberta-v2")
 _ROBERTA_LIKE = ("roberta",)
 _HEADS = ("summary_", "classifier_", "pooler_")  # rates of task heads
 
@@ -62,8 +61,7 @@ class HuggingFaceConfig(BaseModel):
             raise ValueError("pretrained or config: name the model's folder")
         self._check_folder(self.folder)
         config = self.transformers_config
-        family_of(config)
-        needed = "classification" if config.model_type in ENCODERS else "language"
+        needed = family_of(config).task
         if self.task != needed:
             raise ValueError(
                 f"task = {self.task!r}: {config.model_type} is made for task = {needed!r}; use it"

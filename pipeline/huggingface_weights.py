@@ -1,5 +1,6 @@
 """A stage's own weights from a model folder: only its tensors, only from files that hold them."""
 
+import logging
 import re
 from collections import defaultdict
 from typing import Any
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from pipeline.families import Family
 from pipeline.shards import INDEX, SINGLE, ShardError, Shards
+
+_log = logging.getLogger(__name__)
 
 
 class Sources:
@@ -33,7 +36,7 @@ class Sources:
     def load(self, model: Any) -> None:
         """Fill the parameters of a cut (or whole) model.
 
-        Task heads and poolers that the folder lacks keep their random values.
+        Task heads and poolers that the folder lacks keep their random values, and are logged.
 
         Raises:
             ShardError: a tensor is missing, unreadable or of another shape.
@@ -45,6 +48,8 @@ class Sources:
                 wanted[source].append((name, tensor))
             elif name not in self._optional:
                 raise self._missing(name)
+            else:
+                _log.warning("%s is not in %s: it starts random", name, self.shards.folder)
         with torch.no_grad():
             for source, stored in self.shards.read(list(wanted)):
                 for name, tensor in wanted[source]:
@@ -121,8 +126,7 @@ class Sources:
         if stored != wanted:
             raise ShardError(
                 f"{self._file(source)}: {source} has shape {stored}, but config.json gives {name} "
-                f"{wanted}; use the config.json that belongs to these "
-                "weights"
+                f"{wanted}; use the config.json that belongs to these weights"
             )
 
     def _file(self, stored: str) -> str:

@@ -4,9 +4,10 @@ Axes: B samples, T tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
+import torch
 from torch import Tensor
 
 
@@ -25,6 +26,11 @@ class Samples:
     mask_BT: Tensor | None = None
     segments_BT: Tensor | None = None
     prefix_BT: Tensor | None = None
+
+    def to(self, device: torch.device) -> Self:
+        """Return the same on a device."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{k: v.to(device) for k, v in given.items() if v is not None})
 
     @property
     def plain(self) -> bool:

@@ -21,6 +21,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipeline.channel import Channel, Mode
 from pipeline.samples import Samples
+from pipeline.staging import Staging
 
 EventKind = Literal["F", "B", "W", "encode", "decode", "wait"]
 COMPUTE_KINDS = ("F", "B", "W")
@@ -71,9 +72,14 @@ class CompressedStage(_PipelineStageBase):
         *,
         channels: Channels,
         group: dist.ProcessGroup | None,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
     ) -> None:
-        """`group` holds the ranks of one pipeline; no message travels over it."""
-        super().__init__(module, stage_index, num_stages, torch.device("cpu"), group)
+        """`group` holds the ranks of one pipeline; no message travels over it.
+
+        The module's parameters must be on `device`.
+        """
+        super().__init__(module, stage_index, num_stages, device, group)
+        self._staging = Staging(device)
         self.channels = channels
         self.events: list[ComputeEvent] = []
         self._runtime_validate = False
@@ -122,7 +128,8 @@ class CompressedStage(_PipelineStageBase):
             ValueError: samples with padding, packing or a prefix for a module that is not told.
         """
         module: Any = self.submod
-        samples = self._microbatches[m].samples
+        x = x.to(self.device)  # token ids come from the host
+        samples = self._microbatches[m].samples.to(self.device)
         if getattr(module, "wants_samples", False):
             y: Tensor = module(x, samples)
             return y
@@ -150,7 +157,9 @@ class CompressedStage(_PipelineStageBase):
         start = time.perf_counter()
         known = self._microbatches[m]
         x_BTD = channel.receive(m, known.shape_BTD, known.samples.ids_B)
-        arrived, self._ready_s = channel.arrived_s, time.perf_counter()
+        arrived = channel.arrived_s
+        x_BTD = self._staging.to_device(x_BTD)
+        self._ready_s = time.perf_counter()
         self.events.append(ComputeEvent(self.stage_index, "wait", m, start, arrived))
         self.events.append(ComputeEvent(self.stage_index, "decode", m, arrived, self._ready_s))
         return x_BTD
@@ -159,6 +168,7 @@ class CompressedStage(_PipelineStageBase):
         if channel is None:
             return
         start = time.perf_counter()
+        x_BTD = self._staging.to_host(x_BTD)
         channel.send(m, x_BTD, self._microbatches[m].samples.ids_B)
         end = time.perf_counter()
         self.events.append(ComputeEvent(self.stage_index, "encode", m, start, end))

@@ -1,12 +1,17 @@
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from launch.config import RunConfig
+from launch.config import RunConfig, write_config
+from launch.export import export
 from launch.inprocess import in_process
+from launch.session import Session
+from launch.state import Checkpoints
 from pipeline.samples import Batch
 from tests.huggingface import CLASSES, VOCAB, saved_model, section
 from tests.ranks import Ranks
@@ -28,15 +33,16 @@ def batches(*, classes: int | None) -> list[Batch]:
     return found
 
 
-def run_config(model: dict[str, Any], **pipeline: Any) -> RunConfig:
+def run_config(model: dict[str, Any]) -> RunConfig:
     labels = {"text_field": "text", "label_field": "label"} if "classes" in model else {}
     base = config().model_dump(mode="json", exclude_none=True)
     return RunConfig.model_validate(
         {
             **base,
             "model": model,
+            "run": {"folder": f"{model['pretrained']}-run"},
             "data": {"sequence_length": TOKENS, **labels},
-            "pipeline": {**base["pipeline"], "cuts": (3,), **pipeline},
+            "pipeline": {**base["pipeline"], "cuts": (3,)},
             "boundary": [{"forward": RAW, "backward": RAW}],
             "train": {"batch_size": 8, "warmup_steps": 0, "decay": "none", "clip_norm": 0},
         }
@@ -52,6 +58,12 @@ def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str
             built.engine.train_step(share(whole, replica, run.pipeline.replicas), step).loss
             for step, whole in enumerate(batches(classes=run.model.classes))
         ]
+        store: Any = None
+        session = Session(store, built.engine.mesh, 7, rank)
+        facts = {"config": run.shared()}
+        Checkpoints(run.run.path / "checkpoints", 2, built, session, facts).save(len(losses))
+        if rank == 0:
+            write_config(run, run.run.path / "config.toml")
         found.append((losses, weights(built)))
     return found
 
@@ -84,6 +96,19 @@ def test_ranks_train_what_one_process_does(ranks: Ranks, tmp_path: Path) -> None
     head = results[1][2][1]["model.lm_head.weight"]
     assert torch.equal(embedding, head)
     expected_losses, _ = in_one_process(runs[2])
+    for place, run in enumerate(runs):  # from the parts of both ranks
+        out = run.run.path.with_name("out")
+        export(run.run.path, out, step=None, dtype="source")
+        exported = {
+            name: tensor
+            for file in out.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+        shutil.rmtree(out)
+        trained = results[0][place][1] | results[1][place][1]
+        for name, tensor in trained.items():
+            if name != "model.lm_head.weight" or place == 0:  # the exact tie is stored once
+                assert torch.equal(exported[name.removeprefix("model.")], tensor), name
     assert results[0][2][0] == pytest.approx(expected_losses, rel=1e-5)
 
 

@@ -1,4 +1,5 @@
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -130,14 +131,18 @@ def test_a_folder_without_usable_weights_is_refused(tmp_path: Path) -> None:
         HuggingFaceConfig(pretrained=str(tmp_path))
 
 
-def test_a_classifier_may_start_from_a_model_without_its_head(tmp_path: Path) -> None:
+def test_a_classifier_may_start_from_a_model_without_its_head(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from transformers import AutoModel
 
     saved_model("bert", tmp_path)
     base = AutoModel.from_pretrained(tmp_path, add_pooling_layer=False)
     base.save_pretrained(tmp_path / "base")
     config = HuggingFaceConfig(pretrained=str(tmp_path / "base"), task="classification", classes=5)
-    stages = [build_stage(config, *r, seed=0, device="cpu") for r in ((0, 3), (3, LAYERS))]
+    with caplog.at_level(logging.WARNING):
+        stages = [build_stage(config, *r, seed=0, device="cpu") for r in ((0, 3), (3, LAYERS))]
+    assert "classifier.weight is not in" in caplog.text
     assert stages[1].model.classifier.weight.shape == (5, 32)
     loaded = stages[1].model.bert.encoder.layer[0].attention.self.query.weight
     assert torch.equal(loaded, base.encoder.layer[3].attention.self.query.weight)
