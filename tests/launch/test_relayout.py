@@ -57,10 +57,10 @@ def outcome(built: Built, losses: list[float], log: str = "") -> dict[str, Any]:
 def known_samples(built: Built) -> dict[int, int]:
     """How many of the first batch's samples each own cut's forward memory knows."""
     return {
-        channel.cut: int(channel.boundaries["train"].memory.known(BATCHES[0].ids_B).sum())
+        channel.cut: int(channel.memory.known(BATCHES[0].ids_B).sum())
         for stage in built.stages
         for channel in stage.channels.all()
-        if hasattr(channel.boundaries["train"], "memory")
+        if channel.memory is not None
     }
 
 
