@@ -13,7 +13,7 @@ from launch.plan.simulate import Message, SimulatedStep, StepModel, simulate
 from pipeline.channel import BACKWARD, FORWARD
 from pipeline.schedule import single_stage_order
 
-_BYTES_PER_PARAMETER = 16  # weight, gradient, two moments of Adam, each fp32
+_FROZEN_BYTES, _TRAINED_BYTES = 4, 12  # weight; gradient and two moments of Adam, each fp32
 
 Blocks = Sequence[Sequence[BlockCost]]
 """[stage][block]: every block on the device of that stage."""
@@ -103,7 +103,8 @@ def stage_costs(config: RunConfig, blocks: Blocks) -> list[StageCost]:
 
 def block_memory(config: RunConfig, stage: int, block: BlockCost) -> int:
     """Bytes of a block in a stage: its parameters' and those of the microbatches in flight."""
-    return _BYTES_PER_PARAMETER * block.parameters + in_flight(config, stage) * block.activations
+    weights = _FROZEN_BYTES * block.parameters + _TRAINED_BYTES * block.trained
+    return weights + in_flight(config, stage) * block.activations
 
 
 def in_flight(config: RunConfig, stage: int) -> int:

@@ -25,19 +25,20 @@ class BlockCost:
     """A block on one device: the first includes the embedding, the last the head and the loss.
 
     `forward_s`, `backward_s` and `activations` (bytes kept for the backward) are per microbatch,
-    `optimizer_s` is per step; `parameters` counts them.
+    `optimizer_s` is per step; `parameters` counts them, `trained` those that are not frozen.
     """
 
     forward_s: float
     backward_s: float
     optimizer_s: float = 0.0
     parameters: int = 0
+    trained: int = 0
     activations: int = 0
 
     def on(self, speed: float) -> "BlockCost":
         """The same on a device that is `speed` times as fast."""
         seconds = (self.forward_s / speed, self.backward_s / speed, self.optimizer_s / speed)
-        return BlockCost(*seconds, self.parameters, self.activations)
+        return BlockCost(*seconds, self.parameters, self.trained, self.activations)
 
 
 def microbatch_shape(config: RunConfig) -> torch.Size:
@@ -86,7 +87,10 @@ class _Bench:
             rounds.append(self._round())
         forward_s, backward_s, optimizer_s = map(statistics.median, zip(*rounds, strict=True))
         parameters = sum(p.numel() for p in self._parameters)
-        return BlockCost(forward_s, backward_s, optimizer_s, parameters, self._activations())
+        trained = sum(p.numel() for p in trainable(self._block))
+        return BlockCost(
+            forward_s, backward_s, optimizer_s, parameters, trained, self._activations()
+        )
 
     def _round(self) -> tuple[float, float, float]:
         moments = [time.perf_counter()]

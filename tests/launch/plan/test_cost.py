@@ -18,7 +18,7 @@ from tests.training import config
 
 MBIT = 1e6 / PAYLOAD_SHARE  # on the wire, so that a megabit of payload goes through
 RUN = config(pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]})
-BLOCK = BlockCost(1.0, 2.0, optimizer_s=0.5, parameters=10, activations=7)
+BLOCK = BlockCost(1.0, 2.0, optimizer_s=0.5, parameters=20, trained=5, activations=7)
 KEYS: list[WireKey] = [(1, "forward"), (1, "backward"), (3, "forward"), (3, "backward")]
 
 
@@ -38,13 +38,16 @@ def test_memory_counts_parameters_and_what_is_in_flight() -> None:
         run = config(pipeline={"schedule": schedule, "microbatches": 4, "cuts": [1, 3]})
         found = [stage.memory for stage in stage_costs(run, [[BLOCK] * 4] * 3)]
         blocks = (1, 2, 1)
-        assert found == [n * (160 + 7 * m) for n, m in zip(blocks, in_flight, strict=True)]
+        assert found == [
+            n * (4 * 20 + 12 * 5 + 7 * m) for n, m in zip(blocks, in_flight, strict=True)
+        ]
 
 
 def test_blocks_are_measured_with_their_parameters() -> None:
     costs = measure_blocks(RUN)
     whole = build_layers(RUN.model, 0, 4, seed=0, device="meta")
     assert sum(cost.parameters for cost in costs) == sum(p.numel() for p in whole.parameters())
+    assert all(cost.trained == cost.parameters for cost in costs)
     assert costs[1] == costs[2]  # alike: measured once
     assert costs[0].parameters > costs[1].parameters  # the embedding
     assert all(c.forward_s > 0 and c.backward_s > 0 and c.optimizer_s > 0 for c in costs)
