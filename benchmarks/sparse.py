@@ -25,7 +25,6 @@ from torch import Tensor
 from benchmarks.harness import Records, format_table, quantiles
 from pipeline.wire.sparse import SparseCodec
 from pipeline.wire.subset import Subset, largest_size, random_subset
-from pipeline.wire.subset_codec import SubsetCodec
 
 _BUCKET = 128
 
@@ -103,42 +102,46 @@ class Published:
 
 
 class Ours:
-    """The same work through `SubsetCodec`."""
+    """One replica, and the server of its vector, with the buffers that an exchange reuses."""
 
     def __init__(self, vectors: Vectors, codec: SparseCodec, fraction: float) -> None:
-        self._vectors, self._fraction = vectors, fraction
-        self._size = largest_size(vectors.numel, fraction)
-        self._compressor = SubsetCodec(codec, self._size)
-        self._wire = torch.empty(codec.capacity(self._size), dtype=torch.uint8)
+        self._x, self._base, self._codec, self._fraction = vectors.x, vectors.base, codec, fraction
+        size = largest_size(vectors.numel, fraction)
+        self._wire = torch.empty(codec.capacity(size), dtype=torch.uint8)
         self._error = torch.zeros(vectors.numel)
-        self._left = torch.empty(self._size)
-
-    def subset(self, step: int) -> Subset:
-        """The runs of a step."""
-        return random_subset(
-            self._vectors.numel, fraction=self._fraction, seed=1, step=step, bucket=0
-        )
+        self._value, self._seen, self._left = (torch.empty(size) for _ in range(3))
 
     def encode(self, step: int) -> Tensor:
         """Draw the subset and write the replica's message."""
-        x, base = self._vectors.x, self._vectors.base
-        length = self._compressor.encode_change(x, base, self.subset(step), self._wire)
-        return self._wire[:length]
+        subset = self._subset(step)
+        change, seen = self._value[: subset.size], self._seen[: subset.size]
+        subset.gather(self._x, change, self._base)
+        return self._wire[: self._codec.encode(change, self._wire, room_n=seen)]
 
     def mean(self, messages: Sequence[Tensor], count: int, step: int) -> Tensor:
         """The server's answer to the step's message from `count` replicas, and its error."""
-        subset = self.subset(step)
-        left = self._left[: subset.size]
-        length = self._compressor.encode_mean(
-            [messages[step]] * count, self._error, subset, self._wire, left
-        )
-        subset.scatter(left, self._error)
+        subset = self._subset(step)
+        total, seen, left = (t[: subset.size] for t in (self._value, self._seen, self._left))
+        self._codec.decode(messages[step], total)
+        for _ in range(count - 1):
+            self._codec.decode_add(messages[step], total)
+        subset.gather(self._error, left)
+        left += total.div_(count)
+        length = self._codec.encode(left, self._wire, seen, room_n=total)
+        subset.scatter(left.sub_(seen), self._error)
         return self._wire[:length]
 
     def settle(self, sent: Tensor, mean: Tensor, step: int) -> None:
-        """Apply the answer."""
-        x, base = self._vectors.x, self._vectors.base
-        self._compressor.settle(sent, mean, self.subset(step), x, base)
+        """Decode what was sent and the answer, and apply both."""
+        subset = self._subset(step)
+        sent_n, mean_n = self._value[: subset.size], self._seen[: subset.size]
+        self._codec.decode(sent, sent_n)
+        self._codec.decode(mean, mean_n)
+        subset.settle(sent_n, mean_n, self._x, self._base)
+
+    def _subset(self, step: int) -> Subset:
+        numel = self._x.numel()
+        return random_subset(numel, fraction=self._fraction, seed=1, step=step, bucket=0)
 
 
 def milliseconds(work: Callable[[int], object], repetitions: int) -> dict[str, float]:
@@ -173,7 +176,8 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
     for coding in ("none", "zstd"):
         codec = SparseCodec(options.keep, options.bits, coding=coding)
         check(codec)
-        yield from our_rows(Ours(vectors, codec, options.fraction), coding, options)
+        ours = Ours(Vectors(options.numel), codec, options.fraction)
+        yield from our_rows(ours, coding, options)
 
 
 def our_rows(ours: Ours, coding: str, options: argparse.Namespace) -> Iterator[Row]:

@@ -9,7 +9,7 @@ leaves. A message of n candidates holds, in order:
     codes                       `Uniform`'s codes of the kept values, or the values in bf16 or fp32
 
 With coding "zstd" mask and codes are entropy-coded, each on its own and only if that makes it
-shorter, which its length tells. zstd's Huffman coder comes within 1 % of the entropy of a random
+shorter, which its length tells. zstd's Huffman coder comes within 2 % of the entropy of a random
 mask (0.722 bits a candidate at a fifth) and finds more in masks that are clustered.
 
 Axes: n candidates, k kept values, M mask bytes, W bytes of a message.
@@ -82,8 +82,10 @@ class SparseCodec:
         vector is fp32, bf16 or fp16. `room_n` (fp32) is overwritten, which saves an allocation.
 
         Raises:
-            ValueError: `wire` is shorter than `capacity`.
+            ValueError: `wire` is shorter than `capacity`, or `seen_n` is of another size.
         """
+        if seen_n is not None and seen_n.numel() != x_n.numel():
+            raise ValueError(f"seen has {seen_n.numel()} values: the vector has {x_n.numel()}")
         sizes = self._sizes(x_n.numel())
         if wire.numel() < _HEAD + sum(sizes):
             raise ValueError(
@@ -114,8 +116,11 @@ class SparseCodec:
         """Add the message's values to `sum_n` (fp32, contiguous).
 
         Raises:
+            ValueError: `sum_n` is not fp32 and contiguous.
             CodingError: the bytes are damaged, or those of another number of values.
         """
+        if sum_n.dtype != torch.float32 or not sum_n.is_contiguous():
+            raise ValueError(f"a sum in {sum_n.dtype}: use a contiguous one in torch.float32")
         mask_M, kept_k = self._read(wire, sum_n)
         if mask_M.numel():
             self._kernels(sum_n).place_add(mask_M, kept_k, sum_n)

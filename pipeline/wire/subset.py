@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.wire.kernels.sparse import load_sparse_kernels
+from pipeline.wire.kernels.sparse import SparseKernels, load_sparse_kernels
 
 RUN = 64
 _ROUNDS = 6
@@ -32,20 +32,50 @@ _LARGEST_WINDOW = 1000
 class Subset:
     """Runs of `RUN` values that start at `start_R` (int64, rising, on the CPU).
 
-    `size` is n: the last run of the vector may be a short one.
+    `size` is n: the last run of the vector may be a short one. Vectors are contiguous, in fp32,
+    bf16 or fp16; values of the subset are fp32. Methods raise ValueError where a size or dtype is
+    another.
     """
 
     numel: int
     start_R: Tensor
     size: int
 
-    def gather(self, x_N: Tensor, out_n: Tensor) -> None:
-        """Copy the chosen values to `out_n` (fp32), in order."""
-        load_sparse_kernels("auto", x_N.device).gather(x_N, None, self.start_R, RUN, out_n)
+    def gather(self, x_N: Tensor, out_n: Tensor, base_N: Tensor | None = None) -> None:
+        """Copy the chosen values, or what they are above those of `base_N`, to `out_n`."""
+        self._check((x_N,) if base_N is None else (x_N, base_N), (out_n,))
+        self._kernels(x_N).gather(x_N, base_N, self.start_R, RUN, out_n)
 
     def scatter(self, value_n: Tensor, out_N: Tensor) -> None:
-        """Copy fp32 values to the chosen places of `out_N`; other places keep what they hold."""
-        load_sparse_kernels("auto", out_N.device).scatter(value_n, self.start_R, RUN, out_N)
+        """Copy values to the chosen places of `out_N`; other places keep what they hold."""
+        self._check((out_N,), (value_n,))
+        self._kernels(out_N).scatter(value_n, self.start_R, RUN, out_N)
+
+    def settle(self, sent_n: Tensor, mean_n: Tensor, x_N: Tensor, base_N: Tensor) -> None:
+        """At the chosen places, add `mean_n` to base, and leave x above it by what was not sent.
+
+        That is x += mean - sent, put together from the new base: x ends bit-equal to it if all of
+        the difference was sent. One pass instead of five.
+        """
+        self._check((x_N, base_N), (sent_n, mean_n))
+        self._kernels(x_N).settle(sent_n, mean_n, self.start_R, RUN, x_N, base_N)
+
+    def _check(self, vectors: tuple[Tensor, ...], chosen: tuple[Tensor, ...]) -> None:
+        """Compiled code would write past the end."""
+        for tensors, numel, dtypes in (
+            (vectors, self.numel, (torch.float32, torch.bfloat16, torch.float16)),
+            (chosen, self.size, (torch.float32,)),
+        ):
+            for t in tensors:
+                if t.numel() != numel or t.dtype not in dtypes or not t.is_contiguous():
+                    raise ValueError(
+                        f"a tensor of {t.numel()} values in {t.dtype} with strides {t.stride()}: "
+                        f"needs {numel} in one of {dtypes}, contiguous"
+                    )
+
+    @staticmethod
+    def _kernels(x_N: Tensor) -> SparseKernels:
+        return load_sparse_kernels("auto", x_N.device)
 
 
 def random_subset(

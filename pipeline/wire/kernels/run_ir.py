@@ -15,6 +15,7 @@ from pipeline.wire.kernels.vector_ir import (
     I64,
     Builder,
     Value,
+    _call,
     _from_float,
     _Operand,
     _steps,
@@ -137,8 +138,3 @@ def _expanded(b: Builder, source: Value, flags: Value) -> Value:
     kind = vector(_F32, CHUNK)
     zeros = ir.Constant(kind, [0.0] * CHUNK)
     return _call(b, f"llvm.masked.expandload.v{CHUNK}f32", kind, [source, flags, zeros])
-
-
-def _call(b: Builder, name: str, result: Value, args: list[Value]) -> Value:
-    kind = ir.FunctionType(result, [arg.type for arg in args])
-    return b.call(b.module.globals.get(name) or ir.Function(b.module, kind, name), args)

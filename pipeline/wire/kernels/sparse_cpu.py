@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numba import njit
 from torch import Tensor
 
+from pipeline.wire.kernels.numba_cpu import _STORED_AS
 from pipeline.wire.kernels.run_ir import CHUNK, expand_chunk, put_run, settle_run, take_run
 from pipeline.wire.kernels.topk_cpu import select_top
 from pipeline.wire.kernels.vector_ir import compiled
@@ -19,12 +19,6 @@ from pipeline.wire.kernels.vector_ir import compiled
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from pipeline.wire.kernels import sparse_cpu
     from pipeline.wire.kernels.sparse import SparseKernels
-
-_STORED_AS = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.uint16,
-    torch.float16: torch.int16,
-}
 
 
 def deal(first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:

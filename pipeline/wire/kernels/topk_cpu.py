@@ -33,10 +33,12 @@ def select_top(x_N: Tensor, mask_M: Tensor, kept_k: Tensor, room_N: Tensor | Non
     `room_N` is overwritten; it saves the allocation of as much memory as `x_N` takes.
 
     Raises:
-        ValueError: k is larger than N.
+        ValueError: k is larger than N, or the room smaller.
     """
     if kept_k.numel() > x_N.numel():
         raise ValueError(f"k = {kept_k.numel()}: there are only {x_N.numel()} values")
+    if room_N is not None and room_N.numel() < x_N.numel():
+        raise ValueError(f"room for {room_N.numel()} values: there are {x_N.numel()}")
     mask_M.zero_()
     if kept_k.numel():
         room_N = torch.empty_like(x_N) if room_N is None else room_N
@@ -100,6 +102,19 @@ def _mark_large(typing: Any, x: Any, bound: Any, out: Any, mask: Any) -> Any:
     return types.int64(types.uintp, types.uint32, types.uintp, types.uintp), codegen
 
 
+@intrinsic
+def _count_equal(typing: Any, x: Any, bound: Any) -> Any:
+    """How many of 16 words have the bound's magnitude."""
+
+    def codegen(context: Any, b: Any, signature: Any, args: Any) -> Any:
+        _, reaching = _chunk(b, args[0], args[1])
+        _, above = _chunk(b, args[0], b.add(args[1], _I32(1)))
+        equal = b.bitcast(b.xor(reaching, above), _I16)
+        return b.zext(_call(b, "llvm.ctpop.i16", _I16, [equal]), _I64)
+
+    return types.int64(types.uintp, types.uint32), codegen
+
+
 @njit
 def _sampled_bound(x: Any, k: Any) -> Any:
     """A magnitude that, going by a sample, a few more than k words reach."""
@@ -159,9 +174,32 @@ def _kth_largest(words: Any, count: Any, k: Any) -> Any:
 
 
 @njit
-def _mark(x: Any, bound: Any, ties: Any, mask: Any, kept: Any, start: Any, count: Any) -> Any:
+def _last_tie(x: Any, bound: Any, ties: Any) -> Any:
+    """Where the 16 words start of which one is the last tie that is taken, and ties before them."""
+    seen, full = 0, x.size // _LANES * _LANES
+    for i in range(0, full, _LANES):
+        equal = _count_equal(np.uintp(x.ctypes.data + 4 * i), bound)
+        if seen + equal >= ties:
+            return i, seen
+        seen += equal
+    return full, seen
+
+
+@njit
+def _mark_chunks(x: Any, bound: Any, mask: Any, kept: Any, span: Any, count: Any) -> Any:
+    """Words that reach the bound in a span of whole chunks; returns how many are kept by then."""
+    source, target, flags = x.ctypes.data, kept.ctypes.data, mask.ctypes.data
+    for i in range(span[0], span[1], _LANES):
+        at = np.uintp(target + 4 * count)
+        count += _mark_large(np.uintp(source + 4 * i), bound, at, np.uintp(flags + i // 8))
+    return count
+
+
+@njit
+def _mark_each(x: Any, bound: Any, mask: Any, kept: Any, span: Any, state: Any) -> Any:
     """One by one: words above the bound, and the first `ties` that equal it."""
-    for i in range(start, x.size):
+    count, ties = state
+    for i in range(span[0], span[1]):
         magnitude = x[i] & _MAGNITUDE
         chosen = magnitude > bound
         if magnitude == bound and ties > 0:
@@ -171,25 +209,25 @@ def _mark(x: Any, bound: Any, ties: Any, mask: Any, kept: Any, start: Any, count
             mask[i // 8] |= np.uint8(1 << (i % 8))
             kept[count] = x[i]
             count += 1
+    return count, ties
 
 
 @compiled
 def _select(x: Any, mask: Any, kept: Any, found: Any) -> Any:
+    """Chunks reach the bound up to the last tie that is taken, and pass it from there on."""
     k = kept.size
     bound = _sampled_bound(x, k)
     count = _candidates(x, bound, found)
     if count < k:
         count = _candidates(x, np.uint32(0), found)
     bound, ties, equal = _kth_largest(found, count, k)
-    start, taken = 0, 0
-    if ties == equal:
-        start = x.size // _LANES * _LANES
-        source, target, flags = x.ctypes.data, kept.ctypes.data, mask.ctypes.data
-        for i in range(0, start, _LANES):
-            at = np.uintp(target + 4 * taken)
-            taken += _mark_large(np.uintp(source + 4 * i), bound, at, np.uintp(flags + i // 8))
-        ties = x.size
-    _mark(x, bound, ties, mask, kept, start, taken)
+    full = x.size // _LANES * _LANES
+    cut, before = (full, 0) if ties == equal else _last_tie(x, bound, ties)
+    after = min(cut + _LANES, full)
+    count = _mark_chunks(x, bound, mask, kept, (0, cut), 0)
+    count, ties = _mark_each(x, bound, mask, kept, (cut, after), (count, ties - before))
+    count = _mark_chunks(x, bound + np.uint32(1), mask, kept, (after, full), count)
+    _mark_each(x, bound, mask, kept, (full, x.size), (count, ties))
 
 
 @compiled

@@ -22,7 +22,7 @@ def values(numel: int, seed: int = 0) -> torch.Tensor:
 def message(codec: SparseCodec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The message's bytes, and what the sender says they decode to."""
     room = torch.full((codec.capacity(x.numel()) + 9,), 0xAA, dtype=torch.uint8)
-    seen = torch.full(x.shape, torch.nan)
+    seen = torch.full(x.shape, torch.nan, device=x.device)
     length = codec.encode(x, room[:-9], seen)
     assert length <= codec.capacity(x.numel())
     assert (room[-9:] == 0xAA).all()
@@ -170,6 +170,17 @@ def test_a_short_buffer_is_refused_before_anything_is_written() -> None:
     assert (wire == 0xAA).all()
 
 
+def test_what_compiled_code_cannot_write_is_refused() -> None:
+    codec = SparseCodec(0.2, 4)
+    wire, _ = message(codec, values(1000))
+    with pytest.raises(ValueError, match=r"a sum in torch\.bfloat16"):
+        codec.decode_add(wire, torch.zeros(1000, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="seen has 1001 values"):
+        codec.encode(values(1000), wire.new_empty(2000), torch.empty(1001))
+    with pytest.raises(ValueError, match="room for 999 values: there are 1000"):
+        codec.encode(values(1000), wire.new_empty(2000), room_n=torch.empty(999))
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -183,3 +194,16 @@ def test_a_short_buffer_is_refused_before_anything_is_written() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         SparseCodec(**options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_vector_on_a_gpu_gives_the_same_message() -> None:
+    x, codec = values(5003), SparseCodec(0.2, 4)
+    expected, seen = message(codec, x)
+    found, seen_there = message(codec, x.cuda())
+    assert torch.equal(found, expected)
+    assert torch.equal(seen_there.cpu(), seen)
+    out = torch.full((5003,), torch.nan, device="cuda")
+    codec.decode(found, out)
+    assert torch.equal(out.cpu(), seen)

@@ -122,3 +122,17 @@ def test_16_bit_vectors_are_gathered_as_fp32() -> None:
 def test_what_is_no_ratio_is_refused(fraction: float) -> None:
     with pytest.raises(ValueError, match=f"fraction = {fraction}"):
         drawn(100, fraction, 0)
+
+
+@pytest.mark.parametrize("numel", [499, 501])
+def test_tensors_of_another_size_are_refused_before_memory_is_touched(numel: int) -> None:
+    subset = drawn(500, 0.4, 0)
+    chosen, wrong = torch.zeros(subset.size), torch.zeros(numel)
+    with pytest.raises(ValueError, match=f"a tensor of {numel} values .*needs 500"):
+        subset.gather(wrong, chosen)
+    with pytest.raises(ValueError, match=f"a tensor of {numel} values .*needs 500"):
+        subset.settle(chosen, chosen, torch.zeros(500), wrong)
+    with pytest.raises(ValueError, match=f"needs {subset.size} in one of"):
+        subset.scatter(torch.zeros(subset.size + 1), torch.zeros(500))
+    with pytest.raises(ValueError, match="strides"):
+        subset.gather(torch.zeros(1000)[::2], chosen)

@@ -51,6 +51,15 @@ def test_ties_are_counted_exactly_and_the_first_win(
     assert torch.equal(kept, x[flags])
 
 
+@pytest.mark.parametrize("levels", [1, 3, 40])
+@pytest.mark.parametrize("k", [1, 100, 1024, 4096, 5002])
+def test_the_last_tie_may_be_anywhere(levels: int, k: int) -> None:
+    x = torch.randint(-levels, levels, (5003,), generator=torch.Generator().manual_seed(k)).float()
+    _, kept, flags = chosen(x, k)
+    assert torch.equal(flags, expected(x, k))
+    assert torch.equal(kept, x[flags])
+
+
 def test_a_nan_is_never_dropped() -> None:
     x = torch.randn(5000)
     x[1234] = torch.nan
