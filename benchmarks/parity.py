@@ -45,6 +45,7 @@ METHODS = (
     Method("PowerSGD rank 1", "powersgd", {"rank": 1}),
     Method("PowerSGD rank 4", "powersgd", {"rank": 4}),
 )
+METHOD_LABELS = tuple(method.label for method in METHODS)
 
 
 def compare(
@@ -155,9 +156,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"\n{table(outcomes)}")
     if options.plot is not None:
         draw(outcomes, options.plot)
-
-
-METHOD_LABELS = tuple(method.label for method in METHODS)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

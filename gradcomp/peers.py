@@ -9,6 +9,7 @@ chunk.
 """
 
 import queue
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -177,5 +178,6 @@ def _payload_nbytes(start: Tensor, source: int, target: int, capacity: int) -> i
 
 
 def _lost(source: int, target: int, error: RuntimeError) -> ExchangeError:
-    reason = str(error).splitlines()[0]
+    # gloo's first sentence, without the place in its source and its advice
+    reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
     return ExchangeError(f"replica {source} -> replica {target}: lost in an exchange: {reason}")

