@@ -135,10 +135,10 @@ def test_data_that_is_seen_once_is_not_remembered() -> None:
     assert isinstance(build_boundary(twice, width=WIDTH, key=0)["train"], DeltaBoundary)
 
 
-@pytest.mark.parametrize("key", ["scale_per", "rounding", "scale_dtype"])
+@pytest.mark.parametrize("key", ["scale_per", "rounding", "scale_dtype", "rate"])
 def test_settings_that_tiles_do_not_have_are_refused(key: str) -> None:
-    value = {"scale_per": 64, "rounding": "stochastic", "scale_dtype": "fp32"}[key]
+    value = {"scale_per": 64, "rounding": "stochastic", "scale_dtype": "fp32", "rate": 1.0}[key]
     with pytest.raises(ValueError, match=f'{key}: has no meaning with delta = "tiles"'):
-        AqsgdConfig.model_validate({"delta": "tiles", key: value})
+        AqsgdConfig.model_validate({"delta": "tiles", "coding": "zstd", key: value})
     with pytest.raises(ValueError, match="bits = 8: use 2 to 7"):
         AqsgdConfig(delta="tiles", bits=8)
