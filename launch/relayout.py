@@ -99,7 +99,7 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
     source = mesh.replica if before.replicas == now.replicas else 0
     whole = read_whole(folder, parts_of(folder, replica=source))
     for stage in built.stages:
-        _fill_module(module_of(stage), whole.model, folder)
+        fill_module(module_of(stage), whole.model, folder)
     cold = _fill_optimizer(built, whole)
     boundaries = _boundaries(folder, replica=mesh.replica % before.replicas)
     _fill_memories(built, boundaries)
@@ -141,7 +141,12 @@ def _by_parameter(
             yield names[index], optimizer["state"].get(index, {}), settings
 
 
-def _fill_module(module: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+def fill_module(module: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Load a stage's own tensors; `folder` is for messages.
+
+    Raises:
+        CheckpointError: one is missing, or what is one weight here had parted there.
+    """
     own = module.state_dict()
     missing = sorted(own.keys() - tensors.keys())
     if missing:

@@ -87,7 +87,7 @@ def build_stage(
     """Build the stage that holds blocks `first` to `stop - 1`; read or draw only its weights.
 
     Random values depend on the seed and the module's name, not on the cut; torch's global random
-    state is left alone. On the meta device nothing is read.
+    state is left alone. On the meta device no weights are read.
 
     Raises:
         ValueError: no such range of layers, or the family cannot be cut.
@@ -110,7 +110,6 @@ def build_stage(
         initialise(model, seed=seed, tied_to=tied_to)
         if sources is not None:
             sources.load(model)
-        model.to(device)
     if stop - first < config.layers:
         _freeze(model.base_model, family.shared)  # else the copies of the stages would part
     if config.activation_checkpointing:
@@ -119,7 +118,8 @@ def build_stage(
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if config.lora is not None:
         add_lora(model, config.lora, seed=seed)
-    return HuggingFaceStage(model, config, first, stop)
+    # last, so that random values are the CPU's
+    return HuggingFaceStage(model.to(device), config, first, stop)
 
 
 def check_folder(config: HuggingFaceConfig) -> None:

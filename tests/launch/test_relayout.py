@@ -11,7 +11,7 @@ from torch import Tensor
 from launch.build import Built
 from launch.checkpoint import CheckpointError
 from launch.config import RunConfig
-from launch.relayout import Layout, module_of, parameter_names
+from launch.relayout import Layout, fill_module, module_of, parameter_names
 from launch.session import Session
 from launch.state import Checkpoints
 from tests.ranks import Ranks
@@ -176,6 +176,19 @@ def test_what_cannot_be_resumed_is_refused_by_name(ranks: Ranks, tmp_path: Path)
     (tmp_path / "step-3" / "replica-0.rank-1.safetensors").unlink()
     (message,) = ranks(1, _expect_error, run_config([], boundary=AQSGD), str(tmp_path))
     assert "replica-0.rank-1.safetensors: missing" in message
+
+
+def test_copies_that_parted_are_not_made_one_again(tmp_path: Path) -> None:
+    tied = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    saved = {name: tensor.clone() for name, tensor in tied.state_dict().items()}
+    fill_module(tied, saved, tmp_path)
+    saved["1.weight"] += 1
+    with pytest.raises(CheckpointError, match=r"0\.weight and 1\.weight .*keep a cut"):
+        fill_module(tied, saved, tmp_path)
+    del saved["1.bias"]
+    with pytest.raises(CheckpointError, match=r"no part holds 1\.bias"):
+        fill_module(tied, saved, tmp_path)
 
 
 def test_a_layout_is_what_decides_where_things_are() -> None:
