@@ -202,7 +202,8 @@ class RunConfig(BaseModel):
                     'warning: data.tokenizer = "bytes" with a pretrained model: its ids mean other '
                     "things; set data.tokenizer to the folder of its tokenizer"
                 )
-        if self.pipeline.cuts and could_be_tied(self.model):
+        replicas_equal = self.pipeline.replicas == 1 or self.method not in ("cocktail", "none")
+        if self.pipeline.cuts and could_be_tied(self.model) and replicas_equal:
             megabytes = 4 * self.model.vocab * self.model.width / 1e6
             found.append(
                 "note: a cut lies between embedding and head, so they are separate weights; "

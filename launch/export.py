@@ -17,7 +17,7 @@ from torch import Tensor
 from launch import checkpoint
 from launch.checkpoint import CheckpointError
 from launch.config import ConfigError, RunConfig, load_config
-from launch.relayout import parts_of
+from launch.relayout import common_model, parts_of
 from pipeline.families import family_of
 from pipeline.huggingface import lay_out
 from pipeline.huggingface_config import HuggingFaceConfig
@@ -83,7 +83,7 @@ def _trained(folder: Path, config: RunConfig, model: HuggingFaceConfig) -> dict[
         )
     tensors: dict[str, Tensor] = {}
     for part in parts_of(folder, replica=0):
-        for stage in checkpoint.read_part(folder, part)["model"].values():
+        for stage in common_model(checkpoint.read_part(folder, part)).values():
             tensors |= {name.removeprefix(_PREFIX): tensor for name, tensor in stage.items()}
     if model.lora is None:
         return tensors

@@ -96,8 +96,9 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
         CheckpointError: a part is missing or damaged, a parameter is in none of them, or the two
             copies of a tied weight have parted and are to be one.
     """
-    source = mesh.replica if before.replicas == now.replicas else 0
-    whole = read_whole(folder, parts_of(folder, replica=source))
+    stays = before.replicas == now.replicas
+    source = mesh.replica if stays else 0
+    whole = read_whole(folder, parts_of(folder, replica=source), common=not stays)
     for stage in built.stages:
         fill_module(module_of(stage), whole.model, folder)
     cold = _fill_optimizer(built, whole)
@@ -113,8 +114,14 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
         _log.warning("%s", "\n".join(_account(folder, before, now, whole, remembers=remembers)))
 
 
-def read_whole(folder: Path, parts: list[str]) -> Whole:
-    """Join the parts of one replica.
+def common_model(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
+    """The weights that all replicas stand for in a part's state, by stage."""
+    found: Mapping[str, Mapping[str, Tensor]] = state["global_model"] or state["model"]
+    return found
+
+
+def read_whole(folder: Path, parts: list[str], *, common: bool) -> Whole:
+    """Join the parts of one replica; `common` takes the weights that all replicas stand for.
 
     Raises:
         CheckpointError: a part is missing or damaged.
@@ -123,7 +130,7 @@ def read_whole(folder: Path, parts: list[str]) -> Whole:
     for part in parts:
         state = checkpoint.read_part(folder, part, mapped=ROWS)
         whole.first_part = whole.first_part or state
-        for stage in state["model"].values():
+        for stage in (common_model(state) if common else state["model"]).values():
             whole.model.update(stage)
         for names, entry, group in _by_parameter(state["optimizer"], state["parameters"]):
             for name in names:
@@ -215,5 +222,5 @@ def _account(
     if whole.first_part["sync"]:
         lines.append("what the exchange between replicas remembers starts anew")
     if not same_samples and before.replicas > 1:
-        lines.append("all replicas start from the weights of replica 0")
+        lines.append("all replicas start from the same weights")
     return lines

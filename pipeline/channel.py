@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.boundary import Boundary, Memory
 from pipeline.link import Link
-from pipeline.wire.entropy import CODING_IDS, Coder, Coding, check_coding, expand
+from pipeline.wire.entropy import CODING_IDS, Coder, Coding, expand
 from pipeline.wire.header import HEADER_NBYTES, Header, coding_and_length, crc32
 
 FORWARD, BACKWARD = 0, 1
@@ -55,7 +55,6 @@ class Channel:
     _step: int = 0
 
     def __post_init__(self) -> None:
-        check_coding(self.coding)
         self._compress = Coder(self.link_rate if self.coding == "auto" else 0.0)
 
     def begin_pass(self, number: int, *, step: int, mode: Mode) -> None:

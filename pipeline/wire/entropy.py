@@ -1,17 +1,18 @@
 """Entropy coding of payloads: the same values in fewer bytes, for links slower than the coder.
 
-zstd level 1 reaches the order-0 entropy of block-planar codes (2-bit codes: about 1.3 bits, 4-bit:
-3.5) at about a thousand million values per second, because a field's bytes lie side by side. A
-coded payload's length depends on its values: receives are posted at the uncoded size, which is
-never exceeded, and the header says how long the message is.
+zstd level 1 reaches the order-0 entropy of block-planar codes at about a thousand million values
+per second, because a field's bytes lie side by side: with scales, 2.13 bits become 1.70 and 4.13
+become 3.70 on changes of activations. A coded payload's length depends on its values: receives are
+posted at the uncoded size, which is never exceeded, and the header says how long the message is.
 """
 
 import math
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
+import zstandard
 from torch import Tensor
 
 Coding = Literal["none", "zstd", "auto"]
@@ -24,16 +25,6 @@ _TRY_AGAIN = 64  # messages
 
 class CodingError(RuntimeError):
     """A coded payload does not expand to the number of bytes it must have."""
-
-
-def check_coding(coding: Coding) -> None:
-    """Say early what is missing.
-
-    Raises:
-        ImportError: `coding` needs a package that is not installed.
-    """
-    if coding != "none":
-        _zstandard()
 
 
 @dataclass
@@ -66,11 +57,8 @@ def compress(payload: Tensor, coded: Tensor) -> int | None:
 
     None, with `coded` untouched, if it would not be shorter. Both are uint8 on the CPU.
     """
-    data = (
-        _zstandard()
-        .ZstdCompressor(level=_LEVEL, write_content_size=False)
-        .compress(payload.numpy().data)
-    )
+    coder = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=False)
+    data = coder.compress(payload.numpy().data)
     if len(data) >= payload.numel():
         return None
     coded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -83,7 +71,6 @@ def expand(coded: Tensor, payload: Tensor) -> None:
     Raises:
         CodingError: the bytes are damaged, or those of another number of values.
     """
-    zstandard = _zstandard()
     try:
         data = zstandard.ZstdDecompressor().decompress(
             coded.numpy().data, max_output_size=payload.numel() + 1
@@ -93,14 +80,3 @@ def expand(coded: Tensor, payload: Tensor) -> None:
     if len(data) != payload.numel():
         raise CodingError(f"a coded payload has {len(data)} bytes, expected {payload.numel()}")
     payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise ImportError(
-            "this coding needs the zstandard package: pip install thinpipe[zstd], "
-            'or set coding = "none"'
-        ) from error
-    return zstandard

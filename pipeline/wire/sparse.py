@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from pipeline.wire.cast import Cast
-from pipeline.wire.entropy import Coding, CodingError, check_coding, compress, expand
+from pipeline.wire.entropy import Coding, CodingError, compress, expand
 from pipeline.wire.kernels import Backend
 from pipeline.wire.kernels.sparse import SparseKernels, load_sparse_kernels
 from pipeline.wire.uniform import Uniform
@@ -59,7 +59,6 @@ class SparseCodec:
             raise ValueError(f"bits = {self.bits}: use 1 to 8, or 16 (bf16) or 32 (fp32)")
         if self.group < 1:
             raise ValueError(f"group = {self.group}: a scale is for at least 1 value")
-        check_coding(self.coding)
 
     def kept(self, numel: int) -> int:
         """How many of `numel` values a message holds: the nearest count, but at least one."""

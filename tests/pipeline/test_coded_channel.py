@@ -16,8 +16,6 @@ from pipeline.wire.uniform import Uniform
 from tests.ranks import Ranks
 from tests.training import batch, config, single_process, train_steps
 
-pytest.importorskip("zstandard")
-
 SHAPE = torch.Size((4, 32, 64))
 IDS = torch.tensor([4, 9, 2, 7])
 QUANTIZED = Uniform(4, "tensor")

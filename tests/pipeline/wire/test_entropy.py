@@ -5,8 +5,6 @@ import torch
 
 from pipeline.wire.entropy import Coder, CodingError, compress, expand
 
-pytest.importorskip("zstandard")
-
 
 def likely(count: int) -> torch.Tensor:
     return (torch.randn(count) * 2).round().to(torch.uint8)
