@@ -99,7 +99,7 @@ def test_a_chunk_has_room_for_a_header() -> None:
         pass
 
     group: Any = Unused()
-    with pytest.raises(ValueError, match="chunk_nbytes = 47: a header takes 48"):
+    with pytest.raises(ValueError, match=f"chunk_nbytes = 47: a header takes {HEADER_NBYTES}"):
         GroupPeers(group, chunk_nbytes=47)
 
 

@@ -69,7 +69,7 @@ def test_evaluation_is_that_of_the_global_model(trained: Any) -> None:
     whole = batch([50, 51, 52, 53])
     with torch.no_grad():
         logits = model(whole.inputs_BT).flatten(0, 1)
-    expected = F.cross_entropy(logits, whole.targets_BT.flatten(), reduction="sum")
+    expected = F.cross_entropy(logits, whole.targets.flatten(), reduction="sum")
     assert trained[0]["eval"] == pytest.approx(float(expected), rel=1e-5)
 
 
