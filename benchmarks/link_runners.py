@@ -21,7 +21,7 @@ from benchmarks.link_workloads import Workload
 from launch.build import build_boundary
 from launch.config import BackwardConfig, ForwardConfig
 from pipeline.channel import BACKWARD, FORWARD, Channel
-from pipeline.config import DirectConfig, RawConfig
+from pipeline.config import DirectConfig, RawConfig, StatelessConfig
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
 from pipeline.samples import Samples
@@ -76,6 +76,7 @@ METHODS = (
     _ours("fp32", RawConfig(), RawConfig()),
     _ours("bf16", RawConfig(format="bf16"), RawConfig(format="bf16")),
     _DIRECT,
+    _ours("stateless fw4/bw6", StatelessConfig(bits=4), StatelessConfig(bits=6)),
     _delta(4, 8),
     _delta(3, 6),
     _delta(2, 4),

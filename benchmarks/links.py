@@ -40,6 +40,10 @@ _LIMIT_S = 3600.0
 _FULL_STAGES = [2, 4, 8]
 _FULL_RATES = ["10mbit", "100mbit", "300mbit", "500mbit", "1gbit"]
 _FULL_DELAYS = ["0ms", "10ms", "50ms"]
+_DEFAULT = (
+    *("fp32", "bf16", "direct fw3/bw6", "aqsgd fw3/bw6", "aqsgd fw2/bw4"),
+    *("AC-SGD aqsgd fw3/bw6", "torch GPipe fp32", "torch GPipe bf16", "torch 1F1B bf16"),
+)
 _HEADS = (
     *("method", "stages", "rate", "delay ms", "step s", "bound s", "bound/step", "tokens/s"),
     *("x fp32", "of free", "link use", "first visit s", "wire MB", "probe"),
@@ -125,15 +129,17 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.links", description=__doc__)
     parser.add_argument("--form", choices=["paper-shaped", "training"], default="paper-shaped")
     parser.add_argument("--stages", type=int, nargs="+", default=[4])
-    parser.add_argument("--rates", nargs="+", default=["100mbit", "500mbit", "1gbit"])
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "500mbit"])
     parser.add_argument("--delays", nargs="+", default=["0ms"], help="one way, such as 50ms")
     names = [method.name for method in METHODS]
-    parser.add_argument("--methods", nargs="+", default=names, choices=names, metavar="NAME")
+    parser.add_argument("--methods", nargs="+", choices=names, metavar="NAME")
     parser.add_argument(
         "--microbatches", type=int, default=8, help="of a step (default 8; the paper's batch: 32)"
     )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each row")
-    parser.add_argument("--full", action="store_true", help="2, 4, 8 stages, all rates and delays")
+    parser.add_argument(
+        "--full", action="store_true", help="2, 4, 8 stages, all rates, delays, methods"
+    )
     parser.add_argument(
         "--keep-window",
         action="store_true",
@@ -145,6 +151,7 @@ def _arguments() -> argparse.Namespace:
     if arguments.full:
         arguments.stages, arguments.rates = _FULL_STAGES, _FULL_RATES
         arguments.delays = _FULL_DELAYS
+    arguments.methods = arguments.methods or (names if arguments.full else _DEFAULT)
     return arguments
 
 
