@@ -28,7 +28,6 @@ from launch.metrics import (
 )
 from launch.plan.auto import decide_cuts
 from launch.plan.memory import check_memory, memory_folder, memory_notices, plan_memory
-from launch.report import summarize, write_report
 from launch.sampling import EpochSampler
 from launch.sequences import SampleSet
 from launch.session import Session, StopFlag, join
@@ -241,6 +240,10 @@ class _Run:
     def _finish(self, info: RunInfo, display: Display | None) -> None:
         if not self._records:  # a finished run was resumed, and this host has no metrics of it
             return
+        if display is None and not self._session.writes_run_folder:
+            return
+        from launch.report import summarize, write_report  # takes a second, which a start can spare
+
         summary = summarize(info, self._records)
         if self._session.writes_run_folder:
             events = self._timeline.events if self._timeline else ()
