@@ -35,6 +35,7 @@ from benchmarks.links_figure import draw
 from launch.shaped.network import ShapedNetwork
 from launch.shaped.probe import probe_link
 from launch.shaped.spec import NetworkSpec, format_rate, parse_rate, parse_time
+from launch.spawn import keep_freed_memory
 
 _LIMIT_S = 3600.0
 _FULL_STAGES = [2, 4, 8]
@@ -179,6 +180,7 @@ def main() -> None:
     """Measure, print the table, write what was asked for."""
     arguments = _arguments()
     torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
+    keep_freed_memory()  # as every rank of a run does
     plan = _plan(arguments)
     messages = {method: measure_messages(method, plan.workload) for method in plan.methods}
     rows: list[Row] = []
