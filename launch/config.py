@@ -1,6 +1,7 @@
 """RunConfig: one TOML file, which may extend another, and dotted overrides; strict.
 
-    extends = "base.toml"          # read first; tables are merged, lists are replaced
+    extends = "base.toml"          # read first; tables are merged, lists are replaced, and a
+                                   # key set to "" is as if base.toml did not say
     thinpipe train run.toml --set train.lr=1e-3 --set boundary.0.forward.bits=3
     thinpipe train run.toml --set data.path=           # as if the file did not say
 
@@ -318,6 +319,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
+        if value == "" and key in merged:
+            del merged[key]
+            continue
         both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merged(merged[key], value) if both_tables else value
     return merged

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from aqsgd.config import AqsgdConfig
-from launch.config import ConfigError, RunConfig, load_config, write_config
+from launch.config import ConfigError, RunConfig, TrainConfig, load_config, write_config
 from pipeline.config import DirectConfig, RawConfig
 
 
@@ -141,6 +141,17 @@ def test_a_file_extends_another(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text("[train]\nlr = 0.5\nepochs = 7\n[pipeline]\ncuts = [1, 2]")
     config = load(tmp_path, 'extends = "base.toml"\n[train]\nlr = 0.25\n[pipeline]\ncuts = [4]')
     assert (config.train.lr, config.train.epochs, config.pipeline.cuts) == (0.25, 7, (4,))
+
+
+def test_what_a_file_extends_can_be_unsaid(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(
+        '[data]\npath = "a.txt"\neval_path = "b.txt"\n[train]\nlr = 1'
+    )
+    config = load(tmp_path, 'extends = "base.toml"\ntrain = ""\n[data]\neval_path = ""')
+    assert (config.data.path, config.data.eval_path) == ("a.txt", None)
+    assert config.train == TrainConfig()
+    with pytest.raises(ConfigError, match=r'data.evalpath: unknown key; did you mean "eval_path"'):
+        load(tmp_path, 'extends = "base.toml"\n[data]\nevalpath = ""')
 
 
 def test_each_cut_has_its_own_boundary(tmp_path: Path) -> None:
