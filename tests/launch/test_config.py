@@ -1,6 +1,5 @@
 """Run files are strict: every mistake is named with its place, value and remedy."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -211,8 +210,9 @@ def test_the_written_config_reads_back_equal(tmp_path: Path) -> None:
 
 def test_examples_are_valid() -> None:
     for path in Path("examples").glob("*.toml"):
-        model = re.search("model.config=examples/models/[a-z0-9]+", path.read_text())
-        load_config(path, [model[0]] if model else [])
+        small = path.with_stem(f"{path.stem}_small")
+        model = f'model.config="{load_config(small).model.config}"' if small.exists() else None
+        load_config(path, [model] if model else [])
 
 
 def test_dropout_with_delta_coding_is_warned_of(tmp_path: Path) -> None:
