@@ -1,6 +1,7 @@
 """RunConfig: one TOML file, which may extend another, and dotted overrides; strict.
 
-    extends = "base.toml"          # read first; tables are merged, lists are replaced
+    extends = "base.toml"          # read first; tables are merged, lists are replaced, and a
+                                   # key set to "" is as if base.toml did not say
     thinpipe train run.toml --set train.lr=1e-3 --set boundary.0.forward.bits=3
     thinpipe train run.toml --set data.path=           # as if the file did not say
 
@@ -41,6 +42,7 @@ from launch.tokenizer import BYTES
 from pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
 from pipeline.guard import GuardConfig
 from pipeline.huggingface_config import HuggingFaceConfig
+from pipeline.huggingface_masks import check_masks
 from pipeline.schedule import check_schedule
 from pipeline.transformer import TransformerConfig
 
@@ -319,6 +321,9 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
+        if value == "" and key in merged:
+            del merged[key]
+            continue
         both_tables = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merged(merged[key], value) if both_tables else value
     return merged
@@ -459,13 +464,15 @@ def _check_task(config: RunConfig) -> None:
             f'model.task = "{model.task}", data.label_field = {data.label_field!r}: '
             "classification needs labels and language modelling has none; set both or neither"
         )
-    packed = data.packing or data.objective == "prefix"
-    if isinstance(model, HuggingFaceConfig) and data.kind == "instructions" and packed:
-        raise ValueError(
-            f'data.packing = {str(data.packing).lower()}, data.objective = "{data.objective}": '
-            "masks for packed examples and prefixes are not made for models from a folder; use "
-            'packing = false and objective = "causal"'
-        )
+    masked = data.packing or data.objective == "prefix"
+    if isinstance(model, HuggingFaceConfig) and data.kind == "instructions" and masked:
+        try:
+            check_masks(model.transformers_config, data.sequence_length)
+        except ValueError as error:
+            raise ValueError(
+                f"data.packing = {str(data.packing).lower()}, "
+                f'data.objective = "{data.objective}": {error}'
+            ) from None
     if data.labels is not None and len(data.labels) != model.classes:
         raise ValueError(
             f"data.labels = {list(data.labels)}: {len(data.labels)} names for model.classes = "

@@ -23,6 +23,7 @@ from pipeline.families import (
 )
 from pipeline.huggingface_config import HuggingFaceConfig
 from pipeline.huggingface_init import initialise
+from pipeline.huggingface_masks import check_masks, mask_inputs, needs_mask
 from pipeline.huggingface_weights import Sources
 from pipeline.lora import add_lora
 from pipeline.samples import Samples
@@ -49,15 +50,15 @@ class HuggingFaceStage(nn.Module):
         view, so that schedules may detach the result in place.
 
         Raises:
-            ValueError: the samples are packed or have prefixes.
+            ValueError: the samples are packed or have prefixes, and the family cannot do it.
         """
-        if samples.segments_BT is not None or samples.prefix_BT is not None:
-            raise ValueError(
-                "transformers models mask padding only: packed examples and prefixes need a "
-                "model of our own (pipeline/transformer.py); use unpacked, causal data"
-            )
         given: dict[str, Any] = {"input_ids" if self._is_first else "inputs_embeds": x}
-        given["attention_mask"] = samples.mask_BT
+        if needs_mask(samples):
+            check_masks(self._config.transformers_config, x.shape[1])
+            attention = self.model.config._attn_implementation
+            given |= mask_inputs(samples, x.shape[1], attention=attention, device=x.device)
+        else:
+            given["attention_mask"] = samples.mask_BT
         if self._is_last:
             out: Tensor = self.model(**given, **self._settings).logits
         else:

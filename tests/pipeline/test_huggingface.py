@@ -237,11 +237,3 @@ def test_a_plan_that_would_change_hidden_states_is_refused(tmp_path: Path) -> No
     config = HuggingFaceConfig(config=str(tmp_path))
     with pytest.raises(ValueError, match=r"'granite' cannot be cut.*outside its blocks"):
         build_stage(config, 0, 2, seed=0, device="cpu")
-
-
-def test_packed_samples_are_refused(tmp_path: Path) -> None:
-    saved_model("gpt2", tmp_path)
-    (stage,) = build("gpt2", tmp_path, ((0, 2),))
-    x, samples = padded_batch()
-    with pytest.raises(ValueError, match="packed"):
-        stage(x, Samples(samples.ids_B, segments_BT=torch.zeros_like(x)))

@@ -73,9 +73,9 @@ def test_peers_compare_what_the_folder_holds_not_where_it_is(gpt2: Path, tmp_pat
         ('pretrained = "{gpt2}"\ntask = "classification"', "", ["gpt2", "task = 'language'"]),
         ('pretrained = "{gpt2}"\nclasses = 2', "", ["classes = 2", "classification head"]),
         (
-            'pretrained = "{gpt2}"',
+            'pretrained = "{mistral}"',
             'path = "x.jsonl"\nprompt_field = "p"\nresponse_field = "r"',
-            ["data.packing = true", "packing = false"],
+            ["data.packing = true", 'objective = "causal"', "sliding_window = 4", "at most 4"],
         ),
         ("layers = 2", 'tokenizer = "model"', ["only a model from a folder"]),
         ('pretrained = "{empty}"', "", ["holds no config.json"]),
@@ -85,7 +85,8 @@ def test_a_mistake_is_named(
     gpt2: Path, tmp_path: Path, model: str, more: str, parts: list[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
-    text = model.format(gpt2=gpt2, empty=tmp_path / "empty")
+    saved_model("mistral", tmp_path / "mistral")
+    text = model.format(gpt2=gpt2, empty=tmp_path / "empty", mistral=tmp_path / "mistral")
     with pytest.raises(ConfigError) as caught:
         load_config(run_file(tmp_path, text, more))
     for part in parts:
