@@ -2,6 +2,8 @@
 
 import logging
 import os
+import shlex
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -17,6 +19,7 @@ from launch.export import ExportDtype, export
 from launch.handshake import HandshakeError
 from launch.plan.cli import plan
 from launch.plan.memory import check_memory, memory_table, plan_memory
+from launch.remote import load_hosts, run_commands, ssh_commands
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
 from launch.shaped.spec import parse_rate, parse_time
@@ -141,6 +144,39 @@ def export_model(
         _refuse(error)
     else:
         typer.echo("\n".join([f"{out}: {notes[0]}", *notes[1:]]))
+
+
+@app.command("launch")
+def launch_on_hosts(
+    hosts_path: Annotated[
+        Path, typer.Argument(metavar="HOSTS.TOML", help="The machines, and how to reach them.")
+    ],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN.TOML", help="As found on each machine, from its folder.")
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", help="Override a setting; may be repeated."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands, and start nothing.")
+    ] = False,
+) -> None:
+    """Train on several machines: starts `thinpipe train` on each, over ssh."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads on: end, and thereby all hosts
+    settings = [word for override in overrides or [] for word in ("--set", override)]
+    try:
+        hosts = load_hosts(hosts_path)
+        commands = ssh_commands(hosts, run, [*settings, *(["--resume"] if resume else [])])
+        if dry_run:
+            print("\n".join(shlex.join(command) for command in commands.values()))
+            return
+        sys.exit(run_commands(hosts, commands))
+    except ValueError as error:
+        _refuse(error)
 
 
 app.command()(plan)

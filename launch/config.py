@@ -15,7 +15,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import tomli_w
 from pydantic import (
@@ -46,6 +46,7 @@ from pipeline.huggingface_masks import check_masks
 from pipeline.schedule import check_schedule
 from pipeline.transformer import TransformerConfig
 
+_Model = TypeVar("_Model", bound=BaseModel)
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 _LOCAL: Any = {  # what a host has of disk and RAM; data are compared by their digest
     "run": {"folder"},
@@ -286,13 +287,18 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: naming file or override, key, value and remedy.
     """
+    return load_as(RunConfig, path, overrides)
+
+
+def load_as(model: type[_Model], path: Path, overrides: Sequence[str] = ()) -> _Model:
+    """`load_config` for a file of another kind."""
     tree = _read(path, ())
     for override in overrides:
         _override(tree, override)
     try:
-        return RunConfig.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(detail) for detail in error.errors()]
+        lines = [_explain(detail, model) for detail in error.errors()]
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
@@ -309,7 +315,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
         by = f" ({seen[-1]} extends it)" if seen else ""
-        raise ConfigError(f"{path}: no such run file{by}") from None
+        raise ConfigError(f"{path}: no such file{by}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
     base = tree.pop("extends", None)
@@ -355,15 +361,17 @@ def _parse(text: str) -> Any:
         return text
 
 
-def _explain(detail: ErrorDetails) -> str:
+def _explain(detail: ErrorDetails, root: type[BaseModel]) -> str:
     tags = ("aqsgd", "auto", "direct", "raw", "stateless", *MODEL_TAGS)
     place = [part for part in detail["loc"] if part not in tags]
     name = ".".join(str(part) for part in place)
     if detail["type"] == "extra_forbidden":
-        known = _keys_at(detail["loc"][:-1])
+        known = _keys_at(detail["loc"][:-1], root)
         near = difflib.get_close_matches(str(place[-1]), known, n=1)
         hint = f'did you mean "{near[0]}"?' if near else f"known here: {', '.join(sorted(known))}"
         return f"{name}: unknown key; {hint}"
+    if detail["type"] == "missing":
+        return f"{name}: not given; it has no default"
     message = detail["msg"].removeprefix("Value error, ") + _nearest(detail)
     if detail["type"] == "value_error":
         return f"{name}: {message}" if name else message
@@ -378,9 +386,9 @@ def _nearest(detail: ErrorDetails) -> str:
     return f'; did you mean "{by_lower[near[0]]}"?' if near else ""
 
 
-def _keys_at(location: tuple[int | str, ...]) -> list[str]:
+def _keys_at(location: tuple[int | str, ...], root: type[BaseModel]) -> list[str]:
     """Keys of the table at an error's location; tagged unions put the tag into it."""
-    model: Any = RunConfig
+    model: Any = root
     for part in location:
         if isinstance(part, int):
             continue

@@ -95,7 +95,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ("[gradcomp.allreduce]\nbits = 4", ["gradcomp.allreduce.bits", "not permitted"]),
         ("[model]\nvocab = 100", ["model.vocab = 100", "256"]),
         ("[train", ["cannot be read as TOML"]),
-        ('extends = "missing.toml"', ["missing.toml: no such run file"]),
+        ('extends = "missing.toml"', ["missing.toml: no such file"]),
         ('extends = "run.toml"', ["extends itself"]),
     ],
 )

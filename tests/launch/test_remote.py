@@ -1,0 +1,251 @@
+"""A run on several machines from one command; a stand-in for ssh runs the commands here."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from launch.cli import app
+from launch.config import ConfigError
+from launch.remote import load_hosts, run_commands, ssh_commands
+from tests.launch.test_train import free_port, run_file, wait_until
+
+__all__ = ["run_file"]
+
+ROOT = Path(__file__).parents[2]
+MARK = "THINPIPE_TEST_HOST"
+
+SSH = """#!/bin/sh
+# Like sshd, runs the command apart from the client; only its streams connect the two.
+for word; do [ "$word" = -p ] && exec {ssh} "$@"; done
+while :; do case $1 in -T) shift;; -o) shift 2;; *) break;; esac; done
+echo "$1" >> {folder}/asked
+shift
+cd {folder}/home && exec setsid --wait sh -c "$*"
+"""
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two hosts, `thinpipe` in the user's home on each; processes there bear a mark."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "thinpipe").symlink_to(ROOT)
+    (tmp_path / "bin").mkdir()
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text(SSH.format(ssh=shutil.which("ssh") or "ssh", folder=tmp_path))
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(ssh.parent), os.environ["PATH"]]))
+    path = tmp_path / "hosts.toml"
+    path.write_text(f'rdzv = "127.0.0.1:{free_port()}"\n' + host(tmp_path, 0) + host(tmp_path, 1))
+    return path
+
+
+def host(tmp_path: Path, number: int) -> str:
+    return f"""
+[[host]]
+name = "host{number}"
+user = "me"
+checkout = "thinpipe"
+python = "{sys.executable}"
+environment = {{ {MARK} = "{tmp_path}", OMP_NUM_THREADS = "1" }}
+"""
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch", "launch", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def launch(*arguments: object) -> tuple[int, str, str]:
+    """Exit code and what it printed."""
+    with start(*arguments) as process:
+        try:
+            told = process.communicate(timeout=100)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    return process.returncode, *told
+
+
+def remains(tmp_path: Path) -> list[int]:
+    """Processes of the hosts that still run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={tmp_path}".encode() in entry.read_bytes().split(b"\0"):
+                found.append(int(entry.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(120)
+def test_a_run_on_two_hosts(hosts: Path, run_file: Path) -> None:
+    settings = ["--set", "pipeline.cuts=[2]", "--set", "run.name=second"]
+    code, out, err = launch(hosts, run_file, *settings)
+    assert code == 0, out + err
+    folder = run_file.parent / "run"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["stages"], summary["steps"]) == (2, 15)
+    assert 'name = "second"' in (folder / "config.toml").read_text()
+    assert "host0| " in out
+    assert all(line.startswith(("host0| ", "host1| ")) for line in (out + err).splitlines())
+    assert (hosts.parent / "asked").read_text().split() == ["me@host0", "me@host1"]
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_hosts_end_with_the_command(
+    hosts: Path, run_file: Path, signum: signal.Signals, expected: int
+) -> None:
+    metrics = run_file.parent / "run" / "metrics.jsonl"
+    settings = ["--set", "pipeline.cuts=[2]", "--set", "train.epochs=100000"]
+    with start(hosts, run_file, *settings) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or metrics.exists(), 60)
+            assert len(remains(hosts.parent)) >= 4  # an agent and a rank on each
+            process.send_signal(signum)
+            out, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert process.returncode == expected, out + err
+    wait_until(lambda: not remains(hosts.parent), 15)
+
+
+def run_here(hosts: Path, run_file: Path) -> int:
+    found = load_hosts(hosts)
+    return run_commands(found, ssh_commands(found, str(run_file), ["--set", "pipeline.cuts=[2]"]))
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(120)
+def test_a_host_that_fails_ends_the_others(
+    hosts: Path, run_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, _, after = hosts.read_text().rpartition('"thinpipe"')
+    hosts.write_text(f'{before}"elsewhere"{after}')
+    assert run_here(hosts, run_file) == 2
+    err = capfd.readouterr().err
+    assert "host1| put ThinPipe there, or correct checkout" in err
+    assert "error: host1 ended with exit code 2; the others were ended" in err
+    assert not remains(hosts.parent)  # host0 would have waited for minutes
+
+
+@pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client")
+def test_a_host_that_cannot_be_reached_is_named(
+    hosts: Path, run_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    hosts.write_text(hosts.read_text() + f'address = "127.0.0.1"\nport = {port}\n')
+    assert run_here(hosts, run_file) == 255
+    err = capfd.readouterr().err
+    assert f"host1| ssh: connect to host 127.0.0.1 port {port}: Connection refused" in err
+    assert f"until `ssh -p {port} me@127.0.0.1 true` works without a question" in err
+    assert not remains(hosts.parent)
+
+
+def test_a_missing_python_is_named(
+    hosts: Path, run_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hosts.write_text(hosts.read_text().replace(sys.executable, "no/python"))
+    assert run_here(hosts, run_file) == 127
+    err = capfd.readouterr().err
+    assert "host0: python = 'no/python': not in thinpipe there; install ThinPipe" in err
+
+
+def test_without_ssh_nothing_starts(
+    hosts: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(hosts.parent / "home"))
+    with pytest.raises(ValueError, match="ssh: not on this machine; install OpenSSH's client"):
+        run_here(hosts, run_file)
+
+
+ODD = """
+[[host]]
+name = "a"
+address = "10.0.0.1"
+port = 2222
+checkout = "~/my checkout"
+python = "~/my tools/tell"
+interface = "wg0"
+environment = { ODD = "it's $HOME; & \\"so\\"" }
+[[host]]
+name = "b"
+checkout = "/srv/b"
+"""
+TELL = """#!/bin/sh
+pwd
+printf '%s|' "$GLOO_SOCKET_IFNAME" "$ODD" "$@"
+"""
+
+
+def test_a_dry_run_prints_commands_that_survive_both_shells(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(ODD)
+    words = ["launch", path, "runs of/r.toml", "--resume", "--dry-run", "--set", "a.b='c d'"]
+    shown = CliRunner().invoke(app, [str(word) for word in words])
+    assert shown.exit_code == 0
+    first, second = map(shlex.split, shown.stdout.splitlines())
+    assert first[:2] + first[-4:-1] == ["ssh", "-T", "-p", "2222", "10.0.0.1"]
+    assert {"BatchMode=yes", "ConnectTimeout=10"} < set(first)
+    assert second[-2] == "b"
+    for name, content in (("my checkout", None), ("my tools", TELL)):
+        (tmp_path / name).mkdir()
+        if content is not None:
+            (tmp_path / name / "tell").write_text(content)
+            (tmp_path / name / "tell").chmod(0o755)
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["sh", "-c", first[-1]], env=environment, text=True, **pipes) as process:
+        assert process.stdout is not None
+        told = process.stdout.read()
+    place, given = told.splitlines()
+    assert place == str(tmp_path / "my checkout")
+    expected = ["wg0", 'it\'s $HOME; & "so"', "-m", "launch", "train", "runs of/r.toml"]
+    expected += ["--set", "a.b='c d'", "--resume", "--nnodes", "2", "--rdzv", "10.0.0.1:29500"]
+    assert given.split("|") == [*expected, ""]
+
+
+GOOD = '[[host]]\nname = "a"\ncheckout = "x"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "host: not given; it has no default"),
+        (GOOD + 'interfaces = "eth0"', 'host.0.interfaces: unknown key; did you mean "interface"'),
+        ('[[host]]\nname = "a"', "host.0.checkout: not given"),
+        ("host = []", "host = []: Tuple should have at least 1 item"),
+        (GOOD + GOOD, "host.name = 'a': two hosts have it; give each its own"),
+        (GOOD + 'address = "-oProxyCommand=x"', "host.0.address: '-oProxyCommand=x': use letters"),
+        (GOOD + "port = 0", "host.0.port = 0: Input should be greater than or equal to 1"),
+        (GOOD + 'environment = { "A B" = "" }', "'A B': a shell cannot set a variable so named"),
+        ('rdzv = "a"\n' + GOOD, "rdzv = 'a': write a host and a port, as in host0:29500"),
+        (
+            GOOD + 'interface = "eth0"\nenvironment = { GLOO_SOCKET_IFNAME = "eth1" }',
+            "interface = 'eth0': environment sets GLOO_SOCKET_IFNAME too; leave out one",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load_hosts(path)
+    assert str(refused.value).startswith(f"{path}: ")
+    assert message in str(refused.value)
