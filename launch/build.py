@@ -15,7 +15,8 @@ from gradcomp.options import ExchangeOptions
 from gradcomp.peers import CHUNK_NBYTES, GroupPeers
 from gradcomp.registry import load_method
 from gradcomp.sync import ReplicaSync
-from launch.config import BackwardConfig, ConfigError, ForwardConfig, RunConfig
+from launch.config import BackwardConfig, ForwardConfig, RunConfig
+from launch.config_file import ConfigError
 from launch.device import choose_device
 from launch.plan.memory import memory_folder, room, row_nbytes
 from pipeline.boundary import Boundary, Stateless, raw

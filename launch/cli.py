@@ -13,7 +13,8 @@ import typer
 from rich.console import Console
 
 from launch.checkpoint import CheckpointError
-from launch.config import ConfigError, RunConfig, load_config
+from launch.config import RunConfig, load_config
+from launch.config_file import ConfigError
 from launch.doctor.cli import doctor
 from launch.export import ExportDtype, export
 from launch.handshake import HandshakeError

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from launch import checkpoint
 from launch.checkpoint import CheckpointError
-from launch.config import ConfigError, RunConfig, load_config
+from launch.config import RunConfig, load_config
+from launch.config_file import ConfigError
 from launch.relayout import common_model, parts_of
 from pipeline.families import family_of
 from pipeline.huggingface import lay_out

@@ -6,7 +6,7 @@ import logging
 from io import TextIOWrapper
 from pathlib import Path
 
-from launch.config import ConfigError
+from launch.config_file import ConfigError
 from launch.messages import gather_json
 from launch.session import Session
 

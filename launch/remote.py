@@ -16,7 +16,7 @@ from typing import IO, Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from launch.config import load_as
+from launch.config_file import load_as
 from launch.interfaces import parse_endpoint
 
 INTERRUPTED = 130

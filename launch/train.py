@@ -12,7 +12,8 @@ import torch
 
 from launch import data
 from launch.build import build
-from launch.config import ConfigError, RunConfig, write_config
+from launch.config import RunConfig, write_config
+from launch.config_file import ConfigError
 from launch.display import Display
 from launch.folder import RunFolder
 from launch.handshake import versions

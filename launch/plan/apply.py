@@ -13,7 +13,7 @@ from typing import Any
 
 import tomli_w
 
-from launch.config import ConfigError
+from launch.config_file import ConfigError
 
 _HEADER = re.compile(r"^\s*\[")
 _CUTS = re.compile(r"^\s*(?:pipeline\.)?(?:cuts|stages)\s*=")

@@ -14,7 +14,8 @@ from typing import Literal
 from rich.table import Table
 
 from aqsgd.config import AqsgdConfig
-from launch.config import ConfigError, RunConfig
+from launch.config import RunConfig
+from launch.config_file import ConfigError
 from launch.machine import free_memory
 from launch.metrics import format_bytes
 from pipeline.config import build_codec

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from aqsgd.config import AqsgdConfig
-from launch.config import ConfigError, RunConfig, TrainConfig, load_config, write_config
+from launch.config import RunConfig, TrainConfig, load_config, write_config
+from launch.config_file import ConfigError
 from pipeline.config import DirectConfig, RawConfig
 
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from launch.build import Built
 from launch.cli import app
-from launch.config import ConfigError, RunConfig, write_config
+from launch.config import RunConfig, write_config
+from launch.config_file import ConfigError
 from launch.export import export
 from launch.inprocess import in_process
 from launch.session import Session

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.cli import app
-from launch.config import ConfigError
+from launch.config_file import ConfigError
 from launch.remote import load_hosts, run_commands, ssh_commands
 from tests.launch.test_train import free_port, run_file, wait_until
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from launch.config import ConfigError
+from launch.config_file import ConfigError
 from launch.state import _collect, _distribute
 from pipeline.transformer import build_layers
 from tests.ranks import Ranks

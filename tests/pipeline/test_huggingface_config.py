@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from launch.config import ConfigError, RunConfig, load_config, write_config
+from launch.config import RunConfig, load_config, write_config
+from launch.config_file import ConfigError
 from pipeline.huggingface_config import HuggingFaceConfig
 from tests.huggingface import CLASSES, LAYERS, saved_model, section, settings
 

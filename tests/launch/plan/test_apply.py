@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import ConfigError, load_config
+from launch.config import load_config
+from launch.config_file import ConfigError
 from launch.plan.apply import apply_plan
 
 TABLES = [

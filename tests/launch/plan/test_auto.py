@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.cli import app
-from launch.config import ConfigError, load_config
+from launch.config import load_config
+from launch.config_file import ConfigError
 from tests.launch.test_train import RUN, run_file, thinpipe
 
 __all__ = ["run_file"]

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from launch.config import ConfigError, RunConfig, write_config
+from launch.config import RunConfig, write_config
+from launch.config_file import ConfigError
 from launch.inprocess import in_process
 from launch.plan import memory as planned
 from launch.plan.memory import (
