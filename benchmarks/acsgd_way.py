@@ -4,7 +4,7 @@ GPipe with a barrier of all ranks before, between and after the two halves. A re
 the message before it has been decoded; receiving with decoding, computing, and encoding with
 sending run beside each other (three CUDA streams there, three threads here). First visits are sent
 in full precision. Read in `GpipeAsync` of github.com/DS3Lab/AC-SGD at 95a0f2e. Our kernels stand in
-for its torch operations, which are 14 to 44 times slower, so what is compared is the runtime.
+for its torch operations, which are ten and more times slower, so what is compared is the runtime.
 """
 
 from collections.abc import Callable
