@@ -1,5 +1,7 @@
 """Fixtures shared by all tests."""
 
+import signal
+
 import pytest
 import torch
 
@@ -15,3 +17,9 @@ def _one_thread() -> None:
 def ranks() -> Ranks:
     """`ranks(4, function, *args)` calls `function(rank, *args)` in four processes."""
     return run_ranks
+
+
+def pytest_configure() -> None:
+    """What a shell starts in the background ignores Ctrl-C, and so would all that tests start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
