@@ -329,8 +329,10 @@ def _offer(folder: Path, part: str | None = None) -> str:
             continue
         listed = [known for known in _load_manifest(good).parts if known.name == part]
         if part is None or (listed and not _size_fault(listed[0], good)):
-            return f"resume from {_name(older)} instead: --resume --step {older}"
-    return f"{root} holds no older complete step to resume from"
+            return (
+                f"{_name(older)} is complete: train --resume --step {older}, export --step {older}"
+            )
+    return f"{root} holds no older complete step"
 
 
 def _name(step: int) -> str:

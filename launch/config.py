@@ -11,12 +11,14 @@ Unknown names and wrong values are `ConfigError`s that name the place, the value
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tomli_w
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -29,6 +31,7 @@ from aqsgd.config import AqsgdConfig, AutoConfig, MemoryConfig
 from gradcomp.registry import load_method, method_names, parse_options
 from launch.config_file import load_as
 from launch.data import DataConfig
+from launch.mistakes import explain
 from launch.model_section import (
     ModelSection,
     could_be_tied,
@@ -88,12 +91,18 @@ class BoundaryConfig(BaseModel):
     guard: GuardConfig = GuardConfig()
 
 
+def _as_folder(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+        raise ValueError(f"name = {name!r}: use letters, digits, - and _, and . inside")
+    return name
+
+
 class RunSection(BaseModel):
     """Name, place and seed of a run."""
 
     model_config = _STRICT
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
+    name: Annotated[str, AfterValidator(_as_folder)] = "run"
     folder: str | None = None
     seed: int = Field(0, ge=0, lt=2**31)
 
@@ -252,7 +261,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
-        _check_cuts(self.pipeline.cuts, self.model.layers)
+        _check_cuts(self.pipeline, self.model.layers)
         check_schedule(
             self.pipeline.schedule,
             stages=self.pipeline.stages,
@@ -288,7 +297,13 @@ def write_config(config: RunConfig, path: Path) -> None:
     path.write_text(tomli_w.dumps(fields))
 
 
-def _check_cuts(cuts: Sequence[int], layers: int) -> None:
+def _check_cuts(pipeline: PipelineConfig, layers: int) -> None:
+    cuts = pipeline.cuts
+    if pipeline.auto_cuts and pipeline.stages > layers:
+        raise ValueError(
+            f"pipeline.stages = {pipeline.stages}: the model has {layers} layers, and every stage "
+            f"needs one; use at most {layers}, or raise model.layers"
+        )
     if len(cuts) + 1 > layers:
         raise ValueError(
             f"pipeline.cuts = {list(cuts)}: {len(cuts) + 1} stages for {layers} layers; "
@@ -375,6 +390,5 @@ def _check_gradcomp(table: Mapping[str, Any]) -> None:
         try:
             parse_options(key, value)
         except ValidationError as error:
-            detail = error.errors()[0]
-            where = ".".join(str(part) for part in detail["loc"])
-            raise ValueError(f"gradcomp.{key}.{where}: {detail['msg']}") from None
+            lines = explain(error, load_method(key).Config, "gradcomp", key)
+            raise ValueError("; ".join(lines)) from None

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from launch.config_file import load_as
+from launch.config import RunConfig
+from launch.config_file import ConfigError, load_as
 from launch.interfaces import parse_endpoint
 
 INTERRUPTED = 130
@@ -119,6 +121,12 @@ def load_hosts(path: Path) -> HostsConfig:
     Raises:
         ConfigError: naming file, key, value and remedy.
     """
+    keys = _keys(path)
+    if keys & RunConfig.model_fields.keys() and not keys & HostsConfig.model_fields.keys():
+        raise ConfigError(
+            f"{path}: a run file; the file of the hosts comes first: thinpipe launch HOSTS.TOML "
+            "RUN.TOML"
+        )
     return load_as(HostsConfig, path)
 
 
@@ -154,6 +162,13 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
     host = next(host for host in hosts.host if host.name == name)
     sys.stderr.write(f"error: {_reason(host, code)}; the others were ended\n")
     return code
+
+
+def _keys(path: Path) -> set[str]:
+    try:
+        return set(tomllib.loads(path.read_text()))
+    except (OSError, ValueError):
+        return set()
 
 
 class _Remote:

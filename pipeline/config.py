@@ -50,19 +50,18 @@ class PipelineConfig(BaseModel):
             return fields
         if "auto_cuts" in fields:
             raise ValueError('auto_cuts: write cuts = "auto" and stages = N')
-        stages = fields.get("stages")
         given = {key: value for key, value in fields.items() if key != "stages"}
-        if given.get("cuts") == "auto":
-            if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
-                raise ValueError(
-                    f'cuts = "auto" with stages = {stages!r}: say how many, as in stages = 4'
-                )
+        stages, cuts = fields.get("stages"), given.get("cuts", ())
+        if cuts == "auto" and stages is None:
+            raise ValueError('cuts = "auto": into how many stages? Add stages, as in stages = 4')
+        if stages is not None and (type(stages) is not int or stages < 1):
+            raise ValueError(f"stages = {stages!r}: give a whole number, 1 or more")
+        if cuts == "auto":
             return {**given, "cuts": tuple(range(1, stages)), "auto_cuts": True}
-        if stages is not None and stages != len(given.get("cuts", ())) + 1:
+        if stages is not None and isinstance(cuts, list | tuple) and stages != len(cuts) + 1:
             raise ValueError(
-                f"stages = {stages!r}, cuts = {given.get('cuts', [])!r}: these cuts make "
-                f"{len(given.get('cuts', ())) + 1} stages; leave out stages, or write "
-                'cuts = "auto"'
+                f"stages = {stages}, but cuts = {list(cuts)} makes {len(cuts) + 1}; leave out "
+                'stages, or write cuts = "auto"'
             )
         return given
 

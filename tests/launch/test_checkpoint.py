@@ -99,7 +99,7 @@ def test_a_damaged_part_is_named_and_the_step_before_offered(
 
     message = str(caught.value)
     assert message.startswith(str(folder / f"{STAGES[1]}.safetensors"))
-    assert message.endswith("resume from step-40 instead: --resume --step 40")
+    assert message.endswith("step-40 is complete: train --resume --step 40, export --step 40")
     assert read_part(folder, STAGES[0])["step"] == 50
     assert read_part(tmp_path / "step-40", STAGES[1])["step"] == 40
 
@@ -114,7 +114,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, name: str) -> None:
         with pytest.raises(CheckpointError) as caught:
             read_part(path.parent, STAGES[0])
         assert str(path) in str(caught.value), bit
-        assert "resume from step-40 instead" in str(caught.value), bit
+        assert "step-40 is complete" in str(caught.value), bit
         path.write_bytes(intact)
     assert read_part(path.parent, STAGES[0])["step"] == 50
 
@@ -137,7 +137,7 @@ def test_only_a_step_that_holds_the_part_whole_is_offered(tmp_path: Path) -> Non
     truncate(tmp_path / "step-40" / f"{STAGES[0]}.safetensors")
     save(tmp_path, 50)
 
-    with pytest.raises(CheckpointError, match="resume from step-10 instead"):
+    with pytest.raises(CheckpointError, match="step-10 is complete"):
         read_part(tmp_path / "step-40", STAGES[0])
 
 
@@ -158,7 +158,7 @@ def test_latest_that_names_a_broken_step_offers_the_newest_complete_one(tmp_path
     assert checkpoint.steps(tmp_path) == [30, 40]
     for name in ("step-50", "step-60", "\0\0\0", ""):
         (tmp_path / "latest").write_text(name)
-        with pytest.raises(CheckpointError, match="resume from step-40 instead") as caught:
+        with pytest.raises(CheckpointError, match="step-40 is complete") as caught:
             checkpoint.latest(tmp_path)
         assert str(tmp_path / "latest") in str(caught.value)
         assert repr(name) in str(caught.value)

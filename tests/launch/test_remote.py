@@ -227,18 +227,22 @@ GOOD = '[[host]]\nname = "a"\ncheckout = "x"\n'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "host: not given; it has no default"),
+        ("", "host: not given; write at least one table [[host]]"),
+        ('[host]\nname = "a"', "host = {'name': 'a'}: write it as tables [[host]]"),
         (GOOD + 'interfaces = "eth0"', 'host.0.interfaces: unknown key; did you mean "interface"'),
         ('[[host]]\nname = "a"', "host.0.checkout: not given"),
-        ("host = []", "host = []: Tuple should have at least 1 item"),
+        ("host = []", "host = []: write it as tables [[host]]"),
+        ('host = ["a"]', "host.0 = 'a': write it as a table"),
+        (GOOD + 'port = "ssh"', "host.0.port = 'ssh': give a whole number"),
+        ("[train]\nlr = 1", "a run file; the file of the hosts comes first: thinpipe launch HOSTS"),
         (GOOD + GOOD, "host.name = 'a': two hosts have it; give each its own"),
         (GOOD + 'address = "-oProxyCommand=x"', "host.0.address: '-oProxyCommand=x': use letters"),
-        (GOOD + "port = 0", "host.0.port = 0: Input should be greater than or equal to 1"),
+        (GOOD + "port = 0", "host.0.port = 0: use 1 or more"),
         (GOOD + 'environment = { "A B" = "" }', "'A B': a shell cannot set a variable so named"),
         ('rdzv = "a"\n' + GOOD, "rdzv = 'a': write a host and a port, as in host0:29500"),
         (
             GOOD + 'interface = "eth0"\nenvironment = { GLOO_SOCKET_IFNAME = "eth1" }',
-            "interface = 'eth0': environment sets GLOO_SOCKET_IFNAME too; leave out one",
+            "host.0.interface = 'eth0': environment sets GLOO_SOCKET_IFNAME too; leave out one",
         ),
     ],
 )
@@ -249,3 +253,4 @@ def test_what_cannot_be_is_refused_with_its_place(tmp_path: Path, text: str, mes
         load_hosts(path)
     assert str(refused.value).startswith(f"{path}: ")
     assert message in str(refused.value)
+    assert len(str(refused.value).splitlines()) == 1  # one mistake, one line

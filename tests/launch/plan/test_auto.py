@@ -38,10 +38,11 @@ def test_auto_needs_the_number_of_stages_and_nothing_else(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        ({"cuts": "auto"}, "say how many, as in stages = 4"),
-        ({"cuts": "auto", "stages": 0}, "stages = 0"),
-        ({"cuts": [2], "stages": 4}, "these cuts make 2 stages"),
-        ({"cuts": "auto", "stages": 9}, "9 stages for 8 layers"),
+        ({"cuts": "auto"}, 'pipeline.cuts = "auto": into how many stages'),
+        ({"cuts": "auto", "stages": 0}, "pipeline.stages = 0: give a whole number, 1 or more"),
+        ({"cuts": "auto", "stages": "None"}, "pipeline.stages = 'None': give a whole number"),
+        ({"cuts": [2], "stages": 4}, r"pipeline.stages = 4, but cuts = \[2\] makes 2"),
+        ({"cuts": "auto", "stages": 9}, "pipeline.stages = 9: the model has 8 layers.* at most 8"),
         ({"auto_cuts": True}, 'write cuts = "auto"'),
     ],
 )
