@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shlex
 import signal
 import sys
 import traceback
@@ -20,7 +19,7 @@ from launch.export import ExportDtype, export
 from launch.handshake import HandshakeError
 from launch.plan.cli import plan
 from launch.plan.memory import check_memory, memory_table, plan_memory
-from launch.remote import load_hosts, run_commands, ssh_commands
+from launch.remote import check_run, format_command, load_hosts, run_commands, ssh_commands
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
 from launch.shaped.spec import parse_rate, parse_time
@@ -72,7 +71,13 @@ def train(  # noqa: PLR0913  # one parameter per option
         bool, typer.Option("--dry-run", help="Show what the memories take, and start nothing.")
     ] = False,
     show: Annotated[
-        int, typer.Option("--show", metavar="RANK", help="Which rank of a machine draws progress.")
+        int,
+        typer.Option(
+            "--show",
+            metavar="RANK",
+            min=-1,
+            help="Which of this machine's ranks draws progress; -1: none.",
+        ),
     ] = 0,
     nnodes: Annotated[
         int, typer.Option(help="On how many machines; give the same command on each.")
@@ -163,17 +168,26 @@ def launch_on_hosts(
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the commands, and start nothing.")
+        bool,
+        typer.Option("--dry-run", help="Check run file and settings, print the commands, no more."),
     ] = False,
+    show: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which machine draws progress: the first.")
+    ] = None,
 ) -> None:
     """Train on several machines: starts `thinpipe train` on each, over ssh."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads on: end, and thereby all hosts
     settings = [word for override in overrides or [] for word in ("--set", override)]
     try:
         hosts = load_hosts(hosts_path)
-        commands = ssh_commands(hosts, run, [*settings, *(["--resume"] if resume else [])])
+        arguments = [*settings, *(["--resume"] if resume else [])]
+        commands = ssh_commands(hosts, run, arguments, show=show)
         if dry_run:
-            print("\n".join(shlex.join(command) for command in commands.values()))
+            print("\n\n".join(format_command(command) for command in commands.values()))
+            if Path(run).expanduser().exists():
+                check_run(hosts, run, overrides or [])
+            else:
+                _say(f"note: {run} is not on this machine, so neither it nor --set was checked")
             return
         sys.exit(run_commands(hosts, commands))
     except ValueError as error:

@@ -17,7 +17,7 @@ from typing import IO, Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from launch.config import RunConfig
+from launch.config import RunConfig, load_config
 from launch.config_file import ConfigError, load_as
 from launch.interfaces import parse_endpoint
 
@@ -30,6 +30,8 @@ _REMOTE_GRACE_S = 10
 _END_S = _REMOTE_GRACE_S + 5.0
 _POLL_S = 0.05
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15")
+_BREAK = " \\\n"
+"""For the eye; in a script after ; and & only, where csh may make a plain end of line of it."""
 _STRICT = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -130,11 +132,46 @@ def load_hosts(path: Path) -> HostsConfig:
     return load_as(HostsConfig, path)
 
 
-def ssh_commands(hosts: HostsConfig, run: str, arguments: Sequence[str]) -> dict[str, list[str]]:
-    """What starts `thinpipe train <run> <arguments>`, by name of the machine."""
-    together = ["--nnodes", str(len(hosts.host)), "--rdzv", hosts.endpoint]
-    train = shlex.join([*arguments, *together])
-    return {host.name: _ssh(host, f"train {_path(run)} {train}") for host in hosts.host}
+def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> None:
+    """Find here what every machine would refuse; the run file must be here too.
+
+    Raises:
+        ConfigError: the run file or an override is wrong, or the machines cannot share the ranks.
+    """
+    world, machines = load_config(Path(run).expanduser(), overrides).world_size, len(hosts.host)
+    if world % machines:
+        fitting = [str(n) for n in range(1, world + 1) if world % n == 0]
+        raise ConfigError(
+            f"{run}: {machines} machines cannot share {world} ranks (stages x replicas) evenly; "
+            f"list {', '.join(fitting)} of them"
+        )
+
+
+def ssh_commands(
+    hosts: HostsConfig, run: str, arguments: Sequence[str], *, show: str | None = None
+) -> dict[str, list[str]]:
+    """What starts `thinpipe train <run> <arguments>`, by name of the machine.
+
+    One machine draws progress: that named `show`, or else the first.
+
+    Raises:
+        ConfigError: there is no such machine.
+    """
+    names = [host.name for host in hosts.host]
+    if show is not None and show not in names:
+        raise ConfigError(f"--show = {show!r}: no such machine; there are {', '.join(names)}")
+    together = ["--nnodes", str(len(names)), "--rdzv", hosts.endpoint]
+    commands = {}
+    for host in hosts.host:
+        quiet = [] if host.name == (show or names[0]) else ["--show", "-1"]
+        train = f"train {_path(run)} {shlex.join([*arguments, *together, *quiet])}"
+        commands[host.name] = _ssh(host, train)
+    return commands
+
+
+def format_command(command: Sequence[str]) -> str:
+    """A command of `ssh_commands` as a shell takes it."""
+    return f"{shlex.join(command[:-1])}{_BREAK}{shlex.quote(command[-1])}"
 
 
 def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> int:
@@ -258,10 +295,10 @@ def _script(folder: str, command: str) -> str:
     """`command` in `folder`, for as long as standard input is open."""
     end = f"kill $run; sleep {_REMOTE_GRACE_S}; kill -9 $run"
     return (  # whoever keeps descriptor 3 open, sshd waits for
-        f"cd -- {folder} || {{ echo 'put ThinPipe there, or correct checkout' >&2; exit 2; }}; "
-        f"exec 3<&0; {command} </dev/null 3<&- & run=$!; "
-        f"{{ while read -r line; do :; done <&3; exec 3<&-; {end}; }} >/dev/null 2>&1 & "
-        "watch=$!; wait $run; code=$?; kill $watch; exit $code"
+        f"cd -- {folder} || {{ echo put ThinPipe there, or correct checkout >&2; exit 2; }};"
+        f"{_BREAK}exec 3<&0;{_BREAK}{command} </dev/null 3<&- & run=$!;"
+        f"{_BREAK}{{ while read -r line; do :; done <&3; exec 3<&-; {end}; }} >/dev/null 2>&1 &"
+        f"{_BREAK}watch=$!; wait $run; code=$?; kill $watch; exit $code"
     )
 
 

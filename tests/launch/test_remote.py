@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -101,7 +100,8 @@ def test_a_run_on_two_hosts(hosts: Path, run_file: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["stages"], summary["steps"]) == (2, 15)
     assert 'name = "second"' in (folder / "config.toml").read_text()
-    assert "host0| " in out
+    assert "host0| step 15/15" in out
+    assert "host1| " not in out  # the same numbers
     assert all(line.startswith(("host0| ", "host1| ")) for line in (out + err).splitlines())
     assert (hosts.parent / "asked").read_text().split() == ["me@host0", "me@host1"]
 
@@ -194,16 +194,41 @@ printf '%s|' "$GLOO_SOCKET_IFNAME" "$ODD" "$@"
 """
 
 
-def test_a_dry_run_prints_commands_that_survive_both_shells(tmp_path: Path) -> None:
+RECORD = """#!/bin/sh
+printf '%s\\0' "$@" >> "$RECORDED"
+"""
+
+
+def dry_run(*words: object) -> tuple[int, str]:
+    told = CliRunner().invoke(app, ["launch", *map(str, words), "--dry-run"])
+    return told.exit_code, told.stdout
+
+
+def as_pasted(text: str, tmp_path: Path) -> list[list[str]]:
+    """What a shell gives to ssh for every command in a text."""
+    (tmp_path / "ssh").write_text(RECORD)
+    (tmp_path / "ssh").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    recorded = tmp_path / "recorded"
+    environment = {**os.environ, "PATH": path, "RECORDED": str(recorded)}
+    subprocess.run(["sh"], input=text, text=True, env=environment, check=True)
+    commands = recorded.read_text().split("-T\0")[1:]
+    return [["-T", *command.split("\0")[:-1]] for command in commands]
+
+
+def test_a_dry_run_prints_commands_that_survive_both_shells(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "hosts.toml"
     path.write_text(ODD)
-    words = ["launch", path, "runs of/r.toml", "--resume", "--dry-run", "--set", "a.b='c d'"]
-    shown = CliRunner().invoke(app, [str(word) for word in words])
-    assert shown.exit_code == 0
-    first, second = map(shlex.split, shown.stdout.splitlines())
-    assert first[:2] + first[-4:-1] == ["ssh", "-T", "-p", "2222", "10.0.0.1"]
-    assert {"BatchMode=yes", "ConnectTimeout=10"} < set(first)
+    code, out = dry_run(path, "runs of/r.toml", "--resume", "--set", "a.b='c d'")
+    assert code == 0
+    assert "runs of/r.toml is not on this machine, so neither it nor" in capfd.readouterr().err
+    first, second = as_pasted(out, tmp_path)
+    assert first[:3] == ["-T", "-o", "BatchMode=yes"]
+    assert first[-4:-1] == ["-p", "2222", "10.0.0.1"]
     assert second[-2] == "b"
+    assert "--show -1" in second[-1]
     for name, content in (("my checkout", None), ("my tools", TELL)):
         (tmp_path / name).mkdir()
         if content is not None:
@@ -219,6 +244,37 @@ def test_a_dry_run_prints_commands_that_survive_both_shells(tmp_path: Path) -> N
     expected = ["wg0", 'it\'s $HOME; & "so"', "-m", "launch", "train", "runs of/r.toml"]
     expected += ["--set", "a.b='c d'", "--resume", "--nnodes", "2", "--rdzv", "10.0.0.1:29500"]
     assert given.split("|") == [*expected, ""]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--set", "train.lr=-1"], "run.toml: train.lr = -1: use a number greater than 0"),
+        ([], "2 machines cannot share 3 ranks (stages x replicas) evenly; list 1, 3 of them"),
+        (["--set", "pipeline.cuts=[2]", "--show", "c"], "'c': no such machine; there are a, b"),
+        (["--set", "pipeline.cuts=[2]"], ""),
+    ],
+)
+def test_a_dry_run_checks_what_the_machines_would(
+    tmp_path: Path,
+    run_file: Path,
+    capfd: pytest.CaptureFixture[str],
+    more: list[str],
+    message: str,
+) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(ODD)
+    code, _ = dry_run(path, run_file, *more)
+    assert code == (2 if message else 0)
+    assert message in capfd.readouterr().err
+
+
+def test_lines_of_a_dry_run_are_short(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(GOOD)
+    _, out = dry_run(path, "run.toml", "--show", "a")
+    assert max(map(len, out.splitlines())) <= 140
+    assert "--show -1" not in out
 
 
 GOOD = '[[host]]\nname = "a"\ncheckout = "x"\n'
