@@ -46,6 +46,10 @@ class RowFile:
         if rows:
             os.posix_fallocate(self.descriptor, 0, rows * self.row_nbytes)
 
+    def clear(self) -> None:
+        """Give the space of all rows back."""
+        os.ftruncate(self.descriptor, 0)
+
     def read(self, number: int) -> Tensor:
         """One row, in a new buffer."""
         row = torch.empty(self.row_nbytes, dtype=torch.uint8)
@@ -88,11 +92,14 @@ class DiskStore:
         self._faults: set[str] = set()
 
     def reserve(self, samples: int) -> None:
-        """Set disk space aside.
+        """Set disk space aside. Of an empty store all that it had is given back first.
 
         Raises:
             OSError: there is not as much.
         """
+        if not self._slots:
+            self._free.clear()
+            self._worker.submit(self._file.clear).result()  # after the writes on their way
         self._file.reserve(samples)
 
     def empty_row(self, nbytes: int) -> Tensor:

@@ -21,7 +21,7 @@ class Store(Protocol):
     """Rows (uint8) by sample."""
 
     def reserve(self, samples: int) -> None:
-        """Take the room for that many rows now.
+        """Take the room for that many rows now; what was dropped before is given back.
 
         Raises:
             OSError: there is not as much.
@@ -73,7 +73,8 @@ class RamStore:
         self._spare: list[Tensor] = []
 
     def reserve(self, samples: int) -> None:
-        """Nothing: rows are made when they are needed."""
+        """Give back what is spare; rows are made when they are needed."""
+        self._spare.clear()
 
     def empty_row(self, nbytes: int) -> Tensor:
         """A row that was replaced, if there is one: it spares the cost of touching new memory."""

@@ -11,6 +11,7 @@ Axes: R replicas, P ranks of a pipeline, C cuts, E = 2 ends of a cut (sender, re
 
 import logging
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,13 @@ _log = logging.getLogger(__name__)
 
 Healed = tuple[tuple[int, int], ...]
 """(cut, samples forgotten over all replicas), of the cuts where there were any."""
+
+
+class Settled(NamedTuple):
+    """What was forgotten, and the bytes that all ranks sent to find out which samples it is."""
+
+    healed: Healed = ()
+    nbytes: int = 0
 
 
 class Agreement:
@@ -75,11 +83,11 @@ class Agreement:
             digests_CE[place] = -1 if bool((prints_B < 0).any()) else crc32(prints_B)
         return [float(len(ids_B)), *digests_CE.flatten().tolist()]
 
-    def settle(self, all_WN: Tensor, ids_B: Tensor) -> Healed:
+    def settle(self, all_WN: Tensor, ids_B: Tensor) -> Settled:
         """Forget, at both ends, what all ranks' `numbers` for `ids_B` show to differ."""
         differs_C = _differ(self._per_end(all_WN[:, 1:])).any((0, 2))
         if not bool(differs_C.any()):
-            return ()
+            return Settled()
         cuts = torch.nonzero(differs_C).flatten().tolist()
         count = int(all_WN[:, 0].max())
         prints_CEB = torch.zeros(len(cuts), 2, count, dtype=torch.float64)
@@ -93,11 +101,12 @@ class Agreement:
         for i, cut in enumerate(cuts):
             self._forget(cut, ids_B[wrong_RCB[self._mesh.replica, i, : len(ids_B)]])
         counts = wrong_RCB.sum((0, 2)).tolist()
-        return tuple((self._cuts[cut], n) for cut, n in zip(cuts, counts, strict=True) if n)
+        healed = tuple((self._cuts[cut], n) for cut, n in zip(cuts, counts, strict=True) if n)
+        return Settled(healed, self._mesh.shared_nbytes(shared_WN))
 
     def _compare(self, ids_B: Tensor) -> Healed:
         mine = torch.tensor(self.numbers(ids_B), dtype=torch.float64)
-        return self.settle(self._mesh.share(mine), ids_B)
+        return self.settle(self._mesh.share(mine), ids_B).healed
 
     def _forget(self, cut: int, ids_B: Tensor) -> None:
         for end in (0, 1):

@@ -109,6 +109,13 @@ class Channel:
         """Tell the training boundary that the step is over."""
         self.boundaries["train"].finish_step(keep=keep)
 
+    def climb(self, level: int) -> None:
+        """Train at this level from the next step on; above 0 nothing is remembered any more."""
+        self.level = level
+        if level and self.memory is not None:
+            self.memory.room = 0
+            self.memory.restrict(torch.empty(0, dtype=torch.int64), 0)
+
     @property
     def memory(self) -> Memory | None:
         """What the training boundary remembers of samples."""

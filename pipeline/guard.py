@@ -132,7 +132,7 @@ class Guard:
     def _set_level(self, place: Place, level: int) -> None:
         for channel in self._channels:
             if (channel.cut, channel.direction) == place:
-                channel.level = level
+                channel.climb(level)
 
     @staticmethod
     def _say(text: str) -> list[str]:

@@ -72,6 +72,10 @@ class Mesh:
                 ) from error
         return out_WN
 
+    def shared_nbytes(self, all_WN: Tensor) -> int:
+        """Bytes that all ranks together sent for what `share` returned."""
+        return all_WN.nbytes * (self.world_size - 1)
+
     def swap(self, mine: Tensor, theirs: Tensor, peer: int) -> None:
         """Exchange equal-sized tensors with another position of this pipeline."""
         receive = dist.irecv(theirs, group=self.forward, group_src=peer, tag=_SWAP_TAG)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.agreement import Agreement, Healed
+from pipeline.agreement import Agreement, Healed, Settled
 from pipeline.channel import BACKWARD, FORWARD
 from pipeline.mesh import Mesh
 from pipeline.stage import COMPUTE_KINDS, CompressedStage
@@ -34,8 +34,9 @@ class StepTotals:
 
     `bubble` is the part of the step that the ranks did not compute, averaged over ranks.
     `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
-    `control_bytes` the size of the exchange of these numbers, both over all ranks. `healed` counts
-    samples of the next step whose memories differed or were lost. `notes` is what the guard says.
+    `control_bytes` the size of the exchange of these numbers and of what healing took, both over
+    all ranks. `healed` counts samples of the next step whose memories differed or were lost.
+    `notes` is what the guard says.
     """
 
     loss: float
@@ -92,7 +93,7 @@ class StepReport:
         held_WN = all_WN[:, _SCALARS : _SCALARS + len(held)]
         return self._totals(all_WN, self.agreement.settle(held_WN, self._coming_B))
 
-    def _totals(self, all_WN: torch.Tensor, healed: Healed) -> StepTotals:
+    def _totals(self, all_WN: torch.Tensor, settled: Settled) -> StepTotals:
         loss, tokens, _, _, _, sync_bytes = all_WN[:, :_SCALARS].sum(0).tolist()
         replica_norms = all_WN[:, 2].view(self._mesh.replicas, -1).sum(1).sqrt()
         seconds = float(all_WN[:, 4].max())
@@ -106,8 +107,8 @@ class StepReport:
             bubble=1.0 - float(all_WN[:, 3].mean()) / seconds,
             wire=self._wire(all_WN[:, _SCALARS + self.agreement.size :].sum(0)),
             sync_bytes=int(sync_bytes),
-            control_bytes=all_WN.numel() * all_WN.element_size() * (self._mesh.world_size - 1),
-            healed=healed,
+            control_bytes=self._mesh.shared_nbytes(all_WN) + settled.nbytes,
+            healed=settled.healed,
         )
 
     def _traffic(self) -> list[float]:

@@ -1,5 +1,6 @@
 """Ends of a cut that remember different things agree to forget them; nothing is trained through."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +70,8 @@ def run(
         )
         if step == after and accident is not None:
             accident(rank, built)
-        digests = {} if step == after else {c: m.digest() for c, m in memories(built).items()}
+        whole = step < after or (step > after and accident not in BROKEN_DISKS)
+        digests = {c: m.digest() for c, m in memories(built).items()} if whole else {}
         found.append((totals, digests, shares))
     built.engine.close()
     return found
@@ -125,6 +127,28 @@ def flip_a_bit_at_both_ends(rank: int, built: Built) -> None:
         os.pwrite(file.descriptor, bytes([byte ^ 1]), place)
 
 
+def fill_the_disk(rank: int, built: Built) -> None:
+    """From here on nothing can be written at the upper end of the first cut."""
+    if rank == 0:
+        fail(store_of(memories(built)[1]), "write", errno.ENOSPC)
+
+
+def break_the_disk(rank: int, built: Built) -> None:
+    """From here on nothing can be read at the lower end of the last cut."""
+    if rank == 2:
+        fail(store_of(memories(built)[2]), "read", errno.EIO)
+
+
+def fail(store: DiskStore, method: str, code: int) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    setattr(store._file, method, broken)
+
+
+BROKEN_DISKS = (fill_the_disk, break_the_disk)
+
+
 def forget_a_few(rank: int, built: Built) -> None:
     if rank == 2:
         memories(built)[2].forget(torch.tensor([8, 12]))
@@ -137,6 +161,8 @@ def forget_a_few(rank: int, built: Built) -> None:
         (lose_the_file, 2, {3: {1: 8}}),
         (flip_a_bit_at_both_ends, 1, {2: {1: 1}}),
         (forget_a_few, 1, {2: {2: 2}}),
+        (fill_the_disk, 1, {3: {1: 8}, 4: {1: 5}}),  # step 3 fetches what step 2 could not write
+        (break_the_disk, 1, {2: {2: 5}, 3: {2: 8}, 4: {2: 5}}),
     ],
 )
 def test_what_one_end_lost_both_forget_and_train_on(
@@ -147,6 +173,10 @@ def test_what_one_end_lost_both_forget_and_train_on(
     shares = [shares for _, _, shares in results[0]]
     assert shares == [2 if step in expected else 1 for step in range(len(STEPS))]
     assert all(totals.loss > 0 and not totals.skipped for totals, _, _ in results[0])
+    control = [totals.control_bytes for totals, _, _ in results[0]]
+    for step, item in enumerate(STEPS[1:]):  # healing names the samples that come next
+        named = 2 * len(item) * 8 if step in expected else 0  # at two ends, by every rank to two
+        assert control[step] - control[-1] == 3 * 2 * named
 
 
 def test_healed_samples_are_sent_like_new_ones(ranks: Ranks, tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 """What is measured where values are encoded, and the guard that judges it."""
 
 import math
+import os
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from aqsgd.config import AqsgdConfig, build_delta
+from aqsgd.memory import SampleMemory
 from launch.build import Built
+from launch.inprocess import in_process
 from pipeline.boundary import Boundary, Stateless
 from pipeline.guard import Guard, GuardConfig, Rule
 from pipeline.step_report import StepTotals
@@ -161,3 +166,48 @@ def test_all_ranks_change_at_the_same_step_and_resume_so(ranks: Ranks) -> None:
     assert wire[1][1] > one[0][2][1][1]  # bytes grew with the bits
     assert wire[1][0].error < 0.25
     assert ranks(2, _train_and_restore)[0] == (losses, one)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_a_cut_that_leaves_aqsgd_gives_its_memory_back(tmp_path: Path, tier: str) -> None:
+    boundary = {
+        "forward": {"kind": "aqsgd", "bits": 1},
+        "guard": {"mode": "act", "error": 1e-3, "patience": 2},
+    }
+    run = config(
+        boundary=[boundary],  # type: ignore[arg-type]
+        memory={"tier": tier, "folder": str(tmp_path), "budget": "1MB"},
+    )
+    item = batch([*range(8)])
+    with in_process(run, total_steps=9) as built:
+        built.engine.begin(item.ids_B, item.ids_B)
+        built.engine.train_step(item, 0, item.ids_B)
+        kept = [weakref.ref(memory._store.row(5)) for memory in memories(built)]
+        assert all(row() is not None for row in kept)
+        assert [built.engine.train_step(item, step, item.ids_B).healed for step in (1, 2)] == [
+            ()
+        ] * 2
+        assert [len(memory) for memory in memories(built)] == [0, 0]
+        assert [row() for row in kept] == [None, None]
+        assert space_taken(built) == 0
+        saved = built.engine.state_dict()
+        built.engine.close()
+    with in_process(run, total_steps=9) as built:
+        built.engine.load_state_dict(saved)
+        built.engine.begin(item.ids_B, item.ids_B)
+        built.engine.train_step(item, 3)
+        assert [len(memory) for memory in memories(built)] == [0, 0]
+        assert space_taken(built) == 0
+        built.engine.close()
+
+
+def memories(built: Built) -> list[SampleMemory]:
+    channels = [channel for stage in built.stages for channel in stage.channels.all()]
+    return [c.memory for c in channels if isinstance(c.memory, SampleMemory)]
+
+
+def space_taken(built: Built) -> int:
+    """Bytes on disk, which has room set aside while samples are remembered."""
+    files: list[Any] = [getattr(memory._store, "_file", None) for memory in memories(built)]
+    return sum(os.fstat(file.descriptor).st_blocks for file in files if file is not None)
