@@ -5,9 +5,9 @@
 
 For every seed a byte-level decoder is pretrained, uncompressed, on the first nine tenths of the
 training text. From these weights every method fine-tunes a copy for some epochs on a fixed set of
-sequences from the last tenth, with every layer a stage of its own, all stages in one process
-(`launch.inprocess`: boundaries, messages and bytes are those of a run over a network). The seed
-sets the initial weights and the order of the data.
+sequences from the last tenth (with `--labelled` on sentences, as a classifier), with every layer a
+stage of its own, all stages in one process (`launch.inprocess`: boundaries, messages and bytes are
+those of a run over a network). The seed sets the initial weights and the order of the data.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.convergence_report import BASELINE, Outcome, draw, per_seed_table, summary_table
+from benchmarks.convergence_report import BASELINE, Outcome, draw, tables
 from benchmarks.finetuning import Corpus, Scale, fine_tune, pretrain, read_corpus
 from benchmarks.harness import Records
 
@@ -69,6 +69,16 @@ BEYOND: dict[str, dict[str, Any]] = {
     "auto fw2/bw4": _method("auto", 2, 4, delta="tiles", gradients="stateless"),
 }
 METHODS = {**PAPER, **BEYOND}
+_SIZES = {
+    "layers": "of the model, each a stage",
+    "width": "of the model",
+    "tokens": "per sequence",
+    "vocab": "tokens there are: 256 are bytes; more, with --labelled, are learned subwords",
+    "sequences": "or sentences to fine-tune on",
+    "batch": "of fine-tuning, in sequences",
+    "epochs": "of fine-tuning",
+    "pretrain_steps": "of pretraining",
+}
 GROUPS = {"paper": list(PAPER), "beyond": list(BEYOND)}
 
 
@@ -101,12 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     torch.set_num_threads(1)
     scale = Scale(
-        epochs=options.epochs,
-        lr=options.lr,
-        pretrain_steps=options.pretrain_steps,
+        **{name: getattr(options, name) for name in (*_SIZES, "lr", "dropout", "dropout_masks")},
         task="language" if options.labelled is None else "classification",
-        dropout=options.dropout,
-        dropout_masks=options.dropout_masks,
     )
     outcomes = compare(
         read_corpus(options.train, options.eval, scale, labelled=options.labelled),
@@ -115,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seeds=options.seeds,
         records=Records(options.json),
     )
-    print(f"\n{summary_table(outcomes)}\n\n{per_seed_table(outcomes)}")
+    print(f"\n{tables(outcomes)}")
     if options.plot is not None:
         draw(outcomes, options.plot)
 
@@ -135,9 +141,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default=["paper"],
         help="of the paper (default), beyond it, or by name",
     )
-    parser.add_argument("--epochs", type=int, default=Scale.epochs, help="of fine-tuning")
+    for name, meaning in _SIZES.items():
+        default = getattr(Scale, name)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=default, help=f"{meaning} (default {default})")
     parser.add_argument("--lr", type=float, default=Scale.lr, help="peak rate of fine-tuning")
-    parser.add_argument("--pretrain-steps", type=int, default=Scale.pretrain_steps)
     parser.add_argument(
         "--labelled",
         nargs=2,

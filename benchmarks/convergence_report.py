@@ -47,7 +47,7 @@ class Epoch:
 class Outcome:
     """One method with one seed. Held-out losses are in nats, before and after.
 
-    `scores` is what else the evaluation without compression says, such as the accuracy.
+    `scores` is what else the evaluations say, such as the accuracy.
     """
 
     method: str
@@ -58,6 +58,7 @@ class Outcome:
     held_out_compressed: float
     seconds: float
     scores: Mapping[str, float] = field(default_factory=dict)
+    scores_compressed: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def final_loss(self) -> float:
@@ -89,6 +90,22 @@ def summary_table(outcomes: Sequence[Outcome]) -> str:
         "change, epoch 2 to last",
     )
     return format_table(heads, [_summary(outcomes, method) for method in _methods(outcomes)])
+
+
+def score_table(outcomes: Sequence[Outcome]) -> str:
+    """What else was scored on held-out samples: by seed without compression, medians with it."""
+    names = list(dict.fromkeys(name for outcome in outcomes for name in outcome.scores))
+    heads = [f"{name}{how}" for name in names for how in (", by seed", ", compressed")]
+    rows = []
+    for method in _methods(outcomes):
+        found = [outcome for outcome in outcomes if outcome.method == method]
+        row = [method]
+        for name in names:
+            with_it = [o.scores_compressed[name] for o in found if name in o.scores_compressed]
+            row.append(", ".join(f"{outcome.scores[name]:.3f}" for outcome in found))
+            row.append(f"{median(with_it):.3f}" if with_it else NOTHING)
+        rows.append(row)
+    return format_table(["method", *heads], rows)
 
 
 def per_seed_table(outcomes: Sequence[Outcome]) -> str:
@@ -139,6 +156,14 @@ def _draw_lines(
     axes.plot(numbers, [median(v) for v in values], style, color=color, label=method, linewidth=1.4)
     low, high = [v[0] for v in values], [v[-1] for v in values]
     axes.fill_between(numbers, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def tables(outcomes: Sequence[Outcome]) -> str:
+    """All that apply."""
+    found = [summary_table(outcomes), per_seed_table(outcomes)]
+    if any(outcome.scores for outcome in outcomes):
+        found.append(score_table(outcomes))
+    return "\n\n".join(found)
 
 
 def _look(method: str) -> tuple[str, str]:
@@ -195,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, help="PNG of the training loss by epoch")
     options = parser.parse_args(arguments)
     outcomes = [outcome for path in options.records for outcome in read_outcomes(path)]
-    print(f"{summary_table(outcomes)}\n\n{per_seed_table(outcomes)}")
+    print(tables(outcomes))
     if options.plot is not None:
         drawn = [o for o in outcomes if not options.methods or o.method in options.methods]
         draw(drawn, options.plot)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from aqsgd.delta import DeltaBoundary
 from benchmarks.convergence_report import Epoch, Outcome
+from benchmarks.sentences import write_text, write_tokenizer
 from launch.build import Built
 from launch.config import RunConfig
 from launch.data import DataConfig, load
@@ -30,6 +32,7 @@ from pipeline.step_report import StepTotals
 from pipeline.transformer import TransformerConfig, build_layers
 
 _EVAL_BATCH = 64
+_BYTES = 256
 
 Weights = Mapping[str, Tensor]
 
@@ -39,12 +42,14 @@ class Scale:
     """Size of the experiment; batches are in sequences, learning rates are AdamW's peaks.
 
     Pretraining is language modelling without dropout; `task` and dropout are those of fine-tuning.
+    Tokens are bytes, or with a larger `vocab` subwords, which are learned from the texts.
     """
 
     layers: int = 8
     width: int = 64
     heads: int = 4
     tokens: int = 64
+    vocab: int = _BYTES
     pretrain_steps: int = 1200
     pretrain_batch: int = 32
     pretrain_lr: float = 2e-3
@@ -62,7 +67,11 @@ class Scale:
     def pretrained(self) -> TransformerConfig:
         """The decoder that is pretrained."""
         return TransformerConfig(
-            layers=self.layers, width=self.width, heads=self.heads, context=self.tokens
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            vocab=self.vocab,
+            context=self.tokens,
         )
 
     @property
@@ -72,6 +81,7 @@ class Scale:
             layers=self.layers,
             width=self.width,
             heads=self.heads,
+            vocab=self.vocab,
             context=self.tokens,
             task=self.task,
             classes=2 if self.task == "classification" else None,
@@ -118,7 +128,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three texts that do not overlap, as sequences."""
+    """Three sets of samples that do not overlap, made of sequences or of labelled sentences."""
 
     pretrain: SampleSet
     tune: SampleSet
@@ -130,9 +140,14 @@ def read_corpus(
 ) -> Corpus:
     """Cut the files into sequences; `labelled` are TSV files to fine-tune on and to evaluate on.
 
+    With these, both texts and the acceptable sentences are pretrained on where there are subwords.
+
     Raises:
         ValueError: a file is missing or too short.
+        ImportError: subwords need a package that is not installed.
     """
+    if labelled is not None and scale.vocab > _BYTES:
+        return _read_sentences((train, evaluation), labelled, scale)
     pretrain, tune = load(
         DataConfig(
             path=str(train),
@@ -153,6 +168,23 @@ def read_corpus(
         )
     )
     return Corpus(pretrain, tune, held_out)
+
+
+def _read_sentences(texts: Sequence[Path], labelled: tuple[Path, Path], scale: Scale) -> Corpus:
+    with TemporaryDirectory() as folder:
+        text = Path(folder) / "text.txt"
+        write_text(text, texts=texts, labelled=labelled[0])
+        write_tokenizer(Path(folder), text, vocab=scale.vocab)
+        subwords = DataConfig(
+            path=str(text),
+            tokenizer=folder,
+            sequence_length=scale.tokens,
+            train_sequences="all",
+            eval_sequences=1,
+        )
+        pretrain, _ = load(subwords)
+        place = {"path": str(labelled[0]), "eval_path": str(labelled[1]), "tokenizer": folder}
+        return Corpus(pretrain, *load(scale.data.model_copy(update=place)))
 
 
 def pretrain(corpus: Corpus, scale: Scale, *, seed: int) -> Weights:
@@ -209,16 +241,19 @@ def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: st
             ]
             previous, memory = memory, _memories(built, samples=len(corpus.tune), numel=numel)
             epochs.append(_epoch(totals, _change(previous, memory)))
-        after = _evaluate(built, corpus.held_out, compressed=False)
+        after, compressed = (
+            _evaluate(built, corpus.held_out, compressed=which) for which in (False, True)
+        )
         return Outcome(
             method=method,
             seed=config.run.seed,
             epochs=tuple(epochs),
             held_out_before=before["loss"],
             held_out=after["loss"],
-            held_out_compressed=_evaluate(built, corpus.held_out, compressed=True)["loss"],
+            held_out_compressed=compressed["loss"],
             seconds=time.perf_counter() - start,
-            scores={name: value for name, value in after.items() if name != "loss"},
+            scores=_scores(after),
+            scores_compressed=_scores(compressed),
         )
 
 
@@ -256,6 +291,10 @@ def _evaluate(built: Built, samples: SampleSet, *, compressed: bool) -> dict[str
         for ids_B in torch.split(torch.arange(len(samples)), _EVAL_BATCH)
     ]
     return built.engine.objective.metrics([sum(part) for part in zip(*tallies, strict=True)])
+
+
+def _scores(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name != "loss"}
 
 
 def _memories(built: Built, *, samples: int, numel: int) -> list[Tensor]:
