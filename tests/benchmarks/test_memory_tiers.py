@@ -18,3 +18,6 @@ def test_both_tiers_are_timed_and_train_alike(tmp_path: Path) -> None:
     assert all(line["result"]["step_s"]["p50"] > 0 for line in timed)
     held = [line["result"]["held"] for line in lines if "room" in line["config"]]
     assert held == [0.1, 0.25, 1 / 3, 0.5, 0.75, 1.0]
+    (bf16,) = (line["result"] for line in lines if line["config"].get("memory") == "bf16")
+    row = 1024 * 1600 * 2
+    assert bf16 == {"published": 2344 * 2 * row, "held": [2344 * n * row for n in [1, *[2] * 6, 1]]}
