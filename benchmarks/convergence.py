@@ -12,7 +12,7 @@ those of a run over a network). The seed sets the initial weights and the order 
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,11 +83,11 @@ GROUPS = {"paper": list(PAPER), "beyond": list(BEYOND)}
 
 
 def compare(
-    corpus: Corpus, scale: Scale, *, methods: Sequence[str], seeds: int, records: Records
+    corpus: Corpus, scale: Scale, *, methods: Sequence[str], seeds: Iterable[int], records: Records
 ) -> list[Outcome]:
     """Fine-tune with every method for every seed, the baseline first; prints one line for each."""
     outcomes: list[Outcome] = []
-    for seed in range(seeds):
+    for seed in seeds:
         start = time.perf_counter()
         weights = pretrain(corpus, scale, seed=seed)
         print(f"seed {seed}: pretrained in {time.perf_counter() - start:.0f} s", flush=True)
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         read_corpus(options.train, options.eval, scale, labelled=options.labelled),
         scale,
         methods=[m for name in options.methods for m in GROUPS.get(name, [name])],
-        seeds=options.seeds,
+        seeds=range(options.first_seed, options.first_seed + options.seeds),
         records=Records(options.json),
     )
     print(f"\n{tables(outcomes)}")
@@ -134,6 +134,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", type=Path, required=True, help="text to train on")
     parser.add_argument("--eval", type=Path, required=True, help="held-out text")
     parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the repetitions (default 0)")
     parser.add_argument(
         "--methods",
         nargs="+",

@@ -57,7 +57,7 @@ def test_pretraining_learns_and_depends_on_the_seed_alone(corpus: Corpus) -> Non
 def test_bytes_are_those_of_the_codecs(corpus: Corpus, tmp_path: Path) -> None:
     methods = ["aq fw3/bw6", "direct fw2/bw4"]
     path = tmp_path / "out.jsonl"
-    plain, delta, direct = compare(corpus, TINY, methods=methods, seeds=1, records=Records(path))
+    plain, delta, direct = compare(corpus, TINY, methods=methods, seeds=[0], records=Records(path))
     scales = VALUES // TINY.width * 2
     fixed = MESSAGES * HEADER_NBYTES
     assert plain.epochs[0].nbytes == 2 * CUTS * (4 * VALUES + fixed)
@@ -74,7 +74,11 @@ def test_bytes_are_those_of_the_codecs(corpus: Corpus, tmp_path: Path) -> None:
 
 def test_methods_start_from_the_same_weights_and_differ_in_training(corpus: Corpus) -> None:
     outcomes = compare(
-        corpus, TINY, methods=["direct fw2/bw4", "aq fw2/bw4"], seeds=2, records=Records(None)
+        corpus,
+        TINY,
+        methods=["direct fw2/bw4", "aq fw2/bw4"],
+        seeds=range(2),
+        records=Records(None),
     )
     assert [outcome.seed for outcome in outcomes] == [0, 0, 0, 1, 1, 1]
     before = {(outcome.seed, outcome.held_out_before) for outcome in outcomes}
