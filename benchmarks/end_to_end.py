@@ -5,8 +5,8 @@
 Everything goes through the command line that users have. On the first seven tenths of the training
 text a GPT-2 with random weights and the given tokenizer is trained without compression (2
 processes) and exported. From that folder every method fine-tunes a copy on sequences of the rest
-(4 processes); seeds set the order of the data. Each run has a TOML file and a run folder in `--out`;
-runs that are finished are not repeated.
+(4 processes); seeds set the order of the data. Each run has a TOML file and a run folder in
+`--out`; runs that are finished are not repeated.
 """
 
 import argparse

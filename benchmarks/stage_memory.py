@@ -1,10 +1,11 @@
-"""Peak memory of building one stage of a large model, each in a process of its own.
+"""Peak memory of building one stage of a large model, and the files it opens.
 
-    python -m benchmarks.stage_memory                      # GPT2-XL in 8 stages
+    python -m benchmarks.stage_memory                      # GPT2-XL's shape, random weights
+    python -m benchmarks.stage_memory --write /tmp/xl      # the same from fp32 shards, 6.4 GB
     python -m benchmarks.stage_memory --model examples/models/gpt2 --stages 2
 
-With a folder that holds weights, the stage reads them. The process without a stage is the floor:
-Python, torch and transformers.
+Each stage is built in a process of its own. With a folder that holds weights, the stage reads them.
+The process without a stage is the floor: Python, torch, transformers and the model laid out.
 """
 
 import argparse
@@ -15,41 +16,87 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
+
+import torch
+from safetensors.torch import save_file
 
 _GPT2_XL = {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25}
+_SHARD_NBYTES = 500 * 10**6
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print parameters, seconds and peak resident memory of every stage."""
+    """Print parameters, peak resident memory, files opened and seconds of every stage."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, help="folder with config.json, perhaps weights")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", type=Path, help="folder with config.json, perhaps weights")
+    source.add_argument("--write", type=Path, help="new folder for random weights to read")
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--only", type=int, nargs="*", help="which stages; default: all")
     options = parser.parse_args(arguments)
-    print(f"{'stage':>8} {'parameters':>12} {'MB fp32':>9} {'peak MB':>9} {'seconds':>8}")
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.model or _config_folder(Path(scratch))
+        folder = options.model or options.write or Path(scratch)
+        if options.model is None:
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(_GPT2_XL))
+        if options.write is not None:
+            write_weights(folder)
+        heads = ("stage", "parameters", "MB fp32", "peak MB", "files", "seconds")
+        print(" ".join(f"{head:>12}" for head in heads))
         for stage in [None, *(options.only or range(options.stages))]:
             _print_row(folder, stage, options.stages)
 
 
+def write_weights(folder: Path, *, shard_nbytes: int = _SHARD_NBYTES) -> None:
+    """Fill a folder that holds config.json with small random fp32 weights, a shard at a time."""
+    from pipeline.huggingface import lay_out
+    from pipeline.huggingface_config import HuggingFaceConfig
+    from pipeline.huggingface_weights import tied_names
+    from pipeline.shards import INDEX
+
+    whole = lay_out(HuggingFaceConfig(config=str(folder)))
+    copies = tied_names(whole)
+    places: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+
+    def flush() -> None:
+        file = f"model-{len(set(places.values())) + 1:05}.safetensors"
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        places.update(dict.fromkeys(shard, file))
+        shard.clear()
+
+    for name, tensor in whole.state_dict().items():
+        if name not in copies:
+            shard[name] = torch.empty(tensor.shape).uniform_(-0.02, 0.02)
+            if sum(part.nbytes for part in shard.values()) >= shard_nbytes:
+                flush()
+    if shard:
+        flush()
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+
+
 def measure(folder: Path, stage: int | None, stages: int) -> dict[str, float]:
     """Build one stage (or none) in this process."""
+    from pipeline import shards
     from pipeline.huggingface import build_stage, lay_out
     from pipeline.huggingface_config import HuggingFaceConfig
 
-    weights = (folder / "model.safetensors").exists() or list(folder.glob("*.index.json"))
+    weights = (folder / shards.SINGLE).exists() or (folder / shards.INDEX).exists()
     config = HuggingFaceConfig(**{"pretrained" if weights else "config": str(folder)})
     start, parameters = time.perf_counter(), 0
-    if stage is None:
-        lay_out(config)
-    else:
-        bounds = [config.layers * i // stages for i in range(stages + 1)]
-        module = build_stage(config, bounds[stage], bounds[stage + 1], seed=0, device="cpu")
-        parameters = sum(parameter.numel() for parameter in module.parameters())
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = time.perf_counter() - start
-    return {"parameters": parameters, "peak_mb": peak_kib * 1024 / 1e6, "seconds": seconds}
+    with mock.patch.object(shards, "safe_open", wraps=shards.safe_open) as opening:
+        if stage is None:
+            lay_out(config)
+        else:
+            bounds = [config.layers * i // stages for i in range(stages + 1)]
+            module = build_stage(config, bounds[stage], bounds[stage + 1], seed=0, device="cpu")
+            parameters = sum(parameter.numel() for parameter in module.parameters())
+    return {
+        "parameters": parameters,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
+        "files": len({call.args[0] for call in opening.call_args_list}),
+        "seconds": time.perf_counter() - start,
+    }
 
 
 def _print_row(folder: Path, stage: int | None, stages: int) -> None:
@@ -61,14 +108,10 @@ def _print_row(folder: Path, stage: int | None, stages: int) -> None:
     row = json.loads(done.stdout.splitlines()[-1])
     name = "none" if stage is None else str(stage)
     print(
-        f"{name:>8} {row['parameters']:>12,} {4 * row['parameters'] / 1e6:>9.1f} "
-        f"{row['peak_mb']:>9.1f} {row['seconds']:>8.1f}"
+        f"{name:>12} {row['parameters']:>12,} {4 * row['parameters'] / 1e6:>12.1f} "
+        f"{row['peak_mb']:>12.1f} {row['files']:>12} {row['seconds']:>12.1f}",
+        flush=True,
     )
-
-
-def _config_folder(folder: Path) -> Path:
-    (folder / "config.json").write_text(json.dumps(_GPT2_XL))
-    return folder
 
 
 if __name__ == "__main__":
