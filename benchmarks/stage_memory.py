@@ -10,7 +10,6 @@ The process without a stage is the floor: Python, torch, transformers and the mo
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -93,10 +92,16 @@ def measure(folder: Path, stage: int | None, stages: int) -> dict[str, float]:
             parameters = sum(parameter.numel() for parameter in module.parameters())
     return {
         "parameters": parameters,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
+        "peak_mb": _peak_kib() * 1024 / 1e6,
         "files": len({call.args[0] for call in opening.call_args_list}),
         "seconds": time.perf_counter() - start,
     }
+
+
+def _peak_kib() -> int:
+    """Most resident memory since this program began; getrusage would count the parent's too."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0])
 
 
 def _print_row(folder: Path, stage: int | None, stages: int) -> None:
