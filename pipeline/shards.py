@@ -48,7 +48,7 @@ class Shards:
                 "save_pretrained (older formats: load and save it once with transformers), or use "
                 "model.config for random weights"
             )
-        with _open(self.folder / SINGLE) as file:
+        with _open(self.folder / SINGLE, "all tensors") as file:
             return dict.fromkeys(file.keys(), SINGLE)
 
     def read(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
@@ -58,7 +58,10 @@ class Shards:
             ShardError: a file is missing or truncated, lacks its tensor, or holds it in a dtype
                 that is not a float.
         """
-        return ((name, piece[:]) for name, piece in self._pieces(names))
+        # What was read of a mapped file stays resident until it is closed: one tensor at a time.
+        for name in sorted(names, key=self.files.__getitem__):
+            for _, piece in self._pieces([name]):
+                yield name, piece[:]
 
     def shapes(self, names: Collection[str]) -> dict[str, list[int]]:
         """Shapes of some tensors; opens every file, reads only headers.
@@ -83,8 +86,9 @@ class Shards:
             by_file[self.files[name]].append(name)
         for file_name, wanted in sorted(by_file.items()):
             path = self.folder / file_name
-            with _open(path) as file:
-                self.opened.append(file_name)
+            with _open(path, wanted[0]) as file:
+                if file_name not in self.opened:
+                    self.opened.append(file_name)
                 held = set(file.keys())
                 for name in wanted:
                     if name not in held:
@@ -121,13 +125,17 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str
 _AGAIN = "copy or download the file again"
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, wanted: str) -> Any:
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:
-        raise ShardError(f"{path}: missing, though {INDEX} names it; {_AGAIN}") from None
+        raise ShardError(
+            f"{path}: missing, though {INDEX} places {wanted} there; {_AGAIN}"
+        ) from None
     except (SafetensorError, OSError) as error:
-        raise ShardError(f"{path}: truncated or damaged: {error}; {_AGAIN}") from error
+        raise ShardError(
+            f"{path}: truncated or damaged ({error}), and {wanted} should be there; {_AGAIN}"
+        ) from error
 
 
 def _check_dtype(path: Path, name: str, dtype: str) -> None:

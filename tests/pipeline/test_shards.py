@@ -26,6 +26,18 @@ def test_only_files_with_wanted_tensors_are_opened(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in read.items())
 
 
+def test_one_tensor_at_a_time_is_resident(tmp_path: Path) -> None:
+    megabyte = 2**20
+    tensors = {f"w{i}": torch.ones(megabyte) for i in range(8)}
+    write_shards(tmp_path, tensors, dict.fromkeys(tensors, SINGLE))
+    most = 0
+    for _, tensor in Shards(tmp_path).read(list(tensors)):
+        assert tensor.sum() == megabyte
+        mapped = Path("/proc/self/smaps").read_text().split(str(tmp_path / SINGLE))[1:]
+        most = max(most, sum(int(part.split("Rss:")[1].split()[0]) for part in mapped))
+    assert 4 * 1024 <= most < 3 * 4 * 1024
+
+
 def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
     write_shards(tmp_path, TENSORS, dict.fromkeys(TENSORS, SINGLE))
     assert [path.name for path in tmp_path.iterdir()] == [SINGLE]
@@ -70,8 +82,8 @@ def _lose_tensor(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "parts"),
     [
-        (_remove, ["missing", INDEX, "copy or download"]),
-        (_cut_short, ["truncated", "copy or download"]),
+        (_remove, ["missing", INDEX, "transformer.h.", "copy or download"]),
+        (_cut_short, ["truncated", "transformer.h.", "copy or download"]),
         (_as_integers, ["mlp.c_fc.weight is stored as I8", "unquantized"]),
         (_other_shape, ["mlp.c_fc.weight has shape [32, 100]", "[32, 128]", "config.json"]),
         (_lose_tensor, ["lacks transformer.h.1.mlp.c_fc.weight", INDEX]),
