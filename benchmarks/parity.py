@@ -1,26 +1,29 @@
 """Does a model learn as well when replicas exchange a hundred times less? CocktailSGD and others.
 
-    python -m benchmarks.parity --train valid.txt --eval test.txt --seeds 3 --json out.jsonl
+    python -m benchmarks.parity --train valid.txt --tune test.txt --seeds 3 --json out.jsonl
 
-For every seed a byte-level decoder is pretrained on the first nine tenths of the training text.
-From these weights every method fine-tunes 4 replicas on a fixed set of sequences from the last
-tenth. What is compared is the global model, the one a user would keep: for CocktailSGD the copy
-that all replicas share, not one replica's own parameters. Ratios are counted at the links.
+For every seed a byte-level decoder is pretrained on one text. From these weights every method
+fine-tunes 4 replicas on sequences of another, whose last tenth is held out. What is compared is the
+global model, the one a user would keep: for CocktailSGD the copy that all replicas share, not one
+replica's own parameters. Ratios are counted at the links.
 """
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from statistics import median
+from typing import Any, Literal
 
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.finetuning import Corpus, Scale, pretrain, read_corpus
+from benchmarks.finetuning import Corpus, Scale, pretrain
 from benchmarks.harness import Records, format_table
-from benchmarks.replica_training import Method, Outcome, labels, train
+from benchmarks.replica_training import Epoch, Method, Outcome, labels, train
+from launch.data import DataConfig, load
 from launch.plots import LIGHT
 
 BASELINE = "all-reduce fp32"
@@ -34,18 +37,39 @@ METHODS = (
     Method(BASELINE, "allreduce", {}),
     Method("all-reduce bf16", "allreduce", {"format": "bf16"}),
     _cocktail("cocktail p.3 k.3 b4", 0.3, 0.3),
-    _cocktail("cocktail p.2 k.2 b4", 0.2, 0.2),
+    _cocktail("cocktail p.19 k.2 b4", 0.19, 0.2),
     _cocktail("cocktail p.1 k.2 b4", 0.1, 0.2),
-    _cocktail("cocktail p.2 k.2 b4, no delay", 0.2, 0.2, delayed=False),
-    Method("top-k .017 bf16", "topk", {"fraction": 0.017, "bits": 16}),
+    _cocktail("cocktail p.19 k.2 b4, no delay", 0.19, 0.2, delayed=False),
     Method("top-k .0082 bf16", "topk", {"fraction": 0.0082, "bits": 16}),
-    Method("top-k .004 bf16", "topk", {"fraction": 0.004, "bits": 16}),
     Method("quantize 2 bits", "quantize", {"bits": 2}),
     Method("quantize 1 bit", "quantize", {"bits": 1}),
     Method("PowerSGD rank 1", "powersgd", {"rank": 1}),
-    Method("PowerSGD rank 4", "powersgd", {"rank": 4}),
 )
+_Loss = Callable[[Epoch], float]
+_TUNED: _Loss = attrgetter("tuned")
+_HELD_OUT: _Loss = attrgetter("held_out")
 METHOD_LABELS = tuple(method.label for method in METHODS)
+
+
+def read_texts(pretrained: Path, tuned: Path, scale: Scale) -> Corpus:
+    """Cut a text to pretrain on and a text to fine-tune on into sequences.
+
+    Raises:
+        ValueError: a file is missing or too short.
+    """
+
+    def sequences(path: Path, train: int | Literal["all"], held_out: int) -> tuple[Any, Any]:
+        return load(
+            DataConfig(
+                path=str(path),
+                sequence_length=scale.tokens,
+                train_sequences=train,
+                eval_sequences=held_out,
+            )
+        )
+
+    first, _ = sequences(pretrained, "all", 1)
+    return Corpus(first, *sequences(tuned, scale.sequences, scale.held_out))
 
 
 def compare(
@@ -81,7 +105,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """One row per method: medians over seeds."""
     heads = (
         *("method", "vs fp32 ring", "vs bf16 ring", "bits/parameter/way"),
-        *("global, tuned text", "to all-reduce", "global, held out", "local, last epoch"),
+        *("held out", "to all-reduce", "tuned text", "to all-reduce", "while training"),
     )
     rows = []
     for label in labels(outcomes):
@@ -93,42 +117,41 @@ def table(outcomes: Sequence[Outcome]) -> str:
                 f"{ratio:.1f}x",
                 f"{ratio / 2:.1f}x",
                 f"{32 / ratio:.3f}",
-                f"{median(outcome.epochs[-1].tuned for outcome in found):.4f}",
-                f"{median(_excess(outcomes, outcome) for outcome in found):+.4f}",
-                f"{median(outcome.epochs[-1].held_out for outcome in found):.4f}",
+                *(text for loss in (_HELD_OUT, _TUNED) for text in _cells(outcomes, found, loss)),
                 f"{median(outcome.epochs[-1].local for outcome in found):.4f}",
             ]
         )
     return format_table(heads, rows)
 
 
-def _excess(outcomes: Sequence[Outcome], outcome: Outcome) -> float:
+def _cells(outcomes: Sequence[Outcome], found: Sequence[Outcome], loss: _Loss) -> tuple[str, str]:
+    """The loss of the global model, and by how much it is above the first method's."""
+    excess = [_excess(outcomes, outcome, loss) for outcome in found]
+    spread = f" ({min(excess):+.4f} to {max(excess):+.4f})" if len(excess) > 1 else ""
+    return f"{median(loss(o.epochs[-1]) for o in found):.4f}", f"{median(excess):+.4f}{spread}"
+
+
+def _excess(outcomes: Sequence[Outcome], outcome: Outcome, loss: _Loss) -> float:
     """Loss of the global model above the first method's with the same seed."""
     first = next(o for o in outcomes if o.seed == outcome.seed)
-    return outcome.epochs[-1].tuned - first.epochs[-1].tuned
+    return loss(outcome.epochs[-1]) - loss(first.epochs[-1])
 
 
 def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    """Loss of the global model by epoch, and how far it ends from the first method by ratio."""
-    figure = Figure(figsize=(10.0, 3.8), dpi=110, layout="constrained")
-    curves, ends = figure.subplots(1, 2)
+    """How far the global model ends above the first method's, by ratio; a mark for each seed."""
+    figure = Figure(figsize=(8.0, 3.8), dpi=110, layout="constrained")
+    axes = figure.subplots()
     colors = [LIGHT.ink, *LIGHT.series]
     for index, label in enumerate(labels(outcomes)):
         found = [outcome for outcome in outcomes if outcome.method == label]
-        color, style = colors[index % len(colors)], "-" if index < len(colors) else "--"
-        epochs = range(len(found[0].epochs))
-        losses = [median(o.epochs[epoch].tuned for o in found) for epoch in epochs]
-        curves.plot([e + 1 for e in epochs], losses, style, color=color, label=label, linewidth=1.4)
-        ratios, excess = [o.ratio for o in found], [_excess(outcomes, o) for o in found]
-        ends.plot(ratios, excess, "o" if style == "-" else "D", color=color)
-    curves.set_xlabel("epoch")
-    curves.set_ylabel("loss of the global model [nats/byte]")
-    ends.set_xscale("log")
-    ends.set_xlabel("times fewer bytes than an fp32 ring")
-    ends.set_ylabel("final loss above all-reduce")
-    for axes in (curves, ends):
-        axes.grid(color=LIGHT.grid)
-    figure.legend(*curves.get_legend_handles_labels(), loc="outside right center", fontsize=8)
+        ratios, excess = [o.ratio for o in found], [_excess(outcomes, o, _HELD_OUT) for o in found]
+        mark = "o" if index < len(colors) else "D"
+        axes.plot(ratios, excess, mark, color=colors[index % len(colors)], label=label)
+    axes.set_xscale("log")
+    axes.set_xlabel("times fewer bytes than an fp32 ring all-reduce")
+    axes.set_ylabel("held-out loss above all-reduce [nats/byte]")
+    axes.grid(color=LIGHT.grid)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.savefig(path)
 
 
@@ -146,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     chosen = [method for method in METHODS if method.label in (options.methods or METHOD_LABELS)]
     outcomes = compare(
-        read_corpus(options.train, options.eval, scale),
+        read_texts(options.train, options.tune, scale),
         scale,
         chosen,
         replicas=options.replicas,
@@ -163,17 +186,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks.parity",
         description="Fine-tune replicas that exchange little: loss of the global model by bytes",
     )
-    parser.add_argument("--train", type=Path, required=True, help="text to train on")
-    parser.add_argument("--eval", type=Path, required=True, help="held-out text")
+    parser.add_argument("--train", type=Path, required=True, help="text to pretrain on")
+    parser.add_argument("--tune", type=Path, required=True, help="text to fine-tune on")
     parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--methods", nargs="+", choices=METHOD_LABELS, help="default: all")
-    parser.add_argument("--sequences", type=int, default=1024, help="to fine-tune on")
-    parser.add_argument("--epochs", type=int, default=6, help="of fine-tuning")
-    parser.add_argument("--lr", type=float, default=5e-4, help="peak rate of fine-tuning")
-    parser.add_argument("--pretrain-steps", type=int, default=Scale.pretrain_steps)
+    parser.add_argument("--sequences", type=int, default=8192, help="to fine-tune on")
+    parser.add_argument("--epochs", type=int, default=1, help="of fine-tuning")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak rate of fine-tuning")
+    parser.add_argument("--pretrain-steps", type=int, default=800)
     parser.add_argument("--json", type=Path, help="new file for one JSON line per run")
-    parser.add_argument("--plot", type=Path, help="PNG of the losses")
+    parser.add_argument("--plot", type=Path, help="PNG of losses by ratio")
     return parser.parse_args(arguments)
 
 

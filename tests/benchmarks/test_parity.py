@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.finetuning import Corpus, Scale, read_corpus
+from benchmarks.finetuning import Corpus, Scale
 from benchmarks.harness import Records
-from benchmarks.parity import BASELINE, METHODS, compare, draw, table
+from benchmarks.parity import BASELINE, METHODS, compare, draw, read_texts, table
 from benchmarks.replica_training import Epoch, Method, Outcome
 
 TINY = Scale(
@@ -28,10 +28,10 @@ TINY = Scale(
 @pytest.fixture
 def corpus(tmp_path: Path) -> Corpus:
     words = ["thin ", "pipe ", "sends ", "few ", "bytes ", "over ", "slow ", "links\n"]
-    for name, seed in (("train", 1), ("eval", 2)):
+    for name, seed in (("train", 1), ("tune", 2)):
         text = "".join(random.Random(seed).choices(words, k=1500))
         (tmp_path / name).write_text(text)
-    return read_corpus(tmp_path / "train", tmp_path / "eval", TINY)
+    return read_texts(tmp_path / "train", tmp_path / "tune", TINY)
 
 
 def test_exact_averages_of_parameters_and_of_gradients_both_learn(
@@ -59,6 +59,6 @@ def test_the_table_compares_with_the_same_seed(tmp_path: Path) -> None:
     outcomes = [outcome(m, s, 1.0 + s + d) for s in (0, 1) for m, d in ((BASELINE, 0), ("x", 0.25))]
     cells = [cell.strip() for cell in table(outcomes).splitlines()[-1].split("|")[1:-1]]
     assert cells[:4] == ["x", "100.0x", "50.0x", "0.320"]
-    assert cells[5] == "+0.2500"
+    assert cells[5] == cells[7] == "+0.2500 (+0.2500 to +0.2500)"
     draw(outcomes, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
