@@ -317,16 +317,27 @@ def free_port() -> int:
     return port
 
 
-def test_ranks_with_different_configs_refuse_to_start(run_file: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("train.lr=0.5", "rank 1 has config.train.lr = 0.5, rank 0 has 0.001"),
+        ("data.path={other}", "rank 1 has data.train = "),  # where texts are may differ
+    ],
+)
+def test_ranks_with_different_configs_or_data_refuse_to_start(
+    run_file: Path, change: str, told: str
+) -> None:
+    other = run_file.parent / "other.txt"
+    other.write_text((run_file.parent / "text.txt").read_text().replace("7 squared", "7 cubed"))
     port, cut = free_port(), ["--set", "pipeline.cuts=[2]"]
     ranks = [
         as_rank(0, 2, port, run_file, *cut),
-        as_rank(1, 2, port, run_file, *cut, "--set", "train.lr=0.5"),
+        as_rank(1, 2, port, run_file, *cut, "--set", change.format(other=other)),
     ]
     for rank in ranks:
         output, _ = rank.communicate(timeout=60)
         assert rank.returncode == 2
-        assert "rank 1 has config.train.lr = 0.5, rank 0 has 0.001" in output
+        assert told in output
 
 
 def test_a_rank_that_cannot_start_tells_the_others(run_file: Path) -> None:
