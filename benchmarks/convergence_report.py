@@ -92,6 +92,22 @@ def summary_table(outcomes: Sequence[Outcome]) -> str:
     return format_table(heads, [_summary(outcomes, method) for method in _methods(outcomes)])
 
 
+def relative_table(outcomes: Sequence[Outcome]) -> str:
+    """One row per method: medians and ranges of differences to the baseline of the same seed."""
+    heads = (
+        "method",
+        "runs",
+        "train loss to fp32",
+        "range",
+        "held out",
+        "held out, compressed",
+        "MB epoch 1",
+        "MB later",
+        "ratio",
+    )
+    return format_table(heads, [_relative(outcomes, method) for method in _methods(outcomes)])
+
+
 def score_table(outcomes: Sequence[Outcome]) -> str:
     """What else was scored on held-out samples: by seed without compression, medians with it."""
     names = list(dict.fromkeys(name for outcome in outcomes for name in outcome.scores))
@@ -160,7 +176,7 @@ def _draw_lines(
 
 def tables(outcomes: Sequence[Outcome]) -> str:
     """All that apply."""
-    found = [summary_table(outcomes), per_seed_table(outcomes)]
+    found = [summary_table(outcomes), per_seed_table(outcomes), relative_table(outcomes)]
     if any(outcome.scores for outcome in outcomes):
         found.append(score_table(outcomes))
     return "\n\n".join(found)
@@ -194,6 +210,23 @@ def _summary(outcomes: Sequence[Outcome], method: str) -> list[str]:
     ]
 
 
+def _relative(outcomes: Sequence[Outcome], method: str) -> list[str]:
+    runs = [(o, _baseline(outcomes, o)) for o in outcomes if o.method == method]
+    gaps = _differences(outcomes, method)
+    first, last = runs[0][0].epochs[0].nbytes, runs[0][0].epochs[-1].nbytes
+    return [
+        method,
+        str(len(runs)),
+        f"{median(gaps):+.4f}",
+        f"{min(gaps):+.4f} to {max(gaps):+.4f}",
+        f"{median(o.held_out - base.held_out for o, base in runs):+.4f}",
+        f"{median(o.held_out_compressed - base.held_out for o, base in runs):+.4f}",
+        f"{first / 1e6:.1f}",
+        f"{last / 1e6:.1f}",
+        f"{first / last:.2f}",
+    ]
+
+
 def _median_ratio(ratios: Sequence[float | None]) -> str:
     return f"{median(ratio for ratio in ratios if ratio is not None):.3f}"
 
@@ -208,8 +241,11 @@ def _differences(outcomes: Sequence[Outcome], method: str) -> list[float]:
 
 
 def _difference(outcomes: Sequence[Outcome], outcome: Outcome, epoch: int) -> float:
-    baseline = next(o for o in outcomes if o.method == BASELINE and o.seed == outcome.seed)
-    return outcome.epochs[epoch].loss - baseline.epochs[epoch].loss
+    return outcome.epochs[epoch].loss - _baseline(outcomes, outcome).epochs[epoch].loss
+
+
+def _baseline(outcomes: Sequence[Outcome], outcome: Outcome) -> Outcome:
+    return next(o for o in outcomes if o.method == BASELINE and o.seed == outcome.seed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -16,10 +16,13 @@ from benchmarks.convergence_report import (
     draw,
     per_seed_table,
     read_outcomes,
+    relative_table,
+    score_table,
     summary_table,
 )
 from benchmarks.finetuning import Corpus, Scale, fine_tune, pretrain, read_corpus
 from benchmarks.harness import Records
+from benchmarks.sentences import write_text
 from pipeline.wire.header import HEADER_NBYTES
 
 TINY = Scale(
@@ -109,6 +112,36 @@ def test_classifiers_start_from_the_language_model(corpus: Corpus, tmp_path: Pat
     assert changes["repeated"] < 0.6 * changes["random"]
 
 
+def test_sentences_are_classified_in_subwords(tmp_path: Path) -> None:
+    rows = [
+        f"x\t{i % 2}\t*\tthe {('pipe', 'slow')[i % 2]} link number {i} is thin." for i in range(40)
+    ]
+    for name in ("train.tsv", "dev.tsv"):
+        (tmp_path / name).write_text("\n".join(rows))
+    for name in ("train", "eval"):
+        (tmp_path / name).write_text("a well @-@ known text , which is thin . \n" * 200)
+    scale = replace(TINY, task="classification", vocab=270, sequences=40, batch=8)
+    labelled = (tmp_path / "train.tsv", tmp_path / "dev.tsv")
+    corpus = read_corpus(tmp_path / "train", tmp_path / "eval", scale, labelled=labelled)
+    assert (len(corpus.tune), len(corpus.held_out)) == (40, 40)
+    assert int(corpus.pretrain.batch([0]).inputs_BT.max()) >= 256  # learned tokens occur
+    found = fine_tune(
+        corpus,
+        replace(scale, epochs=12, lr=5e-3).run(METHODS["aq fw4/bw8"], 0),
+        pretrain(corpus, scale, seed=0),
+        method="aq fw4/bw8",
+    )
+    assert found.scores["matthews"] > 0.8
+    assert found.scores_compressed["matthews"] > 0.8
+
+
+def test_pretraining_text_has_acceptable_sentences_and_ordinary_spelling(tmp_path: Path) -> None:
+    (tmp_path / "cola.tsv").write_text("a\t1\t\tIt rains.\nb\t0\t*\tRains it the.\n")
+    (tmp_path / "wiki").write_text("A well @-@ known 1 @,@ 000 , he 's here .")
+    write_text(tmp_path / "out", texts=[tmp_path / "wiki"], labelled=tmp_path / "cola.tsv")
+    assert (tmp_path / "out").read_text() == "It rains.\nA well-known 1,000, he's here."
+
+
 def outcome(method: str, seed: int, losses: Sequence[float]) -> Outcome:
     epochs = tuple(Epoch(loss, 100, 300, 800, None) for loss in losses)
     return Outcome(method, seed, epochs, 3.0, 2.0, 2.5, 1.0)
@@ -133,6 +166,22 @@ def test_tables_compare_with_the_baseline_of_the_same_seed() -> None:
     cells = [cell.strip() for cell in summary.split("|")[1:-1]]
     assert cells[1:5] == ["1.6250", "+0.1250", "2.0000", "2.5000"]
     assert cells[7:] == ["8.00x", "4.00x", "-"]
+    relative = relative_table(outcomes).splitlines()[-1]
+    assert [cell.strip() for cell in relative.split("|")[2:5]] == [
+        "2",
+        "+0.1250",
+        "+0.0000 to +0.2500",
+    ]
+
+
+def test_scores_are_tabled_with_and_without_compression() -> None:
+    runs = [outcome("fp32", seed, [1.0]) for seed in range(2)]
+    scored = [
+        replace(run, scores={"matthews": 0.2 * run.seed}, scores_compressed={"matthews": 0.5})
+        for run in runs
+    ]
+    row = score_table(scored).splitlines()[-1]
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == ["fp32", "0.000, 0.200", "0.500"]
 
 
 def test_the_picture_is_a_small_png(tmp_path: Path) -> None:
