@@ -81,6 +81,8 @@ class Circumstances:
 class _Mailbox:
     """A link without a network: what was sent is taken by the other end."""
 
+    in_turns = True
+
     def __init__(self) -> None:
         self._message = torch.empty(0, dtype=torch.uint8)
 

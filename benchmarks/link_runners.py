@@ -22,11 +22,12 @@ from launch.build import build_boundary
 from launch.config import BackwardConfig, ForwardConfig
 from pipeline.channel import BACKWARD, FORWARD, Channel
 from pipeline.config import DirectConfig, RawConfig, StatelessConfig
+from pipeline.courier import Microbatch
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
 from pipeline.samples import Samples
 from pipeline.schedule import ScheduleName, build_schedule
-from pipeline.stage import Channels, CompressedStage, ComputeEvent, Microbatch
+from pipeline.stage import Channels, CompressedStage, ComputeEvent
 
 RUN_ID = 1
 _RAW = RawConfig()
@@ -135,6 +136,7 @@ class ThinPipeRunner:
         self._stage.begin_pass(self._passes, microbatches, step=number, mode="train")
         self._passes += 1
         _run_schedule(self._schedule, self._mesh, self._workload.batch(ids_S))
+        self._stage.end_pass()
         _update(self._optimizer)
         for channel in self._stage.channels.all():
             channel.finish_step(keep=True)

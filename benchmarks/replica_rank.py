@@ -21,9 +21,9 @@ from benchmarks.link_runners import ThinPipeRunner
 from benchmarks.link_workloads import PaperShape
 from gradcomp.peers import GroupPeers
 from gradcomp.registry import load_method, parse_options
-from gradcomp.worker import Worker
 from pipeline.mesh import Mesh, build_mesh
 from pipeline.wire.header import HEADER_NBYTES, Header
+from pipeline.wire.worker import Worker
 
 _TIMEOUT_S = 300.0
 _MARGIN_S = 0.1
@@ -187,7 +187,7 @@ def ping_rank(chunks: Sequence[int], nbytes: int, pings: int) -> dict[int, list[
             message = torch.zeros(HEADER_NBYTES + nbytes, dtype=torch.uint8)
             Header(0, 0, 0, 0, 0, 0, mesh.rank, 0, nbytes).write(message)
             peers = GroupPeers(mesh.exchange, chunk_nbytes=chunk_nbytes)
-            worker = Worker()
+            worker = Worker("gradcomp")
             busy = worker.submit(partial(peers.swap, {1 - mesh.rank: message}, nbytes))
             time.sleep(0.2)
         found[chunk_nbytes] = [_ping(mesh) for _ in range(pings)]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradcomp.buckets import Bucket, Readiness, make_buckets
 from gradcomp.exchange import Place
 from gradcomp.peers import Peers
-from gradcomp.worker import Worker
+from pipeline.wire.worker import Worker
 
 
 class Reducer(Protocol):
@@ -52,7 +52,7 @@ class GradientSync:
         self, parameters: Sequence[nn.Parameter], peers: Peers, reducer: Reducer, nbytes: int
     ) -> None:
         """`nbytes` is the size of a bucket, in the parameters' own dtype."""
-        self._peers, self._reducer, self._worker = peers, reducer, Worker()
+        self._peers, self._reducer, self._worker = peers, reducer, Worker("gradcomp")
         self._waiting: list[tuple[Bucket, Future[Tensor]]] = []
         self._step = 0
         backward_order = list(reversed(parameters))

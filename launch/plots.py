@@ -33,6 +33,7 @@ _WIDTH_IN = 9.0
 _DPI = 150
 _MOST_EPOCH_LABELS = 12
 _LANE = 0.78
+_STRIP = 0.09  # of encoding and decoding, at the bottom of a lane: they go on beside the rest
 _KINDS = {
     "F": "forward",
     "B": "backward",
@@ -407,11 +408,11 @@ def _draw_timeline(axes: Axes, events: Sequence[TimelineEvent], theme: Theme) ->
 
 
 def _numbered_kinds(events: Sequence[TimelineEvent], end_s: float) -> set[str]:
-    """The kinds whose boxes are typically wide enough for the largest microbatch number."""
+    """The kinds of compute whose boxes are typically wide enough for the largest number."""
     digits = max(len(str(event.microbatch)) for event in events)
     widths: dict[str, list[float]] = {}
     for event in events:
-        if event.kind != "wait":
+        if event.computes:
             widths.setdefault(event.kind, []).append(event.end_s - event.start_s)
     return {kind for kind, own in widths.items() if median(own) > 0.0105 * digits * end_s}
 
@@ -424,6 +425,8 @@ def _draw_boxes(
     Later stages of one rank are paler, as in the usual drawings of interleaved schedules.
     """
     lane, chunk, unit_s = at
+    top, bottom = lane - _LANE / 2, lane + _LANE / 2
+    heights = {"decode": (bottom - 2 * _STRIP, _STRIP), "encode": (bottom - _STRIP, _STRIP)}
     for kind, color in zip(_KINDS, theme.kinds, strict=True):
         spans = [
             (event.start_s / unit_s, (event.end_s - event.start_s) / unit_s)
@@ -433,7 +436,7 @@ def _draw_boxes(
         waiting = kind == "wait"
         axes.broken_barh(
             spans,
-            (lane - _LANE / 2, _LANE),
+            heights.get(kind, (top, _LANE - 2 * _STRIP)),
             facecolor=_paler(color, theme.idle, min(0.35 * chunk, 0.7)),
             edgecolor=theme.faint if waiting else theme.surface,
             linewidth=0.0 if waiting else 0.6,
@@ -448,7 +451,7 @@ def _number_boxes(
     for event in events:
         text = axes.text(
             (event.start_s + event.end_s) / 2 / unit_s,
-            lane,
+            lane - _STRIP,
             str(event.microbatch),
             ha="center",
             va="center_baseline",

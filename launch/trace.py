@@ -1,8 +1,8 @@
 """A step as a trace for Perfetto or chrome://tracing, and the same step foretold beside it.
 
 Format: "Trace Event Format" of the Chromium project. Every rank is a process with a track for what
-it computes, one for its codec and one for its waits; a message is a span of its own, from when it
-was sent to when it was used.
+it computes, one for its waits and as many for its codecs as work at once; a message is a span of
+its own, from when it was sent to when it was used.
 """
 
 import json
@@ -17,8 +17,7 @@ from launch.plan.network import Network
 from launch.plan.simulate import Message, SimulatedStep, StepModel, TransferEvent, simulate
 from launch.timeline import Timeline, read_timeline
 
-_TRACKS = {"F": 0, "B": 0, "W": 0, "encode": 1, "decode": 1, "wait": 2}
-_TRACK_NAMES = ("compute", "codec", "waiting")
+_COMPUTE, _WAITING, _CODEC = range(3)  # tracks; more codecs follow
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradient", "wait": "wait for"}
 _SIMULATED = 1000
 _US = 1e6
@@ -51,12 +50,11 @@ def write_trace(
     path: Path, timeline: Timeline, simulated: SimulatedStep | None, *, title: str
 ) -> None:
     """Write the measured step and, as further processes, the foretold one."""
-    events = _processes("", 0, timeline.events) + [_span(event, 0) for event in timeline.events]
+    events = _processes("", 0, timeline.events)
     if timeline.pipeline_ranks == len(timeline.cuts) + 1 and timeline.accumulate == 1:
         events += _messages(transfers(timeline), 0)
     if simulated is not None:
         events += _processes("foretold: ", _SIMULATED, simulated.events)
-        events += [_span(event, _SIMULATED) for event in simulated.events]
         events += _messages(simulated.transfers, _SIMULATED)
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}
     path.write_text(json.dumps(trace))
@@ -145,17 +143,35 @@ def _codec_events(timeline: Timeline, kind: str) -> dict[tuple[int, Direction, i
 
 
 def _processes(prefix: str, first: int, events: Iterable[TimelineEvent]) -> list[dict[str, Any]]:
-    stages: dict[int, set[int]] = defaultdict(set)
+    """Names and spans of every rank."""
+    by_rank: dict[int, list[TimelineEvent]] = defaultdict(list)
     for event in events:
-        stages[event.rank].add(event.stage)
-    named: list[dict[str, Any]] = []
-    for rank, own in sorted(stages.items()):
-        which = ", ".join(map(str, sorted(own)))
-        named.append(_meta("process_name", first + rank, 0, f"{prefix}rank {rank} (stage {which})"))
-        named.append(_meta("process_sort_index", first + rank, 0, first + rank))
-        for track, name in enumerate(_TRACK_NAMES):
-            named.append(_meta("thread_name", first + rank, track, name))
-    return named
+        by_rank[event.rank].append(event)
+    drawn: list[dict[str, Any]] = []
+    for rank, own in sorted(by_rank.items()):
+        which, process = ", ".join(map(str, sorted({e.stage for e in own}))), first + rank
+        drawn.append(_meta("process_name", process, 0, f"{prefix}rank {rank} (stage {which})"))
+        drawn.append(_meta("process_sort_index", process, 0, process))
+        tracks = _tracks(own)
+        names = {_COMPUTE: "compute", _WAITING: "waiting"}
+        for track in sorted({track for track, _ in tracks}):
+            drawn.append(_meta("thread_name", process, track, names.get(track, "codec")))
+        drawn += [_span(event, process, track) for track, event in tracks]
+    return drawn
+
+
+def _tracks(events: Sequence[TimelineEvent]) -> list[tuple[int, TimelineEvent]]:
+    """Each event of a rank with its track; codec events that overlap are on different ones."""
+    placed: list[tuple[int, TimelineEvent]] = []
+    free_s: list[float] = []
+    for event in sorted(events, key=lambda event: event.start_s):
+        if event.kind not in ("encode", "decode"):
+            placed.append((_WAITING if event.kind == "wait" else _COMPUTE, event))
+            continue
+        codec = next((i for i, end_s in enumerate(free_s) if end_s <= event.start_s), len(free_s))
+        free_s[codec : codec + 1] = [event.end_s]
+        placed.append((_CODEC + codec, event))
+    return placed
 
 
 def _meta(what: str, process: int, track: int, value: str | int) -> dict[str, Any]:
@@ -163,13 +179,13 @@ def _meta(what: str, process: int, track: int, value: str | int) -> dict[str, An
     return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {key: value}}
 
 
-def _span(event: TimelineEvent, first: int) -> dict[str, Any]:
+def _span(event: TimelineEvent, process: int, track: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": f"{_NAMES.get(event.kind, event.kind)} {event.microbatch}",
         "cat": event.kind,
-        "pid": first + event.rank,
-        "tid": _TRACKS[event.kind],
+        "pid": process,
+        "tid": track,
         "ts": event.start_s * _US,
         "dur": (event.end_s - event.start_s) * _US,
         "args": {"stage": event.stage, "microbatch": event.microbatch},

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pipeline.agreement import Healed
 from pipeline.channel import Mode
+from pipeline.courier import Microbatch
 from pipeline.executor import run_in_order
 from pipeline.guard import Guard, Place, Rule
 from pipeline.mesh import Mesh
@@ -32,8 +33,9 @@ from pipeline.schedule import (
     build_schedule,
     fit_microbatches,
     forward_order,
+    pass_order,
 )
-from pipeline.stage import CompressedStage, ComputeEvent, Microbatch
+from pipeline.stage import CompressedStage, ComputeEvent
 from pipeline.step_report import StepReport, StepTotals
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
@@ -99,6 +101,8 @@ class PipelineEngine:
         """
         self.check_modules(options.schedule, [stage.submod for stage in stages])
         self._stages = {stage.stage_index: stage for stage in stages}
+        for stage in stages:
+            stage.alarm = stages[0].alarm  # they wait for each other
         self.mesh, self._options, self.objective = mesh, options, options.objective
         self._optimizer, self._sync, self._tied = optimizer, sync, tied
         self._parameters = _unique_parameters(stages)
@@ -223,8 +227,8 @@ class PipelineEngine:
 
     def _train_part(self, part: Batch, step: int) -> list[Tensor]:
         count = self._fit(len(part))
-        self._begin_pass(part, count, step, "train")
         schedule = self._schedule(count)
+        self._begin_pass(part, count, step, "train", schedule)
         inputs = (part.inputs_BT,) if 0 in self._stages else ()
         losses: list[Tensor] = []
         arguments: dict[str, Any] = {}
@@ -232,17 +236,22 @@ class PipelineEngine:
             arguments = {"target": part.targets, "losses": losses}
         with self._autocast():
             schedule.step(*inputs, return_outputs=False, **arguments)
+        for stage in self._stages.values():
+            stage.end_pass()
         return [loss.detach() for loss in losses]
 
-    def _begin_pass(self, batch: Batch, count: int, step: int, mode: Mode) -> Sequence[Tensor]:
+    def _begin_pass(
+        self, batch: Batch, count: int, step: int, mode: Mode, schedule: Any = None
+    ) -> Sequence[Tensor]:
         self._pass += 1
         tokens = batch.inputs_BT.shape[1]
         microbatches = [
             Microbatch(torch.Size((len(part), tokens, self._options.hidden)), part.samples)
             for part in batch.split(count)
         ]
-        for stage in self._stages.values():
-            stage.begin_pass(self._pass, microbatches, step=step, mode=mode)
+        for index, stage in self._stages.items():
+            order = pass_order(schedule, index, microbatches=count)
+            stage.begin_pass(self._pass, microbatches, step=step, mode=mode, order=order)
         return batch.inputs_BT.tensor_split(count)
 
     def _apply(self, totals: StepTotals) -> None:

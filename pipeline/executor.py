@@ -38,6 +38,8 @@ def run_in_order(
                 run.forward(stages[action.stage], action.microbatch)
             else:
                 run.backward(stages[action.stage], action.microbatch)
+    for stage in stages.values():
+        stage.end_pass()
     return run.results
 
 

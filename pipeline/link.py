@@ -7,7 +7,7 @@ before any compute, tags are unique within two passes, and every posted receive 
 
 import re
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,12 @@ class Link(Protocol):
     """One direction between two ranks; a process holds its sending or its receiving end.
 
     `slot` numbers the messages of a pass (the microbatch); a pass is one run of the schedule.
+    `send` and `take` may be called from another thread than the rest, one at a time.
     """
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether both ends take turns on one thread, so that `take` must not come early."""
 
     def begin_pass(self, number: int) -> None:
         """Wait for the sends of the pass before and start a new one; all ends count alike."""
@@ -65,6 +70,7 @@ class GroupLink:
     peer: int
     channel: int
     name: str
+    in_turns: ClassVar[bool] = False
     _pass: int = -1
     _expected: dict[int, tuple[dist.Work, Tensor]] = field(default_factory=dict)
     _sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
@@ -117,6 +123,7 @@ class GroupLink:
 class LoopbackLink:
     """Both ends in one process: for simulations and tests, where stages take turns."""
 
+    in_turns: ClassVar[bool] = True
     _messages: dict[int, Tensor] = field(default_factory=dict)
     _expected: dict[int, int] = field(default_factory=dict)
 

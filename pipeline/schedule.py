@@ -8,7 +8,7 @@ has a message to carry. GPipe, 1F1B and Deep1F1B run one stage per rank, the oth
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,18 @@ LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 _SINGLE = ("GPipe", "1F1B", "Deep1F1B")
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+class PassOrder(NamedTuple):
+    """Microbatches of a stage in the order of their forwards, and of their backwards."""
+
+    forwards: Sequence[int]
+    backwards: Sequence[int]
+
+    @staticmethod
+    def ascending(microbatches: int) -> "PassOrder":
+        """As under GPipe, 1F1B and Deep1F1B."""
+        return PassOrder(range(microbatches), range(microbatches))
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,24 @@ def single_stage_order(
         if in_flight + m < microbatches:
             order.append(Action("F", stage, in_flight + m))
     return order
+
+
+def pass_order(schedule: Any, stage: int, *, microbatches: int) -> PassOrder:
+    """Order of a stage's work under a schedule that `build_schedule` returned."""
+    if not isinstance(schedule, torch_schedules.PipelineScheduleMulti):
+        return PassOrder.ascending(microbatches)
+    actions = [
+        (action.computation_type, action.microbatch_index)
+        for order in schedule.pipeline_order.values()
+        for action in order
+        if action is not None and action.stage_index == stage
+        if action.microbatch_index is not None
+    ]
+    backwards = (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT)
+    return PassOrder(
+        [m for kind, m in actions if kind == _ComputationType.FORWARD],
+        [m for kind, m in actions if kind in backwards],
+    )
 
 
 def forward_order(stages: Sequence[int], *, microbatches: int) -> list[Action]:

@@ -1,10 +1,10 @@
 """CompressedStage: a torch pipeline stage that owns its communication.
 
 torch's schedules then only order the compute: they ask for send and receive operations, get none.
-Receives of a whole pass are posted by `begin_pass`; the schedule's "send" hook encodes and sends,
-its "retrieve" hook waits and decodes. We subclass `_PipelineStageBase`, not `PipelineStage`, so no
-shape inference runs: a stage sees real data only. `tests/test_torch_seams.py` lists every private
-name used here.
+Receives of a whole pass are posted by `begin_pass`; the schedule's "send" hook hands a tensor to a
+courier, its "retrieve" hook waits for what another one decoded. We subclass `_PipelineStageBase`,
+not `PipelineStage`, so no shape inference runs: a stage sees real data only.
+`tests/test_torch_seams.py` lists every private name used here.
 
 Axes: B samples of a microbatch, T tokens, D channels, M microbatches.
 """
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipeline.channel import Channel, Mode
-from pipeline.samples import Samples
+from pipeline.courier import Alarm, Microbatch, Receiver, Sender
+from pipeline.schedule import PassOrder
 from pipeline.staging import Staging
 
 EventKind = Literal["F", "B", "W", "encode", "decode", "wait"]
@@ -40,14 +41,6 @@ class Channels:
         """Those that exist."""
         four = (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out)
         return [channel for channel in four if channel is not None]
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """What every rank knows of a microbatch before it arrives."""
-
-    shape_BTD: torch.Size
-    samples: Samples
 
 
 @dataclass(frozen=True)
@@ -81,6 +74,11 @@ class CompressedStage(_PipelineStageBase):
         super().__init__(module, stage_index, num_stages, device, group)
         self._staging = Staging(device)
         self.channels = channels
+        self.alarm = Alarm()
+        self._activations_in = self._receiver(channels.activations_in)
+        self._activations_out = self._sender(channels.activations_out)
+        self._gradients_in = self._receiver(channels.gradients_in)
+        self._gradients_out = self._sender(channels.gradients_out)
         self.events: list[ComputeEvent] = []
         self._runtime_validate = False
         self._microbatches: Sequence[Microbatch] = ()
@@ -90,36 +88,58 @@ class CompressedStage(_PipelineStageBase):
         self._computing = 0
 
     def begin_pass(
-        self, number: int, microbatches: Sequence[Microbatch], *, step: int, mode: Mode
+        self,
+        number: int,
+        microbatches: Sequence[Microbatch],
+        *,
+        step: int,
+        mode: Mode,
+        order: PassOrder | None = None,
     ) -> None:
-        """Post every receive of the coming pass; all ranks of the pipeline call it alike."""
+        """Post every receive of the coming pass; all ranks of the pipeline call it alike.
+
+        `order` is that of this stage's work, by default ascending microbatches. It must be kept.
+        """
         self._microbatches = microbatches
         self.chunks = len(microbatches)  # torch sets it once per schedule, and we keep several
         for channel in self.channels.all():
             channel.begin_pass(number, step=step, mode=mode)
-        self._expect_all(self.channels.activations_in)
-        if mode == "train":
-            self._expect_all(self.channels.gradients_in)
+        order = order or PassOrder.ascending(len(microbatches))
+        if self._activations_in is not None:
+            self._activations_in.begin_pass(microbatches, self.alarm, order.forwards)
+        if self._gradients_in is not None and mode == "train":
+            self._gradients_in.begin_pass(microbatches, self.alarm, order.backwards)
+        for sender in self._senders():
+            sender.begin_pass(microbatches, self.alarm)
+
+    def end_pass(self) -> None:
+        """Wait until all messages are on their way; then channels and events may be read.
+
+        Raises:
+            LinkError: a peer is gone.
+        """
+        for sender in self._senders():
+            sender.end_pass()
 
     def receive_activation(self, m: int) -> Tensor:
         """Input of microbatch `m`: from the neighbour on this rank, or decoded from the link."""
         if m in self._local_inputs:
             return self._local_inputs.pop(m)
-        return self._receive(self.channels.activations_in, m)
+        return self._receive(self._activations_in, m)
 
     def receive_gradient(self, m: int) -> Tensor:
         """Gradient of the output of microbatch `m`."""
         if m in self._local_gradients:
             return self._local_gradients.pop(m)
-        return self._receive(self.channels.gradients_in, m)
+        return self._receive(self._gradients_in, m)
 
     def send_activation(self, m: int, y_BTD: Tensor) -> None:
-        """Encode and send an output; nothing to do if the next stage is on this rank."""
-        self._send(self.channels.activations_out, m, y_BTD)
+        """Have an output encoded and sent; nothing to do if the next stage is on this rank."""
+        self._send(self._activations_out, m, y_BTD)
 
     def send_gradient(self, m: int, gradient_BTD: Tensor) -> None:
-        """Encode and send an input's gradient; nothing to do if the neighbour is on this rank."""
-        self._send(self.channels.gradients_out, m, gradient_BTD)
+        """Have an input's gradient encoded and sent; not if the neighbour is on this rank."""
+        self._send(self._gradients_out, m, gradient_BTD)
 
     def compute(self, x: Tensor, m: int) -> Tensor:
         """Run the module on microbatch `m`; one that wants to know its samples is told.
@@ -147,35 +167,33 @@ class CompressedStage(_PipelineStageBase):
         taken, self.events = self.events, []
         return taken
 
-    def _expect_all(self, channel: Channel | None) -> None:
-        if channel is not None:
-            for m, microbatch in enumerate(self._microbatches):
-                channel.expect(m, microbatch.shape_BTD)
+    def _receiver(self, channel: Channel | None) -> Receiver | None:
+        return None if channel is None else Receiver(channel, self._note)
 
-    def _receive(self, channel: Channel | None, m: int) -> Tensor:
-        assert channel is not None, f"stage {self.stage_index} has no neighbour to receive from"
-        start = time.perf_counter()
-        known = self._microbatches[m]
-        x_BTD = channel.receive(m, known.shape_BTD, known.samples.ids_B)
-        arrived = channel.arrived_s
-        x_BTD = self._staging.to_device(x_BTD)
+    def _sender(self, channel: Channel | None) -> Sender | None:
+        return None if channel is None else Sender(channel, self._note)
+
+    def _senders(self) -> list[Sender]:
+        both = (self._activations_out, self._gradients_out)
+        return [sender for sender in both if sender is not None]
+
+    def _receive(self, receiver: Receiver | None, m: int) -> Tensor:
+        assert receiver is not None, f"stage {self.stage_index} has no neighbour to receive from"
+        x_BTD = self._staging.to_device(receiver.receive(m))
         self._ready_s = time.perf_counter()
-        self.events.append(ComputeEvent(self.stage_index, "wait", m, start, arrived))
-        self.events.append(ComputeEvent(self.stage_index, "decode", m, arrived, self._ready_s))
         return x_BTD
 
-    def _send(self, channel: Channel | None, m: int, x_BTD: Tensor) -> None:
-        if channel is None:
-            return
-        start = time.perf_counter()
-        x_BTD = self._staging.to_host(x_BTD)
-        channel.send(m, x_BTD, self._microbatches[m].samples.ids_B)
-        end = time.perf_counter()
-        self.events.append(ComputeEvent(self.stage_index, "encode", m, start, end))
+    def _send(self, sender: Sender | None, m: int, x_BTD: Tensor) -> None:
+        if sender is not None:
+            sender.send(m, self._staging.to_host(x_BTD))
 
     def _record(self, kind: Literal["F", "B", "W"], m: int, start_s: float) -> None:
         start_s = max(start_s, self._ready_s)  # waiting is an event of its own
-        self.events.append(ComputeEvent(self.stage_index, kind, m, start_s, time.perf_counter()))
+        self._note(kind, m, start_s, time.perf_counter())
+
+    def _note(self, kind: EventKind, m: int, start_s: float, end_s: float) -> None:
+        """Couriers call it from their threads."""
+        self.events.append(ComputeEvent(self.stage_index, kind, m, start_s, end_s))
 
     # What torch's schedules call. Names and signatures are torch's.
 
@@ -215,6 +233,10 @@ class CompressedStage(_PipelineStageBase):
         if self.has_backward and self.channels.gradients_out is not None:
             (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
             assert gradient is not None, "the stage's input got no gradient"
+            module: Any = self.submod
+            if any(p.numel() == gradient.numel() for p in module.parameters()):
+                # a split backward may share it with that parameter's gradient, and add to that
+                gradient = gradient.clone()
             self.send_gradient(bwd_chunk_id, gradient)
         return []
 

@@ -42,10 +42,10 @@ from gradcomp.methods.allreduce import AllReduce
 from gradcomp.options import ExchangeOptions
 from gradcomp.peers import Peers
 from gradcomp.shared import SharedBucket
-from gradcomp.worker import Worker
 from pipeline.wire.cast import Cast
 from pipeline.wire.sparse import SparseCodec
 from pipeline.wire.subset import Subset, exact_fraction, random_subset
+from pipeline.wire.worker import Worker
 
 _AGREE_EVERY = 8
 """Exchanges between two choices of a budget."""
@@ -121,7 +121,7 @@ class Cocktail:
         start = Choice(config.subset, config.topk, config.bits)
         self._budget = Budget(peers, start, sum(b.local_N.numel() for b in self._buckets))
         self._launched_s = 0.0
-        self._worker = Worker()
+        self._worker = Worker("gradcomp")
         self._pending: Future[list[_Update]] | None = None
         self._owed = False  # an exchange that a restored run has to start again
         self._captured = False

@@ -1,12 +1,14 @@
 """One training step foretold as events, from the schedule's order of work and a network.
 
 What is modelled is the best that the schedule can do: a rank works whenever its next piece of work
-has its input; it encodes and decodes itself, in between; a message leaves as soon as it is encoded.
-A message passes its sender's uplink, the link between the two and its receiver's downlink, each
-first in first out; a stage in the middle sends activations and gradients through one uplink.
+has its input. Beside that it encodes and decodes, with one thread for each direction of each of its
+cuts, one message after the other. A message leaves as soon as it is encoded. It passes its sender's
+uplink, the link between the two and its receiver's downlink, each first in first out; a stage in
+the middle sends activations and gradients through one uplink.
 
 So `step_s` is what a measured step is to be compared with: it contains pipeline bubbles, transfers
-and codecs, but no copies, wake-ups, protocol headers or contention for processors.
+and codecs, but no copies, wake-ups, protocol headers or contention for processors, and decoding may
+run ahead of the schedule without limit.
 """
 
 import heapq
@@ -83,7 +85,7 @@ class TransferEvent:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A foretold step. As in measured events, "wait" includes decoding and encoding is a gap."""
+    """A foretold step, with the kinds of events that a measured one has."""
 
     step_s: float
     events: tuple[TimelineEvent, ...]
@@ -150,10 +152,11 @@ class _Simulation:
         self.transfers: list[TransferEvent] = []
         self.idle_since_s = [0.0 for _ in stages]
         self._busy = [False for _ in stages]
+        self._coder_free_s: dict[tuple[str, int, str], float] = {}
         self._up_free_s = [0.0 for _ in stages]
         self._down_free_s = [0.0 for _ in stages]
         self._link_free_s: dict[tuple[int, int], float] = {}
-        self._arrived: set[Action] = set()
+        self._ready: set[Action] = set()
         self._queue: list[tuple[float, int, Callable[[float], None]]] = []
         self._count = 0
 
@@ -176,25 +179,33 @@ class _Simulation:
             return
         action = self._orders[stage][-1]
         incoming, outgoing = self._incoming(action), self._outgoing(action)
-        if incoming is not None and action not in self._arrived:
+        if incoming is not None and action not in self._ready:
             return
         self._orders[stage].pop()
         self._busy[stage] = True
-        start_s = now_s
         if incoming is not None:
-            start_s += incoming.decode_s
-            self._record(action, "wait", self.idle_since_s[stage], start_s)
+            self._record(action, "wait", self.idle_since_s[stage], now_s)
         times_s = self._model.forward_s if action.kind == "F" else self._model.backward_s
-        end_s = start_s + times_s[stage]
-        self._record(action, action.kind, start_s, end_s)
-        encode_s = outgoing.message.encode_s if outgoing is not None else 0.0
-        self._at(end_s + encode_s, lambda done_s: self._finish(stage, outgoing, done_s))
+        end_s = now_s + times_s[stage]
+        self._record(action, action.kind, now_s, end_s)
+        self._at(end_s, lambda done_s: self._finish(action, outgoing, done_s))
 
-    def _finish(self, stage: int, outgoing: _Parcel | None, now_s: float) -> None:
-        self._busy[stage], self.idle_since_s[stage] = False, now_s
+    def _finish(self, action: Action, outgoing: _Parcel | None, now_s: float) -> None:
+        self._busy[action.stage], self.idle_since_s[action.stage] = False, now_s
         if outgoing is not None:
-            self._send(outgoing, now_s)
-        self._work(stage, now_s)
+            done_s = self._code("encode", action, outgoing.message.encode_s, now_s)
+            self._at(done_s, lambda sent_s: self._send(outgoing, sent_s))
+        self._work(action.stage, now_s)
+
+    def _code(
+        self, kind: Literal["encode", "decode"], action: Action, seconds: float, now_s: float
+    ) -> float:
+        """When the thread of this direction is done with what `action` left or needs."""
+        coder = (kind, action.stage, action.kind)
+        start_s = max(now_s, self._coder_free_s.get(coder, 0.0))
+        self._coder_free_s[coder] = start_s + seconds
+        self._record(action, kind, start_s, start_s + seconds)
+        return start_s + seconds
 
     def _send(self, parcel: _Parcel, now_s: float) -> None:
         source, target = link = parcel.source, parcel.target
@@ -217,8 +228,13 @@ class _Simulation:
         self._at(end_s, lambda now_s: self._arrive(parcel, now_s))
 
     def _arrive(self, parcel: _Parcel, now_s: float) -> None:
-        self._arrived.add(parcel.needed_by)
-        self._work(parcel.target, now_s)
+        done_s = self._code("decode", parcel.needed_by, parcel.message.decode_s, now_s)
+        self._at(done_s, lambda ready_s: self._give(parcel.needed_by, ready_s))
+
+    def _give(self, action: Action, now_s: float) -> None:
+        """The input of `action` is decoded."""
+        self._ready.add(action)
+        self._work(action.stage, now_s)
 
     def _incoming(self, action: Action) -> Message | None:
         if action.kind == "F":
@@ -236,7 +252,11 @@ class _Simulation:
         return _Parcel(action.stage, target, message, needed_by)
 
     def _record(
-        self, action: Action, kind: Literal["F", "B", "wait"], start_s: float, end_s: float
+        self,
+        action: Action,
+        kind: Literal["F", "B", "encode", "decode", "wait"],
+        start_s: float,
+        end_s: float,
     ) -> None:
         if end_s > start_s:
             self.events.append(

@@ -8,7 +8,7 @@ from launch.metrics import TimelineEvent, WireCount
 from launch.plan.network import Network
 from launch.plan.simulate import Message, StepModel, simulate
 from launch.timeline import Timeline, read_timeline
-from launch.trace import foretell, trace_run, transfers
+from launch.trace import foretell, trace_run, transfers, write_trace
 
 MODEL = StepModel(
     schedule="GPipe",
@@ -22,20 +22,6 @@ MODEL = StepModel(
 
 def measured() -> Timeline:
     """What the ranks of MODEL would have recorded on a network that costs nothing."""
-    events = []
-    for event in simulate(MODEL).events:
-        if event.kind == "wait":
-            continue
-        forward = event.kind == "F"
-        incoming = MODEL.activations if forward else MODEL.gradients
-        came, goes = (event.stage - 1, event.stage) if forward else (event.stage, event.stage - 1)
-        if 0 <= came < 2:
-            start_s = event.start_s - incoming[came].decode_s
-            events.append(replace(event, kind="decode", start_s=start_s, end_s=event.start_s))
-        events.append(event)
-        if 0 <= goes < 2:
-            end_s = event.end_s + incoming[goes].encode_s
-            events.append(replace(event, kind="encode", start_s=event.end_s, end_s=end_s))
     return Timeline(
         step=7,
         schedule="GPipe",
@@ -52,7 +38,7 @@ def measured() -> Timeline:
             )
             for direction, message in zip(("forward", "backward"), pair, strict=True)
         ),
-        events=tuple(events),
+        events=simulate(MODEL).events,
     )
 
 
@@ -79,8 +65,21 @@ def test_trace_shows_both_steps_rank_by_rank(tmp_path: Path) -> None:
     assert names[1] == "rank 1 (stage 1)"
     assert names[1001] == "foretold: rank 1 (stage 1)"
     spans = [e for e in events if e["ph"] == "X" and e["pid"] == 0 and e["cat"] == "F"]
-    assert [(e["ts"], e["dur"]) for e in spans] == [(0, 1e6), (1.1e6, 1e6)]
+    assert [(e["ts"], e["dur"]) for e in spans] == [(0, 1e6), (1e6, 1e6)]
     assert sum(e["ph"] == "b" for e in events) == sum(e["ph"] == "e" for e in events) == 16
+
+
+def test_codecs_that_work_at_once_are_drawn_apart(tmp_path: Path) -> None:
+    at = [("F", 0.0, 4.0), ("encode", 1.0, 3.0), ("decode", 2.0, 5.0), ("encode", 3.0, 4.0)]
+    events = tuple(TimelineEvent(0, 0, kind, 0, *span) for kind, *span in at)  # type: ignore[arg-type]
+    write_trace(
+        tmp_path / "trace.json", measured().model_copy(update={"events": events}), None, title=""
+    )
+    drawn = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    spans = [(e["cat"], e["ts"] / 1e6, e["tid"]) for e in drawn if e["ph"] == "X"]
+    assert spans == [("F", 0, 0), ("encode", 1, 2), ("decode", 2, 3), ("encode", 3, 2)]
+    names = {e["tid"]: e["args"]["name"] for e in drawn if e["name"] == "thread_name"}
+    assert names == {0: "compute", 2: "codec", 3: "codec"}
 
 
 def test_schedules_that_cannot_be_foretold_still_have_a_trace(tmp_path: Path) -> None:

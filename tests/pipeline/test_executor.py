@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from launch.config import RunConfig
+from pipeline.courier import Microbatch
 from pipeline.executor import run_in_order
 from pipeline.samples import Batch, Samples
 from pipeline.schedule import ScheduleName, single_stage_order
-from pipeline.stage import Microbatch
 from tests.ranks import Ranks
 from tests.training import WIDTH, batch, config, start, train_steps, weights
 

@@ -28,7 +28,7 @@ def work(model: StepModel, rank: int) -> list[tuple[str, float, float]]:
     return [
         (f"{event.kind}{event.microbatch}", event.start_s, event.end_s)
         for event in simulate(model).events
-        if event.rank == rank and event.kind != "wait"
+        if event.rank == rank and event.computes
     ]
 
 
@@ -62,15 +62,47 @@ def test_a_delay_is_paid_once_when_enough_microbatches_are_in_flight() -> None:
     assert simulate(replace(model, schedule="Deep1F1B")).step_s == 28
 
 
-def test_ranks_are_busy_with_their_codecs() -> None:
+def test_codecs_delay_messages_but_no_work() -> None:
     model = two_stages(Message(0, encode_s=0.5, decode_s=0.25))
-    assert work(model, 0) == [("F0", 0, 1), ("F1", 1.5, 2.5), ("B0", 6, 7), ("B1", 7.5, 8.5)]
+    assert work(model, 0) == [("F0", 0, 1), ("F1", 1, 2), ("B0", 5.5, 6.5), ("B1", 6.5, 7.5)]
     assert work(model, 1) == [
         ("F0", 1.75, 2.75),
-        ("F1", 3.25, 4.25),
-        ("B0", 4.25, 5.25),
-        ("B1", 5.75, 6.75),
+        ("F1", 2.75, 3.75),
+        ("B0", 3.75, 4.75),
+        ("B1", 4.75, 5.75),
     ]
+
+
+def test_each_direction_codes_one_message_after_the_other() -> None:
+    model = two_stages(Message(0, encode_s=3.0, decode_s=4.0))
+    codec = [
+        (f"{event.kind}{event.microbatch}", event.rank, event.start_s, event.end_s)
+        for event in simulate(model).events
+        if event.kind in ("encode", "decode") and event.start_s < 12
+    ]
+    assert sorted(codec, key=lambda place: place[2]) == [
+        ("encode0", 0, 1, 4),
+        ("encode1", 0, 4, 7),
+        ("decode0", 1, 4, 8),
+        ("decode1", 1, 8, 12),
+    ]
+    assert work(model, 1) == [("F0", 8, 9), ("F1", 12, 13), ("B0", 13, 14), ("B1", 14, 15)]
+    assert work(model, 0)[2:] == [("B0", 21, 22), ("B1", 25, 26)]
+
+
+def test_the_two_directions_of_a_cut_code_beside_each_other() -> None:
+    model = two_stages(Message(0, encode_s=2.0, decode_s=2.0), schedule="1F1B")
+    spans = {
+        (event.kind, event.rank, event.microbatch): event.start_s
+        for event in simulate(model).events
+        if event.rank == 1 and event.kind in ("encode", "decode")
+    }
+    assert spans == {
+        ("decode", 1, 0): 3,
+        ("decode", 1, 1): 5,
+        ("encode", 1, 0): 7,
+        ("encode", 1, 1): 9,
+    }
 
 
 def test_both_directions_of_a_cut_are_used_at_once() -> None:

@@ -1,4 +1,4 @@
-"""The communication thread: in order, without gradients, no longer than its owner."""
+"""A thread beside training: in order, without gradients, no longer than its owner."""
 
 import gc
 import threading
@@ -7,11 +7,11 @@ import time
 import pytest
 import torch
 
-from gradcomp.worker import Worker
+from pipeline.wire.worker import Worker
 
 
 def test_jobs_run_in_order_on_one_thread_without_gradients() -> None:
-    worker, seen = Worker(), []
+    worker, seen = Worker("test"), []
 
     def job(number: int) -> tuple[int, bool]:
         time.sleep(0.02 if number == 0 else 0)
@@ -26,7 +26,7 @@ def test_jobs_run_in_order_on_one_thread_without_gradients() -> None:
 
 
 def test_after_a_failure_nothing_runs_any_more() -> None:
-    worker, ran = Worker(), []
+    worker, ran = Worker("test"), []
     first = worker.submit(lambda: 1 / 0)
     second = worker.submit(lambda: ran.append(1))
     for future in (first, second):
@@ -36,7 +36,7 @@ def test_after_a_failure_nothing_runs_any_more() -> None:
 
 
 def test_the_thread_ends_with_its_owner() -> None:
-    worker = Worker()
+    worker = Worker("test")
     worker.submit(lambda: None).result()
     thread = worker._thread
     assert thread is not None

@@ -1,4 +1,4 @@
-"""The communication thread: runs exchanges one after the other, beside the training thread."""
+"""A thread for communication and codecs: one job after the other, beside the training thread."""
 
 import queue
 import threading
@@ -19,8 +19,9 @@ class Worker:
     blocked on a silent peer would keep it waiting. After a job has failed, later ones fail alike.
     """
 
-    def __init__(self) -> None:
-        """The thread starts with the first job and ends with this object."""
+    def __init__(self, name: str) -> None:
+        """The thread, of that name, starts with the first job and ends with this object."""
+        self._name = name
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._jobs.put, None)
@@ -29,7 +30,7 @@ class Worker:
         """Run `job` later, without gradients; its result or exception is in the future."""
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_run, args=(self._jobs,), name="gradcomp", daemon=True
+                target=_run, args=(self._jobs,), name=self._name, daemon=True
             )
             self._thread.start()
         future: Future[Any] = Future()
