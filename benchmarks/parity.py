@@ -194,7 +194,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=8192, help="to fine-tune on")
     parser.add_argument("--epochs", type=int, default=1, help="of fine-tuning")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak rate of fine-tuning")
-    parser.add_argument("--pretrain-steps", type=int, default=800)
+    parser.add_argument("--pretrain-steps", type=int, default=Scale.pretrain_steps)
     parser.add_argument("--json", type=Path, help="new file for one JSON line per run")
     parser.add_argument("--plot", type=Path, help="PNG of losses by ratio")
     return parser.parse_args(arguments)
