@@ -18,7 +18,7 @@ from launch.doctor.cli import doctor
 from launch.export import ExportDtype, export
 from launch.handshake import HandshakeError
 from launch.plan.cli import plan
-from launch.plan.memory import check_memory, memory_table, plan_memory
+from launch.plan.memory import check_memory, plan_memory, show_memory
 from launch.remote import check_run, format_command, load_hosts, run_commands, ssh_commands
 from launch.session import PeerError, TerminatedError
 from launch.shaped.cli import shaped
@@ -224,7 +224,7 @@ def _show_memory(config: RunConfig) -> None:
     try:
         sequences = len(check_data(config).train)
         ends, ranks = plan_memory(config, sequences), range(config.world_size)
-        Console().print(memory_table(config, ends, ranks))
+        show_memory(Console(highlight=False), config, ends, ranks)
         check_memory(config, sequences, ranks)
     except (ValueError, OSError, ImportError) as error:
         _refuse(error)

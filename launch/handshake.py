@@ -93,7 +93,7 @@ def agree(
     if own:
         raise HandshakeError("; ".join(f"{who}: {text}" for text, who in own.items()))
     problems = [
-        f"rank {other} has {name} = {theirs}, rank 0 has {ours}"
+        f"rank {other} has {name.removeprefix('config.')} = {theirs}, rank 0 has {ours}"
         for other, (_, told) in enumerate(everyone)
         for name, theirs, ours in differences(told, everyone[0][1])
     ]

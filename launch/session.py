@@ -85,8 +85,9 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
     world = int(os.environ["WORLD_SIZE"])
     if world != config.world_size and problem is None:
         problem = (
-            f"{world} processes were started, but pipeline.cuts = {list(config.pipeline.cuts)} "
-            f"with pipeline.replicas = {config.pipeline.replicas} needs {config.world_size}; "
+            f"{world} processes were started, but {config.pipeline.stages} stages "
+            f"(pipeline.cuts) with pipeline.replicas = {config.pipeline.replicas} need "
+            f"{config.world_size}; "
             f"start {config.world_size} (torchrun: nnodes x nproc-per-node)"
         )
     store, rank, world = next(iter(rendezvous("env://")))

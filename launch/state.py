@@ -31,6 +31,7 @@ _MAY_CHANGE = (
     *(f"config.pipeline.{name}" for name in ("cuts", "ranks", "replicas", "schedule", "depth")),
     *(f"config.pipeline.{name}" for name in ("microbatches", "device", "peer_timeout_s")),
 )
+_EPOCHS = "config.train.epochs"
 _log = logging.getLogger(__name__)
 
 
@@ -140,18 +141,32 @@ class Checkpoints:
     def _check_facts(self, folder: Path, saved: Mapping[str, Any]) -> None:
         """Refuse to go on with other data or settings, except those that may change."""
         stayed = set.intersection(*(_cuts(facts) for facts in (saved, self.facts)))
-        changed = [
-            f"{name} = {before}, this run has {now}"
-            for name, before, now in differences(
-                _by_cut(saved, stayed), _by_cut(self.facts, stayed)
+        found = differences(_by_cut(saved, stayed), _by_cut(self.facts, stayed))
+        may_change = _may_change(saved["config"])
+        changed = [difference for difference in found if not difference[0].startswith(may_change)]
+        if not changed:
+            return
+        told = "; with ".join(
+            f"{name.removeprefix('config.')} = {before}, this run has {now}"
+            for name, before, now in changed[:4]
+        )
+        why = ""
+        if any(name == _EPOCHS for name, *_ in changed):
+            why = (
+                ' (train.epochs may change only with train.decay = "none", as it sets the learning '
+                'rates, and not from 1 with kind = "auto")'
             )
-            if not name.startswith(_MAY_CHANGE)
-        ]
-        if changed:
-            raise CheckpointError(
-                f"{folder} was made with {'; with '.join(changed[:4])}; change it back, or train "
-                "without --resume"
-            )
+        raise CheckpointError(
+            f"{folder} was made with {told}; change it back{why}, or train without --resume"
+        )
+
+
+def _may_change(saved: Mapping[str, Any]) -> tuple[str, ...]:
+    """Beginnings of what may; epochs if neither learning rates nor boundaries depend on them."""
+    train = saved["train"]
+    auto = any(table["forward"]["kind"] == "auto" for table in saved["boundary"])
+    free = train["decay"] == "none" and (train["epochs"] > 1 or not auto)
+    return (*_MAY_CHANGE, _EPOCHS) if free else _MAY_CHANGE
 
 
 def saved_so_far(config: RunConfig) -> str:

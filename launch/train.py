@@ -100,10 +100,11 @@ def check_data(config: RunConfig) -> Corpus:
     corpus = Corpus(
         *data.load(config.data, seed=config.run.seed, vocab=model.vocab, classes=model.classes or 2)
     )
-    if len(corpus.train) < config.pipeline.replicas:
+    if len(corpus.train) < config.train.batch_size:
         raise ConfigError(
-            f"data.train_sequences gives {len(corpus.train)} sequences for "
-            f"{config.pipeline.replicas} replicas; every replica needs at least one"
+            f"train.batch_size = {config.train.batch_size}, but there are {len(corpus.train)} "
+            f"training samples (data.train_sequences = {config.data.train_sequences!r}); use a "
+            "smaller batch or more data"
         )
     return corpus
 
@@ -138,8 +139,8 @@ class _Run:
         timeline_step = min(self._steps - 1, max(start, self._sampler.steps_per_epoch) + 2)
         with ExitStack() as stack:
             display = self._open_display(stack, info, show)
-            if start == self._steps:
-                _note(display, f"all {start} steps are done; nothing to resume")
+            if start >= self._steps:
+                _note(display, f"all {self._steps} steps are done; nothing to resume")
                 return
             writer = self._open_metrics(stack, start, resume=resume.wanted)
             held = memory_notices(plan_memory(self._config, len(self._corpus.train)))

@@ -6,11 +6,12 @@ ends of a cut the one with less room counts. In RAM, the rows that a step makes 
 
 import math
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rich.console import Console
 from rich.table import Table
 
 from aqsgd.config import AqsgdConfig
@@ -46,9 +47,10 @@ class End:
 class Needs:
     """Bytes that memories take on one host, beside those that are free there.
 
-    A checkpoint packs the rows in RAM into one more copy, which `ram` includes.
+    A checkpoint packs the `rows`, if they are in RAM, into one more copy, which `ram` includes.
     """
 
+    rows: int
     ram: int
     disk: int
     ram_free: int | None
@@ -112,6 +114,7 @@ def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs
     batch = _batch(config) * sum(end.row_nbytes for end in here)
     on_disk = config.memory.tier == "disk"
     return Needs(
+        rows=rows,
         ram=_ROWS_IN_FLIGHT * batch if on_disk else 2 * rows + batch,
         disk=rows if on_disk else 0,
         ram_free=_ram_free(),
@@ -150,30 +153,43 @@ def memory_notices(ends: Iterable[End]) -> list[str]:
     ]
 
 
-def memory_table(config: RunConfig, ends: list[End], ranks: Iterable[int]) -> Table:
+def show_memory(console: Console, config: RunConfig, ends: list[End], ranks: range) -> None:
     """The plan for a person, with what this host has if these ranks are on it."""
-    found = needs(config, ends, ranks)
-    ram_free = "unknown" if found.ram_free is None else format_bytes(found.ram_free)
-    disk_free = format_bytes(found.disk_free)
-    table = Table(
-        title=f"memories of a replica, tier {config.memory.tier}",
-        caption=(
-            f"this host: RAM {format_bytes(found.ram)} of {ram_free} free, "
-            f"disk {format_bytes(found.disk)} of {disk_free} free"
-        ),
-    )
+    if config.pipeline.auto_cuts:
+        console.print(
+            f'pipeline.cuts = "auto": where the {config.pipeline.stages - 1} cuts lie is measured '
+            "when the run starts, or by `thinpipe plan`; all take the same"
+        )
+    if not ends:
+        console.print("no memories: no link carries AQ-SGD")
+        return
+    table = Table(title=f"memories of a replica, tier {config.memory.tier}", title_justify="left")
     for name in ("cut", "end", "rank", "per sample", "held", "bytes"):
         table.add_column(name, justify="left" if name == "end" else "right")
     for end in ends:
         table.add_row(
-            str(end.cut),
+            "auto" if config.pipeline.auto_cuts else str(end.cut),
             end.side,
             str(end.position),
             format_bytes(end.row_nbytes),
             f"{end.held:,} of {end.samples:,}",
             format_bytes(end.nbytes),
         )
-    return table
+    console.print(table)
+    console.print(f"with all {len(ranks)} ranks on this host:", *_totals(config, ends, ranks))
+
+
+def _totals(config: RunConfig, ends: list[End], ranks: range) -> Iterator[str]:
+    found = needs(config, ends, ranks)
+    if config.memory.tier == "disk":
+        yield f"disk {format_bytes(found.disk)} of {format_bytes(found.disk_free)} free;"
+        parts = "rows on their way"
+    else:
+        rows, making = format_bytes(found.rows), format_bytes(found.ram - 2 * found.rows)
+        parts = f"{rows} of rows, {rows} for their copy while a checkpoint is saved, {making} of "
+        parts += "rows in the making"
+    free = "unknown" if found.ram_free is None else format_bytes(found.ram_free)
+    yield f"RAM {format_bytes(found.ram)} of {free} free ({parts})"
 
 
 def memory_folder(config: RunConfig) -> Path:

@@ -24,6 +24,7 @@ AQSGD = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"
 def run_config(cuts: list[int], **sections: Any) -> RunConfig:
     pipeline = {"cuts": cuts, **sections.pop("pipeline", {})}
     train = {"batch_size": 8, "warmup_steps": 0, "decay": "linear", "clip_norm": 0}
+    train |= sections.pop("train", {})
     return config(pipeline=pipeline, train=train, **sections)
 
 
@@ -172,10 +173,29 @@ def test_what_cannot_be_resumed_is_refused_by_name(ranks: Ranks, tmp_path: Path)
     ranks(2, _save, run_config([2], boundary=AQSGD), str(tmp_path))
     other_bits = [{**AQSGD[0], "forward": {"kind": "aqsgd", "bits": 3}}]
     (message, _) = ranks(2, _expect_error, run_config([2], boundary=other_bits), str(tmp_path))
-    assert "config.boundary.2.forward.bits = 4, this run has 3" in message
+    assert "with boundary.2.forward.bits = 4, this run has 3" in message
     (tmp_path / "step-3" / "replica-0.rank-1.safetensors").unlink()
     (message,) = ranks(1, _expect_error, run_config([], boundary=AQSGD), str(tmp_path))
     assert "replica-0.rank-1.safetensors: missing" in message
+
+
+@pytest.mark.dist
+def test_epochs_may_change_where_learning_rates_stay(ranks: Ranks, tmp_path: Path) -> None:
+    auto = [{"forward": {"kind": "auto", "bits": 4}}]
+    for boundary, root in ((AQSGD, str(tmp_path / "may")), (auto, str(tmp_path / "may not"))):
+        once, twice = (
+            run_config([2], boundary=boundary, train={"decay": "none", "epochs": epochs})
+            for epochs in (1, 2)
+        )
+        ranks(2, _save, once, root)
+        if boundary is auto:  # which remembers nothing in a single epoch
+            (message, _) = ranks(2, _expect_error, twice, root)
+            assert "with train.epochs = 1, this run has 2; change it back (train.ep" in message
+            continue
+        resumed = ranks(2, _resume, twice, root)
+        through = ranks(2, train, twice, str(tmp_path / "other"))
+        assert resumed[0]["losses"] == through[0]["losses"][3:]
+        assert_equal(joined(resumed, "weights"), joined(through, "weights"))
 
 
 def test_copies_that_parted_are_not_made_one_again(tmp_path: Path) -> None:

@@ -266,10 +266,12 @@ def test_resume_with_other_settings_is_refused(run_file: Path) -> None:
     assert thinpipe(run_file, *one).returncode == 0
     text = run_file.parent / "text.txt"
     text.write_text(text.read_text().replace("squared", "cubed"))
-    done = thinpipe(run_file, *one, "--resume", "--set", "model.width=32")
+    changed = ["--set", "model.width=32", "--set", "train.epochs=3"]
+    done = thinpipe(run_file, *one, "--resume", *changed)
     assert "data.train = " in done.stderr
     assert done.returncode == 2
-    assert "config.model.width = 16, this run has 32" in done.stderr
+    assert "with model.width = 16, this run has 32; with train.epochs = 2," in done.stderr
+    assert '(train.epochs may change only with train.decay = "none"' in done.stderr
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -320,7 +322,7 @@ def free_port() -> int:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ("train.lr=0.5", "rank 1 has config.train.lr = 0.5, rank 0 has 0.001"),
+        ("train.lr=0.5", "rank 1 has train.lr = 0.5, rank 0 has 0.001"),
         ("data.path={other}", "rank 1 has data.train = "),  # where texts are may differ
     ],
 )
@@ -356,4 +358,4 @@ def test_a_wrong_number_of_processes_is_refused(run_file: Path) -> None:
     rank = as_rank(0, 1, free_port(), run_file)
     output, _ = rank.communicate(timeout=60)
     assert rank.returncode == 2
-    assert "needs 3" in output
+    assert "3 stages (pipeline.cuts) with pipeline.replicas = 1 need 3" in output

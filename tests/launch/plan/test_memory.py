@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from launch.cli import app
 from launch.config import RunConfig, write_config
 from launch.config_file import ConfigError
 from launch.inprocess import in_process
@@ -96,8 +99,7 @@ def test_what_does_not_fit_is_refused(
     monkeypatch: pytest.MonkeyPatch, tier: str, free: dict[str, Any], message: str
 ) -> None:
     def on_a_small_host(*args: Any) -> Needs:
-        found = needs(*args)
-        return Needs(ram=found.ram, disk=found.disk, **free)
+        return replace(needs(*args), **free)
 
     monkeypatch.setattr(planned, "needs", on_a_small_host)
     with pytest.raises(ConfigError, match=message):
@@ -125,7 +127,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
     text, path = tmp_path / "text.txt", tmp_path / "run.toml"
     text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
     run = config(
@@ -135,12 +138,45 @@ def test_dry_run_shows_the_plan_and_starts_nothing(tmp_path: Path) -> None:
         boundary=[],  # type: ignore[arg-type]
     )
     write_config(run, path)
-    done = thinpipe(path, "--dry-run", "--set", "memory.tier=disk")
+    return path
+
+
+def test_dry_run_shows_the_plan_and_starts_nothing(run_file: Path) -> None:
+    done = thinpipe(run_file, "--dry-run", "--set", "memory.tier=disk")
     assert done.returncode == 0, done.stderr
     assert "384 B" in done.stdout  # 12 tokens of 16 channels in bf16
     assert "24 of 24" in done.stdout
-    assert "disk 36.9 kB of" in done.stdout
-    small = thinpipe(path, "--dry-run", "--set", "memory.budget=3kB")
+    assert "with all 3 ranks on this host: disk 36.9 kB of" in done.stdout
+    small = thinpipe(run_file, "--dry-run", "--set", "memory.budget=3kB")
     assert small.returncode == 2
     assert "memory.budget = 3.00 kB: a sample takes" in small.stderr
-    assert not (tmp_path / "run").exists()
+    assert not (run_file.parent / "run").exists()
+
+
+def dry_run(path: Path, *settings: str) -> tuple[int, str]:
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = CliRunner().invoke(app, ["train", str(path), "--dry-run", *words])
+    return done.exit_code, " ".join(done.stdout.split())
+
+
+def test_a_dry_run_says_what_counts_twice(run_file: Path) -> None:
+    _, said = dry_run(run_file)
+    assert "(36.9 kB of rows, 36.9 kB for their copy while a checkpoint is saved, 12.3 kB" in said
+
+
+def test_a_dry_run_shows_no_place_for_cuts_that_have_none(run_file: Path) -> None:
+    _, said = dry_run(run_file, "pipeline.cuts=auto", "pipeline.stages=3")
+    assert "where the 2 cuts lie is measured when the run starts" in said
+    assert said.count("│ auto │") == 4  # every end
+
+
+def test_a_dry_run_without_memories_says_so(run_file: Path) -> None:
+    without = 'boundary=[{forward={kind="direct"}}]'
+    assert dry_run(run_file, without) == (0, "no memories: no link carries AQ-SGD")
+
+
+def test_a_batch_larger_than_all_samples_is_refused(
+    run_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(run_file, "train.batch_size=32")[0] == 2
+    assert "train.batch_size = 32, but there are 24 training samples" in capfd.readouterr().err
