@@ -314,9 +314,11 @@ def format_rate(per_s: float) -> str:
 
 
 def format_duration(duration_s: float) -> str:
-    """Two units at most: 0.85 s, 42 s, 6 min 23 s, 2 h 05 min."""
-    if duration_s < 9.95:
-        return f"{duration_s:.2g} s"
+    """Three digits or two units: 850 ms, 1.27 s, 42 s, 6 min 23 s, 2 h 05 min."""
+    if duration_s < 0.9995:
+        return f"{1e3 * duration_s:.3g} ms"
+    if duration_s < 9.995:
+        return f"{duration_s:.3g} s"
     whole_s = round(duration_s)
     if whole_s < 60:
         return f"{whole_s} s"

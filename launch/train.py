@@ -79,7 +79,8 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
         resume = agree_to_resume(session, config.run.path / "checkpoints", resume)
         folder = RunFolder(config.run.path)
         folder.claim(session, resume=resume.wanted)
-        config = decide_cuts(config, session, resume=resume.wanted)
+        shows = session.local_rank == show
+        config = decide_cuts(config, session, resume=resume.wanted, say=shows)
         _Run(config, corpus, session, stop).train(resume, show=show)
         folder.release()
 

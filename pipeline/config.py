@@ -52,11 +52,11 @@ class PipelineConfig(BaseModel):
             raise ValueError('auto_cuts: write cuts = "auto" and stages = N')
         given = {key: value for key, value in fields.items() if key != "stages"}
         stages, cuts = fields.get("stages"), given.get("cuts", ())
-        if cuts == "auto" and stages is None:
-            raise ValueError('cuts = "auto": into how many stages? Add stages, as in stages = 4')
         if stages is not None and (type(stages) is not int or stages < 1):
             raise ValueError(f"stages = {stages!r}: give a whole number, 1 or more")
         if cuts == "auto":
+            if stages is None:
+                raise ValueError('cuts = "auto": how many stages? Add stages, as in stages = 4')
             return {**given, "cuts": tuple(range(1, stages)), "auto_cuts": True}
         if stages is not None and isinstance(cuts, list | tuple) and stages != len(cuts) + 1:
             raise ValueError(

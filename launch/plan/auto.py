@@ -1,11 +1,17 @@
-"""`cuts = "auto"`: every rank measures the blocks on its machine, all agree on the best cuts."""
+"""`cuts = "auto"`: every machine measures the blocks, all ranks agree on the best cuts.
+
+One rank of a machine measures for all there, as ranks that compete for cores would find anything;
+machines do so at the same time.
+"""
 
 import logging
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
+
+import torch
 
 from launch import checkpoint
 from launch.checkpoint import CheckpointError
@@ -13,11 +19,12 @@ from launch.config import RunConfig
 from launch.machine import free_memory
 from launch.messages import gather_json
 from launch.metrics import format_duration
-from launch.plan.cost import Blocks, block_memory, measure_messages
+from launch.plan.cost import Blocks, block_memory, measure_messages, stage_costs
 from launch.plan.measure import BlockCost, measure_blocks
 from launch.plan.network import Network
-from launch.plan.partition import Problem, best_cuts, bottleneck_s
+from launch.plan.partition import Problem, best_cuts
 from launch.session import Session
+from launch.spawn import usable_cores
 from pipeline.schedule import stage_to_rank
 
 _log = logging.getLogger(__name__)
@@ -25,8 +32,12 @@ _MEMORY_SHARE = 0.9
 """Of the memory that is free now, what stages may take."""
 
 
-def decide_cuts(config: RunConfig, session: Session, *, resume: bool) -> RunConfig:
-    """The config with its cuts; all ranks call it alike and get the same.
+_NOISE = 1.15
+"""Costs up to so many times another are taken as equal to it: a busy machine varies as much."""
+
+
+def decide_cuts(config: RunConfig, session: Session, *, resume: bool, say: bool) -> RunConfig:
+    """The config with its cuts; all ranks call it alike and get the same. `say` it on this rank.
 
     A resumed run keeps the cuts of its checkpoint. Links are not measured here: messages are as
     long at every cut of these models, so a link is as slow wherever the cut is.
@@ -40,19 +51,55 @@ def decide_cuts(config: RunConfig, session: Session, *, resume: bool) -> RunConf
     found = [cuts for cuts in gather_json(session.mesh, saved) if cuts is not None]
     if found:
         return config.with_cuts(found[0])
-    own = [asdict(block) for block in measure_blocks(config)]
-    everyone = gather_json(session.mesh, [own, free_memory() / _ranks_here()])
-    blocks, limits = _by_stage(config, everyone)
-    cuts = find_cuts(config, blocks, memory_limit=limits)
-    if session.local_rank == 0:
-        slowest_s = bottleneck_s(_problem(config, blocks, None, limits), cuts)
-        _log.warning(
-            'pipeline.cuts = "auto": %s, the slowest stage takes %s per microbatch',
-            list(cuts),
-            format_duration(slowest_s),
-        )
+    told = [_measure(config) if session.local_rank == 0 else None, free_memory() / _ranks_here()]
+    measured, limits = _by_stage(config, gather_json(session.mesh, told))
+    cuts = find_cuts(config, even_out(measured), memory_limit=limits)
     # the codecs' seconds are measured by every rank for itself: only the first one's cuts count
-    return config.with_cuts(gather_json(session.mesh, cuts)[0])
+    decided = config.with_cuts(gather_json(session.mesh, cuts)[0])
+    if say:
+        stages = stage_costs(decided, measured)
+        times = ", ".join(format_duration(s.forward_s + s.backward_s) for s in stages)
+        cuts_now = list(decided.pipeline.cuts)
+        _log.warning('pipeline.cuts = "auto": %s; stages take %s per microbatch', cuts_now, times)
+    return decided
+
+
+def even_out(blocks: Blocks) -> Blocks:
+    """The same without what may be noise: machines alike, then blocks alike, get equal seconds."""
+    totals_s = [sum(map(_seconds, row)) for row in blocks]
+    rows = [blocks[stand_in] for stand_in in _stand_ins(totals_s)]
+    return [
+        [
+            replace(block, forward_s=row[like].forward_s, backward_s=row[like].backward_s)
+            for block, like in zip(row, _stand_ins(list(map(_seconds, row))), strict=True)
+        ]
+        for row in rows
+    ]
+
+
+def _stand_ins(seconds: Sequence[float]) -> list[int]:
+    """For each, the place of the least one that it cannot be told from."""
+    stand_ins = [0] * len(seconds)
+    order = sorted(range(len(seconds)), key=lambda place: seconds[place])
+    least = order[0]
+    for place in order:
+        if seconds[place] > _NOISE * seconds[least]:
+            least = place
+        stand_ins[place] = least
+    return stand_ins
+
+
+def _seconds(block: BlockCost) -> float:
+    return block.forward_s + block.backward_s
+
+
+def _measure(config: RunConfig) -> list[dict[str, Any]]:
+    """Of several rounds the least: what else a machine does only adds.
+
+    Ranks that will share a core will each take so much longer.
+    """
+    crowding = max(1.0, _ranks_here() * torch.get_num_threads() / usable_cores())
+    return [asdict(block.on(1 / crowding)) for block in measure_blocks(config, min)]
 
 
 def find_cuts(
@@ -91,7 +138,7 @@ def _problem(
     ]
     above_s, below_s = down.decode_s + up.encode_s, down.encode_s + up.decode_s
     return Problem(
-        compute_s=[[block.forward_s + block.backward_s for block in row] for row in blocks],
+        compute_s=[list(map(_seconds, row)) for row in blocks],
         cut_s=[[seconds] * count for seconds in cut_s],
         fixed_s=[above_s * (s > 0) + below_s * (s < stages - 1) for s in range(stages)],
         memory=[[block_memory(config, s, block) for block in row] for s, row in enumerate(blocks)],
@@ -100,17 +147,23 @@ def _problem(
 
 
 def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[float]]:
-    """Costs and memory of each stage: those of the slowest and the smallest of its replicas."""
+    """Costs and memory of each stage: those of the slowest and the smallest of its replicas.
+
+    `everyone` is what each rank told; the first rank of a machine told for the others there.
+    """
+    by_rank: list[tuple[list[BlockCost], float]] = []
+    for costs, memory in everyone:
+        own = by_rank[-1][0] if costs is None else [BlockCost(**fields) for fields in costs]
+        by_rank.append((own, memory))
     pipeline = config.pipeline
     ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
     blocks, limits = [], []
     for stage in range(pipeline.stages):
         told = [
-            everyone[replica * pipeline.pipeline_ranks + ranks[stage]]
+            by_rank[replica * pipeline.pipeline_ranks + ranks[stage]]
             for replica in range(pipeline.replicas)
         ]
-        costs = [[BlockCost(**fields) for fields in blocks] for blocks, _ in told]
-        blocks.append(max(costs, key=lambda row: sum(b.forward_s + b.backward_s for b in row)))
+        blocks.append(max((row for row, _ in told), key=lambda row: sum(map(_seconds, row))))
         on_rank = list(ranks.values()).count(ranks[stage])
         limits.append(_MEMORY_SHARE * min(memory for _, memory in told) / on_rank)
     return blocks, limits

@@ -5,6 +5,7 @@ Blocks with the same parameters' shapes are measured once. Axes: B samples, T to
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -49,15 +50,17 @@ def microbatch_shape(config: RunConfig) -> torch.Size:
     return torch.Size((per_microbatch, config.data.sequence_length, config.model.width))
 
 
-def measure_blocks(config: RunConfig) -> list[BlockCost]:
-    """Cost of every block, in order; the median of several rounds after one that is dropped."""
+def measure_blocks(
+    config: RunConfig, typical: Callable[[Sequence[float]], float] = statistics.median
+) -> list[BlockCost]:
+    """Cost of every block, in order; the `typical` one of several rounds after a dropped one."""
     found: dict[Any, BlockCost] = {}
     costs = []
     for first in range(config.model.layers):
         with torch.device("meta"):
             shapes = tuple(p.shape for p in build_blocks(config, first, device="meta").parameters())
         if shapes not in found:
-            found[shapes] = _Bench(config, first).measure()
+            found[shapes] = _Bench(config, first).measure(typical)
         costs.append(found[shapes])
     return costs
 
@@ -80,12 +83,12 @@ class _Bench:
         labels_B = torch.zeros(samples, dtype=torch.int64)
         self._targets = tokens_BT if config.model.classes is None else labels_B
 
-    def measure(self) -> BlockCost:
+    def measure(self, typical: Callable[[Sequence[float]], float]) -> BlockCost:
         self._round()
         rounds: list[tuple[float, float, float]] = []
         while len(rounds) < _LEAST_ROUNDS or sum(sum(times) for times in rounds) < _LEAST_S:
             rounds.append(self._round())
-        forward_s, backward_s, optimizer_s = map(statistics.median, zip(*rounds, strict=True))
+        forward_s, backward_s, optimizer_s = map(typical, zip(*rounds, strict=True))
         parameters = sum(p.numel() for p in self._parameters)
         trained = sum(p.numel() for p in trainable(self._block))
         return BlockCost(

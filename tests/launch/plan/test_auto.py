@@ -1,8 +1,10 @@
 """`cuts = "auto"`: settings, and runs that decide for themselves."""
 
 import json
+import re
 import shutil
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ from typer.testing import CliRunner
 from launch.cli import app
 from launch.config import load_config
 from launch.config_file import ConfigError
+from launch.plan.auto import decide_cuts, even_out
+from launch.plan.measure import BlockCost
+from launch.session import Session
+from pipeline.mesh import build_mesh
 from tests.launch.test_train import RUN, run_file, thinpipe
+from tests.ranks import Ranks
+from tests.training import config
 
 __all__ = ["run_file"]
 
@@ -38,7 +46,7 @@ def test_auto_needs_the_number_of_stages_and_nothing_else(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        ({"cuts": "auto"}, 'pipeline.cuts = "auto": into how many stages'),
+        ({"cuts": "auto"}, 'pipeline.cuts = "auto": how many stages'),
         ({"cuts": "auto", "stages": 0}, "pipeline.stages = 0: give a whole number, 1 or more"),
         ({"cuts": "auto", "stages": "None"}, "pipeline.stages = 'None': give a whole number"),
         ({"cuts": [2], "stages": 4}, r"pipeline.stages = 4, but cuts = \[2\] makes 2"),
@@ -58,12 +66,43 @@ def test_a_cut_without_a_place_cannot_be_named(run_file: Path) -> None:
         load_config(run_file, ["pipeline.cuts=auto", "pipeline.stages=2", "boundary.0.cut=1"])
 
 
+def block(seconds: float, parameters: int = 1) -> BlockCost:
+    return BlockCost(seconds / 4, 3 * seconds / 4, parameters=parameters)
+
+
+def test_what_may_be_noise_counts_as_equal() -> None:
+    slightly_slower = [block(1.12, 7), block(1.01), block(1.1), block(1.5, 9)]
+    half_as_fast = [block(2.0), block(2.1), block(2.2), block(3.0)]
+    fast = [block(1.0, 7), block(1.1), block(1.05), block(1.5, 9)]
+    first, second, third = even_out([slightly_slower, fast, half_as_fast])
+    assert first == second == [block(1.0, 7), block(1.0), block(1.0), block(1.5, 9)]
+    assert third == [block(2.0), block(2.0), block(2.0), block(3.0)]
+
+
+def _decide(rank: int) -> tuple[int, ...]:
+    run = config(
+        model={"layers": 8, "width": 128, "heads": 2},
+        pipeline={"cuts": "auto", "stages": 3},
+        train={"batch_size": 16},
+    )
+    store: Any = None
+    session = Session(store, build_mesh(3, 1, timeout_s=60), 7, local_rank=rank)
+    return decide_cuts(run, session, resume=False, say=False).pipeline.cuts
+
+
+@pytest.mark.dist
+def test_ranks_of_one_busy_machine_cut_equal_blocks_evenly(ranks: Ranks) -> None:
+    (cuts,) = set(ranks(3, _decide))
+    assert max(b - a for a, b in pairwise((0, *cuts, 8))) == 3
+
+
 @pytest.mark.dist
 @pytest.mark.timeout(120)
 def test_cuts_are_decided_once_and_kept_at_resume(run_file: Path) -> None:
     done = thinpipe(run_file, *AUTO, "--set", "train.epochs=2")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count('pipeline.cuts = "auto": [') == 1
+    assert re.search(r"stages take \d+(\.\d+)? m?s, \d+(\.\d+)? m?s per", done.stderr)
     folder = run_file.parent / "run"
     (cut,) = tomllib.loads((folder / "config.toml").read_text())["pipeline"]["cuts"]
     assert 1 <= cut <= 3
