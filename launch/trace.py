@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch.metrics import DIRECTIONS, Direction, TimelineEvent
+from launch.metrics import DIRECTIONS, Direction, TimelineEvent, format_duration
 from launch.plan.network import Network
 from launch.plan.simulate import Message, SimulatedStep, StepModel, TransferEvent, simulate
+from launch.shaped.spec import format_rate
 from launch.timeline import Timeline, read_timeline
 
 _COMPUTE, _WAITING, _CODEC = range(3)  # tracks; more codecs follow
@@ -36,12 +37,14 @@ def trace_run(folder: Path, out: Path, *, rate_bps: float | None, delay_s: float
     try:
         network = Network.uniform(timeline.pipeline_ranks, rate_bps, delay_s)
         simulated = foretell(timeline, network)
-        told = f"foretold {simulated.step_s:.3f} s"
+        links = f"{format_rate(rate_bps)} and {format_duration(delay_s)} one way"
+        told = f"foretold {format_duration(simulated.step_s)} on links of {links}"
     except ValueError as error:
         simulated, told = None, f"not foretold: {error}"
     write_trace(out, timeline, simulated, title=f"step {timeline.step} of {folder}")
     return (
-        f"{out}: step {timeline.step}, measured {step_s:.3f} s, {told}\n"
+        f"{out}: step {timeline.step}, measured {format_duration(step_s)} on the links of "
+        f"the run, {told}\n"
         "open it in https://ui.perfetto.dev or chrome://tracing"
     )
 

@@ -1,7 +1,8 @@
 """Writes planned cuts and boundaries into a run file, whose comments and order stay as they are.
 
 The text is edited: the value of `pipeline.cuts` is replaced, `[[boundary]]` tables are replaced by
-new ones at the end. The result must read back as what was meant, or nothing is written.
+new ones at the end, after the comments of the old ones. The result must read back as what was
+meant, or nothing is written.
 """
 
 import os
@@ -16,6 +17,7 @@ import tomli_w
 from launch.config_file import ConfigError
 
 _HEADER = re.compile(r"^\s*\[")
+_TRAILING = re.compile(r"\s+#[^\"']*$")
 _CUTS = re.compile(r"^\s*(?:pipeline\.)?(?:cuts|stages)\s*=")
 
 
@@ -49,35 +51,65 @@ def apply_plan(
 
 
 def _edit(text: str, cuts: Sequence[int], boundaries: Sequence[Mapping[str, Any]] | None) -> str:
+    lines, comments = text.splitlines(), list[str]()
+    if boundaries is not None:
+        lines, comments = _without_boundaries(lines)
+    kept = _with_cuts(lines, f"cuts = {list(cuts)}", has_cuts=_has_cuts(text))
+    while kept and not kept[-1].strip():
+        kept.pop()
+    body = "\n".join(kept) + "\n"
+    if boundaries is None:
+        return body
+    return "\n".join([body, *comments, _tables(boundaries)])
+
+
+def _without_boundaries(lines: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The other lines, and the comments of boundary tables; the last ones may be the next table's,
+    and stay where they are.
+    """
+    kept, comments, last = list[str](), list[str](), list[str]()
+    inside = False
+    for line in lines:
+        if _HEADER.match(line):
+            inside = line.strip().startswith(("[[boundary]]", "[boundary."))
+            comments += last if inside else []
+            kept += [] if inside else last
+            last = []
+        if not inside:
+            kept.append(line)
+        elif line.lstrip().startswith("#"):
+            last.append(line)
+        elif line.strip():
+            comments += last
+            last = []
+            comment = _TRAILING.search(line)
+            comments += [comment[0].strip()] if comment else []
+    return kept, comments + last
+
+
+def _with_cuts(lines: Sequence[str], new_cuts: str, *, has_cuts: bool) -> list[str]:
     kept: list[str] = []
     section, placed, brackets = "", False, 0
-    new_cuts = f"cuts = {list(cuts)}"
-    for line in text.splitlines():
+    for line in lines:
         if brackets > 0:  # the rest of a list that is replaced
             brackets += _open_brackets(line)
             continue
         if _HEADER.match(line):
             section = line.split("#")[0].strip()
-        if boundaries is not None and section.startswith(("[[boundary]]", "[boundary.")):
-            continue
         at_cuts = _CUTS.match(line)
         prefix = "pipeline." if section == "" else ""
         if not at_cuts or not _is_pipeline(section, line):
             kept.append(line)
-            if section == "[pipeline]" and _HEADER.match(line) and not _has_cuts(text):
+            if section == "[pipeline]" and _HEADER.match(line) and not has_cuts:
                 kept.append(new_cuts)
+                placed = True
             continue
         brackets = _open_brackets(line)
         if not placed:
-            comment = re.search(r"\s+#[^\"']*$", line)
+            comment = _TRAILING.search(line)
             kept.append(prefix + new_cuts + (comment[0] if comment and not brackets else ""))
             placed = True
-    if not placed and "[pipeline]" not in text:
-        kept += ["", "[pipeline]", new_cuts]
-    while kept and not kept[-1].strip():
-        kept.pop()
-    body = "\n".join(kept) + "\n"
-    return body if boundaries is None else f"{body}\n{_tables(boundaries)}"
+    return kept if placed else [*kept, "", "[pipeline]", new_cuts]
 
 
 def _is_pipeline(section: str, line: str) -> bool:

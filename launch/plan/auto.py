@@ -53,9 +53,16 @@ def decide_cuts(config: RunConfig, session: Session, *, resume: bool, say: bool)
         return config.with_cuts(found[0])
     told = [_measure(config) if session.local_rank == 0 else None, free_memory() / _ranks_here()]
     measured, limits = _by_stage(config, gather_json(session.mesh, told))
-    cuts = find_cuts(config, even_out(measured), memory_limit=limits)
-    # the codecs' seconds are measured by every rank for itself: only the first one's cuts count
-    decided = config.with_cuts(gather_json(session.mesh, cuts)[0])
+    cuts, problem = None, None
+    if session.mesh.rank == 0:  # which measures the codecs, again alone
+        try:
+            cuts = find_cuts(config, even_out(measured), memory_limit=limits)
+        except ValueError as error:
+            problem = str(error)
+    cuts, problem = gather_json(session.mesh, [cuts, problem])[0]
+    if problem is not None:
+        raise ValueError(problem)
+    decided = config.with_cuts(cuts)
     if say:
         stages = stage_costs(decided, measured)
         times = ", ".join(format_duration(s.forward_s + s.backward_s) for s in stages)

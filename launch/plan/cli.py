@@ -14,9 +14,10 @@ from launch.config import RunConfig, load_config
 from launch.plan.apply import apply_plan
 from launch.plan.auto import find_cuts
 from launch.plan.cost import Blocks, measure_messages, predict, stage_costs
-from launch.plan.measure import measure_blocks, microbatch_shape
+from launch.plan.measure import measure_blocks
 from launch.plan.network import Network
 from launch.plan.recommend import Recommendation, Spec, recommend
+from launch.plan.remedies import show_remedies
 from launch.plan.show import show_plan, show_recommendation
 from launch.shaped.spec import parse_rate, parse_time
 
@@ -63,7 +64,14 @@ def plan(  # noqa: PLR0913  # one parameter per option
             known_links = network is not None or rate is not None
             tables = _tables(config, advice) if advice and known_links else None
             apply_plan(config_path, config.pipeline.cuts, tables)
-            console.print(f"written to {config_path}")
+            bits = (
+                "and bits"
+                if tables
+                else "; bits stay as they are: "
+                + ("none are recommended" if known_links else "give links, --rate or --network")
+            )
+            written = f"written to {config_path}: cuts {list(config.pipeline.cuts)} {bits}"
+            console.print(written.replace(" ;", ";"), markup=False)
     except ValueError as error:
         _refuse(error)
 
@@ -93,10 +101,14 @@ def _plan(
     show_plan(console, config, prediction, network)
     if not config.pipeline.cuts:
         return config, None
-    advice = recommend(config, prediction, network, microbatch_shape(config))
-    better = predict(config, blocks, advice.messages, network)
-    show_recommendation(console, advice, better, network)
-    return config, advice
+    found = recommend(config, blocks, prediction, network)
+    if found is None:
+        console.print("recommended: the run file's own bits; no others are foretold to be as fast")
+    else:
+        advice, prediction = found
+        show_recommendation(console, advice, prediction, network)
+    show_remedies(console, config, blocks, prediction, network)
+    return config, found[0] if found else None
 
 
 def _blocks(config: RunConfig, speeds: Sequence[float] | None) -> Blocks:

@@ -2,7 +2,9 @@
 
 All start at the fewest bits; then whichever has the least fidelity is raised by one notch, again
 and again, as long as every uplink, downlink and link still carries a microbatch's messages in the
-time that the slowest stage computes one.
+time that the slowest stage computes one. Of the choices on that way the last is taken that is
+foretold to be no slower than what the run file says, and at most 5 % slower than the fastest: what
+hides once the pipeline is full does not hide while it fills, nor behind a delay.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,8 @@ import torch
 from aqsgd.config import AqsgdConfig
 from launch.config import BackwardConfig, ForwardConfig, RunConfig
 from launch.metrics import DIRECTIONS, Direction, WireKey
-from launch.plan.cost import Prediction
+from launch.plan.cost import Blocks, Prediction, predict
+from launch.plan.measure import microbatch_shape
 from launch.plan.messages import measure_message
 from launch.plan.network import Network
 from launch.plan.simulate import Message
@@ -22,6 +25,7 @@ from pipeline.config import DirectConfig, RawConfig
 
 Spec = ForwardConfig | BackwardConfig
 
+_AS_FAST = 1.05
 _FORWARD: tuple[Spec, ...] = (
     *(AqsgdConfig(bits=bits) for bits in (2, 3, 4, 6, 8)),
     RawConfig(format="bf16"),
@@ -48,12 +52,19 @@ class Recommendation:
 
 
 def recommend(
-    config: RunConfig, prediction: Prediction, network: Network, shape_BTD: torch.Size
-) -> Recommendation:
-    """Choose for every cut of `config`; the stages' times are those of the prediction."""
-    offers = measure_offers(shape_BTD)
+    config: RunConfig, blocks: Blocks, prediction: Prediction, network: Network
+) -> tuple[Recommendation, Prediction] | None:
+    """Choose for every cut of `config`, with the step that follows; `prediction` is that of the
+    run file. None where nothing is as fast as what the run file says.
+    """
+    offers = measure_offers(microbatch_shape(config))
     slot_s = max(stage.forward_s + stage.backward_s for stage in prediction.stages)
-    return choose(config.pipeline.cuts, offers, network, slot_s=slot_s)
+    found = [
+        (choice, predict(config, blocks, choice.messages, network))
+        for choice in choices(config.pipeline.cuts, offers, network, slot_s=slot_s)
+    ]
+    limit_s = min(prediction.step_s, _AS_FAST * min(step.step_s for _, step in found))
+    return next((pair for pair in reversed(found) if pair[1].step_s <= limit_s), None)
 
 
 def measure_offers(shape_BTD: torch.Size) -> dict[Direction, list[Message]]:
@@ -65,13 +76,13 @@ def measure_offers(shape_BTD: torch.Size) -> dict[Direction, list[Message]]:
     }
 
 
-def choose(
+def choices(
     cuts: Sequence[int],
     offers: Mapping[Direction, Sequence[Message]],
     network: Network,
     *,
     slot_s: float,
-) -> Recommendation:
+) -> list[Recommendation]:
     """Raise fidelities as far as the links carry them in `slot_s`, one microbatch's compute."""
     payload = network.payload()
     rungs = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
@@ -80,21 +91,25 @@ def choose(
         nbytes = {key: offers[key[1]][rung].nbytes for key, rung in trial.items()}
         return _busiest_s(cuts, nbytes, payload) <= slot_s
 
-    hidden = fits(rungs)
+    hidden, path = fits(rungs), [rungs]
     open_keys = set(rungs) if hidden else set()
     while open_keys:
         key = min(open_keys, key=lambda k: (_bits(_LADDERS[k[1]][rungs[k]]), k[1], k[0]))
         raised = {**rungs, key: rungs[key] + 1}
         if raised[key] < len(_LADDERS[key[1]]) and fits(raised):
             rungs = raised
+            path.append(rungs)
         else:
             open_keys.discard(key)
-    return Recommendation(
-        {key: _LADDERS[key[1]][rung] for key, rung in rungs.items()},
-        {key: offers[key[1]][rung] for key, rung in rungs.items()},
-        hidden,
-        slot_s,
-    )
+    return [
+        Recommendation(
+            {key: _LADDERS[key[1]][rung] for key, rung in chosen.items()},
+            {key: offers[key[1]][rung] for key, rung in chosen.items()},
+            hidden,
+            slot_s,
+        )
+        for chosen in path
+    ]
 
 
 def _busiest_s(cuts: Sequence[int], nbytes: Mapping[WireKey, int], payload: Network) -> float:

@@ -31,6 +31,9 @@ def show_plan(
         f"{format_duration(prediction.free_s)} if links were unlimited"
     )
     notes = []
+    if network.slowest_latency_s:
+        way = format_duration(network.slowest_latency_s)
+        notes.append(f"the longest way between two ranks takes {way}, on top of transfers")
     if network.slowest_latency_s > 0.005:
         notes.append(
             "this holds with net.ipv4.tcp_slow_start_after_idle = 0 on every host; with 1 each "

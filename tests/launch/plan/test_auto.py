@@ -83,7 +83,7 @@ def _decide(rank: int) -> tuple[int, ...]:
     run = config(
         model={"layers": 8, "width": 128, "heads": 2},
         pipeline={"cuts": "auto", "stages": 3},
-        train={"batch_size": 16},
+        train={"batch_size": 64},
     )
     store: Any = None
     session = Session(store, build_mesh(3, 1, timeout_s=60), 7, local_rank=rank)

@@ -8,7 +8,7 @@ from launch.plan.cost import predict, stage_costs
 from launch.plan.measure import BlockCost, measure_blocks, microbatch_shape
 from launch.plan.messages import measure_message
 from launch.plan.network import Network
-from launch.plan.recommend import choose
+from launch.plan.recommend import choices
 from launch.plan.simulate import Message
 from launch.shaped.spec import PAYLOAD_SHARE
 from pipeline.config import DirectConfig, RawConfig
@@ -75,7 +75,7 @@ OFFERS = {
 
 def test_the_highest_fidelity_that_hides_is_recommended() -> None:
     def chosen(slot_s: float) -> list[int]:
-        advice = choose((1,), OFFERS, Network.uniform(2, 8 * MBIT), slot_s=slot_s)
+        advice = choices((1,), OFFERS, Network.uniform(2, 8 * MBIT), slot_s=slot_s)[-1]
         assert advice.hidden == (slot_s >= 0.04)
         return [advice.messages[1, "forward"].nbytes, advice.messages[1, "backward"].nbytes]
 
@@ -86,7 +86,7 @@ def test_the_highest_fidelity_that_hides_is_recommended() -> None:
 
 
 def test_a_stage_in_the_middle_shares_its_uplink() -> None:
-    advice = choose((1, 3), OFFERS, Network.uniform(3, 8 * MBIT), slot_s=0.12)
+    advice = choices((1, 3), OFFERS, Network.uniform(3, 8 * MBIT), slot_s=0.12)[-1]
     sent = advice.messages
     assert sent[3, "forward"].nbytes + sent[1, "backward"].nbytes <= 120_000
     assert sent[1, "forward"].nbytes + sent[3, "backward"].nbytes <= 120_000
@@ -95,6 +95,6 @@ def test_a_stage_in_the_middle_shares_its_uplink() -> None:
 
 def test_one_slow_link_gets_fewer_bits_than_the_others() -> None:
     rates = ((None, 80 * MBIT, 80 * MBIT), (80 * MBIT, None, 4 * MBIT), (80 * MBIT,) * 2 + (None,))
-    advice = choose((1, 3), OFFERS, Network(rates, ((0.0,) * 3,) * 3), slot_s=0.1)
+    advice = choices((1, 3), OFFERS, Network(rates, ((0.0,) * 3,) * 3), slot_s=0.1)[-1]
     assert advice.messages[3, "forward"].nbytes == 40_000
     assert advice.messages[1, "forward"].nbytes == 320_000

@@ -1,0 +1,70 @@
+"""What would shorten a step of which much is bubble: changes of the run, played through."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from launch.config import RunConfig
+from launch.metrics import format_duration
+from launch.plan.cost import Blocks, Prediction, predict
+from launch.plan.measure import microbatch_shape
+from launch.plan.network import Network
+
+_LARGE_BUBBLE, _WORTH_IT, _SHOWN = 0.3, 0.95, 3
+
+
+def show_remedies(
+    console: Console, config: RunConfig, blocks: Blocks, prediction: Prediction, network: Network
+) -> None:
+    """Where the bubble is large, the changes that make the step shorter, the best first."""
+    if prediction.bubble <= _LARGE_BUBBLE:
+        return
+    tried = [
+        (change, _with(config, change, blocks, prediction, network)) for change in _changes(config)
+    ]
+    good = [pair for pair in tried if pair[1].step_s < _WORTH_IT * prediction.step_s]
+    console.print(f"bubble {prediction.bubble:.0%}; less of it with")
+    for change, step in sorted(good, key=lambda pair: (pair[1].step_s, len(pair[0])))[:_SHOWN]:
+        named = ", ".join(f"pipeline.{key} = {value!r}" for key, value in change.items())
+        told = f"step {format_duration(step.step_s)}, bubble {step.bubble:.0%}"
+        console.print(f"  {named}: {told}", markup=False)
+    console.print("  fewer stages, if the machines' memory suffices")
+    console.print("  a larger train.batch_size in more microbatches")
+
+
+def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
+    pipeline = config.pipeline
+    samples = config.train.batch_size // (pipeline.replicas * config.train.accumulate)
+    counts = [times * pipeline.microbatches for times in (1, 2, 4, 8)]
+    for microbatches in counts[:1] + [count for count in counts[1:] if count <= samples]:
+        for depth in range(pipeline.depth, pipeline.depth + 4):
+            change = {"microbatches": microbatches, "schedule": "Deep1F1B", "depth": depth}
+            yield {k: v for k, v in change.items() if v != getattr(pipeline, k)}
+
+
+def _with(
+    config: RunConfig,
+    change: dict[str, Any],
+    blocks: Blocks,
+    prediction: Prediction,
+    network: Network,
+) -> Prediction:
+    """The step after a change, if a microbatch's seconds and bytes go with its samples."""
+    changed = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=change)})
+    share = microbatch_shape(changed)[0] / microbatch_shape(config)[0]
+    smaller = [
+        [replace(b, forward_s=share * b.forward_s, backward_s=share * b.backward_s) for b in row]
+        for row in blocks
+    ]
+    messages = {
+        key: replace(
+            message,
+            nbytes=round(share * message.nbytes),
+            encode_s=share * message.encode_s,
+            decode_s=share * message.decode_s,
+        )
+        for key, message in prediction.messages.items()
+    }
+    return predict(changed, smaller, messages, network)
