@@ -44,6 +44,11 @@ def doctor(
     try:
         config = load_config(config_path, overrides or [])
         endpoint = parse_endpoint(rdzv)
+        if config.world_size % nnodes:
+            raise ValueError(
+                f"--nnodes = {nnodes}: {config.world_size} ranks (stages x replicas) cannot be "
+                "shared evenly by that many hosts; change the stages, the replicas or --nnodes"
+            )
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR)
@@ -84,5 +89,6 @@ class _Examination:
         if save is not None:
             as_network(len(hosts), links).write(save)
             draw_links(save.with_suffix(".png"), names, links)
+            console.print(f"written: {save}, {save.with_suffix('.png')}", soft_wrap=True)
         told = [Finding(**finding) for facts in hosts for finding in facts.findings]
         return [*told, *check_all(hosts, links)]

@@ -16,6 +16,7 @@ from launch.doctor.finding import Finding, ok, problem, warning
 from launch.handshake import versions
 from launch.interfaces import Interface, interface_to, interfaces
 from launch.machine import free_memory
+from launch.plan.memory import needs, plan_memory
 from pipeline.models import parameter_count
 
 _TRAINING_BYTES, _CHECKPOINT_BYTES = 16, 12  # per parameter: with gradient and Adam; on disk
@@ -118,17 +119,22 @@ def _not_an_interface(text: str) -> str:
 def _room(config: RunConfig, where: str, nnodes: int) -> list[Finding]:
     """Memory and disk, against what this host's share of the model needs at least."""
     share = parameter_count(config.model) * config.pipeline.replicas / nnodes
-    memory, need = free_memory(), _TRAINING_BYTES * share
-    findings = [ok(where, f"{memory / 1e9:.3g} GB of memory free; weights need {need / 1e9:.3g}")]
+    memory = free_memory()
+    need, counted = _TRAINING_BYTES * share, "weights, gradients and Adam"
+    sequences = config.data.train_sequences
+    ends = plan_memory(config, sequences) if sequences != "all" else []
+    ranks = config.world_size // nnodes
+    starts = range(0, config.world_size, ranks)
+    memories = max(needs(config, ends, range(first, first + ranks)).ram for first in starts)
+    if memories:
+        need, counted = need + memories, f"{counted} and AQ-SGD's memories"
+    elif sequences == "all":
+        counted += ' (not AQ-SGD\'s memories, as data.train_sequences = "all")'
+    text = f"{memory / 1e9:.3g} GB of memory free; {counted} need {need / 1e9:.3g} GB"
+    findings = [ok(where, text)]
     if memory < need:
-        findings = [
-            problem(
-                where,
-                f"{memory / 1e9:.3g} GB of memory free, weights, gradients and Adam need "
-                f"{need / 1e9:.3g} GB",
-                "use more hosts, a smaller model, or end what else runs here",
-            )
-        ]
+        remedy = "use more hosts, a smaller model or memory.budget, or end what else runs here"
+        findings = [problem(where, text, remedy)]
     folder = next(p for p in (config.run.path, *config.run.path.parents) if p.exists())
     copies = config.checkpoint.keep + 1  # a new one is complete before an old one goes
     disk, need = shutil.disk_usage(folder).free, _CHECKPOINT_BYTES * share * copies

@@ -26,10 +26,13 @@ def show_remedies(
     ]
     good = [pair for pair in tried if pair[1].step_s < _WORTH_IT * prediction.step_s]
     console.print(f"bubble {prediction.bubble:.0%}; less of it with")
-    for change, step in sorted(good, key=lambda pair: (pair[1].step_s, len(pair[0])))[:_SHOWN]:
+    shown: dict[str, str] = {}
+    for change, step in sorted(good, key=lambda pair: (pair[1].step_s, len(pair[0]))):
         named = ", ".join(f"pipeline.{key} = {value!r}" for key, value in change.items())
         told = f"step {format_duration(step.step_s)}, bubble {step.bubble:.0%}"
-        console.print(f"  {named}: {told}", markup=False)
+        shown.setdefault(told, named)  # of equals, that which changes least
+    for told, named in list(shown.items())[:_SHOWN]:
+        console.print(f"  {named}: {told}", markup=False, soft_wrap=True)
     console.print("  fewer stages, if the machines' memory suffices")
     console.print("  a larger train.batch_size in more microbatches")
 

@@ -59,7 +59,9 @@ def test_messages_are_joined_from_sender_to_receiver() -> None:
 def test_trace_shows_both_steps_rank_by_rank(tmp_path: Path) -> None:
     measured().write(tmp_path)
     told = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=1e4, delay_s=0.0)
-    assert "step 7" in told
+    assert "step 7, measured" in told
+    assert "s on the links of the run, foretold" in told
+    assert "s on links of 10 kbit/s and 0 ms one way" in told
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names[1] == "rank 1 (stage 1)"

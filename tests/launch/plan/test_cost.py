@@ -1,14 +1,19 @@
 """What a plan says of a run, against sums done by hand."""
 
+from dataclasses import replace
+from io import StringIO
+
 import pytest
 import torch
+from rich.console import Console
 
-from launch.metrics import WireKey
-from launch.plan.cost import predict, stage_costs
+from launch.metrics import WireKey, format_duration
+from launch.plan.cost import measure_messages, predict, stage_costs
 from launch.plan.measure import BlockCost, measure_blocks, microbatch_shape
 from launch.plan.messages import measure_message
 from launch.plan.network import Network
-from launch.plan.recommend import choices
+from launch.plan.recommend import choices, measure_offers, recommend
+from launch.plan.remedies import show_remedies
 from launch.plan.simulate import Message
 from launch.shaped.spec import PAYLOAD_SHARE
 from pipeline.config import DirectConfig, RawConfig
@@ -83,6 +88,33 @@ def test_the_highest_fidelity_that_hides_is_recommended() -> None:
     assert chosen(0.1) == [80_000, 80_000]
     assert chosen(0.05) == [40_000, 40_000]
     assert chosen(0.01) == [20_000, 40_000]  # does not fit, and says so
+
+
+def test_nothing_is_recommended_that_is_foretold_to_be_slower() -> None:
+    small = [{"forward": {"kind": "direct", "bits": 2}, "backward": {"kind": "direct", "bits": 4}}]
+    run = config(pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]}, boundary=small)  # type: ignore[arg-type]
+    network, blocks = Network.uniform(3, 3e3), [[BLOCK] * 4] * 3
+    given = predict(run, blocks, measure_messages(run), network)
+    offers = measure_offers(microbatch_shape(run))
+    (*_, most) = choices((1, 3), offers, network, slot_s=6.0)
+    assert predict(run, blocks, most.messages, network).step_s > 1.1 * given.step_s  # yet it hides
+    found = recommend(run, blocks, given, network)
+    assert found is None or found[1].step_s <= given.step_s
+
+
+def test_a_large_bubble_gets_remedies_that_were_played_through() -> None:
+    console, blocks = Console(file=StringIO(), width=80), [[BLOCK] * 4] * 3
+    messages = dict.fromkeys(KEYS, Message(0))
+    network = Network.uniform(3, None, 0.1)
+    given = predict(RUN, blocks, messages, network)
+    show_remedies(console, RUN, blocks, given, network)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"bubble {given.bubble:.0%}; less of it with" in said
+    more = config(pipeline={"schedule": "Deep1F1B", "microbatches": 8, "cuts": [1, 3]})
+    half = [[replace(BLOCK, forward_s=0.5, backward_s=1.0)] * 4] * 3
+    best = predict(more, half, messages, network)
+    told = f"step {format_duration(best.step_s)}, bubble {best.bubble:.0%}"
+    assert f"pipeline.microbatches = 8, pipeline.schedule = 'Deep1F1B': {told}" in said
 
 
 def test_a_stage_in_the_middle_shares_its_uplink() -> None:
