@@ -95,6 +95,8 @@ def train(  # noqa: PLR0913  # one parameter per option
     """
     try:
         config = load_config(config_path, overrides or [])
+        if show >= config.world_size:
+            raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
     except ConfigError as error:
         _refuse(error)
     if dry_run:

@@ -64,14 +64,10 @@ def plan(  # noqa: PLR0913  # one parameter per option
             known_links = network is not None or rate is not None
             tables = _tables(config, advice) if advice and known_links else None
             apply_plan(config_path, config.pipeline.cuts, tables)
-            bits = (
-                "and bits"
-                if tables
-                else "; bits stay as they are: "
-                + ("none are recommended" if known_links else "give links, --rate or --network")
-            )
-            written = f"written to {config_path}: cuts {list(config.pipeline.cuts)} {bits}"
-            console.print(written.replace(" ;", ";"), markup=False)
+            why_not = "none are recommended" if known_links else "give links, --rate or --network"
+            bits = " and bits" if tables else f"; bits stay as they are: {why_not}"
+            cuts = list(config.pipeline.cuts)
+            console.print(f"written to {config_path}: cuts {cuts}{bits}", soft_wrap=True)
     except ValueError as error:
         _refuse(error)
 

@@ -234,6 +234,7 @@ def test_the_folder_of_a_live_run_is_left_alone(
         (["--set", "pipeline.cutz=[1]"], 'did you mean "cuts"'),
         (["--set", "data.path=/nowhere/text.txt"], "/nowhere/text.txt"),
         (["--set", "data.train_sequences=100000"], "train_sequences = 100000"),
+        (["--show", "3"], "--show = 3: use a rank below 3, or -1"),
         (["--resume"], "no checkpoints to resume from"),
     ],
 )

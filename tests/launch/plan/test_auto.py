@@ -129,6 +129,10 @@ def test_plan_shows_and_applies(run_file: Path) -> None:
     assert config.pipeline.cuts == (1,)  # the second machine is nine times as fast
     assert config.boundary_at(1).forward.kind == "aqsgd"  # 1 Mbit/s carries no more
     assert "[train]" in run_file.read_text()
+    assert f"written to {run_file}: cuts [1] and bits" in done.output
+    again = CliRunner().invoke(app, ["plan", str(run_file), "--delay", "20ms", "--apply"])
+    assert "cuts [1]; bits stay as they are: give links, --rate or --network" in again.output
+    assert "the longest way between two ranks takes 20 ms" in " ".join(again.output.split())
 
 
 @pytest.mark.parametrize(
