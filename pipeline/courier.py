@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipeline.channel import Channel
 from pipeline.samples import Samples
+from pipeline.staging import Moment, Staging
 from pipeline.wire.worker import Worker
 
 _AHEAD = 2
@@ -79,8 +80,9 @@ class Alarm:
 class Sender:
     """Encodes and sends the microbatches of a pass."""
 
-    def __init__(self, channel: Channel, record: Record) -> None:
-        self._channel, self._record = channel, record
+    def __init__(self, channel: Channel, record: Record, device: torch.device) -> None:
+        """Tensors come from `device`."""
+        self._channel, self._record, self._staging = channel, record, Staging(device)
         self._worker = _worker(channel, "send")
         self._microbatches: Sequence[Microbatch] = ()
         self._last: Future[None] | None = None
@@ -94,19 +96,21 @@ class Sender:
 
         Raises what an earlier message raised.
         """
-        x_BTD = x_BTD.detach()  # the schedule may detach its own in place
+        # the schedule may detach its own in place
+        job = partial(self._send, m, x_BTD.detach(), self._staging.now())
         if self._worker is None:
-            self._send(m, x_BTD)
+            job()
             return
         self._alarm.check()
-        self._last = self._alarm.watch(self._worker.submit(partial(self._send, m, x_BTD)))
+        self._last = self._alarm.watch(self._worker.submit(job))
 
     def end_pass(self) -> None:
         """Wait until everything is encoded and on its way."""
         if self._last is not None:
             self._alarm.wait_for(self._last)
 
-    def _send(self, m: int, x_BTD: Tensor) -> None:
+    def _send(self, m: int, x_BTD: Tensor, computed: Moment) -> None:
+        x_BTD = self._staging.to_host(x_BTD, computed)
         start = time.perf_counter()
         self._channel.send(m, x_BTD, self._microbatches[m].samples.ids_B)
         self._record("encode", m, start, time.perf_counter())
@@ -115,12 +119,13 @@ class Sender:
 class Receiver:
     """Takes, checks and decodes the microbatches of a pass."""
 
-    def __init__(self, channel: Channel, record: Record) -> None:
-        self._channel, self._record = channel, record
+    def __init__(self, channel: Channel, record: Record, device: torch.device) -> None:
+        """Decoded values go to `device`."""
+        self._channel, self._record, self._staging = channel, record, Staging(device)
         self._worker = _worker(channel, "receive")
         self._microbatches: Sequence[Microbatch] = ()
         self._coming: deque[int] = deque()
-        self._jobs: dict[int, Future[Tensor]] = {}
+        self._jobs: dict[int, Future[tuple[Tensor, Moment]]] = {}
 
     def begin_pass(
         self, microbatches: Sequence[Microbatch], alarm: Alarm, order: Sequence[int]
@@ -143,19 +148,19 @@ class Receiver:
             LinkError, DesyncError, CodingError: as `Channel.receive`, from any courier of the rank.
         """
         if self._worker is None:
-            return self._take(m)
+            return self._staging.use(*self._take(m))
         self._decode_next()
         start = time.perf_counter()
-        x_BTD = self._alarm.wait_for(self._jobs.pop(m))
+        x_BTD, there = self._alarm.wait_for(self._jobs.pop(m))
         self._record("wait", m, start, time.perf_counter())
-        return x_BTD
+        return self._staging.use(x_BTD, there)
 
     def _decode_next(self) -> None:
         if self._worker is not None and self._coming:
             m = self._coming.popleft()
             self._jobs[m] = self._alarm.watch(self._worker.submit(partial(self._take, m)))
 
-    def _take(self, m: int) -> Tensor:
+    def _take(self, m: int) -> tuple[Tensor, Moment]:
         start = time.perf_counter()
         known = self._microbatches[m]
         x_BTD = self._channel.receive(m, known.shape_BTD, known.samples.ids_B)
@@ -163,7 +168,7 @@ class Receiver:
         if self._worker is None:
             self._record("wait", m, start, arrived)
         self._record("decode", m, arrived, time.perf_counter())
-        return x_BTD
+        return self._staging.to_device(x_BTD)
 
 
 def _worker(channel: Channel, what: str) -> Worker | None:

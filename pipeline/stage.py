@@ -22,7 +22,6 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from pipeline.channel import Channel, Mode
 from pipeline.courier import Alarm, Microbatch, Receiver, Sender
 from pipeline.schedule import PassOrder
-from pipeline.staging import Staging
 
 EventKind = Literal["F", "B", "W", "encode", "decode", "wait"]
 COMPUTE_KINDS = ("F", "B", "W")
@@ -72,7 +71,6 @@ class CompressedStage(_PipelineStageBase):
         The module's parameters must be on `device`.
         """
         super().__init__(module, stage_index, num_stages, device, group)
-        self._staging = Staging(device)
         self.channels = channels
         self.alarm = Alarm()
         self._activations_in = self._receiver(channels.activations_in)
@@ -168,10 +166,10 @@ class CompressedStage(_PipelineStageBase):
         return taken
 
     def _receiver(self, channel: Channel | None) -> Receiver | None:
-        return None if channel is None else Receiver(channel, self._note)
+        return None if channel is None else Receiver(channel, self._note, self.device)
 
     def _sender(self, channel: Channel | None) -> Sender | None:
-        return None if channel is None else Sender(channel, self._note)
+        return None if channel is None else Sender(channel, self._note, self.device)
 
     def _senders(self) -> list[Sender]:
         both = (self._activations_out, self._gradients_out)
@@ -179,13 +177,13 @@ class CompressedStage(_PipelineStageBase):
 
     def _receive(self, receiver: Receiver | None, m: int) -> Tensor:
         assert receiver is not None, f"stage {self.stage_index} has no neighbour to receive from"
-        x_BTD = self._staging.to_device(receiver.receive(m))
+        x_BTD = receiver.receive(m)
         self._ready_s = time.perf_counter()
         return x_BTD
 
     def _send(self, sender: Sender | None, m: int, x_BTD: Tensor) -> None:
         if sender is not None:
-            sender.send(m, self._staging.to_host(x_BTD))
+            sender.send(m, x_BTD)
 
     def _record(self, kind: Literal["F", "B", "W"], m: int, start_s: float) -> None:
         start_s = max(start_s, self._ready_s)  # waiting is an event of its own

@@ -86,10 +86,10 @@ def spans(events: list[ComputeEvent], kind: str) -> dict[int, ComputeEvent]:
 def test_messages_are_coded_while_the_stage_computes(ranks: Ranks, schedule: str) -> None:
     upper, lower = ranks(2, events_of, schedule)
     forwards, encodes = spans(upper, "F"), spans(upper, "encode")
-    assert encodes[0].end_s > forwards[1].start_s
+    assert any(encodes[m].end_s > forwards[m + 1].start_s for m in range(COUNT - 1))
     assert encodes[0].start_s >= forwards[0].end_s
     forwards, decodes = spans(lower, "F"), spans(lower, "decode")
-    assert decodes[1].start_s < forwards[0].end_s
+    assert any(decodes[m + 1].start_s < forwards[m].end_s for m in range(COUNT - 1))
     for m in range(COUNT):
         assert decodes[m].end_s <= forwards[m].start_s
         assert decodes[m].end_s - decodes[m].start_s >= PAUSE_S
@@ -228,10 +228,11 @@ def test_waiting_couriers_do_not_keep_a_failed_rank_from_ending(tmp_path: Path) 
         for rank in (0, 1)
     )
     try:
-        _, told = lower.communicate(timeout=60)
+        _, told = lower.communicate(timeout=90)
     finally:
-        upper.kill()
-        upper.communicate()
+        for process in (upper, lower):
+            process.kill()
+            process.communicate()
     assert lower.returncode == 1, told
     assert "compute failed" in told
 

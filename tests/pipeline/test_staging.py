@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -13,8 +15,10 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 def test_on_the_cpu_nothing_is_copied() -> None:
     x, staging = torch.randn(3), Staging(torch.device("cpu"))
-    assert staging.to_host(x) is x
-    assert staging.to_device(x) is x
+    assert staging.now() is None
+    assert staging.to_host(x, staging.now()) is x
+    moved, there = staging.to_device(x)
+    assert staging.use(moved, there) is x
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -33,8 +37,31 @@ def test_copies_wait_for_the_compute_they_depend_on() -> None:
     for _ in range(50):  # long enough that a copy that does not wait reads old values
         x = x @ x / 2048
     expected = (x + 1).cpu()
-    assert torch.equal(staging.to_host(x + 1), expected)
-    assert torch.equal((staging.to_device(expected) + 1).cpu(), expected + 1)
+    with ThreadPoolExecutor(1) as courier:  # whose own current stream is another
+        y = x + 1
+        host = courier.submit(staging.to_host, y, staging.now()).result()
+        assert torch.equal(host, expected)
+        moved, there = courier.submit(staging.to_device, expected).result()
+        assert torch.equal((staging.use(moved, there) + 1).cpu(), expected + 1)
+
+
+@pytest.mark.gpu
+@GPU
+def test_handing_a_tensor_over_waits_for_nothing() -> None:
+    """All that the schedule's thread does returns while the GPU is still at work."""
+    device = torch.device("cuda", 0)
+    staging, x = Staging(device), torch.zeros(4, device=device)
+    moved, there = staging.to_device(torch.ones(4))
+    torch.cuda.synchronize(device)
+    work = torch.zeros(8192, 8192, device=device)
+    for _ in range(50):
+        work = work @ work
+    computed = staging.now()
+    y = staging.use(moved, there) + x
+    assert computed is not None
+    assert not computed.query()
+    assert torch.equal(staging.to_host(y, staging.now()), torch.ones(4))
+    assert computed.query()
 
 
 def _losses(run: RunConfig) -> tuple[list[float], Built]:
