@@ -84,6 +84,7 @@ class Sender:
         """Tensors come from `device`."""
         self._channel, self._record, self._staging = channel, record, Staging(device)
         self._worker = _worker(channel, "send")
+        self._alarm = Alarm()
         self._microbatches: Sequence[Microbatch] = ()
         self._last: Future[None] | None = None
 
@@ -123,6 +124,7 @@ class Receiver:
         """Decoded values go to `device`."""
         self._channel, self._record, self._staging = channel, record, Staging(device)
         self._worker = _worker(channel, "receive")
+        self._alarm = Alarm()
         self._microbatches: Sequence[Microbatch] = ()
         self._coming: deque[int] = deque()
         self._jobs: dict[int, Future[tuple[Tensor, Moment]]] = {}
