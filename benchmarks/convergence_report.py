@@ -195,7 +195,7 @@ def _look(method: str) -> tuple[str, str]:
 def _summary(outcomes: Sequence[Outcome], method: str) -> list[str]:
     of_method = [outcome for outcome in outcomes if outcome.method == method]
     first, last = of_method[0].epochs[0], of_method[0].epochs[-1]
-    changes = [[o.epochs[e].change for o in of_method] for e in (1, -1)]
+    changes = [[change for o in of_method for change in _changes(o)[e:][:1]] for e in (0, -1)]
     return [
         method,
         f"{median(o.final_loss for o in of_method):.4f}",
@@ -206,7 +206,7 @@ def _summary(outcomes: Sequence[Outcome], method: str) -> list[str]:
         f"{last.nbytes / 1e6:.1f}",
         f"{4 * last.values / last.nbytes:.2f}x",
         f"{2 * last.values / last.nbytes:.2f}x",
-        " to ".join(_median_ratio(ratios) for ratios in changes) if changes[-1][0] else NOTHING,
+        " to ".join(f"{median(ratios):.3f}" for ratios in changes) if changes[0] else NOTHING,
     ]
 
 
@@ -227,8 +227,9 @@ def _relative(outcomes: Sequence[Outcome], method: str) -> list[str]:
     ]
 
 
-def _median_ratio(ratios: Sequence[float | None]) -> str:
-    return f"{median(ratio for ratio in ratios if ratio is not None):.3f}"
+def _changes(outcome: Outcome) -> list[float]:
+    """Of the memories; the first epoch has none to compare with."""
+    return [epoch.change for epoch in outcome.epochs if epoch.change is not None]
 
 
 def _methods(outcomes: Sequence[Outcome]) -> list[str]:

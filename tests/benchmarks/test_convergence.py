@@ -174,6 +174,11 @@ def test_tables_compare_with_the_baseline_of_the_same_seed() -> None:
     ]
 
 
+def test_tables_of_a_single_epoch_show_no_change() -> None:
+    row = summary_table([outcome("fp32", 0, [3.0])]).splitlines()[-1]
+    assert row.split("|")[-2].strip() == "-"
+
+
 def test_scores_are_tabled_with_and_without_compression() -> None:
     runs = [outcome("fp32", seed, [1.0]) for seed in range(2)]
     scored = [
