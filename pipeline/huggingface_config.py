@@ -61,7 +61,10 @@ class HuggingFaceConfig(BaseModel):
             raise ValueError("pretrained or config: name the model's folder")
         self._check_folder(self.folder)
         config = self.transformers_config
-        needed = family_of(config).task
+        try:
+            needed = family_of(config).task
+        except ValueError as error:
+            raise ValueError(f"{self.folder / 'config.json'}: {error}") from None
         if self.task != needed:
             raise ValueError(
                 f"task = {self.task!r}: {config.model_type} is made for task = {needed!r}; use it"

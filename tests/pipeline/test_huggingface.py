@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline import families
+from pipeline.families import Family
 from pipeline.huggingface import HuggingFaceStage, build_stage, lay_out
 from pipeline.huggingface_config import HuggingFaceConfig
 from pipeline.samples import Samples
@@ -69,8 +71,12 @@ def summed_gradients(stages: list[HuggingFaceStage]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_from_shards_compute_what_the_whole_model_does(name: str, tmp_path: Path) -> None:
-    whole = saved_model(name, tmp_path)
-    stages = build(name, tmp_path)
+    check_against_the_whole_model(name, tmp_path)
+
+
+def check_against_the_whole_model(name: str, folder: Path) -> None:
+    whole = saved_model(name, folder)
+    stages = build(name, folder)
     for stage in stages:
         stage.requires_grad_(True)  # shared parts are frozen: here their copies are added up
     assert torch.equal(run(stages, gradient_of), reference(whole))
@@ -225,8 +231,42 @@ def test_an_unknown_family_is_told_how_to_be_added(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     AutoConfig.for_model("bloom", n_layer=2, hidden_size=8, n_head=2).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"'bloom'.*base_model_pp_plan.*pipeline/families\.py"):
+    expected = r"config\.json: model_type = 'bloom'.*base_model_pp_plan.*pipeline/families\.py"
+    with pytest.raises(ValueError, match=expected):
         HuggingFaceConfig(config=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "family"),
+    [
+        (
+            "bloom",
+            {"n_layer": LAYERS, "hidden_size": 32, "n_head": 4, "vocab_size": VOCAB},
+            Family(
+                "h",
+                first={"word_embeddings": "absent", "word_embeddings_layernorm": "absent"},
+                last={"ln_f": "absent"},
+            ),
+        ),
+        (
+            "falcon",
+            {**MODELS["llama"][1], "multi_query": True},
+            Family("h", first={"word_embeddings": "absent"}, last={"ln_f": "absent"}),
+        ),
+    ],
+)
+def test_an_unknown_family_is_cut_once_its_lines_are_added(
+    name: str,
+    values: dict[str, Any],
+    family: Family,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(MODELS, name, (name, values))
+    with pytest.raises(ValueError, match=r"pipeline/families\.py \(five lines\)"):
+        check_against_the_whole_model(name, tmp_path)
+    monkeypatch.setitem(families._FAMILIES, name, family)
+    check_against_the_whole_model(name, tmp_path)
 
 
 def test_a_plan_that_would_change_hidden_states_is_refused(tmp_path: Path) -> None:
