@@ -148,7 +148,9 @@ def lay_out(config: HuggingFaceConfig) -> Any:
     if not in_table(settings.model_type):
         _check_plan(factory, settings)
     with torch.device("meta"):
-        return factory.from_config(settings, dtype=torch.float32)
+        model = factory.from_config(settings, dtype=torch.float32)
+    model.tie_weights()  # transformers 5.0 leaves that out on the meta device
+    return model
 
 
 def _check_plan(factory: Any, settings: Any) -> None:
