@@ -234,15 +234,16 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     figure = Figure(figsize=(10.0, 3.8), dpi=110, layout="constrained")
     losses, above = figure.subplots(1, 2)
     methods, colors = _methods(outcomes), (LIGHT.ink, *LIGHT.series)
-    for color, method in zip(colors, methods, strict=False):
+    widths = (4.5, 3.0, 2.0, 1.0)  # curves that coincide stay visible
+    for color, width, method in zip(colors, widths, methods, strict=False):
         epochs = range(len(outcomes[0].epochs))
         places = [e + 1 for e in epochs]
         train = [_median(outcomes, method, "loss", e) for e in epochs]
         held_out = [_median(outcomes, method, "held_out", e) for e in epochs]
-        losses.plot(places, train, "-o", color=color, label=method, markersize=3)
-        losses.plot(places, held_out, "--", color=color)
+        losses.plot(places, train, color=color, linewidth=width, label=method)
+        losses.plot(places, held_out, "--", color=color, linewidth=width)
         for outcome in (o for o in outcomes if o.method == method and method != BASELINE):
-            above.plot(places, _excess(outcomes, outcome), "-o", color=color, markersize=3)
+            above.plot(places, _excess(outcomes, outcome), color=color, linewidth=width)
     losses.set_ylabel("loss [nats/token]; dashed: held out")
     above.set_ylabel("training loss above uncompressed")
     for axes in (losses, above):

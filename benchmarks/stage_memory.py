@@ -1,7 +1,7 @@
 """Peak memory of building one stage of a large model, and the files it opens.
 
     python -m benchmarks.stage_memory                      # GPT2-XL's shape, random weights
-    python -m benchmarks.stage_memory --write /tmp/xl      # the same from fp32 shards, 6.4 GB
+    python -m benchmarks.stage_memory --write /tmp/xl      # the same from fp32 shards, 6.2 GB
     python -m benchmarks.stage_memory --model examples/models/gpt2 --stages 2
 
 Each stage is built in a process of its own. With a folder that holds weights, the stage reads them.
