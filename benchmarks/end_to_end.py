@@ -279,7 +279,7 @@ def _methods(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def _median(outcomes: Sequence[Outcome], method: str, field: str, epoch: int) -> float:
-    return median(getattr(o.epochs[epoch], field) for o in outcomes if o.method == method)
+    return float(median(getattr(o.epochs[epoch], field) for o in outcomes if o.method == method))
 
 
 def _excess(outcomes: Sequence[Outcome], outcome: Outcome) -> list[float]:
@@ -289,7 +289,7 @@ def _excess(outcomes: Sequence[Outcome], outcome: Outcome) -> list[float]:
 
 
 def _total(outcome: Outcome, field: str) -> int:
-    return sum(getattr(epoch, field) for epoch in outcome.epochs)
+    return sum(int(getattr(epoch, field)) for epoch in outcome.epochs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
