@@ -132,16 +132,16 @@ class Receiver:
     def begin_pass(
         self, microbatches: Sequence[Microbatch], alarm: Alarm, order: Sequence[int]
     ) -> None:
-        """Post all receives and begin to decode, in the `order` in which `receive` will be called.
+        """Post all receives; `order` is that in which `receive` will be called.
 
-        The channel's `begin_pass` was called before.
+        The channel's `begin_pass` was called before. Nothing is waited for before the first
+        `receive`: the link gives up a peer that is silent for too long, and in the first half of a
+        pass every peer has reason to send no gradients.
         """
         self._microbatches, self._alarm = microbatches, alarm
         for m, microbatch in enumerate(microbatches):
             self._channel.expect(m, microbatch.shape_BTD)
         self._coming, self._jobs = deque(order), {}
-        for _ in range(_AHEAD):
-            self._decode_next()
 
     def receive(self, m: int) -> Tensor:
         """Wait for a microbatch.
@@ -151,16 +151,16 @@ class Receiver:
         """
         if self._worker is None:
             return self._staging.use(*self._take(m))
-        self._decode_next()
+        while self._coming and len(self._jobs) <= _AHEAD:
+            self._decode_next(self._worker)
         start = time.perf_counter()
         x_BTD, there = self._alarm.wait_for(self._jobs.pop(m))
         self._record("wait", m, start, time.perf_counter())
         return self._staging.use(x_BTD, there)
 
-    def _decode_next(self) -> None:
-        if self._worker is not None and self._coming:
-            m = self._coming.popleft()
-            self._jobs[m] = self._alarm.watch(self._worker.submit(partial(self._take, m)))
+    def _decode_next(self, worker: Worker) -> None:
+        m = self._coming.popleft()
+        self._jobs[m] = self._alarm.watch(worker.submit(partial(self._take, m)))
 
     def _take(self, m: int) -> tuple[Tensor, Moment]:
         start = time.perf_counter()

@@ -117,6 +117,18 @@ def test_no_more_than_two_decoded_microbatches_wait_for_the_schedule(ranks: Rank
     assert max(count - m for m, count in enumerate(decoded)) == 3, decoded
 
 
+def long_forwards(rank: int) -> float:
+    """The first gradient comes later than a peer may be silent."""
+    built = slow_run(pause_s=4.2 / COUNT, timeout_s=3.5)
+    return built.engine.train_step(batch(list(range(COUNT))), 0).loss
+
+
+@pytest.mark.dist
+def test_a_gradient_is_not_waited_for_before_the_schedule_is(ranks: Ranks) -> None:
+    losses = ranks(2, long_forwards)
+    assert losses[0] == losses[1] > 0
+
+
 def fail_to_encode(rank: int) -> tuple[float, str]:
     """Rank 0 cannot encode what rank 1 needs before it sends what rank 0 is waiting for."""
     built = slow_run(fails_at=3 if rank == 0 else None, timeout_s=6)
