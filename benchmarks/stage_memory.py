@@ -1,7 +1,7 @@
 """Peak memory of building one stage of a large model, and the files it opens.
 
     python -m benchmarks.stage_memory                      # GPT2-XL's shape, random weights
-    python -m benchmarks.stage_memory --write /tmp/xl      # the same from fp32 shards, 6.2 GB
+    python -m benchmarks.stage_memory --write xl           # the same from fp32 shards, 6.2 GB
     python -m benchmarks.stage_memory --model examples/models/gpt2 --stages 2
 
 Each stage is built in a process of its own. With a folder that holds weights, the stage reads them.
@@ -18,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 _GPT2_XL = {"model_type": "gpt2", "n_layer": 48, "n_embd": 1600, "n_head": 25}
@@ -83,7 +84,7 @@ def measure(folder: Path, stage: int | None, stages: int) -> dict[str, float]:
     weights = (folder / shards.SINGLE).exists() or (folder / shards.INDEX).exists()
     config = HuggingFaceConfig(**{"pretrained" if weights else "config": str(folder)})
     start, parameters = time.perf_counter(), 0
-    with mock.patch.object(shards, "safe_open", wraps=shards.safe_open) as opening:
+    with mock.patch("pipeline.shards.safe_open", wraps=safe_open) as opening:
         if stage is None:
             lay_out(config)
         else:
