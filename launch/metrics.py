@@ -96,7 +96,7 @@ class RunInfo:
     """What is known of a run before its first step; the display and the report print it.
 
     `cuts` is empty for a single stage. `methods` has a label such as "aqsgd 4-bit" for each cut
-    and direction. `unit` is what has a loss.
+    and direction. `exchanged` is how many parameters replicas exchange. `unit` is what has a loss.
     """
 
     name: str
@@ -109,6 +109,7 @@ class RunInfo:
     methods: Mapping[WireKey, str]
     total_steps: int
     parameters: int
+    exchanged: int
     machine: str
     versions: Mapping[str, str]
     config_digest: str

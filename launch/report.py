@@ -165,7 +165,7 @@ def _check(info: RunInfo, records: Sequence[StepRecord]) -> None:
 
 def _sync_ratio(info: RunInfo, records: Sequence[StepRecord]) -> float | None:
     sent = sum(record.sync_bytes for record in records)
-    ring = 4 * 2 * (info.replicas - 1) * info.parameters * len(records)
+    ring = 4 * 2 * (info.replicas - 1) * info.exchanged * len(records)
     return ring / sent if sent and ring else None
 
 

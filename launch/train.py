@@ -34,7 +34,7 @@ from launch.sequences import SampleSet
 from launch.session import Session, StopFlag, join
 from launch.state import Checkpoints, Resume, agree_to_resume
 from launch.timeline import Timeline, gather_events
-from pipeline.models import parameter_count
+from pipeline.models import exchanged_count, parameter_count
 from pipeline.step_report import StepTotals
 
 
@@ -332,6 +332,7 @@ def _describe(config: RunConfig, steps: int) -> RunInfo:
         methods=methods,
         total_steps=steps,
         parameters=parameter_count(config.model),
+        exchanged=exchanged_count(config.model, config.pipeline.cuts),
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         versions=versions(),
         config_digest=config.digest(),

@@ -1,6 +1,7 @@
 """A stage of any kind of model, by its settings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -44,3 +45,15 @@ def parameter_count(config: ModelConfig) -> int:
     """Number of parameters of the whole model."""
     whole = build_model(config, 0, config.layers, seed=0, device="meta")
     return sum(parameter.numel() for parameter in whole.parameters())
+
+
+def exchanged_count(config: ModelConfig, cuts: Sequence[int]) -> int:
+    """Number of parameters that one replica's stages train.
+
+    What a model ties and a cut unties counts twice, what is frozen not at all.
+    """
+    stages = [
+        build_model(config, first, stop, seed=0, device="meta")
+        for first, stop in pairwise((0, *cuts, config.layers))
+    ]
+    return sum(parameter.numel() for stage in stages for parameter in trainable(stage))

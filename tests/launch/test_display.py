@@ -28,6 +28,7 @@ def _info(cuts: tuple[int, ...] = (6,), name: str = "tiny", replicas: int = 1) -
         methods={k: "aqsgd 4-bit" if k[1] == "forward" else "hadamard 4-bit" for k in keys},
         total_steps=10_000,
         parameters=1_300_000_000,
+        exchanged=1_300_000_000,
         machine="2 cores",
         versions={"torch": "2.13.0"},
         config_digest="abc123",

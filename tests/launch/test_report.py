@@ -38,6 +38,7 @@ def _info(folder: Path, cuts: tuple[int, ...] = (6,), replicas: int = 1) -> RunI
         methods={key: "aqsgd 4-bit" if key[1] == "forward" else "direct 8-bit" for key in keys},
         total_steps=4,
         parameters=1_000_000,
+        exchanged=1_000_000,
         machine="2 cores",
         versions={"torch": "2.13.0"},
         config_digest="abc123",
