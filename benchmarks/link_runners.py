@@ -26,7 +26,7 @@ from pipeline.courier import Microbatch
 from pipeline.link import GroupLink, Link
 from pipeline.mesh import Mesh
 from pipeline.samples import Samples
-from pipeline.schedule import ScheduleName, build_schedule
+from pipeline.schedule import DEPTH, ScheduleName, build_schedule
 from pipeline.stage import Channels, CompressedStage, ComputeEvent
 
 RUN_ID = 1
@@ -121,7 +121,7 @@ class ThinPipeRunner:
         channels = make_channels(method, workload, mesh)
         self._stage = CompressedStage(module, rank, stages, channels=channels, group=mesh.forward)
         self._schedule = build_schedule(
-            method.schedule, [self._stage], workload.microbatches, loss=workload.loss, depth=1
+            method.schedule, [self._stage], workload.microbatches, loss=workload.loss, depth=DEPTH
         )
         self._mesh, self._workload, self._passes = mesh, workload, 0
         self._optimizer = workload.optimizer(module)

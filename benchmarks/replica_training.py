@@ -23,6 +23,7 @@ from launch.sequences import SampleSet
 from pipeline.transformer import TransformerStage, build_layers
 
 _EVAL_BATCH, _CLIP_NORM = 64, 1.0
+_PAUSE_S = 3600.0  # a long run may be paused
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Replicas:
     def __init__(
         self, size: int, method: Method, scale: Scale, *, weights: Weights, seed: int
     ) -> None:
-        peers = local_peers(size)
+        peers = local_peers(size, timeout_s=_PAUSE_S)
         self._replicas = []
         for peer in peers:
             model = build_layers(scale.model, 0, scale.layers, seed=seed, device="cpu")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pipeline.engine import Precision
-from pipeline.schedule import ScheduleName
+from pipeline.schedule import DEPTH, ScheduleName
 from pipeline.wire.cast import Cast, CastFormat
 from pipeline.wire.codec import Codec
 from pipeline.wire.entropy import Coding
@@ -33,7 +33,7 @@ class PipelineConfig(BaseModel):
 
     cuts: tuple[int, ...] = ()
     schedule: ScheduleName = "Deep1F1B"
-    depth: int = Field(1, ge=0)
+    depth: int = Field(DEPTH, ge=0)
     microbatches: int = Field(4, ge=1, le=4096)
     replicas: int = Field(1, ge=1)
     ranks: int | None = Field(None, ge=1)

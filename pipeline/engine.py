@@ -28,6 +28,7 @@ from pipeline.mesh import Mesh
 from pipeline.objective import NextToken, Objective
 from pipeline.samples import Batch
 from pipeline.schedule import (
+    DEPTH,
     ZERO_BUBBLE,
     ScheduleName,
     build_schedule,
@@ -73,7 +74,7 @@ class EngineOptions:
     microbatches: int
     cuts: tuple[int, ...]
     hidden: int
-    depth: int = 1
+    depth: int = DEPTH
     accumulate: int = 1
     clip_norm: float = 0.0
     precision: Precision = "fp32"

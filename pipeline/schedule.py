@@ -28,6 +28,10 @@ ScheduleName = Literal[
 ]
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 
+DEPTH = 2
+"""Microbatches per hop that Deep1F1B keeps in flight beyond 1F1B's, where nothing else is said. One
+covers the way of a message; the second covers messages that share a link and so come late."""
+
 _SINGLE = ("GPipe", "1F1B", "Deep1F1B")
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble")
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from launch.metrics import Direction, TimelineEvent
 from launch.plan.network import Network
-from pipeline.schedule import Action, ScheduleName, single_stage_order
+from pipeline.schedule import DEPTH, Action, ScheduleName, single_stage_order
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StepModel:
     activations: Sequence[Message]
     gradients: Sequence[Message]
     network: Network | None = None
-    depth: int = 1
+    depth: int = DEPTH
 
     def __post_init__(self) -> None:
         cuts = self.stages - 1
