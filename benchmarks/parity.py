@@ -10,7 +10,7 @@ replica's own parameters. Ratios are counted at the links.
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
@@ -78,12 +78,12 @@ def compare(
     methods: Sequence[Method],
     *,
     replicas: int,
-    seeds: int,
+    seeds: Iterable[int],
     records: Records,
 ) -> list[Outcome]:
     """Fine-tune with every method for every seed; prints one line for each."""
     outcomes = []
-    for seed in range(seeds):
+    for seed in seeds:
         start = time.perf_counter()
         weights = pretrain(corpus, scale, seed=seed)
         print(f"seed {seed}: pretrained in {time.perf_counter() - start:.0f} s", flush=True)
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         scale,
         chosen,
         replicas=options.replicas,
-        seeds=options.seeds,
+        seeds=range(options.first_seed, options.first_seed + options.seeds),
         records=Records(options.json),
     )
     print(f"\n{table(outcomes)}")
@@ -189,6 +189,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", type=Path, required=True, help="text to pretrain on")
     parser.add_argument("--tune", type=Path, required=True, help="text to fine-tune on")
     parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the repetitions (default 0)")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--methods", nargs="+", choices=METHOD_LABELS, help="default: all")
     parser.add_argument("--sequences", type=int, default=8192, help="to fine-tune on")

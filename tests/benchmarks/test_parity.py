@@ -40,7 +40,7 @@ def test_exact_averages_of_parameters_and_of_gradients_both_learn(
     exact = {"subset": 1.0, "topk": 1.0, "bits": 32, "delayed": False}
     methods = [METHODS[0], Method("cocktail exact", "cocktail", exact)]
     path = tmp_path / "out.jsonl"
-    plain, cocktail = compare(corpus, TINY, methods, replicas=2, seeds=1, records=Records(path))
+    plain, cocktail = compare(corpus, TINY, methods, replicas=2, seeds=[0], records=Records(path))
     for outcome in (plain, cocktail):
         assert outcome.epochs[-1].tuned < outcome.epochs[0].local
     assert plain.ratio == pytest.approx(1.0, abs=0.1)  # headers alone
