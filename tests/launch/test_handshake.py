@@ -38,7 +38,7 @@ def test_equal_ranks_get_one_run_id(ranks: Ranks) -> None:
 def test_every_rank_names_the_one_that_differs(ranks: Ranks) -> None:
     facts = [{"config": {"lr": 1, "x": {"y": 2}}}, {"config": {"lr": 1, "x": {"y": 3}}}]
     for told in ranks(2, meet, 2, facts):
-        assert told.endswith("rank 1 has config.x.y = 3, rank 0 has 2")
+        assert told.endswith("rank 1 has x.y = 3, rank 0 has 2")
 
 
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
