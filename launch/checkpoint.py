@@ -332,7 +332,8 @@ def _offer(folder: Path, part: str | None = None) -> str:
             return (
                 f"{_name(older)} is complete: train --resume --step {older}, export --step {older}"
             )
-    return f"{root} holds no older complete step"
+    found = ", ".join(str(known) for known in steps(root))
+    return f"{root} holds no older complete step" + (f", but {found}" if found else "")
 
 
 def _name(step: int) -> str:

@@ -97,6 +97,8 @@ def train(  # noqa: PLR0913  # one parameter per option
         config = load_config(config_path, overrides or [])
         if show >= config.world_size:
             raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
+        if step is not None and not resume:
+            raise ConfigError(f"--step = {step}: goes with --resume; add it, or leave out --step")
     except ConfigError as error:
         _refuse(error)
     if dry_run:
@@ -185,10 +187,11 @@ def launch_on_hosts(
         arguments = [*settings, *(["--resume"] if resume else [])]
         commands = ssh_commands(hosts, run, arguments, show=show)
         if dry_run:
-            print("\n\n".join(format_command(command) for command in commands.values()))
-            if Path(run).expanduser().exists():
+            here = Path(run).expanduser().exists()
+            if here:
                 check_run(hosts, run, overrides or [])
-            else:
+            print("\n\n".join(format_command(command) for command in commands.values()))
+            if not here:
                 _say(f"note: {run} is not on this machine, so neither it nor --set was checked")
             return
         sys.exit(run_commands(hosts, commands))
@@ -237,7 +240,7 @@ def _run_here(config: RunConfig, nodes: Nodes) -> int:
         if nodes.count < 1 or config.world_size % nodes.count:
             raise ConfigError(
                 f"--nnodes = {nodes.count}: {config.world_size} ranks cannot be shared evenly by "
-                "that many machines"
+                "that many machines; change the stages, the replicas or --nnodes"
             )
         check_data(config)
         return run_node(sys.argv[1:], config.world_size // nodes.count, nodes)

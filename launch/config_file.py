@@ -34,6 +34,8 @@ def load_as(model: type[_Model], path: Path, overrides: Sequence[str] = ()) -> _
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ConfigError(f"{path}: extends itself, by way of {seen[-1]}")
+    if path.is_dir():
+        raise ConfigError(f"{path}: a folder; name the run file, or a run folder's config.toml")
     try:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:

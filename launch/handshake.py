@@ -3,11 +3,12 @@
 The same store later tells every rank which edge failed first.
 """
 
+import contextlib
 import json
 import platform
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _FAILURE_WAIT_S = 1.0
+_READ_WAIT_S = 5.0
 _POLL_S = 0.02
 
 
@@ -89,18 +91,30 @@ def agree(
         store.set("run_id", secrets.token_hex(8))
     store.set(f"facts/{rank}", json.dumps([problem, facts], sort_keys=True, default=str))
     everyone = [json.loads(_get(store, f"facts/{r}", r, wait_s)) for r in range(world)]
+    store.set(f"read/{rank}", "")
+    problems = _problems(everyone)
+    if problems and rank == 0:  # the store may end with this process: let the others read first
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"read/{r}" for r in range(world)], timedelta(seconds=_READ_WAIT_S))
+    if problems:
+        raise HandshakeError(problems)
+    return int(_get(store, "run_id", 0, wait_s), 16)
+
+
+def _problems(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
+    """What keeps ranks from starting, by (problem, facts) of each; nothing if nothing does."""
     own = {text: f"rank {r}" for r, (text, _) in reversed(list(enumerate(everyone))) if text}
     if own:
-        raise HandshakeError("; ".join(f"{who}: {text}" for text, who in own.items()))
-    problems = [
+        return "; ".join(f"{who}: {text}" for text, who in own.items())
+    different = [
         f"rank {other} has {name.removeprefix('config.')} = {theirs}, rank 0 has {ours}"
         for other, (_, told) in enumerate(everyone)
         for name, theirs, ours in differences(told, everyone[0][1])
     ]
-    if problems:
-        shown = problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])
-        raise HandshakeError("ranks were started with different settings: " + "; ".join(shown))
-    return int(_get(store, "run_id", 0, wait_s), 16)
+    if not different:
+        return ""
+    shown = different[:8] + ([f"and {len(different) - 8} more"] if len(different) > 8 else [])
+    return "ranks were started with different settings: " + "; ".join(shown)
 
 
 def report_failure(store: Store, rank: int, message: str) -> None:

@@ -143,7 +143,7 @@ def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> None:
         fitting = [str(n) for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(
             f"{run}: {machines} machines cannot share {world} ranks (stages x replicas) evenly; "
-            f"list {', '.join(fitting)} of them"
+            f"with {world} ranks a hosts file lists {', '.join(fitting)} machines"
         )
 
 

@@ -154,7 +154,7 @@ class Checkpoints:
         if any(name == _EPOCHS for name, *_ in changed):
             why = (
                 ' (train.epochs may change only with train.decay = "none", as it sets the learning '
-                'rates, and not from 1 with kind = "auto")'
+                'rates, and not from 1 where a boundary\'s kind is "auto")'
             )
         raise CheckpointError(
             f"{folder} was made with {told}; change it back{why}, or train without --resume"

@@ -47,6 +47,10 @@ def read_timeline(folder: Path) -> Timeline:
         ValueError: the run has none, or the file is damaged.
     """
     path = folder / FILE_NAME
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder}: no folder; give that of a finished run, such as runs/quickstart"
+        )
     try:
         return Timeline.model_validate_json(path.read_bytes())
     except FileNotFoundError:

@@ -54,6 +54,8 @@ class PipelineConfig(BaseModel):
         stages, cuts = fields.get("stages"), given.get("cuts", ())
         if stages is not None and (type(stages) is not int or stages < 1):
             raise ValueError(f"stages = {stages!r}: give a whole number, 1 or more")
+        if isinstance(cuts, str) and cuts != "auto":
+            raise ValueError(f'cuts = "{cuts}": write a list, as in [1, 2], or "auto"')
         if cuts == "auto":
             if stages is None:
                 raise ValueError('cuts = "auto": how many stages? Add stages, as in stages = 4')

@@ -27,8 +27,9 @@ def doctor(
     ] = None,
     nnodes: Annotated[int, typer.Option(min=1, help="How many hosts; the same on each.")] = 1,
     rdzv: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where they meet: one of them, as for train.")
-    ] = "127.0.0.1:29500",
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where they meet: one of them, as for train."),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="NET.JSON", help="For plan; a picture lies beside it.")
     ] = None,
@@ -43,12 +44,14 @@ def doctor(
     console = Console()
     try:
         config = load_config(config_path, overrides or [])
-        endpoint = parse_endpoint(rdzv)
         if config.world_size % nnodes:
             raise ValueError(
                 f"--nnodes = {nnodes}: {config.world_size} ranks (stages x replicas) cannot be "
                 "shared evenly by that many hosts; change the stages, the replicas or --nnodes"
             )
+        if nnodes > 1 and rdzv is None:
+            raise ValueError(f"--nnodes = {nnodes}: say where they meet: --rdzv host0:29500")
+        endpoint = parse_endpoint(rdzv or "127.0.0.1:29500")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(USAGE_ERROR)

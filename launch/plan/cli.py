@@ -35,9 +35,7 @@ def plan(  # noqa: PLR0913  # one parameter per option
     rate: Annotated[
         str | None, typer.Option(metavar="RATE", help="Of every link instead: 100mbit.")
     ] = None,
-    delay: Annotated[
-        str | None, typer.Option(metavar="TIME", help="One way, with --rate: 20ms.")
-    ] = None,
+    delay: Annotated[str | None, typer.Option(metavar="TIME", help="One way: 20ms.")] = None,
     speeds: Annotated[
         str | None,
         typer.Option(metavar="S0,S1,..", help="Speed of each stage's machine; this one is 1."),

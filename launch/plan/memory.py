@@ -73,17 +73,18 @@ def room(config: RunConfig, position: int) -> int | None:
         ConfigError: it is too small for a single one.
     """
     budget = config.memory.budget
-    per_sample = sum(row_nbytes(config, cut) for cut, _, at in _ends(config) if at == position)
+    per_sample = _per_sample(config, position)
     if budget is None or not per_sample:
         return None
     in_the_making = _batch(config) if config.memory.tier == "ram" else 0
     samples = budget // per_sample - in_the_making
     if samples < 1:
-        least = (in_the_making + 1) * per_sample
+        most = max(_per_sample(config, at) for _, _, at in _ends(config))
         raise ConfigError(
             f"memory.budget = {format_bytes(budget)}: a sample takes {format_bytes(per_sample)} on "
             f"pipeline rank {position}, and {in_the_making} are in the making in each step; use "
-            f"{format_bytes(least)} or more, memory = 8 or 4, or another kind of boundary"
+            f"{_rounded_up((in_the_making + 1) * most)} or more, the boundaries' memory at 8 or 4 "
+            "bits, or another kind of boundary"
         )
     return samples
 
@@ -207,6 +208,17 @@ def _ends(config: RunConfig) -> list[tuple[int, Literal["sender", "receiver"], i
         if ranks[stage] != ranks[stage + 1]:
             found += [(cut, "sender", ranks[stage]), (cut, "receiver", ranks[stage + 1])]
     return found
+
+
+def _per_sample(config: RunConfig, position: int) -> int:
+    """Bytes of one sample at all ends of cuts that a pipeline rank holds."""
+    return sum(row_nbytes(config, cut) for cut, _, at in _ends(config) if at == position)
+
+
+def _rounded_up(nbytes: int) -> str:
+    """Three digits of it, so that it can be written as a size that is no smaller."""
+    step = max(1, 10 ** (len(str(nbytes)) - 3))
+    return format_bytes(math.ceil(nbytes / step) * step)
 
 
 def _batch(config: RunConfig) -> int:

@@ -250,7 +250,11 @@ def test_a_dry_run_prints_commands_that_survive_both_shells(
     ("more", "message"),
     [
         (["--set", "train.lr=-1"], "run.toml: train.lr = -1: use a number greater than 0"),
-        ([], "2 machines cannot share 3 ranks (stages x replicas) evenly; list 1, 3 of them"),
+        (
+            [],
+            "2 machines cannot share 3 ranks (stages x replicas) evenly; "
+            "with 3 ranks a hosts file lists 1, 3 machines",
+        ),
         (["--set", "pipeline.cuts=[2]", "--show", "c"], "'c': no such machine; there are a, b"),
         (["--set", "pipeline.cuts=[2]"], ""),
     ],

@@ -93,6 +93,8 @@ def test_schedules_that_cannot_be_foretold_still_have_a_trace(tmp_path: Path) ->
 
 
 def test_a_run_without_a_timeline_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"run.toml: no folder; give that of a finished run"):
+        read_timeline(tmp_path / "run.toml")
     with pytest.raises(ValueError, match="no timeline"):
         read_timeline(tmp_path)
     (tmp_path / "timeline.json").write_text('{"step": 1}')

@@ -236,6 +236,7 @@ def test_the_folder_of_a_live_run_is_left_alone(
         (["--set", "data.train_sequences=100000"], "train_sequences = 100000"),
         (["--show", "3"], "--show = 3: use a rank below 3, or -1"),
         (["--resume"], "no checkpoints to resume from"),
+        (["--step", "6"], "--step = 6: goes with --resume; add it, or leave out --step"),
     ],
 )
 def test_user_errors_exit_with_2_before_any_rank_starts(

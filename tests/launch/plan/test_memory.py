@@ -74,9 +74,10 @@ def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:
 
 
 def test_a_budget_for_not_even_one_sample_names_what_is_needed() -> None:
-    with pytest.raises(ConfigError, match=r"memory.budget = 1.00 MB: .* use 7.39 MB or more"):
+    with pytest.raises(ConfigError, match=r"memory.budget = 1.00 MB: .* use 14.8 MB or more"):
         room(xl(4, budget="1MB"), 0)
-    assert room(xl(4, budget="7.392MB"), 0) == 1
+    assert room(xl(4, budget="14.8MB"), 0) == 10
+    assert room(xl(4, budget="14.8MB"), 1) == 1  # enough for the rank that needs most
 
 
 def test_cuts_without_memory_take_nothing() -> None:
