@@ -332,7 +332,7 @@ def _offer(folder: Path, part: str | None = None) -> str:
             return (
                 f"{_name(older)} is complete: train --resume --step {older}, export --step {older}"
             )
-    found = ", ".join(str(known) for known in steps(root))
+    found = ", ".join(str(other) for other in steps(root) if other != step)
     return f"{root} holds no older complete step" + (f", but {found}" if found else "")
 
 
