@@ -144,8 +144,8 @@ def finish(root: Path, step: int, *, parts: Iterable[Part], meta: Mapping[str, A
     """
     manifest = Manifest(step, _through_json(meta), tuple(sorted(parts, key=lambda p: p.name)))
     partial, final = partial_folder(root, step), root / _name(step)
-    _check_listed(partial, manifest.parts)
     try:
+        _check_listed(partial, manifest.parts)
         _publish(partial, final, manifest)
     except OSError as error:
         if error.errno not in _OVERTAKEN:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from launch.interfaces import interface_to, interfaces, is_here, parse_endpoint, reachable_address
@@ -101,9 +101,12 @@ def _launch(config: LaunchConfig, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)
+    except RendezvousClosedError:
+        os.write(2, b"error: another machine has ended the run and says why in its own output\n")
+        return 1
     except RendezvousError as error:
         text = f"error: {config.min_nodes} machines did not meet at {config.rdzv_endpoint}: "
-        text += str(error.__cause__ or error).splitlines()[0]
+        text += (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
         os.write(2, f"{text}; `thinpipe doctor` on each says why\n".encode())
         return 1
     except SignalException as stopped:

@@ -289,6 +289,24 @@ def test_hosts_on_one_file_system_may_all_begin_and_finish(tmp_path: Path) -> No
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_a_host_is_overtaken_while_it_looks_for_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = write_part(begin(tmp_path, 40), "stage-0", {"a": 1})
+    looked, scandir = [], os.scandir
+
+    def overtaken(path: Any) -> Any:
+        if not looked:
+            looked.append(path)
+            finish(tmp_path, 40, parts=[part], meta={"host": 0})
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", overtaken)
+    finish(tmp_path, 40, parts=[part], meta={"host": 1})
+    assert looked == [checkpoint.partial_folder(tmp_path, 40)]
+    assert checkpoint.read_manifest(tmp_path / "step-40").meta == {"host": 0}
+
+
 def test_a_second_finish_agrees_only_with_the_same_parts(tmp_path: Path) -> None:
     folder = begin(tmp_path, 40)
     part = write_part(folder, "stage-0", {"a": 1})

@@ -5,8 +5,14 @@ import subprocess
 import sys
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 
-from launch.spawn import keep_freed_memory, threads_per_rank
+from launch import spawn
+from launch.spawn import keep_freed_memory, run_local, threads_per_rank
 
 _FAULTS = """
 import resource, sys, torch
@@ -66,3 +72,25 @@ def test_ranks_leave_a_core_to_messages_where_there_are_enough(
     cores: int, processes: int, threads: int
 ) -> None:
     assert threads_per_rank(cores, processes) == threads
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RendezvousClosedError(), "another machine has ended the run"),
+        (RendezvousTimeoutError(), "RendezvousTimeoutError; `thinpipe doctor` on each says why"),
+    ],
+)
+def test_machines_that_do_not_meet_are_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    error: RendezvousError,
+    said: str,
+) -> None:
+    def launch(*_: object) -> object:
+        raise error
+
+    monkeypatch.setattr(os, "environ", {**os.environ})  # what a launcher sets ends with this test
+    monkeypatch.setattr(spawn, "elastic_launch", lambda *_: launch)
+    assert run_local(["train"], 1) == 1
+    assert said in capfd.readouterr().err
