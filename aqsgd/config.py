@@ -15,15 +15,16 @@ from pipeline.wire.cast import CastFormat
 class MemoryConfig(BaseModel):
     """Where a rank keeps what it remembers of samples, and how much of it.
 
-    `tier = "disk"` keeps rows in a file, in `folder` or by default the run folder. `budget`, as in
-    "2GB" (decimal) or "512MiB", is what all memories of the rank may take, in RAM or on disk; every
+    `tier = "disk"` keeps rows in a file, in `folder` or by default the run folder. Stages on a GPU
+    can keep them there ("device"), or in RAM that copies to it faster ("pinned"). `budget`, as in
+    "2GB" (decimal) or "512MiB", is what all memories of the rank may take, wherever they are; every
     end of a cut holds equally many samples of it, and of two ends the smaller number counts.
     Samples that do not fit are sent like new ones at every visit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tier: Literal["ram", "disk"] = "ram"
+    tier: Literal["ram", "pinned", "device", "disk"] = "ram"
     budget: Annotated[ByteSize, Field(gt=0)] | None = None
     folder: str | None = None
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from aqsgd.change import ChangeCodec, unpacked
-from aqsgd.memory import SampleMemory
+from aqsgd.memory import SampleMemory, Visit
 from pipeline.telemetry import Gauge
 from pipeline.wire.codec import Codec, Noise
+from pipeline.wire.host import brought_to, written_on
 from pipeline.wire.uniform import PackedMemory
 
 CODEC_ID = 32
@@ -75,41 +76,23 @@ class DeltaBoundary:
     def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:
         """Fill `wire` and stage what the receiver will have seen."""
         x_BN = x_BTD.detach().reshape(len(ids_B), -1)
-        numel = x_BN.shape[1]
-        first, known = self._parts(ids_B, wire, numel)
-        if first.rows:
-            seen_BN = torch.empty(len(first.rows), numel)
-            noise = Noise(self._key, step, first.ids_B)
-            self._first_visit.encode(x_BN[first.rows], first.wire_BW, seen_BN, noise=noise)
-            self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
-            if self.gauge.wants(known=False):
-                self.gauge.measure(x_BN[first.rows[:1]], seen_BN[:1])
+        with written_on(x_BN.device, wire) as near:
+            first, known = self._parts(ids_B, near, x_BN.shape[1])
+            seen_BN = self._encode_first(x_BN, first, step)
+            visits = [self._encode_change(x_BN, *place, step) for place in known.one_by_one()]
         self.gauge.count(known=len(known.rows), cold=len(first.rows))
-        for row, id_1, wire_1W in known.one_by_one():
-            visit, noise = self.memory.open(int(id_1), numel), Noise(self._key, step, id_1)
-            finite_1 = self._delta.encode_change_packed(
-                x_BN[row : row + 1], visit.memory, wire_1W, noise=noise
-            )
-            if self.gauge.wants(known=True):
-                self._measure(x_BN[row : row + 1], visit.memory)
-            self.memory.close(visit, wire_1W, keep=bool(finite_1))
+        self._stage(ids_B, wire, seen_BN, visits)
 
     def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
         """Fill `out_BTD` with m + d and stage it."""
         out_BN = out_BTD.view(len(ids_B), -1)
-        numel = out_BN.shape[1]
-        first, known = self._parts(ids_B, wire, numel)
+        first, known = self._parts(ids_B, brought_to(out_BN.device, wire), out_BN.shape[1])
+        seen_BN = torch.empty(len(first.rows), out_BN.shape[1], device=out_BN.device)
         if first.rows:
-            seen_BN = torch.empty(len(first.rows), numel)
             self._first_visit.decode(first.wire_BW, seen_BN)
             out_BN[first.rows] = seen_BN.to(out_BN.dtype)
-            self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
-        for row, id_1, wire_1W in known.one_by_one():
-            visit = self.memory.open(int(id_1), numel)
-            finite_1 = self._delta.decode_change_packed(
-                wire_1W, visit.memory, out_BN[row : row + 1]
-            )
-            self.memory.close(visit, wire_1W, keep=bool(finite_1))
+        visits = [self._decode_change(out_BN, *place) for place in known.one_by_one()]
+        self._stage(ids_B, wire, seen_BN, visits)
 
     def finish_step(self, *, keep: bool) -> None:
         """Commit the step's values to memory, or forget them."""
@@ -125,6 +108,46 @@ class DeltaBoundary:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the memory."""
         self.memory.load_state_dict(state)
+
+    def _encode_first(self, x_BN: Tensor, part: _Part, step: int) -> Tensor:
+        """What the receiver will have seen of samples without history."""
+        seen_BN = torch.empty(len(part.rows), x_BN.shape[1], device=x_BN.device)
+        if part.rows:
+            noise = Noise(self._key, step, part.ids_B)
+            self._first_visit.encode(x_BN[part.rows], part.wire_BW, seen_BN, noise=noise)
+            if self.gauge.wants(known=False):
+                self.gauge.measure(x_BN[part.rows[:1]], seen_BN[:1])
+        return seen_BN
+
+    def _encode_change(
+        self, x_BN: Tensor, row: int, id_1: Tensor, wire_1W: Tensor, step: int
+    ) -> tuple[Visit, Tensor]:
+        """An open visit, and whether its new memory is finite."""
+        x_1N = x_BN[row : row + 1]
+        visit = self.memory.open(int(id_1), x_BN.shape[1], x_BN.device)
+        finite_1 = self._delta.encode_change_packed(
+            x_1N, visit.memory, wire_1W, noise=Noise(self._key, step, id_1)
+        )
+        if self.gauge.wants(known=True):
+            self._measure(x_1N, visit.memory)
+        return visit, finite_1
+
+    def _decode_change(
+        self, out_BN: Tensor, row: int, id_1: Tensor, wire_1W: Tensor
+    ) -> tuple[Visit, Tensor]:
+        visit = self.memory.open(int(id_1), out_BN.shape[1], out_BN.device)
+        out_1N = out_BN[row : row + 1]
+        return visit, self._delta.decode_change_packed(wire_1W, visit.memory, out_1N)
+
+    def _stage(
+        self, ids_B: Tensor, wire: Tensor, seen_BN: Tensor, visits: list[tuple[Visit, Tensor]]
+    ) -> None:
+        """Hand to memory what a microbatch brought, with the bytes it travelled as."""
+        first, known = self._parts(ids_B, wire, seen_BN.shape[1])
+        if first.rows:
+            self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
+        for (visit, finite_1), wire_W in zip(visits, known.wire_BW, strict=True):
+            self.memory.close(visit, wire_W, keep=bool(finite_1))
 
     def _measure(self, x_1N: Tensor, memory: PackedMemory) -> None:
         old_1N, fresh_1N = (

@@ -29,6 +29,7 @@ from torch import Tensor
 from aqsgd.store import RamStore, Store
 from pipeline.wire.codec import Codec
 from pipeline.wire.header import crc32
+from pipeline.wire.host import brought_to
 from pipeline.wire.uniform import PackedMemory
 
 _log = logging.getLogger(__name__)
@@ -40,10 +41,11 @@ _HISTORY = struct.Struct("<qIQ")
 
 
 class Visit(NamedTuple):
-    """A known sample in a step: its old bytes, and room for its new ones."""
+    """A known sample in a step: its old bytes, room for its new ones, and where these will stay."""
 
     sample: int
     memory: PackedMemory
+    home: Tensor
 
 
 class _History(NamedTuple):
@@ -120,35 +122,38 @@ class SampleMemory:
         Raises:
             ValueError: a sample was of another size when it was seen: its content has changed.
         """
-        rows = [self._row(sample, numel) for sample in ids_B.tolist()]
+        rows = [self._row(sample, numel).cpu() for sample in ids_B.tolist()]
         out_BN = torch.empty(len(rows), numel)
         if rows:
             self._codec.decode(torch.stack(rows), out_BN)
         return out_BN
 
-    def open(self, sample: int, numel: int) -> Visit:
+    def open(self, sample: int, numel: int, device: torch.device) -> Visit:
         """The old bytes of a known sample, and room for the new ones; ends with `close`.
+
+        Both are where `device` codes them.
 
         Raises:
             ValueError: the sample was of another size when it was seen.
         """
-        old_1W = self._row(sample, numel).unsqueeze(0)
-        fresh_1W = self._store.empty_row(old_1W.shape[1]).unsqueeze(0)
-        return Visit(sample, PackedMemory(self._codec, old_1W, fresh_1W))
+        old = brought_to(device, self._row(sample, numel))
+        home = self._store.empty_row(old.numel())
+        fresh = _written(home, device)
+        return Visit(sample, PackedMemory(self._codec, old[None], fresh[None]), home)
 
     def close(self, visit: Visit, wire: Tensor, *, keep: bool) -> None:
         """Stage what was written to `visit.memory.fresh_BW`, or forget it if it is not finite.
 
-        `wire` is what the sample was sent as.
+        `wire` (host) is what the sample was sent as.
         """
-        row = visit.memory.fresh_BW[0]
         if not keep:
-            self._store.give_back(row)
+            self._store.give_back(visit.home)
             return
-        self._staged[visit.sample] = self._histories[visit.sample].after(wire), row
+        _settle(visit.memory.fresh_BW[0], visit.home)
+        self._staged[visit.sample] = self._histories[visit.sample].after(wire), visit.home
 
     def stage(self, ids_B: Tensor, values_BN: Tensor, wire_BW: Tensor) -> None:
-        """Keep first values aside until `commit`, with what they were sent as.
+        """Keep first values aside until `commit`, with what they were sent as (host).
 
         A row that is not finite is not kept: both ends see it alike, and the sample's next visit
         is a first visit.
@@ -156,12 +161,17 @@ class SampleMemory:
         nbytes = self._fixed_nbytes(values_BN.shape[1], int(ids_B[0]))
         if self._limit is not None and len(self._histories) >= self._limit:
             return
-        finite = torch.isfinite(values_BN).all(1).tolist()
-        for i, sample in enumerate(ids_B.tolist()):
-            if finite[i]:
-                row = self._store.empty_row(nbytes)
-                self._codec.encode(values_BN[i : i + 1], row.unsqueeze(0), noise=None)
-                self._staged[sample] = _UNSEEN.after(wire_BW[i]), row
+        finite_B = torch.isfinite(values_BN).all(1)
+        homes = [self._store.empty_row(nbytes) for _ in values_BN]
+        for i, home in enumerate(homes):
+            row = _written(home, values_BN.device)
+            self._codec.encode(values_BN[i : i + 1], row[None], noise=None)
+            _settle(row, home)
+        for i, (sample, finite) in enumerate(zip(ids_B.tolist(), finite_B.tolist(), strict=True)):
+            if finite:
+                self._staged[sample] = _UNSEEN.after(wire_BW[i]), homes[i]
+            else:
+                self._store.give_back(homes[i])
 
     def commit(self) -> None:
         """Make staged rows the memory, as far as there is room."""
@@ -187,7 +197,7 @@ class SampleMemory:
         hasher = hashlib.sha256()
         for sample, history in sorted(self._histories.items()):
             hasher.update(_HISTORY.pack(sample, history.chain, history.generation))
-            hasher.update(self._store.row(sample).numpy().data)
+            hasher.update(self._store.row(sample).cpu().numpy().data)
         return hasher.hexdigest()
 
     def release(self) -> None:
@@ -267,6 +277,17 @@ class SampleMemory:
                 "them one length; pad short ones"
             )
         return nbytes
+
+
+def _written(home: Tensor, device: torch.device) -> Tensor:
+    """Where `device` can write what is to be in `home`: there, or in a row of its own."""
+    return home if home.device == device else torch.empty_like(home, device=device)
+
+
+def _settle(row: Tensor, home: Tensor) -> None:
+    """Bring home what was written."""
+    if row is not home:
+        home.copy_(row)
 
 
 def _place(entry: tuple[int, ...]) -> int:

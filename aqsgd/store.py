@@ -1,4 +1,4 @@
-"""Where rows of stored bytes are kept: the `Store` contract, and the tier in RAM.
+"""Where rows of stored bytes are kept: the `Store` contract, and the tiers in memory.
 
 A step asks for rows it announced the step before (`prefetch`), and puts new ones at its end, all
 from one thread. Rows lent by `row` are never written to: a new value comes in a row of its own.
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from pipeline.wire.header import crc32
+
+_PIECE_NBYTES = 256 * 2**20
+"""Pinned memory is had in powers of two, so rows share a piece of it."""
 
 
 class LostRowError(RuntimeError):
@@ -56,7 +59,7 @@ class Store(Protocol):
         """The rows lent so far are done with; those prefetched are the next to be asked for."""
 
     def pack(self, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """All rows end to end, and each sample's place and CRC-32 (int64; -1: lost).
+        """All rows end to end in host memory, each sample's place and CRC-32 (int64; -1: lost).
 
         Valid until the next step.
         """
@@ -66,9 +69,16 @@ class Store(Protocol):
 
 
 class RamStore:
-    """Rows in this process's memory; the rows that others replaced are filled again."""
+    """Rows in memory; those that others replaced are filled again."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
+        *,
+        pinned: bool = False,
+    ) -> None:
+        """The memory is that of `device`; host memory can be pinned, for copies to a GPU."""
+        self._device, self._pinned = device, pinned
         self._rows: dict[int, Tensor] = {}
         self._spare: list[Tensor] = []
 
@@ -82,7 +92,12 @@ class RamStore:
             row = self._spare.pop()
             if row.numel() == nbytes:
                 return row
-        return torch.empty(nbytes, dtype=torch.uint8)
+        if not self._pinned:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        rows = max(1, _PIECE_NBYTES // nbytes)
+        piece = torch.empty(rows, nbytes, dtype=torch.uint8, pin_memory=True)
+        self._spare.extend(piece.unbind())
+        return self._spare.pop()
 
     def give_back(self, row: Tensor) -> None:
         """Keep it for the next `empty_row`."""
@@ -115,9 +130,11 @@ class RamStore:
     def pack(self, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """A copy of all rows, in the order of `samples`."""
         rows = [self._rows[sample] for sample in samples]
-        packed = torch.cat(rows) if rows else torch.empty(0, dtype=torch.uint8)
-        crcs = torch.tensor([crc32(row) for row in rows], dtype=torch.int64)
-        return packed, torch.arange(len(samples)), crcs
+        packed = torch.empty(len(rows), rows[0].numel() if rows else 0, dtype=torch.uint8)
+        for place, row in zip(packed, rows, strict=True):
+            place.copy_(row)
+        crcs = torch.tensor([crc32(place) for place in packed], dtype=torch.int64)
+        return packed.flatten(), torch.arange(len(samples)), crcs
 
     def close(self) -> None:
         """Nothing: rows go with this object."""

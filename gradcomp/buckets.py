@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 BUCKET_NBYTES = 25_000_000
@@ -40,6 +41,11 @@ def make_buckets(
         groups[-1].append(parameter)
         size += parameter.nbytes
     return tuple(Bucket(index, tuple(group)) for index, group in enumerate(groups))
+
+
+def device_of(parameters: Sequence[nn.Parameter]) -> torch.device:
+    """Where they all are; the CPU if there are none."""
+    return parameters[0].device if parameters else torch.device("cpu")
 
 
 class Readiness:

@@ -21,13 +21,14 @@ from torch import Tensor
 from gradcomp.peers import Peers
 from pipeline.wire.codec import Codec
 from pipeline.wire.header import HEADER_NBYTES, DesyncError, Header, coding_and_length
+from pipeline.wire.host import brought_to, host_bytes, written_on
 from pipeline.wire.sparse import SparseCodec
 
 _TO_SERVER, _FROM_SERVER = 0, 1
 
 
 class Compressor(Protocol):
-    """Turns a vector into a message of at most `capacity` bytes, and back."""
+    """Turns a vector, on any device, into a message of at most `capacity` bytes, and back."""
 
     @property
     def codec_id(self) -> int:
@@ -41,7 +42,7 @@ class Compressor(Protocol):
         """Most bytes a message of `numel` values can take."""
 
     def encode(self, x_n: Tensor, wire: Tensor, seen_n: Tensor) -> int:
-        """Write the message, return its length; `seen_n` is what the peer will decode."""
+        """Write the message (host), return its length; `seen_n` is what the peer will decode."""
 
     def decode(self, wire: Tensor, out_n: Tensor) -> None:
         """Write the values of a message."""
@@ -69,12 +70,13 @@ class OneRow:
 
     def encode(self, x_n: Tensor, wire: Tensor, seen_n: Tensor) -> int:
         """Write the message, return its length."""
-        self.codec.encode(x_n[None], wire[None], seen_n[None], noise=None)
+        with written_on(x_n.device, wire) as near:
+            self.codec.encode(x_n[None], near[None], seen_n[None], noise=None)
         return wire.numel()
 
     def decode(self, wire: Tensor, out_n: Tensor) -> None:
         """Write the values of a message."""
-        self.codec.decode(wire[None], out_n[None])
+        self.codec.decode(brought_to(out_n.device, wire)[None], out_n[None])
 
 
 @dataclass(frozen=True)
@@ -210,9 +212,8 @@ class _Frames:
 
     def pack(self, x_n: Tensor, seen_n: Tensor, phase: int, sender: int) -> Tensor:
         """Message with header and payload; an empty vector has no payload."""
-        message = torch.empty(
-            HEADER_NBYTES + self.compressor.capacity(x_n.numel()), dtype=torch.uint8
-        )
+        longest = HEADER_NBYTES + self.compressor.capacity(x_n.numel())
+        message = host_bytes(longest, x_n.device)
         length = 0
         if x_n.numel():
             length = self.compressor.encode(x_n, message[HEADER_NBYTES:], seen_n)

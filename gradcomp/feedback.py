@@ -22,7 +22,7 @@ class Residuals:
     def add_to(self, name: str, x_N: Tensor) -> Tensor:
         """Add to `x_N`, in place, what was left out before."""
         if name in self._kept:
-            x_N += self._kept[name]
+            x_N += self._kept[name].to(x_N.device)  # restored ones are in host memory
         return x_N
 
     def leave(self, name: str, rest_N: Tensor) -> None:

@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradcomp.buckets import Bucket, Readiness, make_buckets
+from gradcomp.buckets import Bucket, Readiness, device_of, make_buckets
 from gradcomp.exchange import Place
 from gradcomp.peers import Peers
+from pipeline.wire.lane import Lane, Moment
 from pipeline.wire.worker import Worker
 
 
@@ -53,7 +54,8 @@ class GradientSync:
     ) -> None:
         """`nbytes` is the size of a bucket, in the parameters' own dtype."""
         self._peers, self._reducer, self._worker = peers, reducer, Worker("gradcomp")
-        self._waiting: list[tuple[Bucket, Future[Tensor]]] = []
+        self._lane = Lane(device_of(parameters))
+        self._waiting: list[tuple[Bucket, Future[tuple[Tensor, Moment]]]] = []
         self._step = 0
         backward_order = list(reversed(parameters))
         buckets = make_buckets(backward_order, nbytes) if peers.size > 1 else ()
@@ -71,7 +73,9 @@ class GradientSync:
     def before_step(self) -> None:
         """Wait for the sums and put them in the gradients' place."""
         self._readiness.finish()
-        sums = [(bucket, future.result()) for bucket, future in self._waiting]
+        sums = [
+            (bucket, self._lane.hand_over(*future.result())) for bucket, future in self._waiting
+        ]
         self._waiting.clear()  # not after a failure: the next call fails alike
         self._step += 1
         for bucket, flat_N in sums:
@@ -102,10 +106,14 @@ class GradientSync:
             if parameter.grad is None:  # not used on this replica
                 parameter.grad = torch.zeros_like(parameter)
         place = Place(self._step, bucket.index)
-        reducer = self._reducer  # the thread must not keep the sync itself alive
+        # the thread must not keep the sync itself alive
+        reducer, lane, computed = self._reducer, self._lane, self._lane.now()
 
-        def reduce() -> Tensor:
-            gradients = [p.grad.flatten().float() for p in bucket.parameters if p.grad is not None]
-            return reducer.reduce(bucket, torch.cat(gradients), place)
+        def reduce() -> tuple[Tensor, Moment]:
+            with lane.after(computed):
+                gradients = [
+                    p.grad.flatten().float() for p in bucket.parameters if p.grad is not None
+                ]
+                return reducer.reduce(bucket, torch.cat(gradients), place), lane.now()
 
         self._waiting.append((bucket, self._worker.submit(reduce)))

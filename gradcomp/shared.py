@@ -37,7 +37,7 @@ class SharedBucket:
 
     def digest(self) -> int:
         """CRC-32 of the global copy."""
-        return crc32(self.global_N)
+        return crc32(self.global_N.cpu())
 
     def check_storage(self) -> None:
         """Notice parameters that were given other storage, which would no longer be exchanged.

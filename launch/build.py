@@ -85,7 +85,7 @@ def build(
             modules[stage],
             stage,
             config.pipeline.stages,
-            channels=_channels(config, wiring, stage, run_id=run_id),
+            channels=_channels(config, wiring, stage, run_id=run_id, device=device),
             group=mesh.forward,
             device=device,
         )
@@ -258,8 +258,10 @@ def _link_rates(
     return rates
 
 
-def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> Channels:
-    make = _ChannelMaker(config, wiring, stage, run_id)
+def _channels(
+    config: RunConfig, wiring: Wiring, stage: int, *, run_id: int, device: torch.device
+) -> Channels:
+    make = _ChannelMaker(config, wiring, stage, run_id, device)
     return Channels(
         activations_in=make(stage - 1, stage, FORWARD),
         activations_out=make(stage, stage + 1, FORWARD),
@@ -274,6 +276,7 @@ class _ChannelMaker:
     wiring: Wiring
     stage: int
     run_id: int
+    device: torch.device
 
     def __call__(self, upper: int, lower: int, direction: int) -> Channel | None:
         """End of the cut between stages `upper` and `lower`; None without a link there."""
@@ -297,14 +300,17 @@ class _ChannelMaker:
                 room=room(self.config, self._position()),
             ),
             run_id=self.run_id,
+            device=self.device,
             coding="none" if isinstance(spec, RawConfig) else spec.coding,
             link_rate=self.wiring.rates.get((upper, direction), math.inf),
             ladder=_ladder(spec),
         )
 
     def _store(self, cut: int) -> Store:
-        if self.config.memory.tier == "ram":
-            return RamStore()
+        tier = self.config.memory.tier
+        if tier != "disk":
+            at = self.device if tier == "device" else torch.device("cpu")
+            return RamStore(at, pinned=tier == "pinned")
         folder = memory_folder(self.config)
         try:
             return DiskStore(RowFile(folder, row_nbytes(self.config, cut)))
@@ -343,6 +349,7 @@ class _GroupLinks:
             peer=self.ranks[peer],
             channel=lower,
             name=name,
+            device=choose_device(self.config.pipeline.device),
         )
 
 

@@ -181,6 +181,7 @@ def saved_so_far(config: RunConfig) -> str:
 
 
 def _collect(built: Built) -> dict[str, Any]:
+    device = built.stages[0].device
     return {
         "model": {str(s.stage_index): module_of(s).state_dict() for s in built.stages},
         "global_model": _global_model(built),
@@ -195,6 +196,7 @@ def _collect(built: Built) -> dict[str, Any]:
             for channel in stage.channels.all()
         },
         "rng": torch.random.get_rng_state(),
+        "gpu_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
 
 
@@ -225,6 +227,9 @@ def _distribute(built: Built, state: Mapping[str, Any]) -> None:
     built.engine.load_state_dict(state["engine"])
     built.sync.load_state_dict(state["sync"])
     torch.random.set_rng_state(state["rng"])
+    device = built.stages[0].device
+    if device.type == "cuda" and state["gpu_rng"] is not None:
+        torch.cuda.set_rng_state(state["gpu_rng"], device)
 
 
 def _cuts(facts: Mapping[str, Any]) -> set[int]:

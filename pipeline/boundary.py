@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeline.telemetry import Gauge
 from pipeline.wire.cast import Cast, CastFormat
 from pipeline.wire.codec import Codec, Noise
+from pipeline.wire.host import brought_to, written_on
 
 
 class Memory(Protocol):
@@ -74,10 +75,13 @@ class Boundary(Protocol):
         """The most that `nbytes` can be for this shape, whatever was remembered."""
 
     def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:
-        """Fill `wire` (uint8, `nbytes` long)."""
+        """Fill `wire` (uint8 in host memory, `nbytes` long), from whichever device `x_BTD` is on.
+
+        What was queued there is done when it returns.
+        """
 
     def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
-        """Fill `out_BTD` with what the peer sent."""
+        """Fill `out_BTD`, on whichever device, with what the peer sent; may only queue that."""
 
     def finish_step(self, *, keep: bool) -> None:
         """End the step: keep what it learned, or forget it."""
@@ -123,18 +127,21 @@ class Stateless:
         """Fill `wire`; noise is keyed by step and sample."""
         noise = Noise(self.key, step, ids_B)
         rows = x_BTD.shape[0]
-        x_BN, wire_BW = x_BTD.detach().reshape(rows, -1), wire.view(rows, -1)
-        self.codec.encode(x_BN, wire_BW, noise=noise)
+        x_BN = x_BTD.detach().reshape(rows, -1)
         self.gauge.count(known=0, cold=rows)
-        if rows and self.gauge.wants(known=False):
-            decoded_1N = torch.empty(1, x_BN.shape[1], device=x_BN.device)
-            self.codec.decode(wire_BW[:1], decoded_1N)
-            self.gauge.measure(x_BN[:1], decoded_1N)
+        with written_on(x_BN.device, wire) as near:
+            wire_BW = near.view(rows, -1)
+            self.codec.encode(x_BN, wire_BW, noise=noise)
+            if rows and self.gauge.wants(known=False):
+                decoded_1N = torch.empty(1, x_BN.shape[1], device=x_BN.device)
+                self.codec.decode(wire_BW[:1], decoded_1N)
+                self.gauge.measure(x_BN[:1], decoded_1N)
 
     def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
         """Fill `out_BTD`."""
         rows = out_BTD.shape[0]
-        self.codec.decode(wire.view(rows, -1), out_BTD.view(rows, -1))
+        near = brought_to(out_BTD.device, wire)
+        self.codec.decode(near.view(rows, -1), out_BTD.view(rows, -1))
 
     def finish_step(self, *, keep: bool) -> None:
         """Nothing was learned."""

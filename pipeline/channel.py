@@ -13,6 +13,7 @@ from pipeline.boundary import Boundary, Memory
 from pipeline.link import Link
 from pipeline.wire.entropy import CODING_IDS, Coder, Coding, expand
 from pipeline.wire.header import HEADER_NBYTES, Header, coding_and_length, crc32
+from pipeline.wire.host import host_bytes
 
 FORWARD, BACKWARD = 0, 1
 
@@ -32,7 +33,8 @@ class Traffic:
 class Channel:
     """Sends or receives the microbatches of one direction of the cut before layer `cut`.
 
-    `boundaries` holds one boundary per mode it can run in; receivers get tensors of `dtype`.
+    `boundaries` holds one boundary per mode it can run in. Values are coded on `device`, where
+    receivers get tensors of `dtype`.
     Payloads are entropy-coded by `coding` where that makes them shorter, except in plain
     evaluation; "auto" does so where it is quicker at `link_rate` (bytes per second). From `level` 1
     on, which both ends set between two steps, training goes through a boundary of `ladder` instead.
@@ -44,6 +46,7 @@ class Channel:
     link: Link
     boundaries: Mapping[Mode, Boundary]
     run_id: int
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
     dtype: torch.dtype = torch.float32
     coding: Coding = "none"
     link_rate: float = math.inf
@@ -73,7 +76,7 @@ class Channel:
     def send(self, microbatch: int, x_BTD: Tensor, ids_B: Tensor) -> None:
         """Encode and send; returns before the bytes are gone."""
         length = self._boundary.nbytes(x_BTD.shape, ids_B)
-        message = torch.empty(HEADER_NBYTES + length, dtype=torch.uint8)
+        message = host_bytes(HEADER_NBYTES + length, self.device)
         self._boundary.encode(x_BTD, ids_B, message[HEADER_NBYTES:], step=self._step)
         coding, message = self._shorten(message)
         length = message.numel() - HEADER_NBYTES
@@ -99,9 +102,9 @@ class Channel:
         self._header(microbatch, ids_B, length, coding).check(message)
         payload = message[HEADER_NBYTES:]
         if coding:
-            payload = torch.empty(nbytes, dtype=torch.uint8)
+            payload = host_bytes(nbytes, self.device)
             expand(message[HEADER_NBYTES:], payload)
-        out_BTD = torch.empty(shape_BTD, dtype=self.dtype)
+        out_BTD = torch.empty(shape_BTD, dtype=self.dtype, device=self.device)
         self._boundary.decode(payload, ids_B, out_BTD)
         return out_BTD
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeline.channel import Channel
 from pipeline.samples import Samples
-from pipeline.staging import Moment, Staging
+from pipeline.wire.lane import Lane, Moment
 from pipeline.wire.worker import Worker
 
 _AHEAD = 2
@@ -80,9 +80,8 @@ class Alarm:
 class Sender:
     """Encodes and sends the microbatches of a pass."""
 
-    def __init__(self, channel: Channel, record: Record, device: torch.device) -> None:
-        """Tensors come from `device`."""
-        self._channel, self._record, self._staging = channel, record, Staging(device)
+    def __init__(self, channel: Channel, record: Record) -> None:
+        self._channel, self._record, self._lane = channel, record, Lane(channel.device)
         self._worker = _worker(channel, "send")
         self._alarm = Alarm()
         self._microbatches: Sequence[Microbatch] = ()
@@ -98,7 +97,7 @@ class Sender:
         Raises what an earlier message raised.
         """
         # the schedule may detach its own in place
-        job = partial(self._send, m, x_BTD.detach(), self._staging.now())
+        job = partial(self._send, m, x_BTD.detach(), self._lane.now())
         if self._worker is None:
             job()
             return
@@ -111,18 +110,19 @@ class Sender:
             self._alarm.wait_for(self._last)
 
     def _send(self, m: int, x_BTD: Tensor, computed: Moment) -> None:
-        x_BTD = self._staging.to_host(x_BTD, computed)
-        start = time.perf_counter()
-        self._channel.send(m, x_BTD, self._microbatches[m].samples.ids_B)
-        self._record("encode", m, start, time.perf_counter())
+        if computed is not None:
+            computed.synchronize()  # so that what is recorded is the codec's time
+        with self._lane.after(None):
+            start = time.perf_counter()
+            self._channel.send(m, x_BTD, self._microbatches[m].samples.ids_B)
+            self._record("encode", m, start, time.perf_counter())
 
 
 class Receiver:
     """Takes, checks and decodes the microbatches of a pass."""
 
-    def __init__(self, channel: Channel, record: Record, device: torch.device) -> None:
-        """Decoded values go to `device`."""
-        self._channel, self._record, self._staging = channel, record, Staging(device)
+    def __init__(self, channel: Channel, record: Record) -> None:
+        self._channel, self._record, self._lane = channel, record, Lane(channel.device)
         self._worker = _worker(channel, "receive")
         self._alarm = Alarm()
         self._microbatches: Sequence[Microbatch] = ()
@@ -150,13 +150,13 @@ class Receiver:
             LinkError, DesyncError, CodingError: as `Channel.receive`, from any courier of the rank.
         """
         if self._worker is None:
-            return self._staging.use(*self._take(m))
+            return self._lane.hand_over(*self._take(m))
         while self._coming and len(self._jobs) <= _AHEAD:
             self._decode_next(self._worker)
         start = time.perf_counter()
         x_BTD, there = self._alarm.wait_for(self._jobs.pop(m))
         self._record("wait", m, start, time.perf_counter())
-        return self._staging.use(x_BTD, there)
+        return self._lane.hand_over(x_BTD, there)
 
     def _decode_next(self, worker: Worker) -> None:
         m = self._coming.popleft()
@@ -165,12 +165,14 @@ class Receiver:
     def _take(self, m: int) -> tuple[Tensor, Moment]:
         start = time.perf_counter()
         known = self._microbatches[m]
-        x_BTD = self._channel.receive(m, known.shape_BTD, known.samples.ids_B)
+        with self._lane.after(None):
+            x_BTD = self._channel.receive(m, known.shape_BTD, known.samples.ids_B)
+            there = self._lane.now()
         arrived = self._channel.arrived_s
         if self._worker is None:
             self._record("wait", m, start, arrived)
         self._record("decode", m, arrived, time.perf_counter())
-        return self._staging.to_device(x_BTD)
+        return x_BTD, there
 
 
 def _worker(channel: Channel, what: str) -> Worker | None:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.wire.host import host_bytes
+
 MAX_MICROBATCHES = 4096
 
 
@@ -63,13 +65,14 @@ class GroupLink:
     """A link over a torch process group with tags (gloo).
 
     `channel` must differ between links that share a group and a pair of ranks. `name` is how error
-    messages call the edge.
+    messages call the edge, `device` where messages are decoded.
     """
 
     group: dist.ProcessGroup
     peer: int
     channel: int
     name: str
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
     in_turns: ClassVar[bool] = False
     _pass: int = -1
     _expected: dict[int, tuple[dist.Work, Tensor]] = field(default_factory=dict)
@@ -85,7 +88,7 @@ class GroupLink:
 
     def expect(self, slot: int, nbytes: int) -> None:
         """Post the receive of a message."""
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        buffer = host_bytes(nbytes, self.device)
         work = dist.irecv(buffer, group=self.group, group_src=self.peer, tag=self._tag(slot))
         assert work is not None
         self._expected[slot] = (work, buffer)

@@ -166,10 +166,10 @@ class CompressedStage(_PipelineStageBase):
         return taken
 
     def _receiver(self, channel: Channel | None) -> Receiver | None:
-        return None if channel is None else Receiver(channel, self._note, self.device)
+        return None if channel is None else Receiver(channel, self._note)
 
     def _sender(self, channel: Channel | None) -> Sender | None:
-        return None if channel is None else Sender(channel, self._note, self.device)
+        return None if channel is None else Sender(channel, self._note)
 
     def _senders(self) -> list[Sender]:
         both = (self._activations_out, self._gradients_out)

@@ -34,7 +34,7 @@ import torch
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from gradcomp.buckets import make_buckets
+from gradcomp.buckets import device_of, make_buckets
 from gradcomp.budget import Budget, Choice
 from gradcomp.exchange import OneRow, Place, Sparse, reduce_sharded
 from gradcomp.gradients import GradientSync
@@ -43,6 +43,7 @@ from gradcomp.options import ExchangeOptions
 from gradcomp.peers import Peers
 from gradcomp.shared import SharedBucket
 from pipeline.wire.cast import Cast
+from pipeline.wire.lane import Lane, Moment
 from pipeline.wire.sparse import SparseCodec
 from pipeline.wire.subset import Subset, exact_fraction, random_subset
 from pipeline.wire.worker import Worker
@@ -113,7 +114,7 @@ class Cocktail:
         nbytes = config.bucket_nbytes
         buckets = make_buckets(parameters, nbytes) if peers.size > 1 else ()
         self._buckets = [SharedBucket(bucket) for bucket in buckets]
-        self._shards = [_shards(bucket.local_N.numel(), peers) for bucket in self._buckets]
+        self._shards = [_shards(bucket.local_N, peers) for bucket in self._buckets]
         warmup = AllReduce(peers, OneRow(Cast("fp32")))
         self._warmup = GradientSync(
             parameters if config.warmup_steps else (), peers, warmup, nbytes
@@ -121,8 +122,8 @@ class Cocktail:
         start = Choice(config.subset, config.topk, config.bits)
         self._budget = Budget(peers, start, sum(b.local_N.numel() for b in self._buckets))
         self._launched_s = 0.0
-        self._worker = Worker("gradcomp")
-        self._pending: Future[list[_Update]] | None = None
+        self._worker, self._lane = Worker("gradcomp"), Lane(device_of(self._parameters))
+        self._pending: Future[tuple[list[_Update], Moment]] | None = None
         self._owed = False  # an exchange that a restored run has to start again
         self._captured = False
         self._steps, self._exchanges = 0, 0
@@ -226,16 +227,18 @@ class Cocktail:
         for bucket in self._buckets:
             bucket.check_storage()
         self._launched_s = time.perf_counter()
-        self._pending = self._worker.submit(partial(self._exchange_all, self._exchanges))
+        job = partial(self._exchange_all, self._exchanges, self._lane.now())
+        self._pending = self._worker.submit(job)
 
-    def _exchange_all(self, number: int) -> list[_Update]:
+    def _exchange_all(self, number: int, moved: Moment) -> tuple[list[_Update], Moment]:
         if self._config.budget == "auto" and number % _AGREE_EVERY == 0:
             self._budget.agree(number)
-        with self._budget.measuring():
-            return [
+        with self._budget.measuring(), self._lane.after(moved):
+            updates = [
                 self._exchange(bucket, shards, number)
                 for bucket, shards in zip(self._buckets, self._shards, strict=True)
             ]
+            return updates, self._lane.now()
 
     def _exchange(self, bucket: SharedBucket, shards: Sequence[_Shard], number: int) -> _Update:
         """Steps 1 and 2 of a bucket, on the communication thread; changes nothing."""
@@ -269,7 +272,9 @@ class Cocktail:
         if self._pending is None:
             return
         self._budget.slot(time.perf_counter() - self._launched_s)
-        updates = self._pending.result()
+        updates, there = self._pending.result()
+        # the memory of updates is used again by the next exchange, which waits for what is queued
+        self._lane.wait(there)
         self._pending = None
         self._exchanges += 1
         with torch.no_grad():
@@ -282,19 +287,19 @@ class Cocktail:
                 update.subsets[self._peers.rank].scatter(update.left_n, own_error_n)
 
 
-def _shards(numel: int, peers: Peers) -> list[_Shard]:
-    sizes = [len(part) for part in torch.empty(numel, device="meta").tensor_split(peers.size)]
+def _shards(local_N: Tensor, peers: Peers) -> list[_Shard]:
     shards, start = [], 0
-    for server, size in enumerate(sizes):
-        error_n = torch.zeros(size) if server == peers.rank else None
-        shards.append(_Shard(slice(start, start + size), error_n))
-        start += size
+    for server, part_n in enumerate(local_N.tensor_split(peers.size)):
+        own = server == peers.rank
+        error_n = torch.zeros_like(part_n, dtype=torch.float32) if own else None
+        shards.append(_Shard(slice(start, start + len(part_n)), error_n))
+        start += len(part_n)
     return shards
 
 
 def _gathered(subset: Subset, x_n: Tensor) -> Tensor:
     """Values of the subset, in fp32."""
-    out_n = torch.empty(subset.size)
+    out_n = torch.empty(subset.size, device=x_n.device)
     subset.gather(x_n, out_n)
     return out_n
 

@@ -59,7 +59,7 @@ class PowerSGD:
             shape = (len(parameter), -1) if parameter.dim() > 1 else (1, -1)
             group = matrices if self._pays(parts[0].view(shape)) else plain
             group.append((f"{bucket.index}.{index}", [part.view(shape) for part in parts]))
-        P = [target @ self._start(name, target.shape[1]) for name, (target, _, _) in matrices]
+        P = [target @ self._start(name, target) for name, (target, _, _) in matrices]
         places = (Place(2 * place.step, place.bucket), Place(2 * place.step + 1, place.bucket))
         sums = self._sum([*P, *(target for _, (target, _, _) in plain)], places[0])
         P = [torch.linalg.qr(total)[0] for total in sums[: len(matrices)]]
@@ -94,12 +94,13 @@ class PowerSGD:
         n, m = matrix.shape
         return 2 * self._config.rank * (n + m) <= n * m
 
-    def _start(self, name: str, columns: int) -> Tensor:
+    def _start(self, name: str, target: Tensor) -> Tensor:
         """Q of the last step, or the same random one on all replicas."""
-        if name in self._Q:
-            return self._Q[name]
-        generator = torch.Generator().manual_seed(self._config.seed)
-        return torch.randn(columns, self._config.rank, generator=generator)
+        Q = self._Q.get(name)
+        if Q is None:
+            generator = torch.Generator().manual_seed(self._config.seed)
+            Q = torch.randn(target.shape[1], self._config.rank, generator=generator)
+        return Q.to(target.device)
 
     def _sum(self, tensors: Sequence[Tensor], place: Place) -> list[Tensor]:
         """Sum each over the replicas."""

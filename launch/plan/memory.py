@@ -6,7 +6,7 @@ ends of a cut the one with less room counts. In RAM, the rows that a step makes 
 
 import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,6 +17,7 @@ from rich.table import Table
 from aqsgd.config import AqsgdConfig
 from launch.config import RunConfig
 from launch.config_file import ConfigError
+from launch.device import free_gpu_memory, gpu_count
 from launch.machine import free_memory
 from launch.metrics import format_bytes
 from pipeline.config import build_codec
@@ -47,14 +48,17 @@ class End:
 class Needs:
     """Bytes that memories take on one host, beside those that are free there.
 
-    A checkpoint packs the `rows`, if they are in RAM, into one more copy, which `ram` includes.
+    A checkpoint packs the `rows`, if they are in RAM or on a GPU, into one more copy, which `ram`
+    includes. `device` is for the GPU that most of it falls to.
     """
 
     rows: int
     ram: int
     disk: int
+    device: int
     ram_free: int | None
     disk_free: int
+    device_free: int | None
 
 
 def row_nbytes(config: RunConfig, cut: int) -> int:
@@ -76,7 +80,7 @@ def room(config: RunConfig, position: int) -> int | None:
     per_sample = _per_sample(config, position)
     if budget is None or not per_sample:
         return None
-    in_the_making = _batch(config) if config.memory.tier == "ram" else 0
+    in_the_making = 0 if config.memory.tier == "disk" else _batch(config)
     samples = budget // per_sample - in_the_making
     if samples < 1:
         most = max(_per_sample(config, at) for _, _, at in _ends(config))
@@ -109,18 +113,33 @@ def plan_memory(config: RunConfig, sequences: int) -> list[End]:
 
 def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs:
     """What the memories of these ranks, all on this host, take of it."""
-    per_rank = config.pipeline.pipeline_ranks
-    here = [end for rank in ranks for end in ends if end.position == rank % per_rank]
-    rows = sum(end.nbytes for end in here)
-    batch = _batch(config) * sum(end.row_nbytes for end in here)
-    on_disk = config.memory.tier == "disk"
+    rows, making = [], []
+    for rank in ranks:
+        here = [end for end in ends if end.position == rank % config.pipeline.pipeline_ranks]
+        rows.append(sum(end.nbytes for end in here))
+        making.append(_batch(config) * sum(end.row_nbytes for end in here))
+    held, batch = sum(rows), sum(making)
+    tier = config.memory.tier
+    ram = {"disk": _ROWS_IN_FLIGHT * batch, "device": held}.get(tier, 2 * held + batch)
+    at_once = [sum(both) for both in zip(rows, making, strict=True)]
     return Needs(
-        rows=rows,
-        ram=_ROWS_IN_FLIGHT * batch if on_disk else 2 * rows + batch,
-        disk=rows if on_disk else 0,
+        rows=held,
+        ram=ram,
+        disk=held if tier == "disk" else 0,
+        device=_busiest(at_once) if tier == "device" else 0,
         ram_free=_ram_free(),
         disk_free=shutil.disk_usage(_existing(memory_folder(config))).free,
+        device_free=free_gpu_memory() if tier == "device" else None,
     )
+
+
+def _check_tier(config: RunConfig) -> None:
+    on_cpu = config.pipeline.device == "cpu" or not gpu_count()
+    if config.memory.tier in ("device", "pinned") and on_cpu:
+        raise ConfigError(
+            f'memory.tier = "{config.memory.tier}" is for stages on a GPU, but this host computes '
+            f'on the CPU (pipeline.device = "{config.pipeline.device}"); use "ram" or "disk"'
+        )
 
 
 def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> None:
@@ -129,7 +148,14 @@ def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> Non
     Raises:
         ConfigError: naming what is too small, and the remedy.
     """
+    _check_tier(config)
     found = needs(config, plan_memory(config, sequences), ranks)
+    if found.device_free is not None and found.device > found.device_free:
+        raise ConfigError(
+            f"memories take {format_bytes(found.device)} of a GPU's memory, but "
+            f'{format_bytes(found.device_free)} are free; use memory.tier = "pinned" or "disk", '
+            "set memory.budget to less, or the boundaries' memory to 8 or 4"
+        )
     if found.disk > found.disk_free:
         raise ConfigError(
             f"memories take {format_bytes(found.disk)} on disk, but {memory_folder(config)} has "
@@ -185,6 +211,10 @@ def _totals(config: RunConfig, ends: list[End], ranks: range) -> Iterator[str]:
     if config.memory.tier == "disk":
         yield f"disk {format_bytes(found.disk)} of {format_bytes(found.disk_free)} free;"
         parts = "rows on their way"
+    elif config.memory.tier == "device":
+        gpu = "unknown" if found.device_free is None else format_bytes(found.device_free)
+        yield f"GPU {format_bytes(found.device)} of {gpu} free;"
+        parts = "a copy of the rows while a checkpoint is saved"
     else:
         rows, making = format_bytes(found.rows), format_bytes(found.ram - 2 * found.rows)
         parts = f"{rows} of rows, {rows} for their copy while a checkpoint is saved, {making} of "
@@ -223,6 +253,12 @@ def _rounded_up(nbytes: int) -> str:
 
 def _batch(config: RunConfig) -> int:
     return config.train.batch_size // config.pipeline.replicas
+
+
+def _busiest(nbytes: Sequence[int]) -> int:
+    """Bytes of the GPU that most falls to: ranks of a host share its GPUs in turn."""
+    gpus = max(1, gpu_count())
+    return max((sum(nbytes[gpu::gpus]) for gpu in range(gpus)), default=0)
 
 
 def _ram_free() -> int | None:

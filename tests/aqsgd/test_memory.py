@@ -22,7 +22,7 @@ def filled(codec: Any) -> SampleMemory:
 
 
 def visit(memory: SampleMemory, sample: int, value: float, *, keep: bool = True) -> None:
-    opened = memory.open(sample, 128)
+    opened = memory.open(sample, 128, torch.device("cpu"))
     codec, _, fresh_1W = opened.memory
     codec.encode(torch.full((1, 128), value), fresh_1W, noise=None)
     memory.close(opened, WIRE_2W[0], keep=keep)
@@ -33,7 +33,7 @@ def test_a_visit_is_visible_after_commit(codec: Any) -> None:
     memory = filled(codec)
     before = memory.read(IDS, 128)
     visit(memory, 8, 5.0)
-    codec, old_1W, _ = memory.open(8, 128).memory
+    codec, old_1W, _ = memory.open(8, 128, torch.device("cpu")).memory
     old_1N = torch.empty(1, 128)
     codec.decode(old_1W, old_1N)
     assert torch.equal(old_1N, before[1:])
@@ -69,4 +69,4 @@ def test_rows_that_are_filled_again_belong_to_one_sample(codec: Any) -> None:
 
 def test_a_visit_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sample 3 .* length of samples changed"):
-        filled(Cast("bf16")).open(3, 64)
+        filled(Cast("bf16")).open(3, 64, torch.device("cpu"))

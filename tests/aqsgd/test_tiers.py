@@ -1,5 +1,6 @@
 """Two ends with memories in any tier and format, of any room, stay bit-identical."""
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aqsgd import delta, memory
 from aqsgd.config import AqsgdConfig, build_delta
 from aqsgd.delta import DeltaBoundary
 from aqsgd.disk import DiskStore, RowFile
@@ -30,11 +32,11 @@ def make_end(tmp_path: Path) -> Iterator[MakeEnd]:
     """One end of a cut; its disk, if it has one, answers after random delays."""
     opened: list[DeltaBoundary] = []
 
-    def make(tier: str, memory: Any = "bf16", room: int | None = None) -> DeltaBoundary:
-        spec = AqsgdConfig(bits=3, memory=memory)
+    def make(tier: str, form: Any = "bf16", room: int | None = None) -> DeltaBoundary:
+        spec = AqsgdConfig(bits=3, memory=form)
         store: Any = RamStore()
         if tier == "disk":
-            nbytes = build_codec(memory, WIDTH).nbytes(TOKENS * WIDTH)
+            nbytes = build_codec(form, WIDTH).nbytes(TOKENS * WIDTH)
             store = DiskStore(late(RowFile(tmp_path, nbytes), len(opened)))
         opened.append(build_delta(spec, width=WIDTH, key=3, store=store, room=room))
         return opened[-1]
@@ -87,6 +89,26 @@ def step(
     return out_BTD
 
 
+@contextlib.contextmanager
+def coded_elsewhere() -> Iterator[None]:
+    """Rows and messages are coded in memory of their own and copied, as on a GPU."""
+
+    @contextlib.contextmanager
+    def written_apart(_: torch.device, wire: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield (near := torch.full_like(wire, 255))
+        wire.copy_(near)
+
+    def brought(_: torch.device, wire: torch.Tensor) -> torch.Tensor:
+        return wire.clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (delta, memory):
+            patch.setattr(module, "brought_to", brought)
+        patch.setattr(delta, "written_on", written_apart)
+        patch.setattr(memory, "_written", lambda home, _: torch.full_like(home, 255))
+        yield
+
+
 def epochs(count: int) -> list[list[int]]:
     """Nine samples in steps of three, each epoch in a new order."""
     dice = random.Random(1)
@@ -94,11 +116,11 @@ def epochs(count: int) -> list[list[int]]:
     return [order[i : i + 3] for order in orders for i in (0, 3, 6)]
 
 
-@pytest.mark.parametrize("memory", FORMATS)
-def test_every_tier_gives_the_same_values_and_memories(make_end: MakeEnd, memory: Any) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_tier_gives_the_same_values_and_memories(make_end: MakeEnd, form: Any) -> None:
     """A sender on disk with a receiver in RAM, against both in RAM."""
-    mixed = make_end("disk", memory), make_end("ram", memory)
-    plain = make_end("ram", memory), make_end("disk", memory)
+    mixed = make_end("disk", form), make_end("ram", form)
+    plain = make_end("ram", form), make_end("disk", form)
     steps = epochs(4)
     for number, ids in enumerate(steps):
         coming = steps[number + 1] if number + 1 < len(steps) else []
@@ -109,17 +131,31 @@ def test_every_tier_gives_the_same_values_and_memories(make_end: MakeEnd, memory
     assert len(mixed[0].memory) == 9
 
 
-@pytest.mark.parametrize("memory", FORMATS)
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_where_rows_are_coded_changes_nothing(make_end: MakeEnd, form: Any, tier: str) -> None:
+    near = make_end(tier, form), make_end(tier, form)
+    far = make_end(tier, form), make_end(tier, form)
+    for number, ids in enumerate(epochs(3)):
+        broken, keep = number == 4, number != 5
+        outs = [step(near, ids, number, keep=keep, broken=broken)]
+        with coded_elsewhere():
+            outs.append(step(far, ids, number, keep=keep, broken=broken))
+        assert torch.equal(*(out.nan_to_num(-7) for out in outs))
+    assert len({end.memory.digest() for end in (*near, *far)}) == 1
+
+
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("tiers", [("disk", "disk"), ("ram", "disk"), ("disk", "ram")])
 def test_a_restart_goes_on_bit_for_bit_even_in_another_tier(
-    make_end: MakeEnd, memory: Any, tiers: tuple[str, str], tmp_path: Path
+    make_end: MakeEnd, form: Any, tiers: tuple[str, str], tmp_path: Path
 ) -> None:
     before, after = tiers
-    ends = make_end(before, memory), make_end(before, memory)
+    ends = make_end(before, form), make_end(before, form)
     steps = epochs(2)
     for number, ids in enumerate(steps):
         step(ends, ids, number)
-    again = make_end(after, memory), make_end(after, memory)
+    again = make_end(after, form), make_end(after, form)
     for old, new in zip(ends, again, strict=True):
         save_state(tmp_path / "state", old.state_dict())
         new.load_state_dict(load_state(tmp_path / "state", mapped=ROWS))

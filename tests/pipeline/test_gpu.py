@@ -1,0 +1,120 @@
+"""Stages on a GPU: what they train, what their memories hold, and that a CPU understands them."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from aqsgd.config import AqsgdConfig, AutoConfig, build_delta
+from aqsgd.delta import DeltaBoundary
+from aqsgd.memory import ROWS
+from aqsgd.store import RamStore
+from launch.build import Built
+from launch.config import RunConfig
+from launch.inprocess import in_process
+from pipeline.boundary import Boundary, Stateless
+from pipeline.wire.cast import Cast
+from pipeline.wire.hadamard import Hadamard
+from pipeline.wire.host import host_bytes
+from pipeline.wire.uniform import Uniform
+from tests.training import batch, config, weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+WIDTH, TOKENS = 48, 32
+
+
+def losses(run: RunConfig, steps: int = 3) -> tuple[list[float], Built]:
+    with in_process(run, total_steps=10) as built:
+        found = [
+            built.engine.train_step(batch([8 * (step % 2) + i for i in range(8)]), step).loss
+            for step in range(steps)
+        ]
+        return found, built
+
+
+@pytest.mark.parametrize("kind", ["raw", "direct", "stateless", "aqsgd", "auto"])
+def test_a_gpu_trains_what_the_cpu_does(kind: str) -> None:
+    results = {}
+    for device in ("cpu", "cuda"):
+        run = config(pipeline={"device": device}, boundary=[{"forward": {"kind": kind}}])
+        results[device], built = losses(run)
+        assert all(tensor.device.type == device for tensor in weights(built).values())
+    assert results["cuda"] == pytest.approx(results["cpu"], rel=1e-3)
+
+
+@pytest.mark.parametrize("memory", ["fp32", "bf16", 8, 4])
+def test_every_tier_trains_alike_and_both_ends_agree(memory: Any, tmp_path: Any) -> None:
+    digests, trained = set(), []
+    for tier in ("ram", "pinned", "device", "disk"):
+        run = config(
+            run={"folder": str(tmp_path / tier)},
+            pipeline={"device": "cuda"},
+            memory={"tier": tier},
+            boundary=[{"forward": {"kind": "aqsgd", "bits": 3, "memory": memory}}],
+        )
+        with in_process(run, total_steps=10) as built:
+            trained.append([built.engine.train_step(batch([0, 1, 2, 3]), i).loss for i in range(4)])
+            for stage in built.stages:
+                for channel in stage.channels.all():
+                    held: Any = channel.memory
+                    digests |= set() if held is None else {held.digest()}
+    assert len(digests) == 1
+    assert all(other == trained[0] for other in trained)
+
+
+def boundaries(seed: int) -> list[tuple[Boundary, Boundary]]:
+    """Two equal ends of every kind."""
+    specs: list[AqsgdConfig] = [
+        AqsgdConfig(bits=bits, memory=memory, rounding=rounding)
+        for bits, memory, rounding in itertools.product(
+            (2, 3, 4), ("bf16", 8), ("nearest", "stochastic")
+        )
+    ]
+    specs += [AqsgdConfig(bits=2, delta="tiles"), AutoConfig(bits=3)]
+    pairs: list[tuple[Boundary, Boundary]] = [
+        (build_delta(spec, width=WIDTH, key=seed), build_delta(spec, width=WIDTH, key=seed))
+        for spec in specs
+    ]
+    for codec in (Cast("bf16"), Uniform(4, "token", WIDTH), Hadamard(3)):
+        pairs.append((Stateless(codec, seed), Stateless(codec, seed)))
+    return pairs
+
+
+@pytest.mark.parametrize(("source", "target"), [(GPU, CPU), (CPU, GPU), (GPU, GPU)])
+def test_a_gpu_and_a_cpu_join_one_cut_bit_for_bit(
+    source: torch.device, target: torch.device
+) -> None:
+    for sender, receiver in boundaries(5):
+        generator, ids_B = torch.Generator().manual_seed(1), torch.tensor([3, 2**40, 7])
+        for visit in range(4):
+            x_BTD = torch.randn(3, TOKENS, WIDTH, generator=generator)
+            wire = host_bytes(sender.nbytes(x_BTD.shape, ids_B), source)
+            sender.encode(x_BTD.to(source), ids_B, wire, step=visit)
+            out_BTD = torch.full(x_BTD.shape, torch.nan, device=target)
+            receiver.decode(wire, ids_B, out_BTD)
+            for end in (sender, receiver):
+                end.finish_step(keep=True)
+            assert torch.isfinite(out_BTD).all()
+            if isinstance(sender, DeltaBoundary) and isinstance(receiver, DeltaBoundary):
+                assert sender.memory.digest() == receiver.memory.digest()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_memory_on_a_gpu_survives_a_restart_in_any_tier(pinned: bool) -> None:
+    spec, ids_B = AqsgdConfig(bits=3), torch.tensor([1, 2])
+    on_gpu = build_delta(spec, width=WIDTH, key=0, store=RamStore(GPU))
+    x_BTD = torch.randn(2, TOKENS, WIDTH, device=GPU)
+    wire = host_bytes(on_gpu.nbytes(x_BTD.shape, ids_B), GPU)
+    on_gpu.encode(x_BTD, ids_B, wire, step=0)
+    on_gpu.finish_step(keep=True)
+    state = on_gpu.state_dict()
+    assert state[ROWS].device == CPU
+    for store in (RamStore(pinned=pinned), RamStore(GPU)):
+        again = build_delta(spec, width=WIDTH, key=0, store=store)
+        again.load_state_dict(state)
+        assert again.memory.digest() == on_gpu.memory.digest()
