@@ -19,31 +19,33 @@ OPTIONS: dict[str, dict[str, Any]] = {  # several buckets
 }
 
 
-def model() -> nn.Module:
+def model(device: str) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).to(device)
 
 
-def steps(rank: int, name: str, count: int, stop_at: int | None) -> tuple[Any, ...]:
+def steps(
+    rank: int, name: str, count: int, stop_at: int | None, device: str = "cpu"
+) -> tuple[Any, ...]:
     """Train on data of one's own; at `stop_at`, go on from saved state in new objects."""
-    net = model()
+    net = model(device)
     optimizer, sync = _optimizer(net), _sync(net, name)
     for step in range(count):
         if step == stop_at:
             weights, moments, state = net.state_dict(), optimizer.state_dict(), sync.state_dict()
-            net = model()
+            net = model(device)
             net.load_state_dict(weights)
             optimizer, sync = _optimizer(net), _sync(net, name)
             optimizer.load_state_dict(moments)
             sync.load_state_dict(state)
         sync.begin_step(1)
         generator = torch.Generator().manual_seed(100 * step + rank)
-        net(torch.randn(4, 6, generator=generator)).square().sum().backward()
+        net(torch.randn(4, 6, generator=generator).to(device)).square().sum().backward()
         sync.before_step()
         optimizer.step()
         sync.after_step()
         optimizer.zero_grad()
-    found = {key: value.detach() for key, value in net.state_dict().items()}
+    found = {key: value.detach().cpu() for key, value in net.state_dict().items()}
     return found, sync.bytes_sent, sync.replicas_equal
 
 
@@ -91,3 +93,15 @@ def test_unknown_options_are_refused(name: str) -> None:
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="allreduce, cocktail, none"):
         load_method("allredcue")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", method_names())
+def test_replicas_on_a_gpu_agree_and_resume(ranks: Ranks, name: str) -> None:
+    whole = ranks(2, steps, name, 4, None, "cuda")
+    resumed = ranks(2, steps, name, 4, 2, "cuda")
+    for (expected, _, _), (found, _, _) in zip(whole, resumed, strict=True):
+        assert all(torch.equal(weight, found[key]) for key, weight in expected.items())
+    (first, _, claims_equal), (second, _, _) = whole
+    assert all(torch.equal(first[key], second[key]) for key in first) == claims_equal

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launch.checkpoint import read_manifest
 from launch.metrics import read_metrics
@@ -148,8 +149,21 @@ def test_a_run_leaves_everything_in_its_folder(run_file: Path) -> None:
 
 @pytest.mark.parametrize(
     "memory",
-    [[], ["--set", "memory.tier=disk", "--set", "memory.budget=20kB"]],
-    ids=["ram", "disk, not all samples"],
+    [
+        pytest.param([], id="ram"),
+        pytest.param(
+            ["--set", "memory.tier=disk", "--set", "memory.budget=20kB"],
+            id="disk, not all samples",
+        ),
+        pytest.param(
+            ["--set", "pipeline.device=cuda", "--set", "memory.tier=device"],
+            id="ranks that share a GPU",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+            ],
+        ),
+    ],
 )
 def test_resume_is_bit_exact_in_the_middle_of_an_epoch(run_file: Path, memory: list[str]) -> None:
     assert thinpipe(run_file, *memory).returncode == 0

@@ -63,6 +63,7 @@ def test_every_tier_trains_alike_and_both_ends_agree(memory: Any, tmp_path: Any)
                 for channel in stage.channels.all():
                     held: Any = channel.memory
                     digests |= set() if held is None else {held.digest()}
+            built.engine.close()
     assert len(digests) == 1
     assert all(other == trained[0] for other in trained)
 

@@ -94,17 +94,38 @@ def test_cuts_without_memory_take_nothing() -> None:
             r"memories take 7.70 GB on disk, but .* 1",
         ),
         ("ram", {"disk_free": 0, "ram_free": 10**9}, r'memories take 15.4 GB of RAM.* "disk"'),
+        ("pinned", {"ram_free": 10**9}, r'memories take 15.4 GB of RAM.* "disk"'),
+        ("device", {"device_free": 10**9}, r"memories take 3.86 GB of a GPU's memory.* 1.00 GB"),
+        ("device", {"ram_free": 10**9}, "memories take 7.70 GB of RAM"),  # a checkpoint's copy
     ],
 )
 def test_what_does_not_fit_is_refused(
     monkeypatch: pytest.MonkeyPatch, tier: str, free: dict[str, Any], message: str
 ) -> None:
+    monkeypatch.setattr(planned, "gpu_count", lambda: 2)
+    monkeypatch.setattr(planned, "free_gpu_memory", lambda: 10**12)
+
     def on_a_small_host(*args: Any) -> Needs:
         return replace(needs(*args), **free)
 
     monkeypatch.setattr(planned, "needs", on_a_small_host)
     with pytest.raises(ConfigError, match=message):
         check_memory(xl(4, tier=tier), 2344, range(3))
+
+
+@pytest.mark.parametrize("tier", ["pinned", "device"])
+def test_memories_for_a_gpu_are_refused_on_a_host_without(tier: str) -> None:
+    run = config(pipeline={"device": "cpu"}, memory={"tier": tier})
+    with pytest.raises(ConfigError, match=rf'memory.tier = "{tier}" is for stages on a GPU'):
+        check_memory(run, 8, range(2))
+
+
+def test_a_budget_on_a_gpu_counts_what_a_step_makes() -> None:
+    on_gpu = xl(4, budget="2GB", tier="device")
+    assert room(on_gpu, 0) == room(xl(4, budget="2GB"), 0)
+    found = needs(on_gpu, plan_memory(on_gpu, 10_000), [1])
+    assert found.device <= 2_000_000_000
+    assert found.disk == 0
 
 
 def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
