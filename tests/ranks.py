@@ -7,7 +7,6 @@ under a second. A worker's exception is raised in the test, with the worker's tr
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -27,13 +26,10 @@ def run_ranks(
     count: int, function: Callable[..., Any], *args: Any, limit_s: float = 90
 ) -> list[Any]:
     """Call `function(rank, *args)` in `count` processes that share a group; return the results."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(count)]
     workers = [
-        _CONTEXT.Process(target=_work, args=(rank, count, port, pipe[1], function, args))
+        _CONTEXT.Process(target=_work, args=(rank, count, store.port, pipe[1], function, args))
         for rank, pipe in enumerate(pipes)
     ]
     try:

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from launch.cli import app
 from launch.config_file import ConfigError
 from launch.remote import load_hosts, run_commands, ssh_commands
-from tests.launch.test_train import free_port, run_file, wait_until
+from tests.launch.test_train import run_file, wait_until
+from tests.ports import free_port
 
 __all__ = ["run_file"]
 

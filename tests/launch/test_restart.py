@@ -12,7 +12,8 @@ import pytest
 
 from launch.metrics import read_metrics
 from launch.state import Resume, after_restart
-from tests.launch.test_train import free_port, ranks_of, run_file, wait_until
+from tests.launch.test_train import ranks_of, run_file, wait_until
+from tests.ports import free_port
 
 __all__ = ["run_file"]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_train import RUN, free_port
+from tests.launch.test_train import RUN
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
 

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import torch
 
 from launch.checkpoint import read_manifest
 from launch.metrics import read_metrics
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 
@@ -326,13 +326,6 @@ def as_rank(rank: int, world: int, port: int, *arguments: object) -> subprocess.
         text=True,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 @pytest.mark.parametrize(

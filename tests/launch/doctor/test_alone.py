@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from launch.cli import app
-from tests.launch.test_train import free_port
+from tests.ports import free_port
 
 
 def doctor(path: Path, *options: str) -> tuple[int, str]:

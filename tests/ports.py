@@ -1,0 +1,22 @@
+"""Ports for tests that must name one before anything listens there."""
+
+import secrets
+import socket
+
+_FIRST, _COUNT = 15000, 14000
+
+
+def free_port() -> int:
+    """A port of loopback that the system gives to nobody who does not ask for it by number.
+
+    Of its own choice (Linux: from 32768) it may give one away again before a test listens there, or
+    to a client that asks for the very port: that one is then connected to itself.
+    """
+    while True:
+        port = _FIRST + secrets.randbelow(_COUNT)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
