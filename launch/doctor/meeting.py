@@ -1,10 +1,11 @@
 """The hosts of an examination meet at one of them, and share JSON through its store."""
 
+import contextlib
 import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -41,8 +42,13 @@ class Meeting:
             self.hear(f"gone/{place}")
 
     def tell(self, key: str, value: Any) -> None:
-        """Publish a value once."""
-        self.store.set(key, json.dumps(value))
+        """Publish a value once.
+
+        Raises:
+            DoctorError: the host that holds the store is gone.
+        """
+        with _lost_while(f"telling {key!r}"):
+            self.store.set(key, json.dumps(value))
 
     def hear(self, key: str, wait_s: float | None = None) -> Any:
         """Wait for a value.
@@ -50,14 +56,9 @@ class Meeting:
         Raises:
             DoctorError: nothing came.
         """
-        try:
+        with _lost_while(f"waiting for {key!r}"):
             self.store.wait([key], timedelta(seconds=wait_s or self.wait_s))
             return json.loads(self.store.get(key))
-        except RuntimeError as error:
-            raise DoctorError(
-                f"lost another host while waiting for {key!r} ({str(error).splitlines()[0]}); see "
-                "what it says, and start doctor again on all"
-            ) from None
 
 
 def meet(endpoint: tuple[str, int], own: str, hosts: int, *, wait_s: float) -> Meeting:
@@ -67,36 +68,47 @@ def meet(endpoint: tuple[str, int], own: str, hosts: int, *, wait_s: float) -> M
         DoctorError: the endpoint cannot be opened or reached, or some host did not come.
     """
     address, port = endpoint
-    timeout = timedelta(seconds=wait_s)
-    serves = is_here(address) and _is_free(address, port)
-    if not serves:
-        _reach(address, port, wait_s)
-    try:
-        store = TCPStore(address, port, None, serves, timeout, wait_for_workers=False)
-    except RuntimeError as error:
-        raise DoctorError(f"{address}:{port}: {str(error).splitlines()[0]}") from None
-    number = store.add("come", 1) - 1
-    mine = [own, os.getpid(), socket.gethostname()]
-    store.set(f"who/{number}", json.dumps(mine))
-    _until(lambda: store.add("come", 0) >= hosts, wait_s)
-    come = store.add("come", 0)
-    if come != hosts:
-        raise DoctorError(
-            f"{come} of {hosts} hosts came to {address}:{port} within {wait_s:.0f} s; start "
-            f"doctor with the same --nnodes on every host at about the same time"
-        )
-    everyone = sorted(json.loads(store.get(f"who/{n}")) for n in range(hosts))
+    store, serves = _open(address, port, wait_s)
+    with _lost_while(f"hosts were coming to {address}:{port}"):
+        number = store.add("come", 1) - 1
+        mine = [own, os.getpid(), socket.gethostname()]
+        store.set(f"who/{number}", json.dumps(mine))
+        _until(lambda: store.add("come", 0) >= hosts, wait_s)
+        come = store.add("come", 0)
+        if come != hosts:
+            raise DoctorError(
+                f"{come} of {hosts} hosts came to {address}:{port} within {wait_s:.0f} s; start "
+                f"doctor with the same --nnodes on every host at about the same time"
+            )
+        everyone = sorted(json.loads(store.get(f"who/{n}")) for n in range(hosts))
     return Meeting(store, everyone.index(mine), hosts, serves, wait_s)
 
 
-def _is_free(address: str, port: int) -> bool:
-    with socket.socket() as attempt:
-        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            attempt.bind((address, port))
-        except OSError:
-            return False
-    return True
+@contextlib.contextmanager
+def _lost_while(doing: str) -> Iterator[None]:
+    """Make the store's failures `DoctorError`s."""
+    try:
+        yield
+    except DoctorError:
+        raise
+    except RuntimeError as error:
+        raise DoctorError(
+            f"lost another host while {doing} ({str(error).splitlines()[0]}); see what it says, "
+            "and start doctor again on all"
+        ) from None
+
+
+def _open(address: str, port: int, wait_s: float) -> tuple[TCPStore, bool]:
+    """The store, and whether this process holds it: the first one at the address that comes."""
+    timeout = timedelta(seconds=wait_s)
+    if is_here(address):
+        with contextlib.suppress(RuntimeError):  # another one on this machine was first
+            return TCPStore(address, port, None, True, timeout, wait_for_workers=False), True
+    _reach(address, port, wait_s)
+    try:
+        return TCPStore(address, port, None, False, timeout, wait_for_workers=False), False
+    except RuntimeError as error:
+        raise DoctorError(f"{address}:{port}: {str(error).splitlines()[0]}") from None
 
 
 def _reach(address: str, port: int, wait_s: float) -> None:
