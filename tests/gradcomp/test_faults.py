@@ -1,7 +1,9 @@
 """An exchange that fails, anywhere: it raises, and parameters are as they were before it."""
 
+import queue
+import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -16,10 +18,26 @@ METHODS = [name for name in method_names() if name != "none"]
 
 
 @dataclass
+class HearingPeers(LocalPeers):
+    """Waits for a message for as long as no replica has failed, and then no longer."""
+
+    failed: threading.Event = field(default_factory=threading.Event)
+
+    def _receive(self, peer: int, capacity: int) -> Tensor:
+        mailbox = self.mailboxes[peer, self.rank]
+        while not self.failed.is_set():
+            try:
+                return mailbox.get(timeout=0.01)
+            except queue.Empty:
+                continue
+        return super()._receive(peer, capacity)
+
+
+@dataclass
 class FailingPeers:
     """Fails in exchange number `fail_at`, before or after its messages have left."""
 
-    inner: LocalPeers
+    inner: HearingPeers
     fail_at: int = -1
     late: bool = False
     calls: int = 0
@@ -42,6 +60,7 @@ class FailingPeers:
             return self.inner.swap(outgoing, capacity)
         if self.late:
             self.inner.swap(outgoing, capacity)
+        self.inner.failed.set()
         raise ExchangeError("replica 1 -> replica 0: cut")
 
 
@@ -55,7 +74,11 @@ def outcome(sync: Any, name: str) -> str:
 
 def start(method: str, options: dict[str, Any]) -> tuple[Replicas, FailingPeers]:
     """Three replicas after a good step; the second one's end can be made to fail."""
-    peers: list[Any] = list(local_peers(3, timeout_s=0.5))
+    failed = threading.Event()
+    peers: list[Any] = [
+        HearingPeers(rank, 3, peer.mailboxes, timeout_s=0.1, failed=failed)
+        for rank, peer in enumerate(local_peers(3))
+    ]
     peers[1] = FailingPeers(peers[1])
     replicas = Replicas(3, method, {"bucket_mb": 1e-4, **options}, peers=peers)
     replicas.step()
