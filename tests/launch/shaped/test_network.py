@@ -1,5 +1,6 @@
 """Real traffic through real namespaces; skipped, with the reason, where they are not allowed."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from pyroute2 import IPRoute
 
+from launch.flow import payload_bps
 from launch.shaped import requirements
 from launch.shaped.network import HostError, ShapedNetwork
 from launch.shaped.probe import probe_link
@@ -23,14 +25,20 @@ PORT = 5300
 pytestmark = pytest.mark.usefixtures("namespaces")
 
 
+def settles(measure: Callable[[], float], low: float, high: float) -> bool:
+    """Within bounds at one of several tries, as a busy machine adds delays of its own."""
+    return any(low < measure() < high for _ in range(20))
+
+
 def keeps_rate(net: ShapedNetwork, source: int, target: int, bps: float) -> bool:
-    """Within 10 % of `bps`; a busy machine may need several tries, but none may exceed it."""
-    for _ in range(6):
-        achieved_bps = probe_link(net, source, target).achieved_bps
-        assert achieved_bps < 1.1 * bps
-        if achieved_bps > 0.9 * bps:
-            return True
-    return False
+    """Within 10 % of `bps`; no try may exceed it."""
+
+    def achieved_bps() -> float:
+        found = probe_link(net, source, target).achieved_bps
+        assert found < 1.1 * bps
+        return found
+
+    return settles(achieved_bps, 0.9 * bps, 1.1 * bps)
 
 
 @pytest.mark.parametrize("mbit", [10, 100])
@@ -48,38 +56,46 @@ def test_up_and_downlinks_are_limited_each_on_its_own(net: ShapedNetwork) -> Non
 
 def test_a_pair_has_its_own_rate_within_the_hosts(net: ShapedNetwork) -> None:
     net.set_rates("50mbit", pairs=["0,1=40mbit"])
+    all_flow = multiprocessing.get_context("fork").Barrier(2)
 
     def job(host: int) -> float:
         if host == 0:
             _flood("host1", "host2")
             return 0.0
         with _accept() as link:
-            return _received_bps(link, 1.0, 0.5)
+            all_flow.wait(60)
+            return payload_bps(link, warm_up_s=0.5, window_s=1.0)
+
+    def both_bps() -> float:
+        _, to_pair, to_other = net.run(job, timeout_s=90)
+        assert to_pair < 40e6
+        return to_pair + to_other if to_pair > 10e6 else 0.0
 
     try:
         assert keeps_rate(net, 0, 1, 40e6)
-        _, to_pair, to_other = net.run(job, timeout_s=20)
+        assert settles(both_bps, 35e6, 52e6)
     finally:
         net.set_rates("none", pairs=["0,1=none"])
-    assert 10e6 < to_pair < 40e6
-    assert 35e6 < to_pair + to_other < 52e6
 
 
 def test_rates_change_while_traffic_flows(net: ShapedNetwork) -> None:
-    net.set_rates("100mbit")
-
     def job(host: int) -> tuple[float, float]:
         if host == 0:
             _flood("host1")
             return 0.0, 0.0
         with _accept() as link:
-            before = _received_bps(link, 0.5, 0.2)
+            before = payload_bps(link, warm_up_s=0.2, window_s=0.5)
             net.set_rates("20mbit")  # from inside a host
-            return before, _received_bps(link, 0.5, 0.3)
+            return before, payload_bps(link, warm_up_s=0.3, window_s=0.5)
 
-    before, after = net.run(job, hosts=(0, 1), timeout_s=20)[1]
-    assert 50e6 < before < 102e6
-    assert 10e6 < after < 21e6
+    def slower_bps() -> float:
+        net.set_rates("100mbit")
+        before, after = net.run(job, hosts=(0, 1), timeout_s=90)[1]
+        assert before < 102e6
+        assert after < 21e6
+        return after if before > 50e6 else 0.0
+
+    assert settles(slower_bps, 10e6, 21e6)
 
 
 def _flood(*targets: str) -> None:
@@ -89,10 +105,10 @@ def _flood(*targets: str) -> None:
 
 
 def _flood_one(target: str) -> None:
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while True:
         try:
-            link = socket.create_connection((target, PORT), timeout=10)
+            link = socket.create_connection((target, PORT), timeout=60)
             break
         except ConnectionRefusedError:
             assert time.monotonic() < limit
@@ -107,29 +123,23 @@ def _flood_one(target: str) -> None:
 
 def _accept() -> socket.socket:
     with socket.create_server(("", PORT)) as server:
-        server.settimeout(10)
+        server.settimeout(60)
         return server.accept()[0]
-
-
-def _received_bps(link: socket.socket, window_s: float, warm_up_s: float) -> float:
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < warm_up_s:
-        link.recv(1 << 16)
-    begin, received = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - begin) < window_s:
-        received += len(link.recv(1 << 16))
-    return received * 8 / elapsed
 
 
 def test_delays_hold_per_direction_and_rates_with_them(tmp_path: Path) -> None:
     path = tmp_path / "net.json"
     path.write_text('{"latency_s": [[0, 0.01, 0.02], [0.01, 0, 0], [0.04, 0, 0]]}')
     with ShapedNetwork(NetworkSpec.of(rate="50mbit", matrix=path)) as net:
-        near, far, none = (probe_link(net, *link) for link in ((0, 1), (0, 2), (1, 2)))
+        for link, round_trip_s in (((0, 1), 0.02), ((0, 2), 0.06), ((1, 2), 0.0)):
+            assert settles(lambda: _extra_s(net, link, round_trip_s), -1e-9, 0.006)  # noqa: B023
         assert keeps_rate(net, 0, 1, 50e6)
-    assert 0.020 <= near.round_trip_s < 0.026
-    assert 0.060 <= far.round_trip_s < 0.066
-    assert none.round_trip_s < 0.006
+
+
+def _extra_s(net: ShapedNetwork, link: tuple[int, int], round_trip_s: float) -> float:
+    extra_s = probe_link(net, *link).round_trip_s - round_trip_s
+    assert extra_s >= 0
+    return extra_s
 
 
 def test_hosts_have_names_that_resolve_at_once(net: ShapedNetwork) -> None:
@@ -242,8 +252,13 @@ def test_torch_groups_form_over_the_links(net: ShapedNetwork) -> None:
         assert x[0].item() == 3.0**5
         return min(seconds)
 
+    def slowest_s() -> float:
+        found = max(net.run(job, timeout_s=90))
+        assert found > 0.9 * ideal_s
+        return found
+
     ideal_s = 2 * 2 / 3 * 3.2e6 / 50e6
-    assert 0.9 * ideal_s < max(net.run(job, timeout_s=30)) < 1.5 * ideal_s
+    assert settles(slowest_s, 0.9 * ideal_s, 1.5 * ideal_s)
 
 
 def test_what_the_kernel_lacks_is_named_with_a_remedy(
