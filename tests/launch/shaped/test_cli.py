@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ SHAPED = (  # as launch/cli.py adds it, without the seconds that importing torch
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", SHAPED, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def started(*arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
             process.kill()
 
 
-def until(condition: Callable[[], object], seconds: float = 15) -> None:
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit
@@ -64,6 +64,16 @@ def processes(word: str) -> list[int]:
     return found
 
 
+def all_of(terminal: int) -> bytes:
+    """What was written to a terminal that nobody holds any more; closes it."""
+    with open(terminal, "rb", buffering=0) as source:
+        parts = []
+        with suppress(OSError):  # how Linux tells that it is empty
+            while part := source.read(4096):
+                parts.append(part)
+    return b"".join(parts)
+
+
 def test_the_shown_host_has_the_terminal_for_itself() -> None:
     terminal, theirs = pty.openpty()
     script = "test {rank} = 1 || { test -t 1 && exit 5; }; echo quiet; sleep 60"
@@ -71,10 +81,9 @@ def test_the_shown_host_has_the_terminal_for_itself() -> None:
     with subprocess.Popen(
         [*command, "--", "sh", "-c", script], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs
     ) as process:
-        assert process.wait(30) == 5
-    text = os.read(terminal, 4096)
+        assert process.wait(60) == 5
     os.close(theirs)
-    os.close(terminal)
+    text = all_of(terminal)
     assert b"host0 ended with exit code 5" in text
     assert b"quiet" not in text
 
@@ -85,13 +94,21 @@ def test_nothing_is_left_when_it_is_ended(signum: signal.Signals) -> None:
     script = ("sh", "-c", "sleep 60; true", mark)
     with started("--hosts", "2", "--delay", "1ms", "--", *script) as process:
         until(lambda: len(processes(mark)) == 5)  # this, two scripts and who waits for them
-        networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in processes(mark)}
-        networks.remove(os.readlink("/proc/self/ns/net"))
-        assert len(networks) == 2
+        until(lambda: len(networks_of(mark)) == 2)  # and not one of them about to start another
+        networks = networks_of(mark)
         process.send_signal(signum)
-        assert process.wait(15) == (-9 if signum == signal.SIGKILL else 128 + signum)
+        assert process.wait(60) == (-9 if signum == signal.SIGKILL else 128 + signum)
         until(lambda: not processes(mark) and not processes(str(process.pid)))
     assert not networks & _networks()
+
+
+def networks_of(word: str) -> set[str]:
+    """Those of the hosts on which something with an argument `word` runs."""
+    found = set()
+    for pid in processes(word):
+        with suppress(FileNotFoundError):
+            found.add(os.readlink(f"/proc/{pid}/ns/net"))
+    return found - {os.readlink("/proc/self/ns/net")}
 
 
 def _networks() -> set[str]:
@@ -105,13 +122,14 @@ def _networks() -> set[str]:
 
 
 def test_ctrl_c_leaves_commands_time_to_end_by_themselves(tmp_path: Path) -> None:
-    note = tmp_path / "note"
-    script = f"trap 'echo {{rank}} >> {note}; exit 0' INT; touch {note}; sleep 60 & wait"
+    note, ready = tmp_path / "note", [tmp_path / "ready0", tmp_path / "ready1"]
+    script = f"trap 'echo {{rank}} >> {note}; exit 0' INT; touch {tmp_path}/ready{{rank}}; "
+    script += "sleep 60 & wait"
     with started("--hosts", "2", "--", "sh", "-c", script) as process:
-        until(note.exists)
-        time.sleep(0.3)
+        until(lambda: all(path.exists() for path in ready))
+        time.sleep(0.3)  # until it watches the last one that it started
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        assert process.wait(15) == 130
+        assert process.wait(60) == 130
     assert sorted(note.read_text().split()) == ["0", "1"]
 
 
@@ -138,7 +156,7 @@ def test_a_normal_user_may_probe_and_run() -> None:
         cwd="/",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     if "--cap-add" in done.stderr:
         pytest.skip(done.stderr)

@@ -17,6 +17,7 @@ from launch.flow import payload_bps
 from launch.shaped import requirements
 from launch.shaped.network import HostError, ShapedNetwork
 from launch.shaped.probe import probe_link
+from launch.shaped.ranks import GRACE_S
 from launch.shaped.spec import NetworkSpec
 
 PORT = 5300
@@ -153,7 +154,7 @@ def test_hosts_have_names_that_resolve_at_once(net: ShapedNetwork) -> None:
     names, addresses, seconds = zip(*net.run(job), strict=True)
     assert names == ("host0", "host1", "host2")
     assert set(addresses) == {"10.77.0.3"}
-    assert max(seconds) < 3
+    assert max(seconds) < 5, "a name server was asked, and did not answer"
 
 
 def test_hosts_see_only_their_own_link(net: ShapedNetwork) -> None:
@@ -206,12 +207,12 @@ def test_a_failing_host_ends_the_others(
     begin = time.monotonic()
     with pytest.raises(HostError, match=f"(?s){message}"):
         net.run(function)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < GRACE_S, "the others had to be killed"
 
 
 def test_a_run_that_takes_too_long_is_ended(net: ShapedNetwork) -> None:
-    with pytest.raises(TimeoutError, match=r"hosts \[0, 2\] still run after 0.3 s"):
-        net.run(lambda host: time.sleep(0 if host == 1 else 60), timeout_s=0.3)
+    with pytest.raises(TimeoutError, match=r"hosts \[0, 2\] still run after 2 s"):
+        net.run(lambda host: time.sleep(0 if host == 1 else 60), timeout_s=2)
     assert net.run(lambda host: host) == [0, 1, 2]
 
 
