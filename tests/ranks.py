@@ -23,7 +23,7 @@ Ranks = Callable[..., list[Any]]
 
 
 def run_ranks(
-    count: int, function: Callable[..., Any], *args: Any, limit_s: float = 90
+    count: int, function: Callable[..., Any], *args: Any, limit_s: float = 300
 ) -> list[Any]:
     """Call `function(rank, *args)` in `count` processes that share a group; return the results."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -68,7 +68,7 @@ def _work(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60)
+        "gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=120)
     )
     try:
         outcome = (True, function(rank, *args))

@@ -27,7 +27,7 @@ def config(**sections: dict[str, Any]) -> RunConfig:
     base: dict[str, Any] = {
         "model": {"layers": 4, "width": WIDTH, "heads": 2, "context": TOKENS},
         "data": {"sequence_length": TOKENS},
-        "pipeline": {"cuts": [2], "microbatches": 4, "peer_timeout_s": 30},
+        "pipeline": {"cuts": [2], "microbatches": 4, "peer_timeout_s": 120},
         "boundary": [{"forward": RAW, "backward": RAW}],
         "train": {"batch_size": 8, "warmup_steps": 0, "decay": "none"},
     }
@@ -46,7 +46,7 @@ def batch(ids: list[int], tokens: int = TOKENS) -> Batch:
     return Batch(tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous(), torch.tensor(ids))
 
 
-def start(run: RunConfig, *, timeout_s: float = 30) -> Built:
+def start(run: RunConfig, *, timeout_s: float = 120) -> Built:
     """This rank's part of a run; call it on all ranks."""
     pipeline = run.pipeline
     mesh = build_mesh(pipeline.pipeline_ranks, pipeline.replicas, timeout_s=timeout_s)

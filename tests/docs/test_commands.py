@@ -16,7 +16,7 @@ from launch.shaped.network import ShapedNetwork
 from launch.shaped.spec import NetworkSpec
 from tests.launch.test_train import RUN
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(170)]
+pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "machines.md").read_text()

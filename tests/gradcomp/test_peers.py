@@ -75,7 +75,7 @@ def test_a_peer_that_dies_in_an_exchange_is_named_at_once(ranks: Ranks, tmp_path
     with pytest.raises(AssertionError, match="rank 1: ended without a result"):
         ranks(2, die_in_exchange, account)
     seconds, told = account.read_text().split(" ", 1)
-    assert float(seconds) < 5
+    assert float(seconds) < 60  # the group's timeout is twice that
     assert re.match(r"replica . -> replica .: lost in an exchange: (Read|Connection)", told), told
     assert "pair.cc" not in told
 
@@ -104,7 +104,7 @@ def test_a_chunk_has_room_for_a_header() -> None:
 
 
 def test_an_exchange_of_another_step_is_noticed() -> None:
-    pairs = list(enumerate(local_peers(2, timeout_s=2)))
+    pairs = list(enumerate(local_peers(2)))
 
     def reduce(pair: Any) -> str:
         step, peer = pair

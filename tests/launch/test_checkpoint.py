@@ -267,11 +267,11 @@ def test_hosts_on_one_file_system_may_all_begin_and_finish(tmp_path: Path) -> No
     def host(rank: int) -> None:
         try:
             for save in range(8):
-                barrier.wait(timeout=10)
+                barrier.wait(timeout=60)
                 folder = begin(tmp_path, save // 2)  # every step twice: made, then replaced
-                barrier.wait(timeout=10)
+                barrier.wait(timeout=60)
                 shared[rank] = write_part(folder, f"rank-{rank}", {"rank": rank, "save": save})
-                barrier.wait(timeout=10)
+                barrier.wait(timeout=60)
                 finish(tmp_path, save // 2, parts=shared.values(), meta={"host": rank})
         except Exception as error:
             errors.append(error)
@@ -281,7 +281,7 @@ def test_hosts_on_one_file_system_may_all_begin_and_finish(tmp_path: Path) -> No
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(timeout=120)
     assert errors == []
     assert checkpoint.steps(tmp_path) == [0, 1, 2, 3]
     assert checkpoint.latest(tmp_path) == 3

@@ -168,9 +168,9 @@ def test_digest_is_stable_and_changes_with_a_byte(tmp_path: Path) -> None:
 
 
 def test_standard_library_is_the_default() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     training, evaluation = load(DataConfig())
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
     assert (len(training), len(evaluation)) == (512, 64)
     assert training.batch([0, 511]).inputs_BT.shape == (2, 128)
     everything, _ = load(DataConfig(train_sequences="all"))

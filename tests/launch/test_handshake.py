@@ -22,9 +22,9 @@ from tests.ranks import Ranks
 pytestmark = pytest.mark.dist
 
 
-def meet(rank: int, world: int, facts: list[dict[str, object]]) -> object:
+def meet(rank: int, world: int, facts: list[dict[str, object]], wait_s: float = 60) -> object:
     try:
-        return agree(_get_default_store(), rank, world, facts[rank], problem=None, wait_s=3)
+        return agree(_get_default_store(), rank, world, facts[rank], problem=None, wait_s=wait_s)
     except HandshakeError as error:
         return str(error)
 
@@ -43,7 +43,7 @@ def test_every_rank_names_the_one_that_differs(ranks: Ranks) -> None:
 
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
     facts: list[dict[str, object]] = [{}, {}, {}]
-    for told in ranks(2, meet, 3, facts):  # three are expected
+    for told in ranks(2, meet, 3, facts, 3):  # three are expected
         assert told.startswith("rank 2 did not come within 3 s")
 
 
@@ -55,7 +55,7 @@ def test_a_restart_does_not_see_what_was_written_before() -> None:
 
         def come(rank: int) -> tuple[str, bool]:
             time.sleep(0.1 * rank)
-            fresh = fresh_store(store, rank, 2, wait_s=5)
+            fresh = fresh_store(store, rank, 2, wait_s=60)
             clean = not fresh.check([f"address of {rank}"])
             fresh.set(f"address of {rank}", f"{number}")
             return fresh.get(f"address of {1 - rank}").decode(), clean
@@ -84,7 +84,7 @@ def test_failures_are_told_to_the_others(ranks: Ranks) -> None:
 
 
 def tell(rank: int) -> list[object]:
-    mesh = build_mesh(3, 1, timeout_s=20)
+    mesh = build_mesh(3, 1, timeout_s=120)
     return gather_json(mesh, {"rank": rank, "text": "ä" * 10 * rank})
 
 
@@ -95,7 +95,7 @@ def test_json_of_any_length_reaches_everyone(ranks: Ranks) -> None:
 
 def wrong_world(rank: int) -> str:
     with pytest.raises(ValueError, match="2 processes were started") as caught:
-        build_mesh(3, 1, timeout_s=20)
+        build_mesh(3, 1, timeout_s=120)
     return str(caught.value)
 
 

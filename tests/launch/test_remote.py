@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from launch.cli import app
 from launch.config_file import ConfigError
 from launch.remote import load_hosts, run_commands, ssh_commands
-from tests.launch.test_train import run_file, wait_until
+from tests.launch.test_train import PATIENCE_S, run_file, wait_until
 from tests.ports import free_port
 
 __all__ = ["run_file"]
@@ -72,7 +72,7 @@ def launch(*arguments: object) -> tuple[int, str, str]:
     """Exit code and what it printed."""
     with start(*arguments) as process:
         try:
-            told = process.communicate(timeout=100)
+            told = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
@@ -92,7 +92,6 @@ def remains(tmp_path: Path) -> list[int]:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(120)
 def test_a_run_on_two_hosts(hosts: Path, run_file: Path) -> None:
     settings = ["--set", "pipeline.cuts=[2]", "--set", "run.name=second"]
     code, out, err = launch(hosts, run_file, *settings)
@@ -108,7 +107,6 @@ def test_a_run_on_two_hosts(hosts: Path, run_file: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_hosts_end_with_the_command(
     hosts: Path, run_file: Path, signum: signal.Signals, expected: int
@@ -117,14 +115,14 @@ def test_hosts_end_with_the_command(
     settings = ["--set", "pipeline.cuts=[2]", "--set", "train.epochs=100000"]
     with start(hosts, run_file, *settings) as process:
         try:
-            wait_until(lambda: process.poll() is not None or metrics.exists(), 60)
+            wait_until(lambda: process.poll() is not None or metrics.exists(), PATIENCE_S)
             assert len(remains(hosts.parent)) >= 4  # an agent and a rank on each
             process.send_signal(signum)
-            out, err = process.communicate(timeout=20)
+            out, err = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
     assert process.returncode == expected, out + err
-    wait_until(lambda: not remains(hosts.parent), 15)
+    wait_until(lambda: not remains(hosts.parent), PATIENCE_S)
 
 
 def run_here(hosts: Path, run_file: Path) -> int:
@@ -133,7 +131,6 @@ def run_here(hosts: Path, run_file: Path) -> int:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(120)
 def test_a_host_that_fails_ends_the_others(
     hosts: Path, run_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

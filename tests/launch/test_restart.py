@@ -12,7 +12,7 @@ import pytest
 
 from launch.metrics import read_metrics
 from launch.state import Resume, after_restart
-from tests.launch.test_train import ranks_of, run_file, wait_until
+from tests.launch.test_train import PATIENCE_S, ranks_of, run_file, wait_until
 from tests.ports import free_port
 
 __all__ = ["run_file"]
@@ -43,7 +43,6 @@ def node(port: int, run: Path, log: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(150)
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(run_file: Path) -> None:
     port, folder = free_port(), run_file.parent / "run"
     logs = [run_file.parent / f"host{n}" for n in range(2)]
@@ -54,12 +53,12 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(run_file: Path)
 
     try:
         latest = folder / "checkpoints" / "latest"
-        wait_until(lambda: latest.exists() or any(n.poll() for n in nodes), 90)
+        wait_until(lambda: latest.exists() or any(n.poll() for n in nodes), PATIENCE_S)
         assert latest.exists(), said()
         victims: dict[int, Any] = {}
-        wait_until(lambda: victims.update(ranks_of(nodes[1].pid)) or victims, 5)
+        wait_until(lambda: victims.update(ranks_of(nodes[1].pid)) or victims, PATIENCE_S)
         os.kill(next(iter(victims.values())), signal.SIGKILL)
-        assert [process.wait(timeout=90) for process in nodes] == [0, 0], said()
+        assert [process.wait(timeout=PATIENCE_S) for process in nodes] == [0, 0], said()
     finally:
         for process in nodes:
             process.kill()

@@ -22,7 +22,7 @@ def _train(example: Path, folder: Path, *settings: str) -> subprocess.CompletedP
     return subprocess.run(
         [sys.executable, "-m", "launch", "train", str(example),
          "--set", f"run.folder={folder}", *arguments],
-        capture_output=True, text=True, timeout=90, cwd=ROOT,
+        capture_output=True, text=True, timeout=200, cwd=ROOT,
     )  # fmt: skip
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_train import RUN
+from tests.launch.test_train import PATIENCE_S, RUN
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.dist
 
 
 def agent(port: int, run: Path, log: Path) -> subprocess.Popen[str]:
@@ -37,10 +37,11 @@ def test_two_agents_train_two_replicas_of_two_stages(tmp_path: Path) -> None:
     port, logs = free_port(), [tmp_path / "host0", tmp_path / "host1"]
     agents = [agent(port, run, log) for log in logs]
     try:
-        codes = [process.wait(timeout=120) for process in agents]
+        codes = [process.wait(timeout=PATIENCE_S) for process in agents]
     finally:
         for process in agents:
             process.kill()
+            process.wait()
     assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
     for log in logs:  # every host shows progress
         assert "loss" in log.read_text()

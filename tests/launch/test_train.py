@@ -18,7 +18,10 @@ from launch.checkpoint import read_manifest
 from launch.metrics import read_metrics
 from tests.ports import free_port
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
+
+PATIENCE_S = 120
+"""Guards against hanging: long for a busy machine, short beside what is waited for otherwise."""
 
 RUN = """
 [run]
@@ -64,7 +67,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=90)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -111,13 +114,13 @@ def long_run(run_file: Path) -> Iterator[subprocess.Popen[str]]:
     )
     metrics = run_file.parent / "run" / "metrics.jsonl"
     try:
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, 60)
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, PATIENCE_S)
         yield process
     finally:
         if process.poll() is None:
             process.kill()
         process.communicate()
-        wait_until(lambda: not ranks_of(process.pid), 10)
+        wait_until(lambda: not ranks_of(process.pid), PATIENCE_S)
 
 
 def test_a_run_leaves_everything_in_its_folder(run_file: Path) -> None:
@@ -295,7 +298,7 @@ def test_a_killed_rank_ends_the_run_and_the_edge_is_named(
     long_run: subprocess.Popen[str], victim: int
 ) -> None:
     os.kill(ranks_of(long_run.pid)[victim], signal.SIGKILL)
-    output, _ = long_run.communicate(timeout=20)
+    output, _ = long_run.communicate(timeout=PATIENCE_S)
     assert long_run.returncode == 1
     for rank in {0, 1, 2} - {victim}:
         (line,) = (text for text in output.splitlines() if text.startswith(f"rank {rank}: "))
@@ -305,15 +308,15 @@ def test_a_killed_rank_ends_the_run_and_the_edge_is_named(
 
 def test_ctrl_c_leaves_no_process(long_run: subprocess.Popen[str]) -> None:
     os.killpg(long_run.pid, signal.SIGINT)
-    long_run.communicate(timeout=20)
+    long_run.communicate(timeout=PATIENCE_S)
     assert long_run.returncode == 130
-    wait_until(lambda: not ranks_of(long_run.pid), 5)
+    wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(long_run: subprocess.Popen[str]) -> None:
     assert len(ranks_of(long_run.pid)) == 3
     long_run.kill()
-    wait_until(lambda: not ranks_of(long_run.pid), 5)
+    wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
 
 
 def as_rank(rank: int, world: int, port: int, *arguments: object) -> subprocess.Popen[str]:
@@ -326,6 +329,18 @@ def as_rank(rank: int, world: int, port: int, *arguments: object) -> subprocess.
         text=True,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
     )
+
+
+def told_by(ranks: list[subprocess.Popen[str]]) -> list[str]:
+    """What ranks that refuse to start print."""
+    try:
+        outputs = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert [rank.returncode for rank in ranks] == [2] * len(ranks), outputs
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -345,10 +360,7 @@ def test_ranks_with_different_configs_or_data_refuse_to_start(
         as_rank(0, 2, port, run_file, *cut),
         as_rank(1, 2, port, run_file, *cut, "--set", change.format(other=other)),
     ]
-    for rank in ranks:
-        output, _ = rank.communicate(timeout=60)
-        assert rank.returncode == 2
-        assert told in output
+    assert all(told in output for output in told_by(ranks))
 
 
 def test_a_rank_that_cannot_start_tells_the_others(run_file: Path) -> None:
@@ -357,14 +369,9 @@ def test_a_rank_that_cannot_start_tells_the_others(run_file: Path) -> None:
         as_rank(0, 2, port, run_file, *cut, "--set", "data.path=/nowhere"),
         as_rank(1, 2, port, run_file, *cut),
     ]
-    for rank in ranks:
-        output, _ = rank.communicate(timeout=60)
-        assert rank.returncode == 2
-        assert "rank 0: data.path = '/nowhere'" in output
+    assert all("rank 0: data.path = '/nowhere'" in output for output in told_by(ranks))
 
 
 def test_a_wrong_number_of_processes_is_refused(run_file: Path) -> None:
-    rank = as_rank(0, 1, free_port(), run_file)
-    output, _ = rank.communicate(timeout=60)
-    assert rank.returncode == 2
+    (output,) = told_by([as_rank(0, 1, free_port(), run_file)])
     assert "3 stages (pipeline.cuts) with pipeline.replicas = 1 need 3" in output

@@ -79,7 +79,7 @@ def run(
 
 def settings(folder: Path, tier: str = "disk", **memory: Any) -> Any:
     return config(
-        pipeline={"cuts": [1, 2], "peer_timeout_s": 20},
+        pipeline={"cuts": [1, 2], "peer_timeout_s": 120},
         boundary=AQSGD,  # type: ignore[arg-type]
         memory={"tier": tier, "folder": str(folder), **memory},
     )

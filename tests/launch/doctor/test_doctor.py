@@ -17,7 +17,7 @@ from launch.shaped.names import host_address
 from launch.shaped.network import ShapedNetwork
 from launch.shaped.spec import NetworkSpec
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.dist
 
 SYSCTL = Path("/proc/sys/net/ipv4")
 
@@ -65,7 +65,7 @@ def examined(net: ShapedNetwork, tmp_path: Path, hosts: list[Host], *more: str) 
         done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
         return Said(done.exit_code, " ".join(done.output.split()))
 
-    return net.run(doctor, timeout_s=60)
+    return net.run(doctor, timeout_s=120)
 
 
 def _prepare(host: Host) -> None:

@@ -97,7 +97,6 @@ def test_ranks_of_one_busy_machine_cut_equal_blocks_evenly(ranks: Ranks) -> None
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(120)
 def test_cuts_are_decided_once_and_kept_at_resume(run_file: Path) -> None:
     done = thinpipe(run_file, *AUTO, "--set", "train.epochs=2")
     assert done.returncode == 0, done.stderr

@@ -131,7 +131,7 @@ def test_a_budget_on_a_gpu_counts_what_a_step_makes() -> None:
 def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "launch", "train", *map(str, arguments)]
     environment = {**os.environ, "COLUMNS": "100"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

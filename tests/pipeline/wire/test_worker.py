@@ -42,5 +42,5 @@ def test_the_thread_ends_with_its_owner() -> None:
     assert thread is not None
     del worker
     gc.collect()
-    thread.join(2)
+    thread.join(60)
     assert not thread.is_alive()
