@@ -17,7 +17,8 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _FAILURE_WAIT_S = 1.0
-_READ_WAIT_S = 5.0
+_READ_WAIT_S = 60.0
+"""For ranks that have told their facts to read those of others: a busy machine may stop one."""
 _POLL_S = 0.02
 
 

@@ -1,7 +1,8 @@
 """Ranks agree before step 0, or refuse and say who differs in what."""
 
+import json
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch.distributed as dist
@@ -39,6 +40,19 @@ def test_every_rank_names_the_one_that_differs(ranks: Ranks) -> None:
     facts = [{"config": {"lr": 1, "x": {"y": 2}}}, {"config": {"lr": 1, "x": {"y": 3}}}]
     for told in ranks(2, meet, 2, facts):
         assert told.endswith("rank 1 has x.y = 3, rank 0 has 2")
+
+
+def test_whoever_holds_the_store_leaves_after_the_slowest_has_read() -> None:
+    """The ranks are threads: rank 1 has told its facts and is stopped before it reads others'."""
+    store = dist.HashStore()
+    board = dist.PrefixStore("handshake", store)
+    board.set("facts/1", json.dumps([None, {"lr": 2}]))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(agree, store, 0, 2, {"lr": 1}, problem=None, wait_s=60)
+        assert first in wait([first], timeout=7).not_done
+        board.set("read/1", "")
+        with pytest.raises(HandshakeError, match="rank 1 has lr = 2, rank 0 has 1"):
+            first.result()
 
 
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
