@@ -5,6 +5,7 @@ namespace: one where the run was started, and one of the same name inside every 
 finds its run in /proc/net/unix, from another terminal as well as from a script on a host.
 """
 
+import errno
 import json
 import os
 import re
@@ -18,8 +19,12 @@ from launch.shaped.linux import ShapedError
 from launch.shaped.spec import NetworkSpec, format_rate
 
 _NAME = "thinpipe-shaped-"
+_LISTENS = "00010000"  # the kernel's __SO_ACCEPTCON, among the flags of /proc/net/unix
 _LARGEST = 65536
-_TIMEOUT_S = 10.0
+_TIMEOUT_S = 60.0
+"""Guards against hanging: who is asked may still be building the network, on a busy machine."""
+_CLIENT_S = 5.0
+"""How long others wait for a client that has come and does not ask."""
 _MOST_PAIRS = 6
 
 
@@ -44,7 +49,7 @@ def answer(server: socket.socket, apply: Callable[[Change], NetworkSpec]) -> Non
     """Serve one client of `server`: hand its change to `apply`, tell it the outcome."""
     client, _ = server.accept()
     with client:
-        client.settimeout(1.0)
+        client.settimeout(_CLIENT_S)
         size = struct.calcsize("3i")
         _, uid, _ = struct.unpack(
             "3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
@@ -91,8 +96,9 @@ def describe(spec: NetworkSpec) -> str:
 
 
 def runs() -> list[int]:
-    """The runs that can be reached from here."""
-    names = re.findall(rf"@{_NAME}(\d+)$", Path("/proc/net/unix").read_text(), re.MULTILINE)
+    """The runs that can be reached from here: their sockets listen."""
+    listening = rf"^\S+ \S+ \S+ {_LISTENS} .* @{_NAME}(\d+)$"
+    names = re.findall(listening, Path("/proc/net/unix").read_text(), re.MULTILINE)
     return sorted({int(name) for name in names})
 
 
@@ -109,11 +115,23 @@ def request(change: Change, run: int | None = None) -> str:
     if run is not None and run not in known:
         found = ", ".join(map(str, known)) or "none"
         raise ValueError(f"--run = {run}: no such run here; running: {found}")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
-        client.settimeout(_TIMEOUT_S)
-        client.connect(f"\0{_NAME}{known[0] if run is None else run}")
-        client.send(json.dumps(change).encode())
-        reply = json.loads(client.recv(_LARGEST))
+    chosen = known[0] if run is None else run
+    try:
+        reply = _ask(chosen, json.dumps(change).encode())
+    except OSError as error:
+        raise ValueError(f"--run = {chosen}: gone before it answered ({error.strerror})") from None
     if "error" in reply:
         raise ValueError(reply["error"])
     return str(reply["done"])
+
+
+def _ask(run: int, message: bytes) -> dict[str, str]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.settimeout(_TIMEOUT_S)
+        client.connect(f"\0{_NAME}{run}")
+        client.send(message)
+        answer = client.recv(_LARGEST)
+    if not answer:
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+    reply: dict[str, str] = json.loads(answer)
+    return reply
