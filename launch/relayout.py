@@ -6,6 +6,7 @@ the exchange between replicas remembers, random numbers of dropout) starts anew,
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,9 +97,8 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
         CheckpointError: a part is missing or damaged, a parameter is in none of them, or the two
             copies of a tied weight have parted and are to be one.
     """
-    stays = before.replicas == now.replicas
-    source = mesh.replica if stays else 0
-    whole = read_whole(folder, parts_of(folder, replica=source), common=not stays)
+    source = mesh.replica if before.replicas == now.replicas else 0
+    whole = read_whole(folder, parts_of(folder, replica=source))
     for stage in built.stages:
         fill_module(module_of(stage), whole.model, folder)
     cold = _fill_optimizer(built, whole)
@@ -120,8 +120,10 @@ def common_model(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]
     return found
 
 
-def read_whole(folder: Path, parts: list[str], *, common: bool) -> Whole:
-    """Join the parts of one replica; `common` takes the weights that all replicas stand for.
+def read_whole(folder: Path, parts: list[str]) -> Whole:
+    """Join the parts of one replica, with the weights that all replicas stand for.
+
+    Its own weights would not do: an exchange that starts anew takes replicas to be equal.
 
     Raises:
         CheckpointError: a part is missing or damaged.
@@ -130,7 +132,7 @@ def read_whole(folder: Path, parts: list[str], *, common: bool) -> Whole:
     for part in parts:
         state = checkpoint.read_part(folder, part, mapped=ROWS)
         whole.first_part = whole.first_part or state
-        for stage in (common_model(state) if common else state["model"]).values():
+        for stage in common_model(state).values():
             whole.model.update(stage)
         for names, entry, group in _by_parameter(state["optimizer"], state["parameters"]):
             for name in names:
@@ -206,6 +208,13 @@ def _fill_memories(built: Built, boundaries: Mapping[str, Any]) -> None:
                 channel.boundaries["train"].load_state_dict(known)
 
 
+def moved_samples(before: int, now: int) -> tuple[int, int]:
+    """How many of how many samples a replica is given that its part of the checkpoint lacks."""
+    period = math.lcm(before, now)
+    new = sum(sample % before != sample % now % before for sample in range(period))
+    return new, period
+
+
 def _account(
     folder: Path, before: Layout, now: Layout, whole: Whole, *, remembers: bool
 ) -> list[str]:
@@ -213,14 +222,14 @@ def _account(
         f"{folder} was saved with {before}; this run has {now}: weights and optimizer state are "
         "read by name, random numbers of dropout start anew"
     ]
-    same_samples = before.replicas == now.replicas
     moved = sorted(set(now.cuts) - set(before.cuts))
     if moved and remembers:
         lines.append(f"memories at cuts {moved} start empty: their cuts are new")
-    if remembers and not same_samples:
-        lines.append("samples that are now another replica's are sent like new ones")
+    new, of = moved_samples(before.replicas, now.replicas)
+    if remembers and new:
+        lines.append(f"{new} of every {of} samples are now another replica's: sent like new ones")
     if whole.first_part["sync"]:
         lines.append("what the exchange between replicas remembers starts anew")
-    if not same_samples and before.replicas > 1:
+    if before.replicas > 1:
         lines.append("all replicas start from the same weights")
     return lines

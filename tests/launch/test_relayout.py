@@ -11,14 +11,22 @@ from torch import Tensor
 from launch.build import Built
 from launch.checkpoint import CheckpointError
 from launch.config import RunConfig
-from launch.relayout import Layout, fill_module, module_of, parameter_names
+from launch.relayout import (
+    Layout,
+    common_model,
+    fill_module,
+    module_of,
+    moved_samples,
+    parameter_names,
+)
 from launch.session import Session
-from launch.state import Checkpoints
+from launch.state import Checkpoints, _collect
 from tests.ranks import Ranks
-from tests.training import batch, config, share, start
+from tests.training import batch, config, start
 
 BATCHES = [batch([8 * step + sample for sample in range(8)]) for step in range(5)]
 AQSGD = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct", "bits": 8}}]
+COCKTAIL = {"subset": 0.5, "topk": 0.5, "bits": 4, "bucket_mb": 0.01}
 
 
 def run_config(cuts: list[int], **sections: Any) -> RunConfig:
@@ -49,10 +57,17 @@ def outcome(built: Built, losses: list[float], log: str = "") -> dict[str, Any]:
     return {
         "losses": losses,
         "weights": weights,
+        "common": common_weights(built),
         "optimizer": optimizer_state(built),
         "known": known_samples(built),
         "log": log,
     }
+
+
+def common_weights(built: Built) -> dict[str, Tensor]:
+    """Those of the model that all replicas stand for."""
+    stages = common_model(_collect(built)).values()
+    return {name: tensor.clone() for stage in stages for name, tensor in stage.items()}
 
 
 def known_samples(built: Built) -> dict[int, int]:
@@ -76,10 +91,10 @@ def train(
     saved = checkpoints(rank, run, root, built)
     first = saved.restore(None) if resume else 0
     state = outcome(built, [], "\n".join(messages)) if resume else None
-    losses = []
+    losses, replica = [], built.engine.mesh.replica
     for step in range(first, save_at or len(BATCHES)):
-        part = share(BATCHES[step], built.engine.mesh.replica, run.pipeline.replicas)
-        losses.append(built.engine.train_step(part, step).loss)
+        own = batch(BATCHES[step].ids_B[replica :: run.pipeline.replicas].tolist())
+        losses.append(built.engine.train_step(own, step).loss)
         built.lr_schedule.step()
     if save_at:
         saved.save(save_at)
@@ -149,6 +164,47 @@ def test_weights_and_optimizer_survive_another_number_of_replicas(
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize(
+    ("method", "cuts"), [("allreduce", [2]), ("cocktail", [2]), ("cocktail", [])]
+)
+def test_a_second_replica_starts_from_what_the_first_knew(
+    ranks: Ranks, tmp_path: Path, method: str, cuts: list[int]
+) -> None:
+    exchange = {"method": method, **({method: COCKTAIL} if method == "cocktail" else {})}
+    one, two = (
+        run_config(cuts, boundary=AQSGD, gradcomp=exchange, pipeline={"replicas": replicas})
+        for replicas in (1, 2)
+    )
+    stages = len(cuts) + 1
+    saved = ranks(stages, _save, one, str(tmp_path))
+    resumed = ranks(2 * stages, _resume, two, str(tmp_path))
+    for replica in (resumed[:stages], resumed[stages:]):
+        restored = [result["restored"] for result in replica]
+        for what in ("weights", "optimizer"):
+            assert_equal(joined(restored, what), joined(saved, what))
+        assert all(result["known"] == dict.fromkeys(cuts, 8) for result in restored)
+        assert_equal(joined(replica, "common"), joined(resumed[:stages], "common"))
+    after, before = (joined(results, "common") for results in (resumed, saved))
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+    assert "sent like new ones" not in resumed[0]["log"]  # the first knew all samples
+
+
+@pytest.mark.dist
+def test_replicas_that_differ_are_made_one_where_cuts_move(ranks: Ranks, tmp_path: Path) -> None:
+    cocktail = {"method": "cocktail", "cocktail": COCKTAIL}
+    at_two, at_one = (
+        run_config([cut], pipeline={"replicas": 2}, gradcomp=cocktail) for cut in (2, 1)
+    )
+    saved = ranks(4, _save, at_two, str(tmp_path))
+    resumed = ranks(4, _resume, at_one, str(tmp_path))
+    for replica in (resumed[:2], resumed[2:]):
+        restored = [result["restored"] for result in replica]
+        assert_equal(joined(restored, "weights"), joined(saved[:2], "common"))
+        assert_equal(joined(replica, "common"), joined(resumed[:2], "common"))
+    assert "all replicas start from the same weights" in resumed[0]["log"]
+
+
+@pytest.mark.dist
 def test_memories_of_cuts_that_stayed_are_kept_and_the_others_start_empty(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -196,6 +252,13 @@ def test_epochs_may_change_where_learning_rates_stay(ranks: Ranks, tmp_path: Pat
         through = ranks(2, train, twice, str(tmp_path / "other"))
         assert resumed[0]["losses"] == through[0]["losses"][3:]
         assert_equal(joined(resumed, "weights"), joined(through, "weights"))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "moved"), [(2, 1, (1, 2)), (1, 2, (0, 2)), (2, 4, (0, 4)), (2, 3, (3, 6))]
+)
+def test_samples_that_moved_are_counted(before: int, now: int, moved: tuple[int, int]) -> None:
+    assert moved_samples(before, now) == moved
 
 
 def test_copies_that_parted_are_not_made_one_again(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_resume_is_bit_exact_in_the_middle_of_an_epoch(run_file: Path, memory: l
 
 @pytest.mark.parametrize(
     ("before", "now", "first_visits"),
-    [(2, 1, 12), (1, 2, 0)],  # odd samples were another replica's; those it had stay
+    [(2, 1, 12), (1, 2, 0), (2, 3, 12)],  # 1 to 2: the first replica's part knows all samples
 )
 def test_at_another_number_of_replicas_only_moved_samples_are_new(
     run_file: Path, before: int, now: int, first_visits: int
@@ -199,12 +199,16 @@ def test_at_another_number_of_replicas_only_moved_samples_are_new(
     done = thinpipe(run_file, *run, f"pipeline.replicas={now}", "--resume", "--step", "4")
     assert done.returncode == 0, done.stderr
     assert f"replicas {before}; this run has cuts [2], replicas {now}" in done.stderr
-    assert "samples that are now another replica's are sent like new ones" in done.stderr
+    told = "samples are now another replica's: sent like new ones" in done.stderr
+    assert told == bool(first_visits)
     records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
     first, second = (
         sum(record.wire[0].bytes - 52 * record.wire[0].messages for record in epoch)
         for epoch in (records[:4], records[4:])
     )
+    assert [
+        sum(record.wire[0].cold for record in epoch) for epoch in (records[:4], records[4:])
+    ] == [24, first_visits]
     numel, scales = 32 * 16, 2 * 32
     assert first == 24 * (numel + scales)
     assert second == first_visits * (numel + scales) + (24 - first_visits) * (
