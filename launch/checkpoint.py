@@ -173,6 +173,11 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{error}; {_offer(folder)}") from error
 
 
+def saved_at(folder: Path) -> float:
+    """When a checkpoint was finished, in seconds as file systems count them."""
+    return (folder / _MANIFEST).stat().st_mtime
+
+
 def steps(root: Path) -> list[int]:
     """The complete steps under `root`, ascending: manifest intact, no part here of the wrong size.
 

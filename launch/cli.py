@@ -34,6 +34,7 @@ from launch.spawn import (
 from launch.state import Resume, after_restart, saved_so_far
 from launch.trace import trace_run
 from launch.train import check_data, train_rank
+from launch.usage import USAGE_ERROR, run_app
 from pipeline.models import check_model
 
 app = typer.Typer(
@@ -44,7 +45,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-FAILED, USAGE_ERROR, INTERRUPTED, TERMINATED = 1, 2, 130, 143
+FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
 
 
 @app.callback()
@@ -127,10 +128,9 @@ def trace(
 ) -> None:
     """Write one step of a run as a Perfetto trace, with the step that its schedule could reach."""
     try:
-        rate_bps = parse_rate(rate) if rate else None
-        told = trace_run(
-            folder, out or folder / "trace.json", rate_bps=rate_bps, delay_s=parse_time(delay)
-        )
+        rate_bps = parse_rate(rate, "--rate") if rate else None
+        delay_s = parse_time(delay, "--delay")
+        told = trace_run(folder, out or folder / "trace.json", rate_bps=rate_bps, delay_s=delay_s)
     except (ValueError, OSError) as error:
         _refuse(error)
     print(told)
@@ -208,7 +208,7 @@ def main() -> None:
     """Entry point of `thinpipe` and `python -m launch`."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # dumps schedules
-    app()
+    run_app(app)
 
 
 def _run_all(config: RunConfig, *, resume: bool) -> int:

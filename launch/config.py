@@ -29,7 +29,7 @@ from pydantic import (
 
 from aqsgd.config import AqsgdConfig, AutoConfig, MemoryConfig
 from gradcomp.registry import load_method, method_names, parse_options
-from launch.config_file import load_as
+from launch.config_file import ConfigError, load_as, top_keys
 from launch.data import DataConfig
 from launch.mistakes import explain
 from launch.model_section import (
@@ -288,6 +288,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: naming file or override, key, value and remedy.
     """
+    keys = top_keys(path)
+    if "host" in keys and not keys & RunConfig.model_fields.keys():
+        raise ConfigError(
+            f"{path}: this is a hosts file; `thinpipe launch` takes it, before the run file: "
+            "thinpipe launch HOSTS.TOML RUN.TOML"
+        )
     return load_as(RunConfig, path, overrides)
 
 

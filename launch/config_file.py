@@ -31,6 +31,14 @@ def load_as(model: type[_Model], path: Path, overrides: Sequence[str] = ()) -> _
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
+def top_keys(path: Path) -> set[str]:
+    """Keys and tables of a file, by which its kind can be told; none where it cannot be read."""
+    try:
+        return set(tomllib.loads(path.read_text()))
+    except (OSError, ValueError):
+        return set()
+
+
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ConfigError(f"{path}: extends itself, by way of {seen[-1]}")
@@ -39,8 +47,8 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     try:
         tree = tomllib.loads(path.read_text())
     except FileNotFoundError:
-        by = f" ({seen[-1]} extends it)" if seen else ""
-        raise ConfigError(f"{path}: no such file{by}") from None
+        remedy = f"correct extends in {seen[-1]}" if seen else "correct the path"
+        raise ConfigError(f"{path}: no such file, seen from {Path.cwd()}; {remedy}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
     base = tree.pop("extends", None)

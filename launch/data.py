@@ -93,6 +93,25 @@ class DataConfig(RowFields):
         return f"data.path = {self.path!r}"
 
 
+def files(config: DataConfig) -> list[Path]:
+    """What the samples are made of, as far as it lies in files: texts and tokenizer.
+
+    Raises:
+        ValueError: a path is missing or matches nothing.
+    """
+    if config.dataset is not None:
+        found = []
+    elif config.sources:
+        found = [file for source in config.sources for file in text.find_files(source.path, "path")]
+    else:
+        found = text.find_files(config.path, "data.path")
+    if config.eval_path is not None:
+        found += text.find_files(config.eval_path, "data.eval_path")
+    if config.tokenizer != BYTES:
+        found += text.find_files(config.tokenizer, "data.tokenizer")
+    return found
+
+
 def load(
     config: DataConfig, *, seed: int = 0, vocab: int | None = None, classes: int = 2
 ) -> tuple[SampleSet, SampleSet]:

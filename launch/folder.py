@@ -57,7 +57,7 @@ class RunFolder:
             self._lock = (path / ".lock").open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            return f"run.folder = {path}: {error}"
+            return f"run.folder = {path}: {error.strerror}; name one that can be written to"
         return None
 
     def _is_free(self) -> bool:

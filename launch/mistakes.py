@@ -115,7 +115,7 @@ def _explain(detail: ErrorDetails, place: _Place) -> _Mistake:
         kinds = ", ".join(sorted(map(_tag, place.here)))
         return _Mistake(name, f"{name}.kind: not given; ", f"use one of {kinds}")
     if kind == "value_error":
-        message = detail["msg"].removeprefix("Value error, ")
+        message = remedy(detail)
         return _Mistake(name, _path_of(message, place), message, sure=True)
     value = detail["ctx"]["tag"] if kind == "union_tag_invalid" else detail["input"]
     key = f"{name}.kind" if kind == "union_tag_invalid" else name
@@ -140,9 +140,15 @@ def _remedy(detail: ErrorDetails, place: _Place) -> str:
     kind = detail["type"]
     if place.many and place.here and kind in ("tuple_type", "model_type", "too_short"):
         return f"write it as tables [[{place.name}]]"
+    return remedy(detail)
+
+
+def remedy(detail: ErrorDetails) -> str:
+    """What to do about a value, whatever it is a value of."""
+    kind = detail["type"]
     words = _WORDS.get(kind) or _KINDS.get(kind.split("_")[0])
     if words is None:
-        return detail["msg"]
+        return detail["msg"].removeprefix("Value error, ")
     ctx = detail.get("ctx", {})
     whole = {k: int(v) for k, v in ctx.items() if isinstance(v, float) and v.is_integer()}
     return words.format(**ctx | whole)

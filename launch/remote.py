@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Self
@@ -18,7 +17,7 @@ from typing import IO, Annotated, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from launch.config import RunConfig, load_config
-from launch.config_file import ConfigError, load_as
+from launch.config_file import ConfigError, load_as, top_keys
 from launch.interfaces import parse_endpoint
 
 INTERRUPTED = 130
@@ -123,7 +122,7 @@ def load_hosts(path: Path) -> HostsConfig:
     Raises:
         ConfigError: naming file, key, value and remedy.
     """
-    keys = _keys(path)
+    keys = top_keys(path)
     if keys & RunConfig.model_fields.keys() and not keys & HostsConfig.model_fields.keys():
         raise ConfigError(
             f"{path}: a run file; the file of the hosts comes first: thinpipe launch HOSTS.TOML "
@@ -199,13 +198,6 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
     host = next(host for host in hosts.host if host.name == name)
     sys.stderr.write(f"error: {_reason(host, code)}; the others were ended\n")
     return code
-
-
-def _keys(path: Path) -> set[str]:
-    try:
-        return set(tomllib.loads(path.read_text()))
-    except (OSError, ValueError):
-        return set()
 
 
 class _Remote:

@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from launch import checkpoint
 from launch.build import Built
 from launch.checkpoint import CheckpointError, Part
 from launch.config import BoundaryConfig, RunConfig, boundary_at
+from launch.data import DataConfig, files
 from launch.handshake import differences
 from launch.messages import gather_json
 from launch.relayout import (
@@ -70,7 +71,8 @@ def agree_to_resume(session: Session, root: Path, resume: Resume) -> Resume:
 class Checkpoints:
     """Saves and restores the state of one run, all ranks together.
 
-    `facts` is what a resumed run must have in common with the one that saved: config and data.
+    `facts` is what a resumed run must have in common with the one that saved: config and data;
+    `data` says where the latter is, for the message that refuses.
     """
 
     root: Path
@@ -78,6 +80,7 @@ class Checkpoints:
     built: Built
     session: Session
     facts: Mapping[str, Any]
+    data: DataConfig = field(default_factory=DataConfig)
 
     def save(self, step: int) -> None:
         """Save as `root/step-<step>`; `step` optimizer steps are done.
@@ -146,10 +149,14 @@ class Checkpoints:
         changed = [difference for difference in found if not difference[0].startswith(may_change)]
         if not changed:
             return
-        told = "; with ".join(
+        samples = [name for name, *_ in changed if name.startswith("data.")]
+        told = [
             f"{name.removeprefix('config.')} = {before}, this run has {now}"
             for name, before, now in changed[:4]
-        )
+            if name not in samples
+        ]
+        if samples and not any(name.startswith("config.data.") for name, *_ in changed):
+            told.append(self._other_samples(folder, samples))
         why = ""
         if any(name == _EPOCHS for name, *_ in changed):
             why = (
@@ -157,7 +164,20 @@ class Checkpoints:
                 'rates, and not from 1 where a boundary\'s kind is "auto")'
             )
         raise CheckpointError(
-            f"{folder} was made with {told}; change it back{why}, or train without --resume"
+            f"{folder} was made with {'; with '.join(told)}; change it back{why}, or train without "
+            "--resume"
+        )
+
+    def _other_samples(self, folder: Path, sets: Sequence[str]) -> str:
+        """What is known of samples that differ from those of a checkpoint."""
+        saved_s = checkpoint.saved_at(folder)
+        late = [str(path) for path in files(self.data) if path.stat().st_mtime > saved_s]
+        found = f"written since then: {', '.join(late[:4])}" if late else "no file is newer"
+        more = f" and {len(late) - 4} more" if len(late) > 4 else ""
+        return (
+            f"other samples ({' and '.join(sets)} differ; {self.data.source}, data.tokenizer = "
+            f"{self.data.tokenizer!r}: {found}{more}; name a copy of the old content, or put it "
+            "there)"
         )
 
 

@@ -30,7 +30,7 @@ def trace_run(folder: Path, out: Path, *, rate_bps: float | None, delay_s: float
     The foretold step is one on links of `rate_bps` (None: unlimited) and `delay_s` one way.
 
     Raises:
-        ValueError: the run has no timeline.
+        ValueError: the run has no timeline, or `out` cannot be written.
     """
     timeline = read_timeline(folder)
     step_s = max(event.end_s for event in timeline.events)
@@ -41,7 +41,13 @@ def trace_run(folder: Path, out: Path, *, rate_bps: float | None, delay_s: float
         told = f"foretold {format_duration(simulated.step_s)} on links of {links}"
     except ValueError as error:
         simulated, told = None, f"not foretold: {error}"
-    write_trace(out, timeline, simulated, title=f"step {timeline.step} of {folder}")
+    try:
+        write_trace(out, timeline, simulated, title=f"step {timeline.step} of {folder}")
+    except OSError as error:
+        raise ValueError(
+            f"--out = {out}: cannot be written: {error.strerror}; name a file in a folder that is "
+            "there"
+        ) from error
     return (
         f"{out}: step {timeline.step}, measured {format_duration(step_s)} on the links of "
         f"the run, {told}\n"

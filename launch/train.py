@@ -129,6 +129,7 @@ class _Run:
             self._built,
             session,
             {"config": config.shared(), "data": corpus.digests},
+            config.data,
         )
         self._timeline: Timeline | None = None
         self._records: list[StepRecord] = []

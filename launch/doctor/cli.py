@@ -16,8 +16,9 @@ from launch.doctor.links import listen, measure_links
 from launch.doctor.meeting import DoctorError, meet
 from launch.doctor.report import as_network, draw_links, show_findings, show_links
 from launch.interfaces import parse_endpoint, reachable_address
+from launch.usage import USAGE_ERROR
 
-HEALTHY, ILL, USAGE_ERROR = 0, 1, 2
+HEALTHY, ILL = 0, 1
 
 
 def doctor(
@@ -51,6 +52,8 @@ def doctor(
             )
         if nnodes > 1 and rdzv is None:
             raise ValueError(f"--nnodes = {nnodes}: say where they meet: --rdzv host0:29500")
+        if save is not None and not save.absolute().parent.is_dir():
+            raise ValueError(f"--save = {save}: no such folder; make it, or name another")
         endpoint = parse_endpoint(rdzv or "127.0.0.1:29500")
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -20,8 +20,7 @@ from launch.plan.recommend import Recommendation, Spec, recommend
 from launch.plan.remedies import show_remedies
 from launch.plan.show import show_plan, show_recommendation
 from launch.shaped.spec import parse_rate, parse_time
-
-USAGE_ERROR = 2
+from launch.usage import USAGE_ERROR
 
 
 def plan(  # noqa: PLR0913  # one parameter per option

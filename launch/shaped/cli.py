@@ -14,8 +14,7 @@ from launch.shaped.linux import ShapedError
 from launch.shaped.network import ShapedNetwork
 from launch.shaped.probe import LinkProbe, probe_link
 from launch.shaped.spec import PAYLOAD_SHARE, NetworkSpec, format_rate, links
-
-USAGE_ERROR = 2
+from launch.usage import USAGE_ERROR, run_app
 
 RateOption = Annotated[
     str | None, typer.Option(metavar="RATE", help="Of every up- and downlink: 100mbit, or none.")
@@ -56,8 +55,7 @@ def shaped(  # noqa: PLR0913  # one parameter per option
     """
     command = command or []
     if command[:1] == ["set"]:
-        _set_app(command[1:], prog_name="thinpipe shaped set")
-        return
+        run_app(_set_app, command[1:], program="thinpipe shaped set")
     try:
         if not command and not probe:
             raise ValueError("nothing to run; end with -- and a command, or give --probe")

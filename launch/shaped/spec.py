@@ -205,7 +205,10 @@ def _read_matrix(path: Path) -> _Matrix:
     try:
         content = json.loads(path.read_text())
     except OSError as error:
-        raise ValueError(f"--matrix = {path}: {error.strerror}") from error
+        raise ValueError(
+            f"--matrix = {path}: {error.strerror}; correct the path, or have `thinpipe doctor "
+            "--save` write one"
+        ) from error
     except ValueError as error:
         raise ValueError(f"--matrix = {path}: not JSON ({error})") from error
     known = {"rate_bps", "latency_s"}

@@ -121,7 +121,8 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ("[gradcomp.allreduce]\nbits = 4", ["gradcomp.allreduce.bits: unknown key"]),
         ("[model]\nvocab = 100", ["model.vocab = 100", "256"]),
         ("[train", ["cannot be read as TOML"]),
-        ('extends = "missing.toml"', ["missing.toml: no such file"]),
+        ('extends = "missing.toml"', ["missing.toml: no such file", "correct extends in "]),
+        ('[[host]]\nname = "a"', ["this is a hosts file; `thinpipe launch` takes it"]),
         ('extends = "run.toml"', ["extends itself"]),
     ],
 )

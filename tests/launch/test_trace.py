@@ -102,6 +102,13 @@ def test_a_run_without_a_timeline_is_refused(tmp_path: Path) -> None:
         read_timeline(tmp_path)
 
 
+def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    measured().write(tmp_path)
+    out = tmp_path / "gone" / "trace.json"
+    with pytest.raises(ValueError, match=r"--out = .*gone/trace\.json: cannot be written: No such"):
+        trace_run(tmp_path, out, rate_bps=None, delay_s=0.0)
+
+
 def test_events_survive_the_file(tmp_path: Path) -> None:
     measured().write(tmp_path)
     assert read_timeline(tmp_path) == measured()

@@ -288,13 +288,18 @@ def test_resume_with_other_settings_is_refused(run_file: Path) -> None:
     one = ["--set", "pipeline.cuts=[]", "--set", "train.epochs=2", "--set", "run.seed=0"]
     assert thinpipe(run_file, *one).returncode == 0
     text = run_file.parent / "text.txt"
-    text.write_text(text.read_text().replace("squared", "cubed"))
+    original = text.read_text()
+    text.write_text(original.replace("squared", "cubed"))
     changed = ["--set", "model.width=32", "--set", "train.epochs=3"]
     done = thinpipe(run_file, *one, "--resume", *changed)
-    assert "data.train = " in done.stderr
+    assert f"data.train differ; data.path = '{text}', data.tokenizer = 'bytes'" in done.stderr
+    assert f"written since then: {text}; name a copy of the old content" in done.stderr
     assert done.returncode == 2
     assert "with model.width = 16, this run has 32; with train.epochs = 2," in done.stderr
     assert '(train.epochs may change only with train.decay = "none"' in done.stderr
+    (run_file.parent / "copy.txt").write_text(original)
+    copy = ["--set", f"data.path={run_file.parent / 'copy.txt'}"]
+    assert "all 10 steps are done" in thinpipe(run_file, *one, "--resume", *copy).stdout
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
