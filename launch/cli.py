@@ -34,7 +34,7 @@ from launch.spawn import (
 from launch.state import Resume, after_restart, saved_so_far
 from launch.trace import trace_run
 from launch.train import check_data, train_rank
-from launch.usage import USAGE_ERROR, run_app
+from launch.usage import USAGE_ERROR, SetOption, run_app
 from pipeline.models import check_model
 
 app = typer.Typer(
@@ -44,6 +44,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
+]
 
 FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
 
@@ -58,13 +62,8 @@ def train(  # noqa: PLR0913  # one parameter per option
     config_path: Annotated[
         Path, typer.Argument(metavar="RUN.TOML", help="What to train, and how.")
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="A.B=C", help="Override a setting; may be repeated."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
-    ] = False,
+    overrides: SetOption = None,
+    resume: ResumeOption = False,
     step: Annotated[
         int | None, typer.Option("--step", help="With --resume: from this step's checkpoint.")
     ] = None,
@@ -164,13 +163,8 @@ def launch_on_hosts(
     run: Annotated[
         str, typer.Argument(metavar="RUN.TOML", help="As found on each machine, from its folder.")
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="A.B=C", help="Override a setting; may be repeated."),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
-    ] = False,
+    overrides: SetOption = None,
+    resume: ResumeOption = False,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Check run file and settings, print the commands, no more."),

@@ -1,9 +1,9 @@
-"""What the command line cannot make sense of, in the style of all other errors."""
+"""What commands have in common: `--set`, and how they refuse what makes no sense to them."""
 
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -11,6 +11,11 @@ from pydantic import ValidationError
 from launch.mistakes import remedy
 
 USAGE_ERROR = 2
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Override a setting; may be repeated."),
+]
 
 # By its version, typer builds on click or on a copy of it, so the name is not importable.
 _Refused: type[Exception] = typer.BadParameter.__mro__[2]

@@ -16,16 +16,14 @@ from launch.doctor.links import listen, measure_links
 from launch.doctor.meeting import DoctorError, meet
 from launch.doctor.report import as_network, draw_links, show_findings, show_links
 from launch.interfaces import parse_endpoint, reachable_address
-from launch.usage import USAGE_ERROR
+from launch.usage import USAGE_ERROR, SetOption
 
 HEALTHY, ILL = 0, 1
 
 
 def doctor(
     config_path: Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The run to come.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="As for train.")
-    ] = None,
+    overrides: SetOption = None,
     nnodes: Annotated[int, typer.Option(min=1, help="How many hosts; the same on each.")] = 1,
     rdzv: Annotated[
         str | None,

@@ -20,14 +20,12 @@ from launch.plan.recommend import Recommendation, Spec, recommend
 from launch.plan.remedies import show_remedies
 from launch.plan.show import show_plan, show_recommendation
 from launch.shaped.spec import parse_rate, parse_time
-from launch.usage import USAGE_ERROR
+from launch.usage import USAGE_ERROR, SetOption
 
 
 def plan(  # noqa: PLR0913  # one parameter per option
     config_path: Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The run to plan.")],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="As for train.")
-    ] = None,
+    overrides: SetOption = None,
     network: Annotated[
         Path | None, typer.Option(metavar="NET.JSON", help="Links, as doctor measured them.")
     ] = None,
