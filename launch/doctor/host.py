@@ -17,6 +17,7 @@ from launch.handshake import versions
 from launch.interfaces import Interface, interface_to, interfaces
 from launch.machine import free_memory
 from launch.plan.memory import needs, plan_memory
+from launch.train import check_data
 from pipeline.models import parameter_count
 
 _TRAINING_BYTES, _CHECKPOINT_BYTES = 16, 12  # per parameter: with gradient and Adam; on disk
@@ -121,20 +122,18 @@ def _room(config: RunConfig, where: str, nnodes: int) -> list[Finding]:
     share = parameter_count(config.model) * config.pipeline.replicas / nnodes
     memory = free_memory()
     need, counted = _TRAINING_BYTES * share, "weights, gradients and Adam"
-    sequences = config.data.train_sequences
-    ends = plan_memory(config, sequences) if sequences != "all" else []
+    sequences, wrong = _sequences(config, where)
+    ends = plan_memory(config, sequences) if sequences else []
     ranks = config.world_size // nnodes
     starts = range(0, config.world_size, ranks)
     memories = max(needs(config, ends, range(first, first + ranks)).ram for first in starts)
     if memories:
         need, counted = need + memories, f"{counted} and AQ-SGD's memories"
-    elif sequences == "all":
-        counted += ' (not AQ-SGD\'s memories, as data.train_sequences = "all")'
     text = f"{memory / 1e9:.3g} GB of memory free; {counted} need {need / 1e9:.3g} GB"
-    findings = [ok(where, text)]
+    findings = [*wrong, ok(where, text)]
     if memory < need:
         remedy = "use more hosts, a smaller model or memory.budget, or end what else runs here"
-        findings = [problem(where, text, remedy)]
+        findings = [*wrong, problem(where, text, remedy)]
     folder = next(p for p in (config.run.path, *config.run.path.parents) if p.exists())
     copies = config.checkpoint.keep + 1  # a new one is complete before an old one goes
     disk, need = shutil.disk_usage(folder).free, _CHECKPOINT_BYTES * share * copies
@@ -150,6 +149,16 @@ def _room(config: RunConfig, where: str, nnodes: int) -> list[Finding]:
     else:
         findings.append(ok(where, f"{disk / 1e9:.3g} GB of disk free for run.folder"))
     return findings
+
+
+def _sequences(config: RunConfig, where: str) -> tuple[int, list[Finding]]:
+    """How many samples there are to train on, which "all" leaves to the data."""
+    if config.data.train_sequences != "all":
+        return config.data.train_sequences, []
+    try:
+        return len(check_data(config).train), []
+    except (ValueError, OSError, ImportError) as error:
+        return 0, [problem(where, str(error), "")]
 
 
 def _devices(where: str) -> Finding:

@@ -1,5 +1,6 @@
 """What one host finds out by itself, and before it waits for others."""
 
+import re
 import time
 from pathlib import Path
 
@@ -38,7 +39,27 @@ def test_memory_is_counted_with_what_is_counted(run_file: Path, tmp_path: Path) 
     _, said = doctor(run_file, "--rdzv", f"127.0.0.1:{free_port()}", "--save", str(saved))
     assert "GB of memory free; weights, gradients and Adam and AQ-SGD's memories need 0." in said
     assert f"written: {saved}, {saved.with_suffix('.png')}" in said
-    _, said = doctor(
-        run_file, "--rdzv", f"127.0.0.1:{free_port()}", "--set", "data.train_sequences=all"
-    )
-    assert '(not AQ-SGD\'s memories, as data.train_sequences = "all") need 0.0' in said
+
+
+def counted(run_file: Path, *settings: str) -> tuple[int, str, str]:
+    """Exit code, GB of memory that are needed, and all that was said."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    code, said = doctor(run_file, "--rdzv", f"127.0.0.1:{free_port()}", *words)
+    found = re.search(r"and AQ-SGD's memories need (\S+) GB", said)
+    return code, found[1] if found else "", said
+
+
+def test_memories_of_all_samples_are_counted_by_reading_the_data(
+    run_file: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(20_000)))
+    data = (f"data.path={text}", "data.sequence_length=64")
+    sequences = (len(text.read_bytes()) * 9 // 10 - 1) // 64
+    code, need, _ = counted(run_file, *data, f"data.train_sequences={sequences}")
+    assert code == 0
+    assert counted(run_file, *data, "data.train_sequences=all")[:2] == (0, need)
+    text.unlink()
+    code, need, said = counted(run_file, *data, "data.train_sequences=all")
+    assert (code, need) == (1, "")
+    assert f"data.path = '{text}': no such file or folder" in said
