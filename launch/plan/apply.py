@@ -1,8 +1,8 @@
 """Writes planned cuts and boundaries into a run file, whose comments and order stay as they are.
 
 The text is edited: the value of `pipeline.cuts` is replaced, `[[boundary]]` tables are replaced by
-new ones at the end, after the comments of the old ones. The result must read back as what was
-meant, or nothing is written.
+new ones at the end, after the comments of the old ones. No comment is lost: one on a line that goes
+gets a line of its own. The result must read back as what was meant, or nothing is written.
 """
 
 import os
@@ -17,7 +17,6 @@ import tomli_w
 from launch.config_file import ConfigError
 
 _HEADER = re.compile(r"^\s*\[")
-_TRAILING = re.compile(r"\s+#[^\"']*$")
 _CUTS = re.compile(r"^\s*(?:pipeline\.)?(?:cuts|stages)\s*=")
 
 
@@ -82,8 +81,7 @@ def _without_boundaries(lines: Sequence[str]) -> tuple[list[str], list[str]]:
         elif line.strip():
             comments += last
             last = []
-            comment = _TRAILING.search(line)
-            comments += [comment[0].strip()] if comment else []
+            comments += _own_line(_parts(line)[1])
     return kept, comments + last
 
 
@@ -91,11 +89,13 @@ def _with_cuts(lines: Sequence[str], new_cuts: str, *, has_cuts: bool) -> list[s
     kept: list[str] = []
     section, placed, brackets = "", False, 0
     for line in lines:
+        code, comment = _parts(line)
         if brackets > 0:  # the rest of a list that is replaced
-            brackets += _open_brackets(line)
+            brackets += _open_brackets(code)
+            kept += _own_line(comment)
             continue
         if _HEADER.match(line):
-            section = line.split("#")[0].strip()
+            section = code.strip()
         at_cuts = _CUTS.match(line)
         prefix = "pipeline." if section == "" else ""
         if not at_cuts or not _is_pipeline(section, line):
@@ -104,11 +104,9 @@ def _with_cuts(lines: Sequence[str], new_cuts: str, *, has_cuts: bool) -> list[s
                 kept.append(new_cuts)
                 placed = True
             continue
-        brackets = _open_brackets(line)
-        if not placed:
-            comment = _TRAILING.search(line)
-            kept.append(prefix + new_cuts + (comment[0] if comment and not brackets else ""))
-            placed = True
+        brackets = _open_brackets(code)
+        kept += _own_line(comment) if placed else [prefix + new_cuts + comment]
+        placed = True
     return kept if placed else [*kept, "", "[pipeline]", new_cuts]
 
 
@@ -121,8 +119,17 @@ def _has_cuts(text: str) -> bool:
     return bool(pipeline.keys() & {"cuts", "stages"})
 
 
-def _open_brackets(line: str) -> int:
-    code = line.split("#")[0]
+def _parts(line: str) -> tuple[str, str]:
+    """Code, and the comment with the space before it: no value that is replaced can hold a #."""
+    code = line.split("#")[0].rstrip() if "#" in line else line
+    return code, line[len(code) :]
+
+
+def _own_line(comment: str) -> list[str]:
+    return [comment.strip()] if comment else []
+
+
+def _open_brackets(code: str) -> int:
     return code.count("[") - code.count("]")
 
 

@@ -31,8 +31,8 @@ def applied(tmp_path: Path, text: str, tables: list[dict[str, object]] | None = 
 def test_comments_and_order_stay(tmp_path: Path) -> None:
     text = """# my run
 [pipeline]
-cuts = "auto"   # found by plan
-stages = 3
+cuts = "auto"   # found by "plan"
+stages = 3  # that's all hosts
 schedule = "GPipe"  # simple
 
 [[boundary]]    # all links
@@ -46,9 +46,18 @@ kind = "direct"  # "simple" and small
 lr = 1e-3
 """
     edited = applied(tmp_path, text)
-    assert edited.startswith('# my run\n[pipeline]\ncuts = [2, 5]   # found by plan\nschedule = "')
+    assert edited.startswith(
+        '# my run\n[pipeline]\ncuts = [2, 5]   # found by "plan"\n# that\'s all'
+    )
     assert "# how\n[train]         # the rest\nlr = 1e-3\n\n# all links\n# two slow" in edited
-    assert edited.count("#") == text.count("#") - 1  # that with quotes is not told from a value
+    assert '# two slow ones\n# "simple" and small\n' in edited
+    assert edited.count("#") == text.count("#")
+
+
+def test_comments_in_a_list_that_is_replaced_stay(tmp_path: Path) -> None:
+    text = '[pipeline]\ncuts = [  # both\n  1,  # it\'s "fast" [\n  2,\n]\nmicrobatches = 2\n'
+    edited = applied(tmp_path, text, None)
+    assert edited == ('[pipeline]\ncuts = [2, 5]  # both\n# it\'s "fast" [\nmicrobatches = 2\n')
 
 
 @pytest.mark.parametrize(
