@@ -134,11 +134,12 @@ def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs
 
 
 def _check_tier(config: RunConfig) -> None:
-    on_cpu = config.pipeline.device == "cpu" or not gpu_count()
-    if config.memory.tier in ("device", "pinned") and on_cpu:
+    on_cpu = config.pipeline.device == "cpu"
+    if config.memory.tier in ("device", "pinned") and (on_cpu or not gpu_count()):
+        why = 'pipeline.device = "cpu"' if on_cpu else "torch finds none on this host"
         raise ConfigError(
-            f'memory.tier = "{config.memory.tier}" is for stages on a GPU, but this host computes '
-            f'on the CPU (pipeline.device = "{config.pipeline.device}"); use "ram" or "disk"'
+            f'memory.tier = "{config.memory.tier}" is for stages on a GPU, but {why}; use "ram" or '
+            '"disk"'
         )
 
 

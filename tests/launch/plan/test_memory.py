@@ -116,7 +116,8 @@ def test_what_does_not_fit_is_refused(
 @pytest.mark.parametrize("tier", ["pinned", "device"])
 def test_memories_for_a_gpu_are_refused_on_a_host_without(tier: str) -> None:
     run = config(pipeline={"device": "cpu"}, memory={"tier": tier})
-    with pytest.raises(ConfigError, match=rf'memory.tier = "{tier}" is for stages on a GPU'):
+    refusal = rf'memory.tier = "{tier}" is for stages on a GPU, but pipeline.device = "cpu"; use'
+    with pytest.raises(ConfigError, match=refusal):
         check_memory(run, 8, range(2))
 
 
