@@ -248,7 +248,7 @@ def _distribute(built: Built, state: Mapping[str, Any]) -> None:
     built.sync.load_state_dict(state["sync"])
     torch.random.set_rng_state(state["rng"])
     device = built.stages[0].device
-    if device.type == "cuda" and state["gpu_rng"] is not None:
+    if device.type == "cuda" and state.get("gpu_rng") is not None:
         torch.cuda.set_rng_state(state["gpu_rng"], device)
 
 
