@@ -42,9 +42,12 @@ class Said:
     text: str
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def net() -> Iterator[ShapedNetwork]:
-    """40 Mbit/s and 20 ms there and back; ten times slower between host0 and host2."""
+    """40 Mbit/s and 20 ms there and back; ten times slower between host0 and host2.
+
+    A network per test, as tests leave routes and settings of the kernel behind in it.
+    """
     try:
         network = ShapedNetwork(NetworkSpec.of(3, "40mbit", delay="10ms", pairs=["0,2=4mbit"]))
     except ShapedError as error:
