@@ -1,8 +1,10 @@
 """The run folder: claimed by one run at a time, never mixed with an earlier one's."""
 
 import contextlib
+import errno
 import fcntl
 import logging
+import os
 from io import TextIOWrapper
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from launch.messages import gather_json
 from launch.session import Session
 
 _log = logging.getLogger(__name__)
-_MARKS = ("config.toml", "metrics.jsonl", "checkpoints", ".lock")
+_LOCK = ".lock"
+_MARKS = ("config.toml", "metrics.jsonl", "checkpoints", _LOCK)
 
 
 class RunFolder:
@@ -43,30 +46,43 @@ class RunFolder:
     def _try(self, rank: int, *, resume: bool) -> str | None:
         path = self._path
         try:
-            if path.exists() and not self._is_free():
-                shared = rank > 0  # the first rank of this very run holds it
-                return None if shared else f"run.folder = {path}: another run is using it"
-            if path.exists() and any(path.iterdir()) and not resume:
-                if not any((path / mark).exists() for mark in _MARKS):
-                    return (
-                        f"run.folder = {path}: holds files that are not a run's; "
-                        "choose another folder"
-                    )
-                _move_aside(path)
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = (path / ".lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.ExitStack() as until_claimed:
+                before = _lock(path) if (path / _LOCK).exists() else None
+                if before is not None and not resume:
+                    until_claimed.enter_context(before)  # nobody else moves or takes the folder
+                if path.exists() and any(path.iterdir()) and not resume:
+                    if not any((path / mark).exists() for mark in _MARKS):
+                        return (
+                            f"run.folder = {path}: holds files that are not a run's; "
+                            "choose another folder"
+                        )
+                    _move_aside(path)
+                path.mkdir(parents=True, exist_ok=True)
+                self._lock = before if before is not None and resume else _lock(path)
+        except BlockingIOError:
+            shared = rank > 0  # the first rank of this very run holds it
+            return None if shared else f"run.folder = {path}: another run is using it"
         except OSError as error:
             return f"run.folder = {path}: {error.strerror}; name one that can be written to"
         return None
 
-    def _is_free(self) -> bool:
-        with contextlib.suppress(FileNotFoundError), (self._path / ".lock").open() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-        return True
+
+def _lock(folder: Path) -> TextIOWrapper:
+    """The folder's lock, held for as long as it is open.
+
+    Raises:
+        BlockingIOError: another run holds it.
+    """
+    path = folder / _LOCK
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
+            raise BlockingIOError(errno.EAGAIN, "it was moved by another run")
+    except OSError:
+        file.close()
+        raise
+    return file
 
 
 def _move_aside(path: Path) -> None:
