@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from typer.testing import CliRunner
 
 from launch.cli import app
-from launch.shaped import control
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 
@@ -32,12 +32,12 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @contextmanager
-def started(*arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
-    """The command in a process group of its own, killed at the end."""
+def started(
+    *arguments: str, told: int | BinaryIO = subprocess.DEVNULL
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """The command in a process group of its own, killed at the end; `told` gets its stderr."""
     command = [sys.executable, "-c", SHAPED, *arguments]
-    with subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, stderr=told, start_new_session=True) as process:
         try:
             yield process
         finally:
@@ -133,11 +133,14 @@ def test_ctrl_c_leaves_commands_time_to_end_by_themselves(tmp_path: Path) -> Non
     assert sorted(note.read_text().split()) == ["0", "1"]
 
 
-def test_rates_are_set_from_another_terminal() -> None:
-    before = set(control.runs())
-    with started("--hosts", "2", "--rate", "100mbit", "--", "sleep", "60"):
-        until(lambda: set(control.runs()) > before)
-        (name,) = map(str, set(control.runs()) - before)
+def test_rates_are_set_from_another_terminal(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with (
+        told.open("wb") as out,
+        started("--hosts", "2", "--rate", "100mbit", "--", "sleep", "60", told=out),
+    ):
+        until(lambda: told.read_text().endswith("\n"))
+        name = told.read_text().split()[-1]
         change = ["--down", "5mbit", "--pair", "0,1=1mbit"]
         done = CliRunner().invoke(app, ["shaped", "set", "--run", name, *change])
         wrong = CliRunner().invoke(app, ["shaped", "set", "--run", name, "--rate", "fast"])
