@@ -131,6 +131,13 @@ def threads_per_rank(cores: int, processes: int) -> int:
     return share - 1 if share >= 4 else max(1, share)
 
 
+def has_spare_core(cores: int, processes: int, threads: int) -> bool:
+    """Whether every rank has a core beside those of its compute threads, for what moves and codes
+    messages.
+    """
+    return cores >= processes * (threads + 1)
+
+
 def keep_freed_memory() -> bool:
     """Have this process reuse freed memory up to a gigabyte at once instead of returning it.
 

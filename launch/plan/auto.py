@@ -24,7 +24,7 @@ from launch.plan.measure import BlockCost, measure_blocks
 from launch.plan.network import Network
 from launch.plan.partition import Problem, best_cuts
 from launch.session import Session
-from launch.spawn import usable_cores
+from launch.spawn import has_spare_core, usable_cores
 from pipeline.schedule import stage_to_rank
 
 _log = logging.getLogger(__name__)
@@ -51,12 +51,13 @@ def decide_cuts(config: RunConfig, session: Session, *, resume: bool, say: bool)
     found = [cuts for cuts in gather_json(session.mesh, saved) if cuts is not None]
     if found:
         return config.with_cuts(found[0])
-    told = [_measure(config) if session.local_rank == 0 else None, free_memory() / _ranks_here()]
-    measured, limits = _by_stage(config, gather_json(session.mesh, told))
+    measured_here = _measure(config) if session.local_rank == 0 else None
+    told = [measured_here, free_memory() / _ranks_here(), spare_core(_ranks_here())]
+    measured, limits, spare = _by_stage(config, gather_json(session.mesh, told))
     cuts, problem = None, None
     if session.mesh.rank == 0:  # which measures the codecs, again alone
         try:
-            cuts = find_cuts(config, even_out(measured), memory_limit=limits)
+            cuts = find_cuts(config, even_out(measured), memory_limit=limits, spare_cores=spare)
         except ValueError as error:
             problem = str(error)
     cuts, problem = gather_json(session.mesh, [cuts, problem])[0]
@@ -109,21 +110,32 @@ def _measure(config: RunConfig) -> list[dict[str, Any]]:
     return [asdict(block.on(1 / crowding)) for block in measure_blocks(config, min)]
 
 
+def spare_core(ranks: int) -> bool:
+    """Whether so many ranks on this machine have cores for their codecs beside their compute."""
+    return has_spare_core(usable_cores(), ranks, torch.get_num_threads())
+
+
 def find_cuts(
     config: RunConfig,
     blocks: Blocks,
     *,
     network: Network | None = None,
     memory_limit: Sequence[float] | None = None,
+    spare_cores: Sequence[bool] | None = None,
 ) -> tuple[int, ...]:
     """The best cuts for `config.pipeline.stages`, whatever its cuts are.
+
+    `spare_cores` says of each stage whether it codes beside its compute; by default its machine is
+    taken to be like this one.
 
     Raises:
         ValueError: no way to cut fits the memory.
     """
-    if config.pipeline.stages == 1:
+    stages = config.pipeline.stages
+    if stages == 1:
         return ()
-    return best_cuts(_problem(config, blocks, network, memory_limit))
+    spare = [spare_core(1)] * stages if spare_cores is None else spare_cores
+    return best_cuts(_problem(config, blocks, network, memory_limit, spare))
 
 
 def _problem(
@@ -131,9 +143,10 @@ def _problem(
     blocks: Blocks,
     network: Network | None,
     memory_limit: Sequence[float] | None,
+    spare_cores: Sequence[bool],
 ) -> Problem:
-    """A link is busy with the slower of its two directions; a stage in the middle encodes and
-    decodes twice, the ends once.
+    """A link is busy with the slower of its two directions. Where no core is to spare, a stage in
+    the middle encodes and decodes twice on top of its compute, the ends once.
     """
     stages, count = config.pipeline.stages, len(blocks[0])
     messages, first = measure_messages(config), config.pipeline.cuts[0]
@@ -147,33 +160,38 @@ def _problem(
     return Problem(
         compute_s=[list(map(_seconds, row)) for row in blocks],
         cut_s=[[seconds] * count for seconds in cut_s],
-        fixed_s=[above_s * (s > 0) + below_s * (s < stages - 1) for s in range(stages)],
+        fixed_s=[
+            (above_s * (s > 0) + below_s * (s < stages - 1)) * (not spare_cores[s])
+            for s in range(stages)
+        ],
         memory=[[block_memory(config, s, block) for block in row] for s, row in enumerate(blocks)],
         memory_limit=memory_limit or [math.inf] * stages,
     )
 
 
-def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[float]]:
-    """Costs and memory of each stage: those of the slowest and the smallest of its replicas.
+def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[float], list[bool]]:
+    """Costs and memory of each stage: those of the slowest and the smallest of its replicas; and
+    whether all of them have a spare core.
 
     `everyone` is what each rank told; the first rank of a machine told for the others there.
     """
-    by_rank: list[tuple[list[BlockCost], float]] = []
-    for costs, memory in everyone:
+    by_rank: list[tuple[list[BlockCost], float, bool]] = []
+    for costs, memory, has_spare in everyone:
         own = by_rank[-1][0] if costs is None else [BlockCost(**fields) for fields in costs]
-        by_rank.append((own, memory))
+        by_rank.append((own, memory, has_spare))
     pipeline = config.pipeline
     ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
-    blocks, limits = [], []
+    blocks, limits, spare = [], [], []
     for stage in range(pipeline.stages):
         told = [
             by_rank[replica * pipeline.pipeline_ranks + ranks[stage]]
             for replica in range(pipeline.replicas)
         ]
-        blocks.append(max((row for row, _ in told), key=lambda row: sum(map(_seconds, row))))
+        blocks.append(max((row for row, *_ in told), key=lambda row: sum(map(_seconds, row))))
         on_rank = list(ranks.values()).count(ranks[stage])
-        limits.append(_MEMORY_SHARE * min(memory for _, memory in told) / on_rank)
-    return blocks, limits
+        limits.append(_MEMORY_SHARE * min(memory for _, memory, _ in told) / on_rank)
+        spare.append(all(has_spare for *_, has_spare in told))
+    return blocks, limits, spare
 
 
 def _saved_cuts(config: RunConfig) -> list[int] | None:

@@ -1,9 +1,9 @@
 """Where to cut a chain of blocks: the exact minimum of the slowest stage or link.
 
 A pipeline in steady state is as slow as its slowest part, so the bottleneck is minimised over all
-ways to cut: a stage's compute (its device's own times, codecs included) and a cut's transfer. Of
-the many cuts that reach that minimum, one with the least total is taken: it fills the pipeline
-fastest. Both are dynamic programmes over (stage, last block), O(stages x blocks^2).
+ways to cut: a stage's compute (its device's own times, with codecs that take from it) and a cut's
+transfer. Of the many cuts that reach that minimum, one with the least total is taken: it fills the
+pipeline fastest. Both are dynamic programmes over (stage, last block), O(stages x blocks^2).
 
 torchgpipe.balance solves a neighbouring problem by a heuristic ("Block Partitions of Sequences",
 Barany and Grinberg 2013): it knows no links, devices or memory, and 30 equal blocks in 8 stages

@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from launch import spawn
-from launch.spawn import keep_freed_memory, run_local, threads_per_rank
+from launch.spawn import has_spare_core, keep_freed_memory, run_local, threads_per_rank
 
 _FAULTS = """
 import resource, sys, torch
@@ -72,6 +72,18 @@ def test_ranks_leave_a_core_to_messages_where_there_are_enough(
     cores: int, processes: int, threads: int
 ) -> None:
     assert threads_per_rank(cores, processes) == threads
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "threads", "spare"),
+    [(1, 1, 1, False), (2, 1, 1, True), (3, 2, 1, False), (4, 2, 1, True), (2, 1, 2, False)],
+)
+def test_a_core_is_to_spare_where_compute_threads_leave_each_rank_one(
+    cores: int, processes: int, threads: int, spare: bool
+) -> None:
+    assert has_spare_core(cores, processes, threads) == spare
+    given = threads_per_rank(8 * cores, processes)
+    assert has_spare_core(8 * cores, processes, given)  # what ranks are given leaves one
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from launch.cli import app
 from launch.config import load_config
 from launch.config_file import ConfigError
-from launch.plan.auto import decide_cuts, even_out
+from launch.plan.auto import decide_cuts, even_out, find_cuts
 from launch.plan.measure import BlockCost
 from launch.session import Session
 from pipeline.mesh import build_mesh
@@ -24,6 +24,7 @@ from tests.training import config
 
 __all__ = ["run_file"]
 
+CODED: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"}}]
 AUTO = ["--set", "pipeline.cuts=auto", "--set", "pipeline.stages=2"]
 
 
@@ -77,6 +78,28 @@ def test_what_may_be_noise_counts_as_equal() -> None:
     first, second, third = even_out([slightly_slower, fast, half_as_fast])
     assert first == second == [block(1.0, 7), block(1.0), block(1.0), block(1.5, 9)]
     assert third == [block(2.0), block(2.0), block(2.0), block(3.0)]
+
+
+@pytest.mark.parametrize(
+    ("spare", "middle"), [([True] * 3, 4), ([True, False, True], 1), ([False] * 3, 1)]
+)
+def test_codecs_take_from_compute_only_where_cores_are_scarce(
+    spare: list[bool], middle: int
+) -> None:
+    run = config(model={"layers": 12}, pipeline={"cuts": "auto", "stages": 3}, boundary=CODED)
+    quick = [block(1e-6)] * 12  # beside which a message of this model takes long to code
+    first, second = find_cuts(run, [quick] * 3, spare_cores=spare)
+    assert second - first == middle
+
+
+@pytest.mark.parametrize(("cores", "cuts"), [(2, 2), (1, 1)])
+def test_plan_takes_all_machines_to_be_like_this_one(
+    monkeypatch: pytest.MonkeyPatch, cores: int, cuts: int
+) -> None:
+    monkeypatch.setattr("launch.plan.auto.usable_cores", lambda: cores)
+    run = config(model={"layers": 6}, pipeline={"cuts": "auto", "stages": 3}, boundary=CODED)
+    first, second = find_cuts(run, [[block(1e-6)] * 6] * 3)
+    assert second - first == cuts
 
 
 def _decide(rank: int) -> tuple[int, ...]:
