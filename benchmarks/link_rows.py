@@ -30,7 +30,8 @@ class Row:
     """One method on one network; rates in bit/s (None: unlimited), times in seconds.
 
     `rate_bps` and `delay_s` are those of the links; multiplied and divided by `dilation` they are
-    those that they stand for. `compute_s` is the forward and backward of a microbatch by stage.
+    those that they stand for. `depth` is that of Deep1F1B; other schedules have none.
+    `compute_s` is the forward and backward of a microbatch by stage.
     `step_s` is the median of `steps_s`, `first_visit_s` the step in which no sample was known.
     `bound_s` is the simulated step, with codec times measured in this run and links that carry TCP
     data at 0.956 of their rate (the rest is headers). `utilization` is the data through the busiest
@@ -43,6 +44,7 @@ class Row:
     form: str
     method: str
     schedule: str
+    depth: int
     stages: int
     microbatches: int
     rate_bps: float | None
@@ -152,6 +154,7 @@ def bound_s(
         activations=(messages[0],) * cuts,
         gradients=(messages[1],) * cuts,
         network=Network.uniform(len(compute), rate_bps, delay_s).payload(),
+        depth=method.depth,
     )
     return simulate(model).step_s
 
@@ -187,6 +190,7 @@ def make_row(
         form=workload.form,
         method=method.name,
         schedule=method.schedule,
+        depth=method.depth,
         stages=at.stages,
         microbatches=workload.microbatches,
         rate_bps=rate_bps,
@@ -213,7 +217,7 @@ def with_references(rows: Sequence[Row]) -> list[Row]:
     """Fill in the speeds of the same method without a limit, and of ours with fp32 on this link."""
 
     def place(row: Row) -> tuple[object, ...]:
-        return (row.form, row.stages, row.microbatches, row.delay_s, row.keep_window)
+        return (row.form, row.stages, row.microbatches, row.depth, row.delay_s, row.keep_window)
 
     speeds = {(*place(row), row.rate_bps, row.method): row.tokens_per_s for row in rows}
     return [

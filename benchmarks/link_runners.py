@@ -37,7 +37,7 @@ _RAW = RawConfig()
 class Method:
     """One way to run the step: a runtime, a schedule, and what its boundaries do.
 
-    torch's runtime has no boundaries: it sends tensors of `dtype`.
+    torch's runtime has no boundaries: it sends tensors of `dtype`. `depth` is that of Deep1F1B.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Method:
     forward: ForwardConfig = _RAW
     backward: BackwardConfig = _RAW
     dtype: torch.dtype = torch.float32
+    depth: int = DEPTH
 
     @property
     def remembers(self) -> bool:
@@ -121,7 +122,11 @@ class ThinPipeRunner:
         channels = make_channels(method, workload, mesh)
         self._stage = CompressedStage(module, rank, stages, channels=channels, group=mesh.forward)
         self._schedule = build_schedule(
-            method.schedule, [self._stage], workload.microbatches, loss=workload.loss, depth=DEPTH
+            method.schedule,
+            [self._stage],
+            workload.microbatches,
+            loss=workload.loss,
+            depth=method.depth,
         )
         self._mesh, self._workload, self._passes = mesh, workload, 0
         self._optimizer = workload.optimizer(module)

@@ -36,6 +36,7 @@ from launch.shaped.network import ShapedNetwork
 from launch.shaped.probe import probe_link
 from launch.shaped.spec import NetworkSpec, format_rate, parse_rate, parse_time
 from launch.spawn import keep_freed_memory
+from pipeline.schedule import DEPTH
 
 _LIMIT_S = 3600.0
 _FULL_STAGES = [2, 4, 8]
@@ -137,6 +138,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--microbatches", type=int, default=8, help="of a step (default 8; the paper's batch: 32)"
     )
+    parser.add_argument(
+        "--depth", type=int, default=DEPTH, help=f"of Deep1F1B (default {DEPTH}, as in training)"
+    )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each row")
     parser.add_argument(
         "--full", action="store_true", help="2, 4, 8 stages, all rates, delays, methods"
@@ -149,6 +153,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--figure", type=Path, metavar="FILE")
     arguments = parser.parse_args()
+    if arguments.depth < 0:
+        parser.error(f"--depth = {arguments.depth}: use 0 (which is 1F1B) or more")
     if arguments.full:
         arguments.stages, arguments.rates = _FULL_STAGES, _FULL_RATES
         arguments.delays = _FULL_DELAYS
@@ -157,7 +163,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    methods = [method for method in METHODS if method.name in arguments.methods]
+    methods = [
+        replace(method, depth=arguments.depth)
+        for method in METHODS
+        if method.name in arguments.methods
+    ]
     workload: PaperShape | Training = (
         PaperShape(microbatches=arguments.microbatches)
         if arguments.form == "paper-shaped"
@@ -191,6 +201,9 @@ def main() -> None:
             if arguments.json is not None:
                 _write(arguments.json, with_references(rows))
     rows = with_references(rows)
+    print(
+        f"Deep1F1B at depth {arguments.depth}; {plan.workload.microbatches} microbatches per step"
+    )
     if plan.dilation != 1:
         print(f"rates and delays are nominal: links are {plan.dilation:.3g} times slower")
     print(table(rows))

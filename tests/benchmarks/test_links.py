@@ -1,6 +1,9 @@
 """The link benchmark's arithmetic, and every method once on a small pipeline."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from benchmarks.link_ranks import Plan, RankResult, run_rank
 from benchmarks.link_rows import (
@@ -11,10 +14,12 @@ from benchmarks.link_rows import (
     measure_messages,
     with_references,
 )
-from benchmarks.link_runners import METHODS, Method
+from benchmarks.link_runners import METHODS, Method, ThinPipeRunner
 from benchmarks.link_workloads import PaperShape, Training, Workload
+from benchmarks.links import _arguments, _plan
 from launch.plan.simulate import Message
 from launch.shaped.spec import PAYLOAD_SHARE
+from pipeline.mesh import build_mesh
 from pipeline.wire.header import HEADER_NBYTES
 from tests.ranks import Ranks
 
@@ -59,22 +64,50 @@ def test_a_message_of_a_known_sample_has_the_bits_of_its_method() -> None:
     assert measure_messages(BY_NAME["torch 1F1B bf16"], SMALL) == (Message(128), Message(128))
 
 
-def row(method: str, rate_bps: float | None, seconds: float) -> Row:
+def forwards_ahead(rank: int, depth: int) -> int:
+    """Forwards of a stage before its first backward."""
+    method = replace(BY_NAME["fp32"], depth=depth)
+    runner = ThinPipeRunner(method, SMALL, build_mesh(2, 1, timeout_s=30))
+    runner.step(1, torch.arange(SMALL.microbatches))
+    computed = [event.kind for event in runner._events if event.kind in ("F", "B")]
+    return computed.index("B")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_schedule_is_as_deep_as_asked_for(ranks: Ranks, depth: int) -> None:
+    assert ranks(2, forwards_ahead, depth) == [2 + depth, 1]
+
+
+def test_the_depth_that_is_asked_for_is_that_of_rows_and_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["links", "--depth", "1", "--methods", "fp32"])
+    (method,) = _plan(_arguments()).methods
+    assert method.depth == 1
+    shallow, deep = (row(replace(method, depth=depth), 8e6, 4.0, 8) for depth in (0, 2))
+    assert (shallow.depth, deep.depth) == (0, 2)
+    assert deep.bound_s < shallow.bound_s
+
+
+def row(method: Method, rate_bps: float | None, seconds: float, microbatches: int = 1) -> Row:
     nbytes = 1_000_000
     ranks = [
-        RankResult(method, rate_bps, (seconds, 9.0, seconds), None, nbytes),
-        RankResult(method, rate_bps, (seconds / 2,) * 3, None, nbytes // 2),
+        RankResult(method.name, rate_bps, (seconds, 9.0, seconds), None, nbytes),
+        RankResult(method.name, rate_bps, (seconds / 2,) * 3, None, nbytes // 2),
     ]
-    shape = PaperShape(tokens=100, width=1, microbatches=1, forward_s=0.5, backward_s=0.5)
+    shape = PaperShape(
+        tokens=100, width=1, microbatches=microbatches, forward_s=0.5, backward_s=0.5
+    )
     compute = compute_of(shape, ranks)
     assert compute is not None
     at = Circumstances(stages=2, delay_s=0.0, probe=0.95, load=1.0)
     messages = (Message(nbytes), Message(0))
-    return make_row(BY_NAME[method], ranks, shape, messages, compute=compute, at=at)
+    return make_row(method, ranks, shape, messages, compute=compute, at=at)
 
 
 def test_a_row_joins_the_ranks_and_knows_its_bound() -> None:
-    found = row("fp32", 8e6, 4.0)
+    found = row(BY_NAME["fp32"], 8e6, 4.0)
     assert found.step_s == 4.0
     assert found.tokens_per_s == 25
     assert found.wire_bytes == 1_500_000
@@ -84,7 +117,8 @@ def test_a_row_joins_the_ranks_and_knows_its_bound() -> None:
 
 
 def test_rows_are_compared_on_the_same_link_and_without_a_limit() -> None:
-    rows = [row("fp32", None, 1.0), row("fp32", 8e6, 4.0), row("bf16", 8e6, 2.0)]
+    fp32, bf16 = BY_NAME["fp32"], BY_NAME["bf16"]
+    rows = [row(fp32, None, 1.0), row(fp32, 8e6, 4.0), row(bf16, 8e6, 2.0)]
     free, slow, other = with_references(rows)
     assert (slow.unthrottled_tokens_per_s, slow.fp32_tokens_per_s) == (100, 25)
     assert (other.unthrottled_tokens_per_s, other.fp32_tokens_per_s) == (None, 25)
