@@ -10,7 +10,11 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from launch.interfaces import interface_to, interfaces, is_here, parse_endpoint, reachable_address
@@ -105,9 +109,11 @@ def _launch(config: LaunchConfig, arguments: Sequence[str]) -> int:
         os.write(2, b"error: another machine has ended the run and says why in its own output\n")
         return 1
     except RendezvousError as error:
-        text = f"error: {config.min_nodes} machines did not meet at {config.rdzv_endpoint}: "
-        text += (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
-        os.write(2, f"{text}; `thinpipe doctor` on each says why\n".encode())
+        failed = f"{config.min_nodes} machines did not meet at {config.rdzv_endpoint}"
+        if isinstance(error, RendezvousConnectionError):  # at the start, or when its host has ended
+            failed = f"no way to {config.rdzv_endpoint}, or the machine there has ended the run"
+        reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+        os.write(2, f"error: {failed}: {reason}; `thinpipe doctor` on each says why\n".encode())
         return 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)

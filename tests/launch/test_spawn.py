@@ -7,6 +7,7 @@ import sys
 import pytest
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousTimeoutError,
 )
@@ -90,6 +91,10 @@ def test_a_core_is_to_spare_where_compute_threads_leave_each_rank_one(
     ("error", "said"),
     [
         (RendezvousClosedError(), "another machine has ended the run"),
+        (
+            RendezvousConnectionError("reset"),
+            "or the machine there has ended the run: reset",
+        ),
         (RendezvousTimeoutError(), "RendezvousTimeoutError; `thinpipe doctor` on each says why"),
     ],
 )
