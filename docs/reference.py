@@ -1,4 +1,4 @@
-"""Writes generated pages: every setting from the pydantic models, and the list of algorithm pages.
+"""Writes generated pages: every command and setting, and the list of algorithm pages.
 
 They are made at every build, so that they cannot differ from the code.
 """
@@ -11,21 +11,49 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from typer.main import get_command
 
 from gradcomp.registry import load_method, method_names
+from launch.cli import app
 from launch.config import RunConfig
+from launch.shaped.cli import set_app
 
 
-def write(folder: Path, *, pages: Path, listed: set[str]) -> None:
-    """Write into `folder`; pages that are not `listed` are about algorithms."""
+def write(folder: Path, *, pages: Path) -> None:
+    """Write into `folder`; pages that the index does not list are about algorithms."""
     folder.mkdir(exist_ok=True)
     (folder / "settings.md").write_text(_settings())
+    (folder / "commands.md").write_text(_commands())
+    listed = {"index", *(pages / "index.md").read_text().split()}
     others = sorted(page.stem for page in pages.glob("*.md") if page.stem not in listed)
     entries = "\n".join(f"/{name}" for name in others)
     (folder / "algorithms.md").write_text(
         f"# Algorithms\n\nOne page each: the equations, and the files that hold them.\n\n"
         f"```{{toctree}}\n:maxdepth: 1\n\n{entries}\n```\n"
     )
+
+
+def _commands() -> str:
+    group: Any = get_command(app)
+    commands = {**group.commands, "shaped set": get_command(set_app)}
+    parts = [
+        "# Commands\n",
+        "Every command and option, generated from the code; `--help` shows the same.\n",
+        *(_command(name, command) for name, command in sorted(commands.items())),
+    ]
+    return "\n".join(parts)
+
+
+def _command(name: str, command: Any) -> str:
+    words, rows = ["thinpipe", name], []
+    for parameter in command.params:
+        if parameter.param_type_name == "argument":
+            words.append(parameter.metavar)
+        elif parameter.name != "help":
+            value = "" if parameter.is_flag else f" {parameter.metavar or 'N'}"
+            rows.append(f"| `{parameter.opts[0]}{value}` | {parameter.help} |")
+    table = "\n".join(["| option | |", "|---|---|", *rows])
+    return f"## {name}\n\n`{' '.join(words)}`\n\n{command.help}\n\n{table}\n"
 
 
 def _settings() -> str:

@@ -143,7 +143,10 @@ def export_model(
         int | None, typer.Option("--step", help="Which checkpoint, if not the newest.")
     ] = None,
     dtype: Annotated[
-        ExportDtype, typer.Option("--dtype", help="Of the weights; by default the source's.")
+        ExportDtype,
+        typer.Option(
+            "--dtype", metavar="DTYPE", help="Of the weights: source (as they were), fp32, bf16."
+        ),
     ] = "source",
 ) -> None:
     """Write a run's model as a Hugging Face folder. LoRA is merged."""

@@ -55,7 +55,7 @@ def shaped(  # noqa: PLR0913  # one parameter per option
     """
     command = command or []
     if command[:1] == ["set"]:
-        run_app(_set_app, command[1:], program="thinpipe shaped set")
+        run_app(set_app, command[1:], program="thinpipe shaped set")
     try:
         if not command and not probe:
             raise ValueError("nothing to run; end with -- and a command, or give --probe")
@@ -71,10 +71,10 @@ def shaped(  # noqa: PLR0913  # one parameter per option
         _refuse(error)
 
 
-_set_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+set_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@_set_app.command()
+@set_app.command()
 def set_rates(
     rate: RateOption = None,
     up: UpOption = None,

@@ -1,0 +1,133 @@
+"""Every command in the documentation is one that there is; what is quick is run as it stands."""
+
+import importlib.util
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from launch.cli import app
+from launch.shaped.cli import set_app
+from launch.usage import run_app
+from tests.launch.test_train import RUN
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+PROGRAM = re.compile(r"(?:\.venv/bin/)?(thinpipe|torchrun|python|make|pip|hf) .*")
+ALL: Any = get_command(app)
+
+RUN_HERE = (
+    "thinpipe launch hosts.toml run.toml --dry-run",
+    "thinpipe plan run.toml --network net.json",
+    "thinpipe plan run.toml --network net.json --apply",
+    "thinpipe plan run.toml --rate 100mbit --delay 20ms",
+    "thinpipe train run.toml --dry-run",
+)
+RUN_ELSEWHERE = {  # by their beginnings: where, or why not
+    "thinpipe train run.toml --nnodes 3": "tests/docs/test_commands.py",
+    "torchrun --nnodes 3": "tests/docs/test_commands.py",
+    "thinpipe train run.toml": "tests/launch/test_train.py",
+    "thinpipe train examples/": "tests/launch/test_examples.py, or it needs a download",
+    "thinpipe trace ": "tests/launch/test_train.py",
+    "thinpipe export ": "tests/launch/test_export.py",
+    "thinpipe doctor ": "tests/launch/doctor",
+    "thinpipe launch hosts.toml run.toml": "tests/launch/test_remote.py",
+    "thinpipe shaped ": "tests/launch/shaped",
+    "torchrun --nnodes 8": "needs the machines",
+    "python -m benchmarks.": "tests/benchmarks",
+    "make ": "installs, and runs all tests",
+    "pip install ": "needs a network",
+    "hf download ": "needs a network",
+}
+
+
+def commands() -> Iterator[str]:
+    """Lines of shell blocks, whole commands amid a sentence, and those in comments of examples."""
+    for page in PAGES:
+        text = page.read_text().replace("\\\n", " ")
+        blocks = re.findall(r"^```([^\n]*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        shell = (block for kind, block in blocks if kind in ("", "sh"))
+        yield from (line.strip() for block in shell for line in block.splitlines())
+        yield from re.findall(r"`(thinpipe [^`]*(?:\.toml|runs/)[^`]*|python -m [^`]*)`", text)
+    for example in EXAMPLES:
+        text = example.read_text().replace("\\\n#", " ")
+        yield from re.findall(
+            r"^#.*?(?:     |: )((?:thinpipe|torchrun|hf) .*)$", text, re.MULTILINE
+        )
+
+
+def words(line: str) -> list[str]:
+    """As a shell splits them, without the comment and the folder of the program."""
+    program, *rest = shlex.split(line, comments=True)
+    return [program.removeprefix(".venv/bin/"), *rest]
+
+
+FOUND = sorted({shlex.join(words(line)) for line in commands() if PROGRAM.fullmatch(line)})
+
+
+def test_commands_are_found_wherever_they_are() -> None:
+    starts = ("thinpipe launch", "thinpipe shaped set", "thinpipe trace", "python -m benchmarks.")
+    for start in (*starts, "hf download", "torchrun --nnodes 8", "make test"):
+        assert any(line.startswith(start) for line in FOUND), start
+    assert set(RUN_HERE) <= set(FOUND)
+
+
+def test_every_command_is_run_or_it_is_known_where_or_why_not() -> None:
+    rest = set(FOUND) - set(RUN_HERE)
+    for line in rest:
+        assert any(line.startswith(start) for start in RUN_ELSEWHERE), f"{line}: run it, or list it"
+    for start in RUN_ELSEWHERE:
+        assert any(line.startswith(start) for line in rest), f"{start}: in no page any more"
+
+
+def test_every_command_of_ours_is_in_a_page() -> None:
+    for name in ALL.commands:
+        assert any(f"thinpipe {name} " in f"{line} " for line in FOUND), name
+
+
+@pytest.mark.parametrize("line", FOUND)
+def test_options_are_ones_that_there_are(line: str) -> None:
+    parse(words(line))
+
+
+def parse(line: list[str]) -> None:
+    """Let the command line, and those of the commands that it starts, read their options."""
+    program, *arguments = line
+    if "..." in arguments:
+        return
+    if program == "thinpipe":
+        name, *arguments = arguments
+        is_set = arguments[:1] == ["set"]
+        reader: Any = get_command(set_app) if is_set else ALL.commands[name]
+        context = reader.make_context(name, arguments[is_set:])
+        if name == "shaped" and context.params.get("command"):
+            parse([Path(context.params["command"][0]).name, *context.params["command"][1:]])
+    elif program == "torchrun" and "launch" in arguments:
+        parse(["thinpipe", *arguments[arguments.index("launch") + 1 :]])
+    elif arguments[:1] == ["-m"]:
+        assert importlib.util.find_spec(arguments[1]) is not None
+
+
+@pytest.mark.parametrize("line", RUN_HERE)
+def test_quick_commands_do_as_they_stand(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = "".join(f"{n} squared is {n * n}.\n" for n in range(4000))
+    Path("text.txt").write_text(text)
+    Path("run.toml").write_text(RUN.format(folder="run", text="text.txt").replace("[1, 3]", "[2]"))
+    (hosts,) = re.findall(
+        r"```toml\n(# hosts.toml.*?)```", (ROOT / "docs/machines.md").read_text(), re.DOTALL
+    )
+    Path("hosts.toml").write_text(hosts)
+    Path("net.json").write_text(json.dumps({"rate_bps": [[None, 1e8], [1e8, None]]}))
+    monkeypatch.setattr("sys.argv", words(line))
+    with pytest.raises(SystemExit) as ended:
+        run_app(app)
+    assert not ended.value.code
