@@ -119,7 +119,8 @@ def request(change: Change, run: int | None = None) -> str:
     try:
         reply = _ask(chosen, json.dumps(change).encode())
     except OSError as error:
-        raise ValueError(f"--run = {chosen}: gone before it answered ({error.strerror})") from None
+        reason = error.strerror or error
+        raise ValueError(f"--run = {chosen}: did not answer: {reason}; has it ended?") from None
     if "error" in reply:
         raise ValueError(reply["error"])
     return str(reply["done"])

@@ -61,6 +61,6 @@ def test_a_run_that_ends_before_it_answers_is_named(server: socket.socket) -> No
 
     ending = threading.Thread(target=hang_up)
     ending.start()
-    with pytest.raises(ValueError, match=f"--run = {RUN}: gone before it answered"):
+    with pytest.raises(ValueError, match=f"--run = {RUN}: did not answer: Connection reset"):
         control.request(CHANGE, RUN)
     ending.join()
