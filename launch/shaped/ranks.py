@@ -14,6 +14,7 @@ from launch.shaped import linux
 
 GRACE_S = 10.0
 """How long a process has to end after it was asked to, before it is killed."""
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 _CHUNK = 65536
 _DRAIN_S = 2.0
 
@@ -48,20 +49,24 @@ def _stand_in(namespaces: Namespaces, body: Callable[[], int]) -> NoReturn:
 
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the one inside too
-        signal.signal(signal.SIGTERM, pass_on)
-        signal.signal(signal.SIGHUP, pass_on)
+        for signum in _ENDING:
+            signal.signal(signum, pass_on)
         folder = os.getcwd()
         myself = os.pidfd_open(os.getpid())
         for descriptor, flag in namespaces:
             linux.setns(descriptor, flag)
         os.chdir(folder)  # a mount namespace is entered at its root
+        # a new process of Python forgets what comes before it is ready; what is blocked waits
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         inside = os.fork()
         if inside == 0:
             linux.die_with(myself)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
+            for signum in _ENDING:
+                signal.signal(signum, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os._exit(body())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         code = os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])
         os._exit(code if code >= 0 else 128 - code)
     except BaseException as error:

@@ -210,6 +210,30 @@ def test_a_failing_host_ends_the_others(
     assert time.monotonic() - begin < GRACE_S, "the others had to be killed"
 
 
+def test_a_host_that_is_asked_to_end_at_its_birth_ends(
+    net: ShapedNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was just forked forgets signals, until its interpreter is ready."""
+    fork, test, started = os.fork, os.getpid(), 0
+
+    def slow_birth() -> int:
+        nonlocal started
+        outside, pid = os.getpid() == test, fork()
+        if outside:
+            started += pid > 0
+        elif pid == 0 and started != 1:
+            forgotten = signal.signal(signal.SIGTERM, lambda *_: None)
+            time.sleep(3)
+            signal.signal(signal.SIGTERM, forgotten)
+        return pid
+
+    monkeypatch.setattr(os, "fork", slow_birth)
+    begin = time.monotonic()
+    with pytest.raises(HostError, match="host1 was killed"):
+        net.run(_die_on_1)
+    assert time.monotonic() - begin < GRACE_S, "the others had to be killed"
+
+
 def test_a_run_that_takes_too_long_is_ended(net: ShapedNetwork) -> None:
     with pytest.raises(TimeoutError, match=r"hosts \[0, 2\] still run after 2 s"):
         net.run(lambda host: time.sleep(0 if host == 1 else 60), timeout_s=2)
