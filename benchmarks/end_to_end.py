@@ -11,6 +11,7 @@ processes) and exported. From that folder every method fine-tunes a copy on sequ
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -30,14 +31,21 @@ from launch.plots import LIGHT
 _RAW = {way: {"kind": "raw", "format": "fp32"} for way in ("forward", "backward")}
 _AQ = {"forward": {"kind": "aqsgd", "bits": 3}, "backward": {"kind": "direct", "bits": 6}}
 _EXACT = {"method": "allreduce"}
-_COCKTAIL = {"method": "cocktail", "cocktail": {"subset": 0.2, "topk": 0.2, "bits": 4}}
+
+
+def _cocktail(**options: float) -> dict[str, Any]:
+    """A fifth of the parameters takes part in a step, the largest fifth of these is sent."""
+    return {"method": "cocktail", "cocktail": {"subset": 0.2, "topk": 0.2, "bits": 4, **options}}
+
 
 BASELINE = "uncompressed"
 METHODS: dict[str, dict[str, Any]] = {
     BASELINE: {"boundary": [_RAW], "gradcomp": _EXACT},
     "AQ-SGD": {"boundary": [_AQ], "gradcomp": _EXACT},
-    "CocktailSGD": {"boundary": [_RAW], "gradcomp": _COCKTAIL},
-    "AQ-SGD + CocktailSGD": {"boundary": [_AQ], "gradcomp": _COCKTAIL},
+    "CocktailSGD": {"boundary": [_RAW], "gradcomp": _cocktail()},
+    "AQ-SGD + CocktailSGD": {"boundary": [_AQ], "gradcomp": _cocktail()},
+    "the same after 40 exact steps": {"boundary": [_AQ], "gradcomp": _cocktail(warmup_steps=40)},
+    "the same, a quarter sent": {"boundary": [_AQ], "gradcomp": _cocktail(subset=0.5, topk=0.5)},
 }
 
 
@@ -134,7 +142,7 @@ def fine_tune(texts: Texts, scale: Scale, model: Path, *, method: str, seed: int
         },
         **METHODS[method],
     }
-    name = f"{method.replace(' + ', '-').lower()}-{seed}"
+    name = f"{re.sub('[^a-z0-9]+', '-', method.lower())}-{seed}"
     records = read_metrics(_train(texts.out, name, run) / "metrics.jsonl")
     return Outcome(method, seed, _epochs(records))
 
@@ -234,7 +242,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     figure = Figure(figsize=(10.0, 3.8), dpi=110, layout="constrained")
     losses, above = figure.subplots(1, 2)
     methods, colors = _methods(outcomes), (LIGHT.ink, *LIGHT.series)
-    widths = (4.5, 3.0, 2.0, 1.0)  # curves that coincide stay visible
+    widths = (4.5, 3.0, 2.0, 1.0, 1.0, 1.0)  # curves that coincide stay visible
     for color, width, method in zip(colors, widths, methods, strict=False):
         epochs = range(len(outcomes[0].epochs))
         places = [e + 1 for e in epochs]
@@ -249,7 +257,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     for axes in (losses, above):
         axes.set_xlabel("epoch")
         axes.grid(color=LIGHT.grid)
-    figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path)
 
 
