@@ -102,7 +102,11 @@ def files(config: DataConfig) -> list[Path]:
     if config.dataset is not None:
         found = []
     elif config.sources:
-        found = [file for source in config.sources for file in text.find_files(source.path, "path")]
+        found = [
+            file
+            for source in config.sources
+            for file in text.find_files(source.path, "data.sources")
+        ]
     else:
         found = text.find_files(config.path, "data.path")
     if config.eval_path is not None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
-from launch.data import DataConfig, load
+from launch.data import DataConfig, files, load
 from launch.sequences import SampleSet, SequenceSet
 
 _unhurried = settings(deadline=None)  # test machines stall now and then
@@ -297,3 +297,24 @@ def test_dataset_without_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     _offer(monkeypatch, train=_Split(label=["a"]))
     with pytest.raises(ValueError, match=r"'hf:name/raw': no column 'text' in a split 'train'"):
         load(DataConfig(dataset="hf:name/raw"))
+
+
+def test_files_are_those_of_texts_and_tokenizer(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl", "held.jsonl", "tokenizer/tokenizer.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    fields = {"prompt_field": "p", "response_field": "r"}
+    sources = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1} for name in "ab"]
+    mixed = DataConfig.model_validate(
+        {
+            **fields,
+            "sources": sources,
+            "eval_path": str(tmp_path / "held.jsonl"),
+            "tokenizer": str(tmp_path / "tokenizer"),
+        }
+    )
+    names = [path.name for path in files(mixed)]
+    assert names == ["a.jsonl", "b.jsonl", "held.jsonl", "tokenizer.json"]
+    one = DataConfig(path=str(tmp_path / "a.jsonl"))
+    assert files(one) == [tmp_path / "a.jsonl"]
+    assert files(DataConfig(dataset="hf:wikitext/wikitext-2-raw-v1")) == []
