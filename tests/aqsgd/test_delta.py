@@ -85,7 +85,7 @@ def test_repeated_visits_approach_the_value() -> None:
     assert errors[-1] < 1e-3 * float(x.norm())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     bits=st.integers(2, 7),
     delta=st.sampled_from(["uniform", "tiles"]),

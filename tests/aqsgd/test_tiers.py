@@ -180,7 +180,7 @@ def test_a_row_damaged_in_a_checkpoint_is_forgotten(
     assert "rows of 1 samples (7, ...) were damaged" in caplog.text
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     room=st.integers(0, 6),
     visits=st.lists(

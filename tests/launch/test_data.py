@@ -9,13 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 
 from launch.data import DataConfig, files, load
 from launch.sequences import SampleSet, SequenceSet
-
-_unhurried = settings(deadline=None)  # test machines stall now and then
 
 
 def _set(n: int = 5, length: int = 3) -> SequenceSet:

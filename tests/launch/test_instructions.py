@@ -4,15 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.instructions import Example, Layout, encode_examples, instruction_set, mix
 from launch.records import Row
 from launch.sequences import ColumnSet
 from launch.tokenizer import Bytes
-
-_unhurried = settings(deadline=None)
 
 
 def _rows(name: str, count: int) -> list[Row]:
@@ -69,7 +67,6 @@ _texts = st.lists(
 )
 
 
-@_unhurried
 @given(_texts, st.integers(0, 2**31))
 def test_packing_keeps_every_example_whole_and_once(
     texts: list[tuple[str, str]], seed: int
@@ -115,7 +112,6 @@ def test_examples_that_do_not_fit_are_told_of() -> None:
         instruction_set(examples[1:], _layout(8))
 
 
-@_unhurried
 @given(st.integers(1, 50), st.integers(1, 50), st.floats(0.1, 10), st.integers(0, 99))
 def test_mixtures_follow_the_weights_and_repeat_nothing(
     ones: int, twos: int, weight: float, seed: int

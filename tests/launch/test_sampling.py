@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.sampling import EpochSampler
-
-_unhurried = settings(deadline=None)  # test machines stall now and then
 
 
 @st.composite
@@ -32,7 +30,6 @@ def _epoch_ids(sampler: EpochSampler, epoch: int) -> list[int]:
     return torch.cat([sampler.ids(step) for step in steps]).tolist()
 
 
-@_unhurried
 @given(_runs(), st.integers(0, 3))
 def test_every_sample_is_visited_once_per_epoch(run: dict[str, int], epoch: int) -> None:
     samplers = _samplers(run)
@@ -41,14 +38,12 @@ def test_every_sample_is_visited_once_per_epoch(run: dict[str, int], epoch: int)
     assert samplers[0].dropped == run["n"] % run["replicas"]
 
 
-@_unhurried
 @given(_runs(), st.integers(0, 3))
 def test_samples_stick_to_their_replica(run: dict[str, int], epoch: int) -> None:
     for replica, sampler in enumerate(_samplers(run)):
         assert {sample % run["replicas"] for sample in _epoch_ids(sampler, epoch)} == {replica}
 
 
-@_unhurried
 @given(_runs(), st.integers(0, 200))
 def test_replicas_take_equally_many_samples_in_every_step(run: dict[str, int], step: int) -> None:
     sizes = {len(sampler.ids(step)) for sampler in _samplers(run)}
@@ -56,7 +51,6 @@ def test_replicas_take_equally_many_samples_in_every_step(run: dict[str, int], s
     assert 1 <= sizes.pop() <= run["batch_size"] // run["replicas"]
 
 
-@_unhurried
 @given(_runs(), st.lists(st.integers(0, 200), min_size=1, max_size=8))
 def test_ids_depend_on_the_step_alone(run: dict[str, int], steps: list[int]) -> None:
     used = _samplers(run)[0]

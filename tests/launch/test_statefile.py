@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -132,7 +132,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 @given(TREES)
 def test_any_tree_comes_back_with_its_types(tmp_path_factory: Any, tree: object) -> None:
     assert_same(through_file(tmp_path_factory.getbasetemp(), tree), tree)

@@ -12,7 +12,7 @@ from pipeline.dropout import Dropout, Place, keep_mask
 from pipeline.samples import Samples
 from pipeline.transformer import TransformerConfig, build_layers
 
-_unhurried = settings(deadline=None, max_examples=40)
+_few = settings(max_examples=40)
 SHAPE = torch.Size((6, 8))
 
 
@@ -25,7 +25,7 @@ def _dropped(layer: Dropout, ids: list[int]) -> Tensor:
     return dropped
 
 
-@_unhurried
+@_few
 @given(
     st.lists(st.integers(0, 2**62), min_size=1, max_size=8, unique=True),
     st.integers(0, 7),
@@ -45,7 +45,7 @@ _CONFIG = TransformerConfig(
 )
 
 
-@_unhurried
+@_few
 @given(
     cuts=st.sampled_from(CUTS),
     sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3),

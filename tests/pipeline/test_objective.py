@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.objective import Classification, NextToken
 
-_unhurried = settings(deadline=None)
 _labels = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=40)
 
 
@@ -17,7 +16,6 @@ def _logits(answers: list[int], classes: int) -> torch.Tensor:
     return 9.0 * torch.nn.functional.one_hot(torch.tensor(answers), classes)
 
 
-@_unhurried
 @given(_labels, st.integers(1, 5))
 def test_binary_matthews_is_the_textbooks(pairs: list[tuple[int, int]], parts: int) -> None:
     objective = Classification(2)

@@ -56,7 +56,7 @@ def test_nbytes_is_maps_scales_and_codes(bits: int) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_size_and_format_round_trips(
     bits: int, tile: int, numel: int, dtype: torch.dtype, seed: int
 ) -> None:
@@ -87,7 +87,7 @@ def test_backends_make_the_same_bytes_and_values(bits: int, backend: Backend) ->
 
 
 @given(exponent=st.integers(-40, 20), bits=st.integers(2, 7))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_decoding_scales_with_the_input(exponent: int, bits: int) -> None:
     x, codec, factor = bursts(2, 1000), Hadamard(bits), 2.0**exponent
     assert torch.equal(through(codec, x * factor)[0], through(codec, x)[0] * factor)

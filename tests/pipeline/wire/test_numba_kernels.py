@@ -85,7 +85,7 @@ SPECIAL = [0.0, -0.0, 1e-45, -1e-40, 2e-38, 1e38, -3e38, float("inf"), -float("i
     scale=st.sampled_from([torch.bfloat16, torch.float32]),
     stochastic=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_bit_pattern_gives_the_references_codes(
     bits: int, group: int, values: list[float], scale: torch.dtype, stochastic: bool
 ) -> None:

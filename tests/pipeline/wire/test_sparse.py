@@ -57,7 +57,7 @@ def test_seen_is_what_the_peer_decodes(numel: int, bits: int, fraction: float) -
     distinct=st.integers(1, 50),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_backends_write_equal_bytes_of_any_input(
     numel: int, fraction: float, bits: int, group: int, distinct: int, seed: int
 ) -> None:

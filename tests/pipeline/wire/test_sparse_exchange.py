@@ -111,7 +111,7 @@ def test_all_values_in_fp32_is_exact_averaging(dtype: torch.dtype) -> None:
 
 
 @given(numel=st.integers(1, 900), fraction=st.sampled_from([0.1, 0.4, 1.0]), bits=st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_residual_is_what_was_not_sent(numel: int, fraction: float, bits: int) -> None:
     replicas = Replicas(numel, SparseCodec(0.3, bits), fraction=fraction, count=1)
     replicas.move(0)

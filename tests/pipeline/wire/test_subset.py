@@ -93,7 +93,7 @@ def test_the_runs_of_a_key_never_change() -> None:
 @given(
     numel=st.integers(0, 700), part=st.sampled_from([0.1, 0.4, 0.5, 1.0]), step=st.integers(0, 9)
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_gather_and_scatter_touch_the_chosen_places_only(
     numel: int, part: float, step: int
 ) -> None:

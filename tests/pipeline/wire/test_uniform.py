@@ -91,7 +91,7 @@ def test_zero_rows_stay_zero(bits: int) -> None:
     group=st.integers(1, 300),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_size_round_trips(bits: int, numel: int, group: int, seed: int) -> None:
     x = rows(2, numel, seed)
     out, seen = through(Uniform(bits, group), x)
@@ -100,7 +100,7 @@ def test_any_size_round_trips(bits: int, numel: int, group: int, seed: int) -> N
 
 
 @given(exponent=st.integers(-40, 20), bits=st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_decoding_scales_with_the_input(exponent: int, bits: int) -> None:
     x, codec = rows(2, 512), Uniform(bits, 64)
     factor = 2.0**exponent
