@@ -46,7 +46,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "AQ-SGD + CocktailSGD": {"boundary": [_AQ], "gradcomp": _cocktail()},
     "the same after 40 exact steps": {"boundary": [_AQ], "gradcomp": _cocktail(warmup_steps=40)},
     "the same, a quarter sent": {"boundary": [_AQ], "gradcomp": _cocktail(subset=0.5, topk=0.5)},
+    "the same at twice the rate": {"boundary": [_AQ], "gradcomp": _cocktail(), "rate": 2.0},
+    "uncompressed at twice the rate": {"boundary": [_RAW], "gradcomp": _EXACT, "rate": 2.0},
 }
+"""What differs from run to run; `rate` multiplies the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ def prepare(texts: Texts, scale: Scale) -> Path:
 
 def fine_tune(texts: Texts, scale: Scale, model: Path, *, method: str, seed: int) -> Outcome:
     """Train a copy of the model in 4 processes, 2 stages by 2 replicas, and read what it did."""
+    settings = dict(METHODS[method])
     run = {
         "run": {"seed": seed},
         "model": {"pretrained": str(model)},
@@ -136,11 +140,11 @@ def fine_tune(texts: Texts, scale: Scale, model: Path, *, method: str, seed: int
         "train": {
             "epochs": scale.epochs,
             "batch_size": scale.batch,
-            "lr": scale.lr,
+            "lr": scale.lr * settings.pop("rate", 1.0),
             "warmup_steps": scale.sequences // scale.batch // 2,
             "decay": "linear",
         },
-        **METHODS[method],
+        **settings,
     }
     name = f"{re.sub('[^a-z0-9]+', '-', method.lower())}-{seed}"
     records = read_metrics(_train(texts.out, name, run) / "metrics.jsonl")
@@ -241,8 +245,8 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """Losses by epoch, and the difference of training loss to the baseline."""
     figure = Figure(figsize=(10.0, 3.8), dpi=110, layout="constrained")
     losses, above = figure.subplots(1, 2)
-    methods, colors = _methods(outcomes), (LIGHT.ink, *LIGHT.series)
-    widths = (4.5, 3.0, 2.0, 1.0, 1.0, 1.0)  # curves that coincide stay visible
+    methods, colors = _methods(outcomes), (LIGHT.ink, *LIGHT.series, LIGHT.muted)
+    widths = (4.5, 3.0, 2.0, *[1.0] * 5)  # curves that coincide stay visible
     for color, width, method in zip(colors, widths, methods, strict=False):
         epochs = range(len(outcomes[0].epochs))
         places = [e + 1 for e in epochs]
