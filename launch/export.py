@@ -151,7 +151,9 @@ class _Export:
             return tensor
         if self._dtype != "source":
             return tensor.to(_DTYPES[self._dtype])
-        return tensor.to(self._dtypes.get(stored, tensor.dtype))
+        source = tied_names(self._whole).get(name, "")
+        found = self._dtypes.get(stored) or self._dtypes.get(self._on_disk.get(source, ""))
+        return tensor.to(found or tensor.dtype)
 
     def _file_names(self, stored: Mapping[str, Tensor]) -> dict[str, str]:
         """Where the source had it; new tensors, such as a task's head, go to the last file."""

@@ -165,7 +165,7 @@ def _nearest(value: Any, detail: ErrorDetails) -> str:
     ctx = detail.get("ctx", {})
     allowed = re.findall(r"'([^']+)'", f"{ctx.get('expected', '')}{ctx.get('expected_tags', '')}")
     by_lower = {word.lower(): word for word in allowed}
-    near = difflib.get_close_matches(str(value).lower(), by_lower, n=1)
+    near = difflib.get_close_matches(str(value).lower(), by_lower, n=1, cutoff=0.7)
     return f'; did you mean "{by_lower[near[0]]}"?' if near else ""
 
 

@@ -220,7 +220,7 @@ def _account(
 ) -> list[str]:
     lines = [
         f"{folder} was saved with {before}; this run has {now}: weights and optimizer state are "
-        "read by name, random numbers of dropout start anew"
+        "read by name; dropout, where there is any, draws other numbers"
     ]
     moved = sorted(set(now.cuts) - set(before.cuts))
     if moved and remembers:
@@ -228,8 +228,7 @@ def _account(
     new, of = moved_samples(before.replicas, now.replicas)
     if remembers and new:
         lines.append(f"{new} of every {of} samples are now another replica's: sent like new ones")
-    if whole.first_part["sync"]:
-        lines.append("what the exchange between replicas remembers starts anew")
     if before.replicas > 1:
+        lines.append("what the exchange between replicas remembers starts anew")
         lines.append("all replicas start from the same weights")
     return lines

@@ -17,7 +17,7 @@ from rich.table import Table
 from aqsgd.config import AqsgdConfig
 from launch.config import RunConfig
 from launch.config_file import ConfigError
-from launch.device import free_gpu_memory, gpu_count
+from launch.device import choose_device, free_gpu_memory, gpu_count
 from launch.machine import free_memory
 from launch.metrics import format_bytes
 from pipeline.config import build_codec
@@ -133,10 +133,11 @@ def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs
     )
 
 
-def _check_tier(config: RunConfig) -> None:
-    on_cpu = config.pipeline.device == "cpu"
-    if config.memory.tier in ("device", "pinned") and (on_cpu or not gpu_count()):
-        why = 'pipeline.device = "cpu"' if on_cpu else "torch finds none on this host"
+def _check_device(config: RunConfig) -> None:
+    on_cpu = choose_device(config.pipeline.device).type == "cpu"
+    if config.memory.tier in ("device", "pinned") and on_cpu:
+        chosen = config.pipeline.device == "cpu"
+        why = 'pipeline.device = "cpu"' if chosen else "torch finds none on this host"
         raise ConfigError(
             f'memory.tier = "{config.memory.tier}" is for stages on a GPU, but {why}; use "ram" or '
             '"disk"'
@@ -147,9 +148,9 @@ def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> Non
     """Refuse to start what cannot be held on this host by these ranks.
 
     Raises:
-        ConfigError: naming what is too small, and the remedy.
+        ConfigError, ValueError: naming what is too small or not there, and the remedy.
     """
-    _check_tier(config)
+    _check_device(config)
     found = needs(config, plan_memory(config, sequences), ranks)
     if found.device_free is not None and found.device > found.device_free:
         raise ConfigError(

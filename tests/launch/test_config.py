@@ -130,6 +130,11 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, parts: list[str]) -> None
     message = refused(tmp_path, text)
     for part in parts:
         assert part in message
+
+
+def test_nothing_is_guessed_where_no_name_is_near(tmp_path: Path) -> None:
+    message = refused(tmp_path, "[pipeline]\ndevice = 'gpu'")
+    assert message.endswith("pipeline.device = 'gpu': use 'auto', 'cpu' or 'cuda'")
     assert "run.toml" in message
 
 

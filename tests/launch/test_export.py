@@ -129,6 +129,22 @@ def test_weights_of_another_dtype_come_back_in_it(tmp_path: Path) -> None:
     assert next(reloaded(tmp_path / "wide", "llama").parameters()).dtype == torch.float32
 
 
+def test_a_head_that_parted_from_its_embedding_keeps_the_dtype(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    saved_model("gpt2", source)
+    for path in source.glob("*.safetensors"):
+        save_file({k: t.half() for k, t in load_file(path).items()}, path, {"format": "pt"})
+    saved_run(run_config(section("gpt2", source), tmp_path / "run"), steps=1)
+    export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
+    tensors = {
+        k: t
+        for path in (tmp_path / "out").glob("*.safetensors")
+        for k, t in load_file(path).items()
+    }
+    assert "lm_head.weight" in tensors
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "llama-tied", "opt", "roberta", "deberta"])
 @pytest.mark.parametrize("weights", ["pretrained", "config"])
 def test_transformers_computes_the_logits_of_the_trained_pipeline(

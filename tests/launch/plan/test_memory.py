@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from launch.cli import app
@@ -103,6 +104,7 @@ def test_what_does_not_fit_is_refused(
     monkeypatch: pytest.MonkeyPatch, tier: str, free: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(planned, "gpu_count", lambda: 2)
+    monkeypatch.setattr(planned, "choose_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(planned, "free_gpu_memory", lambda: 10**12)
 
     def on_a_small_host(*args: Any) -> Needs:
@@ -196,6 +198,14 @@ def test_a_dry_run_shows_no_place_for_cuts_that_have_none(run_file: Path) -> Non
 def test_a_dry_run_without_memories_says_so(run_file: Path) -> None:
     without = 'boundary=[{forward={kind="direct"}}]'
     assert dry_run(run_file, without) == (0, "no memories: no link carries AQ-SGD")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_dry_run_refuses_a_gpu_that_is_not_there(
+    run_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(run_file, "pipeline.device=cuda", "memory.tier=device")[0] == 2
+    assert 'pipeline.device = "cuda": torch finds no GPU' in capfd.readouterr().err
 
 
 def test_a_batch_larger_than_all_samples_is_refused(
