@@ -177,7 +177,6 @@ def launch_on_hosts(
     ] = None,
 ) -> None:
     """Train on several machines: starts `thinpipe train` on each, over ssh."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads on: end, and thereby all hosts
     settings = [word for override in overrides or [] for word in ("--set", override)]
     try:
         hosts = load_hosts(hosts_path)
@@ -191,6 +190,7 @@ def launch_on_hosts(
             if not here:
                 _say(f"note: {run} is not on this machine, so neither it nor --set was checked")
             return
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads on: end, and thereby all hosts
         sys.exit(run_commands(hosts, commands))
     except ValueError as error:
         _refuse(error)

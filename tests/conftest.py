@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,6 +17,15 @@ settings.load_profile("unhurried")
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_signals() -> Iterator[None]:
+    """Commands that run in the tests' own process may change how it takes signals."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGINT)}
+    yield
+    for number, action in before.items():
+        signal.signal(number, action)
 
 
 @pytest.fixture
