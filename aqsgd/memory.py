@@ -285,8 +285,8 @@ def _written(home: Tensor, device: torch.device) -> Tensor:
 
 
 def _settle(row: Tensor, home: Tensor) -> None:
-    """Bring home what was written."""
-    if row is not home:
+    """Bring home what was written elsewhere."""
+    if row.data_ptr() != home.data_ptr():
         home.copy_(row)
 
 
