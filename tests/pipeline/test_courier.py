@@ -144,7 +144,7 @@ def fail_to_encode(rank: int) -> tuple[float, str]:
 def test_what_cannot_be_encoded_ends_a_step_that_waits_for_something_else(ranks: Ranks) -> None:
     (seconds, told), (_, other) = ranks(2, fail_to_encode)
     assert "sample 3 cannot be coded" in told
-    assert seconds < 50, "it waited for the peer's timeout"
+    assert seconds < 5, "it waited for the peer's timeout"
     assert "lost while waiting for microbatch 3" in other
 
 

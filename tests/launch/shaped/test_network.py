@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("namespaces")
 
 def settles(measure: Callable[[], float], low: float, high: float) -> bool:
     """Within bounds at one of several tries, as a busy machine adds delays of its own."""
-    return any(low < measure() < high for _ in range(20))
+    return any(low < measure() < high for _ in range(6))
 
 
 def keeps_rate(net: ShapedNetwork, source: int, target: int, bps: float) -> bool:
@@ -154,7 +154,7 @@ def test_hosts_have_names_that_resolve_at_once(net: ShapedNetwork) -> None:
     names, addresses, seconds = zip(*net.run(job), strict=True)
     assert names == ("host0", "host1", "host2")
     assert set(addresses) == {"10.77.0.3"}
-    assert max(seconds) < 5, "a name server was asked, and did not answer"
+    assert max(seconds) < 3, "a name server was asked, and did not answer"
 
 
 def test_hosts_see_only_their_own_link(net: ShapedNetwork) -> None:
@@ -207,7 +207,7 @@ def test_a_failing_host_ends_the_others(
     begin = time.monotonic()
     with pytest.raises(HostError, match=f"(?s){message}"):
         net.run(function)
-    assert time.monotonic() - begin < GRACE_S, "the others had to be killed"
+    assert time.monotonic() - begin < 5
 
 
 def test_a_host_that_is_asked_to_end_at_its_birth_ends(
