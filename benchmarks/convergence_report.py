@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.harness import format_table
-from launch.plots import LIGHT
+from launch.figure import LIGHT
 
 BASELINE = "fp32"
 NOTHING = "-"

@@ -25,8 +25,8 @@ import tomli_w
 from matplotlib.figure import Figure
 
 from benchmarks.harness import environment, format_table
+from launch.figure import LIGHT
 from launch.metrics import StepRecord, read_metrics
-from launch.plots import LIGHT
 
 _RAW = {way: {"kind": "raw", "format": "fp32"} for way in ("forward", "backward")}
 _AQ = {"forward": {"kind": "aqsgd", "bits": 3}, "backward": {"kind": "direct", "bits": 6}}

@@ -24,7 +24,7 @@ from benchmarks.finetuning import Corpus, Scale, pretrain
 from benchmarks.harness import Records, format_table
 from benchmarks.replica_training import Epoch, Method, Outcome, labels, train
 from launch.data import DataConfig, load
-from launch.plots import LIGHT
+from launch.figure import LIGHT
 
 BASELINE = "all-reduce fp32"
 

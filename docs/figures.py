@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launch.plan.network import Network
 from launch.plan.simulate import Message, StepModel, simulate
-from launch.plots import timeline_png
+from launch.timeline_plot import timeline_png
 
 _IMAGES = Path(__file__).parent / "images"
 _VALUES = 1024 * 1600

@@ -7,7 +7,7 @@ control characters. Both fit into 80 columns.
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -33,9 +33,7 @@ from launch.metrics import (
     format_share,
     other_scores,
 )
-
-if TYPE_CHECKING:  # the module loads matplotlib, for which the start of a run need not wait
-    from launch.report import Summary, Traffic
+from launch.summary import Summary, Traffic, direction_bytes
 
 LOG_INTERVAL_S = 5.0
 LOSS_HALFLIFE_STEPS = 20.0
@@ -84,7 +82,7 @@ class Display:
         """Print a line that stays, such as "checkpoint saved"."""
         _say(self._console, text)
 
-    def finish(self, summary: "Summary") -> None:
+    def finish(self, summary: Summary) -> None:
         """Replace the live panel by the final tables."""
         self._face.stop(clear=True)
         self._console.print(_final(self._info, summary))
@@ -367,11 +365,7 @@ def _mbps(nbytes: int, record: StepRecord) -> str:
     return f"{nbytes * 8 / record.step_s / 1e6:,.1f}" if record.step_s > 0 else NOTHING
 
 
-def _all_cuts(summary: "Summary", direction: Direction) -> int:
-    return sum(row["bytes"] for row in summary["wire"] if row["direction"] == direction)
-
-
-def _final(info: RunInfo, summary: "Summary") -> RenderableType:
+def _final(info: RunInfo, summary: Summary) -> RenderableType:
     losses = summary["eval"] or {}
     cells = [
         ("train loss, last epoch", format_loss(summary["final_loss"])),
@@ -381,8 +375,8 @@ def _final(info: RunInfo, summary: "Summary") -> RenderableType:
         ("time in steps", format_duration(summary["wall_s"])),
         ("mean bubble", f"{summary['mean_bubble']:.1%}"),
         ("steps", f"{summary['steps']:,} ({summary['skipped']:,} skipped)"),
-        ("activations", format_bytes(_all_cuts(summary, "forward"))),
-        ("activation gradients", format_bytes(_all_cuts(summary, "backward"))),
+        ("activations", format_bytes(direction_bytes(summary, "forward"))),
+        ("activation gradients", format_bytes(direction_bytes(summary, "backward"))),
         ("between replicas", format_bytes(summary["sync_bytes"])),
         ("fewer than fp32", format_ratio(summary["sync_ratio_fp32"])),
         ("control messages", format_bytes(summary["control_bytes"])),
@@ -400,7 +394,7 @@ def _final(info: RunInfo, summary: "Summary") -> RenderableType:
     return Group(*parts, where)
 
 
-def _final_traffic(summary: "Summary") -> Table:
+def _final_traffic(summary: Summary) -> Table:
     table = _table(footer=True)
     table.add_column("cut", footer="all")
     table.add_column("direction", no_wrap=True)
@@ -413,7 +407,7 @@ def _final_traffic(summary: "Summary") -> Table:
     return table
 
 
-def _amounts(row: "Traffic") -> list[str]:
+def _amounts(row: Traffic) -> list[str]:
     return [
         f"{row['messages']:,}",
         format_bytes(row["bytes"]),

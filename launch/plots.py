@@ -1,158 +1,53 @@
-"""The pictures of a run, as PNG bytes: loss, bytes per step, and the timeline of one step.
+"""The pictures of a run by step, as PNG bytes: loss, bytes over each cut, and error and change."""
 
-Colours come from the Okabe-Ito set, which stays distinct for colour-blind readers; what matters is
-also told apart by line style, hatching or text. Figures are built without pyplot, so nothing
-global changes.
-"""
-
-import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from launch.metrics import (
-    Direction,
-    RunInfo,
-    StepRecord,
-    TimelineEvent,
-    format_bytes,
-)
+from launch.figure import LIGHT, Theme, new_figure, style, to_png
+from launch.metrics import Direction, RunInfo, StepRecord, format_bytes
 
-_WIDTH_IN = 9.0
-_DPI = 150
 _MOST_EPOCH_LABELS = 12
-_LANE = 0.78
-_STRIP = 0.09  # of encoding and decoding, at the bottom of a lane: they go on beside the rest
-_KINDS = {
-    "F": "forward",
-    "B": "backward",
-    "W": "weight gradient",
-    "encode": "encoding",
-    "decode": "decoding",
-    "wait": "waiting for a message",
-}
-
-
-@dataclass(frozen=True)
-class Theme:
-    """Colours of a picture: the page below, text, secondary text, lines, and the data's own."""
-
-    surface: str
-    ink: str
-    muted: str
-    grid: str
-    idle: str
-    faint: str  # the hatching of a wait
-    series: tuple[str, ...]
-    kinds: tuple[str, ...]  # in the order of _KINDS
-    on_kind: str
-
-
-LIGHT = Theme(
-    surface="#ffffff",
-    ink="#1c2128",
-    muted="#5b6570",
-    grid="#e3e6ea",
-    idle="#eceef1",
-    faint="#b3bac3",
-    series=("#0072b2", "#d55e00", "#009e73", "#b8578a", "#8c6d00", "#3f9fd8"),
-    kinds=("#56a5dd", "#f0a830", "#2fb58e", "#cc79a7", "#9d86d8", "#eceef1"),
-    on_kind="#11151a",
-)
-DARK = Theme(
-    surface="#171b21",
-    ink="#e8ebef",
-    muted="#a0a9b4",
-    grid="#2c333c",
-    idle="#262c34",
-    faint="#5a6470",
-    series=("#56b4e9", "#f08a4b", "#2fc597", "#dd94bd", "#e6c84a", "#8fa8ff"),
-    kinds=("#56a5dd", "#f0a830", "#2fb58e", "#cc79a7", "#9d86d8", "#262c34"),
-    on_kind="#11151a",
-)
 
 
 def overview_png(info: RunInfo, records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
     """Loss above bytes per step, on one step axis; only the loss when nothing crosses a cut."""
     if not info.cuts:
         return loss_png(records, theme)
-    figure = _figure(6.6, theme)
+    figure = new_figure(6.6, theme)
     above, below = figure.subplots(2, 1, sharex=True)
     _draw_loss(above, records, theme)
     above.set_xlabel("")
     _draw_bytes(below, info, records, theme=theme)
-    return _png(figure)
+    return to_png(figure)
 
 
 def loss_png(records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
     """Training loss of every step, its running mean, and the evaluations."""
-    figure = _figure(3.6, theme)
+    figure = new_figure(3.6, theme)
     _draw_loss(figure.subplots(), records, theme)
-    return _png(figure)
+    return to_png(figure)
 
 
 def bytes_png(info: RunInfo, records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
     """Bytes that crossed each cut in each step, beside what bf16 and fp32 would have taken."""
-    figure = _figure(3.6, theme)
+    figure = new_figure(3.6, theme)
     _draw_bytes(figure.subplots(), info, records, theme=theme)
-    return _png(figure)
+    return to_png(figure)
 
 
 def signal_png(records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
     """What compression does to values: relative errors, and the size of changes, over the steps."""
-    figure = _figure(3.0, theme)
+    figure = new_figure(3.0, theme)
     _draw_signal(figure.subplots(), records, theme)
-    return _png(figure)
-
-
-def timeline_png(events: Sequence[TimelineEvent], theme: Theme = LIGHT) -> bytes:
-    """One lane per rank: what it computed when, and when it was idle.
-
-    Raises:
-        ValueError: there are no events to draw.
-    """
-    if not events:
-        raise ValueError("timeline has no events; record one step with its events to draw it")
-    lanes = len({event.rank for event in events})
-    figure = _figure(min(1.5 + 0.48 * lanes, 18.0), theme)
-    _draw_timeline(figure.subplots(), events, theme)
-    return _png(figure)
-
-
-def _figure(height_in: float, theme: Theme) -> Figure:
-    return Figure(
-        figsize=(_WIDTH_IN, height_in), dpi=_DPI, facecolor=theme.surface, layout="constrained"
-    )
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor())
-    return buffer.getvalue()
-
-
-def _style(axes: Axes, title: str, theme: Theme, *, title_pad: float = 18) -> None:
-    axes.set_title(
-        title, loc="left", color=theme.ink, fontsize=11, fontweight="bold", pad=title_pad
-    )
-    axes.set_facecolor(theme.surface)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(theme.muted)
-    axes.tick_params(which="both", length=0, colors=theme.muted, labelsize=9)
-    axes.grid(axis="y", color=theme.grid, linewidth=0.8)
-    axes.set_axisbelow(True)
+    return to_png(figure)
 
 
 def _legend(axes: Axes, theme: Theme, columns: int) -> None:
@@ -195,7 +90,7 @@ def _step_axis(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:
 
 
 def _draw_loss(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:
-    _style(axes, "Loss", theme)
+    style(axes, "Loss", theme)
     raw, smooth, evaluation = theme.series[0], theme.series[0], theme.series[1]
     steps = [record.step for record in records]
     losses = [record.loss if math.isfinite(record.loss) else math.nan for record in records]
@@ -268,7 +163,7 @@ def _draw_evaluations(
 
 
 def _draw_bytes(axes: Axes, info: RunInfo, records: Sequence[StepRecord], *, theme: Theme) -> None:
-    _style(axes, "Bytes per step over each cut", theme)
+    style(axes, "Bytes per step over each cut", theme)
     steps = [record.step for record in records]
     dot = "o" if len(records) < 8 else None
     axes.set_yscale("log")
@@ -294,7 +189,7 @@ def _draw_bytes(axes: Axes, info: RunInfo, records: Sequence[StepRecord], *, the
 
 def _draw_signal(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:
     """Means over cuts and the reach of a running mean, as one sample is measured per step."""
-    _style(axes, "Error and change, relative to the values sent", theme)
+    style(axes, "Error and change, relative to the values sent", theme)
     curves = {
         "error, forward": [_mean_signal(r, "forward", "error") for r in records],
         "error, backward": [_mean_signal(r, "backward", "error") for r in records],
@@ -371,123 +266,3 @@ def _draw_baselines(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> 
             color=theme.muted,
             fontsize=9,
         )
-
-
-def _draw_timeline(axes: Axes, events: Sequence[TimelineEvent], theme: Theme) -> None:
-    _style(axes, "One step, rank by rank", theme, title_pad=8)
-    end_s = max(event.end_s for event in events) or 1.0
-    unit_s, unit = (1.0, "seconds") if end_s >= 2 else (1e-3, "milliseconds")
-    numbered = _numbered_kinds(events, end_s)
-    ranks = sorted({event.rank for event in events})
-    labels = []
-    for lane, rank in enumerate(ranks):
-        own = [event for event in events if event.rank == rank]
-        stages = sorted({event.stage for event in own})
-        axes.barh(lane, end_s / unit_s, height=_LANE, color=theme.idle)
-        for chunk, stage in enumerate(stages):
-            boxes = [event for event in own if event.stage == stage]
-            _draw_boxes(axes, boxes, at=(lane, chunk, unit_s), theme=theme)
-        _number_boxes(axes, [e for e in own if e.kind in numbered], at=(lane, unit_s), theme=theme)
-        plural = "stage" if len(stages) == 1 else "stages"
-        labels.append(f"rank {rank}, {plural} {', '.join(map(str, stages))}")
-        busy_s = sum(event.end_s - event.start_s for event in own if event.computes)
-        axes.annotate(
-            f"{max(0.0, 1 - busy_s / end_s):.0%} idle",
-            (1.008, lane),
-            xycoords=axes.get_yaxis_transform(),
-            va="center",
-            color=theme.muted,
-            fontsize=9,
-        )
-    axes.set_yticks(range(len(ranks)), labels)
-    axes.set_ylim(len(ranks) - 0.5, -0.5)
-    axes.set_xlim(0, end_s / unit_s)
-    axes.grid(visible=False)
-    axes.set_xlabel(f"{unit} since the step began", color=theme.muted, fontsize=9, loc="right")
-    _timeline_legend(axes, events, theme)
-
-
-def _numbered_kinds(events: Sequence[TimelineEvent], end_s: float) -> set[str]:
-    """The kinds of compute whose boxes are typically wide enough for the largest number."""
-    digits = max(len(str(event.microbatch)) for event in events)
-    widths: dict[str, list[float]] = {}
-    for event in events:
-        if event.computes:
-            widths.setdefault(event.kind, []).append(event.end_s - event.start_s)
-    return {kind for kind, own in widths.items() if median(own) > 0.0105 * digits * end_s}
-
-
-def _draw_boxes(
-    axes: Axes, events: Sequence[TimelineEvent], *, at: tuple[int, int, float], theme: Theme
-) -> None:
-    """Draw one stage's boxes; `at` is the lane, which of the rank's stages, seconds per unit.
-
-    Later stages of one rank are paler, as in the usual drawings of interleaved schedules.
-    """
-    lane, chunk, unit_s = at
-    top, bottom = lane - _LANE / 2, lane + _LANE / 2
-    heights = {"decode": (bottom - 2 * _STRIP, _STRIP), "encode": (bottom - _STRIP, _STRIP)}
-    for kind, color in zip(_KINDS, theme.kinds, strict=True):
-        spans = [
-            (event.start_s / unit_s, (event.end_s - event.start_s) / unit_s)
-            for event in events
-            if event.kind == kind
-        ]
-        waiting = kind == "wait"
-        axes.broken_barh(
-            spans,
-            heights.get(kind, (top, _LANE - 2 * _STRIP)),
-            facecolor=_paler(color, theme.idle, min(0.35 * chunk, 0.7)),
-            edgecolor=theme.faint if waiting else theme.surface,
-            linewidth=0.0 if waiting else 0.6,
-            hatch="////" if waiting else None,
-        )
-
-
-def _number_boxes(
-    axes: Axes, events: Sequence[TimelineEvent], *, at: tuple[int, float], theme: Theme
-) -> None:
-    lane, unit_s = at
-    for event in events:
-        text = axes.text(
-            (event.start_s + event.end_s) / 2 / unit_s,
-            lane - _STRIP,
-            str(event.microbatch),
-            ha="center",
-            va="center_baseline",
-            color=theme.on_kind,
-            fontsize=8,
-        )
-        text.set_in_layout(False)
-
-
-def _paler(color: str, towards: str, amount: float) -> tuple[float, float, float]:
-    red, green, blue = (
-        (1 - amount) * a + amount * b for a, b in zip(to_rgb(color), to_rgb(towards), strict=True)
-    )
-    return red, green, blue
-
-
-def _timeline_legend(axes: Axes, events: Sequence[TimelineEvent], theme: Theme) -> None:
-    """Name the kinds that occur, and idle time, which is the bare lane."""
-    seen = {event.kind for event in events}
-    handles = [
-        Patch(
-            facecolor=color,
-            edgecolor=theme.faint,
-            label=label,
-            hatch="////" if kind == "wait" else None,
-            linewidth=0,
-        )
-        for (kind, label), color in zip(_KINDS.items(), theme.kinds, strict=True)
-        if kind in seen
-    ]
-    handles.append(Patch(facecolor=theme.idle, label="idle"))
-    axes.figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=len(handles),
-        frameon=False,
-        fontsize=9,
-        labelcolor=theme.ink,
-    )

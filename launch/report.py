@@ -6,20 +6,16 @@ dark surroundings, and the reader's browser picks.
 
 import base64
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from statistics import fmean, median
-from typing import TypedDict
 
+from launch.figure import DARK, LIGHT, Theme
 from launch.metrics import (
     NOTHING,
-    Direction,
     RunInfo,
     StepRecord,
     TimelineEvent,
-    WireKey,
     format_bytes,
     format_count,
     format_duration,
@@ -29,181 +25,9 @@ from launch.metrics import (
     format_ratio,
     other_scores,
 )
-from launch.plots import (
-    DARK,
-    LIGHT,
-    Theme,
-    bytes_png,
-    loss_png,
-    overview_png,
-    signal_png,
-    timeline_png,
-)
-
-
-class Traffic(TypedDict):
-    """Bytes really sent, headers included, beside what the same values take uncompressed.
-
-    A ratio says how many times fewer bytes were sent; it is None if none were.
-    """
-
-    bytes: int
-    messages: int
-    bf16_bytes: int
-    fp32_bytes: int
-    ratio_bf16: float | None
-    ratio_fp32: float | None
-
-
-class WireTraffic(Traffic):
-    """The traffic of one cut in one direction over the whole run."""
-
-    cut: int
-    direction: Direction
-    method: str
-
-
-class Summary(TypedDict):
-    """A run in numbers that JSON can hold: what is not finite is None.
-
-    `final_loss` is the mean over the last epoch's steps, `first_loss` that of the first step that
-    has one. `eval` is the last evaluation. `sync_ratio_fp32` says how many times fewer bytes went
-    between replicas than ring all-reduces of fp32 gradients take, one per step. `healed` counts, by
-    cut, samples that both ends had to forget. `wall_s` adds up the steps, without start-up and
-    evaluations. `unit` is what `tokens` count: the token, or the sample that is classified.
-    """
-
-    name: str
-    stages: int
-    replicas: int
-    schedule: str
-    microbatches: int
-    parameters: int
-    steps: int
-    epochs: int
-    tokens: int
-    unit: str
-    first_loss: float | None
-    final_loss: float | None
-    eval: dict[str, float | None] | None
-    median_tokens_per_s: float
-    median_step_s: float
-    mean_bubble: float
-    wire: list[WireTraffic]
-    totals: Traffic
-    sync_bytes: int
-    sync_ratio_fp32: float | None
-    control_bytes: int
-    healed: dict[str, int]
-    skipped: int
-    wall_s: float
-    machine: str
-    versions: dict[str, str]
-    config_digest: str
-
-
-def summarize(info: RunInfo, records: Sequence[StepRecord]) -> Summary:
-    """Condense the steps of a run.
-
-    Raises:
-        ValueError: there are no steps, or a step counts a cut that the run does not have.
-    """
-    _check(info, records)
-    wire = [_wire_traffic(info, records, key) for key in info.wire_keys()]
-    last_epoch = [record.loss for record in records if record.epoch == records[-1].epoch]
-    evaluations = [record.eval for record in records if record.eval is not None]
-    return Summary(
-        name=info.name,
-        stages=info.stages,
-        replicas=info.replicas,
-        schedule=info.schedule,
-        microbatches=info.microbatches,
-        parameters=info.parameters,
-        steps=len(records),
-        epochs=len({record.epoch for record in records}),
-        tokens=sum(record.tokens for record in records),
-        unit=info.unit,
-        first_loss=next((r.loss for r in records if math.isfinite(r.loss)), None),
-        final_loss=_mean_of_finite(last_epoch),
-        eval={k: _finite(v) for k, v in evaluations[-1].items()} if evaluations else None,
-        median_tokens_per_s=median(record.tokens_per_s for record in records),
-        median_step_s=median(record.step_s for record in records),
-        mean_bubble=fmean(record.bubble for record in records),
-        wire=wire,
-        totals=_traffic(
-            sum(row["bytes"] for row in wire),
-            messages=sum(row["messages"] for row in wire),
-            values=sum(row["bf16_bytes"] for row in wire) // 2,
-        ),
-        sync_bytes=sum(record.sync_bytes for record in records),
-        sync_ratio_fp32=_sync_ratio(info, records),
-        control_bytes=sum(record.control_bytes for record in records),
-        healed={
-            str(cut): total
-            for cut in info.cuts
-            if (total := sum(record.healed.get(cut, 0) for record in records))
-        },
-        skipped=sum(record.skipped for record in records),
-        wall_s=sum(record.step_s for record in records),
-        machine=info.machine,
-        versions=dict(info.versions),
-        config_digest=info.config_digest,
-    )
-
-
-def _check(info: RunInfo, records: Sequence[StepRecord]) -> None:
-    if not records:
-        raise ValueError(f"{info.folder}: no step was recorded; train at least one step to report")
-    for record in records:
-        for count in record.wire:
-            if count.cut not in info.cuts:
-                raise ValueError(
-                    f"{info.folder}: step {record.step} sent over cut {count.cut}, but the run has "
-                    f"cuts {list(info.cuts)}; report it with the configuration it was trained with"
-                )
-
-
-def _sync_ratio(info: RunInfo, records: Sequence[StepRecord]) -> float | None:
-    sent = sum(record.sync_bytes for record in records)
-    ring = 4 * 2 * (info.replicas - 1) * info.exchanged * len(records)
-    return ring / sent if sent and ring else None
-
-
-def _direction_bytes(summary: Summary, direction: Direction) -> int:
-    """Activations (forward) or their gradients (backward) of all cuts."""
-    return sum(row["bytes"] for row in summary["wire"] if row["direction"] == direction)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _mean_of_finite(values: Sequence[float]) -> float | None:
-    finite = [value for value in values if math.isfinite(value)]
-    return fmean(finite) if finite else None
-
-
-def _wire_traffic(info: RunInfo, records: Sequence[StepRecord], key: WireKey) -> WireTraffic:
-    counts = [
-        count for record in records for count in record.wire if (count.cut, count.direction) == key
-    ]
-    traffic = _traffic(
-        sum(count.bytes for count in counts),
-        messages=sum(count.messages for count in counts),
-        values=sum(count.values for count in counts),
-    )
-    return WireTraffic(cut=key[0], direction=key[1], method=info.methods[key], **traffic)
-
-
-def _traffic(nbytes: int, *, messages: int, values: int) -> Traffic:
-    return Traffic(
-        bytes=nbytes,
-        messages=messages,
-        bf16_bytes=2 * values,
-        fp32_bytes=4 * values,
-        ratio_bf16=2 * values / nbytes if nbytes else None,
-        ratio_fp32=4 * values / nbytes if nbytes else None,
-    )
+from launch.plots import bytes_png, loss_png, overview_png, signal_png
+from launch.summary import Summary, Traffic, direction_bytes
+from launch.timeline_plot import timeline_png
 
 
 def write_report(
@@ -438,8 +262,8 @@ def _details(summary: Summary) -> str:
         f"{summary['unit'].capitalize()}s": f"{summary['tokens']:,}",
         "Step time, median": format_duration(summary["median_step_s"]),
         "Loss of the first step": format_loss(summary["first_loss"]),
-        "Activations": _bytes_cell(_direction_bytes(summary, "forward")),
-        "Activation gradients": _bytes_cell(_direction_bytes(summary, "backward")),
+        "Activations": _bytes_cell(direction_bytes(summary, "forward")),
+        "Activation gradients": _bytes_cell(direction_bytes(summary, "backward")),
         "Sent between replicas": _bytes_cell(summary["sync_bytes"]),
         "Fewer than fp32 all-reduce": format_ratio(summary["sync_ratio_fp32"]),
         "Control messages": _bytes_cell(summary["control_bytes"]),

@@ -33,6 +33,7 @@ from launch.sampling import EpochSampler
 from launch.sequences import SampleSet
 from launch.session import Session, StopFlag, join
 from launch.state import Checkpoints, Resume, agree_to_resume
+from launch.summary import summarize
 from launch.timeline import Timeline, gather_events
 from pipeline.models import exchanged_count, parameter_count
 from pipeline.step_report import StepTotals
@@ -246,10 +247,10 @@ class _Run:
             return
         if display is None and not self._session.writes_run_folder:
             return
-        from launch.report import summarize, write_report  # takes a second, which a start can spare
-
         summary = summarize(info, self._records)
         if self._session.writes_run_folder:
+            from launch.report import write_report  # takes a second, which a start can spare
+
             events = self._timeline.events if self._timeline else ()
             write_report(info.folder, info, records=self._records, timeline=events, summary=summary)
             if self._timeline is not None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from launch.display import Display, Sparkline
 from launch.metrics import DIRECTIONS, RunInfo, StepRecord, WireCount
-from launch.report import summarize
+from launch.summary import summarize
 
 
 def _info(cuts: tuple[int, ...] = (6,), name: str = "tiny", replicas: int = 1) -> RunInfo:

@@ -10,9 +10,11 @@ import matplotlib.image
 import numpy as np
 import pytest
 
+from launch.figure import DARK
 from launch.metrics import DIRECTIONS, RunInfo, StepRecord, TimelineEvent, WireCount, format_bytes
-from launch.plots import DARK, timeline_png
-from launch.report import summarize, write_report
+from launch.report import write_report
+from launch.summary import summarize
+from launch.timeline_plot import timeline_png
 
 TIMELINE = [
     TimelineEvent(0, 0, "F", 0, 0.0, 0.1),
