@@ -247,9 +247,8 @@ def _random(block, row, key, step):
     zero = tl.zeros((128,), tl.uint32)
     counter = (block * 128 + tl.arange(0, 128)).to(tl.uint32)
     low, high = zero + row.to(tl.uint32), zero + (row >> 32).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(
-        key.to(tl.uint64, bitcast=True), counter, low, high, zero + step.to(tl.uint32), 10
-    )
+    wide = key.to(tl.int64).to(tl.uint64, bitcast=True)  # Triton takes a small key as an int32
+    w0, w1, w2, w3 = tl.philox(wide, counter, low, high, zero + step.to(tl.uint32), 10)
     plane = tl.arange(0, 8)[:, None]
     first = tl.where(plane < 2, w0[None, :], w1[None, :])
     second = tl.where(plane < 6, w2[None, :], w3[None, :])
@@ -289,11 +288,11 @@ def _unpack_field(base, lanes, bytes_mask, WIDTH: tl.constexpr, SHIFT: tl.conste
 def _store_value(pointer, value, mask):
     """Store in the pointer's format; returns the bits, as fp32, of the magnitude stored.
 
-    bf16 is rounded by hand: the interpreter truncates.
+    bf16 is rounded by hand: the interpreter truncates. NaN is not: a GPU's, 0x7FFFFFFF, would wrap.
     """
     word = value.to(tl.int32, bitcast=True)
     if pointer.dtype.element_ty == tl.bfloat16:
-        short = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
+        short = tl.where(value == value, (word + 0x7FFF + ((word >> 16) & 1)) >> 16, 0x7FC0)
         tl.store(pointer, short.to(tl.int16).to(tl.bfloat16, bitcast=True), mask)
         word = short << 16
     else:

@@ -46,6 +46,7 @@ def test_handing_a_tensor_over_waits_for_nothing() -> None:
     lane, x = Lane(device), torch.zeros(4, device=device)
     with lane.after(None):
         moved, there = torch.ones(4, device=device), lane.now()
+    torch.ones(4, device=device) + x  # a first addition is loaded, which may wait
     torch.cuda.synchronize(device)
     work = torch.zeros(8192, 8192, device=device)
     for _ in range(50):
