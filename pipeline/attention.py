@@ -23,7 +23,8 @@ def visible(
     if samples is None or samples.plain:
         return None
     prefix_BT, segments_BT, mask_BT = samples.prefix_BT, samples.segments_BT, samples.mask_BT
-    seen = torch.ones(len(samples.ids_B), tokens, tokens, dtype=torch.bool)
+    home = samples.ids_B.device
+    seen = torch.ones(len(samples.ids_B), tokens, tokens, dtype=torch.bool, device=home)
     if causal:
         seen = seen.tril()
     if prefix_BT is not None:
@@ -32,13 +33,13 @@ def visible(
         seen &= segments_BT[:, :, None] == segments_BT[:, None, :]
     if mask_BT is not None:
         seen &= mask_BT[:, None, :] != 0
-    seen |= torch.eye(tokens, dtype=torch.bool)
+    seen |= torch.eye(tokens, dtype=torch.bool, device=home)
     return seen[:, None].to(device)
 
 
 def positions(samples: Samples | None, tokens: int, *, device: torch.device) -> Tensor:
     """Position of every token in its example: [T], or [B, T] where several are packed."""
-    count_T = torch.arange(tokens)
+    count_T = torch.arange(tokens, device=device if samples is None else samples.ids_B.device)
     if samples is None or samples.segments_BT is None:
         return count_T.to(device)
     segments_BT = samples.segments_BT

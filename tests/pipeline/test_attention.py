@@ -48,6 +48,15 @@ def test_positions_start_anew_with_every_example() -> None:
     assert positions(None, 3, device=CPU).tolist() == [0, 1, 2]
 
 
+def test_masks_are_made_where_the_samples_are() -> None:
+    """A device that refuses any operation with a tensor of another stands for a GPU."""
+    meta, columns_BT = torch.device("meta"), torch.ones(1, 3, dtype=torch.int64)
+    samples = Samples(IDS, columns_BT, columns_BT, columns_BT).to(meta)
+    seen = visible(samples, 3, causal=True, device=meta)
+    assert seen is not None
+    assert seen.device == positions(samples, 3, device=meta).device == meta
+
+
 def test_a_packed_example_is_computed_as_if_alone() -> None:
     config = TransformerConfig(layers=2, width=16, heads=2, vocab=32, context=12)
     model = build_layers(config, 0, 2, seed=1, device="cpu")
