@@ -201,15 +201,16 @@ class PipelineEngine:
         count = min(self._options.microbatches, len(batch))
         if count == 0:  # the other replicas took what was left of the held-out text
             return {}
-        targets = batch.targets.tensor_split(count)
-        inputs = self._begin_pass(batch, count, step, mode)
+        targets = batch.targets.to(self._device).tensor_split(count)
+        inputs = batch.inputs_BT.to(self._device).tensor_split(count)
+        self._begin_pass(batch, count, step, mode)
         modules = [stage.submod for stage in self._stages.values()]
         with _evaluating(modules), self._sync.global_parameters(), self._autocast():
             return run_in_order(
                 forward_order(list(self._stages), microbatches=count),
                 self._stages,
                 inputs,
-                finish=lambda logits, m: self.objective.tally(logits, targets[m].to(logits.device)),
+                finish=lambda logits, m: self.objective.tally(logits, targets[m]),
                 train=False,
             )
 
@@ -230,11 +231,11 @@ class PipelineEngine:
         count = self._fit(len(part))
         schedule = self._schedule(count)
         self._begin_pass(part, count, step, "train", schedule)
-        inputs = (part.inputs_BT,) if 0 in self._stages else ()
+        inputs = (part.inputs_BT.to(self._device),) if 0 in self._stages else ()
         losses: list[Tensor] = []
         arguments: dict[str, Any] = {}
         if any(stage.is_last for stage in self._stages.values()):
-            arguments = {"target": part.targets, "losses": losses}
+            arguments = {"target": part.targets.to(self._device), "losses": losses}
         with self._autocast():
             schedule.step(*inputs, return_outputs=False, **arguments)
         for stage in self._stages.values():
@@ -243,7 +244,7 @@ class PipelineEngine:
 
     def _begin_pass(
         self, batch: Batch, count: int, step: int, mode: Mode, schedule: Any = None
-    ) -> Sequence[Tensor]:
+    ) -> None:
         self._pass += 1
         tokens = batch.inputs_BT.shape[1]
         microbatches = [
@@ -253,7 +254,6 @@ class PipelineEngine:
         for index, stage in self._stages.items():
             order = pass_order(schedule, index, microbatches=count)
             stage.begin_pass(self._pass, microbatches, step=step, mode=mode, order=order)
-        return batch.inputs_BT.tensor_split(count)
 
     def _apply(self, totals: StepTotals) -> None:
         if not totals.skipped:
@@ -310,7 +310,7 @@ class PipelineEngine:
         return tokens
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self.objective.loss_sum(logits, targets.to(logits.device)) / self._denominator
+        return self.objective.loss_sum(logits, targets) / self._denominator
 
     def _schedule(self, count: int) -> Any:
         if count not in self._schedules:

@@ -9,10 +9,9 @@ not `PipelineStage`, so no shape inference runs: a stage sees real data only.
 Axes: B samples of a microbatch, T tokens, D channels, M microbatches.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,9 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from pipeline.channel import Channel, Mode
 from pipeline.courier import Alarm, Microbatch, Receiver, Sender
+from pipeline.samples import Samples
 from pipeline.schedule import PassOrder
+from pipeline.stopwatch import Mark, Stopwatch
 
 EventKind = Literal["F", "B", "W", "encode", "decode", "wait"]
 COMPUTE_KINDS = ("F", "B", "W")
@@ -53,6 +54,14 @@ class ComputeEvent:
     end_s: float
 
 
+class _Computed(NamedTuple):
+    """Work of a stage, by when it was told to begin, had its input, and ended."""
+
+    kind: Literal["F", "B", "W"]
+    microbatch: int
+    marks: tuple[Mark, Mark, Mark]
+
+
 class CompressedStage(_PipelineStageBase):
     """One stage of the pipeline: a module and the channels that join it to its neighbours."""
 
@@ -77,12 +86,14 @@ class CompressedStage(_PipelineStageBase):
         self._activations_out = self._sender(channels.activations_out)
         self._gradients_in = self._receiver(channels.gradients_in)
         self._gradients_out = self._sender(channels.gradients_out)
-        self.events: list[ComputeEvent] = []
+        self._watch = Stopwatch(device)
+        self._events: list[ComputeEvent] = []
+        self._computed: list[_Computed] = []
+        self._ready = self._watch.mark()
         self._runtime_validate = False
-        self._microbatches: Sequence[Microbatch] = ()
+        self._samples: Sequence[Samples] = ()
         self._local_inputs: dict[int, Tensor] = {}
         self._local_gradients: dict[int, Tensor] = {}
-        self._ready_s = 0.0
         self._computing = 0
 
     def begin_pass(
@@ -98,7 +109,7 @@ class CompressedStage(_PipelineStageBase):
 
         `order` is that of this stage's work, by default ascending microbatches. It must be kept.
         """
-        self._microbatches = microbatches
+        self._samples = [microbatch.samples.to(self.device) for microbatch in microbatches]
         self.chunks = len(microbatches)  # torch sets it once per schedule, and we keep several
         for channel in self.channels.all():
             channel.begin_pass(number, step=step, mode=mode)
@@ -146,8 +157,7 @@ class CompressedStage(_PipelineStageBase):
             ValueError: samples with padding, packing or a prefix for a module that is not told.
         """
         module: Any = self.submod
-        x = x.to(self.device)  # token ids come from the host
-        samples = self._microbatches[m].samples.to(self.device)
+        samples = self._samples[m]
         if getattr(module, "wants_samples", False):
             y: Tensor = module(x, samples)
             return y
@@ -160,9 +170,19 @@ class CompressedStage(_PipelineStageBase):
         y = module(x)
         return y
 
+    def events(self) -> list[ComputeEvent]:
+        """What was computed, coded and waited for since `take_events`; waits for a GPU."""
+        computed, self._computed = self._computed, []
+        moments = iter(self._watch.seconds([mark for event in computed for mark in event.marks]))
+        for event in computed:
+            start_s, ready_s, end_s = (next(moments) for _ in event.marks)
+            start_s = max(start_s, ready_s)  # waiting is an event of its own
+            self._note(event.kind, event.microbatch, start_s, end_s)
+        return self._events
+
     def take_events(self) -> list[ComputeEvent]:
-        """Return what was computed since the last call."""
-        taken, self.events = self.events, []
+        """Return `events` and forget them."""
+        taken, self._events = self.events(), []
         return taken
 
     def _receiver(self, channel: Channel | None) -> Receiver | None:
@@ -178,25 +198,24 @@ class CompressedStage(_PipelineStageBase):
     def _receive(self, receiver: Receiver | None, m: int) -> Tensor:
         assert receiver is not None, f"stage {self.stage_index} has no neighbour to receive from"
         x_BTD = receiver.receive(m)
-        self._ready_s = time.perf_counter()
+        self._ready = self._watch.mark()
         return x_BTD
 
     def _send(self, sender: Sender | None, m: int, x_BTD: Tensor) -> None:
         if sender is not None:
             sender.send(m, x_BTD)
 
-    def _record(self, kind: Literal["F", "B", "W"], m: int, start_s: float) -> None:
-        start_s = max(start_s, self._ready_s)  # waiting is an event of its own
-        self._note(kind, m, start_s, time.perf_counter())
+    def _record(self, kind: Literal["F", "B", "W"], m: int, start: Mark) -> None:
+        self._computed.append(_Computed(kind, m, (start, self._ready, self._watch.mark())))
 
     def _note(self, kind: EventKind, m: int, start_s: float, end_s: float) -> None:
         """Couriers call it from their threads."""
-        self.events.append(ComputeEvent(self.stage_index, kind, m, start_s, end_s))
+        self._events.append(ComputeEvent(self.stage_index, kind, m, start_s, end_s))
 
     # What torch's schedules call. Names and signatures are torch's.
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
+        start = self._watch.mark()
         self._computing = fwd_chunk_id
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._record("F", fwd_chunk_id, start)
@@ -207,12 +226,12 @@ class CompressedStage(_PipelineStageBase):
         return self.compute(x, self._computing)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        start = time.perf_counter()
+        start = self._watch.mark()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._record("B", bwd_chunk_id, start)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        start = time.perf_counter()
+        start = self._watch.mark()
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._record("W", bwd_chunk_id, start)
 

@@ -81,7 +81,7 @@ class StepReport:
         busy = math.fsum(
             event.end_s - event.start_s
             for stage in self._stages
-            for event in stage.events
+            for event in stage.events()
             if event.kind in COMPUTE_KINDS
         )
         sync_step, self._sync_bytes = sync_bytes - self._sync_bytes, sync_bytes

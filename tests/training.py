@@ -27,7 +27,7 @@ def config(**sections: dict[str, Any]) -> RunConfig:
     base: dict[str, Any] = {
         "model": {"layers": 4, "width": WIDTH, "heads": 2, "context": TOKENS},
         "data": {"sequence_length": TOKENS},
-        "pipeline": {"cuts": [2], "microbatches": 4, "peer_timeout_s": 120},
+        "pipeline": {"cuts": [2], "microbatches": 4, "peer_timeout_s": 120, "device": "cpu"},
         "boundary": [{"forward": RAW, "backward": RAW}],
         "train": {"batch_size": 8, "warmup_steps": 0, "decay": "none"},
     }

@@ -41,7 +41,7 @@ class Lane:
         if self._stream is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             if moment is not None:
                 self._stream.wait_event(moment)
             yield

@@ -40,6 +40,7 @@ eval_sequences = 8
 [pipeline]
 cuts = [1, 3]
 microbatches = 2
+device = "cpu"
 [[boundary]]
 forward = {{ kind = "aqsgd", bits = 3 }}
 backward = {{ kind = "direct", bits = 6, rounding = "stochastic" }}

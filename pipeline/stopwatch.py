@@ -1,0 +1,37 @@
+"""When work began and ended, in seconds of `time.perf_counter`, on any device.
+
+A GPU works later than it is told to: marks are put into its queue and read when it got there.
+"""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+Mark = float | torch.cuda.Event
+"""A moment, which on a GPU may be still to come."""
+
+
+class Stopwatch:
+    """Marks moments in the calling thread's work on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def mark(self) -> Mark:
+        """When all that the calling thread has told the device so far is done."""
+        return time.perf_counter() if self._device.type == "cpu" else self._queued()
+
+    def seconds(self, marks: Sequence[Mark]) -> list[float]:
+        """When the marks were reached; waits for a GPU to reach all that is queued."""
+        if self._device.type == "cpu":
+            return [float(mark) for mark in marks]  # type: ignore[arg-type]
+        last = self._queued()
+        last.synchronize()
+        now_s = time.perf_counter()
+        return [now_s - 1e-3 * mark.elapsed_time(last) for mark in marks]  # type: ignore[union-attr]
+
+    def _queued(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
