@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeline.wire.header import crc32
 
+_PIECE_ROWS = 1024
 _PIECE_NBYTES = 256 * 2**20
 """Pinned memory is had in powers of two, so rows share a piece of it."""
 
@@ -94,7 +95,7 @@ class RamStore:
                 return row
         if not self._pinned:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        rows = max(1, _PIECE_NBYTES // nbytes)
+        rows = min(max(1, _PIECE_NBYTES // nbytes), _PIECE_ROWS)
         piece = torch.empty(rows, nbytes, dtype=torch.uint8, pin_memory=True)
         self._spare.extend(piece.unbind())
         return self._spare.pop()

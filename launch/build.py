@@ -17,7 +17,7 @@ from gradcomp.registry import load_method
 from gradcomp.sync import ReplicaSync
 from launch.config import BackwardConfig, ForwardConfig, RunConfig
 from launch.config_file import ConfigError
-from launch.device import choose_device
+from launch.device import choose_device, make_repeatable
 from launch.plan.memory import memory_folder, room, row_nbytes
 from pipeline.boundary import Boundary, Stateless, raw
 from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
@@ -78,6 +78,7 @@ def build(
         raise ValueError('pipeline.cuts = "auto": not decided here; give the cuts')
     wiring = wiring or _rank_wiring(config, mesh)
     device = choose_device(config.pipeline.device)
+    make_repeatable(device)
     modules = {stage: _module(config, stage, device) for stage in wiring.stages}
     tied = _tie(config, modules)
     stages = [

@@ -2,6 +2,9 @@
 
 import importlib.util
 import os
+import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 
@@ -21,12 +24,39 @@ def choose_device(name: DeviceName) -> torch.device:
             'pipeline.device = "cuda": torch finds no GPU on this host; install a CUDA build of '
             'torch and a driver, or use "auto" or "cpu"'
         )
-    if importlib.util.find_spec("triton") is None:
+    missing = _missing_for_triton()
+    if missing is not None:
         raise ValueError(
-            "pipeline.device: a GPU codes messages with triton, which is not installed; run pip "
-            'install "triton>=3.6", or use pipeline.device = "cpu"'
+            f"pipeline.device: a GPU codes messages with triton, which needs {missing}; "
+            'or use pipeline.device = "cpu"'
         )
     return _own_gpu()
+
+
+def make_repeatable(device: torch.device) -> None:
+    """Have torch compute the same bits again, as a resume must; without this, only a CPU does.
+
+    Operations of a GPU that have no such form warn. Call it before the device computes.
+    """
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _missing_for_triton() -> str | None:
+    """What this host lacks for triton, which compiles what launches its kernels; None if nothing.
+
+    It looks for the compiler and the headers where `triton/runtime/build.py` does.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return 'its package; run pip install "triton>=3.6"'
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler; install gcc or clang, or set CC"
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").exists():
+        return f"{headers / 'Python.h'}; install Python's headers (python3-dev)"
+    return None
 
 
 def gpu_count() -> int:

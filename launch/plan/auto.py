@@ -16,6 +16,7 @@ import torch
 from launch import checkpoint
 from launch.checkpoint import CheckpointError
 from launch.config import RunConfig
+from launch.device import choose_device, free_gpu_memory, gpu_count
 from launch.machine import free_memory
 from launch.messages import gather_json
 from launch.metrics import format_duration
@@ -52,7 +53,7 @@ def decide_cuts(config: RunConfig, session: Session, *, resume: bool, say: bool)
     if found:
         return config.with_cuts(found[0])
     measured_here = _measure(config) if session.local_rank == 0 else None
-    told = [measured_here, free_memory() / _ranks_here(), spare_core(_ranks_here())]
+    told = [measured_here, _room(config), spare_core(_ranks_here())]
     measured, limits, spare = _by_stage(config, gather_json(session.mesh, told))
     cuts, problem = None, None
     if session.mesh.rank == 0:  # which measures the codecs, again alone
@@ -104,10 +105,21 @@ def _seconds(block: BlockCost) -> float:
 def _measure(config: RunConfig) -> list[dict[str, Any]]:
     """Of several rounds the least: what else a machine does only adds.
 
-    Ranks that will share a core will each take so much longer.
+    Ranks that will share a core, or a GPU, will each take so much longer.
     """
-    crowding = max(1.0, _ranks_here() * torch.get_num_threads() / usable_cores())
+    on_cpu = choose_device(config.pipeline.device).type == "cpu"
+    cores = torch.get_num_threads() / usable_cores()
+    crowding = max(1.0, _ranks_here() * (cores if on_cpu else 1 / gpu_count()))
     return [asdict(block.on(1 / crowding)) for block in measure_blocks(config, min)]
+
+
+def _room(config: RunConfig) -> float:
+    """Bytes that each rank of this host has for its stages, on its GPU or in RAM."""
+    if choose_device(config.pipeline.device).type == "cpu":
+        return free_memory() / _ranks_here()
+    here = free_gpu_memory()
+    assert here is not None, "it was chosen"
+    return here / math.ceil(_ranks_here() / gpu_count())
 
 
 def spare_core(ranks: int) -> bool:

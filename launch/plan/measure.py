@@ -1,10 +1,9 @@
-"""What each block costs on this machine: seconds, parameters, memory per microbatch.
+"""What each block costs on this machine's device: seconds, parameters, memory per microbatch.
 
 Blocks with the same parameters' shapes are measured once. Axes: B samples, T tokens, D width.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,8 +14,10 @@ from torch import Tensor
 
 from launch.build import build_blocks, build_objective
 from launch.config import RunConfig
+from launch.device import choose_device
 from pipeline.models import trainable
 from pipeline.samples import Samples
+from pipeline.stopwatch import Stopwatch
 
 _LEAST_ROUNDS, _LEAST_S = 5, 0.5
 
@@ -70,17 +71,19 @@ class _Bench:
 
     def __init__(self, config: RunConfig, first: int) -> None:
         self._config = config
-        self._block = build_blocks(config, first)
+        self._device = device = choose_device(config.pipeline.device)
+        self._watch = Stopwatch(device)
+        self._block = build_blocks(config, first, device=device)
         self._parameters = list(self._block.parameters())
         trained = list(trainable(self._block))  # with adapters, a block may have none
         self._optimizer = torch.optim.AdamW(trained, lr=1e-9) if trained else None
         samples, tokens, width = microbatch_shape(config)
         self._is_last = first == config.model.layers - 1
-        tokens_BT = torch.randint(min(256, config.model.vocab), (samples, tokens))
-        self._x = tokens_BT if first == 0 else torch.randn(samples, tokens, width)
-        self._samples = Samples(torch.arange(samples))
+        tokens_BT = torch.randint(min(256, config.model.vocab), (samples, tokens), device=device)
+        self._x = tokens_BT if first == 0 else torch.randn(samples, tokens, width, device=device)
+        self._samples = Samples(torch.arange(samples, device=device))
         self._objective = build_objective(config)
-        labels_B = torch.zeros(samples, dtype=torch.int64)
+        labels_B = torch.zeros(samples, dtype=torch.int64, device=device)
         self._targets = tokens_BT if config.model.classes is None else labels_B
 
     def measure(self, typical: Callable[[Sequence[float]], float]) -> BlockCost:
@@ -96,24 +99,25 @@ class _Bench:
         )
 
     def _round(self) -> tuple[float, float, float]:
-        moments = [time.perf_counter()]
+        marks = [self._watch.mark()]
         output = self._forward()
-        moments.append(time.perf_counter())
+        marks.append(self._watch.mark())
         if output.requires_grad:  # the first block may be frozen as a whole
             torch.autograd.backward(output, None if output.ndim == 0 else torch.ones_like(output))
-        moments.append(time.perf_counter())
+        marks.append(self._watch.mark())
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-        moments.append(time.perf_counter())
-        forward_s, backward_s, optimizer_s = (b - a for a, b in pairwise(moments))
+        marks.append(self._watch.mark())
+        moments_s = self._watch.seconds(marks)
+        forward_s, backward_s, optimizer_s = (b - a for a, b in pairwise(moments_s))
         return forward_s, backward_s, optimizer_s
 
     def _forward(self) -> Tensor:
         x = self._x.detach()
         x.requires_grad_(x.is_floating_point())
         bf16 = self._config.pipeline.precision == "bf16"
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=bf16):
             output: Tensor = self._block(x, self._samples)
         return self._objective.loss_sum(output, self._targets) if self._is_last else output
 
