@@ -41,6 +41,15 @@ def _tiles(bits: int) -> dict[str, Any]:
     return {"kind": "stateless", "bits": bits}
 
 
+def _rate(kind: str, forward: float, backward: float, **options: Any) -> dict[str, Any]:
+    """Steps that are so many times a group's rms, both ways, entropy-coded."""
+    way = {"bits": 4, "coding": "zstd"}
+    return {
+        "forward": {"kind": kind, **way, "rate": forward, **options},
+        "backward": {"kind": "direct", **way, "rate": backward},
+    }
+
+
 PAPER: dict[str, dict[str, Any]] = {
     BASELINE: _cast("fp32"),
     "bf16": _cast("bf16"),
@@ -68,7 +77,15 @@ BEYOND: dict[str, dict[str, Any]] = {
     "auto fw3/bw6": _method("auto", 3, 6, gradients="stateless"),
     "auto fw2/bw4": _method("auto", 2, 4, delta="tiles", gradients="stateless"),
 }
-METHODS = {**PAPER, **BEYOND}
+CODED: dict[str, dict[str, Any]] = {
+    "aq rate 0.5/0.5": _rate("aqsgd", 0.5, 0.5),
+    "aq rate 0.5/0.5, first tiles 5": _rate("aqsgd", 0.5, 0.5, first_visit=_tiles(5)),
+    "aq rate 0.5/0.6, first tiles 5": _rate("aqsgd", 0.5, 0.6, first_visit=_tiles(5)),
+    "aq rate 0.6/0.5": _rate("aqsgd", 0.6, 0.5),
+    "aq rate 0.8/0.7": _rate("aqsgd", 0.8, 0.7),
+    "direct rate 0.5/0.5": _rate("direct", 0.5, 0.5),
+}
+METHODS = {**PAPER, **BEYOND, **CODED}
 _SIZES = {
     "layers": "of the model, each a stage",
     "width": "of the model",
@@ -79,7 +96,7 @@ _SIZES = {
     "epochs": "of fine-tuning",
     "pretrain_steps": "of pretraining",
 }
-GROUPS = {"paper": list(PAPER), "beyond": list(BEYOND)}
+GROUPS = {"paper": list(PAPER), "beyond": list(BEYOND), "coded": list(CODED)}
 
 
 def compare(
@@ -140,7 +157,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=[*GROUPS, *METHODS],
         default=["paper"],
-        help="of the paper (default), beyond it, or by name",
+        help="of the paper (default), beyond it, entropy-coded, or by name",
     )
     for name, meaning in _SIZES.items():
         default = getattr(Scale, name)

@@ -63,6 +63,12 @@ def _delta(forward_bits: int, backward_bits: int) -> Method:
     return _ours(name, AqsgdConfig(bits=forward_bits), DirectConfig(bits=backward_bits))
 
 
+def _coded_delta(rate: float) -> Method:
+    options = {"bits": 4, "rate": rate, "coding": "zstd"}
+    name = f"aqsgd rate {rate}/{rate}"
+    return _ours(name, AqsgdConfig(**options), DirectConfig(**options))
+
+
 def _acsgd(method: Method) -> Method:
     forward = method.forward
     if isinstance(forward, AqsgdConfig):
@@ -82,6 +88,7 @@ METHODS = (
     _delta(4, 8),
     _delta(3, 6),
     _delta(2, 4),
+    _coded_delta(0.5),
     _acsgd(_DIRECT),
     _acsgd(_delta(3, 6)),
     _acsgd(_delta(2, 4)),
@@ -251,6 +258,7 @@ def make_channel(
         link=link,
         boundaries=build_boundary(spec, width=workload.boundary[-1], key=key),
         run_id=RUN_ID,
+        coding="none" if isinstance(spec, RawConfig) else spec.coding,
     )
 
 
