@@ -47,6 +47,9 @@ class Compressor(Protocol):
     def decode(self, wire: Tensor, out_n: Tensor) -> None:
         """Write the values of a message."""
 
+    def decode_add(self, wire: Tensor, sum_n: Tensor) -> None:
+        """Add the values of a message to `sum_n` (fp32)."""
+
 
 @dataclass(frozen=True)
 class OneRow:
@@ -78,6 +81,12 @@ class OneRow:
         """Write the values of a message."""
         self.codec.decode(brought_to(out_n.device, wire)[None], out_n[None])
 
+    def decode_add(self, wire: Tensor, sum_n: Tensor) -> None:
+        """Add the values of a message."""
+        value_n = torch.empty_like(sum_n)
+        self.decode(wire, value_n)
+        sum_n += value_n
+
 
 @dataclass(frozen=True)
 class Sparse:
@@ -101,11 +110,15 @@ class Sparse:
 
     def encode(self, x_n: Tensor, wire: Tensor, seen_n: Tensor) -> int:
         """Write the message, return its length."""
-        return self.codec.encode(x_n, wire, seen_n)
+        return self.codec.encode(x_n, wire, seen_n, room_n=seen_n)
 
     def decode(self, wire: Tensor, out_n: Tensor) -> None:
         """Write the values of a message."""
         self.codec.decode(wire, out_n)
+
+    def decode_add(self, wire: Tensor, sum_n: Tensor) -> None:
+        """Add the values of a message."""
+        self.codec.decode_add(wire, sum_n)
 
 
 @dataclass(frozen=True)
@@ -222,6 +235,11 @@ class _Frames:
         return message
 
     def unpack(self, message: Tensor, out_n: Tensor, phase: int, sender: int) -> None:
+        payload = self._payload(message, phase, sender)
+        if out_n.numel():
+            self.compressor.decode(payload, out_n)
+
+    def _payload(self, message: Tensor, phase: int, sender: int) -> Tensor:
         length = coding_and_length(message)[1]
         try:
             self._header(phase, sender, length).check(message)
@@ -230,16 +248,18 @@ class _Frames:
                 f"exchange with replica {sender} (cut = bucket, microbatch = replica, ids_crc = "
                 f"digest of the global model): {error}"
             ) from error
-        if out_n.numel():
-            self.compressor.decode(message[HEADER_NBYTES:], out_n)
+        return message[HEADER_NBYTES:]
 
     def total(self, incoming: dict[int, Tensor], mine_n: Tensor, phase: int, me: int) -> Tensor:
         """Sum over the replicas, in their order."""
-        total_n, theirs_n = torch.zeros_like(mine_n), torch.empty_like(mine_n)
+        total_n = torch.zeros_like(mine_n)
         for sender in sorted([*incoming, me]):
-            if sender != me:
-                self.unpack(incoming[sender], theirs_n, phase, sender)
-            total_n += mine_n if sender == me else theirs_n
+            if sender == me:
+                total_n += mine_n
+                continue
+            payload = self._payload(incoming[sender], phase, sender)
+            if total_n.numel():
+                self.compressor.decode_add(payload, total_n)
         return total_n
 
     def _header(self, phase: int, sender: int, length: int) -> Header:

@@ -306,25 +306,27 @@ def _gathered(subset: Subset, x_n: Tensor) -> Tensor:
 
 def _moved(bucket: SharedBucket, part: slice, subset: Subset) -> Tensor:
     """How far the subset's parameters are from the global copy."""
-    moved_n = _gathered(subset, bucket.local_N[part])
+    moved_n = torch.empty(subset.size, device=bucket.local_N.device)
+    subset.gather(bucket.local_N[part], moved_n, bucket.global_N[part])
     if bucket.lost_N is not None:
         moved_n += _gathered(subset, bucket.lost_N[part])
-    return moved_n.sub_(_gathered(subset, bucket.global_N[part]))
+    return moved_n
 
 
 def _apply(
     bucket: SharedBucket, part: slice, subset: Subset, seen_n: Tensor, result_n: Tensor
 ) -> None:
     """Step 3 of one shard: x is put together from the new g, so that nothing left is nothing."""
+    if bucket.lost_N is None:
+        subset.settle(seen_n, result_n, bucket.local_N[part], bucket.global_N[part])
+        return
     left_n = _moved(bucket, part, subset).sub_(seen_n)
     global_n = _gathered(subset, bucket.global_N[part]).add_(result_n)
     local_n = left_n.add_(global_n)
     subset.scatter(global_n, bucket.global_N[part])
-    if bucket.lost_N is not None:
-        rounded_n = local_n.to(bucket.local_N.dtype).float()
-        subset.scatter(local_n - rounded_n, bucket.lost_N[part])
-        local_n = rounded_n
-    subset.scatter(local_n, bucket.local_N[part])
+    rounded_n = local_n.to(bucket.local_N.dtype).float()
+    subset.scatter(local_n - rounded_n, bucket.lost_N[part])
+    subset.scatter(rounded_n, bucket.local_N[part])
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Cocktail:
