@@ -5,15 +5,17 @@ The same store later tells every rank which edge failed first.
 
 import contextlib
 import json
+import os
 import platform
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _FAILURE_WAIT_S = 1.0
@@ -35,6 +37,28 @@ def versions() -> dict[str, str]:
     }
 
 
+def open_store(rank: int, *, wait_s: float) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT, which rank 0 holds unless torchrun's agents do.
+
+    Raises:
+        HandshakeError: nobody answers there, or rank 0 cannot hold it there.
+        ValueError: the environment does not say where.
+    """
+    host, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
+    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    timeout = timedelta(seconds=wait_s)
+    try:
+        return TCPStore(host, port, None, holds, timeout, wait_for_workers=False)
+    except RuntimeError as error:
+        if not holds:
+            raise HandshakeError(_absent([0], wait_s)) from None
+        reason = str(error).splitlines()[0]
+        raise HandshakeError(
+            f"rank 0 cannot listen at {_address()}: {reason}; give all ranks a MASTER_ADDR of its "
+            "machine and a MASTER_PORT that nothing uses there"
+        ) from None
+
+
 def fresh_store(store: Store, rank: int, world: int, *, wait_s: float) -> Store:
     """A part of the store in which nothing was written before all these ranks came.
 
@@ -42,19 +66,28 @@ def fresh_store(store: Store, rank: int, world: int, *, wait_s: float) -> Store:
     would be found. So rank 0 draws a name, and tells it to whoever shows a number drawn just now.
 
     Raises:
-        HandshakeError: a rank did not come.
+        HandshakeError: ranks did not come; all that did hear from rank 0 which.
     """
     lobby = PrefixStore("lobby", store)
-    lobby.set_timeout(timedelta(seconds=wait_s))
-    if rank > 0:
+    if rank == 0:
+        name, absent = _receive(lobby, world, wait_s)
+    else:
         number = secrets.token_hex(8)
         lobby.set(f"hello/{rank}", number)
         name = _get(lobby, f"welcome/{rank}/{number}", 0, wait_s)
         lobby.set(f"here/{rank}/{name}", "")
-        return PrefixStore(name, store)
+        absent = json.loads(_get(lobby, f"absent/{name}", 0, wait_s + _READ_WAIT_S))
+        lobby.set(f"read/{rank}/{name}", "")
+    if absent:
+        raise HandshakeError(_absent(absent, wait_s))
+    return PrefixStore(name, store)
+
+
+def _receive(lobby: Store, world: int, wait_s: float) -> tuple[str, list[int]]:
+    """Rank 0's part: the name it drew, and who did not come, which all others know as well."""
     name, answered = secrets.token_hex(8), dict.fromkeys(range(1, world), "")
     limit_s = time.monotonic() + wait_s
-    while answered:
+    while answered and time.monotonic() < limit_s:
         for other, last in list(answered.items()):
             if lobby.check([f"here/{other}/{name}"]):
                 del answered[other]
@@ -63,10 +96,12 @@ def fresh_store(store: Store, rank: int, world: int, *, wait_s: float) -> Store:
                 if number != last:
                     lobby.set(f"welcome/{other}/{number}", name)
                     answered[other] = number
-        if answered and time.monotonic() > limit_s:
-            raise HandshakeError(_absent(min(answered), wait_s))
         time.sleep(_POLL_S)
-    return PrefixStore(name, store)
+    lobby.set(f"absent/{name}", json.dumps(list(answered)))
+    if answered:
+        came = set(range(1, world)) - answered.keys()
+        _let_read(lobby, [f"read/{other}/{name}" for other in came])
+    return name, list(answered)
 
 
 def agree(
@@ -87,16 +122,14 @@ def agree(
             not come.
     """
     store = PrefixStore("handshake", store)
-    store.set_timeout(timedelta(seconds=wait_s))
     if rank == 0:
         store.set("run_id", secrets.token_hex(8))
     store.set(f"facts/{rank}", json.dumps([problem, facts], sort_keys=True, default=str))
     everyone = [json.loads(_get(store, f"facts/{r}", r, wait_s)) for r in range(world)]
     store.set(f"read/{rank}", "")
     problems = _problems(everyone)
-    if problems and rank == 0:  # the store may end with this process: let the others read first
-        with contextlib.suppress(RuntimeError):
-            store.wait([f"read/{r}" for r in range(world)], timedelta(seconds=_READ_WAIT_S))
+    if problems and rank == 0:
+        _let_read(store, [f"read/{r}" for r in range(world)])
     if problems:
         raise HandshakeError(problems)
     return int(_get(store, "run_id", 0, wait_s), 16)
@@ -136,8 +169,15 @@ def other_failures(store: Store, rank: int, world: int) -> list[str]:
     return [text for _, text in sorted(reports)]
 
 
+def _let_read(store: Store, keys: list[str]) -> None:
+    """Wait until all others have read: the store may end with this process."""
+    with contextlib.suppress(RuntimeError):
+        store.wait(keys, timedelta(seconds=_READ_WAIT_S))
+
+
 def _get(store: Store, key: str, rank: int, wait_s: float) -> str:
     try:
+        store.wait([key], timedelta(seconds=wait_s))
         return str(store.get(key).decode())
     except RuntimeError as error:  # torch's DistStoreError
         if "timeout" not in str(error).lower():
@@ -145,14 +185,29 @@ def _get(store: Store, key: str, rank: int, wait_s: float) -> str:
                 "the rendezvous store is gone: the process or machine that holds it has ended; "
                 "its own message says why"
             ) from None
-        raise HandshakeError(_absent(rank, wait_s)) from None
+        raise HandshakeError(_absent([rank], wait_s)) from None
 
 
-def _absent(rank: int, wait_s: float) -> str:
+def _absent(ranks: Collection[int], wait_s: float) -> str:
+    many = len(ranks) > 1
     return (
-        f"rank {rank} did not come within {wait_s:.0f} s; is it started, and can it reach the "
-        "rendezvous host?"
+        f"{'ranks' if many else 'rank'} {', '.join(map(str, ranks))} did not come within "
+        f"{wait_s:.0f} s; {'are they' if many else 'is it'} started, and can "
+        f"{'they' if many else 'it'} reach {_address()}? (`thinpipe doctor` on each machine tells)"
     )
+
+
+def _address() -> str:
+    """Where ranks meet, for messages."""
+    host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return f"{host}:{port}" if host and port else "the rendezvous host"
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise ValueError(f"{name} is not set, and a rank needs it; start ranks with torchrun")
+    return value
 
 
 def differences(theirs: Any, ours: Any, name: str = "") -> list[tuple[str, Any, Any]]:

@@ -6,16 +6,23 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.rendezvous import rendezvous
 
 from gradcomp.peers import ExchangeError
 from launch.config import RunConfig
-from launch.handshake import agree, fresh_store, other_failures, report_failure, versions
+from launch.handshake import (
+    agree,
+    fresh_store,
+    open_store,
+    other_failures,
+    report_failure,
+    versions,
+)
 from pipeline.link import is_transport_error, transport_reason
 from pipeline.mesh import Mesh, build_mesh
 from pipeline.wire.header import DesyncError
@@ -90,17 +97,15 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
             f"{config.world_size}; "
             f"start {config.world_size} (torchrun: nnodes x nproc-per-node)"
         )
-    store, rank, world = next(iter(rendezvous("env://")))
+    rank, wait_s = int(os.environ["RANK"]), config.pipeline.peer_timeout_s
+    store = fresh_store(open_store(rank, wait_s=wait_s), rank, world, wait_s=wait_s)
     told = {"config": config.shared(), "versions": versions(), **facts}
-    wait_s = config.pipeline.peer_timeout_s
-    store = fresh_store(store, rank, world, wait_s=wait_s)
     run_id = agree(store, rank, world, told, problem=problem, wait_s=wait_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    timeout = timedelta(seconds=wait_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     try:
         mesh = build_mesh(
-            config.pipeline.pipeline_ranks,
-            config.pipeline.replicas,
-            timeout_s=config.pipeline.peer_timeout_s,
+            config.pipeline.pipeline_ranks, config.pipeline.replicas, timeout_s=wait_s
         )
         yield Session(store, mesh, run_id, int(os.environ.get("LOCAL_RANK", "0")))
         dist.barrier(group=mesh.control)  # nobody leaves while another still needs its links

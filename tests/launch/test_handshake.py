@@ -1,6 +1,8 @@
 """Ranks agree before step 0, or refuse and say who differs in what."""
 
 import json
+import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
@@ -12,12 +14,14 @@ from launch.handshake import (
     HandshakeError,
     agree,
     fresh_store,
+    open_store,
     other_failures,
     report_failure,
     versions,
 )
 from launch.messages import gather_json
 from pipeline.mesh import build_mesh
+from tests.ports import free_port
 from tests.ranks import Ranks
 
 pytestmark = pytest.mark.dist
@@ -59,6 +63,53 @@ def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
     facts: list[dict[str, object]] = [{}, {}, {}]
     for told in ranks(2, meet, 3, facts, 3):  # three are expected
         assert told.startswith("rank 2 did not come within 3 s")
+
+
+def come(rank: int, numbers: list[int], world: int, port: int) -> tuple[str, float]:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    number, start_s = numbers[rank], time.monotonic()
+    try:
+        store = fresh_store(open_store(number, wait_s=3), number, world, wait_s=3)
+    except HandshakeError as error:
+        return str(error), time.monotonic() - start_s
+    waited_s = time.monotonic() - start_s
+    dist.barrier()  # rank 0 holds the store
+    del store
+    return "all came", waited_s
+
+
+@pytest.mark.parametrize(
+    ("came", "world", "told"),
+    [
+        ([0, 1], 2, "all came"),
+        ([0, 1], 3, "rank 2 did not come within 3 s; is it started, and can it reach {where}?"),
+        ([2, 0], 4, "ranks 1, 3 did not come within 3 s; are they started, and can they reach "),
+        ([1, 2], 3, "rank 0 did not come within 3 s; is it started, and can it reach {where}?"),
+    ],
+)
+def test_whoever_came_names_all_that_did_not(
+    ranks: Ranks, came: list[int], world: int, told: str
+) -> None:
+    port = free_port()
+    for message, waited_s in ranks(len(came), come, came, world, port):
+        assert message.startswith(told.format(where=f"127.0.0.1:{port}"))
+        assert waited_s < 60  # the store's own patience is 300 s, the process group's 1800 s
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(taken.port))
+    place = re.escape(f"rank 0 cannot listen at 127.0.0.1:{taken.port}: ")
+    with pytest.raises(HandshakeError, match=f"{place}.*MASTER_PORT that nothing uses there"):
+        open_store(0, wait_s=3)
+
+
+def test_a_place_that_is_not_set_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ValueError, match=r"MASTER_PORT is not set.*torchrun"):
+        open_store(1, wait_s=3)
 
 
 def test_a_restart_does_not_see_what_was_written_before() -> None:

@@ -382,6 +382,14 @@ def test_a_rank_that_cannot_start_tells_the_others(run_file: Path) -> None:
     assert all("rank 0: data.path = '/nowhere'" in output for output in told_by(ranks))
 
 
+def test_a_rank_that_nobody_joins_ends(run_file: Path) -> None:
+    port, patience = free_port(), ["--set", "pipeline.peer_timeout_s=2"]
+    (output,) = told_by([as_rank(1, 3, port, run_file, *patience)])
+    assert "error: rank 0 did not come within 2 s" in output
+    assert f"127.0.0.1:{port}" in output
+    assert "Traceback" not in output
+
+
 def test_a_wrong_number_of_processes_is_refused(run_file: Path) -> None:
     (output,) = told_by([as_rank(0, 1, free_port(), run_file)])
     assert "3 stages (pipeline.cuts) with pipeline.replicas = 1 need 3" in output
