@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,11 +58,17 @@ class StopFlag:
     """Set by SIGTERM. A rank that is blocked and does not see it is ended after a few seconds.
 
     Raising from the handler would hide the failure of a peer, of which SIGTERM is often the echo.
+    Python runs no handler while the main thread is inside a C++ call, which waits for peers are:
+    so a thread reads the number that the interpreter writes to a pipe at once.
     """
 
     def __init__(self) -> None:
         self._set = False
+        numbers, written = os.pipe()
+        os.set_blocking(written, False)
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_signal)
+        threading.Thread(target=self._watch, args=(numbers,), daemon=True).start()
 
     def check(self) -> None:
         """Stop here if asked to.
@@ -72,11 +79,16 @@ class StopFlag:
         if self._set:
             raise TerminatedError
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._set = True
-        timer = threading.Timer(_TERMINATION_GRACE_S, os._exit, (128 + number,))
-        timer.daemon = True
-        timer.start()
+
+    def _watch(self, numbers: int) -> None:
+        """End the process if the main thread has not done so in time."""
+        while signal.SIGTERM not in os.read(numbers, 64):
+            pass
+        self._set = True
+        time.sleep(_TERMINATION_GRACE_S)
+        os._exit(128 + signal.SIGTERM)
 
 
 @contextmanager
