@@ -347,7 +347,7 @@ def _traffic(info: RunInfo, record: StepRecord) -> RenderableType:
         table.add_row(
             str(key[0]),
             key[1],
-            info.methods[key],
+            info.method(key),
             _mbps(nbytes, record),
             format_bytes(nbytes),
             format_ratio(2 * values / nbytes if nbytes else None),

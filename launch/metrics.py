@@ -7,7 +7,7 @@ share. The formatting functions at the end give every place the same units: byte
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,9 @@ WireKey: TypeAlias = tuple[int, Direction]
 """One direction of one cut. A cut is named by the first layer after it."""
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+
+EARLIER_CUT = "earlier cut"
+"""The method of a cut that a run had before it was resumed at others."""
 
 NOTHING = "-"
 """What the formatting functions answer where there is no number."""
@@ -115,9 +118,17 @@ class RunInfo:
     config_digest: str
     unit: Literal["token", "sample"] = "token"
 
-    def wire_keys(self) -> list[WireKey]:
-        """Every cut and direction, in the order in which tables list them."""
-        return [(cut, direction) for cut in self.cuts for direction in DIRECTIONS]
+    def wire_keys(self, records: Iterable[StepRecord] = ()) -> list[WireKey]:
+        """Every cut and direction, in the order in which tables list them.
+
+        Those of `records` are among them: a resume may have moved the cuts.
+        """
+        counted = (count.cut for record in records for count in record.wire)
+        return [(cut, way) for cut in sorted({*self.cuts, *counted}) for way in DIRECTIONS]
+
+    def method(self, key: WireKey) -> str:
+        """Label of a key of `wire_keys`."""
+        return self.methods.get(key, EARLIER_CUT)
 
 
 @dataclass(frozen=True)

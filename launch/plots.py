@@ -19,7 +19,7 @@ _MOST_EPOCH_LABELS = 12
 
 def overview_png(info: RunInfo, records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
     """Loss above bytes per step, on one step axis; only the loss when nothing crosses a cut."""
-    if not info.cuts:
+    if not info.wire_keys(records):
         return loss_png(records, theme)
     figure = new_figure(6.6, theme)
     above, below = figure.subplots(2, 1, sharex=True)
@@ -227,13 +227,13 @@ class _Curve:
 
 def _curves(info: RunInfo, records: Sequence[StepRecord]) -> list[_Curve]:
     """Bytes per step, NaN where nothing was sent; cuts whose bytes always agree share a curve."""
-    rows = {key: [0] * len(records) for key in info.wire_keys()}
+    rows = {key: [0] * len(records) for key in info.wire_keys(records)}
     for index, record in enumerate(records):
         for count in record.wire:
             rows[count.cut, count.direction][index] = count.bytes
     groups: dict[tuple[Direction, str, tuple[int, ...]], list[int]] = {}
     for (cut, direction), row in rows.items():
-        groups.setdefault((direction, info.methods[cut, direction], tuple(row)), []).append(cut)
+        groups.setdefault((direction, info.method((cut, direction)), tuple(row)), []).append(cut)
     return [
         _Curve(
             label=f"{direction}, {method} ({_cut_list(cuts)})",
@@ -250,7 +250,7 @@ def _cut_list(cuts: Sequence[int]) -> str:
 
 def _draw_baselines(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:
     """Lines for uncompressed sizes, where one pair of lines is true for every cut."""
-    values = {count.values for count in records[0].wire}
+    values = {count.values for count in next((r.wire for r in records if r.wire), ())}
     if len(values) != 1:
         return
     (per_step,) = values

@@ -138,9 +138,23 @@ def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
         summarize(_info(tmp_path), [])
 
 
-def test_traffic_of_an_unknown_cut_is_not_left_out_silently(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"step 1 sent over cut 9, but the run has cuts \[6\]"):
-        summarize(_info(tmp_path), _records(cuts=(6, 9)))
+@pytest.mark.parametrize("cuts", [(), (6,), (6, 12)])
+def test_what_earlier_cuts_sent_is_told_and_summed(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    """Resumed twice: at first cuts 6 and 9, then none, and now `cuts`."""
+    first, second, third, fourth = _records(cuts=(6, 9))
+    fourth = replace(fourth, wire=tuple(c for c in fourth.wire if c.cut in cuts), healed={9: 2})
+    records = [first, second, replace(third, wire=()), fourth]
+    info = _info(tmp_path, cuts)
+    summary = summarize(info, records)
+    sent = sum(count.bytes for record in records for count in record.wire)
+    assert summary["totals"]["bytes"] == sent == sum(row["bytes"] for row in summary["wire"])
+    earlier = {row["cut"] for row in summary["wire"] if row["method"] == "earlier cut"}
+    assert earlier == {6, 9} - set(cuts)
+    assert summary["healed"] == {"6": 3, "9": 2}
+    page = write_report(tmp_path, info, records=records, timeline=[], summary=summary)
+    text = "".join(_Page(page.read_text(encoding="utf-8")).text)
+    assert "9forwardearlier cut" in text
+    assert matplotlib.image.imread(tmp_path / "loss.png").shape[0] > 700  # with bytes
 
 
 def test_page_loads_nothing_from_elsewhere_and_shows_the_summary(tmp_path: Path) -> None:

@@ -217,6 +217,25 @@ def test_at_another_number_of_replicas_only_moved_samples_are_new(
     )
 
 
+def test_a_run_whose_cuts_moved_reports_all_its_bytes(run_file: Path) -> None:
+    once = ["--set", "train.epochs=1"]
+    assert thinpipe(run_file, *once).returncode == 0
+    done = thinpipe(run_file, *once, "--resume", "--step", "4", "--set", "pipeline.cuts=[2, 3]")
+    assert done.returncode == 0, done.stderr
+    folder = run_file.parent / "run"
+    summary, records = (
+        json.loads((folder / "summary.json").read_text()),
+        read_metrics(folder / "metrics.jsonl"),
+    )
+    methods = {(row["cut"], row["direction"]): row["method"] for row in summary["wire"]}
+    assert {cut for cut, _ in methods} == {1, 2, 3}
+    assert {cut for (cut, _), method in methods.items() if method == "earlier cut"} == {1}
+    sent = [sum(count.bytes for count in record.wire) for record in records]
+    assert summary["totals"]["bytes"] == sum(sent)
+    assert "earlier cut" in (folder / "report.html").read_text()
+    assert "earlier cut" in done.stdout
+
+
 def test_a_second_run_moves_the_first_out_of_the_way(run_file: Path) -> None:
     folder = run_file.parent / "run"
     folder.mkdir()
