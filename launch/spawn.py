@@ -96,8 +96,7 @@ def run_node(arguments: Sequence[str], processes: int, nodes: Nodes) -> int:
 
 
 def _launch(config: LaunchConfig, arguments: Sequence[str]) -> int:
-    threads = threads_per_rank(usable_cores(), config.nproc_per_node)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ["OMP_NUM_THREADS"] = str(rank_threads(config.nproc_per_node))
     os.environ[PARENT] = str(os.getpid())
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say it better
     try:
@@ -125,6 +124,14 @@ def usable_cores() -> int:
     if sys.platform.startswith("linux"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def rank_threads(processes: int) -> int:
+    """Threads that compute in each of so many ranks on this machine: as OMP_NUM_THREADS says, or
+    `threads_per_rank`.
+    """
+    told = os.environ.get("OMP_NUM_THREADS")
+    return int(told) if told else threads_per_rank(usable_cores(), processes)
 
 
 def threads_per_rank(cores: int, processes: int) -> int:

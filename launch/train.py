@@ -32,6 +32,7 @@ from launch.plan.memory import check_memory, memory_folder, memory_notices, plan
 from launch.sampling import EpochSampler
 from launch.sequences import SampleSet
 from launch.session import Session, StopFlag, join
+from launch.spawn import rank_threads
 from launch.state import Checkpoints, Resume, agree_to_resume
 from launch.summary import summarize
 from launch.timeline import Timeline, gather_events
@@ -66,7 +67,7 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
         ConfigError, HandshakeError, CheckpointError: the run cannot start.
         PeerError: a peer failed; start again with `resume`.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(rank_threads(len(_ranks_here())))
     corpus, problem = None, None
     try:
         corpus = check_data(config)

@@ -1,6 +1,5 @@
 """`thinpipe plan run.toml`: where to cut, what a step will take, how many bits the links carry."""
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +18,9 @@ from launch.plan.network import Network
 from launch.plan.recommend import Recommendation, Spec, recommend
 from launch.plan.remedies import show_remedies
 from launch.plan.show import show_plan, show_recommendation
+from launch.plan.simulate import check_simulated
 from launch.shaped.spec import parse_rate, parse_time
+from launch.spawn import keep_freed_memory, rank_threads
 from launch.usage import USAGE_ERROR, SetOption
 
 
@@ -51,6 +52,7 @@ def plan(  # noqa: PLR0913  # one parameter per option
     console = Console()
     try:
         config = load_config(config_path, overrides or [])
+        check_simulated(config.pipeline.schedule)
         links = _links(config.pipeline.pipeline_ranks, network, rate, delay)
         blocks = _blocks(config, _numbers(speeds, "--speeds", config.pipeline.stages))
         limits = _numbers(memory, "--memory", config.pipeline.stages)
@@ -103,7 +105,9 @@ def _plan(
 
 
 def _blocks(config: RunConfig, speeds: Sequence[float] | None) -> Blocks:
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    """Measured here, with the threads and the memory of a rank that has its machine to itself."""
+    keep_freed_memory()
+    torch.set_num_threads(rank_threads(1))
     here = measure_blocks(config)
     speeds = speeds or [1.0] * config.pipeline.stages
     return [[block.on(speed) for block in here] for speed in speeds]

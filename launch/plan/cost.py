@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from launch.config import RunConfig
 from launch.metrics import DIRECTIONS, WireKey
-from launch.plan.measure import BlockCost, microbatch_shape
+from launch.plan.measure import BlockCost, microbatch_count, microbatch_shape
 from launch.plan.messages import measure_message
 from launch.plan.network import Network
 from launch.plan.simulate import Message, SimulatedStep, StepModel, simulate
@@ -61,7 +61,7 @@ def predict(
     cuts = config.pipeline.cuts
     model = StepModel(
         schedule=config.pipeline.schedule,
-        microbatches=config.pipeline.microbatches,
+        microbatches=microbatch_count(config),
         forward_s=[stage.forward_s for stage in stages],
         backward_s=[stage.backward_s for stage in stages],
         activations=[messages[cut, "forward"] for cut in cuts],
@@ -76,7 +76,7 @@ def predict(
     step_s = parts * played.step_s + network.slowest_latency_s + optimizer_s
     free_s = parts * simulate(replace(model, network=None)).step_s + optimizer_s
     per_microbatch_s = sum(stage.forward_s + stage.backward_s for stage in stages)
-    busy_s = parts * config.pipeline.microbatches * per_microbatch_s
+    busy_s = parts * model.microbatches * per_microbatch_s
     bubble = 1 - busy_s / (step_s * len(stages))
     return Prediction(tuple(stages), messages, played, step_s, free_s, bubble)
 
@@ -111,12 +111,12 @@ def in_flight(config: RunConfig, stage: int) -> int:
     """The most microbatches whose activations a stage holds at once."""
     pipeline = config.pipeline
     if pipeline.pipeline_ranks < pipeline.stages:
-        return pipeline.microbatches  # several stages per rank: torch's orders, at most all
+        return microbatch_count(config)  # several stages per rank: torch's orders, at most all
     order = single_stage_order(
         pipeline.schedule,
         stage,
         stages=pipeline.stages,
-        microbatches=pipeline.microbatches,
+        microbatches=microbatch_count(config),
         depth=pipeline.depth,
     )
     held = most = 0

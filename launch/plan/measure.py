@@ -17,6 +17,7 @@ from launch.config import RunConfig
 from launch.device import choose_device
 from pipeline.models import trainable
 from pipeline.samples import Samples
+from pipeline.schedule import fit_microbatches
 from pipeline.stopwatch import Stopwatch
 
 _LEAST_ROUNDS, _LEAST_S = 5, 0.5
@@ -43,11 +44,24 @@ class BlockCost:
         return BlockCost(*seconds, self.parameters, self.trained, self.activations)
 
 
+def samples_at_once(config: RunConfig) -> int:
+    """Samples that a replica sends through its pipeline before it accumulates or steps."""
+    return config.train.batch_size // (config.pipeline.replicas * config.train.accumulate)
+
+
+def microbatch_count(config: RunConfig) -> int:
+    """Microbatches that those samples really make."""
+    return fit_microbatches(
+        config.pipeline.schedule,
+        wanted=config.pipeline.microbatches,
+        samples=samples_at_once(config),
+        ranks=config.pipeline.pipeline_ranks,
+    )
+
+
 def microbatch_shape(config: RunConfig) -> torch.Size:
     """Shape [B, T, D] of the largest microbatch at a cut."""
-    parts = config.pipeline.replicas * config.train.accumulate
-    samples = -(-config.train.batch_size // parts)
-    per_microbatch = -(-samples // min(config.pipeline.microbatches, samples))
+    per_microbatch = -(-samples_at_once(config) // microbatch_count(config))
     return torch.Size((per_microbatch, config.data.sequence_length, config.model.width))
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from launch.config import RunConfig
 from launch.metrics import format_duration
 from launch.plan.cost import Blocks, Prediction, predict
-from launch.plan.measure import microbatch_shape
+from launch.plan.measure import microbatch_shape, samples_at_once
 from launch.plan.network import Network
 
 _LARGE_BUBBLE, _WORTH_IT, _SHOWN = 0.3, 0.95, 3
@@ -39,9 +39,9 @@ def show_remedies(
 
 def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
     pipeline = config.pipeline
-    samples = config.train.batch_size // (pipeline.replicas * config.train.accumulate)
     counts = [times * pipeline.microbatches for times in (1, 2, 4, 8)]
-    for microbatches in counts[:1] + [count for count in counts[1:] if count <= samples]:
+    most = samples_at_once(config)
+    for microbatches in counts[:1] + [count for count in counts[1:] if count <= most]:
         for depth in range(pipeline.depth, pipeline.depth + 4):
             change = {"microbatches": microbatches, "schedule": "Deep1F1B", "depth": depth}
             yield {k: v for k, v in change.items() if v != getattr(pipeline, k)}

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from launch.config import RunConfig
 from launch.metrics import WireKey, format_bytes, format_duration
 from launch.plan.cost import Prediction
+from launch.plan.measure import microbatch_count, samples_at_once
 from launch.plan.network import Network
 from launch.plan.recommend import Recommendation, Spec
 from launch.plan.simulate import Message
@@ -30,7 +32,13 @@ def show_plan(
         f"predicted step {format_duration(prediction.step_s)}, bubble {prediction.bubble:.0%}; "
         f"{format_duration(prediction.free_s)} if links were unlimited"
     )
-    notes = []
+    notes = [f"each stage on a machine of its own with {torch.get_num_threads()} threads"]
+    wanted, count = config.pipeline.microbatches, microbatch_count(config)
+    if count != wanted:
+        notes.append(
+            f"{count} microbatches, not {wanted}: a replica has {samples_at_once(config)} samples "
+            "at a time"
+        )
     if network.slowest_latency_s:
         way = format_duration(network.slowest_latency_s)
         notes.append(f"the longest way between two ranks takes {way}, on top of transfers")

@@ -99,11 +99,7 @@ def simulate(model: StepModel) -> SimulatedStep:
         ValueError: the schedule has several stages per rank, or the network has another
             number of hosts.
     """
-    if model.schedule not in ("GPipe", "1F1B", "Deep1F1B"):
-        raise ValueError(
-            f'schedule = "{model.schedule}": only schedules with one stage per rank are simulated; '
-            "use GPipe, 1F1B or Deep1F1B"
-        )
+    check_simulated(model.schedule)
     if model.network is not None and model.network.hosts != model.stages:
         raise ValueError(
             f"network has {model.network.hosts} hosts for {model.stages} stages: give one for "
@@ -114,6 +110,19 @@ def simulate(model: StepModel) -> SimulatedStep:
     events = sorted(simulation.events, key=lambda event: (event.rank, event.start_s))
     step_s = max(simulation.idle_since_s)
     return SimulatedStep(step_s, tuple(events), tuple(simulation.transfers))
+
+
+def check_simulated(schedule: ScheduleName) -> None:
+    """Refuse a schedule that is not simulated.
+
+    Raises:
+        ValueError: it has several stages per rank.
+    """
+    if schedule not in ("GPipe", "1F1B", "Deep1F1B"):
+        raise ValueError(
+            f'pipeline.schedule = "{schedule}": only schedules with one stage per rank are '
+            "simulated; use GPipe, 1F1B or Deep1F1B"
+        )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from launch.cli import app
@@ -157,6 +158,20 @@ def test_plan_shows_and_applies(run_file: Path) -> None:
     assert "the longest way between two ranks takes 20 ms" in " ".join(again.output.split())
 
 
+@pytest.mark.parametrize(("told", "threads"), [(None, 7), ("3", 3)])
+def test_plan_measures_with_the_threads_of_a_rank_that_has_its_machine_to_itself(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, threads: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    monkeypatch.setattr("launch.spawn.usable_cores", lambda: 8)
+    done = CliRunner().invoke(app, ["plan", str(run_file)])
+    assert done.exit_code == 0, done.output
+    assert torch.get_num_threads() == threads
+    assert f"each stage on a machine of its own with {threads} threads" in done.output
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -166,6 +181,7 @@ def test_plan_shows_and_applies(run_file: Path) -> None:
         (["--speeds", "1,2"], "or 3 with commas"),
         (["--memory", "0.000001"], "stage 0 needs"),
         (["--set", "pipeline.schedule=LoopedBFS", "--set", "pipeline.cuts=[2]"], "one stage per"),
+        (["--set", "pipeline.schedule=LoopedBFS", *AUTO, "--rate", "1mbit"], "one stage per"),
     ],
 )
 def test_wrong_options_are_refused(run_file: Path, options: list[str], message: str) -> None:

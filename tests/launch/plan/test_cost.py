@@ -37,6 +37,24 @@ def test_a_step_is_the_pipeline_then_the_sharing_then_the_optimizer() -> None:
     assert found.bubble == pytest.approx(1 - 4 * 12.0 / (3 * found.step_s))
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "replicas", "count", "largest"),
+    [(16, 1, 1, 8, 2), (6, 1, 1, 6, 1), (12, 2, 2, 3, 1), (60, 2, 2, 8, 2)],
+)
+def test_a_step_has_the_microbatches_that_training_fits_to_its_batch(
+    batch_size: int, accumulate: int, replicas: int, count: int, largest: int
+) -> None:
+    run = config(
+        pipeline={"cuts": [1, 3], "microbatches": 8, "replicas": replicas, "schedule": "GPipe"},
+        train={"batch_size": batch_size, "accumulate": accumulate},
+    )
+    assert microbatch_shape(run)[0] == largest
+    found = predict(run, [[BLOCK] * 4] * 3, dict.fromkeys(KEYS, Message(0)), Network.uniform(3))
+    assert {event.microbatch for event in found.played.events} == set(range(count))
+    assert found.bubble == pytest.approx(1 - accumulate * count * 12.0 / (3 * found.step_s))
+    assert stage_costs(run, [[BLOCK] * 4] * 3)[0].memory == 4 * 20 + 12 * 5 + 7 * count
+
+
 def test_memory_counts_parameters_and_what_is_in_flight() -> None:
     by_schedule = {"GPipe": [4, 4, 4], "1F1B": [3, 2, 1], "Deep1F1B": [4, 4, 1]}
     for schedule, in_flight in by_schedule.items():
