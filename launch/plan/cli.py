@@ -14,8 +14,9 @@ from launch.plan.apply import apply_plan
 from launch.plan.auto import find_cuts
 from launch.plan.cost import Blocks, measure_messages, predict, stage_costs
 from launch.plan.measure import measure_blocks
+from launch.plan.messages import Spec
 from launch.plan.network import Network
-from launch.plan.recommend import Recommendation, Spec, recommend
+from launch.plan.recommend import Recommendation, recommend
 from launch.plan.remedies import show_remedies
 from launch.plan.show import show_plan, show_recommendation
 from launch.plan.simulate import check_simulated

@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from launch.config import RunConfig
-from launch.metrics import DIRECTIONS, WireKey
-from launch.plan.measure import BlockCost, microbatch_count, microbatch_shape
-from launch.plan.messages import measure_message
+from launch.metrics import WireKey
+from launch.plan.measure import BlockCost, microbatch_count
+from launch.plan.messages import MessageMeter
 from launch.plan.network import Network
 from launch.plan.simulate import Message, SimulatedStep, StepModel, simulate
-from pipeline.channel import BACKWARD, FORWARD
 from pipeline.schedule import single_stage_order
 
 _FROZEN_BYTES, _TRAINED_BYTES = 4, 12  # weight; gradient and two moments of Adam, each fp32
@@ -127,15 +126,11 @@ def in_flight(config: RunConfig, stage: int) -> int:
 
 
 def measure_messages(config: RunConfig) -> dict[WireKey, Message]:
-    """Messages of every cut and direction; settings that are the same are measured once."""
-    shape_BTD = microbatch_shape(config)
-    measured: dict[str, Message] = {}
+    """Messages of every cut and direction."""
+    measure = MessageMeter(config)
     found: dict[WireKey, Message] = {}
     for cut in config.pipeline.cuts:
         at_cut = config.boundary_at(cut)
-        for number, spec in ((FORWARD, at_cut.forward), (BACKWARD, at_cut.backward)):
-            key = f"{number} {spec!r}"
-            if key not in measured:
-                measured[key] = measure_message(spec, shape_BTD, number)
-            found[cut, DIRECTIONS[number]] = measured[key]
+        found[cut, "forward"] = measure(at_cut.forward, "forward")
+        found[cut, "backward"] = measure(at_cut.backward, "backward")
     return found

@@ -5,24 +5,49 @@ import time
 import torch
 
 from launch.build import build_boundary
-from launch.config import BackwardConfig, ForwardConfig
+from launch.config import BackwardConfig, ForwardConfig, RunConfig
+from launch.metrics import DIRECTIONS, Direction
+from launch.plan.measure import microbatch_shape
 from launch.plan.simulate import Message
 from pipeline.channel import Channel
 from pipeline.config import RawConfig
 from pipeline.link import LoopbackLink
 
+Spec = ForwardConfig | BackwardConfig
+
 _REPEATS = 5
 
 
+class MessageMeter:
+    """Messages of a run's microbatches; settings that are the same are measured once.
+
+    In a run of one epoch every visit of a sample is the first.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._shape_BTD, self._known = microbatch_shape(config), config.train.epochs > 1
+        self._measured: dict[str, Message] = {}
+
+    def __call__(self, spec: Spec, direction: Direction) -> Message:
+        """The message that a boundary of this setting sends."""
+        key = f"{direction} {spec!r}"
+        if key not in self._measured:
+            self._measured[key] = measure_message(
+                spec, self._shape_BTD, DIRECTIONS.index(direction), known=self._known
+            )
+        return self._measured[key]
+
+
 def measure_message(
-    spec: ForwardConfig | BackwardConfig, shape_BTD: torch.Size, direction: int
+    spec: Spec, shape_BTD: torch.Size, direction: int, *, known: bool = True
 ) -> Message:
-    """Send a microbatch of known samples through real channels; the least of several times.
+    """Send a microbatch through real channels, of `known` samples or of new ones each time; the
+    least of several times.
 
     What memory-based and entropy-coded messages weigh depends on the values; these are Gaussian,
     with little change from visit to visit.
     """
-    link, ids_B = LoopbackLink(), torch.arange(shape_BTD[0])
+    link = LoopbackLink()
     sender, receiver = (
         Channel(
             cut=1,
@@ -41,6 +66,7 @@ def measure_message(
             channel.begin_pass(number, step=number, mode="train")
         receiver.expect(0, shape_BTD)
         x_BTD = x_BTD + 0.1 * torch.randn(shape_BTD)
+        ids_B = torch.arange(shape_BTD[0]) + (0 if known else number * shape_BTD[0])
         start_s = time.perf_counter()
         sender.send(0, x_BTD, ids_B)
         sent_s = time.perf_counter()

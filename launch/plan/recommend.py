@@ -9,34 +9,34 @@ hides once the pipeline is full does not hide while it fills, nor behind a delay
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import NamedTuple
 
 from aqsgd.config import AqsgdConfig
-from launch.config import BackwardConfig, ForwardConfig, RunConfig
+from launch.config import RunConfig
 from launch.metrics import DIRECTIONS, Direction, WireKey
 from launch.plan.cost import Blocks, Prediction, predict
-from launch.plan.measure import microbatch_shape
-from launch.plan.messages import measure_message
+from launch.plan.messages import MessageMeter, Spec
 from launch.plan.network import Network
 from launch.plan.simulate import Message
-from pipeline.channel import BACKWARD, FORWARD
-from pipeline.config import DirectConfig, RawConfig
-
-Spec = ForwardConfig | BackwardConfig
+from pipeline.config import DirectConfig, RawConfig, StatelessConfig
 
 _AS_FAST = 1.05
-_FORWARD: tuple[Spec, ...] = (
-    *(AqsgdConfig(bits=bits) for bits in (2, 3, 4, 6, 8)),
-    RawConfig(format="bf16"),
-    RawConfig(format="fp32"),
-)
-_BACKWARD: tuple[Spec, ...] = (
-    *(DirectConfig(bits=bits) for bits in (4, 6, 8)),
-    RawConfig(format="bf16"),
-    RawConfig(format="fp32"),
-)
-_LADDERS: Mapping[Direction, Sequence[Spec]] = {"forward": _FORWARD, "backward": _BACKWARD}
+_CASTS: tuple[Spec, ...] = (RawConfig(format="bf16"), RawConfig(format="fp32"))
+_FORWARD: tuple[Spec, ...] = (*(AqsgdConfig(bits=bits) for bits in (2, 3, 4, 6, 8)), *_CASTS)
+_FORWARD_ONCE: tuple[Spec, ...] = (*(StatelessConfig(bits=bits) for bits in (4, 5, 6, 7)), *_CASTS)
+"""Where no sample is seen again: changes have no history."""
+_BACKWARD: tuple[Spec, ...] = (*(DirectConfig(bits=bits) for bits in (4, 6, 8)), *_CASTS)
+
+
+class Offer(NamedTuple):
+    """What could be sent, and its message."""
+
+    spec: Spec
+    message: Message
+
+
+Offers = Mapping[Direction, Sequence[Offer]]
+"""By direction, the least fidelity first."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def recommend(
     """Choose for every cut of `config`, with the step that follows; `prediction` is that of the
     run file. None where nothing is as fast as what the run file says.
     """
-    offers = measure_offers(microbatch_shape(config))
+    offers = measure_offers(config)
     slot_s = max(stage.forward_s + stage.backward_s for stage in prediction.stages)
     found = [
         (choice, predict(config, blocks, choice.messages, network))
@@ -67,44 +67,41 @@ def recommend(
     return next((pair for pair in reversed(found) if pair[1].step_s <= limit_s), None)
 
 
-def measure_offers(shape_BTD: torch.Size) -> dict[Direction, list[Message]]:
-    """The message of every rung of both ladders."""
-    numbers = {"forward": FORWARD, "backward": BACKWARD}
+def measure_offers(config: RunConfig) -> Offers:
+    """Every rung of the ladders of both directions."""
+    measure = MessageMeter(config)
+    forward = _FORWARD if config.train.epochs > 1 else _FORWARD_ONCE
     return {
-        direction: [measure_message(spec, shape_BTD, numbers[direction]) for spec in ladder]
-        for direction, ladder in _LADDERS.items()
+        "forward": [Offer(spec, measure(spec, "forward")) for spec in forward],
+        "backward": [Offer(spec, measure(spec, "backward")) for spec in _BACKWARD],
     }
 
 
 def choices(
-    cuts: Sequence[int],
-    offers: Mapping[Direction, Sequence[Message]],
-    network: Network,
-    *,
-    slot_s: float,
+    cuts: Sequence[int], offers: Offers, network: Network, *, slot_s: float
 ) -> list[Recommendation]:
     """Raise fidelities as far as the links carry them in `slot_s`, one microbatch's compute."""
     payload = network.payload()
     rungs = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
 
     def fits(trial: Mapping[WireKey, int]) -> bool:
-        nbytes = {key: offers[key[1]][rung].nbytes for key, rung in trial.items()}
+        nbytes = {key: offers[key[1]][rung].message.nbytes for key, rung in trial.items()}
         return _busiest_s(cuts, nbytes, payload) <= slot_s
 
     hidden, path = fits(rungs), [rungs]
     open_keys = set(rungs) if hidden else set()
     while open_keys:
-        key = min(open_keys, key=lambda k: (_bits(_LADDERS[k[1]][rungs[k]]), k[1], k[0]))
+        key = min(open_keys, key=lambda k: (_bits(offers[k[1]][rungs[k]].spec), k[1], k[0]))
         raised = {**rungs, key: rungs[key] + 1}
-        if raised[key] < len(_LADDERS[key[1]]) and fits(raised):
+        if raised[key] < len(offers[key[1]]) and fits(raised):
             rungs = raised
             path.append(rungs)
         else:
             open_keys.discard(key)
     return [
         Recommendation(
-            {key: _LADDERS[key[1]][rung] for key, rung in chosen.items()},
-            {key: offers[key[1]][rung] for key, rung in chosen.items()},
+            {key: offers[key[1]][rung].spec for key, rung in chosen.items()},
+            {key: offers[key[1]][rung].message for key, rung in chosen.items()},
             hidden,
             slot_s,
         )

@@ -10,8 +10,9 @@ from launch.config import RunConfig
 from launch.metrics import WireKey, format_bytes, format_duration
 from launch.plan.cost import Prediction
 from launch.plan.measure import microbatch_count, samples_at_once
+from launch.plan.messages import Spec
 from launch.plan.network import Network
-from launch.plan.recommend import Recommendation, Spec
+from launch.plan.recommend import Recommendation
 from launch.plan.simulate import Message
 from launch.shaped.spec import format_rate
 from pipeline.config import RawConfig

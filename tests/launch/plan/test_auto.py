@@ -140,7 +140,8 @@ def test_cuts_are_decided_once_and_kept_at_resume(run_file: Path) -> None:
     assert "auto" not in again.stderr  # nothing was measured again
 
 
-def test_plan_shows_and_applies(run_file: Path) -> None:
+def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two on busy cores wait for each other
     text = RUN.format(folder="out", text="text.txt").replace("cuts = [1, 3]", 'cuts = "auto"')
     run_file.write_text(text.replace("microbatches", "stages = 2  # hosts\nmicrobatches"))
     links = ["--rate", "1mbit", "--delay", "20ms"]

@@ -7,12 +7,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from aqsgd.config import AqsgdConfig
 from launch.metrics import WireKey, format_duration
 from launch.plan.cost import measure_messages, predict, stage_costs
 from launch.plan.measure import BlockCost, measure_blocks, microbatch_shape
 from launch.plan.messages import measure_message
 from launch.plan.network import Network
-from launch.plan.recommend import choices, measure_offers, recommend
+from launch.plan.recommend import Offer, Offers, choices, measure_offers, recommend
 from launch.plan.remedies import show_remedies
 from launch.plan.simulate import Message
 from launch.shaped.spec import PAYLOAD_SHARE
@@ -86,13 +87,35 @@ def test_messages_are_those_of_a_known_sample() -> None:
     assert found.decode_s > 0
 
 
-def rungs(*nbytes: int) -> list[Message]:
-    return [Message(n) for n in nbytes]
+@pytest.mark.parametrize(("epochs", "bits"), [(1, 8), (2, 3)])
+def test_in_one_epoch_every_visit_is_the_first(epochs: int, bits: int) -> None:
+    sent = {"forward": {"kind": "aqsgd", "bits": 3}, "backward": {"kind": "raw"}}
+    run = config(boundary=[sent], train={"epochs": epochs})  # type: ignore[arg-type]
+    found = measure_messages(run)[2, "forward"]
+    assert found.nbytes == HEADER_NBYTES + 2 * 12 * (2 + bits * 16 // 8)
 
 
-OFFERS = {
-    "forward": rungs(20_000, 30_000, 40_000, 60_000, 80_000, 160_000, 320_000),
-    "backward": rungs(40_000, 60_000, 80_000, 160_000, 320_000),
+def test_in_one_epoch_no_change_is_recommended() -> None:
+    once = measure_offers(config(train={"epochs": 1}))["forward"]
+    assert [offer.spec.kind for offer in once] == ["stateless"] * 4 + ["raw"] * 2
+    again = measure_offers(config(train={"epochs": 2}))["forward"]
+    assert {offer.spec.kind for offer in again} == {"aqsgd", "raw"}
+
+
+CASTS = {16: RawConfig(format="bf16"), 32: RawConfig(format="fp32")}
+
+
+def rungs(kind: type[AqsgdConfig | DirectConfig], nbytes: dict[int, int]) -> list[Offer]:
+    """Offers by their bits."""
+    return [Offer(CASTS.get(bits) or kind(bits=bits), Message(n)) for bits, n in nbytes.items()]
+
+
+OFFERS: Offers = {
+    "forward": rungs(
+        AqsgdConfig,
+        {2: 20_000, 3: 30_000, 4: 40_000, 6: 60_000, 8: 80_000, 16: 160_000, 32: 320_000},
+    ),
+    "backward": rungs(DirectConfig, {4: 40_000, 6: 60_000, 8: 80_000, 16: 160_000, 32: 320_000}),
 }
 
 
@@ -113,8 +136,7 @@ def test_nothing_is_recommended_that_is_foretold_to_be_slower() -> None:
     run = config(pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]}, boundary=small)  # type: ignore[arg-type]
     network, blocks = Network.uniform(3, 3e3), [[BLOCK] * 4] * 3
     given = predict(run, blocks, measure_messages(run), network)
-    offers = measure_offers(microbatch_shape(run))
-    (*_, most) = choices((1, 3), offers, network, slot_s=6.0)
+    (*_, most) = choices((1, 3), measure_offers(run), network, slot_s=6.0)
     assert predict(run, blocks, most.messages, network).step_s > 1.1 * given.step_s  # yet it hides
     found = recommend(run, blocks, given, network)
     assert found is None or found[1].step_s <= given.step_s
