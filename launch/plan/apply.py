@@ -59,7 +59,7 @@ def _edit(text: str, cuts: Sequence[int], boundaries: Sequence[Mapping[str, Any]
     body = "\n".join(kept) + "\n"
     if boundaries is None:
         return body
-    return "\n".join([body, *comments, _tables(boundaries)])
+    return "\n".join([body, *comments, boundary_text(boundaries)])
 
 
 def _without_boundaries(lines: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -133,7 +133,8 @@ def _open_brackets(code: str) -> int:
     return code.count("[") - code.count("]")
 
 
-def _tables(boundaries: Sequence[Mapping[str, Any]]) -> str:
+def boundary_text(boundaries: Sequence[Mapping[str, Any]]) -> str:
+    """`[[boundary]]` tables as a run file has them."""
     lines = []
     for boundary in boundaries:
         lines.append("[[boundary]]")

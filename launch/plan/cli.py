@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from launch.config import RunConfig, load_config
-from launch.plan.apply import apply_plan
+from launch.plan.apply import apply_plan, boundary_text
 from launch.plan.auto import find_cuts
 from launch.plan.cost import Blocks, measure_messages, predict, stage_costs
 from launch.plan.measure import measure_blocks
@@ -102,7 +102,11 @@ def _plan(
         advice, prediction = found
         show_recommendation(console, advice, prediction, network)
     show_remedies(console, config, blocks, prediction, network)
-    return config, found[0] if found else None
+    if found is None:
+        return config, None
+    console.print("recommended, to put into the run file as --apply does:")
+    console.print(boundary_text(_tables(config, found[0])), markup=False, soft_wrap=True)
+    return config, found[0]
 
 
 def _blocks(config: RunConfig, speeds: Sequence[float] | None) -> Blocks:
@@ -138,24 +142,22 @@ def _numbers(text: str | None, where: str, stages: int) -> list[float] | None:
 
 def _tables(config: RunConfig, advice: Recommendation) -> list[dict[str, Any]]:
     """Boundary tables: one for all cuts where they are alike, otherwise one for each."""
-    tables = []
+    tables: list[dict[str, Any]] = []
     for cut in config.pipeline.cuts:
-        at_cut = config.boundary_at(cut)
-        forward = _merged(at_cut.forward, advice.specs[cut, "forward"])
-        backward = _merged(at_cut.backward, advice.specs[cut, "backward"])
-        tables.append({"cut": cut, "forward": forward, "backward": backward})
+        guard = config.boundary_at(cut).guard.model_dump(mode="json", exclude_defaults=True)
+        forward, backward = advice.specs[cut, "forward"], advice.specs[cut, "backward"]
+        table = {"cut": cut, "forward": _fields(forward), "backward": _fields(backward)}
+        tables.append(table | ({"guard": guard} if guard else {}))
     first = {key: value for key, value in tables[0].items() if key != "cut"}
     if all({**table, "cut": 0} == {**first, "cut": 0} for table in tables):
         return [first]
     return tables
 
 
-def _merged(configured: Spec, chosen: Spec) -> dict[str, Any]:
-    """The chosen bits; other settings of the run file stay if the kind does."""
-    fields = {"kind": chosen.kind}
-    if configured.kind == chosen.kind:
-        fields |= configured.model_dump(mode="json", exclude_defaults=True, exclude={"rate"})
-    return fields | chosen.model_dump(include={"bits", "format"})
+def _fields(spec: Spec) -> dict[str, Any]:
+    """As a run file says it, with the bits in any case."""
+    fields = spec.model_dump(mode="json", include={"bits", "format"})
+    return {"kind": spec.kind} | fields | spec.model_dump(mode="json", exclude_defaults=True)
 
 
 def _refuse(error: Exception) -> NoReturn:

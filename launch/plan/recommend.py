@@ -7,13 +7,14 @@ foretold to be no slower than what the run file says, and at most 5 % slower tha
 hides once the pipeline is full does not hide while it fills, nor behind a delay.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from aqsgd.config import AqsgdConfig
 from launch.config import RunConfig
-from launch.metrics import DIRECTIONS, Direction, WireKey
+from launch.metrics import DIRECTIONS, WireKey
 from launch.plan.cost import Blocks, Prediction, predict
 from launch.plan.messages import MessageMeter, Spec
 from launch.plan.network import Network
@@ -22,10 +23,18 @@ from pipeline.config import DirectConfig, RawConfig, StatelessConfig
 
 _AS_FAST = 1.05
 _CASTS: tuple[Spec, ...] = (RawConfig(format="bf16"), RawConfig(format="fp32"))
-_FORWARD: tuple[Spec, ...] = (*(AqsgdConfig(bits=bits) for bits in (2, 3, 4, 6, 8)), *_CASTS)
+_FORWARD: tuple[Spec, ...] = (
+    *(AqsgdConfig(bits=4, rate=rate, coding="zstd") for rate in (0.8, 0.5)),
+    *(AqsgdConfig(bits=bits) for bits in (4, 6, 8)),
+    *_CASTS,
+)
 _FORWARD_ONCE: tuple[Spec, ...] = (*(StatelessConfig(bits=bits) for bits in (4, 5, 6, 7)), *_CASTS)
 """Where no sample is seen again: changes have no history."""
-_BACKWARD: tuple[Spec, ...] = (*(DirectConfig(bits=bits) for bits in (4, 6, 8)), *_CASTS)
+_BACKWARD: tuple[Spec, ...] = (
+    *(DirectConfig(bits=4, rate=rate, coding="zstd") for rate in (0.7, 0.5)),
+    *(DirectConfig(bits=bits) for bits in (6, 8)),
+    *_CASTS,
+)
 
 
 class Offer(NamedTuple):
@@ -35,8 +44,8 @@ class Offer(NamedTuple):
     message: Message
 
 
-Offers = Mapping[Direction, Sequence[Offer]]
-"""By direction, the least fidelity first."""
+Offers = Mapping[WireKey, Sequence[Offer]]
+"""By cut and direction, the least fidelity first."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +77,28 @@ def recommend(
 
 
 def measure_offers(config: RunConfig) -> Offers:
-    """Every rung of the ladders of both directions."""
+    """Every rung for each cut and direction."""
     measure = MessageMeter(config)
     forward = _FORWARD if config.train.epochs > 1 else _FORWARD_ONCE
-    return {
-        "forward": [Offer(spec, measure(spec, "forward")) for spec in forward],
-        "backward": [Offer(spec, measure(spec, "backward")) for spec in _BACKWARD],
-    }
+    offers: dict[WireKey, list[Offer]] = {}
+    for cut in config.pipeline.cuts:
+        at_cut = config.boundary_at(cut)
+        down = [_like(at_cut.forward, rung) for rung in forward]
+        up = [_like(at_cut.backward, rung) for rung in _BACKWARD]
+        offers[cut, "forward"] = [Offer(spec, measure(spec, "forward")) for spec in down]
+        offers[cut, "backward"] = [Offer(spec, measure(spec, "backward")) for spec in up]
+    return offers
+
+
+def _like(configured: Spec, rung: Spec) -> Spec:
+    """The rung, with the run file's other settings of a codec of that kind.
+
+    Changes go in plain groups: tiles do not have every rung.
+    """
+    if configured.kind != rung.kind:
+        return rung
+    kept = configured.model_dump(exclude={"bits", "format", "rate", "delta"})
+    return type(rung).model_validate(kept | rung.model_dump(exclude_unset=True))
 
 
 def choices(
@@ -85,23 +109,23 @@ def choices(
     rungs = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
 
     def fits(trial: Mapping[WireKey, int]) -> bool:
-        nbytes = {key: offers[key[1]][rung].message.nbytes for key, rung in trial.items()}
+        nbytes = {key: offers[key][rung].message.nbytes for key, rung in trial.items()}
         return _busiest_s(cuts, nbytes, payload) <= slot_s
 
     hidden, path = fits(rungs), [rungs]
     open_keys = set(rungs) if hidden else set()
     while open_keys:
-        key = min(open_keys, key=lambda k: (_bits(offers[k[1]][rungs[k]].spec), k[1], k[0]))
+        key = min(open_keys, key=lambda k: (_bits(offers[k][rungs[k]].spec), k[1], k[0]))
         raised = {**rungs, key: rungs[key] + 1}
-        if raised[key] < len(offers[key[1]]) and fits(raised):
+        if raised[key] < len(offers[key]) and fits(raised):
             rungs = raised
             path.append(rungs)
         else:
             open_keys.discard(key)
     return [
         Recommendation(
-            {key: offers[key[1]][rung].spec for key, rung in chosen.items()},
-            {key: offers[key[1]][rung].message for key, rung in chosen.items()},
+            {key: offers[key][rung].spec for key, rung in chosen.items()},
+            {key: offers[key][rung].message for key, rung in chosen.items()},
             hidden,
             slot_s,
         )
@@ -127,7 +151,9 @@ def _busiest_s(cuts: Sequence[int], nbytes: Mapping[WireKey, int], payload: Netw
     return max(uplinks_s + downlinks_s + links_s)
 
 
-def _bits(spec: Spec) -> int:
+def _bits(spec: Spec) -> float:
+    """A measure of fidelity: bits per value, of an entropy coder those it leaves."""
     if isinstance(spec, RawConfig):
         return 32 if spec.format == "fp32" else 16
-    return spec.bits
+    rate = None if isinstance(spec, StatelessConfig) else spec.rate
+    return spec.bits if rate is None else math.log2(4 / rate)

@@ -15,7 +15,7 @@ from launch.plan.network import Network
 from launch.plan.recommend import Recommendation
 from launch.plan.simulate import Message
 from launch.shaped.spec import format_rate
-from pipeline.config import RawConfig
+from pipeline.config import RawConfig, StatelessConfig
 
 
 def show_plan(
@@ -33,7 +33,9 @@ def show_plan(
         f"predicted step {format_duration(prediction.step_s)}, bubble {prediction.bubble:.0%}; "
         f"{format_duration(prediction.free_s)} if links were unlimited"
     )
-    notes = [f"each stage on a machine of its own with {torch.get_num_threads()} threads"]
+    threads = torch.get_num_threads()
+    named = "1 thread" if threads == 1 else f"{threads} threads"
+    notes = [f"each stage on a machine of its own with {named}"]
     wanted, count = config.pipeline.microbatches, microbatch_count(config)
     if count != wanted:
         notes.append(
@@ -71,9 +73,12 @@ def show_recommendation(
 
 
 def describe(spec: Spec) -> str:
-    """`aqsgd 4-bit`."""
-    detail = spec.format if isinstance(spec, RawConfig) else f"{spec.bits}-bit"
-    return f"{spec.kind} {detail}"
+    """`aqsgd 4-bit`, `direct 8-bit zstd`; a rate, as in `direct rate 0.5`, is always coded."""
+    if isinstance(spec, RawConfig):
+        return f"{spec.kind} {spec.format}"
+    if not isinstance(spec, StatelessConfig) and spec.rate is not None:
+        return f"{spec.kind} rate {spec.rate:g}"
+    return f"{spec.kind} {spec.bits}-bit" + ("" if spec.coding == "none" else f" {spec.coding}")
 
 
 def _stages(prediction: Prediction) -> Table:

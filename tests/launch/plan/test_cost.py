@@ -96,10 +96,31 @@ def test_in_one_epoch_every_visit_is_the_first(epochs: int, bits: int) -> None:
 
 
 def test_in_one_epoch_no_change_is_recommended() -> None:
-    once = measure_offers(config(train={"epochs": 1}))["forward"]
+    once = measure_offers(config(train={"epochs": 1}))[2, "forward"]
     assert [offer.spec.kind for offer in once] == ["stateless"] * 4 + ["raw"] * 2
-    again = measure_offers(config(train={"epochs": 2}))["forward"]
+    again = measure_offers(config(train={"epochs": 2}))[2, "forward"]
     assert {offer.spec.kind for offer in again} == {"aqsgd", "raw"}
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_more_fidelity_takes_more_bytes(epochs: int) -> None:
+    run = config(
+        model={"width": 128}, train={"epochs": epochs}, data={"sequence_length": 12}, pipeline={}
+    )
+    for offers in measure_offers(run).values():
+        nbytes = [offer.message.nbytes for offer in offers]
+        assert nbytes == sorted(set(nbytes))
+
+
+def test_other_settings_of_the_run_file_stay_where_they_can() -> None:
+    forward = {"kind": "aqsgd", "bits": 2, "memory": 8, "delta": "tiles"}
+    backward = {"kind": "direct", "bits": 3, "rounding": "stochastic"}
+    run = config(boundary=[{"forward": forward, "backward": backward}])  # type: ignore[arg-type]
+    offers = measure_offers(run)
+    for offer in offers[2, "forward"][:-2]:
+        assert (offer.spec.memory, offer.spec.delta) == (8, "uniform")
+    for offer in offers[2, "backward"][:-2]:
+        assert offer.spec.rounding == "stochastic"
 
 
 CASTS = {16: RawConfig(format="bf16"), 32: RawConfig(format="fp32")}
@@ -110,13 +131,11 @@ def rungs(kind: type[AqsgdConfig | DirectConfig], nbytes: dict[int, int]) -> lis
     return [Offer(CASTS.get(bits) or kind(bits=bits), Message(n)) for bits, n in nbytes.items()]
 
 
-OFFERS: Offers = {
-    "forward": rungs(
-        AqsgdConfig,
-        {2: 20_000, 3: 30_000, 4: 40_000, 6: 60_000, 8: 80_000, 16: 160_000, 32: 320_000},
-    ),
-    "backward": rungs(DirectConfig, {4: 40_000, 6: 60_000, 8: 80_000, 16: 160_000, 32: 320_000}),
-}
+DOWN = rungs(
+    AqsgdConfig, {2: 20_000, 3: 30_000, 4: 40_000, 6: 60_000, 8: 80_000, 16: 160_000, 32: 320_000}
+)
+UP = rungs(DirectConfig, {4: 40_000, 6: 60_000, 8: 80_000, 16: 160_000, 32: 320_000})
+OFFERS: Offers = {(cut, d): DOWN if d == "forward" else UP for cut, d in KEYS}
 
 
 def test_the_highest_fidelity_that_hides_is_recommended() -> None:
