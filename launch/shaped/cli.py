@@ -25,7 +25,10 @@ UpOption = Annotated[
 DownOption = Annotated[str | None, typer.Option(metavar="RATES", help="Downlinks, likewise.")]
 PairOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="I,J=RATE", help="Between two hosts, both ways; may be repeated."),
+    typer.Option(
+        metavar="I,J=RATE",
+        help="Between two hosts, both ways; may be repeated. RATE none lifts a limit.",
+    ),
 ]
 
 

@@ -54,8 +54,9 @@ class NetworkSpec:
         """Read a network from what a user writes: `of(4, "100mbit", delay="20ms")`.
 
         `rate` holds for every up- and downlink; `up` and `down` (one rate, or one per host, with
-        commas) replace it; `delay` is one way; `pairs` are like `"0,1=20mbit"`, both directions;
-        `matrix` is a JSON file with `rate_bps` and `latency_s`, lists of one row per sender.
+        commas) replace it; `delay` is one way; `matrix` is a JSON file with `rate_bps` and
+        `latency_s`, lists of one row per sender; `pairs` are like `"0,1=20mbit"`, both directions,
+        and replace what the matrix says; `"0,1=none"` lifts its limit.
 
         Raises:
             ValueError: a value is not understood or out of range, or a host does not exist.
@@ -69,7 +70,7 @@ class NetworkSpec:
             hosts=hosts,
             up_bps=_rates(up or rate or "none", hosts, "--up" if up else "--rate"),
             down_bps=_rates(down or rate or "none", hosts, "--down" if down else "--rate"),
-            pair_bps=table.pair_bps | _pairs(pairs, hosts),
+            pair_bps=_with_pairs(table.pair_bps, pairs, hosts),
             delay_s={pair: seconds for pair, seconds in delays.items() if seconds},
         )
 
@@ -88,13 +89,11 @@ class NetworkSpec:
         """
         uplinks = _rates(up or rate or "none", self.hosts, "--up" if up else "--rate")
         downlinks = _rates(down or rate or "none", self.hosts, "--down" if down else "--rate")
-        lifted = {pair for pair, bps in _parse_pairs(pairs, self.hosts).items() if bps is None}
-        kept = {pair: bps for pair, bps in self.pair_bps.items() if pair not in lifted}
         return replace(
             self,
             up_bps=uplinks if up or rate else self.up_bps,
             down_bps=downlinks if down or rate else self.down_bps,
-            pair_bps=kept | _pairs(pairs, self.hosts),
+            pair_bps=_with_pairs(self.pair_bps, pairs, self.hosts),
         )
 
     def rate_bps(self, source: int, target: int) -> float | None:
@@ -183,9 +182,18 @@ def _rates(text: str, hosts: int, where: str) -> Rates:
     return rates * hosts if len(rates) == 1 else rates
 
 
-def _pairs(texts: Sequence[str], hosts: int) -> dict[Pair, float]:
-    parsed = _parse_pairs(texts, hosts)
-    return {pair: bps for pair, bps in parsed.items() if bps is not None}
+def _with_pairs(
+    limits: Mapping[Pair, float], texts: Sequence[str], hosts: int
+) -> dict[Pair, float]:
+    """`limits`, with what `--pair` changes or lifts."""
+    asked = _parse_pairs(texts, hosts)
+    for (a, b), bps in asked.items():
+        if bps is None and not limits.keys() & {(a, b), (b, a)}:
+            raise ValueError(
+                f"--pair = '{a},{b}=none': these two have no limit of their own to lift; what "
+                "limits them are their up- and downlinks (--rate, --up, --down)"
+            )
+    return {pair: bps for pair, bps in {**limits, **asked}.items() if bps is not None}
 
 
 def _parse_pairs(texts: Sequence[str], hosts: int) -> dict[Pair, float | None]:
@@ -197,6 +205,8 @@ def _parse_pairs(texts: Sequence[str], hosts: int) -> dict[Pair, float | None]:
         a, b = int(match[1]), int(match[2])
         if a == b or max(a, b) >= hosts:
             raise ValueError(f"--pair = {text!r}: name two different hosts from 0 to {hosts - 1}")
+        if (a, b) in pairs:
+            raise ValueError(f"--pair = {text!r}: hosts {a} and {b} are named twice; say it once")
         pairs[a, b] = pairs[b, a] = parse_rate(match[3], "--pair")
     return pairs
 

@@ -59,6 +59,9 @@ def test_up_and_down_replace_the_rate() -> None:
         ({"hosts": 2, "pairs": ["0-1=1mbit"]}, "--pair = '0-1=1mbit'"),
         ({"hosts": 2, "pairs": ["0,2=1mbit"]}, "from 0 to 1"),
         ({"hosts": 2, "pairs": ["1,1=1mbit"]}, "two different hosts"),
+        ({"hosts": 2, "pairs": ["0,1=1mbit", "1,0=2mbit"]}, "hosts 1 and 0 are named twice"),
+        ({"hosts": 2, "rate": "1mbit", "pairs": ["0,1=none"]}, "no limit of their own to lift"),
+        ({"hosts": 2, "pairs": ["0,1="]}, "--pair = ''.*or none"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: dict[str, object], message: str) -> None:
@@ -83,6 +86,16 @@ def test_a_matrix_gives_each_direction_its_rate_and_delay(tmp_path: Path) -> Non
     assert spec.hosts == 2
     assert spec.pair_bps == {(0, 1): 2e7}
     assert spec.delay_s == {(0, 1): 0.01, (1, 0): 0.03}
+
+
+def test_a_pair_replaces_or_lifts_what_the_matrix_says(tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    path.write_text('{"rate_bps": [[0, 2e7, null], [null, 0, 3e7], [4e7, 5e7, 0]]}')
+    spec = NetworkSpec.of(rate="100mbit", matrix=path, pairs=["0,1=none", "1,2=6mbit"])
+    assert spec.pair_bps == {(1, 2): 6e6, (2, 1): 6e6, (2, 0): 4e7}
+    assert spec.rate_bps(0, 1) == 100e6, "up- and downlinks stay"
+    with pytest.raises(ValueError, match="'0,1=none': these two have no limit of their own"):
+        spec.changed(pairs=["0,1=none"])
 
 
 @pytest.mark.parametrize(
