@@ -4,7 +4,7 @@ They are made at every build, so that they cannot differ from the code.
 """
 
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -17,6 +17,23 @@ from gradcomp.registry import load_method, method_names
 from launch.cli import app
 from launch.config import RunConfig
 from launch.shaped.cli import set_app
+from pipeline.config import PipelineConfig
+
+_ALSO: Mapping[type[BaseModel], Mapping[str, str]] = {PipelineConfig: {"cuts": r' \| `"auto"`'}}
+"""What a field may be in a file although its type does not say so."""
+_READ_AWAY: Mapping[type[BaseModel], str] = {
+    PipelineConfig: '| `stages` | int | one more than `cuts` | needed with `cuts = "auto"` |'
+}
+"""Keys of a file that are no fields, as they are used up when it is read."""
+_TOP = """## Above all tables
+
+| key | type | default | |
+|---|---|---|---|
+| `extends` | str | none | another run file, relative to this one, that is read first |
+
+Tables of both files are merged and lists replaced, this file's keys before the other's. A key set
+to `""` is as if the other file did not say it, and `--set section.key=` as if no file did.
+"""
 
 
 def write(folder: Path, *, pages: Path) -> None:
@@ -62,6 +79,7 @@ def _settings() -> str:
         "Every key of a run file, generated from the code. Unknown keys and impossible values are "
         "refused before anything starts, with the place and a remedy. `--set section.key=value` "
         "overrides one of them.\n",
+        _TOP,
     ]
     for name, field in RunConfig.model_fields.items():
         if name == "gradcomp":
@@ -100,14 +118,29 @@ def _kind(model: type[BaseModel]) -> str:
 
 
 def _section(model: type[BaseModel], head: str) -> str:
-    words = (model.__doc__ or "").strip().replace("\n    ", "\n")
+    words = "\n\n".join(_words(part) for part in (model, *_shared(model)))
+    also = _ALSO.get(model, {})
     rows = [
-        f"| `{name}` | {_type(field)} | {_default(field)} | {_limits(field)} |"
+        f"| `{name}` | {_type(field)}{also.get(name, '')} | {_default(field)} | {_limits(field)} |"
         for name, field in model.model_fields.items()
         if not field.exclude
     ]
+    rows += filter(None, [_READ_AWAY.get(model)])
     table = "| key | type | default | limits |\n|---|---|---|---|\n" + "\n".join(rows)
     return f"## {head}\n\n{words}\n\n{table if rows else 'No settings.'}\n"
+
+
+def _words(model: type[BaseModel]) -> str:
+    return (model.__doc__ or "").strip().replace("\n    ", "\n")
+
+
+def _shared(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """What it has keys in common with others from; no kind of its own."""
+    return [
+        base
+        for base in model.__mro__[1:]
+        if issubclass(base, BaseModel) and base is not BaseModel and "kind" not in base.model_fields
+    ]
 
 
 def _type(field: FieldInfo) -> str:

@@ -81,7 +81,11 @@ BackwardConfig = Annotated[
 
 
 class BoundaryConfig(BaseModel):
-    """What crosses a cut, and how. Without `cut` it holds for every cut not named elsewhere."""
+    """What crosses a cut, and how. Without `cut` it holds for every cut not named elsewhere.
+
+    The names of AC-SGD are accepted too: `kind = "fixpoint"` is "direct", "delta" is "aqsgd" and
+    "delta-lowbits" is "aqsgd" with `memory = 8`.
+    """
 
     model_config = _STRICT
 

@@ -139,7 +139,10 @@ class DirectConfig(QuantizerConfig):
 
 
 class TileConfig(BaseModel):
-    """Tile-wise quantization without memory; see `pipeline/wire/hadamard.py`."""
+    """Tile-wise quantization without memory; see `pipeline/wire/hadamard.py`.
+
+    `bits` is 2 to 7 and `tile` 16, 64 or 256 values.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -158,7 +161,10 @@ class TileConfig(BaseModel):
 
 
 class StatelessConfig(TileConfig):
-    """Tile-wise quantization of a direction; `coding` is that of `QuantizerConfig`."""
+    """Tile-wise quantization of a direction, without memory.
+
+    `bits` is 2 to 7 and `tile` 16, 64 or 256 values; `coding` is as in `kind = "direct"`.
+    """
 
     coding: Coding = "none"
 

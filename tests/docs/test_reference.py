@@ -7,7 +7,7 @@ import pytest
 from pydantic import BaseModel
 
 from launch.cli import app
-from launch.config import RunConfig
+from launch.config import RunConfig, TrainConfig, load_config
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -34,6 +34,28 @@ def test_every_setting_is_listed(pages: Path) -> None:
     assert 'kind = "aqsgd"' in text
     assert "| `bits` | int | `4` | at least `1`, at most `8` |" in text
     assert "[gradcomp.allreduce]" in text
+
+
+def test_what_is_used_up_in_reading_a_file_is_listed(pages: Path, tmp_path: Path) -> None:
+    text = (pages / "settings.md").read_text()
+    assert '| `cuts` | tuple of int \\| `"auto"` | `[]` |' in text
+    assert "| `stages` | int | one more than `cuts` |" in text
+    assert "| `extends` | str | none |" in text
+    (tmp_path / "base.toml").write_text(
+        '[pipeline]\ncuts = "auto"\nstages = 3\n[train]\nlr = 0.5\n'
+    )
+    (tmp_path / "run.toml").write_text('extends = "base.toml"\n[train]\nlr = ""\n')
+    config = load_config(tmp_path / "run.toml")
+    assert (config.pipeline.auto_cuts, config.pipeline.stages) == (True, 3)
+    assert config.train.lr == TrainConfig().lr
+
+
+def test_keys_that_methods_and_kinds_share_are_explained_at_each(pages: Path) -> None:
+    sections = (pages / "settings.md").read_text().split("\n## ")
+    for key, word in (("bucket_mb", "`bucket_mb`: how much"), ("rate", "With `rate`")):
+        having = [section for section in sections if f"\n| `{key}` |" in section]
+        assert len(having) > 2
+        assert all(word in section for section in having)
 
 
 def test_every_command_and_option_is_listed(pages: Path) -> None:
