@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
 
 from launch.shaped import linux
+from launch.shaped.linux import ShapedError
 from launch.shaped.names import host_address, host_mac, host_name
 from launch.shaped.shaping import Shaper, downlink, uplink
 from launch.shaped.spec import MTU, NetworkSpec
@@ -36,15 +38,25 @@ def build_hosts(spec: NetworkSpec) -> list[Host]:
         _build_host(spec, host, switch=switch, switch_fd=switch_fd, bridge=bridge)
         for host in range(spec.hosts)
     ]
-    shape_hosts(spec, hosts)
+    refused = shape_hosts(spec, hosts)
+    if refused:
+        raise ShapedError(f"the kernel refuses these rates ({refused})")
     return hosts
 
 
-def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> None:
-    """Set every link to the rates of `spec`."""
+def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> str:
+    """Set every link to the rates of `spec`; say which ones the kernel refuses, "" if none."""
+    refused = []
     for index, host in enumerate(hosts):
-        host.up.apply(uplink(spec, index))
-        host.down.apply(downlink(spec, index))
+        for way, shaper, shape in (
+            ("uplink", host.up, uplink(spec, index)),
+            ("downlink", host.down, downlink(spec, index)),
+        ):
+            try:
+                shaper.apply(shape)
+            except (NetlinkError, OSError) as error:
+                refused.append(f"{way} of {host_name(index)}: {error.args[-1]}")
+    return "; ".join(refused)
 
 
 def _no_ipv6() -> None:

@@ -140,12 +140,12 @@ def _serve(
     def apply(change: control.Change) -> NetworkSpec:
         nonlocal spec
         changed = spec.changed(**change)
-        with IPRoute() as ip:
-            requirements.check(requirements.needs(changed), ip)
         try:
-            shape_hosts(changed, hosts)
-        except NetlinkError as error:
-            raise ShapedError(f"the kernel refuses these rates: {error}") from error
+            _change(spec, changed, hosts)
+        except (NetlinkError, OSError) as error:  # from trying what the kernel can
+            raise ShapedError(
+                f"the kernel does not answer: {error}; no rate was changed"
+            ) from error
         spec = changed
         return spec
 
@@ -155,6 +155,26 @@ def _serve(
             return
         for descriptor in ready:
             control.answer(by_descriptor[descriptor], apply)
+
+
+def _change(before: NetworkSpec, changed: NetworkSpec, hosts: list[Host]) -> None:
+    """Switch to the rates of `changed`; if some are refused, back to those of `before`.
+
+    Raises:
+        ShapedError: says which rates hold.
+    """
+    try:
+        with IPRoute() as ip:
+            requirements.check(requirements.needs(changed), ip)
+    except (NetlinkError, OSError) as error:
+        raise ShapedError(
+            f"the kernel does not say what it can: {error}; nothing changed"
+        ) from error
+    refused = shape_hosts(changed, hosts)
+    if refused:
+        stuck = shape_hosts(before, hosts)
+        now = f"and now those of before too ({stuck})" if stuck else "those of before hold"
+        raise ShapedError(f"the kernel refuses these rates ({refused}); {now}")
 
 
 if __name__ == "__main__":

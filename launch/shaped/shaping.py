@@ -1,9 +1,12 @@
 """Rates: the queueing disciplines (token buckets) on the two ends of a host's link."""
 
+import errno
 import socket
+import time
 from dataclasses import dataclass
 
 from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
 
 from launch.shaped.names import host_address
 from launch.shaped.spec import FRAME_BYTES, MAX_RATE_BPS, NetworkSpec
@@ -16,6 +19,11 @@ _HANDLE, _TOP, _FIRST, _REST = 0x10000, 0x1, 0x2, 0xFFF
 """htb's handle; its classes: the whole host, towards host 0, everything else."""
 _TRICKLE_BPS = 8_000.0
 """What a class may send without borrowing: next to nothing, so a host's own rate bounds the sum."""
+
+_BUSY = (errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ENOMEM)
+_PAUSES_S = (0.0, 0.05, 0.2, 0.5)
+"""Before another try, where the kernel is busy."""
+_NOTHING_THERE = (errno.ENOENT, errno.EINVAL)
 
 
 @dataclass(frozen=True)
@@ -48,22 +56,51 @@ class Shaper:
     def __init__(self, ip: IPRoute, interface: int) -> None:
         self._ip = ip
         self._interface = interface
-        self._shape = Shape()
+        self._shape: Shape | None = Shape()
+        """None after a change that failed: anything may be there."""
 
     def apply(self, shape: Shape) -> None:
-        """Switch to other limits; without losing packets unless limits come or go."""
-        old, self._shape = self._shape, shape
-        if shape == old:
+        """Switch to other limits; without losing packets unless limits come or go.
+
+        Where that fails, make them from nothing, and try again while the kernel is busy.
+
+        Raises:
+            NetlinkError: the kernel refuses; the next call, whatever its limits, begins anew.
+        """
+        if shape == self._shape:
             return
+        old, self._shape = self._shape, None
+        for pause_s in _PAUSES_S:
+            try:
+                self._switch(old, shape)
+                break
+            except NetlinkError as error:
+                if old is None and error.code not in _BUSY:
+                    raise
+                old = None
+                time.sleep(pause_s)
+        else:
+            self._switch(None, shape)
+        self._shape = shape
+
+    def _switch(self, old: Shape | None, shape: Shape) -> None:
         size = gso_bytes(shape.slowest_bps())
         self._ip.link("set", index=self._interface, gso_max_size=size)
-        same_kind = _structure(old) == _structure(shape)
-        if _structure(old) != "open" and not same_kind:
-            self._ip.tc("del", index=self._interface, root=True)
+        before = None if old is None else _structure(old)
+        same_kind = before == _structure(shape)
+        if before != "open" and not same_kind:
+            self._clear()
         if shape.towards_bps:
             self._tree(shape, "replace" if same_kind else "add")
         elif shape.rate_bps is not None:
             self._bucket(shape.rate_bps)
+
+    def _clear(self) -> None:
+        try:
+            self._ip.tc("del", index=self._interface, root=True)
+        except NetlinkError as error:
+            if error.code not in _NOTHING_THERE:
+                raise
 
     def _bucket(self, bps: float) -> None:
         burst, queue = burst_bytes(bps), f"{QUEUE_S * 1e3:.0f}ms"

@@ -1,5 +1,6 @@
 """Real traffic through real namespaces; skipped, with the reason, where they are not allowed."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -9,15 +10,18 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
 
 from launch.flow import payload_bps
 from launch.shaped import requirements
 from launch.shaped.network import HostError, ShapedNetwork
 from launch.shaped.probe import probe_link
 from launch.shaped.ranks import GRACE_S
+from launch.shaped.shaping import Shape, Shaper
 from launch.shaped.spec import NetworkSpec
 
 PORT = 5300
@@ -245,6 +249,82 @@ def test_a_wrong_change_is_refused_and_changes_nothing(net: ShapedNetwork) -> No
     with pytest.raises(ValueError, match="--rate = 'fast'"):
         net.set_rates("fast")
     assert net.spec == before
+
+
+def queues(_: int) -> list[str]:
+    """The kinds of queues on this host's link."""
+    with IPRoute() as ip:
+        (link,) = ip.link_lookup(ifname="eth0")
+        return sorted(queue.get_attr("TCA_KIND") for queue in ip.get_qdiscs(index=link))
+
+
+def test_a_change_that_finds_other_queues_than_it_left_makes_them_anew(net: ShapedNetwork) -> None:
+    def clear(_: int) -> None:
+        with IPRoute() as ip:
+            ip.tc("del", index=ip.link_lookup(ifname="eth0")[0], root=True)
+
+    net.set_rates(pairs=["0,1=20mbit"])
+    try:
+        shaped = net.run(queues, hosts=[0])
+        net.run(clear, hosts=[0])
+        assert net.run(queues, hosts=[0]) == [["noqueue"]]
+        net.set_rates(pairs=["0,1=10mbit"])
+        assert net.run(queues, hosts=[0]) == shaped
+        net.run(clear, hosts=[0])
+    finally:
+        net.set_rates("none", pairs=["0,1=none"])
+    assert net.run(queues, hosts=[0]) == [["noqueue"]]
+
+
+class _BusyKernel:
+    """The kernel, but too busy for as many changes of queues as `busy` says."""
+
+    def __init__(self, ip: IPRoute) -> None:
+        self._ip, self.busy = ip, 0
+
+    def link(self, *arguments: Any, **named: Any) -> Any:
+        return self._ip.link(*arguments, **named)
+
+    def tc(self, *arguments: Any, **named: Any) -> Any:
+        if self.busy:
+            self.busy -= 1
+            raise NetlinkError(errno.EBUSY, os.strerror(errno.EBUSY))
+        return self._ip.tc(*arguments, **named)
+
+
+def test_a_busy_kernel_is_asked_again_but_not_for_ever(net: ShapedNetwork) -> None:
+    def job(_: int) -> list[list[str]]:
+        found = []
+        with IPRoute() as ip:
+            kernel = _BusyKernel(ip)
+            shaper = Shaper(kernel, ip.link_lookup(ifname="eth0")[0])
+            kernel.busy = 3
+            shaper.apply(Shape(20e6))
+            found.append(queues(0))
+            kernel.busy = 100
+            for _ in range(2):
+                with pytest.raises(NetlinkError):
+                    shaper.apply(Shape())
+            kernel.busy = 0
+            shaper.apply(Shape())
+            found.append(queues(0))
+        return found
+
+    assert net.run(job, hosts=[0]) == [[["tbf"], ["noqueue"]]]
+
+
+def test_a_change_that_the_kernel_refuses_is_refused_again_and_undone() -> None:
+    def unplug(_: int) -> None:
+        with IPRoute() as ip:
+            ip.link("del", index=ip.link_lookup(ifname="eth0")[0])
+
+    with ShapedNetwork(NetworkSpec.of(3)) as net:
+        net.run(unplug, hosts=[2])
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"refuses .*uplink of host2: No such device"):
+                net.set_rates("20mbit")
+            assert net.run(queues, hosts=[0, 1]) == [["noqueue"]] * 2
+        assert net.spec.rate_bps(0, 1) is None
 
 
 def test_a_client_that_talks_nonsense_does_no_harm(net: ShapedNetwork) -> None:
