@@ -7,15 +7,15 @@ from pathlib import Path
 from launch.plan.network import Network
 from launch.plan.simulate import Message, StepModel, simulate
 from launch.timeline_plot import timeline_png
+from pipeline.wire.header import HEADER_NBYTES
 
 _IMAGES = Path(__file__).parent / "images"
 _VALUES = 1024 * 1600
-_HEADER = 48
 
 
 def main() -> None:
     """Write the images."""
-    fp32 = Message(_HEADER + 4 * _VALUES)
+    fp32 = Message(HEADER_NBYTES + 4 * _VALUES)
     slow = Network.uniform(4, 300e6, 0.01)
     model = StepModel(
         schedule="1F1B",
@@ -25,8 +25,8 @@ def main() -> None:
         activations=(fp32,) * 3,
         gradients=(fp32,) * 3,
     )
-    fw3 = Message(_HEADER + 3 * _VALUES // 8 + 2 * 1024)
-    bw6 = Message(_HEADER + 6 * _VALUES // 8 + 2 * 1024)
+    fw3 = Message(HEADER_NBYTES + 3 * _VALUES // 8 + 2 * 1024)
+    bw6 = Message(HEADER_NBYTES + 6 * _VALUES // 8 + 2 * 1024)
     thin = replace(model, activations=(fw3,) * 3, gradients=(bw6,) * 3, network=slow.payload())
     models: Mapping[str, StepModel] = {
         "fast_link": model,
