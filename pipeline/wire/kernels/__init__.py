@@ -61,8 +61,9 @@ class Codes(NamedTuple):
 class RowKernels(Protocol):
     """Functions on one set of codes; all outputs are preallocated and fully written.
 
-    Axes: B rows, N values. Values are fp32, bf16 or fp16; so are memories. Rounds stochastically if
-    `noise` is given. `blocks` limits the work to a part of each row.
+    Axes: B rows, N values. Values are fp32, bf16 or fp16; so are memories. `x_BN` and `out_BN` may
+    have any strides, rows of memories are contiguous. Rounds stochastically if `noise` is given.
+    `blocks` limits the work to a part of each row.
     """
 
     def quantize(
@@ -175,6 +176,11 @@ def check_blocks(blocks: range | None, numel: int, *, unit: int = 1) -> range:
             f"blocks = {blocks}: groups and blocks meet every {unit} blocks; begin and end there"
         )
     return blocks
+
+
+def with_contiguous_rows(t_BN: Tensor) -> Tensor:
+    """The tensor itself if the values of a row lie side by side, else a copy in which they do."""
+    return t_BN if t_BN.stride(1) == 1 else t_BN.contiguous()
 
 
 class Part(NamedTuple):

@@ -28,8 +28,8 @@ _MODULES = {
 class TileKernels(Protocol):
     """Functions every backend offers; all outputs are preallocated and fully written.
 
-    Axes: B rows, N values, K tiles. Rows of `x_BN` and `out_BN` may be fp32, bf16 or fp16 and lie
-    at any distance from each other; tiles are fp32 and all else is contiguous.
+    Axes: B rows, N values, K tiles. `x_BN` and `out_BN` may be fp32, bf16 or fp16 and have any
+    strides; tiles are fp32 and all else is contiguous.
     """
 
     def survey(self, x_BN: Tensor, tile: int, peak_BK: Tensor, turned_BK: Tensor) -> None:

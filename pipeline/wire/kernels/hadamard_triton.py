@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pipeline.wire.kernels import with_contiguous_rows
+
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from pipeline.wire.kernels import hadamard_triton
     from pipeline.wire.kernels.hadamard import TileKernels
@@ -25,6 +27,7 @@ _LIMIT = tl.constexpr(0x71800000)  # 2^100
 def survey(x_BN: Tensor, tile: int, peak_BK: Tensor, turned_BK: Tensor) -> None:
     """Write each tile's smaller peak and whether it is the rotated one's."""
     rows, tiles = peak_BK.shape
+    x_BN = with_contiguous_rows(x_BN)
     if rows and tiles:
         _survey_kernel[_grid(rows, tiles, tile)](
             *(x_BN, peak_BK, turned_BK, x_BN.shape[1], tiles, x_BN.stride(0)),
@@ -36,6 +39,7 @@ def survey(x_BN: Tensor, tile: int, peak_BK: Tensor, turned_BK: Tensor) -> None:
 def gather(x_BN: Tensor, order_BK: Tensor, turned_BK: Tensor, tiles_BKG: Tensor) -> None:
     """Write tiles in the order given, rotated where they are turned."""
     rows, tiles, tile = tiles_BKG.shape
+    x_BN = with_contiguous_rows(x_BN)
     if rows and tiles:
         _gather_kernel[_grid(rows, tiles, tile)](
             *(x_BN, order_BK, turned_BK, tiles_BKG, x_BN.shape[1], tiles, x_BN.stride(0)),
@@ -47,11 +51,8 @@ def gather(x_BN: Tensor, order_BK: Tensor, turned_BK: Tensor, tiles_BKG: Tensor)
 def scatter(tiles_BKG: Tensor, order_BK: Tensor, turned_BK: Tensor, out_BN: Tensor) -> None:
     """Write tiles to their places, rotated back where they were turned."""
     rows, tiles, tile = tiles_BKG.shape
-    into_BN = (
-        out_BN
-        if out_BN.dtype == torch.float32
-        else out_BN.new_empty(out_BN.shape, dtype=torch.float32)
-    )
+    direct = out_BN.dtype == torch.float32 and out_BN.stride(1) == 1
+    into_BN = out_BN if direct else torch.empty(out_BN.shape, device=out_BN.device)
     if rows and tiles:
         _scatter_kernel[_grid(rows, tiles, tile)](
             *(tiles_BKG, order_BK, turned_BK, into_BN, out_BN.shape[1], tiles, into_BN.stride(0)),

@@ -14,7 +14,7 @@ from numba import njit
 from torch import Tensor
 
 from pipeline.wire.codec import Noise
-from pipeline.wire.kernels import Codes, check_blocks, unit_blocks
+from pipeline.wire.kernels import Codes, check_blocks, unit_blocks, with_contiguous_rows
 from pipeline.wire.kernels.numba_rows import BLOCK, INFINITY, ROOM, decode_row, encode_row
 from pipeline.wire.kernels.vector_ir import add_scaled, bytes_at, compiled, subtract
 
@@ -163,7 +163,7 @@ def _spans(blocks: range | None, numel: int, *codes: Codes) -> tuple[int, int, i
 def _readable(x_BN: Tensor) -> _Window:
     x_BN = x_BN.detach()
     x_BN = x_BN if x_BN.dtype in _STORED_AS else x_BN.float()
-    return _window(x_BN if x_BN.stride(1) == 1 else x_BN.contiguous())
+    return _window(with_contiguous_rows(x_BN))
 
 
 def _writable(out_BN: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pipeline.wire.codec import Noise
-from pipeline.wire.kernels import Codes, check_blocks, composed, part_of
+from pipeline.wire.kernels import Codes, check_blocks, composed, part_of, with_contiguous_rows
 from pipeline.wire.kernels.triton_scales import difference, scale_kernel
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
@@ -132,7 +132,8 @@ def _encode(
     """`kept` = (memory, fresh)."""
     payload_BP, scale_BK, bits, group = codes
     rows, numel = x_BN.shape
-    m_BN, f_BN = (x_BN if tensor is None else tensor for tensor in kept)
+    x_BN = with_contiguous_rows(x_BN)
+    m_BN, f_BN = (x_BN if tensor is None else _memory(tensor) for tensor in kept)
     part = part_of(blocks, numel, bits=bits, group=group)
     step_BK = scale_BK if blocks is None else torch.empty_like(scale_BK)
     finite_B = torch.ones(rows, dtype=torch.int32, device=x_BN.device)
@@ -176,9 +177,10 @@ def _decode(
 ) -> Tensor:
     payload_BP, scale_BK, bits, group = codes
     rows, numel = out_BN.shape
-    m_BN, f_BN = (out_BN if tensor is None else tensor for tensor in kept)
+    into_BN = with_contiguous_rows(out_BN)
+    m_BN, f_BN = (into_BN if tensor is None else _memory(tensor) for tensor in kept)
     finite_B = torch.ones(rows, dtype=torch.int32, device=out_BN.device)
-    tensors = (payload_BP, scale_BK, m_BN, f_BN, out_BN)
+    tensors = (payload_BP, scale_BK, m_BN, f_BN, into_BN)
     strides = [tensor.stride(0) for tensor in tensors]
     for first, count, full in _launches(rows, numel, blocks):
         _decode_kernel[(count, rows)](
@@ -189,7 +191,14 @@ def _decode(
             FULL=full,
             enable_fp_fusion=False,
         )
+    if into_BN is not out_BN:
+        out_BN.copy_(into_BN)
     return finite_B.bool()
+
+
+def _memory(memory_BN: Tensor) -> Tensor:
+    assert memory_BN.stride(1) == 1 or memory_BN.shape[1] <= 1, "rows must be contiguous"
+    return memory_BN
 
 
 def _launches(rows: int, numel: int, blocks: range | None) -> list[tuple[int, int, bool]]:

@@ -83,6 +83,21 @@ def nan_that_wraps(name: Any, device: torch.device) -> list[torch.Tensor]:
     return [fresh.cpu(), finite.cpu()]
 
 
+def of_strided_rows(name: Any, device: torch.device) -> list[torch.Tensor]:
+    """Values of a row that do not lie side by side, read and written, the latter in part."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2100, 2, generator=generator).to(device).t()
+    kernels, memory = load_kernels(name, device), torch.ones(2, 2100, device=device)
+    plain, delta = (room(2100, 4, 100, torch.bfloat16, device) for _ in range(2))
+    fresh, kept = torch.full_like(memory, torch.nan), torch.full_like(memory, torch.nan)
+    out, value = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    kernels.quantize(x, plain, noise=None)
+    kernels.dequantize(plain, out, blocks=range(1, 3))
+    kernels.delta_encode(x, memory, delta, fresh, noise=None)
+    kernels.delta_decode(delta, memory, kept, value)
+    return [t.cpu() for t in (*plain[:2], out, *delta[:2], fresh, kept, value)]
+
+
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes, with every NaN alike: only the reference's NaNs in values are torch's own."""
     if tensor.is_floating_point():
@@ -104,6 +119,13 @@ def differing(device: torch.device, cases: list[tuple[int, int, int]]) -> list[s
             for i, (expected, got) in enumerate(pairs)
             if not torch.equal(bits_of(expected), bits_of(got))
         ]
+    pairs = zip(
+        of_strided_rows("reference", torch.device("cpu")),
+        of_strided_rows("triton", device),
+        strict=True,
+    )
+    if not all(torch.equal(bits_of(expected), bits_of(got)) for expected, got in pairs):
+        found.append("strided rows")
     fresh, finite = nan_that_wraps("triton", device)
     return found if fresh.isnan().all() and not finite.any() else [*found, "NaN was lost"]
 
