@@ -18,9 +18,9 @@ first: one per plane. A value is rounded to 1/65536 of a step, then up if its ra
 q = (rint(65536 * x / scale) + random) >> 16.
 
 Variable rate: with `rate` = c, a group's step is c * rms, positive and rounded up to the scale's
-format, and values beyond the levels are clipped. The squares are added in fp32, value e of a group
-to sum e % 64, in order; then sums i and i + 32 are added, i and i + 16, down to one. rms is
-sqrt(sum / values); where the sum overflows the group counts as not finite.
+format, and values beyond the levels are clipped before they are rounded. The squares are added in
+fp32, value e of a group to sum e % 64, in order; then sums i and i + 32 are added, i and i + 16,
+down to one. rms is sqrt(sum / values); where the sum overflows the group counts as not finite.
 
 Block ranges: a row can be worked on in parts, blocks [first, last), in any order and by any number
 of threads: the parts' bytes are those of the whole. A group belongs to the part it begins in, which

@@ -45,9 +45,10 @@ def quantize(
     usable = step_BK1.abs() >= _SMALLEST_NORMAL  # false for NaN as well
     inverse = torch.where(usable, 1.0 / step_BK1, 0.0)
     y_BN = torch.where(usable, x_BKG * inverse, 0.0).flatten(1)[:, :numel]
-    q_BN = y_BN.round() if noise is None else _round_stochastic(y_BN, noise)
     half = 1 << (bits - 1)
-    code_BN = (q_BN.clamp(-half, half - 1) + half).to(torch.uint8)
+    y_BN = y_BN.clamp(-half, half - 1)
+    q_BN = y_BN.round() if noise is None else _round_stochastic(y_BN, noise)
+    code_BN = (q_BN + half).to(torch.uint8)
     part = part_of(blocks, numel, bits=bits, group=group)
     payload_BP[:, part.payload] = _pack(code_BN, bits)[:, part.payload]
     scale_BK[:, part.scales] = step_BK[:, part.scales]

@@ -351,12 +351,12 @@ def _encode_kernel(
     one = tl.full(scale.shape, 1.0, tl.float32)
     inverse = tl.div_rn(one, tl.where(usable, scale, 1.0))
     scaled = tl.where(usable, difference(x_ptr, m_ptr, place, mask, DELTA) * inverse, 0.0)
+    scaled = tl.minimum(tl.maximum(scaled, -1.0 * HALF), HALF - 1.0)
     if STOCHASTIC:
         random = _random(block, tl.load(row_ptr + row), key, step)
         level = (_round(scaled * 65536.0) + random) >> 16
     else:
         level = _round(scaled)
-    level = tl.minimum(tl.maximum(level, -HALF), HALF - 1)
     if DELTA:
         memory = tl.load(m_ptr + place[1], mask, other=0.0).to(tl.float32)
         value = memory + level.to(tl.float32) * scale

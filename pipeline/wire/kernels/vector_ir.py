@@ -279,7 +279,9 @@ def quantize_group(
             for array, start in zip(zip(signature.args, args, strict=True), places, strict=False)
         )
         half_32 = b.trunc(half, I32)
-        bottom, top = splat(b, b.neg(half_32)), splat(b, b.sub(half_32, I32(1)))
+        bottom, top = (
+            splat(b, b.sitofp(level, _F32)) for level in (b.neg(half_32), b.sub(half_32, I32(1)))
+        )
         factor, offset, scale = splat(b, inverse), splat(b, half_32), splat(b, step)
         kind, kept = vector(I32, LANES), _Kept(b, fresh_op)
 
@@ -289,14 +291,14 @@ def quantize_group(
                     if operand:
                         operand.prefetch(b.add(index, I64(_AHEAD)))
             scaled = b.fmul(_difference(b, x_op, m_op, index, mask), factor)
+            scaled = b.select(b.fcmp_ordered("<", scaled, bottom), bottom, scaled)
+            scaled = b.select(b.fcmp_ordered(">", scaled, top), top, scaled)
             if noise_op:
                 scaled = b.fmul(scaled, filled(65536.0, _F32))
             level = _call(b, f"llvm.lrint.v{LANES}i32.v{LANES}f32", kind, [scaled])
             if noise_op:
                 random = b.zext(noise_op.load(index), kind)
                 level = b.ashr(b.add(level, random), filled(16, I32))
-            level = _call(b, f"llvm.smax.v{LANES}i32", kind, [level, bottom])
-            level = _call(b, f"llvm.smin.v{LANES}i32", kind, [level, top])
             code = b.trunc(b.add(level, offset), vector(I8, LANES))
             store(b, code, code_op.at(index), mask)
             if fresh_op:

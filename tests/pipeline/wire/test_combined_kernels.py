@@ -250,6 +250,22 @@ def test_a_steady_rate_follows_the_rms(group: int, scale: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
+@pytest.mark.parametrize("noise", [None, NOISE])
+@pytest.mark.parametrize("rate", [1e-4, 1e-9, 1e-16])  # too many steps for 32 or 64 bits
+def test_values_far_outside_the_levels_keep_their_sign(
+    kernels: KernelSet, noise: Noise | None, rate: float
+) -> None:
+    x = torch.full((2, 2000), 1e-6)
+    x[:, 5], x[:, 1700] = 1.0, -1.0
+    codes, out = room(2000, 4, 2000), torch.empty_like(x)
+    kernels.quantize(x, codes, noise=noise, rate=rate)
+    kernels.dequantize(codes, out)
+    step = codes.scale_BK[:, 0].float()
+    assert torch.equal(out[:, 5], 7 * step)
+    assert torch.equal(out[:, 1700], -8 * step)
+
+
+@pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf"), 1e30])
 def test_a_rate_turns_bad_groups_to_nan_and_keeps_zeros(kernels: KernelSet, bad: float) -> None:
     x = rows(300, 1)
