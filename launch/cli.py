@@ -86,7 +86,8 @@ def train(  # noqa: PLR0913  # one parameter per option
         str | None, typer.Option(metavar="HOST:PORT", help="Where the machines meet: one of them.")
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(help="How often ranks start again after a failure, from a checkpoint.")
+        int,
+        typer.Option(min=0, help="How often ranks start again after a failure, from a checkpoint."),
     ] = 0,
 ) -> None:
     """Train. Starts all ranks on this machine; under torchrun, runs as the rank it is.
@@ -107,7 +108,7 @@ def train(  # noqa: PLR0913  # one parameter per option
     if started_by_launcher():
         sys.exit(_run_rank(config, after_restart(Resume(resume, step)), show=show))
     if nnodes == 1 and rdzv is None:
-        sys.exit(_run_all(config, resume=resume))
+        sys.exit(_run_all(config, resume=resume, max_restarts=max_restarts))
     nodes = Nodes(nnodes, rdzv or "", max_restarts, config.pipeline.peer_timeout_s)
     sys.exit(_run_here(config, nodes))
 
@@ -208,7 +209,7 @@ def main() -> None:
     run_app(app)
 
 
-def _run_all(config: RunConfig, *, resume: bool) -> int:
+def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
     try:
         check_model(config.model)
         corpus = check_data(config)
@@ -219,7 +220,7 @@ def _run_all(config: RunConfig, *, resume: bool) -> int:
             )
     except (ValueError, OSError, ImportError) as error:
         _refuse(error)
-    return run_local(sys.argv[1:], config.world_size)
+    return run_local(sys.argv[1:], config.world_size, max_restarts=max_restarts)
 
 
 def _show_memory(config: RunConfig) -> None:

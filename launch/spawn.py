@@ -44,11 +44,11 @@ class Nodes:
     join_s: float
 
 
-def run_local(arguments: Sequence[str], processes: int) -> int:
+def run_local(arguments: Sequence[str], processes: int, *, max_restarts: int = 0) -> int:
     """Run `python -m launch <arguments>` as that many ranks; return the exit code.
 
-    The ranks talk over loopback. If one fails, the others are ended; if this process is killed,
-    they end too.
+    The ranks talk over loopback. If one fails, the others are ended, and all are started again up
+    to `max_restarts` times; if this process is killed, they end too.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     config = LaunchConfig(
@@ -59,7 +59,7 @@ def run_local(arguments: Sequence[str], processes: int) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
-        max_restarts=0,
+        max_restarts=max_restarts,
     )
     return _launch(config, arguments)
 

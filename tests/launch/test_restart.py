@@ -26,11 +26,11 @@ def test_only_a_restart_resumes_unasked(monkeypatch: pytest.MonkeyPatch) -> None
     assert after_restart(Resume(True, 8)) == Resume(True, 8, required=True)
 
 
-def node(port: int, run: Path, log: Path) -> subprocess.Popen[str]:
+def node(run: Path, log: Path, *meeting: str) -> subprocess.Popen[str]:
     command = [
         *(sys.executable, "-m", "launch", "train", str(run), "--set", "pipeline.cuts=[2]"),
         *("--set", "train.epochs=100", "--set", "checkpoint.every_steps=50"),
-        *("--nnodes", "2", "--rdzv", f"127.0.0.1:{port}", "--max-restarts", "1"),
+        *("--max-restarts", "1", *meeting),
     ]
     with log.open("w") as out:
         return subprocess.Popen(
@@ -43,10 +43,14 @@ def node(port: int, run: Path, log: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.dist
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(run_file: Path) -> None:
-    port, folder = free_port(), run_file.parent / "run"
-    logs = [run_file.parent / f"host{n}" for n in range(2)]
-    nodes = [node(port, run_file, log) for log in logs]
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
+    run_file: Path, machines: int
+) -> None:
+    folder = run_file.parent / "run"
+    meeting = ["--nnodes", str(machines), "--rdzv", f"127.0.0.1:{free_port()}"]
+    logs = [run_file.parent / f"host{n}" for n in range(machines)]
+    nodes = [node(run_file, log, *(meeting if machines > 1 else [])) for log in logs]
 
     def said() -> str:
         return "\n".join(log.read_text() for log in logs)
@@ -56,9 +60,9 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(run_file: Path)
         wait_until(lambda: latest.exists() or any(n.poll() for n in nodes), PATIENCE_S)
         assert latest.exists(), said()
         victims: dict[int, Any] = {}
-        wait_until(lambda: victims.update(ranks_of(nodes[1].pid)) or victims, PATIENCE_S)
+        wait_until(lambda: victims.update(ranks_of(nodes[-1].pid)) or victims, PATIENCE_S)
         os.kill(next(iter(victims.values())), signal.SIGKILL)
-        assert [process.wait(timeout=PATIENCE_S) for process in nodes] == [0, 0], said()
+        assert [process.wait(timeout=PATIENCE_S) for process in nodes] == [0] * machines, said()
     finally:
         for process in nodes:
             process.kill()
