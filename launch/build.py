@@ -206,7 +206,8 @@ def _tie(config: RunConfig, modules: dict[int, StageModule]) -> nn.Parameter | N
     if len(ends) == 2 and weights[0] is not None:
         ends[1].share_tied_weight(weights[0])
         return None
-    return weights[0] if weights else None
+    trained = [weight for weight in weights if weight is not None and weight.requires_grad]
+    return trained[0] if trained else None  # what LoRA freezes stays equal by itself
 
 
 def _sync(config: RunConfig, parameters: Sequence[nn.Parameter], mesh: Mesh) -> ReplicaSync:

@@ -25,8 +25,8 @@ MODEL_TAGS = {"folder": HuggingFaceConfig, "shape": TransformerConfig}
 
 
 def could_be_tied(model: ModelSection) -> bool:
-    """Whether a cut makes two weights of what could be one."""
-    if isinstance(model, HuggingFaceConfig) and not model.ties_embeddings:
+    """Whether a cut makes two weights of what could be one; with LoRA they are frozen alike."""
+    if isinstance(model, HuggingFaceConfig) and (not model.ties_embeddings or model.lora):
         return False
     return model.task == "language" and model.tie_embeddings == "untied"
 

@@ -112,6 +112,39 @@ def test_ranks_train_what_one_process_does(ranks: Ranks, tmp_path: Path) -> None
     assert results[0][2][0] == pytest.approx(expected_losses, rel=1e-5)
 
 
+@pytest.mark.dist
+def test_an_exact_tie_that_lora_freezes_is_not_exchanged(ranks: Ranks, tmp_path: Path) -> None:
+    saved_model("gpt2", tmp_path / "gpt2")
+    sections = [
+        section("gpt2", tmp_path / "gpt2", tie_embeddings=tie, lora={"rank": 2})
+        for tie in ("exact", "untied")
+    ]
+    runs = [run_config(model) for model in sections]
+    (exact, untied), (head, _) = ranks(2, _train_lora, runs)
+    assert exact[:2] == untied[:2]  # losses, and bytes of exchanges
+    assert sum(exact[1]) == 0
+    assert not any("separate weights" in notice for notice in runs[1].notices())
+    assert torch.equal(exact[2]["model.transformer.wte.weight"], head[2]["model.lm_head.weight"])
+    losses, expected = in_one_process(runs[0])
+    assert exact[0] == losses
+    for name, tensor in (exact[2] | head[2]).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def _train_lora(
+    rank: int, runs: list[RunConfig]
+) -> list[tuple[list[float], list[int], dict[str, Tensor]]]:
+    found = []
+    for run in runs:
+        built = start(run)
+        totals = [
+            built.engine.train_step(whole, step) for step, whole in enumerate(batches(classes=None))
+        ]
+        sent = [step.sync_bytes for step in totals]
+        found.append(([step.loss for step in totals], sent, weights(built)))
+    return found
+
+
 @pytest.mark.parametrize("kind", ["aqsgd", "direct"])
 def test_a_classifier_learns_through_compressed_cuts(kind: str, tmp_path: Path) -> None:
     saved_model("bert", tmp_path)
