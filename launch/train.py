@@ -36,7 +36,7 @@ from launch.spawn import rank_threads
 from launch.state import Checkpoints, Resume, agree_to_resume
 from launch.summary import summarize
 from launch.timeline import Timeline, gather_events
-from pipeline.models import exchanged_count, parameter_count
+from pipeline.models import parameter_count, stage_counts
 from pipeline.step_report import StepTotals
 
 
@@ -335,7 +335,7 @@ def _describe(config: RunConfig, steps: int) -> RunInfo:
         methods=methods,
         total_steps=steps,
         parameters=parameter_count(config.model),
-        exchanged=exchanged_count(config.model, config.pipeline.cuts),
+        exchanged=stage_counts(config.model, config.pipeline.cuts).trained,
         machine=f"{platform.machine()}, {os.cpu_count()} cores",
         versions=versions(),
         config_digest=config.digest(),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -47,13 +48,20 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(parameter.numel() for parameter in whole.parameters())
 
 
-def exchanged_count(config: ModelConfig, cuts: Sequence[int]) -> int:
-    """Number of parameters that one replica's stages train.
+class Counts(NamedTuple):
+    """Parameters that are held, and those of them that are not frozen."""
 
-    What a model ties and a cut unties counts twice, what is frozen not at all.
-    """
+    held: int
+    trained: int
+
+
+def stage_counts(config: ModelConfig, cuts: Sequence[int]) -> Counts:
+    """Parameters of one replica's stages; what a model ties and a cut parts counts twice."""
     stages = [
         build_model(config, first, stop, seed=0, device="meta")
         for first, stop in pairwise((0, *cuts, config.layers))
     ]
-    return sum(parameter.numel() for stage in stages for parameter in trainable(stage))
+    return Counts(
+        sum(parameter.numel() for stage in stages for parameter in stage.parameters()),
+        sum(parameter.numel() for stage in stages for parameter in trainable(stage)),
+    )

@@ -18,9 +18,9 @@ from launch.interfaces import Interface, interface_to, interfaces
 from launch.machine import free_memory
 from launch.plan.memory import needs, plan_memory
 from launch.train import check_data
-from pipeline.models import parameter_count
+from pipeline.models import stage_counts
 
-_TRAINING_BYTES, _CHECKPOINT_BYTES = 16, 12  # per parameter: with gradient and Adam; on disk
+_WEIGHT_BYTES, _GRADIENT_BYTES, _ADAM_BYTES = 4, 4, 8  # per parameter, in fp32
 _SYSCTL = Path("/proc/sys/net/ipv4")
 
 
@@ -119,9 +119,11 @@ def _not_an_interface(text: str) -> str:
 
 def _room(config: RunConfig, where: str, nnodes: int) -> list[Finding]:
     """Memory and disk, against what this host's share of the model needs at least."""
-    share = parameter_count(config.model) * config.pipeline.replicas / nnodes
-    memory = free_memory()
-    need, counted = _TRAINING_BYTES * share, "weights, gradients and Adam"
+    share = config.pipeline.replicas / nnodes
+    held, trained = stage_counts(config.model, config.pipeline.cuts)
+    memory, saved = free_memory(), _WEIGHT_BYTES * held + _ADAM_BYTES * trained
+    need = share * (saved + _GRADIENT_BYTES * trained)
+    counted = "weights, gradients and Adam"
     sequences, wrong = _sequences(config, where)
     ends = plan_memory(config, sequences) if sequences else []
     ranks = config.world_size // nnodes
@@ -136,7 +138,7 @@ def _room(config: RunConfig, where: str, nnodes: int) -> list[Finding]:
         findings = [*wrong, problem(where, text, remedy)]
     folder = next(p for p in (config.run.path, *config.run.path.parents) if p.exists())
     copies = config.checkpoint.keep + 1  # a new one is complete before an old one goes
-    disk, need = shutil.disk_usage(folder).free, _CHECKPOINT_BYTES * share * copies
+    disk, need = shutil.disk_usage(folder).free, share * saved * copies
     if disk < need:
         findings.append(
             problem(

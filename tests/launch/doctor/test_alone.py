@@ -5,9 +5,13 @@ import time
 from pathlib import Path
 
 import pytest
+import tomli_w
 from typer.testing import CliRunner
 
 from launch.cli import app
+from pipeline.huggingface_config import HuggingFaceConfig
+from pipeline.models import stage_counts
+from tests.huggingface import saved_model, section
 from tests.ports import free_port
 
 
@@ -39,6 +43,25 @@ def test_memory_is_counted_with_what_is_counted(run_file: Path, tmp_path: Path) 
     _, said = doctor(run_file, "--rdzv", f"127.0.0.1:{free_port()}", "--save", str(saved))
     assert "GB of memory free; weights, gradients and Adam and AQ-SGD's memories need 0." in said
     assert f"written: {saved}, {saved.with_suffix('.png')}" in said
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_frozen_weights_have_neither_gradients_nor_adam(
+    tmp_path: Path, lora: dict[str, int] | None
+) -> None:
+    saved_model("llama", tmp_path / "model")
+    model = section("llama", tmp_path / "model") | ({"lora": lora} if lora else {})
+    raw = [{"forward": {"kind": "raw"}}]
+    tree = {"run": {"folder": f"{tmp_path}/run"}, "model": model, "boundary": raw}
+    path = tmp_path / "run.toml"
+    path.write_text(
+        tomli_w.dumps(tree | {"pipeline": {"cuts": [2]}, "data": {"sequence_length": 9}})
+    )
+    _, said = doctor(path, "--rdzv", f"127.0.0.1:{free_port()}")
+    (need,) = re.findall(r"weights, gradients and Adam need (\S+) GB", said)
+    held, trained = stage_counts(HuggingFaceConfig.model_validate(model), (2,))
+    assert trained < 0.2 * held if lora else trained == held
+    assert float(need) == pytest.approx((4 * held + 12 * trained) / 1e9, rel=0.005)
 
 
 def counted(run_file: Path, *settings: str) -> tuple[int, str, str]:
