@@ -17,6 +17,8 @@ class Method(Protocol):
     """What a method's file holds."""
 
     Config: type[BaseModel]
+    REPLICAS_EQUAL: bool
+    """Whether parameters are equal on all replicas after every step."""
 
     def build(self, config: Any, parameters: Sequence[nn.Parameter], peers: Peers) -> ReplicaSync:
         """Make the exchange of one rank; `peers` are the replicas of its stages."""

@@ -100,7 +100,6 @@ def build(
         weight_decay=config.train.weight_decay,
     )
     sync = _sync(config, parameters, mesh)
-    _check_tie(config, sync, tied)
     engine = PipelineEngine(
         stages,
         mesh,
@@ -217,16 +216,6 @@ def _sync(config: RunConfig, parameters: Sequence[nn.Parameter], mesh: Mesh) -> 
     )
     peers = GroupPeers(mesh.exchange, chunk_nbytes=chunk_nbytes)
     return load_method(config.method).build(options, parameters, peers)
-
-
-def _check_tie(config: RunConfig, sync: ReplicaSync, tied: nn.Parameter | None) -> None:
-    """Two copies of a weight stay equal through equal gradients, not through equal parameters."""
-    if tied is not None and config.pipeline.replicas > 1 and not sync.replicas_equal:
-        raise ConfigError(
-            f'model.tie_embeddings = "exact" with gradcomp.method = "{config.method}", which '
-            "exchanges each stage's parameters apart: the tied copies would drift; "
-            'use tie_embeddings = "untied" or a method that exchanges gradients'
-        )
 
 
 def _rank_wiring(config: RunConfig, mesh: Mesh) -> Wiring:

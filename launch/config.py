@@ -36,6 +36,7 @@ from launch.model_section import (
     ModelSection,
     could_be_tied,
     fresh_dropout,
+    is_frozen,
     model_kind,
 )
 from launch.tokenizer import BYTES
@@ -43,7 +44,7 @@ from pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessCo
 from pipeline.guard import GuardConfig
 from pipeline.huggingface_config import HuggingFaceConfig
 from pipeline.huggingface_masks import check_masks
-from pipeline.schedule import check_schedule
+from pipeline.schedule import check_schedule, stage_to_rank
 from pipeline.transformer import TransformerConfig
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -210,8 +211,7 @@ class RunConfig(BaseModel):
                     'warning: data.tokenizer = "bytes" with a pretrained model: its ids mean other '
                     "things; set data.tokenizer to the folder of its tokenizer"
                 )
-        replicas_equal = self.pipeline.replicas == 1 or self.method not in ("cocktail", "none")
-        if self.pipeline.cuts and could_be_tied(self.model) and replicas_equal:
+        if self.pipeline.cuts and could_be_tied(self.model) and _keeps_ties(self):
             megabytes = 4 * self.model.vocab * self.model.width / 1e6
             found.append(
                 "note: a cut lies between embedding and head, so they are separate weights; "
@@ -221,6 +221,11 @@ class RunConfig(BaseModel):
         if self.method == "none" and self.pipeline.replicas > 1:
             found.append(
                 'warning: gradcomp.method = "none": replicas train apart; it is meant for timing'
+            )
+        if self.memory.folder is not None and self.memory.tier != "disk":
+            found.append(
+                f"note: memory.folder = {self.memory.folder!r} is not used: "
+                f"memory.tier = {self.memory.tier!r} keeps nothing on disk"
             )
         delta = any(self.boundary_at(cut).forward.kind == "aqsgd" for cut in self.pipeline.cuts)
         dropout = fresh_dropout(self.model)
@@ -276,6 +281,7 @@ class RunConfig(BaseModel):
         _check_sizes(self)
         _check_task(self)
         _check_gradcomp(self.gradcomp)
+        _check_tie(self)
         return self
 
 
@@ -385,6 +391,23 @@ def _check_task(config: RunConfig) -> None:
             f"data.labels = {list(data.labels)}: {len(data.labels)} names for model.classes = "
             f"{model.classes}; make the numbers equal"
         )
+
+
+def _check_tie(config: RunConfig) -> None:
+    """Two copies of a weight stay equal through equal gradients, not through equal parameters."""
+    pipeline, model = config.pipeline, config.model
+    ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
+    copies = ranks[0] != ranks[pipeline.stages - 1] and not is_frozen(model)
+    if copies and model.tie_embeddings == "exact" and not _keeps_ties(config):
+        raise ValueError(
+            f'model.tie_embeddings = "exact" with gradcomp.method = "{config.method}", which lets '
+            'replicas differ: the tied copies would drift; use tie_embeddings = "untied" or a '
+            "method that exchanges gradients"
+        )
+
+
+def _keeps_ties(config: RunConfig) -> bool:
+    return config.pipeline.replicas == 1 or load_method(config.method).REPLICAS_EQUAL
 
 
 def _check_gradcomp(table: Mapping[str, Any]) -> None:

@@ -25,10 +25,15 @@ MODEL_TAGS = {"folder": HuggingFaceConfig, "shape": TransformerConfig}
 
 
 def could_be_tied(model: ModelSection) -> bool:
-    """Whether a cut makes two weights of what could be one; with LoRA they are frozen alike."""
-    if isinstance(model, HuggingFaceConfig) and (not model.ties_embeddings or model.lora):
+    """Whether a cut makes two trained weights of what could be one."""
+    if isinstance(model, HuggingFaceConfig) and not model.ties_embeddings:
         return False
-    return model.task == "language" and model.tie_embeddings == "untied"
+    return not is_frozen(model) and model.task == "language" and model.tie_embeddings == "untied"
+
+
+def is_frozen(model: ModelSection) -> bool:
+    """Whether embedding and head are, as everything is that LoRA does not add."""
+    return isinstance(model, HuggingFaceConfig) and model.lora is not None
 
 
 def fresh_dropout(model: ModelSection) -> float:

@@ -67,6 +67,15 @@ class PipelineConfig(BaseModel):
             )
         return given
 
+    @model_validator(mode="after")
+    def _says_nothing_in_vain(self) -> "PipelineConfig":
+        if self.depth != DEPTH and self.schedule != "Deep1F1B":
+            raise ValueError(
+                f'depth = {self.depth}: schedule = "{self.schedule}" has none; remove it, or use '
+                'schedule = "Deep1F1B"'
+            )
+        return self
+
     @property
     def stages(self) -> int:
         """Number of stages."""

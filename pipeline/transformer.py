@@ -77,6 +77,11 @@ class TransformerConfig(BaseModel):
                 f"classes = {self.classes}: a language model has no classes; leave it out or set "
                 'task = "classification"'
             )
+        if not classifies and self.pooling != "mean":
+            raise ValueError(
+                f'pooling = "{self.pooling}": a language model has a prediction for every token; '
+                'remove it or set task = "classification"'
+            )
         return self
 
 

@@ -13,6 +13,8 @@ from gradcomp.options import ExchangeOptions
 from gradcomp.peers import Peers
 from pipeline.wire.cast import Cast
 
+REPLICAS_EQUAL = True
+
 
 class Config(ExchangeOptions):
     """What gradients travel as; sums are always made in fp32."""

@@ -51,6 +51,8 @@ from pipeline.wire.worker import Worker
 _AGREE_EVERY = 8
 """Exchanges between two choices of a budget."""
 
+REPLICAS_EQUAL = False
+
 
 class Config(ExchangeOptions):
     """`subset` of the parameters take turns, the largest `topk` of them are sent, `bits` each.
@@ -106,7 +108,7 @@ class _Update:
 class Cocktail:
     """A `ReplicaSync` that exchanges parameters instead of gradients."""
 
-    replicas_equal = False
+    replicas_equal = REPLICAS_EQUAL
 
     def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers, config: Config) -> None:
         """Parameters become views of flat vectors; they keep their values."""

@@ -12,6 +12,8 @@ from torch import nn
 
 from gradcomp.peers import Peers
 
+REPLICAS_EQUAL = False
+
 
 class Config(BaseModel):
     """No options."""
@@ -22,7 +24,7 @@ class Config(BaseModel):
 class NoExchange:
     """Leaves gradients and parameters as they are."""
 
-    replicas_equal = False
+    replicas_equal = REPLICAS_EQUAL
     bytes_sent = 0
 
     def begin_step(self, passes: int) -> None:

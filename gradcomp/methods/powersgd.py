@@ -30,6 +30,8 @@ from pipeline.wire.cast import Cast
 _Named = tuple[str, list[Tensor]]
 """A parameter's name and its views of the target, the result and this replica's part of it."""
 
+REPLICAS_EQUAL = True
+
 
 class Config(ExchangeOptions):
     """`rank`: columns of P and Q."""

@@ -19,6 +19,8 @@ from gradcomp.options import ExchangeOptions
 from gradcomp.peers import Peers
 from pipeline.wire.uniform import Uniform
 
+REPLICAS_EQUAL = True
+
 
 class Config(ExchangeOptions):
     """`bits` per value, one bf16 scale per `group` values."""

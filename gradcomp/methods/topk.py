@@ -17,6 +17,8 @@ from gradcomp.options import ExchangeOptions
 from gradcomp.peers import Peers
 from pipeline.wire.sparse import SparseCodec
 
+REPLICAS_EQUAL = True
+
 
 class Config(ExchangeOptions):
     """`fraction` of the gradients is sent, at `bits` each: 1 to 8, 16 (bf16) or 32 (fp32)."""

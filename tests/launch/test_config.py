@@ -71,6 +71,14 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
             ["4 stages for 2 layers", "every stage needs a layer"],
         ),
         ("[pipeline]\nschedule = '1f1b'", ["pipeline.schedule = '1f1b'", 'did you mean "1F1B"?']),
+        (
+            "[pipeline]\nschedule = 'GPipe'\ndepth = 3",
+            ['pipeline.depth = 3: schedule = "GPipe" has none; remove it'],
+        ),
+        (
+            "[model]\npooling = 'first'",
+            ['model.pooling = "first": a language model', 'set task = "classification"'],
+        ),
         ("[train]\nlr = inf", ["train.lr = inf", "finite"]),
         ("[train]\nbetas = [2.0, 0.9]", ["train.betas.0 = 2.0", "less than 1"]),
         ("[run]\nname = '..'", ["run.name = '..'"]),
@@ -257,6 +265,13 @@ def test_dropout_with_delta_coding_is_warned_of(tmp_path: Path) -> None:
     assert load(tmp_path, text, *without).notices() == []
     repeated = 'model.dropout_masks="repeated"'
     assert load(tmp_path, text, repeated).notices() == [note]
+
+
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_a_folder_that_holds_nothing_is_told_of(tmp_path: Path, tier: str) -> None:
+    notices = load(tmp_path, f"[memory]\nfolder = '/fast'\ntier = '{tier}'").notices()
+    said = "note: memory.folder = '/fast' is not used: memory.tier = 'ram' keeps nothing on disk"
+    assert notices == ([said] if tier == "ram" else [])
 
 
 def test_a_classifier_is_not_told_of_ties(tmp_path: Path) -> None:
