@@ -5,7 +5,7 @@ import pkgutil
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
-from pydantic import BaseModel
+from pydantic import AliasChoices, BaseModel
 from torch import nn
 
 import gradcomp.methods
@@ -39,6 +39,18 @@ def load_method(name: str) -> Method:
         known = ", ".join(method_names())
         raise ValueError(f'gradcomp.method = "{name}": no such method; there are: {known}')
     return cast(Method, importlib.import_module(f"gradcomp.methods.{name}"))
+
+
+def option_aliases(name: str) -> dict[str, str]:
+    """Other names of a method's options, and the options."""
+    fields = load_method(name).Config.model_fields.items()
+    return {
+        str(alias): option
+        for option, field in fields
+        if isinstance(field.validation_alias, AliasChoices)
+        for alias in field.validation_alias.choices
+        if alias != option
+    }
 
 
 def parse_options(name: str, options: Mapping[str, Any]) -> BaseModel:

@@ -28,7 +28,7 @@ from pydantic import (
 )
 
 from aqsgd.config import AqsgdConfig, AutoConfig, MemoryConfig
-from gradcomp.registry import load_method, method_names, parse_options
+from gradcomp.registry import load_method, method_names, option_aliases, parse_options
 from launch.config_file import ConfigError, load_as, top_keys
 from launch.data import DataConfig
 from launch.mistakes import explain
@@ -57,7 +57,7 @@ _LOCAL: Any = {  # what a host has of disk and RAM; data are compared by their d
 
 
 def _known_names(value: Any) -> Any:
-    """Accept the names that AC-SGD's users know."""
+    """Accept the names that AC-SGD's users know; what else a table says counts before them."""
     if not isinstance(value, Mapping):
         return value
     aliases: dict[Any, dict[str, Any]] = {
@@ -65,7 +65,8 @@ def _known_names(value: Any) -> Any:
         "delta": {"kind": "aqsgd"},
         "delta-lowbits": {"kind": "aqsgd", "memory": 8},
     }
-    return {**value, **aliases.get(value.get("kind"), {})}
+    meant = aliases.get(value.get("kind"))
+    return value if meant is None else {**meant, **value, "kind": meant["kind"]}
 
 
 ForwardConfig = Annotated[
@@ -304,7 +305,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             f"{path}: this is a hosts file; `thinpipe launch` takes it, before the run file: "
             "thinpipe launch HOSTS.TOML RUN.TOML"
         )
-    return load_as(RunConfig, path, overrides)
+    aliases = {
+        f"gradcomp.{method}.{alias}": f"gradcomp.{method}.{option}"
+        for method in method_names()
+        for alias, option in option_aliases(method).items()
+    }
+    return load_as(RunConfig, path, overrides, aliases=aliases)
 
 
 def write_config(config: RunConfig, path: Path) -> None:

@@ -4,8 +4,9 @@ Nothing here knows what the settings are: the model to fill is an argument.
 """
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -19,11 +20,21 @@ class ConfigError(ValueError):
     """A run file or an override says something that cannot be done."""
 
 
-def load_as(model: type[_Model], path: Path, overrides: Sequence[str] = ()) -> _Model:
-    """`load_config` for a file of another kind."""
-    tree = _read(path, ())
+def load_as(
+    model: type[_Model],
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    aliases: Mapping[str, str] = MappingProxyType({}),
+) -> _Model:
+    """`load_config` for a file of another kind.
+
+    `aliases` are other dotted names of settings. Each file and override is read with them first, so
+    that what is said later counts, however it is spelt.
+    """
+    tree = _read(path, (), aliases)
     for override in overrides:
-        _override(tree, override)
+        _override(tree, override, aliases)
     try:
         return model.model_validate(tree)
     except ValidationError as error:
@@ -39,7 +50,7 @@ def top_keys(path: Path) -> set[str]:
         return set()
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read(path: Path, seen: tuple[Path, ...], aliases: Mapping[str, str]) -> dict[str, Any]:
     if path.resolve() in seen:
         raise ConfigError(f"{path}: extends itself, by way of {seen[-1]}")
     if path.is_dir():
@@ -51,10 +62,26 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError(f"{path}: no such file, seen from {Path.cwd()}; {remedy}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
+    _rename(tree, aliases, path)
     base = tree.pop("extends", None)
     if base is None:
         return tree
-    return _merged(_read(path.parent / str(base), (*seen, path.resolve())), tree)
+    return _merged(_read(path.parent / str(base), (*seen, path.resolve()), aliases), tree)
+
+
+def _rename(tree: dict[str, Any], aliases: Mapping[str, str], path: Path) -> None:
+    """Give settings their own names."""
+    for alias, name in aliases.items():
+        *sections, written = alias.split(".")
+        table: Any = tree
+        for section in sections:
+            table = table.get(section) if isinstance(table, dict) else None
+        if not isinstance(table, dict) or written not in table:
+            continue
+        key = name.rpartition(".")[2]
+        if key in table:
+            raise ConfigError(f"{path}: {alias} and {name} are one setting; remove one of them")
+        table[key] = table.pop(written)
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -68,9 +95,9 @@ def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _override(tree: dict[str, Any], text: str) -> None:
+def _override(tree: dict[str, Any], text: str, aliases: Mapping[str, str]) -> None:
     name, equals, value = text.partition("=")
-    keys = name.strip().split(".")
+    keys = aliases.get(name.strip(), name.strip()).split(".")
     if not equals or not all(keys):
         raise ConfigError(f"--set {text}: write it as section.key=value, as in train.lr=1e-3")
     place: Any = tree

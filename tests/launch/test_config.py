@@ -225,6 +225,35 @@ def test_names_of_ac_sgd_are_understood(tmp_path: Path, name: str, expected: Any
     assert load(tmp_path, text).boundary_at(2).forward == expected
 
 
+def test_a_setting_of_ones_own_counts_before_what_a_name_of_ac_sgd_implies(tmp_path: Path) -> None:
+    text = "[pipeline]\ncuts = [2]\n[[boundary]]\nforward = {kind = 'delta-lowbits', memory = 4}"
+    assert load(tmp_path, text).boundary_at(2).forward == AqsgdConfig(memory=4)
+    without = load(tmp_path, text, "boundary.0.forward.memory=")
+    assert without.boundary_at(2).forward == AqsgdConfig(memory=8)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("RANDOMP_RATIO", "subset"), ("TOPK_RATIO", "topk")])
+def test_what_is_said_later_counts_however_it_is_spelt(
+    tmp_path: Path, theirs: str, ours: str
+) -> None:
+    for before in (theirs, ours):
+        for after in (theirs, ours):
+            (tmp_path / "base.toml").write_text(f"[gradcomp.cocktail]\n{before} = 0.5")
+            extends = 'extends = "base.toml"\n[gradcomp.cocktail]\n'
+            for config in (
+                load(tmp_path, f"{extends}{after} = 0.25"),
+                load(tmp_path, extends, f"gradcomp.cocktail.{after}=0.25"),
+            ):
+                assert config.gradcomp["cocktail"] == {ours: 0.25}
+            unsaid = load(tmp_path, f'{extends}{after} = ""')
+            assert unsaid.gradcomp["cocktail"] == {}
+
+
+def test_two_names_of_one_setting_in_a_file_are_refused(tmp_path: Path) -> None:
+    message = refused(tmp_path, "[gradcomp.cocktail]\nbits = 4\nQUANT_BITS = 8")
+    assert "gradcomp.cocktail.QUANT_BITS and gradcomp.cocktail.bits are one setting" in message
+
+
 def test_the_written_config_reads_back_equal(tmp_path: Path) -> None:
     text = """
         [data]
