@@ -27,8 +27,9 @@ class GuardConfig(BaseModel):
     """When a direction of a cut counts as failing, and what then.
 
     It fails when its relative error exceeds `error`, or when the relative size of changes is `rise`
-    times the smallest it has been and more than a quarter. `warn` says so once, `act` also goes on
-    with stateless tiles of two bits more, and if that fails of 7.
+    times the smallest it has been and more than a quarter, both in the mean over about `patience`
+    steps. `warn` says so once, `act` also goes on with stateless tiles of two bits more, and if
+    that fails of 7; `off` judges nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -34,7 +34,7 @@ REPLICAS_EQUAL = True
 
 
 class Config(ExchangeOptions):
-    """`rank`: columns of P and Q."""
+    """`rank`: columns of P and Q. `seed`: of the Q that the first step starts from."""
 
     rank: int = Field(4, ge=1)
     seed: int = Field(0, ge=0, lt=2**31)

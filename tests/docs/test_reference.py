@@ -1,13 +1,18 @@
 """The generated reference knows every setting there is."""
 
 import importlib.util
+import json
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
+from gradcomp.options import ExchangeOptions
+from gradcomp.registry import load_method, method_names
 from launch.cli import app
 from launch.config import RunConfig, TrainConfig, load_config
+from pipeline.guard import GuardConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -22,6 +27,25 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("generated")
     reference.write(folder, pages=DOCS)
     return folder
+
+
+def described(page: str, model: type[BaseModel], *, but: type[BaseModel] = BaseModel) -> None:
+    """Every setting is in the page, as in `rank` (4), with its default first."""
+    text = (DOCS / page).read_text()
+    for name, field in model.model_fields.items():
+        if name not in but.model_fields:
+            default = re.escape(json.dumps(field.default).removesuffix(".0"))
+            assert re.search(rf"`{name}` \({default}[;) ]", text), f"{page}: `{name}` ({default})"
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_options_of_methods_are_described_with_their_defaults(method: str) -> None:
+    described("data_parallel.md", load_method(method).Config, but=ExchangeOptions)
+
+
+def test_settings_that_methods_share_and_the_guard_are_described_with_their_defaults() -> None:
+    described("data_parallel.md", ExchangeOptions)
+    described("stateless.md", GuardConfig)
 
 
 def test_every_setting_is_listed(pages: Path) -> None:
