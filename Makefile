@@ -1,4 +1,5 @@
 # `make train` and `make test` need Python >= 3.11 and nothing else; each makes .venv when missing.
+# `make install` does no more than that.
 # PIP_ARGS passes options to pip, for example an index with CPU-only builds of torch.
 
 PYTHON ?= python3
@@ -6,7 +7,9 @@ PIP_ARGS ?=
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: train test bench docs check lint format clean
+.PHONY: install train test bench docs check lint format clean
+
+install: .venv/run.stamp
 
 train: .venv/run.stamp
 	$(BIN)/thinpipe train examples/quickstart.toml
