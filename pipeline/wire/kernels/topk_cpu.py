@@ -1,4 +1,4 @@
-"""Exact top-k by magnitude on CPUs, and what sparse codecs do with it.
+"""Exact top-k by magnitude on CPUs.
 
 A sample of the values gives a lower bound that a few more than k pass; one vector pass keeps those,
 a radix selection finds the k-th largest among them, and a second pass writes the bit mask and the
@@ -43,12 +43,6 @@ def select_top(x_N: Tensor, mask_M: Tensor, kept_k: Tensor, room_N: Tensor | Non
     if kept_k.numel():
         room_N = torch.empty_like(x_N) if room_N is None else room_N
         _select(_words(x_N), mask_M.numpy(), _words(kept_k), _words(room_N))
-
-
-def place(mask_M: Tensor, kept_k: Tensor, out_N: Tensor) -> None:
-    """Write chosen values to their places and zero elsewhere; fp32, contiguous."""
-    out_N.zero_()
-    _place(mask_M.numpy(), _words(kept_k), _words(out_N))
 
 
 def _words(x_N: Tensor) -> Any:
@@ -228,15 +222,3 @@ def _select(x: Any, mask: Any, kept: Any, found: Any) -> Any:
     count, ties = _mark_each(x, bound, mask, kept, (cut, after), (count, ties - before))
     count = _mark_chunks(x, bound + np.uint32(1), mask, kept, (after, full), count)
     _mark_each(x, bound, mask, kept, (full, x.size), (count, ties))
-
-
-@compiled
-def _place(mask: Any, kept: Any, out: Any) -> Any:
-    count = 0
-    for byte in range(mask.size):
-        flags = mask[byte]
-        if flags:
-            for i in range(8):
-                if flags >> np.uint8(i) & np.uint8(1):
-                    out[8 * byte + i] = kept[count]
-                    count += 1
