@@ -19,7 +19,7 @@ from pipeline.wire.kernels.vector_ir import (
     _from_float,
     _Operand,
     _steps,
-    filled,
+    quiet,
     store,
     vector,
 )
@@ -39,13 +39,9 @@ def _operands(context: Any, b: Builder, kinds: Any, args: Any) -> tuple[list[_Op
     return operands, count
 
 
-def _write(b: Builder, value: Value, target: _Operand, index: Value, mask: Value) -> Value:
-    """Store fp32 values in the target's format; any NaN as the one that rounding keeps a NaN."""
-    quiet = filled(float("nan"), _F32)
-    number = b.select(b.fcmp_unordered("uno", value, value), quiet, value)
-    stored = _from_float(b, number, target.element)
-    store(b, stored, target.at(index), mask)
-    return stored
+def _write(b: Builder, value: Value, target: _Operand, index: Value, mask: Value) -> None:
+    """Store fp32 values in the target's format."""
+    store(b, _from_float(b, quiet(b, value), target.element), target.at(index), mask)
 
 
 @intrinsic

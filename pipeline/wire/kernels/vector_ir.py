@@ -114,7 +114,7 @@ def _to_float(b: Builder, stored: Value) -> Value:
 
 
 def _from_float(b: Builder, value: Value, element: Value) -> Value:
-    """Round to nearest even. A NaN must have a zero low half, as those of our scales have."""
+    """Round to nearest even. A NaN must have a zero low half, or it wraps around; see `quiet`."""
     if element == _F32:
         return value
     if element == _F16:
@@ -123,6 +123,12 @@ def _from_float(b: Builder, value: Value, element: Value) -> Value:
     odd = b.and_(b.lshr(word, filled(16, I32)), filled(1, I32))
     rounded = b.add(word, b.add(odd, filled(0x7FFF, I32)))
     return b.trunc(b.lshr(rounded, filled(16, I32)), vector(I16, LANES))
+
+
+def quiet(b: Builder, value: Value) -> Value:
+    """Any NaN, such as a GPU's, whose bits are all ones, as the one that rounding keeps a NaN."""
+    canonical = filled(float("nan"), _F32)
+    return b.select(b.fcmp_unordered("uno", value, value), canonical, value)
 
 
 def _steps(b: Builder, count: Value, body: Callable[[Value, Value], None]) -> None:
@@ -236,6 +242,15 @@ def sum_of_squares(
     return types.float32(x, memory, types.int64, types.int64, types.int64), codegen
 
 
+def _changed(
+    b: Builder, memory: _Operand, change: Value, targets: tuple[_Operand, ...], at: Any
+) -> Value:
+    """memory + change, to be rounded to the targets; a NaN of a bf16 memory needs no care."""
+    value = b.fadd(memory.values(*at), change)
+    rounded = any(target and target.element == I16 for target in targets)
+    return quiet(b, value) if rounded and memory.element != I16 else value
+
+
 class _Kept:
     """Stores new memories and remembers the largest bit pattern of their magnitudes."""
 
@@ -303,7 +318,8 @@ def quantize_group(
             store(b, code, code_op.at(index), mask)
             if fresh_op:
                 change = b.fmul(b.sitofp(level, vector(_F32, LANES)), scale)
-                kept.store(b.fadd(m_op.values(index, mask), change), index, mask)
+                value = _changed(b, m_op, change, (fresh_op,), (index, mask))
+                kept.store(value, index, mask)
 
         _steps(b, count, body)
         return kept.largest()
@@ -333,7 +349,7 @@ def apply_group(typing: Any, codes: Any, memory: Any, fresh: Any, out: Any, at: 
             level = b.sitofp(b.sub(code, offset), vector(_F32, LANES))
             value = b.fmul(level, scale)
             if m_op:
-                value = b.fadd(m_op.values(index, mask), value)
+                value = _changed(b, m_op, value, (fresh_op, out_op), (index, mask))
             if out_op:
                 store(b, _from_float(b, value, out_op.element), out_op.at(index), mask)
             if fresh_op:

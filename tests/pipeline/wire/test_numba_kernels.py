@@ -152,6 +152,23 @@ def test_a_row_whose_memory_would_not_be_finite_is_reported(kernels: KernelSet, 
     assert kernels.delta_decode(codes, memory, fresh, out).tolist() == [True, False]
 
 
+@pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
+@pytest.mark.parametrize("memory_dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpus_nan_stays_one_in_every_format(
+    kernels: KernelSet, memory_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Its bits are all ones, and rounding to bf16 adds to them."""
+    codes = room(700, 4, 64, torch.bfloat16, 0)
+    kernels.quantize(rows(700), codes, noise=None)
+    number = torch.int32 if memory_dtype == torch.float32 else torch.int16
+    memory = torch.full((2, 700), torch.iinfo(number).max, dtype=number).view(memory_dtype)
+    out, fresh = (torch.zeros(2, 700, dtype=dtype) for _ in range(2))
+    assert not kernels.delta_decode(codes, memory, fresh, out).any()
+    assert out.isnan().all()
+    assert fresh.isnan().all()
+
+
 @pytest.mark.parametrize("bits", [3, 4])
 def test_rows_may_lie_anywhere_and_nothing_beside_them_is_touched(bits: int) -> None:
     x = torch.randn(2, 1700)[:, 100:1600]
