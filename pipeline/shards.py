@@ -106,12 +106,21 @@ class Shards:
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str, str]) -> None:
-    """Write every tensor to its file of `files` (tensor -> file name), and an index if needed."""
+    """Write every tensor to its file of `files` (tensor -> file name), and an index if needed.
+
+    Raises:
+        ShardError: a file cannot be written.
+    """
     by_file: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
         by_file[files[name]][name] = tensor.contiguous()
     for file_name, part in by_file.items():
-        save_file(part, folder / file_name, metadata={"format": "pt"})
+        try:
+            save_file(part, folder / file_name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise ShardError(
+                f"{folder / file_name}: not written: {error}; free disk space"
+            ) from error
         (folder / file_name).chmod(folder.stat().st_mode & 0o666)  # safetensors: for the owner only
     if set(by_file) != {SINGLE}:
         nbytes = sum(tensor.nbytes for tensor in tensors.values())

@@ -51,6 +51,13 @@ def test_a_part_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) 
         write_part(begin(tmp_path, 0), name, {})
 
 
+@pytest.mark.usefixtures("small_files")
+def test_a_part_that_the_disk_has_no_room_for_is_told(tmp_path: Path) -> None:
+    folder = begin(tmp_path, 0)
+    with pytest.raises(CheckpointError, match=r"stage-0\.safetensors: not written: .*disk space"):
+        write_part(folder, "stage-0", {"w": torch.ones(5000)})
+
+
 def test_a_finished_step_is_listed_named_and_readable(tmp_path: Path) -> None:
     save(tmp_path, 20)
     folder = save(tmp_path, 100, meta={"versions": {"torch": "x"}, "loss": 0.1})

@@ -26,6 +26,12 @@ def test_only_files_with_wanted_tensors_are_opened(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in read.items())
 
 
+@pytest.mark.usefixtures("small_files")
+def test_a_shard_that_the_disk_has_no_room_for_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match=r"b\.safetensors: not written: .*; free disk space"):
+        write_shards(tmp_path, {"w2": torch.ones(5000)}, FILES)
+
+
 def test_one_tensor_at_a_time_is_resident(tmp_path: Path) -> None:
     megabyte = 2**20
     tensors = {f"w{i}": torch.ones(megabyte) for i in range(8)}
