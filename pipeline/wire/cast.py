@@ -52,11 +52,12 @@ class Cast:
     ) -> None:
         """Write the rows' bytes; deterministic, so `noise` is not used."""
         cast_BN = x_BN.to(self.dtype).contiguous()
-        wire_BW.copy_(cast_BN.view(torch.uint8).view(x_BN.shape[0], -1))
+        wire_BW.copy_(cast_BN.view(torch.uint8))
         if seen_BN is not None:
             seen_BN.copy_(cast_BN)
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        """Write the rows' values; the clone aligns bytes that start anywhere in a message."""
-        aligned_BW = wire_BW.clone(memory_format=torch.contiguous_format)
-        out_BN.copy_(aligned_BW.view(self.dtype).view(out_BN.shape))
+        """Write the rows' values; the copy aligns bytes that start anywhere in a message."""
+        cast_BN = torch.empty(out_BN.shape, dtype=self.dtype, device=out_BN.device)
+        cast_BN.view(torch.uint8).copy_(wire_BW)
+        out_BN.copy_(cast_BN)

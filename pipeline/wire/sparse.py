@@ -94,8 +94,7 @@ class SparseCodec:
         x_n = x_n.detach().float().contiguous()
         mask_M, kept_1k = self._selected(x_n, sizes.mask, room_n)
         values = mask_M.new_empty(1, sizes.scales + sizes.codes)
-        if x_n.numel():
-            self._values.encode(kept_1k, values, None if seen_n is None else kept_1k, noise=None)
+        self._values.encode(kept_1k, values, None if seen_n is None else kept_1k, noise=None)
         if seen_n is not None:
             self._place(mask_M, kept_1k[0], seen_n)
         scales, codes = torch.split(values[0].cpu(), list(sizes[1:]))
@@ -198,8 +197,7 @@ class SparseCodec:
         _check_count(mask_M, out_n.numel(), kept_1k.numel())
         values_1W[0, : sizes.scales] = scales
         _get(codes, values_1W[0, sizes.scales :])
-        if kept_1k.numel():
-            self._values.decode(values_1W.to(out_n.device), kept_1k)
+        self._values.decode(values_1W.to(out_n.device), kept_1k)
         return mask_M.to(out_n.device), kept_1k[0]
 
 

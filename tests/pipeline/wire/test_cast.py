@@ -19,6 +19,15 @@ def test_seen_is_what_the_peer_decodes(name: CastFormat, dtype: torch.dtype) -> 
     assert torch.equal(out, x) == (name == "fp32" or dtype == torch.bfloat16)
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
+def test_no_rows_and_no_values_are_fine(name: CastFormat, shape: tuple[int, int]) -> None:
+    codec, x = Cast(name), torch.empty(shape)
+    wire, out = torch.empty(shape[0], codec.nbytes(shape[1]), dtype=torch.uint8), x.clone()
+    codec.encode(x, wire, out)
+    codec.decode(wire, out)
+
+
 def test_fp16_overflow_is_infinite_not_silent() -> None:
     codec, x = Cast("fp16"), torch.tensor([[1e5]])
     wire, out = torch.empty(1, 2, dtype=torch.uint8), torch.empty(1, 1)
