@@ -51,6 +51,12 @@ _HELD_OUT: _Loss = attrgetter("held_out")
 METHOD_LABELS = tuple(method.label for method in METHODS)
 
 
+def chosen_methods(labels: Sequence[str] | None) -> list[Method]:
+    """Those of the labels, by default all; the baseline, which they are compared with, is first."""
+    wanted = [BASELINE, *(labels or METHOD_LABELS)]
+    return [method for method in METHODS if method.label in wanted]
+
+
 def read_texts(pretrained: Path, tuned: Path, scale: Scale) -> Corpus:
     """Cut a text to pretrain on and a text to fine-tune on into sequences.
 
@@ -167,11 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         lr=options.lr,
         pretrain_steps=options.pretrain_steps,
     )
-    chosen = [method for method in METHODS if method.label in (options.methods or METHOD_LABELS)]
     outcomes = compare(
         read_texts(options.train, options.tune, scale),
         scale,
-        chosen,
+        chosen_methods(options.methods),
         replicas=options.replicas,
         seeds=range(options.first_seed, options.first_seed + options.seeds),
         records=Records(options.json),
@@ -191,7 +196,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
     parser.add_argument("--first-seed", type=int, default=0, help="of the repetitions (default 0)")
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--methods", nargs="+", choices=METHOD_LABELS, help="default: all")
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHOD_LABELS, help=f"default: all; {BASELINE} always"
+    )
     parser.add_argument("--sequences", type=int, default=8192, help="to fine-tune on")
     parser.add_argument("--epochs", type=int, default=1, help="of fine-tuning")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak rate of fine-tuning")

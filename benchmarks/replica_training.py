@@ -4,6 +4,7 @@ Backward passes run one after the other; where a method exchanges, every replica
 its own. Bytes are those of a run over a network.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -159,7 +160,7 @@ def train(
         first = epoch * group.steps_per_epoch
         losses = [group.step(corpus.tune, first + i) for i in range(group.steps_per_epoch)]
         local = sum(losses) / len(losses)
-        if local != local:
+        if not math.isfinite(local):
             raise RuntimeError(f"{method.label}, epoch {epoch + 1}: the loss is not finite")
         tuned, held_out = group.global_loss(corpus.tune), group.global_loss(corpus.held_out)
         epochs.append(Epoch(local, tuned, held_out))

@@ -2,14 +2,25 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.finetuning import Corpus, Scale
+from benchmarks.finetuning import Corpus, Scale, pretrain
 from benchmarks.harness import Records
-from benchmarks.parity import BASELINE, METHODS, compare, draw, read_texts, table
-from benchmarks.replica_training import Epoch, Method, Outcome
+from benchmarks.parity import (
+    BASELINE,
+    METHOD_LABELS,
+    METHODS,
+    chosen_methods,
+    compare,
+    draw,
+    read_texts,
+    table,
+)
+from benchmarks.replica_training import Epoch, Method, Outcome, train
 
 TINY = Scale(
     layers=2,
@@ -49,6 +60,23 @@ def test_exact_averages_of_parameters_and_of_gradients_both_learn(
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["result"]["method"] for line in lines] == [BASELINE, "cocktail exact"]
     assert lines[1]["config"]["method"]["options"]["bits"] == 32
+
+
+def test_methods_are_compared_with_exact_averages_whatever_was_asked_for() -> None:
+    labels = [method.label for method in chosen_methods(["quantize 1 bit"])]
+    assert labels == [BASELINE, "quantize 1 bit"]
+    assert [method.label for method in chosen_methods(None)] == list(METHOD_LABELS)
+
+
+def test_a_loss_that_is_not_finite_ends_the_comparison(corpus: Corpus) -> None:
+    """Logits of +-2.4e38 whatever is read: where a target's is the low one, the loss overflows."""
+    weights = dict(pretrain(corpus, replace(TINY, pretrain_steps=1), seed=0))
+    weights["final_norm.weight"] = torch.zeros(TINY.width)
+    weights["final_norm.bias"] = torch.ones(TINY.width)
+    sign = 1.0 - 2.0 * (torch.arange(TINY.vocab) % 2).unsqueeze(1)
+    weights["head.weight"] = (1.5e37 * sign).repeat(1, TINY.width)
+    with pytest.raises(RuntimeError, match="all-reduce fp32, epoch 1: the loss is not finite"):
+        train(corpus, METHODS[0], TINY, replicas=2, weights=weights, seed=0)
 
 
 def outcome(method: str, seed: int, loss: float) -> Outcome:
