@@ -17,6 +17,7 @@ from launch.config_file import ConfigError
 from launch.doctor.cli import doctor
 from launch.export import ExportDtype, export
 from launch.handshake import HandshakeError
+from launch.packages import explain
 from launch.plan.cli import plan
 from launch.plan.memory import check_memory, plan_memory, show_memory
 from launch.remote import check_run, format_command, load_hosts, run_commands, ssh_commands
@@ -203,7 +204,7 @@ app.command(context_settings={"allow_interspersed_args": False})(shaped)
 
 
 def main() -> None:
-    """Entry point of `thinpipe` and `python -m launch`."""
+    """The command line of this process; `launch/__main__.py` calls it."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # dumps schedules
     run_app(app)
@@ -258,6 +259,9 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
         os._exit(FAILED)  # links are broken: a clean-up that talks to peers would hang
     except (ValueError, HandshakeError) as error:
         _refuse(error)
+    except ImportError as error:
+        _say(f"rank {os.environ['RANK']}: {explain(error)}")
+        os._exit(FAILED)
     except TerminatedError:
         os._exit(TERMINATED)
     except KeyboardInterrupt:
@@ -272,7 +276,7 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
 
 def _refuse(error: Exception) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        _say(f"error: {error}")
+        _say(f"error: {explain(error)}")
     sys.exit(USAGE_ERROR)
 
 

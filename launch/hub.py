@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from launch.packages import explain
 from launch.records import Field, Row, rows_of_columns
 
 _HF_PREFIX = "hf:"
@@ -34,8 +35,7 @@ def read_dataset(dataset: str, fields: Sequence[Field]) -> tuple[list[Row], list
         from datasets import load_dataset
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"data.dataset = {dataset!r}: the package 'datasets' is not installed; "
-            f"run `pip install datasets` or set data.path to local text"
+            f"data.dataset = {dataset!r}: {explain(error)}, or set data.path to local text"
         ) from error
     splits: Mapping[str, Any] = load_dataset(*parse_dataset(dataset))
     held_out = next((split for split in ("validation", "test") if split in splits), None)

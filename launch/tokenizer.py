@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from launch.packages import explain
+
 BYTES = "bytes"
 _KNOWN_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 
@@ -121,10 +123,7 @@ def _read(folder: Path) -> Any:
     try:
         import tokenizers
     except ModuleNotFoundError as error:
-        raise ImportError(
-            f"{where}: the package 'tokenizers' is not installed; run `pip install tokenizers` or "
-            f'use tokenizer = "{BYTES}"'
-        ) from error
+        raise ImportError(f'{where}: {explain(error)}, or use tokenizer = "{BYTES}"') from error
     whole, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
     if not whole.is_file() and not (vocab.is_file() and merges.is_file()):
         raise ValueError(

@@ -27,6 +27,7 @@ from launch.metrics import (
     format_healed,
     read_metrics,
 )
+from launch.packages import explain
 from launch.plan.auto import decide_cuts
 from launch.plan.memory import check_memory, memory_folder, memory_notices, plan_memory
 from launch.sampling import EpochSampler
@@ -73,7 +74,7 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
         corpus = check_data(config)
         check_memory(config, len(corpus.train), _ranks_here())
     except (ValueError, OSError, ImportError) as error:
-        problem = str(error)
+        problem = explain(error)
     facts = {"data": corpus.digests if corpus else None}
     stop = StopFlag()
     with join(config, facts, problem) as session:

@@ -16,6 +16,7 @@ from launch.doctor.links import listen, measure_links
 from launch.doctor.meeting import DoctorError, meet
 from launch.doctor.report import as_network, draw_links, show_findings, show_links
 from launch.interfaces import parse_endpoint, reachable_address
+from launch.packages import explain
 from launch.usage import USAGE_ERROR, SetOption
 
 HEALTHY, ILL = 0, 1
@@ -59,8 +60,8 @@ def doctor(
     examination = _Examination(config, nnodes, window_s=seconds, wait_s=wait)
     try:
         findings = examination.run(console, endpoint, save)
-    except (ValueError, OSError, DoctorError) as error:
-        findings = [*examination.findings, problem("this host", str(error), "")]
+    except (ValueError, OSError, ImportError, DoctorError) as error:
+        findings = [*examination.findings, problem("this host", explain(error), "")]
     show_findings(console, findings)
     sys.exit(ILL if any(finding.level == "problem" for finding in findings) else HEALTHY)
 

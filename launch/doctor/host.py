@@ -16,6 +16,7 @@ from launch.doctor.finding import Finding, ok, problem, warning
 from launch.handshake import versions
 from launch.interfaces import Interface, interface_to, interfaces
 from launch.machine import free_memory
+from launch.packages import explain
 from launch.plan.memory import needs, plan_memory
 from launch.train import check_data
 from pipeline.models import stage_counts
@@ -160,7 +161,7 @@ def _sequences(config: RunConfig, where: str) -> tuple[int, list[Finding]]:
     try:
         return len(check_data(config).train), []
     except (ValueError, OSError, ImportError) as error:
-        return 0, [problem(where, str(error), "")]
+        return 0, [problem(where, explain(error), "")]
 
 
 def _devices(where: str) -> Finding:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from launch.packages import require
 from launch.shaped import control, linux
 from launch.shaped.linux import ShapedError
 from launch.shaped.names import environment, host_name
@@ -40,9 +41,11 @@ class ShapedNetwork:
 
         Raises:
             ShapedError: the system does not allow it or lacks something; says what to do.
+            ModuleNotFoundError: pyroute2 is not installed.
         """
         if sys.platform != "linux":
             raise ShapedError(f"emulated networks need Linux; this is {sys.platform}")
+        require("pyroute2")
         self.hosts = spec.hosts
         self._spec = spec
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,0 +1,36 @@
+"""What to do about a package that is not installed. Imports none itself."""
+
+import importlib.util
+from collections.abc import Mapping
+
+EXTRAS: Mapping[str, str] = {
+    "datasets": "datasets",
+    "peft": "hf",
+    "tokenizers": "hf",
+    "transformers": "hf",
+}
+"""Packages that only some runs need, and the extra of ThinPipe that brings each."""
+
+
+def explain(error: Exception) -> str:
+    """An error as one line for a user; a package that is missing with what installs it."""
+    package = (getattr(error, "name", None) or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or not package:
+        return str(error)
+    extra = EXTRAS.get(package)
+    if extra is None:
+        return f"the package {package!r} is not installed; run `pip install {package}`"
+    return (
+        f"the package {package!r} (extra {extra!r}) is not installed; run "
+        f"`pip install 'thinpipe[{extra}]'`"
+    )
+
+
+def require(package: str) -> None:
+    """See that a process to be started will find a package.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
