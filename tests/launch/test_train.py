@@ -265,7 +265,7 @@ def test_the_folder_of_a_live_run_is_left_alone(
 ) -> None:
     done = thinpipe(run_file)
     assert done.returncode == 2
-    assert "another run is using it" in done.stderr
+    assert f"another run is using it (process {ranks_of(long_run.pid)[0]} on " in done.stderr
     assert long_run.poll() is None
 
 
