@@ -46,7 +46,8 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
     LoRA is merged. `dtype = "source"` is that of the weights the run started from.
 
     Raises:
-        ConfigError: the run is not of a Hugging Face model, or `out` is in use.
+        ConfigError: the run is not of a Hugging Face model, `out` is in use, or a weight does not
+            fit `dtype`.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     config = load_config(run_folder / "config.toml")
@@ -58,6 +59,7 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: exists and is not empty; name a new folder")
+    out = out.resolve()  # "." has no name, and a link is not to be replaced
     root = run_folder / "checkpoints"
     step = checkpoint.latest(root) if step is None else step
     if step is None:
@@ -67,7 +69,11 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    notes += _Export(model, plain, dtype).write(partial)
+    try:
+        notes += _Export(model, plain, dtype).write(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     if out.exists():
         out.rmdir()
     partial.rename(out)
@@ -150,10 +156,10 @@ class _Export:
         if not tensor.is_floating_point():
             return tensor
         if self._dtype != "source":
-            return tensor.to(_DTYPES[self._dtype])
+            return _fitting(tensor, _DTYPES[self._dtype], name)
         source = tied_names(self._whole).get(name, "")
         found = self._dtypes.get(stored) or self._dtypes.get(self._on_disk.get(source, ""))
-        return tensor.to(found or tensor.dtype)
+        return _fitting(tensor, found or tensor.dtype, name)
 
     def _file_names(self, stored: Mapping[str, Tensor]) -> dict[str, str]:
         """Where the source had it; new tensors, such as a task's head, go to the last file."""
@@ -194,3 +200,13 @@ class _Export:
         )
         text = source if same else json.dumps({**facts, **changes}, indent=2) + "\n"
         (folder / "config.json").write_text(text)
+
+
+def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    cast = tensor.to(dtype)
+    if bool(tensor.isfinite().all()) and not bool(cast.isfinite().all()):
+        raise ConfigError(
+            f"{name}: holds {float(tensor.abs().max()):.4g}, past the largest number of {dtype}; "
+            "export with --dtype bf16 or fp32"
+        )
+    return cast

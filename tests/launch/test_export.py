@@ -129,6 +129,39 @@ def test_weights_of_another_dtype_come_back_in_it(tmp_path: Path) -> None:
     assert next(reloaded(tmp_path / "wide", "llama").parameters()).dtype == torch.float32
 
 
+def test_a_weight_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    saved_model("gpt2", source)
+    for path, tensors in stored(source).items():
+        for name in (name for name in tensors if name.endswith("h.0.ln_1.bias")):
+            tensors[name][3] = 1e5
+        save_file(tensors, source / path, {"format": "pt"})
+    saved_run(run_config(section("gpt2", source), run), steps=0)
+    for path, tensors in stored(source).items():
+        save_file({k: t.half() for k, t in tensors.items()}, source / path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"ln_1\.bias: holds 1e\+05, .*float16; .*--dtype bf16"):
+        export(run, tmp_path / "out", step=None, dtype="source")
+    assert not list(tmp_path.glob(".*"))
+    export(run, tmp_path / "out", step=None, dtype="bf16")
+    held = reloaded(tmp_path / "out", "gpt2").transformer.h[0].ln_1.bias
+    assert held.max() == torch.tensor(1e5).bfloat16()
+
+
+def test_an_empty_folder_may_be_named_by_a_link_or_a_dot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_model("gpt2", tmp_path / "source")
+    saved_run(run_config(section("gpt2", tmp_path / "source"), tmp_path / "run"), steps=0)
+    for name in ("out", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("out")
+    export(tmp_path / "run", tmp_path / "link", step=None, dtype="source")
+    assert_same_bytes(tmp_path / "out", tmp_path / "source")
+    monkeypatch.chdir(tmp_path / "here")
+    export(tmp_path / "run", Path(), step=None, dtype="source")
+    assert_same_bytes(tmp_path / "here", tmp_path / "source")
+
+
 def test_a_head_that_parted_from_its_embedding_keeps_the_dtype(tmp_path: Path) -> None:
     source = tmp_path / "source"
     saved_model("gpt2", source)
