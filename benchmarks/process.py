@@ -100,7 +100,7 @@ def run_apart(kind: str, setting: int, options: argparse.Namespace) -> Result:
     """One measurement in a fresh process."""
     sizes = [str(number) for number in (options.repetitions, options.width)]
     command = [sys.executable, "-m", "benchmarks.process", "--one", kind, str(setting), *sizes]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     result: Result = json.loads(done.stdout)
     return result
 

@@ -110,7 +110,8 @@ def _print_row(folder: Path, stage: int | None, stages: int) -> None:
         "import json, pathlib; from benchmarks.stage_memory import measure;"
         f"print(json.dumps(measure(pathlib.Path({str(folder)!r}), {stage}, {stages})))"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     row = json.loads(done.stdout.splitlines()[-1])
     name = "none" if stage is None else str(stage)
     print(

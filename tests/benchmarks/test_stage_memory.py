@@ -1,4 +1,5 @@
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,15 @@ def test_a_stage_is_measured_in_a_process_of_its_own(capsys: pytest.CaptureFixtu
     assert (name, files) == ("1", "0")
     assert float(parameters.replace(",", "")) * 4 / 1e6 == pytest.approx(float(megabytes), abs=0.1)
     assert float(peak_mb) > float(megabytes)
+
+
+def test_why_a_stage_could_not_be_measured_is_told(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(subprocess.CalledProcessError):
+        main(["--model", str(tmp_path), "--only", "1"])
+    assert f"{tmp_path / 'config.json'}: " in capfd.readouterr().err
 
 
 def test_a_stage_reads_only_shards_with_its_blocks(tmp_path: Path) -> None:
