@@ -1,6 +1,7 @@
 """Rows of TSV and JSONL files and of data sets: named or numbered fields, with their place."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,9 @@ Field = str | int
 
 RecordFormat = Literal["tsv", "jsonl"]
 Format = Literal["text"] | RecordFormat
+
+_HALF = re.compile("[\ud800-\udfff]")
+"""Halves of pairs that stand for one character in UTF-16; JSON can hold one alone, UTF-8 cannot."""
 
 _SUFFIXES: Mapping[str, Format] = {".tsv": "tsv", ".jsonl": "jsonl"}
 
@@ -26,13 +30,19 @@ class Row:
         """Return a field.
 
         Raises:
-            ValueError: it is missing or null.
+            ValueError: it is missing or null, or text that holds what is no character.
         """
         found = self.fields.get(field)
         if found is None:
             raise ValueError(
                 f"{self.where}: no field {field!r}; there are {list(self.fields)}; "
                 "correct the row or the field's name in [data]"
+            )
+        half = _HALF.search(found) if isinstance(found, str) else None
+        if half is not None:
+            raise ValueError(
+                f"{self.where}: field {field!r} holds {half[0]!r} at {half.start()}, which is half "
+                "a character; correct or remove it"
             )
         return found
 

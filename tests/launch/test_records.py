@@ -72,6 +72,15 @@ def test_missing_fields_and_values_that_are_no_text_are_named(tmp_path: Path) ->
             row.text(field)
 
 
+def test_half_a_character_is_named(tmp_path: Path) -> None:
+    """JSON can escape one half of a UTF-16 pair; the pair is one character."""
+    path = _file(tmp_path, "a.jsonl", r'{"a": "ab\ud800c", "b": "\ud83d\ude00"}')
+    (row,) = read_rows([path], "jsonl", header=True)
+    assert row.value("b") == "\U0001f600"
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: field 'a' holds '\\ud800' at 2"):
+        row.value("a")
+
+
 def test_suffixes_tell_the_format() -> None:
     def found(*names: str, has_fields: bool = True) -> str:
         return find_format([Path(n) for n in names], source="data.path", has_fields=has_fields)
