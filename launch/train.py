@@ -30,6 +30,7 @@ from launch.metrics import (
 from launch.packages import explain
 from launch.plan.auto import decide_cuts
 from launch.plan.memory import check_memory, memory_folder, memory_notices, plan_memory
+from launch.plan.messages import describe
 from launch.sampling import EpochSampler
 from launch.sequences import SampleSet
 from launch.session import Session, StopFlag, join
@@ -322,9 +323,7 @@ def _describe(config: RunConfig, steps: int) -> RunInfo:
     for cut in config.pipeline.cuts:
         at_cut = config.boundary_at(cut)
         for direction, spec in zip(DIRECTIONS, (at_cut.forward, at_cut.backward), strict=True):
-            bits = getattr(spec, "bits", None)
-            detail = f"{bits}-bit" if bits else getattr(spec, "format", "")
-            methods[cut, direction] = f"{spec.kind} {detail}"
+            methods[cut, direction] = describe(spec)
     return RunInfo(
         name=config.run.name,
         folder=Path(config.run.path),

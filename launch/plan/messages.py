@@ -10,12 +10,21 @@ from launch.metrics import DIRECTIONS, Direction
 from launch.plan.measure import microbatch_shape
 from launch.plan.simulate import Message
 from pipeline.channel import Channel
-from pipeline.config import RawConfig
+from pipeline.config import RawConfig, StatelessConfig
 from pipeline.link import LoopbackLink
 
 Spec = ForwardConfig | BackwardConfig
 
 _REPEATS = 5
+
+
+def describe(spec: Spec) -> str:
+    """`aqsgd 4-bit`, `direct 8-bit zstd`; a rate, as in `direct rate 0.5`, is always coded."""
+    if isinstance(spec, RawConfig):
+        return f"{spec.kind} {spec.format}"
+    if not isinstance(spec, StatelessConfig) and spec.rate is not None:
+        return f"{spec.kind} rate {spec.rate:g}"
+    return f"{spec.kind} {spec.bits}-bit" + ("" if spec.coding == "none" else f" {spec.coding}")
 
 
 class MessageMeter:

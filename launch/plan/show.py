@@ -10,12 +10,11 @@ from launch.config import RunConfig
 from launch.metrics import WireKey, format_bytes, format_duration
 from launch.plan.cost import Prediction
 from launch.plan.measure import microbatch_count, samples_at_once
-from launch.plan.messages import Spec
+from launch.plan.messages import Spec, describe
 from launch.plan.network import Network
 from launch.plan.recommend import Recommendation
 from launch.plan.simulate import Message
 from launch.shaped.spec import format_rate
-from pipeline.config import RawConfig, StatelessConfig
 
 
 def show_plan(
@@ -70,15 +69,6 @@ def show_recommendation(
     console.print(
         f"predicted step {format_duration(prediction.step_s)}, bubble {prediction.bubble:.0%}"
     )
-
-
-def describe(spec: Spec) -> str:
-    """`aqsgd 4-bit`, `direct 8-bit zstd`; a rate, as in `direct rate 0.5`, is always coded."""
-    if isinstance(spec, RawConfig):
-        return f"{spec.kind} {spec.format}"
-    if not isinstance(spec, StatelessConfig) and spec.rate is not None:
-        return f"{spec.kind} rate {spec.rate:g}"
-    return f"{spec.kind} {spec.bits}-bit" + ("" if spec.coding == "none" else f" {spec.coding}")
 
 
 def _stages(prediction: Prediction) -> Table:
