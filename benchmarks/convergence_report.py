@@ -76,7 +76,7 @@ def read_outcomes(path: Path) -> list[Outcome]:
 
 
 def summary_table(outcomes: Sequence[Outcome]) -> str:
-    """One row per method: medians over seeds, and bytes, which are the same for all seeds."""
+    """One row per method: medians over seeds; only coded messages differ in bytes."""
     heads = (
         "method",
         "final train loss",
@@ -194,7 +194,8 @@ def _look(method: str) -> tuple[str, str]:
 
 def _summary(outcomes: Sequence[Outcome], method: str) -> list[str]:
     of_method = [outcome for outcome in outcomes if outcome.method == method]
-    first, last = of_method[0].epochs[0], of_method[0].epochs[-1]
+    first, last = (_nbytes(of_method, epoch) for epoch in (0, -1))
+    values = of_method[0].epochs[-1].values
     changes = [[change for o in of_method for change in _changes(o)[e:][:1]] for e in (0, -1)]
     return [
         method,
@@ -202,10 +203,10 @@ def _summary(outcomes: Sequence[Outcome], method: str) -> list[str]:
         f"{median(_differences(outcomes, method)):+.4f}",
         f"{median(o.held_out for o in of_method):.4f}",
         f"{median(o.held_out_compressed for o in of_method):.4f}",
-        f"{first.nbytes / 1e6:.1f}",
-        f"{last.nbytes / 1e6:.1f}",
-        f"{4 * last.values / last.nbytes:.2f}x",
-        f"{2 * last.values / last.nbytes:.2f}x",
+        f"{first / 1e6:.1f}",
+        f"{last / 1e6:.1f}",
+        f"{4 * values / last:.2f}x",
+        f"{2 * values / last:.2f}x",
         " to ".join(f"{median(ratios):.3f}" for ratios in changes) if changes[0] else NOTHING,
     ]
 
@@ -213,7 +214,7 @@ def _summary(outcomes: Sequence[Outcome], method: str) -> list[str]:
 def _relative(outcomes: Sequence[Outcome], method: str) -> list[str]:
     runs = [(o, _baseline(outcomes, o)) for o in outcomes if o.method == method]
     gaps = _differences(outcomes, method)
-    first, last = runs[0][0].epochs[0].nbytes, runs[0][0].epochs[-1].nbytes
+    first, last = (_nbytes([o for o, _ in runs], epoch) for epoch in (0, -1))
     return [
         method,
         str(len(runs)),
@@ -225,6 +226,10 @@ def _relative(outcomes: Sequence[Outcome], method: str) -> list[str]:
         f"{last / 1e6:.1f}",
         f"{first / last:.2f}",
     ]
+
+
+def _nbytes(runs: Sequence[Outcome], epoch: int) -> float:
+    return median(o.epochs[epoch].nbytes for o in runs)
 
 
 def _changes(outcome: Outcome) -> list[float]:

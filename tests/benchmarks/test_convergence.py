@@ -174,6 +174,18 @@ def test_tables_compare_with_the_baseline_of_the_same_seed() -> None:
     ]
 
 
+def test_bytes_of_coded_messages_are_medians_over_seeds() -> None:
+    runs = [outcome("fp32", seed, [3.0, 2.0]) for seed in range(3)]
+    sizes = zip(runs, (9_000_000, 2_000_000, 4_000_000), strict=True)
+    coded = [
+        replace(run, epochs=tuple(replace(e, forward_bytes=size) for e in run.epochs))
+        for run, size in sizes
+    ]
+    for table, place in ((summary_table, 6), (relative_table, 7)):
+        cells = [cell.strip() for cell in table(coded).splitlines()[-1].split("|")]
+        assert cells[place : place + 2] == ["4.0", "4.0"]
+
+
 def test_tables_of_a_single_epoch_show_no_change() -> None:
     row = summary_table([outcome("fp32", 0, [3.0])]).splitlines()[-1]
     assert row.split("|")[-2].strip() == "-"
