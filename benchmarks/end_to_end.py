@@ -179,13 +179,23 @@ def _data(texts: Texts, scale: Scale, name: str, sequences: int | str) -> dict[s
 
 
 def _train(out: Path, name: str, run: Mapping[str, Any]) -> Path:
-    """Run to the end unless it did already; an interrupted run starts anew."""
+    """Run to the end unless it did already; an interrupted run starts anew.
+
+    Raises:
+        ValueError: it did so with other settings.
+    """
     folder, file = out / "runs" / name, out / f"{name}.toml"
+    place = {"name": name, "folder": str(folder), **run.get("run", {})}
+    settings = tomli_w.dumps({**run, "run": place, "checkpoint": {"keep": 1}})
     if not (folder / "report.html").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        place = {"name": name, "folder": str(folder), **run.get("run", {})}
-        file.write_text(tomli_w.dumps({**run, "run": place, "checkpoint": {"keep": 1}}))
+        file.write_text(settings)
         _thinpipe("train", str(file))
+    elif file.read_text() != settings:
+        raise ValueError(
+            f"{folder}: finished with the settings of {file}, which are others than those asked "
+            "for; remove the folder or use another --out"
+        )
     return folder
 
 
@@ -222,7 +232,10 @@ def _epochs(records: Sequence[StepRecord]) -> tuple[Epoch, ...]:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One row per method: losses of the last epoch, differences to the same seed's baseline."""
+    """One row per method: losses of the last epoch, differences to the same seed's baseline.
+
+    Bytes are medians over seeds: those of coded messages differ.
+    """
     heads = (
         *("method", "train loss", "to uncompressed, by seed", "held out", "held out, compressed"),
         *("MB across the cut", "to fp32", "MB between replicas", "to fp32", "together"),
@@ -268,7 +281,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
 def _row(outcomes: Sequence[Outcome], method: str) -> list[str]:
     found = [outcome for outcome in outcomes if outcome.method == method]
     raw = next(outcome for outcome in outcomes if outcome.method == BASELINE)
-    cut, sync = _total(found[0], "cut_nbytes"), _total(found[0], "sync_nbytes")
+    cut, sync = (median(_total(o, field) for o in found) for field in ("cut_nbytes", "sync_nbytes"))
     raw_cut, raw_sync = 4 * _total(found[0], "cut_values"), _total(raw, "sync_nbytes")
     last = len(raw.epochs) - 1
     excess = [_excess(outcomes, outcome)[-1] for outcome in found]
