@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from llvmlite import binding
-from numba import njit
+from numba import config, njit
 from torch import Tensor
 
 from pipeline.wire.codec import Noise
@@ -32,8 +32,14 @@ _STORED_AS = {
     torch.float16: torch.int16,
 }
 
-if binding.get_host_cpu_features().get("f16c") is False and "x86" in binding.get_process_triple():
-    raise ImportError('the numba kernels need a CPU with F16C; use backend = "reference"')
+if "x86" in binding.get_process_triple():  # without F16C, fp16 ends the process
+    if binding.get_host_cpu_features().get("f16c") is False:
+        raise ImportError('the numba kernels need a CPU with F16C; use backend = "reference"')
+    if config.CPU_NAME == "generic" and "+f16c" not in config.CPU_FEATURES:
+        raise ImportError(
+            "NUMBA_CPU_NAME = generic: the numba kernels need F16C, which that CPU lacks; set "
+            'NUMBA_CPU_FEATURES = +f16c beside it, or use backend = "reference"'
+        )
 
 
 def quantize(

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import platform
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -304,6 +305,21 @@ def test_importing_the_codecs_loads_no_backend() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.skipif("x86" not in platform.machine(), reason="F16C is of x86")
+@pytest.mark.parametrize(("features", "told"), [("", "NUMBA_CPU_NAME = generic"), ("+f16c", "")])
+def test_a_cpu_without_f16c_is_refused_before_it_ends_the_process(features: str, told: str) -> None:
+    environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}
+    done = subprocess.run(
+        [sys.executable, "-c", "import pipeline.wire.kernels.numba_cpu"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) == (not told)
+    assert told in done.stderr
 
 
 def test_auto_is_numba_on_a_cpu() -> None:
