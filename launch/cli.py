@@ -16,7 +16,7 @@ from launch.config import RunConfig, load_config
 from launch.config_file import ConfigError
 from launch.doctor.cli import doctor
 from launch.export import ExportDtype, export
-from launch.handshake import HandshakeError
+from launch.handshake import HandshakeError, versions
 from launch.packages import explain
 from launch.plan.cli import plan
 from launch.plan.memory import check_memory, plan_memory, show_memory
@@ -53,8 +53,24 @@ ResumeOption = Annotated[
 FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(", ".join(f"{name} {version}" for name, version in versions().items()))
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Versions, as peers compare them.",
+        ),
+    ] = False,
+) -> None:
     """Train transformers over slow networks, with every link compressed."""
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch.cli import app
+from launch.handshake import versions
 from launch.usage import run_app
 
 
@@ -88,3 +89,11 @@ def test_a_missing_file_is_named_with_what_to_do(
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text("")
     assert refused(capfd, *arguments).startswith(message.format(cwd=os.getcwd()))
+
+
+def test_versions_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_app(app, ["--version"])
+    assert not ended.value.code
+    told = dict(part.split(" ") for part in capsys.readouterr().out.strip().split(", "))
+    assert told == versions()
