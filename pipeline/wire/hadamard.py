@@ -195,7 +195,7 @@ def _map_nbytes(tiles: int) -> int:
 
 def _packed(flag_BK: Tensor) -> Tensor:
     rows, tiles = flag_BK.shape
-    flag_BV8 = F.pad(flag_BK, (0, -tiles % 8)).view(rows, -1, 8)
+    flag_BV8 = F.pad(flag_BK, (0, -tiles % 8)).view(rows, _map_nbytes(tiles), 8)
     return (flag_BV8 << torch.arange(8, dtype=torch.uint8, device=flag_BK.device)).sum(
         2, dtype=torch.uint8
     )

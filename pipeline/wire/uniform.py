@@ -303,13 +303,15 @@ class Uniform:
             return
         turned_BN = torch.empty_like(out_BN)
         self._kernels(out_BN).dequantize(codes, turned_BN)
-        out_BN.copy_(turned_BN.view(out_BN.shape[0], -1, codes.group).transpose(1, 2).flatten(1))
+        shape = (*codes.scale_BK.shape, codes.group)
+        out_BN.copy_(turned_BN.view(shape).transpose(1, 2).flatten(1))
 
     def _to_groups(self, x_BN: Tensor) -> Tensor:
         if self.scale_per != "channel":
             return x_BN
         assert self.width is not None
-        return x_BN.reshape(x_BN.shape[0], -1, self.width).transpose(1, 2).flatten(1)
+        rows, numel = x_BN.shape
+        return x_BN.reshape(rows, numel // self.width, self.width).transpose(1, 2).flatten(1)
 
     def _scale_nbytes(self, numel: int) -> int:
         return -(-numel // self._group(numel)) * _SCALE_DTYPES[self.scale_dtype].itemsize

@@ -93,6 +93,12 @@ def test_decoding_scales_with_the_input(exponent: int, bits: int) -> None:
     assert torch.equal(through(codec, x * factor)[0], through(codec, x)[0] * factor)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0), (0, 0)])
+def test_no_rows_and_no_values_are_fine(shape: tuple[int, int]) -> None:
+    out, seen = through(Hadamard(3), torch.empty(shape))
+    assert out.shape == seen.shape == shape
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_zero_rows_stay_zero(bits: int) -> None:
     assert (through(Hadamard(bits), torch.zeros(2, 200))[0] == 0).all()

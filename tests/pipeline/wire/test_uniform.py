@@ -78,6 +78,13 @@ def test_all_codes_are_used_and_zero_is_one_of_them(bits: int) -> None:
     assert (out == 0).any()
 
 
+@pytest.mark.parametrize("scale_per", SCALES)
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0), (0, 0)])
+def test_no_rows_and_no_values_are_fine(shape: tuple[int, int], scale_per: ScalePer) -> None:
+    out, seen = through(Uniform(3, scale_per, width=8), torch.empty(shape))
+    assert out.shape == seen.shape == shape
+
+
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_zero_rows_stay_zero(bits: int) -> None:
     out, seen = through(Uniform(bits, 64), torch.zeros(2, 200))
