@@ -183,11 +183,11 @@ def tables(outcomes: Sequence[Outcome]) -> str:
 
 
 def _look(method: str) -> tuple[str, str]:
-    """Colour by bits, line style by kind."""
+    """Colour by bits, one for all rates; line style by kind."""
     kind = method.split()[0]
     if kind not in _STYLES:
         return (LIGHT.ink if method == BASELINE else LIGHT.muted), "-"
-    bits = ("fw4", "fw3", "fw2", "fw6")
+    bits = ("fw4", "fw3", "fw2", "fw6", "rate")
     color = next(c for b, c in zip(bits, LIGHT.series, strict=False) if b in method)
     return color, ":" if "," in method else _STYLES[kind]
 
