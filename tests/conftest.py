@@ -1,6 +1,5 @@
 """Fixtures shared by all tests."""
 
-import resource
 import signal
 from collections.abc import Iterator
 
@@ -27,15 +26,6 @@ def _same_signals() -> Iterator[None]:
     yield
     for number, action in before.items():
         signal.signal(number, action)
-
-
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """No file grows past 4096 bytes, as if the disk were full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture

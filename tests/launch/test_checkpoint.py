@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from launch import checkpoint, statefile
 from launch.checkpoint import CheckpointError, Part, begin, finish, read_part, write_part
+from tests.disk import full_disk
 
 STAGES = ("stage-0.replica-0", "stage-1.replica-0")
 
@@ -51,10 +52,10 @@ def test_a_part_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) 
         write_part(begin(tmp_path, 0), name, {})
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_part_that_the_disk_has_no_room_for_is_told(tmp_path: Path) -> None:
     folder = begin(tmp_path, 0)
-    with pytest.raises(CheckpointError, match=r"stage-0\.safetensors: not written: .*disk space"):
+    message = r"stage-0\.safetensors: not written: .*disk space"
+    with pytest.raises(CheckpointError, match=message), full_disk():
         write_part(folder, "stage-0", {"w": torch.ones(5000)})
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.huggingface import build_stage, check_folder
 from pipeline.huggingface_config import HuggingFaceConfig
 from pipeline.shards import INDEX, SINGLE, ShardError, Shards, write_shards
+from tests.disk import full_disk
 from tests.huggingface import LAYERS, saved_model, section
 
 TENSORS = {f"w{i}": torch.full((2, 3), float(i)) for i in range(4)}
@@ -26,9 +27,9 @@ def test_only_files_with_wanted_tensors_are_opened(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in read.items())
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_shard_that_the_disk_has_no_room_for_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ShardError, match=r"b\.safetensors: not written: .*; free disk space"):
+    message = r"b\.safetensors: not written: .*; free disk space"
+    with pytest.raises(ShardError, match=message), full_disk():
         write_shards(tmp_path, {"w2": torch.ones(5000)}, FILES)
 
 
