@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from launch.mistakes import explain
@@ -40,6 +41,16 @@ def load_as(
     except ValidationError as error:
         lines = explain(error, model)
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+def toml_value(value: Any) -> str:
+    """A value as a run file has it, in one line."""
+    if isinstance(value, Mapping):
+        given = (f"{k} = {toml_value(v)}" for k, v in value.items() if v is not None)
+        return f"{{ {', '.join(given)} }}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml_value, value))}]"
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()
 
 
 def top_keys(path: Path) -> set[str]:

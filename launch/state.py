@@ -12,8 +12,9 @@ import torch
 from aqsgd.memory import ROWS
 from launch import checkpoint
 from launch.build import Built
+from launch.changes import changed_settings, tell_changes, why_epochs_stay
 from launch.checkpoint import CheckpointError, Part
-from launch.config import BoundaryConfig, RunConfig, boundary_at
+from launch.config import RunConfig
 from launch.data import DataConfig, files
 from launch.handshake import differences
 from launch.messages import gather_json
@@ -27,12 +28,6 @@ from launch.relayout import (
 )
 from launch.session import Session
 
-_MAY_CHANGE = (
-    *("config.run.name", "config.eval.", "config.checkpoint."),
-    *(f"config.pipeline.{name}" for name in ("cuts", "ranks", "replicas", "schedule", "depth")),
-    *(f"config.pipeline.{name}" for name in ("microbatches", "device", "peer_timeout_s")),
-)
-_EPOCHS = "config.train.epochs"
 _log = logging.getLogger(__name__)
 
 
@@ -143,30 +138,17 @@ class Checkpoints:
 
     def _check_facts(self, folder: Path, saved: Mapping[str, Any]) -> None:
         """Refuse to go on with other data or settings, except those that may change."""
-        stayed = set.intersection(*(_cuts(facts) for facts in (saved, self.facts)))
-        found = differences(_by_cut(saved, stayed), _by_cut(self.facts, stayed))
-        may_change = _may_change(saved["config"])
-        changed = [difference for difference in found if not difference[0].startswith(may_change)]
-        if not changed:
-            return
-        samples = [name for name, *_ in changed if name.startswith("data.")]
-        told = [
-            f"{name.removeprefix('config.')} = {before}, this run has {now}"
-            for name, before, now in changed[:4]
-            if name not in samples
-        ]
-        if samples and not any(name.startswith("config.data.") for name, *_ in changed):
-            told.append(self._other_samples(folder, samples))
-        why = ""
-        if any(name == _EPOCHS for name, *_ in changed):
-            why = (
-                ' (train.epochs may change only with train.decay = "none", as it sets the learning '
-                'rates, and not from 1 where a boundary\'s kind is "auto")'
+        changed = changed_settings(saved["config"], self.facts["config"])
+        told = tell_changes(changed)
+        samples = differences(saved.get("data"), self.facts.get("data"), "data")
+        if samples and not any(change.name.startswith("data.") for change in changed):
+            told.append(self._other_samples(folder, [name for name, *_ in samples]))
+        if told:
+            it = "it" if len(told) == 1 else "them"
+            raise CheckpointError(
+                f"{folder} was made with {'; with '.join(told)}; change {it} back"
+                f"{why_epochs_stay(changed)}, or train without --resume"
             )
-        raise CheckpointError(
-            f"{folder} was made with {'; with '.join(told)}; change it back{why}, or train without "
-            "--resume"
-        )
 
     def _other_samples(self, folder: Path, sets: Sequence[str]) -> str:
         """What is known of samples that differ from those of a checkpoint."""
@@ -179,14 +161,6 @@ class Checkpoints:
             f"{self.data.tokenizer!r}: {found}{more}; name a copy of the old content, or put it "
             "there)"
         )
-
-
-def _may_change(saved: Mapping[str, Any]) -> tuple[str, ...]:
-    """Beginnings of what may; epochs if neither learning rates nor boundaries depend on them."""
-    train = saved["train"]
-    auto = any(table["forward"]["kind"] == "auto" for table in saved["boundary"])
-    free = train["decay"] == "none" and (train["epochs"] > 1 or not auto)
-    return (*_MAY_CHANGE, _EPOCHS) if free else _MAY_CHANGE
 
 
 def saved_so_far(config: RunConfig) -> str:
@@ -250,16 +224,3 @@ def _distribute(built: Built, state: Mapping[str, Any]) -> None:
     device = built.stages[0].device
     if device.type == "cuda" and state.get("gpu_rng") is not None:
         torch.cuda.set_rng_state(state["gpu_rng"], device)
-
-
-def _cuts(facts: Mapping[str, Any]) -> set[int]:
-    return set(facts["config"]["pipeline"]["cuts"])
-
-
-def _by_cut(facts: Mapping[str, Any], cuts: set[int]) -> dict[str, Any]:
-    """Facts with the boundaries spelt out for some cuts: others may have any."""
-    tables = [BoundaryConfig.model_validate(table) for table in facts["config"]["boundary"]]
-    boundaries = {
-        str(cut): boundary_at(tables, cut).model_dump(mode="json", exclude={"cut"}) for cut in cuts
-    }
-    return {**facts, "config": {**facts["config"], "boundary": boundaries}}

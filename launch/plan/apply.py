@@ -14,7 +14,7 @@ from typing import Any
 
 import tomli_w
 
-from launch.config_file import ConfigError
+from launch.config_file import ConfigError, toml_value
 
 _HEADER = re.compile(r"^\s*\[")
 _CUTS = re.compile(r"^\s*(?:pipeline\.)?(?:cuts|stages)\s*=")
@@ -139,12 +139,6 @@ def boundary_text(boundaries: Sequence[Mapping[str, Any]]) -> str:
     for boundary in boundaries:
         lines.append("[[boundary]]")
         for key, value in boundary.items():
-            lines.append(f"{key} = {_inline(value)}")
+            lines.append(f"{key} = {toml_value(value)}")
         lines.append("")
     return "\n".join(lines)
-
-
-def _inline(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + " }"
-    return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()

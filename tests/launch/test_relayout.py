@@ -229,7 +229,7 @@ def test_what_cannot_be_resumed_is_refused_by_name(ranks: Ranks, tmp_path: Path)
     ranks(2, _save, run_config([2], boundary=AQSGD), str(tmp_path))
     other_bits = [{**AQSGD[0], "forward": {"kind": "aqsgd", "bits": 3}}]
     (message, _) = ranks(2, _expect_error, run_config([2], boundary=other_bits), str(tmp_path))
-    assert "with boundary.2.forward.bits = 4, this run has 3" in message
+    assert "with boundary at cut 2: forward.bits = 4, this run has 3" in message
     (tmp_path / "step-3" / "replica-0.rank-1.safetensors").unlink()
     (message,) = ranks(1, _expect_error, run_config([], boundary=AQSGD), str(tmp_path))
     assert "replica-0.rank-1.safetensors: missing" in message
