@@ -20,7 +20,7 @@ from rich.text import Text
 from launch.metrics import (
     NOTHING,
     Direction,
-    LossMean,
+    RecentMean,
     RunInfo,
     StepRecord,
     format_bytes,
@@ -36,7 +36,7 @@ from launch.metrics import (
 from launch.summary import Summary, Traffic, direction_bytes
 
 LOG_INTERVAL_S = 5.0
-LOSS_HALFLIFE_STEPS = 20.0
+LOSS_STEPS = 10
 
 _SPARK_CELLS = 60
 _SPARK = "▁▂▃▄▅▆▇█"
@@ -121,7 +121,7 @@ class _Progress:
         self.eval: Mapping[str, float] | None = None
         self.skipped = 0
         self.spark = Sparkline(_SPARK_CELLS)
-        self._mean = LossMean(LOSS_HALFLIFE_STEPS)
+        self._mean = RecentMean(LOSS_STEPS)
 
     def update(self, record: StepRecord) -> None:
         self.mean_loss = self._mean.update(record.loss)
@@ -197,7 +197,7 @@ class _Log:
         parts = [
             f"step {record.step:>{len(str(total))}}/{total}",
             f"epoch {record.epoch}",
-            f"loss {format_loss(self._progress.mean_loss)}",
+            f"loss {format_loss(record.loss)}",
             f"{format_rate(record.tokens_per_s)} {_SHORT[self._info.unit]}/s",
         ]
         if record.wire:
@@ -289,8 +289,8 @@ def _numbers(info: RunInfo, record: StepRecord, *, progress: _Progress) -> Group
     evaluation = progress.eval or {}
     grad_norm = NOTHING if record.grad_norm is None else f"{record.grad_norm:.3g}"
     cells = [
-        ("loss", format_loss(progress.mean_loss)),
-        ("last step", format_loss(record.loss)),
+        ("loss, this step", format_loss(record.loss)),
+        (f"mean of last {LOSS_STEPS}", format_loss(progress.mean_loss)),
         ("eval loss", format_loss(evaluation.get("loss"))),
         ("eval compressed", format_loss(evaluation.get("loss_compressed"))),
         (f"{info.unit}s/s", format_rate(record.tokens_per_s)),
@@ -368,7 +368,7 @@ def _mbps(nbytes: int, record: StepRecord) -> str:
 def _final(info: RunInfo, summary: Summary) -> RenderableType:
     losses = summary["eval"] or {}
     cells = [
-        ("train loss, last epoch", format_loss(summary["final_loss"])),
+        ("loss, mean of last epoch", format_loss(summary["final_loss"])),
         ("eval loss", format_loss(losses.get("loss"))),
         ("eval loss, compressed", format_loss(losses.get("loss_compressed"))),
         (f"median {info.unit}s/s", format_rate(summary["median_tokens_per_s"])),

@@ -7,10 +7,12 @@ share. The formatting functions at the end give every place the same units: byte
 
 import math
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Annotated, Literal, Self, TypeAlias
 
@@ -240,24 +242,17 @@ def _truncate(path: Path, last_step: int) -> None:
     partial.replace(path)
 
 
-class LossMean:
-    """Exponentially weighted mean of the finite losses seen so far.
+class RecentMean:
+    """Mean of the last `count` finite losses."""
 
-    A loss counts half as much `halflife_steps` later. The mean is exact from the first loss on (no
-    pull towards zero).
-    """
-
-    def __init__(self, halflife_steps: float) -> None:
-        self._decay = 0.5 ** (1.0 / halflife_steps)
-        self._sum = 0.0
-        self._weight = 0.0
+    def __init__(self, count: int) -> None:
+        self._losses: deque[float] = deque(maxlen=count)
 
     def update(self, loss: float) -> float:
         """Take one loss in and return the mean; NaN until a finite loss was seen."""
         if math.isfinite(loss):
-            self._sum = self._decay * self._sum + loss
-            self._weight = self._decay * self._weight + 1.0
-        return self._sum / self._weight if self._weight else math.nan
+            self._losses.append(loss)
+        return fmean(self._losses) if self._losses else math.nan
 
 
 def format_bytes(nbytes: float) -> str:

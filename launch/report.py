@@ -152,7 +152,7 @@ def _cards(summary: Summary) -> str:
     losses, totals = summary["eval"] or {}, summary["totals"]
     unit = summary["unit"].capitalize()
     cards = [
-        ("Training loss, last epoch", format_loss(summary["final_loss"])),
+        ("Training loss, mean of last epoch", format_loss(summary["final_loss"])),
         ("Evaluation loss", format_loss(losses.get("loss"))),
         ("Evaluation loss, compressed", format_loss(losses.get("loss_compressed"))),
         *((f"Evaluation {name}", value) for name, value in other_scores(losses)),

@@ -111,6 +111,20 @@ def test_panel_keeps_the_last_evaluation_and_counts_skipped_steps() -> None:
     assert lines[above + 1][column:].split()[0] == "2"
 
 
+def test_the_loss_of_a_step_is_its_own_and_the_mean_is_of_the_last_ten() -> None:
+    records = [_record(step, loss=9.0 if step <= 90 else 2.0) for step in range(1, 99)]
+    records.append(_record(99, loss=1.0, evaluated=True))
+    log = _show(_info(), records, interactive=False, finish=True)
+    (line,) = (line for line in log.splitlines() if "   99/10000" in line)
+    assert "epoch 12  loss 1.0000" in line
+    assert "loss, mean of last epoch" in log
+    panel = _show(_info(), records, interactive=True, finish=False).splitlines()
+    above = max(i for i, line in enumerate(panel) if "loss, this step" in line)
+    assert panel[above].split("  ")[0].startswith("│ loss, this step")
+    assert "mean of last 10" in panel[above]
+    assert panel[above + 1].strip("│ ").split()[:2] == ["1.0000", "2.6000"]
+
+
 def test_final_tables_show_bytes_really_sent_and_totals() -> None:
     records = [_record(step) for step in (1, 2, 3)]
     text = _show(_info(), records, interactive=False, finish=True)

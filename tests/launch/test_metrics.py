@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from launch.metrics import (
-    LossMean,
     MetricsWriter,
+    RecentMean,
     StepRecord,
     WireCount,
     format_bytes,
@@ -158,12 +158,13 @@ def test_a_bad_line_in_the_middle_is_named(tmp_path: Path, bad: str, what: str) 
         read_metrics(path)
 
 
-def test_loss_mean_halves_the_weight_of_older_losses_and_leaves_nan_out() -> None:
-    mean = LossMean(halflife_steps=1.0)
+def test_a_recent_mean_forgets_older_losses_and_leaves_nan_out() -> None:
+    mean = RecentMean(2)
     assert math.isnan(mean.update(math.nan))
     assert mean.update(4.0) == 4.0
-    assert mean.update(1.0) == pytest.approx((0.5 * 4.0 + 1.0) / 1.5)
-    assert mean.update(math.inf) == pytest.approx(2.0)
+    assert mean.update(1.0) == 2.5
+    assert mean.update(math.inf) == 2.5
+    assert mean.update(2.0) == 1.5
 
 
 @pytest.mark.parametrize(
