@@ -198,7 +198,7 @@ def latest(root: Path) -> int | None:
     pointer = root / "latest"
     try:
         name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     step = _step_of(name)
     if step is None or not _is_complete(root / name):

@@ -16,6 +16,7 @@ from launch.config import RunConfig, load_config
 from launch.config_file import ConfigError
 from launch.doctor.cli import doctor
 from launch.export import ExportDtype, export
+from launch.folder import check_folder
 from launch.handshake import HandshakeError, versions
 from launch.packages import explain
 from launch.plan.cli import plan
@@ -228,6 +229,7 @@ def main() -> None:
 
 def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
     try:
+        check_folder(config.run.path)
         check_model(config.model)
         corpus = check_data(config)
         check_memory(config, len(corpus.train), range(config.world_size))
@@ -242,6 +244,7 @@ def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
 
 def _show_memory(config: RunConfig) -> None:
     try:
+        check_folder(config.run.path)
         sequences = len(check_data(config).train)
         ends, ranks = plan_memory(config, sequences), range(config.world_size)
         show_memory(Console(highlight=False), config, ends, ranks)
@@ -257,6 +260,7 @@ def _run_here(config: RunConfig, nodes: Nodes) -> int:
                 f"--nnodes = {nodes.count}: {config.world_size} ranks cannot be shared evenly by "
                 "that many machines; change the stages, the replicas or --nnodes"
             )
+        check_folder(config.run.path)
         check_data(config)
         return run_node(sys.argv[1:], config.world_size // nodes.count, nodes)
     except (ValueError, OSError, ImportError) as error:

@@ -18,6 +18,7 @@ from launch import checkpoint
 from launch.checkpoint import CheckpointError
 from launch.config import RunConfig, load_config
 from launch.config_file import ConfigError
+from launch.folder import check_folder
 from launch.relayout import common_model, parts_of
 from pipeline.families import family_of
 from pipeline.huggingface import lay_out
@@ -50,6 +51,8 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
             fit `dtype`.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
+    for name, folder in (("RUN_FOLDER", run_folder), ("OUT", out)):
+        check_folder(folder, name)
     config = load_config(run_folder / "config.toml")
     model = config.model
     if not isinstance(model, HuggingFaceConfig):
@@ -57,7 +60,7 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
             f"{run_folder}: trained a model of our own (pipeline/transformer.py), for which "
             "transformers has no class; only runs with model.pretrained or model.config export"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: exists and is not empty; name a new folder")
     out = out.resolve()  # "." has no name, and a link is not to be replaced
     root = run_folder / "checkpoints"

@@ -20,6 +20,18 @@ _LOCK = ".lock"
 _MARKS = ("config.toml", "metrics.jsonl", "checkpoints", _LOCK)
 
 
+def check_folder(path: Path, name: str = "run.folder") -> None:
+    """Refuse a place where no folder can be, given by the setting or option `name`.
+
+    Raises:
+        ConfigError: it is a file, or below one.
+    """
+    nearest = next((place for place in (path, *path.parents) if place.exists()), path)
+    if nearest.exists() and not nearest.is_dir():
+        what = "it" if nearest == path else str(nearest)
+        raise ConfigError(f"{name} = {path}: {what} is a file; name another folder, or move it")
+
+
 @dataclass(frozen=True)
 class _Owner:
     """Who holds a lock, as its file says."""

@@ -15,7 +15,7 @@ from launch.build import build
 from launch.config import RunConfig, write_config
 from launch.config_file import ConfigError
 from launch.display import Display
-from launch.folder import RunFolder
+from launch.folder import RunFolder, check_folder
 from launch.handshake import versions
 from launch.metrics import (
     DIRECTIONS,
@@ -72,6 +72,7 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
     torch.set_num_threads(rank_threads(len(_ranks_here())))
     corpus, problem = None, None
     try:
+        check_folder(config.run.path)
         corpus = check_data(config)
         check_memory(config, len(corpus.train), _ranks_here())
     except (ValueError, OSError, ImportError) as error:

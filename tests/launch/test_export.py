@@ -273,3 +273,11 @@ def test_a_model_of_our_own_is_refused(tmp_path: Path) -> None:
     write_config(run, tmp_path / "config.toml")
     with pytest.raises(ConfigError, match=r"our own.*no class"):
         export(tmp_path, tmp_path / "out", step=None, dtype="source")
+
+
+@pytest.mark.parametrize(("run", "out"), [("file", "out"), ("run", "file"), ("run", "file/out")])
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path, run: str, out: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"^(RUN_FOLDER|OUT) = .* is a file; name another folder"):
+        export(tmp_path / run, tmp_path / out, step=None, dtype="source")

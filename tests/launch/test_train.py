@@ -276,6 +276,9 @@ def test_the_folder_of_a_live_run_is_left_alone(
         (["--set", "data.path=/nowhere/text.txt"], "/nowhere/text.txt"),
         (["--set", "data.train_sequences=100000"], "train_sequences = 100000"),
         (["--show", "3"], "--show = 3: use a rank below 3, or -1"),
+        (["--set", "run.folder={file}"], "run.folder = {file}: it is a file; name another folder"),
+        (["--set", "run.folder={file}/a/b", "--resume"], "/a/b: {file} is a file; name another"),
+        (["--set", "run.folder={file}", "--dry-run"], "run.folder = {file}: it is a file"),
         (["--resume"], "no checkpoints to resume from"),
         (["--step", "6"], "--step = 6: goes with --resume; add it, or leave out --step"),
     ],
@@ -283,10 +286,12 @@ def test_the_folder_of_a_live_run_is_left_alone(
 def test_user_errors_exit_with_2_before_any_rank_starts(
     run_file: Path, arguments: list[str], message: str
 ) -> None:
-    done = thinpipe(run_file, *arguments)
+    file = run_file.parent / "text.txt"
+    done = thinpipe(run_file, *(argument.format(file=file) for argument in arguments))
     assert done.returncode == 2
-    assert message in done.stderr
+    assert message.format(file=file) in done.stderr
     assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
     assert not (run_file.parent / "run").exists()
 
 
@@ -392,13 +397,20 @@ def test_ranks_with_different_configs_or_data_refuse_to_start(
     assert all(told in output for output in told_by(ranks))
 
 
-def test_a_rank_that_cannot_start_tells_the_others(run_file: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("data.path=/nowhere", "data.path = '/nowhere'"),
+        ("run.folder=/dev/null/run", "run.folder = /dev/null/run: /dev/null is a file"),
+    ],
+)
+def test_a_rank_that_cannot_start_tells_the_others(run_file: Path, change: str, told: str) -> None:
     port, cut = free_port(), ["--set", "pipeline.cuts=[2]"]
     ranks = [
-        as_rank(0, 2, port, run_file, *cut, "--set", "data.path=/nowhere"),
+        as_rank(0, 2, port, run_file, *cut, "--set", change),
         as_rank(1, 2, port, run_file, *cut),
     ]
-    assert all("rank 0: data.path = '/nowhere'" in output for output in told_by(ranks))
+    assert all(f"rank 0: {told}" in output for output in told_by(ranks))
 
 
 def test_a_rank_that_nobody_joins_ends(run_file: Path) -> None:
