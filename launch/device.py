@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from launch.packages import install
 from pipeline.config import DeviceName
 
 
@@ -50,7 +51,7 @@ def _missing_for_triton() -> str | None:
     It looks for the compiler and the headers where `triton/runtime/build.py` does.
     """
     if importlib.util.find_spec("triton") is None:
-        return 'its package; run pip install "triton>=3.6"'
+        return f"its package; run {install('triton>=3.6')}"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "a C compiler; install gcc or clang, or set CC"
     headers = Path(sysconfig.get_paths()["include"])

@@ -1,6 +1,8 @@
 """What to do about a package that is not installed. Imports none itself."""
 
 import importlib.util
+import shlex
+import sys
 from collections.abc import Mapping
 
 EXTRAS: Mapping[str, str] = {
@@ -19,11 +21,16 @@ def explain(error: Exception) -> str:
         return str(error)
     extra = EXTRAS.get(package)
     if extra is None:
-        return f"the package {package!r} is not installed; run `pip install {package}`"
+        return f"the package {package!r} is not installed; run {install(package)}"
     return (
         f"the package {package!r} (extra {extra!r}) is not installed; run "
-        f"`pip install 'thinpipe[{extra}]'`"
+        f"{install(f'thinpipe[{extra}]')}"
     )
+
+
+def install(requirement: str) -> str:
+    """The command that installs into the environment of this process, whichever is active."""
+    return f"`{shlex.join([sys.executable, '-m', 'pip', 'install', requirement])}`"
 
 
 def require(package: str) -> None:

@@ -156,8 +156,8 @@ class HuggingFaceConfig(BaseModel):
         """The transformers library's config, with the overrides of this one; do not change it.
 
         Raises:
-            ValueError: config.json is not one of a model that the library knows, or there is no
-                such library.
+            ImportError: transformers is not installed.
+            ValueError: config.json is not one of a model that the library knows.
         """
         assert self.folder is not None
         config = _read(self.folder)
@@ -184,12 +184,8 @@ class HuggingFaceConfig(BaseModel):
 
 
 def _read(folder: Path) -> Any:
-    try:
-        from transformers import AutoConfig
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "models from a folder need the package 'transformers'; run `pip install 'thinpipe[hf]'`"
-        ) from error
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -27,13 +27,9 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
         ImportError: peft is not installed.
         ValueError: a target names no linear layer, or peft has no default for the family.
     """
-    try:
-        from peft import LoraConfig as PeftConfig
-        from peft import inject_adapter_in_model
-    except ModuleNotFoundError as error:
-        raise ImportError(
-            "model.lora needs the package 'peft'; run `pip install 'thinpipe[hf]'`"
-        ) from error
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
     targets = config.targets or _default_targets(model.config.model_type)
     heads = [name for name, _ in model.named_children() if name != model.base_model_prefix]
     options = PeftConfig(

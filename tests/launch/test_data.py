@@ -239,7 +239,7 @@ def test_wrong_settings_are_named(choices: dict[str, Any], message: str) -> None
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is not None, reason="datasets is here")
 def test_missing_datasets_package_is_named() -> None:
     with pytest.raises(
-        ImportError, match=r"data.dataset = 'hf:.*pip install 'thinpipe\[datasets\]'"
+        ImportError, match=r"data.dataset = 'hf:.*-m pip install 'thinpipe\[datasets\]'`"
     ):
         load(DataConfig(dataset="hf:wikitext/wikitext-2-raw-v1"))
 

@@ -32,7 +32,7 @@ def test_what_triton_lacks_is_named_before_a_run_starts(
     monkeypatch.setattr(device, "gpu_count", lambda: 1)
     monkeypatch.setattr(device.importlib.util, "find_spec", lambda _: lost != "package" or None)
     monkeypatch.setenv("CC", "cc")
-    said = 'run pip install "triton>=3.6"'
+    said = "-m pip install 'triton>=3.6'`"
     if lost == "compiler":
         monkeypatch.delenv("CC")
         monkeypatch.setenv("PATH", str(tmp_path))

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.packages import EXTRAS
+from launch.packages import EXTRAS, install
 from tests.huggingface import saved_model
 from tests.launch.test_train import PATIENCE_S, run_file
 from tests.ports import free_port
 
 __all__ = ["run_file"]
 
+HF = install("thinpipe[hf]")
 HIDE = """
 import os, sys
 for name in os.environ.get("HIDDEN", "").split():
@@ -53,9 +54,14 @@ def command(name: str, run_file: Path, *overrides: str) -> list[str]:
     return [name, str(run_file), *settings]
 
 
+def test_remedies_are_for_the_environment_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/my venv/bin/python")
+    assert install("thinpipe[hf]") == "`'/my venv/bin/python' -m pip install 'thinpipe[hf]'`"
+
+
 def test_what_all_commands_need(run_file: Path) -> None:
     done = without("zstandard", run_file.parent, *command("trace", run_file))
-    said = "error: the package 'zstandard' is not installed; run `pip install zstandard`\n"
+    said = f"error: the package 'zstandard' is not installed; run {install('zstandard')}\n"
     assert (done.returncode, done.stderr) == (2, said)
 
 
@@ -76,11 +82,17 @@ def huggingface_run(run_file: Path) -> None:
 def test_models_from_a_folder(run_file: Path, package: str, name: str) -> None:
     huggingface_run(run_file)
     done = without(package, run_file.parent, *command(name, run_file))
-    assert done.returncode == 2
-    said = done.stdout + done.stderr
-    assert "Traceback" not in said
-    (line,) = (line for line in said.splitlines() if f"'{package}'" in line)
-    assert "pip install 'thinpipe[hf]'" in line
+    assert (done.returncode, done.stdout) == (2, "")
+    said = f"error: the package {package!r} (extra 'hf') is not installed; run {HF}\n"
+    assert done.stderr == said
+
+
+@pytest.mark.parametrize("arguments", [["--dry-run"], ["--nnodes", "2", "--rdzv", "localhost:1"]])
+@pytest.mark.parametrize("example", ["gpt2_wikitext_small", "bert_cola_small", "gptjt_small"])
+def test_examples_without_a_download(tmp_path: Path, example: str, arguments: list[str]) -> None:
+    done = without("transformers", tmp_path, "train", f"examples/{example}.toml", *arguments)
+    said = f"error: the package 'transformers' (extra 'hf') is not installed; run {HF}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +102,12 @@ def test_models_from_a_folder(run_file: Path, package: str, name: str) -> None:
             "datasets",
             ["data.path=", "data.dataset=hf:a/b"],
             "error: rank 0: data.dataset = 'hf:a/b': the package 'datasets' (extra 'datasets') is "
-            "not installed; run `pip install 'thinpipe[datasets]'`, or set data.path to local text",
+            f"not installed; run {install('thinpipe[datasets]')}, or set data.path to local text",
         ),
         (
             "peft",
             [],
-            "rank 0: model.lora needs the package 'peft'; run `pip install 'thinpipe[hf]'`",
+            f"rank 0: the package 'peft' (extra 'hf') is not installed; run {HF}",
         ),
     ],
 )
@@ -116,13 +128,14 @@ def test_pictures_at_the_end_of_a_run(run_file: Path) -> None:
     settings = ("pipeline.cuts=[]", "train.epochs=1")
     done = without("matplotlib", run_file.parent, *command("train", run_file, *settings))
     assert done.returncode == 1
-    assert "rank 0: the package 'matplotlib' is not installed; run `pip install ma" in done.stderr
+    said = f"rank 0: the package 'matplotlib' is not installed; run {install('matplotlib')}"
+    assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_emulated_networks(run_file: Path) -> None:
     done = without("pyroute2", run_file.parent, *command("shaped", run_file))
-    said = "error: the package 'pyroute2' is not installed; run `pip install pyroute2`\n"
+    said = f"error: the package 'pyroute2' is not installed; run {install('pyroute2')}\n"
     assert (done.returncode, done.stderr) == (2, said)
 
 
