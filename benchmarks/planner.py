@@ -146,7 +146,7 @@ def _real(host: int, config: RunConfig, steps: int) -> tuple[list[BlockCost], tu
     dist.init_process_group("gloo", timeout=timedelta(seconds=_LIMIT_S))
     mesh = build_mesh(config.pipeline.stages, 1, timeout_s=_LIMIT_S)
     dist.barrier()
-    blocks = measure_blocks(config)
+    blocks = measure_blocks(config).costs
     engine = build(config, mesh, run_id=1, total_steps=100).engine
     samples, tokens = config.train.batch_size, config.data.sequence_length
     text_BT = torch.randint(256, (samples, tokens + 1), generator=torch.manual_seed(0))

@@ -110,7 +110,10 @@ def _measure(config: RunConfig) -> list[dict[str, Any]]:
     on_cpu = choose_device(config.pipeline.device).type == "cpu"
     cores = torch.get_num_threads() / usable_cores()
     crowding = max(1.0, _ranks_here() * (cores if on_cpu else 1 / gpu_count()))
-    return [asdict(block.on(1 / crowding)) for block in measure_blocks(config, min)]
+    measured = measure_blocks(config, min)
+    if measured.warning is not None:
+        _log.warning('pipeline.cuts = "auto": %s', measured.warning)
+    return [asdict(block.on(1 / crowding)) for block in measured.costs]
 
 
 def _room(config: RunConfig) -> float:

@@ -55,7 +55,7 @@ def plan(  # noqa: PLR0913  # one parameter per option
         config = load_config(config_path, overrides or [])
         check_simulated(config.pipeline.schedule)
         links = _links(config.pipeline.pipeline_ranks, network, rate, delay)
-        blocks = _blocks(config, _numbers(speeds, "--speeds", config.pipeline.stages))
+        blocks = _blocks(console, config, _numbers(speeds, "--speeds", config.pipeline.stages))
         limits = _numbers(memory, "--memory", config.pipeline.stages)
         config, advice = _plan(console, config, blocks, links, limits=limits)
         if apply:
@@ -109,13 +109,15 @@ def _plan(
     return config, found[0]
 
 
-def _blocks(config: RunConfig, speeds: Sequence[float] | None) -> Blocks:
+def _blocks(console: Console, config: RunConfig, speeds: Sequence[float] | None) -> Blocks:
     """Measured here, with the threads and the memory of a rank that has its machine to itself."""
     keep_freed_memory()
     torch.set_num_threads(rank_threads(1))
     here = measure_blocks(config)
+    if here.warning is not None:
+        console.print(f"warning: {here.warning}", soft_wrap=True)
     speeds = speeds or [1.0] * config.pipeline.stages
-    return [[block.on(speed) for block in here] for speed in speeds]
+    return [[block.on(speed) for block in here.costs] for speed in speeds]
 
 
 def _links(ranks: int, path: Path | None, rate: str | None, delay: str | None) -> Network:

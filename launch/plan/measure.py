@@ -3,24 +3,31 @@
 Blocks with the same parameters' shapes are measured once. Axes: B samples, T tokens, D width.
 """
 
-import statistics
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from launch.build import build_blocks, build_objective
 from launch.config import RunConfig
-from launch.device import choose_device
+from launch.device import choose_device, free_gpu_memory
+from launch.machine import free_memory
+from launch.plan.disturbance import OtherWork, disturbance, undisturbed
 from pipeline.models import trainable
 from pipeline.samples import Samples
 from pipeline.schedule import fit_microbatches
 from pipeline.stopwatch import Stopwatch
 
-_LEAST_ROUNDS, _LEAST_S = 5, 0.5
+_LEAST_ROUNDS, _LEAST_S = 5, 0.5  # of each block
+_MOST_S = 3.0
+"""Of all blocks, for more rounds where other work disturbs them."""
+_TRAINED_BYTES = 16  # of a parameter: weight, gradient and two moments of Adam, each fp32
+
+_Shapes = tuple[torch.Size, ...]
+"""Of a block's parameters."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +72,63 @@ def microbatch_shape(config: RunConfig) -> torch.Size:
     return torch.Size((per_microbatch, config.data.sequence_length, config.model.width))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Cost of every block, in order, and what to tell of other work that may have spoiled it."""
+
+    costs: list[BlockCost]
+    warning: str | None
+
+
 def measure_blocks(
-    config: RunConfig, typical: Callable[[Sequence[float]], float] = statistics.median
-) -> list[BlockCost]:
-    """Cost of every block, in order; the `typical` one of several rounds after a dropped one."""
-    found: dict[Any, BlockCost] = {}
-    costs = []
-    for first in range(config.model.layers):
-        with torch.device("meta"):
-            shapes = tuple(p.shape for p in build_blocks(config, first, device="meta").parameters())
-        if shapes not in found:
-            found[shapes] = _Bench(config, first).measure(typical)
-        costs.append(found[shapes])
-    return costs
+    config: RunConfig, typical: Callable[[Sequence[float]], float] = undisturbed
+) -> Measured:
+    """Take the `typical` one of several rounds after a dropped one.
+
+    Blocks take turns, so that what else a machine does slows all of them alike; one after the other
+    where memory does not hold them at once.
+    """
+    shapes = [_shapes(config, first) for first in range(config.model.layers)]
+    found: dict[_Shapes, BlockCost] = {}
+    warnings = []
+    for group in _groups(config, list(dict.fromkeys(shapes))):
+        benches = [_Bench(config, shapes.index(kind)) for kind in group]
+        warnings.append(_take_turns(benches))
+        found |= {kind: bench.cost(typical) for kind, bench in zip(group, benches, strict=True)}
+        del benches
+    return Measured([found[kind] for kind in shapes], next(filter(None, warnings), None))
+
+
+def _shapes(config: RunConfig, first: int) -> _Shapes:
+    with torch.device("meta"):
+        return tuple(p.shape for p in build_blocks(config, first, device="meta").parameters())
+
+
+def _groups(config: RunConfig, kinds: list[_Shapes]) -> list[list[_Shapes]]:
+    """All at once if half of the free memory holds their weights, otherwise each alone."""
+    on_cpu = choose_device(config.pipeline.device).type == "cpu"
+    free = free_memory() if on_cpu else free_gpu_memory() or 0
+    nbytes = _TRAINED_BYTES * sum(math.prod(shape) for kind in kinds for shape in kind)
+    return [kinds] if nbytes < free / 2 else [[kind] for kind in kinds]
+
+
+def _take_turns(benches: Sequence["_Bench"]) -> str | None:
+    """Repeat the rounds of all, and say what disturbed them."""
+    for bench in benches:
+        bench.take_turn()
+        bench.rounds.clear()
+    others = OtherWork()
+    while True:
+        for bench in benches:
+            bench.take_turn()
+        rounds_s = [[sum(times_s) for times_s in bench.rounds] for bench in benches]
+        spent_s = sum(map(sum, rounds_s))
+        if len(rounds_s[0]) < _LEAST_ROUNDS or spent_s < _LEAST_S * len(benches):
+            continue
+        threads = torch.get_num_threads()
+        warning = disturbance(rounds_s, others=others.cores(), threads=threads)
+        if warning is None or spent_s >= _MOST_S:
+            return warning
 
 
 class _Bench:
@@ -99,20 +150,17 @@ class _Bench:
         self._objective = build_objective(config)
         labels_B = torch.zeros(samples, dtype=torch.int64, device=device)
         self._targets = tokens_BT if config.model.classes is None else labels_B
+        self.rounds: list[tuple[float, float, float]] = []
 
-    def measure(self, typical: Callable[[Sequence[float]], float]) -> BlockCost:
-        self._round()
-        rounds: list[tuple[float, float, float]] = []
-        while len(rounds) < _LEAST_ROUNDS or sum(sum(times) for times in rounds) < _LEAST_S:
-            rounds.append(self._round())
-        forward_s, backward_s, optimizer_s = map(typical, zip(*rounds, strict=True))
+    def cost(self, typical: Callable[[Sequence[float]], float]) -> BlockCost:
+        forward_s, backward_s, optimizer_s = map(typical, zip(*self.rounds, strict=True))
         parameters = sum(p.numel() for p in self._parameters)
         trained = sum(p.numel() for p in trainable(self._block))
         return BlockCost(
             forward_s, backward_s, optimizer_s, parameters, trained, self._activations()
         )
 
-    def _round(self) -> tuple[float, float, float]:
+    def take_turn(self) -> None:
         marks = [self._watch.mark()]
         output = self._forward()
         marks.append(self._watch.mark())
@@ -125,7 +173,7 @@ class _Bench:
         marks.append(self._watch.mark())
         moments_s = self._watch.seconds(marks)
         forward_s, backward_s, optimizer_s = (b - a for a, b in pairwise(moments_s))
-        return forward_s, backward_s, optimizer_s
+        self.rounds.append((forward_s, backward_s, optimizer_s))
 
     def _forward(self) -> Tensor:
         x = self._x.detach()

@@ -68,7 +68,7 @@ def test_memory_counts_parameters_and_what_is_in_flight() -> None:
 
 
 def test_blocks_are_measured_with_their_parameters() -> None:
-    costs = measure_blocks(RUN)
+    costs = measure_blocks(RUN).costs
     whole = build_layers(RUN.model, 0, 4, seed=0, device="meta")
     assert sum(cost.parameters for cost in costs) == sum(p.numel() for p in whole.parameters())
     assert all(cost.trained == cost.parameters for cost in costs)
