@@ -1,8 +1,9 @@
 """Writes planned cuts and boundaries into a run file, whose comments and order stay as they are.
 
 The text is edited: the value of `pipeline.cuts` is replaced, `[[boundary]]` tables are replaced by
-new ones at the end, after the comments of the old ones. No comment is lost: one on a line that goes
-gets a line of its own. The result must read back as what was meant, or nothing is written.
+new ones at the end. No comment is lost: those of the old tables come first there and are said to be
+theirs, and one on a line that goes gets a line of its own. The result must read back as what was
+meant, or nothing is written.
 """
 
 import os
@@ -17,6 +18,7 @@ import tomli_w
 from launch.config_file import ConfigError, toml_value
 
 _HEADER = re.compile(r"^\s*\[")
+_OLD = "# comments of the boundaries that were here before:"
 _CUTS = re.compile(r"^\s*(?:pipeline\.)?(?:cuts|stages)\s*=")
 
 
@@ -59,30 +61,27 @@ def _edit(text: str, cuts: Sequence[int], boundaries: Sequence[Mapping[str, Any]
     body = "\n".join(kept) + "\n"
     if boundaries is None:
         return body
-    return "\n".join([body, *comments, boundary_text(boundaries)])
+    old = [comment for comment in comments if comment.strip() != _OLD]
+    return "\n".join([body, *([_OLD, *old] if old else []), boundary_text(boundaries)])
 
 
 def _without_boundaries(lines: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The other lines, and the comments of boundary tables; the last ones may be the next table's,
-    and stay where they are.
-    """
+    """The other lines, and the comments of boundary tables; those right above a table are its."""
     kept, comments, last = list[str](), list[str](), list[str]()
     inside = False
     for line in lines:
+        if line.lstrip().startswith("#"):
+            last.append(line)
+            continue
         if _HEADER.match(line):
             inside = line.strip().startswith(("[[boundary]]", "[boundary."))
-            comments += last if inside else []
-            kept += [] if inside else last
-            last = []
-        if not inside:
-            kept.append(line)
-        elif line.lstrip().startswith("#"):
-            last.append(line)
-        elif line.strip():
-            comments += last
-            last = []
-            comments += _own_line(_parts(line)[1])
-    return kept, comments + last
+        if inside:
+            comments += [*last, *_own_line(_parts(line)[1])]
+        else:
+            kept += [*last, line]
+        last = []
+    (comments if inside else kept).extend(last)
+    return kept, comments
 
 
 def _with_cuts(lines: Sequence[str], new_cuts: str, *, has_cuts: bool) -> list[str]:

@@ -14,6 +14,8 @@ TABLES = [
     {"cut": 5, "forward": {"kind": "raw", "format": "bf16"}, "backward": {"kind": "raw"}},
 ]
 
+OLD = "# comments of the boundaries that were here before:"
+
 
 def applied(tmp_path: Path, text: str, tables: list[dict[str, object]] | None = TABLES) -> str:
     path = tmp_path / "run.toml"
@@ -49,9 +51,32 @@ lr = 1e-3
     assert edited.startswith(
         '# my run\n[pipeline]\ncuts = [2, 5]   # found by "plan"\n# that\'s all'
     )
-    assert "# how\n[train]         # the rest\nlr = 1e-3\n\n# all links\n# two slow" in edited
+    assert f"# how\n[train]         # the rest\nlr = 1e-3\n\n{OLD}\n# all links\n# two" in edited
     assert '# two slow ones\n# "simple" and small\n' in edited
-    assert edited.count("#") == text.count("#")
+    assert edited.count("#") == text.count("#") + 1
+
+
+def test_comments_of_old_boundaries_are_told_to_be_theirs(tmp_path: Path) -> None:
+    text = """# my run
+
+# coded
+[[boundary]]
+forward = { kind = "aqsgd", bits = 4 }
+
+# the fast one
+[[boundary]]
+cut = 4   # tiles
+# or fewer bits
+
+# how
+[train]
+lr = 1e-3
+"""
+    edited = applied(tmp_path, text)
+    old = f"{OLD}\n# coded\n# the fast one\n# tiles\n# or fewer bits\n[[boundary]]\ncut = 2\n"
+    assert edited.startswith("# my run\n\n# how\n[train]\nlr = 1e-3\n")
+    assert old in edited
+    assert applied(tmp_path, edited) == edited
 
 
 def test_comments_in_a_list_that_is_replaced_stay(tmp_path: Path) -> None:
