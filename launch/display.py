@@ -4,6 +4,7 @@ On a terminal: one calm panel, redrawn in place. In a log: a plain line now and 
 control characters. Both fit into 80 columns.
 """
 
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -24,7 +25,6 @@ from launch.metrics import (
     RunInfo,
     StepRecord,
     format_bytes,
-    format_count,
     format_duration,
     format_healed,
     format_loss,
@@ -264,12 +264,15 @@ class _Panel:
 
 
 def _shape(info: RunInfo) -> str:
-    """The run in one line: size, stages, schedule."""
-    return (
-        f"{format_count(info.parameters)} parameters, {_plural(info.stages, 'stage')}, "
-        f"{_plural(info.replicas, 'replica')}, {info.schedule}, "
-        f"{_plural(info.microbatches, 'microbatch', 'microbatches')}"
+    """The run in a line, or in two that fit the panel: size, stages, schedule."""
+    parts = (
+        info.size,
+        _plural(info.stages, "stage"),
+        _plural(info.replicas, "replica"),
+        info.schedule,
+        _plural(info.microbatches, "microbatch", "microbatches"),
     )
+    return textwrap.fill(", ".join(parts), width=76)
 
 
 def _plural(count: int, one: str, many: str | None = None) -> str:

@@ -101,7 +101,8 @@ class RunInfo:
     """What is known of a run before its first step; the display and the report print it.
 
     `cuts` is empty for a single stage. `methods` has a label such as "aqsgd 4-bit" for each cut
-    and direction. `exchanged` is how many parameters replicas exchange. `unit` is what has a loss.
+    and direction. `exchanged` is how many parameters are trained, and replicas exchange; copies of
+    a tied one count. `unit` is what has a loss.
     """
 
     name: str
@@ -119,6 +120,14 @@ class RunInfo:
     versions: Mapping[str, str]
     config_digest: str
     unit: Literal["token", "sample"] = "token"
+
+    @property
+    def size(self) -> str:
+        """How many parameters, and how many of them are trained where not all are."""
+        size = f"{format_count(self.parameters)} parameters"
+        if self.exchanged >= self.parameters:
+            return size
+        return f"{size} ({format_count(self.exchanged)} trained)"
 
     def wire_keys(self, records: Iterable[StepRecord] = ()) -> list[WireKey]:
         """Every cut and direction, in the order in which tables list them.

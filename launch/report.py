@@ -17,7 +17,6 @@ from launch.metrics import (
     StepRecord,
     TimelineEvent,
     format_bytes,
-    format_count,
     format_duration,
     format_healed,
     format_loss,
@@ -122,7 +121,7 @@ def _page(
 </head>
 <body>
 <h1>{title}</h1>
-<p class="muted">{_subtitle(summary)}</p>
+<p class="muted">{_subtitle(summary, info)}</p>
 {_cards(summary)}
 <h2>Loss</h2>
 <p>{_LOSS_WORDS}</p>
@@ -136,9 +135,9 @@ def _page(
 """
 
 
-def _subtitle(summary: Summary) -> str:
+def _subtitle(summary: Summary, info: RunInfo) -> str:
     parts = (
-        f"{format_count(summary['parameters'])} parameters",
+        info.size,
         f"stages: {summary['stages']}",
         f"replicas: {summary['replicas']}",
         f"schedule: {summary['schedule']}",

@@ -25,7 +25,7 @@ from pipeline.huggingface_config import HuggingFaceConfig
 from pipeline.huggingface_init import initialise
 from pipeline.huggingface_masks import check_masks, mask_inputs, needs_mask
 from pipeline.huggingface_weights import Sources
-from pipeline.lora import add_lora
+from pipeline.lora import add_lora, check_targets
 from pipeline.samples import Samples
 
 
@@ -134,6 +134,7 @@ def check_folder(config: HuggingFaceConfig) -> None:
     if config.weights is not None:
         Sources(config.weights, model, family_of(config.transformers_config)).check()
     if config.lora is not None:
+        check_targets(model, config.lora)
         add_lora(model, config.lora, seed=0)
 
 

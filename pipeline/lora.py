@@ -6,11 +6,11 @@ section 4.1: W0 + (alpha / r) B A, with A random and B zero at the start.
 Axes: O outputs, I inputs, R rank.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.huggingface_config import LoraConfig
 from pipeline.huggingface_init import seeded
@@ -31,7 +31,7 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
     from peft import inject_adapter_in_model
 
     targets = config.targets or _default_targets(model.config.model_type)
-    heads = [name for name, _ in model.named_children() if name != model.base_model_prefix]
+    heads = _heads(model)
     options = PeftConfig(
         r=config.rank,
         lora_alpha=config.alpha,
@@ -44,7 +44,7 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
         try:
             inject_adapter_in_model(options, model, adapter_name=_ADAPTER)
         except ValueError as error:
-            raise ValueError(f"model.lora.targets = {list(targets)}: {error}") from error
+            raise _no_such_target(model, targets, targets) from error
     for name, module in model.named_modules():
         if hasattr(module, "reset_lora_parameters"):
             with seeded(seed, f"{name}.lora"):
@@ -52,6 +52,41 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
     if type(model).__name__.endswith("ForSequenceClassification"):
         for name in heads:
             model.get_submodule(name).requires_grad_(True)
+
+
+def check_targets(model: Any, config: LoraConfig) -> None:
+    """Check that every target is there; `model` is whole, as a stage's blocks may lack some.
+
+    Raises:
+        ValueError: a target names no linear layer of a block.
+    """
+    names = [f".{name}" for name in _linear_layers(model)]
+    targets = config.targets or ()
+    missing = [t for t in targets if not any(name.endswith(f".{t}") for name in names)]
+    if missing:
+        raise _no_such_target(model, targets, missing)
+
+
+def _no_such_target(model: Any, targets: Sequence[str], missing: Sequence[str]) -> ValueError:
+    there = list(dict.fromkeys(name.rpartition(".")[2] for name in _linear_layers(model)))
+    return ValueError(
+        f"model.lora.targets = {list(targets)}: no linear layers of a block: {list(missing)}; "
+        f"use some of {there}"
+    )
+
+
+def _linear_layers(model: Any) -> list[str]:
+    from transformers.pytorch_utils import Conv1D
+
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name.partition(".")[0] not in _heads(model)
+    ]
+
+
+def _heads(model: Any) -> list[str]:
+    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
 
 
 def stores_inputs_first(model: Any) -> bool:

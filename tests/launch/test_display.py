@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,15 @@ def test_panel_shows_rate_and_ratios_of_each_cut_and_direction() -> None:
     assert rows[-1] == ["6", "backward", "hadamard", "4-bit", *tail]
     for shown in ("2.5000", "2.1234", "2.1299", "123,457", "25.6%", "1.25", "3.00e-04", "123 MB"):
         assert shown in text
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_frozen_parameters_are_told_from_trained_ones(interactive: bool) -> None:
+    lora = replace(_info(replicas=8), exchanged=2_400_000)
+    text = _show(lora, [_record(1)], interactive=interactive, finish=False)
+    assert "1.30 G parameters (2.40 M trained), 2 stages" in text
+    assert [line for line in text.splitlines() if cell_len(line) > 80] == []
+    assert "trained" not in _show(_info(), [_record(1)], interactive=interactive, finish=False)
 
 
 def test_panel_keeps_the_last_evaluation_and_counts_skipped_steps() -> None:

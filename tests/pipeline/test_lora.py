@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -67,11 +68,24 @@ def test_merging_adds_the_scaled_product(inputs_first: bool) -> None:
     )
 
 
-def test_a_target_that_is_not_there_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["q_proj", "ln_1", "lm_head"])
+def test_a_target_that_is_not_there_is_named(tmp_path: Path, missing: str) -> None:
+    saved_model("gpt2", tmp_path)
+    targets = ["mlp.c_fc", missing]
+    config = HuggingFaceConfig(**section("gpt2", tmp_path, lora={"targets": targets}))
+    told = (
+        f"model.lora.targets = {targets}: no linear layers of a block: ['{missing}']; "
+        "use some of ['c_attn', 'c_proj', 'c_fc']"
+    )
+    with pytest.raises(ValueError, match=re.escape(told)):
+        check_folder(config)
+
+
+def test_a_stage_without_any_target_says_so_in_our_words(tmp_path: Path) -> None:
     saved_model("gpt2", tmp_path)
     config = HuggingFaceConfig(**section("gpt2", tmp_path, lora={"targets": ["q_proj"]}))
-    with pytest.raises(ValueError, match=r"model.lora.targets = \['q_proj'\]"):
-        check_folder(config)
+    with pytest.raises(ValueError, match=r"no linear layers of a block: \['q_proj'\]; use some of"):
+        build_stage(config, 0, 2, seed=0, device="meta")
 
 
 def test_a_family_without_default_targets_asks_for_them(tmp_path: Path) -> None:
