@@ -1,6 +1,7 @@
 """Writes generated pages: every command and setting, and the list of algorithm pages.
 
-They are made at every build, so that they cannot differ from the code.
+They are made at every build. Settings and commands are also kept in the repository, for those who
+read them there; a test compares them with the code.
 """
 
 import typing

@@ -29,6 +29,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("name", ["settings.md", "commands.md"])
+def test_pages_in_the_repository_are_those_of_the_code(pages: Path, name: str) -> None:
+    kept = (DOCS / "generated" / name).read_text()
+    assert kept == (pages / name).read_text(), "run `make docs`, and commit docs/generated"
+
+
 def described(page: str, model: type[BaseModel], *, but: type[BaseModel] = BaseModel) -> None:
     """Every setting is in the page, as in `rank` (4), with its default first."""
     text = (DOCS / page).read_text()
