@@ -17,7 +17,7 @@ from launch.labelled import LabelFields, labelled_set
 from launch.records import Field as RowField
 from launch.records import Format, Row, find_format, read_rows
 from launch.sequences import ColumnSet, SampleSet, SequenceSet, spread
-from launch.tokenizer import BYTES, Tokenizer, load_tokenizer
+from launch.tokenizer import BYTES, Bytes, Tokenizer, load_tokenizer
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -294,4 +294,9 @@ def _sequences(
         found=f"{found}, enough for {available} sequences of {length}",
         remedy="a longer text or shorter sequences",
     )
-    return SequenceSet(windows if chosen is None else windows[chosen])
+    notes = []
+    if isinstance(tokenizer, Bytes) and not text.is_utf8(running):
+        held_out = setting == "eval_sequences" and config.eval_path is not None
+        source = f"data.eval_path = {config.eval_path!r}" if held_out else config.source
+        notes.append(f"note: {source} is not UTF-8 text; its bytes are learnt as they are")
+    return SequenceSet(windows if chosen is None else windows[chosen], notes)

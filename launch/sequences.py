@@ -44,14 +44,13 @@ class SequenceSet:
     The targets are the inputs moved on by one.
     """
 
-    notes: tuple[str, ...] = ()
-
-    def __init__(self, tokens: Tensor) -> None:
+    def __init__(self, tokens: Tensor, notes: Sequence[str] = ()) -> None:
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise ValueError(
                 f"tokens of shape {tuple(tokens.shape)}: a set needs [N, T + 1] with T at least 1"
             )
         self._tokens = tokens
+        self.notes = tuple(notes)
 
     def __len__(self) -> int:
         """Return the number of sequences."""

@@ -1,5 +1,6 @@
 """Running text from files: which are read, in which order, and which part is held out."""
 
+import codecs
 import glob
 import os
 import re
@@ -7,6 +8,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
+_PART = 1 << 20
 HELD_OUT = 10  # one in so many files, or the last of so many equal parts of the text
 # Tests, what is installed, and generated modules, which differ between machines with one Python.
 _STDLIB_SKIPPED = re.compile(
@@ -82,6 +84,21 @@ def split(documents: list[bytes]) -> tuple[bytes, bytes]:
     text = b"".join(documents)
     end = len(text) - len(text) // HELD_OUT
     return text[:end], text[end:]
+
+
+def is_utf8(text: bytes) -> bool:
+    """Whether a text is UTF-8, apart from a character that was cut at either end.
+
+    It is decoded in parts: as one string it may take four times its bytes.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    start = next((i for i, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0)
+    try:
+        for place in range(start, len(text), _PART):
+            decoder.decode(text[place : place + _PART])
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def line(text: str) -> bytes:

@@ -57,7 +57,7 @@ class Corpus:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a user should know of how the samples were made."""
-        return (*self.train.notes, *self.evaluation.notes)
+        return tuple(dict.fromkeys((*self.train.notes, *self.evaluation.notes)))
 
 
 def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:

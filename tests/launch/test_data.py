@@ -13,6 +13,7 @@ from torch import Tensor
 
 from launch.data import DataConfig, files, load
 from launch.sequences import SampleSet, SequenceSet
+from launch.text import is_utf8
 
 
 def _set(n: int = 5, length: int = 3) -> SequenceSet:
@@ -153,6 +154,29 @@ def test_max_bytes_limits_the_text(tmp_path: Path) -> None:
     training, evaluation = load(_config(path, max_bytes=480))
     assert len(training) == (432 - 1) // 16
     assert max(_lines(training) | _lines(evaluation)) < b"0000060"
+
+
+def test_bytes_that_are_no_text_are_told_of(tmp_path: Path) -> None:
+    text, binary = tmp_path / "text", tmp_path / "binary"
+    text.write_bytes("été, ça ".encode() * 200)  # some limit below cuts a character
+    binary.write_bytes(bytes(range(256)) * 20)
+    for limit in range(1500, 1510):
+        for part in load(_config(text, max_bytes=limit)):
+            assert part.notes == ()
+    told = "is not UTF-8 text; its bytes are learnt as they are"
+    for part in load(_config(binary)):
+        assert part.notes == (f"note: data.path = {str(binary)!r} {told}",)
+    training, held_out = load(_config(text, eval_path=str(binary)))
+    assert training.notes == ()
+    assert held_out.notes == (f"note: data.eval_path = {str(binary)!r} {told}",)
+
+
+@pytest.mark.parametrize("wrong", [b"\xff", b"\xc3\x28", b"caf\xe9 noir"])
+def test_text_is_told_from_other_bytes_wherever_they_are(wrong: bytes) -> None:
+    text = "日本語".encode() * 200_000  # longer than what is looked at in one go
+    assert is_utf8(text)
+    assert is_utf8(text[1:-1])
+    assert not is_utf8(text + wrong + text)
 
 
 def test_digest_is_stable_and_changes_with_a_byte(tmp_path: Path) -> None:
