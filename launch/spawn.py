@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from launch import rendezvous
 from launch.interfaces import interface_to, interfaces, is_here, parse_endpoint, reachable_address
 
 PARENT = "THINPIPE_PARENT"
@@ -78,15 +79,17 @@ def run_node(arguments: Sequence[str], processes: int, nodes: Nodes) -> int:
     address = reachable_address(host)
     chosen = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", "")) or interface_to(address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen.name)
-    settings: dict[str, object] = {"join_timeout": int(nodes.join_s)}
+    settings: dict[str, object] = {"join_timeout": max(1, int(nodes.join_s))}
+    settings["read_timeout"] = max(60, int(nodes.join_s))  # its host may come late
     if not chosen.is_loopback:  # torch's own guess needs a host name that resolves
         settings["is_host"] = str(is_here(address))
+    rendezvous.register()
     config = LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
         nproc_per_node=processes,
         run_id="thinpipe",
-        rdzv_backend="c10d",
+        rdzv_backend=rendezvous.BACKEND,
         rdzv_endpoint=nodes.endpoint,
         rdzv_configs=settings,
         local_addr=chosen.address,

@@ -1,0 +1,49 @@
+"""Machines that wait for others say so, and give up when they said they would."""
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.launch.test_train import run_file, thinpipe
+from tests.ports import free_port
+
+__all__ = ["run_file"]
+
+LIMIT_S = 3
+START_S = 30.0
+"""Much more than a process takes to start, much less than torch waits for an answer."""
+
+
+@pytest.fixture
+def foreign_port() -> Iterator[int]:
+    """Of a program that takes connections and never answers."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        yield server.getsockname()[1]
+
+
+def waited(run_file: Path, port: int) -> str:
+    """What a machine says that waits for two others at a port."""
+    limit = ["--set", f"pipeline.peer_timeout_s={LIMIT_S}"]
+    start_s = time.monotonic()
+    done = thinpipe(run_file, *limit, "--nnodes", "3", "--rdzv", f"127.0.0.1:{port}")
+    assert time.monotonic() - start_s < LIMIT_S + START_S
+    assert done.returncode == 1
+    limits = f"{LIMIT_S} s (pipeline.peer_timeout_s)"
+    first, last = done.stderr.splitlines()
+    assert first == f"waiting for 3 machines at 127.0.0.1:{port}, at most {limits}"
+    assert last.startswith(f"error: 3 machines at 127.0.0.1:{port} did not meet within {limits}: ")
+    return last
+
+
+def test_a_machine_that_is_alone_gives_up(run_file: Path) -> None:
+    assert "only 1 came; `thinpipe doctor`" in waited(run_file, free_port())
+
+
+def test_another_program_at_the_port_is_not_waited_for_longer(
+    run_file: Path, foreign_port: int
+) -> None:
+    assert "(has another program the port?)" in waited(run_file, foreign_port)
