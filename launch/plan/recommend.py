@@ -30,6 +30,10 @@ _FORWARD: tuple[Spec, ...] = (
 )
 _FORWARD_ONCE: tuple[Spec, ...] = (*(StatelessConfig(bits=bits) for bits in (4, 5, 6, 7)), *_CASTS)
 """Where no sample is seen again: changes have no history."""
+_TILES_LACK = 2
+"""Bits: forward 5 with backward 4 costs less loss than 4 with 6, in fewer bytes (see "One epoch" in
+benchmarks/results/aqsgd_beyond_cpu_202611.md).
+"""
 _BACKWARD: tuple[Spec, ...] = (
     *(DirectConfig(bits=4, rate=rate, coding="zstd") for rate in (0.7, 0.5)),
     *(DirectConfig(bits=bits) for bits in (6, 8)),
@@ -152,8 +156,12 @@ def _busiest_s(cuts: Sequence[int], nbytes: Mapping[WireKey, int], payload: Netw
 
 
 def _bits(spec: Spec) -> float:
-    """A measure of fidelity: bits per value, of an entropy coder those it leaves."""
+    """A measure of fidelity: bits per value, of an entropy coder those it leaves.
+
+    Tiles count for less, as whole activations need more bits than gradients.
+    """
     if isinstance(spec, RawConfig):
         return 32 if spec.format == "fp32" else 16
-    rate = None if isinstance(spec, StatelessConfig) else spec.rate
-    return spec.bits if rate is None else math.log2(4 / rate)
+    if isinstance(spec, StatelessConfig):
+        return spec.bits - _TILES_LACK
+    return spec.bits if spec.rate is None else math.log2(4 / spec.rate)

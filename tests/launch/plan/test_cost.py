@@ -8,10 +8,10 @@ import torch
 from rich.console import Console
 
 from aqsgd.config import AqsgdConfig
-from launch.metrics import WireKey, format_duration
+from launch.metrics import DIRECTIONS, WireKey, format_duration
 from launch.plan.cost import measure_messages, predict, stage_costs
 from launch.plan.measure import BlockCost, measure_blocks, microbatch_shape
-from launch.plan.messages import measure_message
+from launch.plan.messages import describe, measure_message
 from launch.plan.network import Network
 from launch.plan.recommend import Offer, Offers, choices, measure_offers, recommend
 from launch.plan.remedies import show_remedies
@@ -100,6 +100,19 @@ def test_in_one_epoch_no_change_is_recommended() -> None:
     assert [offer.spec.kind for offer in once] == ["stateless"] * 4 + ["raw"] * 2
     again = measure_offers(config(train={"epochs": 2}))[2, "forward"]
     assert {offer.spec.kind for offer in again} == {"aqsgd", "raw"}
+
+
+def test_in_one_epoch_activations_get_bits_before_gradients() -> None:
+    offers = measure_offers(config(train={"epochs": 1}))
+    way = choices((2,), offers, Network.uniform(2), slot_s=1.0)
+    told = [[describe(choice.specs[2, direction]) for direction in DIRECTIONS] for choice in way]
+    assert told[:5] == [
+        ["stateless 4-bit", "direct rate 0.7"],
+        ["stateless 5-bit", "direct rate 0.7"],
+        ["stateless 5-bit", "direct rate 0.5"],
+        ["stateless 5-bit", "direct 6-bit"],
+        ["stateless 6-bit", "direct 6-bit"],
+    ]
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
