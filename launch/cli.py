@@ -121,7 +121,7 @@ def train(  # noqa: PLR0913  # one parameter per option
     except ConfigError as error:
         _refuse(error)
     if dry_run:
-        _show_memory(config)
+        _show_memory(config, resume=resume)
         return
     if started_by_launcher():
         sys.exit(_run_rank(config, after_restart(Resume(resume, step)), show=show))
@@ -233,18 +233,23 @@ def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
         check_model(config.model)
         corpus = check_data(config)
         check_memory(config, len(corpus.train), range(config.world_size))
-        if resume and not (config.run.path / "checkpoints").is_dir():
-            raise CheckpointError(
-                f"{config.run.path}: no checkpoints to resume from; leave out --resume"
-            )
+        _check_resume(config, resume=resume)
     except (ValueError, OSError, ImportError) as error:
         _refuse(error)
     return run_local(sys.argv[1:], config.world_size, max_restarts=max_restarts)
 
 
-def _show_memory(config: RunConfig) -> None:
+def _check_resume(config: RunConfig, *, resume: bool) -> None:
+    if resume and not (config.run.path / "checkpoints").is_dir():
+        raise CheckpointError(
+            f"{config.run.path}: no checkpoints to resume from; leave out --resume"
+        )
+
+
+def _show_memory(config: RunConfig, *, resume: bool) -> None:
     try:
         check_folder(config.run.path)
+        _check_resume(config, resume=resume)
         sequences = len(check_data(config).train)
         ends, ranks = plan_memory(config, sequences), range(config.world_size)
         show_memory(Console(highlight=False), config, ends, ranks)

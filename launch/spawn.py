@@ -101,7 +101,7 @@ def run_node(arguments: Sequence[str], processes: int, nodes: Nodes) -> int:
 def _launch(config: LaunchConfig, arguments: Sequence[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = str(rank_threads(config.nproc_per_node))
     os.environ[PARENT] = str(os.getpid())
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say it better
+    _silence(logging.getLogger("torch.distributed.elastic"))  # ranks say it better
     try:
         elastic_launch(config, sys.executable)("-m", "launch", *arguments)
     except ChildFailedError as error:
@@ -120,6 +120,12 @@ def _launch(config: LaunchConfig, arguments: Sequence[str]) -> int:
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
+
+
+def _silence(logger: logging.Logger) -> None:
+    """Also loggers below, which have levels of their own."""
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
 
 
 def usable_cores() -> int:

@@ -280,6 +280,7 @@ def test_the_folder_of_a_live_run_is_left_alone(
         (["--set", "run.folder={file}/a/b", "--resume"], "/a/b: {file} is a file; name another"),
         (["--set", "run.folder={file}", "--dry-run"], "run.folder = {file}: it is a file"),
         (["--resume"], "no checkpoints to resume from"),
+        (["--resume", "--dry-run"], "no checkpoints to resume from"),
         (["--step", "6"], "--step = 6: goes with --resume; add it, or leave out --step"),
     ],
 )
@@ -342,8 +343,9 @@ def test_a_killed_rank_ends_the_run_and_the_edge_is_named(
 
 def test_ctrl_c_leaves_no_process(long_run: subprocess.Popen[str]) -> None:
     os.killpg(long_run.pid, signal.SIGINT)
-    long_run.communicate(timeout=PATIENCE_S)
+    output, _ = long_run.communicate(timeout=PATIENCE_S)
     assert long_run.returncode == 130
+    assert "death signal" not in output
     wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
 
 
