@@ -100,9 +100,9 @@ def write_part(folder: Path, part: str, state: object) -> Part:
     try:
         save_state(path, state)
     except SafetensorError as error:
-        raise CheckpointError(
-            f"{path}: not written: {error}; free disk space, and keep long lists as tensors"
-        ) from error
+        large = "header too large" in str(error)
+        remedy = "keep long lists as tensors" if large else "free disk space"
+        raise CheckpointError(f"{path}: not written: {error}; {remedy}") from error
     with path.open("r+b") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())

@@ -287,11 +287,12 @@ def _sequences(
             f"use a longer text or shorter sequences"
         )
     windows = tokens.unfold(0, length + 1, length)
+    sequences = f"{available} sequence{'' if available == 1 else 's'}"
     chosen = spread(
         available,
         getattr(config, setting),
         setting=setting,
-        found=f"{found}, enough for {available} sequences of {length}",
+        found=f"{found}, enough for {sequences} of {length}",
         remedy="a longer text or shorter sequences",
     )
     notes = []

@@ -3,6 +3,7 @@ import json
 import math
 import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -345,8 +346,18 @@ def test_a_host_with_its_own_disk_lists_the_parts_of_others(tmp_path: Path) -> N
         read_part(mine / "step-40", "stage-1")
 
 
+def test_a_part_that_does_not_fit_on_the_disk_asks_for_space(tmp_path: Path) -> None:
+    folder, limits = begin(tmp_path, 0), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"not written: .*; free disk space$"):
+            write_part(folder, "stage-0", {"weights": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_a_state_too_large_for_its_header_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="keep long lists as tensors"):
+    with pytest.raises(CheckpointError, match=r"large; keep long lists as tensors$"):
         write_part(begin(tmp_path, 0), "stage-0", {"long": "x" * 100_000_001})
 
 

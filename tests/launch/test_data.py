@@ -219,6 +219,7 @@ def test_standard_library_leaves_out_what_differs_between_machines(
         (b"0123456789", {}, r"data.sequence_length = 16: .*text' leaves 9 bytes .* takes 17; use"),
         (b"0123456789" * 10, {}, r"sequence_length = 16: .* 10 bytes for eval_sequences .* 17"),
         (b"0123456789" * 50, {"train_sequences": 99}, r"data.train_sequences = 99: .* at most 28"),
+        (b"0123456789" * 30, {"eval_sequences": 99}, r"enough for 1 sequence of 16"),
         (b"0123456789" * 50, {"eval_sequences": 99}, r"data.eval_sequences = 99: .* at most 3"),
     ],
 )
