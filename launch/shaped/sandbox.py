@@ -134,18 +134,12 @@ def _serve(
     spec: NetworkSpec, hosts: list[Host], servers: list[socket.socket], *, until: list[int]
 ) -> None:
     """Serve changes until one of the descriptors `until` has something to say: its end."""
-
     by_descriptor = {server.fileno(): server for server in servers}
 
     def apply(change: control.Change) -> NetworkSpec:
         nonlocal spec
         changed = spec.changed(**change)
-        try:
-            _change(spec, changed, hosts)
-        except (NetlinkError, OSError) as error:  # from trying what the kernel can
-            raise ShapedError(
-                f"the kernel does not answer: {error}; no rate was changed"
-            ) from error
+        _change(spec, changed, hosts)
         spec = changed
         return spec
 
@@ -168,7 +162,7 @@ def _change(before: NetworkSpec, changed: NetworkSpec, hosts: list[Host]) -> Non
             requirements.check(requirements.needs(changed), ip)
     except (NetlinkError, OSError) as error:
         raise ShapedError(
-            f"the kernel does not say what it can: {error}; nothing changed"
+            f"the kernel does not say what it can: {error}; no rate was changed"
         ) from error
     refused = shape_hosts(changed, hosts)
     if refused:
