@@ -25,10 +25,15 @@ docs: .venv/docs.stamp
 
 check: lint docs test
 
-lint: .venv/dev.stamp
+lint: .venv/dev.stamp build/typing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+build/typing:  # where mypy finds the packages under their installed names
+	mkdir -p $@/thinpipe
+	ln -s ../../../launch/api/__init__.py ../../../launch/api/py.typed $@/thinpipe
+	ln -s ../../../pipeline ../../../aqsgd ../../../gradcomp ../../../launch $@/thinpipe
 
 format: .venv/dev.stamp
 	$(BIN)/ruff format .

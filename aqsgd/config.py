@@ -4,12 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-from aqsgd.change import ChangeCodec, Composed, Switching
-from aqsgd.delta import DeltaBoundary
-from aqsgd.memory import SampleMemory
-from aqsgd.store import Store
-from pipeline.config import Bits, QuantizerConfig, StatelessConfig, TileConfig, build_codec
-from pipeline.wire.cast import CastFormat
+from thinpipe.aqsgd.delta import DeltaBoundary
+from thinpipe.aqsgd.delta_codec import ChangeCodec, Composed, Switching
+from thinpipe.aqsgd.memory import SampleMemory
+from thinpipe.aqsgd.store import Store
+from thinpipe.pipeline.config import Bits, QuantizerConfig, StatelessConfig, TileConfig, build_codec
+from thinpipe.pipeline.wire.cast import CastFormat
 
 
 class MemoryConfig(BaseModel):

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aqsgd.change import ChangeCodec, unpacked
-from aqsgd.memory import SampleMemory, Visit
-from pipeline.telemetry import Gauge
-from pipeline.wire.codec import Codec, Noise
-from pipeline.wire.host import brought_to, written_on
-from pipeline.wire.uniform import PackedMemory
+from thinpipe.aqsgd.delta_codec import ChangeCodec, unpacked
+from thinpipe.aqsgd.memory import SampleMemory, Visit
+from thinpipe.pipeline.comm.error_stats import Gauge
+from thinpipe.pipeline.wire.codec import Codec, Noise
+from thinpipe.pipeline.wire.pinned import brought_to, written_on
+from thinpipe.pipeline.wire.uniform import PackedMemory
 
 CODEC_ID = 32
 

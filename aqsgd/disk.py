@@ -21,8 +21,8 @@ from tempfile import TemporaryFile
 import torch
 from torch import Tensor
 
-from aqsgd.store import LostRowError
-from pipeline.wire.header import crc32
+from thinpipe.aqsgd.store import LostRowError
+from thinpipe.pipeline.wire.header import crc32
 
 _log = logging.getLogger(__name__)
 

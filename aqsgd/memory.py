@@ -1,8 +1,8 @@
 """What was last seen of each sample, at one end of one direction of a cut.
 
 Rows are stored as a codec's bytes (a float format, or quantized), keyed by sample id, in a tier
-(`aqsgd.store`, `aqsgd.disk`). Both ends store the same values with the same codec, so they hold the
-same bits. A step's new rows are staged and become visible at `commit`.
+(`store.py`, `disk.py`). Both ends store the same values with the same codec, so they hold the same
+bits. A step's new rows are staged and become visible at `commit`.
 
 Of every sample both ends also know its generation, the number of committed visits, and its chain,
 the CRC-32 of all it was sent since its first visit. They are equal at both ends by construction,
@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from aqsgd.store import RamStore, Store
-from pipeline.wire.codec import Codec
-from pipeline.wire.header import crc32
-from pipeline.wire.host import brought_to
-from pipeline.wire.uniform import PackedMemory
+from thinpipe.aqsgd.store import RamStore, Store
+from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.header import crc32
+from thinpipe.pipeline.wire.pinned import brought_to
+from thinpipe.pipeline.wire.uniform import PackedMemory
 
 _log = logging.getLogger(__name__)
 

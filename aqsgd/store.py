@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipeline.wire.header import crc32
+from thinpipe.pipeline.wire.header import crc32
 
 _PIECE_ROWS = 1024
 _PIECE_NBYTES = 256 * 2**20

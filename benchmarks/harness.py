@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from launch.handshake import versions
+from thinpipe.launch.distributed.handshake import versions
 
 _ROOT = Path(__file__).parent.parent
 

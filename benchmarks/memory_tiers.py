@@ -2,11 +2,12 @@
 
     python -m benchmarks.memory_tiers --json out.jsonl
 
-Times whole training steps of a pipeline in one process (`launch.inprocess`: every end of every cut
-has its memory, as on ranks of their own) with memories in RAM and on disk, in turns, after an epoch
-that fills them. The losses of both must be equal. Hit rates are counted on real memories of small
-rows under the order of real epochs, beside least-recently-used on the same visits. Takes less than
-two minutes on an idle core. Sizes at GPT2-XL's shape are computed: nothing of them is allocated.
+Times whole training steps of a pipeline in one process (`launch/single_process.py`: every end of
+every cut has its memory, as on ranks of their own) with memories in RAM and on disk, in turns,
+after an epoch that fills them. The losses of both must be equal. Hit rates are counted on real
+memories of small rows under the order of real epochs, beside least-recently-used on the same
+visits. Takes less than two minutes on an idle core. Sizes at GPT2-XL's shape are computed: nothing
+of them is allocated.
 """
 
 import argparse
@@ -19,15 +20,15 @@ from statistics import median
 
 import torch
 
-from aqsgd.memory import SampleMemory
 from benchmarks.harness import Records, format_table, quantiles
-from launch.config import RunConfig
-from launch.inprocess import in_process
-from launch.metrics import format_bytes
-from launch.plan.memory import plan_memory, row_nbytes
-from launch.sampling import EpochSampler
-from pipeline.samples import Batch
-from pipeline.wire.cast import Cast
+from thinpipe.aqsgd.memory import SampleMemory
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.launch.plan.memory_budget import plan_memory, row_nbytes
+from thinpipe.launch.report.metrics import format_bytes
+from thinpipe.launch.single_process import in_process
+from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.wire.cast import Cast
 
 TIERS = ("ram", "disk")
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Records, format_table, quantiles
-from launch.spawn import keep_freed_memory, usable_cores
-from pipeline.transformer import TransformerConfig, build_layers
-from pipeline.wire.uniform import Uniform
+from thinpipe.launch.distributed.elastic import keep_freed_memory, usable_cores
+from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
+from thinpipe.pipeline.wire.uniform import Uniform
 
 Result = dict[str, float]
 

@@ -49,10 +49,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def write_weights(folder: Path, *, shard_nbytes: int = _SHARD_NBYTES) -> None:
     """Fill a folder that holds config.json with small random fp32 weights, a shard at a time."""
-    from pipeline.huggingface import lay_out
-    from pipeline.huggingface_config import HuggingFaceConfig
-    from pipeline.huggingface_weights import tied_names
-    from pipeline.shards import INDEX
+    from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+    from thinpipe.pipeline.models.hf.shards import INDEX
+    from thinpipe.pipeline.models.hf.stage import lay_out
+    from thinpipe.pipeline.models.hf.weights import tied_names
 
     whole = lay_out(HuggingFaceConfig(config=str(folder)))
     copies = tied_names(whole)
@@ -77,14 +77,14 @@ def write_weights(folder: Path, *, shard_nbytes: int = _SHARD_NBYTES) -> None:
 
 def measure(folder: Path, stage: int | None, stages: int) -> dict[str, float]:
     """Build one stage (or none) in this process."""
-    from pipeline import shards
-    from pipeline.huggingface import build_stage, lay_out
-    from pipeline.huggingface_config import HuggingFaceConfig
+    from thinpipe.pipeline.models.hf import shards
+    from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+    from thinpipe.pipeline.models.hf.stage import build_stage, lay_out
 
     weights = (folder / shards.SINGLE).exists() or (folder / shards.INDEX).exists()
     config = HuggingFaceConfig(**{"pretrained" if weights else "config": str(folder)})
     start, parameters = time.perf_counter(), 0
-    with mock.patch("pipeline.shards.safe_open", wraps=safe_open) as opening:
+    with mock.patch("thinpipe.pipeline.models.hf.shards.safe_open", wraps=safe_open) as opening:
         if stage is None:
             lay_out(config)
         else:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from launch.plan.network import Network
-from launch.plan.simulate import Message, StepModel, simulate
-from launch.timeline_plot import timeline_png
-from pipeline.wire.header import HEADER_NBYTES
+from thinpipe.launch.plan.network import Network
+from thinpipe.launch.plan.simulate import Message, StepModel, simulate
+from thinpipe.launch.report.timeline_plot import timeline_png
+from thinpipe.pipeline.wire.header import HEADER_NBYTES
 
 _IMAGES = Path(__file__).parent / "images"
 _VALUES = 1024 * 1600

@@ -14,11 +14,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
-from gradcomp.registry import load_method, method_names
-from launch.cli import app
-from launch.config import RunConfig
-from launch.shaped.cli import set_app
-from pipeline.config import PipelineConfig
+from thinpipe.gradcomp.registry import load_method, method_names
+from thinpipe.launch.cli import app
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.shaped.cli import set_app
+from thinpipe.pipeline.config import PipelineConfig
 
 _ALSO: Mapping[type[BaseModel], Mapping[str, str]] = {PipelineConfig: {"cuts": r' \| `"auto"`'}}
 """What a field may be in a file although its type does not say so."""

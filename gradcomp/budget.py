@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradcomp.exchange import OneRow, Place, gather_all
-from gradcomp.peers import Peers
-from pipeline.wire.cast import Cast
+from thinpipe.gradcomp.exchange import OneRow, Place, gather_all
+from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.wire.cast import Cast
 
 _LOG = logging.getLogger(__name__)
 _BUCKET = 2**32 - 1

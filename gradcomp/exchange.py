@@ -18,11 +18,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from gradcomp.peers import Peers
-from pipeline.wire.codec import Codec
-from pipeline.wire.header import HEADER_NBYTES, DesyncError, Header, coding_and_length
-from pipeline.wire.host import brought_to, host_bytes, written_on
-from pipeline.wire.sparse import SparseCodec
+from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError, Header, coding_and_length
+from thinpipe.pipeline.wire.pinned import brought_to, host_bytes, written_on
+from thinpipe.pipeline.wire.sparse import SparseCodec
 
 _TO_SERVER, _FROM_SERVER = 0, 1
 

@@ -1,6 +1,6 @@
 """How the replicas of a stage reach each other: whole messages, moved in bounded chunks.
 
-Messages start with the header of `pipeline.wire.header`, which says how long they are. The links
+Messages start with the header of `pipeline/wire/header.py`, which says how long they are. The links
 are shared with the pipeline, whose messages are on the critical path while an exchange has a whole
 step of slack. gloo moves nothing before its receive is posted, so the receiving end rations: it
 posts one chunk at a time, from one peer at a time. Hence at most one chunk is under way to a
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.wire.header import HEADER_NBYTES, DesyncError, coding_and_length
+from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError, coding_and_length
 
 CHUNK_NBYTES = 256 * 1024
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol, cast
 from pydantic import AliasChoices, BaseModel
 from torch import nn
 
-import gradcomp.methods
-from gradcomp.peers import Peers
-from gradcomp.sync import ReplicaSync
+from thinpipe.gradcomp import methods
+from thinpipe.gradcomp.peers import Peers
+from thinpipe.gradcomp.sync import ReplicaSync
 
 
 class Method(Protocol):
@@ -26,7 +26,7 @@ class Method(Protocol):
 
 def method_names() -> list[str]:
     """Names of all methods, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(gradcomp.methods.__path__))
+    return sorted(module.name for module in pkgutil.iter_modules(methods.__path__))
 
 
 def load_method(name: str) -> Method:
@@ -38,7 +38,7 @@ def load_method(name: str) -> Method:
     if name not in method_names():
         known = ", ".join(method_names())
         raise ValueError(f'gradcomp.method = "{name}": no such method; there are: {known}')
-    return cast(Method, importlib.import_module(f"gradcomp.methods.{name}"))
+    return cast(Method, importlib.import_module(f"thinpipe.gradcomp.methods.{name}"))
 
 
 def option_aliases(name: str) -> dict[str, str]:

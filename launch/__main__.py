@@ -1,15 +1,17 @@
-"""`thinpipe` and `python -m launch`: a package that is missing is one line, not a traceback."""
+"""`thinpipe` and `python -m thinpipe.launch`: a missing package is one line, not a traceback."""
 
 import os
 import sys
 
-from launch.packages import explain
+from thinpipe.launch.host.packages import explain
 
 
 def main() -> None:
     """Run the command line."""
     try:
-        from launch.cli import main as run_command_line  # imports packages that may be missing
+        from thinpipe.launch.cli import (
+            main as run_command_line,  # imports packages that may be missing
+        )
 
         run_command_line()
     except ImportError as error:

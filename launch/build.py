@@ -8,43 +8,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from aqsgd.config import AqsgdConfig, build_delta
-from aqsgd.disk import DiskStore, RowFile
-from aqsgd.store import RamStore, Store
-from gradcomp.options import ExchangeOptions
-from gradcomp.peers import CHUNK_NBYTES, GroupPeers
-from gradcomp.registry import load_method
-from gradcomp.sync import ReplicaSync
-from launch.config import BackwardConfig, ForwardConfig, RunConfig
-from launch.config_file import ConfigError
-from launch.device import choose_device, make_repeatable
-from launch.plan.memory import memory_folder, room, row_nbytes
-from pipeline.boundary import Boundary, Stateless, raw
-from pipeline.channel import BACKWARD, FORWARD, Channel, Mode
-from pipeline.config import DirectConfig, RawConfig, StatelessConfig, build_codec
-from pipeline.engine import EngineOptions, PipelineEngine
-from pipeline.guard import Rule
-from pipeline.link import GroupLink, Link
-from pipeline.mesh import Mesh
-from pipeline.models import StageModule, build_model, trainable
-from pipeline.objective import Classification, NextToken, Objective
-from pipeline.rate import measure_rate
-from pipeline.schedule import build_schedule, stage_to_rank
-from pipeline.stage import Channels, CompressedStage
-from pipeline.wire.hadamard import Hadamard
+from thinpipe.aqsgd.config import AqsgdConfig
+from thinpipe.aqsgd.disk import DiskStore, RowFile
+from thinpipe.aqsgd.store import RamStore, Store
+from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.gradcomp.peers import CHUNK_NBYTES, GroupPeers
+from thinpipe.gradcomp.registry import load_method
+from thinpipe.gradcomp.sync import ReplicaSync
+from thinpipe.launch.components import Built, build_blocks, build_boundary, build_objective
+from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host.device import choose_device, make_repeatable
+from thinpipe.launch.plan.memory_budget import memory_folder, room, row_nbytes
+from thinpipe.pipeline.comm.bandwidth import measure_rate
+from thinpipe.pipeline.comm.boundary import Boundary, Stateless
+from thinpipe.pipeline.comm.channel import BACKWARD, FORWARD, Channel
+from thinpipe.pipeline.comm.guard import Rule
+from thinpipe.pipeline.comm.link import GroupLink, Link
+from thinpipe.pipeline.config import RawConfig
+from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
+from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.models.build import StageModule, trainable
+from thinpipe.pipeline.schedule import build_schedule, stage_to_rank
+from thinpipe.pipeline.stage import Channels, CompressedStage
+from thinpipe.pipeline.wire.hadamard import Hadamard
 
 _MOST_BITS = 7  # of tiles
-
-
-@dataclass(frozen=True)
-class Built:
-    """What a rank trains with."""
-
-    stages: list[CompressedStage]
-    engine: PipelineEngine
-    optimizer: torch.optim.Optimizer
-    lr_schedule: torch.optim.lr_scheduler.LRScheduler
-    sync: ReplicaSync
 
 
 LinkMaker = Callable[[int, int, int], Link | None]
@@ -133,40 +122,6 @@ def engine_options(config: RunConfig) -> EngineOptions:
     )
 
 
-def build_objective(config: RunConfig) -> Objective:
-    """What the model's head is trained for."""
-    classes = config.model.classes
-    return NextToken() if classes is None else Classification(classes)
-
-
-def build_boundary(
-    spec: ForwardConfig | BackwardConfig,
-    *,
-    width: int,
-    key: int,
-    store: Store | None = None,
-    room: int | None = None,
-) -> dict[Mode, Boundary]:
-    """Boundaries of one direction by mode; evaluation never meets the training memory.
-
-    Compressed evaluation of samples without history uses what such samples are trained with: the
-    first-visit codec of AQ-SGD, the codec itself otherwise. `store` (RAM if there is none) is where
-    AQ-SGD keeps what it remembers, `room` how many samples that may be.
-    """
-    if isinstance(spec, AqsgdConfig):
-        delta = build_delta(spec, width=width, key=key, store=store, room=room)
-        first_visit = Stateless(build_codec(spec.first_visit, width), key)
-        return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
-    if isinstance(spec, DirectConfig):
-        direct = Stateless(spec.quantizer(width), key)
-        return {"train": direct, "eval": raw(), "eval_compressed": direct}
-    if isinstance(spec, StatelessConfig):
-        tiles = Stateless(spec.quantizer(), key)
-        return {"train": tiles, "eval": raw(), "eval_compressed": tiles}
-    cast = raw(spec.format)
-    return {"train": cast, "eval": raw(), "eval_compressed": cast}
-
-
 def _specs(config: RunConfig, cut: int) -> tuple[ForwardConfig, BackwardConfig]:
     at_cut = config.boundary_at(cut)
     return at_cut.forward, at_cut.backward
@@ -178,18 +133,6 @@ def _ladder(spec: ForwardConfig | BackwardConfig) -> list[Boundary]:
         return []
     rungs = [bits for bits in (spec.bits + 2, _MOST_BITS) if bits <= _MOST_BITS]
     return [Stateless(Hadamard(bits)) for bits in dict.fromkeys(rungs) if bits > spec.bits]
-
-
-def build_blocks(
-    config: RunConfig,
-    first: int,
-    stop: int | None = None,
-    *,
-    device: torch.device | str = "cpu",
-) -> StageModule:
-    """The part of the model from block `first` to before `stop`, by default that block alone."""
-    stop = first + 1 if stop is None else stop
-    return build_model(config.model, first, stop, seed=config.run.seed, device=device)
 
 
 def _module(config: RunConfig, stage: int, device: torch.device) -> StageModule:

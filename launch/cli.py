@@ -11,21 +11,14 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from launch.checkpoint import CheckpointError
-from launch.config import RunConfig, load_config
-from launch.config_file import ConfigError
-from launch.doctor.cli import doctor
-from launch.export import ExportDtype, export
-from launch.folder import check_folder
-from launch.handshake import HandshakeError, versions
-from launch.packages import explain
-from launch.plan.cli import plan
-from launch.plan.memory import check_memory, plan_memory, show_memory
-from launch.remote import check_run, format_command, load_hosts, run_commands, ssh_commands
-from launch.session import PeerError, TerminatedError
-from launch.shaped.cli import shaped
-from launch.shaped.spec import parse_rate, parse_time
-from launch.spawn import (
+from thinpipe.launch.checkpoint.export_hf import ExportDtype, export
+from thinpipe.launch.checkpoint.files import CheckpointError
+from thinpipe.launch.checkpoint.run_folder import check_folder
+from thinpipe.launch.checkpoint.state import Resume, after_restart, saved_so_far
+from thinpipe.launch.config.cli_options import USAGE_ERROR, SetOption, run_app
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.distributed.elastic import (
     Nodes,
     end_with_parent,
     keep_freed_memory,
@@ -33,11 +26,24 @@ from launch.spawn import (
     run_node,
     started_by_launcher,
 )
-from launch.state import Resume, after_restart, saved_so_far
-from launch.trace import trace_run
-from launch.train import check_data, train_rank
-from launch.usage import USAGE_ERROR, SetOption, run_app
-from pipeline.models import check_model
+from thinpipe.launch.distributed.handshake import HandshakeError, versions
+from thinpipe.launch.distributed.session import PeerError, TerminatedError
+from thinpipe.launch.distributed.ssh import (
+    check_run,
+    format_command,
+    load_hosts,
+    run_commands,
+    ssh_commands,
+)
+from thinpipe.launch.doctor.cli import doctor
+from thinpipe.launch.host.links import parse_rate, parse_time
+from thinpipe.launch.host.packages import explain
+from thinpipe.launch.plan.cli import plan
+from thinpipe.launch.plan.memory_budget import check_memory, plan_memory, show_memory
+from thinpipe.launch.plan.trace import trace_run
+from thinpipe.launch.shaped.cli import shaped
+from thinpipe.launch.train import check_data, train_rank
+from thinpipe.pipeline.models.build import check_model
 
 app = typer.Typer(
     name="thinpipe",

@@ -10,14 +10,28 @@ from pathlib import Path
 
 import torch
 
-from launch import data
-from launch.build import build
-from launch.config import RunConfig, write_config
-from launch.config_file import ConfigError
-from launch.display import Display
-from launch.folder import RunFolder, check_folder
-from launch.handshake import versions
-from launch.metrics import (
+from thinpipe.launch.build import build
+from thinpipe.launch.checkpoint.run_folder import RunFolder, check_folder
+from thinpipe.launch.checkpoint.state import Checkpoints, Resume, agree_to_resume
+from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.data import load as data
+from thinpipe.launch.data.sample_set import SampleSet
+from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.launch.distributed.elastic import rank_threads
+from thinpipe.launch.distributed.handshake import versions
+from thinpipe.launch.distributed.session import Session, StopFlag, join
+from thinpipe.launch.host.packages import explain
+from thinpipe.launch.plan.auto_cuts import decide_cuts
+from thinpipe.launch.plan.memory_budget import (
+    check_memory,
+    memory_folder,
+    memory_notices,
+    plan_memory,
+)
+from thinpipe.launch.plan.message_cost import describe
+from thinpipe.launch.report.console import Display
+from thinpipe.launch.report.metrics import (
     DIRECTIONS,
     MetricsWriter,
     RunInfo,
@@ -27,19 +41,10 @@ from launch.metrics import (
     format_healed,
     read_metrics,
 )
-from launch.packages import explain
-from launch.plan.auto import decide_cuts
-from launch.plan.memory import check_memory, memory_folder, memory_notices, plan_memory
-from launch.plan.messages import describe
-from launch.sampling import EpochSampler
-from launch.sequences import SampleSet
-from launch.session import Session, StopFlag, join
-from launch.spawn import rank_threads
-from launch.state import Checkpoints, Resume, agree_to_resume
-from launch.summary import summarize
-from launch.timeline import Timeline, gather_events
-from pipeline.models import parameter_count, stage_counts
-from pipeline.step_report import StepTotals
+from thinpipe.launch.report.summary import summarize
+from thinpipe.launch.report.timeline import Timeline, gather_events
+from thinpipe.pipeline.models.build import parameter_count, stage_counts
+from thinpipe.pipeline.step_stats import StepTotals
 
 
 @dataclass(frozen=True)
@@ -253,7 +258,9 @@ class _Run:
             return
         summary = summarize(info, self._records)
         if self._session.writes_run_folder:
-            from launch.report import write_report  # takes a second, which a start can spare
+            from thinpipe.launch.report.html import (
+                write_report,  # takes a second, which a start can spare
+            )
 
             events = self._timeline.events if self._timeline else ()
             write_report(info.folder, info, records=self._records, timeline=events, summary=summary)

@@ -5,13 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pipeline.engine import Precision
-from pipeline.schedule import DEPTH, ScheduleName
-from pipeline.wire.cast import Cast, CastFormat
-from pipeline.wire.codec import Codec
-from pipeline.wire.entropy import Coding
-from pipeline.wire.hadamard import Hadamard
-from pipeline.wire.uniform import ScalePer, Uniform
+from thinpipe.pipeline.engine import Precision
+from thinpipe.pipeline.schedule import DEPTH, ScheduleName
+from thinpipe.pipeline.wire.cast import Cast, CastFormat
+from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.entropy import Coding
+from thinpipe.pipeline.wire.hadamard import Hadamard
+from thinpipe.pipeline.wire.uniform import ScalePer, Uniform
 
 Bits = Annotated[int, Field(ge=1, le=8)]
 DeviceName = Literal["auto", "cpu", "cuda"]

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.agreement import Healed
-from pipeline.channel import Mode
-from pipeline.courier import Microbatch
-from pipeline.executor import run_in_order
-from pipeline.guard import Guard, Place, Rule
-from pipeline.mesh import Mesh
-from pipeline.objective import NextToken, Objective
-from pipeline.samples import Batch
-from pipeline.schedule import (
+from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.cache_consistency import Healed
+from thinpipe.pipeline.comm.async_codec import Microbatch
+from thinpipe.pipeline.comm.channel import Mode
+from thinpipe.pipeline.comm.guard import Guard, Place, Rule
+from thinpipe.pipeline.executor import run_in_order
+from thinpipe.pipeline.loss import NextToken, Objective
+from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.schedule import (
     DEPTH,
     ZERO_BUBBLE,
     ScheduleName,
@@ -36,8 +36,8 @@ from pipeline.schedule import (
     forward_order,
     pass_order,
 )
-from pipeline.stage import CompressedStage, ComputeEvent
-from pipeline.step_report import StepReport, StepTotals
+from thinpipe.pipeline.stage import CompressedStage, ComputeEvent
+from thinpipe.pipeline.step_stats import StepReport, StepTotals
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 
@@ -45,7 +45,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 class Exchange(Protocol):
-    """What the engine needs of a `gradcomp.sync.ReplicaSync`."""
+    """What the engine needs of a `thinpipe.gradcomp.sync.ReplicaSync`."""
 
     bytes_sent: int
 
@@ -129,7 +129,7 @@ class PipelineEngine:
         if whole and schedule in ZERO_BUBBLE:
             raise ValueError(
                 f'pipeline.schedule = "{schedule}" splits the backward pass, which torchgpipe '
-                "(pipeline.local.LocalPipeline) cannot; use GPipe, 1F1B or Deep1F1B"
+                "(pipeline.devices_per_rank > 1) cannot; use GPipe, 1F1B or Deep1F1B"
             )
 
     def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Healed:

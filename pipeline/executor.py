@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipeline.schedule import Action
-from pipeline.stage import CompressedStage
+from thinpipe.pipeline.schedule import Action
+from thinpipe.pipeline.stage import CompressedStage
 
 OutputFunction = Callable[[Tensor, int], Tensor]
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.link import LinkError, transport_reason
+from thinpipe.pipeline.comm.link import LinkError, transport_reason
 
-_SWAP_TAG = (1 << 31) - 1  # above every tag of `pipeline.link`
+_SWAP_TAG = (1 << 31) - 1  # above every tag of `thinpipe.pipeline.comm.link`
 
 
 @dataclass(frozen=True)

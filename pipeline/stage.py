@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from pipeline.channel import Channel, Mode
-from pipeline.courier import Alarm, Microbatch, Receiver, Sender
-from pipeline.samples import Samples
-from pipeline.schedule import PassOrder
-from pipeline.stopwatch import Mark, Stopwatch
+from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.comm.async_codec import Alarm, Microbatch, Receiver, Sender
+from thinpipe.pipeline.comm.channel import Channel, Mode
+from thinpipe.pipeline.schedule import PassOrder
+from thinpipe.pipeline.timing import Mark, Stopwatch
 
 EventKind = Literal["F", "B", "W", "encode", "decode", "wait"]
 COMPUTE_KINDS = ("F", "B", "W")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.pipelining", "launch.build"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.pipelining", "thinpipe.launch.build"])
 
 Ranks = Callable[..., list[Any]]
 

@@ -3,34 +3,39 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+TOPS = ("pipeline", "aqsgd", "gradcomp", "launch")
+WIRE = "thinpipe.pipeline.wire"
 ALLOWED = {
-    "pipeline.wire": {"pipeline.wire"},
-    "pipeline": {"pipeline.wire", "pipeline"},
-    "aqsgd": {"pipeline.wire", "pipeline", "aqsgd"},
-    "gradcomp": {"pipeline.wire", "gradcomp"},
-    "launch": {"pipeline.wire", "pipeline", "aqsgd", "gradcomp", "launch"},
+    WIRE: {WIRE},
+    "thinpipe.pipeline": {WIRE, "thinpipe.pipeline"},
+    "thinpipe.aqsgd": {WIRE, "thinpipe.pipeline", "thinpipe.aqsgd"},
+    "thinpipe.gradcomp": {WIRE, "thinpipe.gradcomp"},
+    "thinpipe.launch": {WIRE, *(f"thinpipe.{top}" for top in TOPS)},
 }
+MOST_FILES = 16
+"""Of a folder, beside `__init__.py`."""
 
 
-def package_of(module: str) -> str | None:
-    if module == "pipeline.wire" or module.startswith("pipeline.wire."):
-        return "pipeline.wire"
-    top = module.split(".")[0]
-    return top if top in ALLOWED else None
+def package_of(module: str) -> str:
+    if module == WIRE or module.startswith(f"{WIRE}."):
+        return WIRE
+    return ".".join(module.split(".")[:2])
 
 
 def modules() -> dict[str, Path]:
     found = {}
-    for top in ("pipeline", "aqsgd", "gradcomp", "launch"):
+    for top in TOPS:
         for path in (ROOT / top).rglob("*.py"):
-            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = ("thinpipe", *path.relative_to(ROOT).with_suffix("").parts)
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    found["thinpipe"] = found.pop("thinpipe.launch.api")
     return found
 
 
@@ -51,10 +56,9 @@ def imports(path: Path, known: dict[str, Path], *, at_import: bool) -> set[str]:
 def test_packages_import_only_what_stands_to_their_left() -> None:
     known = modules()
     for module, path in known.items():
-        package = package_of(module)
-        assert package is not None
-        for name in imports(path, known, at_import=False):
-            assert package_of(name) in ALLOWED[package], f"{module} imports {name}"
+        if module != "thinpipe":
+            for name in imports(path, known, at_import=False):
+                assert package_of(name) in ALLOWED[package_of(module)], f"{module} imports {name}"
 
 
 def test_there_are_no_import_cycles() -> None:
@@ -63,11 +67,40 @@ def test_there_are_no_import_cycles() -> None:
     list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
+@pytest.mark.parametrize("top", TOPS)
+def test_there_are_no_cycles_between_folders(top: str) -> None:
+    """A folder is a room: what imports it is above it, whichever files are meant."""
+    known = modules()
+    depth = len(top.split("/")) + 2
+    graph: dict[str, set[str]] = {}
+    for module, path in known.items():
+        if module.startswith(f"thinpipe.{top}."):
+            room = ".".join(module.split(".")[:depth])
+            names = {
+                ".".join(name.split(".")[:depth]) for name in imports(path, known, at_import=False)
+            }
+            graph.setdefault(room, set()).update(
+                name for name in names if name.startswith(f"thinpipe.{top}.") and name != room
+            )
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_folders_are_small() -> None:
+    sizes: dict[Path, int] = {}
+    for path in modules().values():
+        sizes[path.parent] = sizes.get(path.parent, 0) + (path.name != "__init__.py")
+    assert {str(folder): size for folder, size in sizes.items() if size > MOST_FILES} == {}
+
+
 CHEAP = [
-    *("pipeline", "pipeline.wire", "aqsgd", "gradcomp", "launch"),
-    *("pipeline.wire.uniform", "pipeline.boundary", "pipeline.channel", "aqsgd.delta"),
-    "pipeline.wire.subset",
-    "pipeline.wire.sparse",
+    "thinpipe",
+    *ALLOWED,
+    "thinpipe.pipeline.wire.uniform",
+    "thinpipe.pipeline.comm.boundary",
+    "thinpipe.pipeline.comm.channel",
+    "thinpipe.aqsgd.delta",
+    "thinpipe.pipeline.wire.subset",
+    "thinpipe.pipeline.wire.sparse",
 ]
 
 
@@ -79,18 +112,16 @@ def test_importing_is_cheap(package: str) -> None:
 
 
 def test_package_files_hold_only_a_docstring() -> None:
-    for path in ROOT.glob("*/**/__init__.py"):
-        top = path.relative_to(ROOT).parts[0]
-        if top in ("pipeline", "aqsgd", "gradcomp", "launch") and path.parent.name != "kernels":
+    for name, path in modules().items():
+        if path.name == "__init__.py" and name not in ("thinpipe", f"{WIRE}.kernels"):
             (docstring,) = ast.parse(path.read_text()).body
             assert isinstance(docstring, ast.Expr), path
 
 
 def test_every_package_is_in_the_distribution() -> None:
-    listed = (ROOT / "pyproject.toml").read_text()
-    for path in modules().values():
-        package = ".".join(path.parent.relative_to(ROOT).parts)
-        assert f'"{package}"' in listed, package
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {name for name, path in modules().items() if path.name == "__init__.py"}
+    assert set(listed) == folders
 
 
 def _hazards(path: Path) -> list[str]:
@@ -108,6 +139,6 @@ def _hazards(path: Path) -> list[str]:
 
 
 def test_no_kernel_starts_threads_and_nothing_forks() -> None:
-    forks_first = "launch.shaped"  # its children are made before any thread
+    forks_first = "thinpipe.launch.shaped"  # its children are made before any thread
     checked = {m: path for m, path in modules().items() if not m.startswith(forks_first)}
     assert {module: _hazards(path) for module, path in checked.items() if _hazards(path)} == {}

@@ -10,7 +10,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.pipelining import _utils, schedules
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from pipeline.stage import CompressedStage
+from thinpipe.pipeline.stage import CompressedStage
 
 ADVICE = "pipeline/stage.py relies on it; read torch's new code before changing the supported range"
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from launch.build import Built, build
-from launch.config import RunConfig
-from pipeline.mesh import build_mesh
-from pipeline.samples import Batch
-from pipeline.schedule import fit_microbatches
-from pipeline.step_report import StepTotals
-from pipeline.transformer import build_layers
+from thinpipe.launch.build import build
+from thinpipe.launch.components import Built
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.mesh import build_mesh
+from thinpipe.pipeline.models.transformer import build_layers
+from thinpipe.pipeline.schedule import fit_microbatches
+from thinpipe.pipeline.step_stats import StepTotals
 
 WIDTH, TOKENS, VOCAB = 16, 12, 256
 RAW = {"kind": "raw"}

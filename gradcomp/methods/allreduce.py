@@ -6,12 +6,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from gradcomp.buckets import Bucket
-from gradcomp.exchange import OneRow, Place, reduce_sharded
-from gradcomp.gradients import GradientSync
-from gradcomp.options import ExchangeOptions
-from gradcomp.peers import Peers
-from pipeline.wire.cast import Cast
+from thinpipe.gradcomp.buckets import Bucket
+from thinpipe.gradcomp.exchange import OneRow, Place, reduce_sharded
+from thinpipe.gradcomp.gradient_sync import GradientSync
+from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.wire.cast import Cast
 
 REPLICAS_EQUAL = True
 

@@ -34,19 +34,19 @@ import torch
 from pydantic import AliasChoices, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
-from gradcomp.buckets import device_of, make_buckets
-from gradcomp.budget import Budget, Choice
-from gradcomp.exchange import OneRow, Place, Sparse, reduce_sharded
-from gradcomp.gradients import GradientSync
-from gradcomp.methods.allreduce import AllReduce
-from gradcomp.options import ExchangeOptions
-from gradcomp.peers import Peers
-from gradcomp.shared import SharedBucket
-from pipeline.wire.cast import Cast
-from pipeline.wire.lane import Lane, Moment
-from pipeline.wire.sparse import SparseCodec
-from pipeline.wire.subset import Subset, exact_fraction, random_subset
-from pipeline.wire.worker import Worker
+from thinpipe.gradcomp.buckets import device_of, make_buckets
+from thinpipe.gradcomp.budget import Budget, Choice
+from thinpipe.gradcomp.exchange import OneRow, Place, Sparse, reduce_sharded
+from thinpipe.gradcomp.global_copy import SharedBucket
+from thinpipe.gradcomp.gradient_sync import GradientSync
+from thinpipe.gradcomp.methods.allreduce import AllReduce
+from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.sparse import SparseCodec
+from thinpipe.pipeline.wire.stream import Lane, Moment
+from thinpipe.pipeline.wire.subset import Subset, exact_fraction, random_subset
+from thinpipe.pipeline.wire.thread import Worker
 
 _AGREE_EVERY = 8
 """Exchanges between two choices of a budget."""

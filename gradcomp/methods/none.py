@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from gradcomp.peers import Peers
+from thinpipe.gradcomp.peers import Peers
 
 REPLICAS_EQUAL = False
 

@@ -11,13 +11,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from gradcomp.buckets import Bucket
-from gradcomp.exchange import OneRow, Place, reduce_sharded
-from gradcomp.feedback import Residuals
-from gradcomp.gradients import GradientSync
-from gradcomp.options import ExchangeOptions
-from gradcomp.peers import Peers
-from pipeline.wire.uniform import Uniform
+from thinpipe.gradcomp.buckets import Bucket
+from thinpipe.gradcomp.exchange import OneRow, Place, reduce_sharded
+from thinpipe.gradcomp.feedback import Residuals
+from thinpipe.gradcomp.gradient_sync import GradientSync
+from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.wire.uniform import Uniform
 
 REPLICAS_EQUAL = True
 

@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from gradcomp.buckets import Bucket
-from gradcomp.exchange import Place, Sparse, gather_sum
-from gradcomp.feedback import Residuals
-from gradcomp.gradients import GradientSync
-from gradcomp.options import ExchangeOptions
-from gradcomp.peers import Peers
-from pipeline.wire.sparse import SparseCodec
+from thinpipe.gradcomp.buckets import Bucket
+from thinpipe.gradcomp.exchange import Place, Sparse, gather_sum
+from thinpipe.gradcomp.feedback import Residuals
+from thinpipe.gradcomp.gradient_sync import GradientSync
+from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.wire.sparse import SparseCodec
 
 REPLICAS_EQUAL = True
 

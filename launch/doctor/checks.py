@@ -4,11 +4,11 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from launch.doctor.finding import Finding, ok, problem, warning
-from launch.doctor.host import HostFacts
-from launch.doctor.links import LinkFacts
-from launch.handshake import differences
-from launch.shaped.spec import format_rate
+from thinpipe.launch.distributed.handshake import differences
+from thinpipe.launch.doctor.finding import Finding, ok, problem, warning
+from thinpipe.launch.doctor.host import HostFacts
+from thinpipe.launch.doctor.links import LinkFacts
+from thinpipe.launch.host.links import format_rate
 
 _SLOW_SHARE = 1 / 3
 _CLOCK_S = 1.0

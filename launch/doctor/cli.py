@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from launch.config import RunConfig, load_config
-from launch.doctor.checks import check_all, names_of
-from launch.doctor.finding import Finding, problem
-from launch.doctor.host import HostFacts, choose_interface, examine
-from launch.doctor.links import listen, measure_links
-from launch.doctor.meeting import DoctorError, meet
-from launch.doctor.report import as_network, draw_links, show_findings, show_links
-from launch.interfaces import parse_endpoint, reachable_address
-from launch.packages import explain
-from launch.usage import USAGE_ERROR, SetOption
+from thinpipe.launch.config.cli_options import USAGE_ERROR, SetOption
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.doctor.checks import check_all, names_of
+from thinpipe.launch.doctor.finding import Finding, problem
+from thinpipe.launch.doctor.host import HostFacts, choose_interface, examine
+from thinpipe.launch.doctor.links import listen, measure_links
+from thinpipe.launch.doctor.meeting import DoctorError, meet
+from thinpipe.launch.doctor.report import as_network, draw_links, show_findings, show_links
+from thinpipe.launch.host.interfaces import parse_endpoint, reachable_address
+from thinpipe.launch.host.packages import explain
 
 HEALTHY, ILL = 0, 1
 

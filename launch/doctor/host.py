@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from launch.config import RunConfig
-from launch.doctor.finding import Finding, ok, problem, warning
-from launch.handshake import versions
-from launch.interfaces import Interface, interface_to, interfaces
-from launch.machine import free_memory
-from launch.packages import explain
-from launch.plan.memory import needs, plan_memory
-from launch.train import check_data
-from pipeline.models import stage_counts
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.distributed.handshake import versions
+from thinpipe.launch.doctor.finding import Finding, ok, problem, warning
+from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces
+from thinpipe.launch.host.packages import explain
+from thinpipe.launch.host.resources import free_memory
+from thinpipe.launch.plan.memory_budget import needs, plan_memory
+from thinpipe.launch.train import check_data
+from thinpipe.pipeline.models.build import stage_counts
 
 _WEIGHT_BYTES, _GRADIENT_BYTES, _ADAM_BYTES = 4, 4, 8  # per parameter, in fp32
 _SYSCTL = Path("/proc/sys/net/ipv4")

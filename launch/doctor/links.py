@@ -5,10 +5,10 @@ import struct
 import time
 from dataclasses import asdict, dataclass
 
-from launch import flow
-from launch.doctor.host import HostFacts
-from launch.doctor.meeting import Meeting
-from launch.shaped.spec import links
+from thinpipe.launch.doctor.host import HostFacts
+from thinpipe.launch.doctor.meeting import Meeting
+from thinpipe.launch.host import tcp_probe as flow
+from thinpipe.launch.host.links import links
 
 _CONNECT_S = 3.0
 _IP_MTU = 14  # Linux's number; Python has no name for it

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
 
-from launch.interfaces import is_here
+from thinpipe.launch.host.interfaces import is_here
 
 
 class DoctorError(RuntimeError):

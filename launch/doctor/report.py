@@ -6,10 +6,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from launch.doctor.finding import Finding
-from launch.doctor.links import LinkFacts
-from launch.plan.network import Network, Rate
-from launch.shaped.spec import PAYLOAD_SHARE, format_rate
+from thinpipe.launch.doctor.finding import Finding
+from thinpipe.launch.doctor.links import LinkFacts
+from thinpipe.launch.host.links import PAYLOAD_SHARE, format_rate
+from thinpipe.launch.plan.network import Network, Rate
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 

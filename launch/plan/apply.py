@@ -15,7 +15,7 @@ from typing import Any
 
 import tomli_w
 
-from launch.config_file import ConfigError, toml_value
+from thinpipe.launch.config.toml import ConfigError, toml_value
 
 _HEADER = re.compile(r"^\s*\[")
 _OLD = "# comments of the boundaries that were here before:"

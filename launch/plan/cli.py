@@ -9,20 +9,20 @@ import torch
 import typer
 from rich.console import Console
 
-from launch.config import RunConfig, load_config
-from launch.plan.apply import apply_plan, boundary_text
-from launch.plan.auto import find_cuts
-from launch.plan.cost import Blocks, measure_messages, predict, stage_costs
-from launch.plan.measure import measure_blocks
-from launch.plan.messages import Spec
-from launch.plan.network import Network
-from launch.plan.recommend import Recommendation, recommend
-from launch.plan.remedies import show_remedies
-from launch.plan.show import show_plan, show_recommendation
-from launch.plan.simulate import check_simulated
-from launch.shaped.spec import parse_rate, parse_time
-from launch.spawn import keep_freed_memory, rank_threads
-from launch.usage import USAGE_ERROR, SetOption
+from thinpipe.launch.config.cli_options import USAGE_ERROR, SetOption
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.distributed.elastic import keep_freed_memory, rank_threads
+from thinpipe.launch.host.links import parse_rate, parse_time
+from thinpipe.launch.plan.apply import apply_plan, boundary_text
+from thinpipe.launch.plan.auto_cuts import find_cuts
+from thinpipe.launch.plan.bits import Recommendation, recommend
+from thinpipe.launch.plan.message_cost import Spec
+from thinpipe.launch.plan.network import Network
+from thinpipe.launch.plan.predict import Blocks, measure_messages, predict, stage_costs
+from thinpipe.launch.plan.profile import measure_blocks
+from thinpipe.launch.plan.remedies import show_remedies
+from thinpipe.launch.plan.simulate import check_simulated
+from thinpipe.launch.plan.tables import show_plan, show_recommendation
 
 
 def plan(  # noqa: PLR0913  # one parameter per option

@@ -5,8 +5,8 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from launch.machine import busy_s
-from launch.metrics import format_duration
+from thinpipe.launch.host.resources import busy_s
+from thinpipe.launch.report.metrics import format_duration
 
 _WIDE = 1.5
 """The ratio of upper to lower quartile from which on rounds of the same work spread widely."""

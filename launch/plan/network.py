@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from launch.shaped.spec import PAYLOAD_SHARE, NetworkSpec, links
+from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec, links
 
 Rate = float | None
 """Bits per second; None is unlimited."""

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from launch.metrics import Direction, TimelineEvent
-from launch.plan.network import Network
-from pipeline.schedule import DEPTH, Action, ScheduleName, single_stage_order
+from thinpipe.launch.plan.network import Network
+from thinpipe.launch.report.metrics import Direction, TimelineEvent
+from thinpipe.pipeline.schedule import DEPTH, Action, ScheduleName, single_stage_order
 
 
 @dataclass(frozen=True)

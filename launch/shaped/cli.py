@@ -8,13 +8,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from launch.shaped import control
-from launch.shaped.commands import run_command
-from launch.shaped.linux import ShapedError
-from launch.shaped.network import ShapedNetwork
-from launch.shaped.probe import LinkProbe, probe_link
-from launch.shaped.spec import PAYLOAD_SHARE, NetworkSpec, format_rate, links
-from launch.usage import USAGE_ERROR, run_app
+from thinpipe.launch.config.cli_options import USAGE_ERROR, run_app
+from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec, format_rate, links
+from thinpipe.launch.shaped import control
+from thinpipe.launch.shaped.commands import run_command
+from thinpipe.launch.shaped.linux import ShapedError
+from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.launch.shaped.probe import LinkProbe, probe_link
 
 RateOption = Annotated[
     str | None, typer.Option(metavar="RATE", help="Of every up- and downlink: 100mbit, or none.")

@@ -10,9 +10,9 @@ from functools import partial
 from types import FrameType
 from typing import BinaryIO
 
-from launch.shaped.names import environment, fill_in, host_name
-from launch.shaped.network import ShapedNetwork
-from launch.shaped.ranks import Watch
+from thinpipe.launch.shaped.names import environment, fill_in, host_name
+from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.launch.shaped.ranks import Watch
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 _INTERRUPT_GRACE_S = 3.0

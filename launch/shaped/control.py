@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
-from launch.shaped.linux import ShapedError
-from launch.shaped.spec import NetworkSpec, format_rate
+from thinpipe.launch.host.links import NetworkSpec, format_rate
+from thinpipe.launch.shaped.linux import ShapedError
 
 _NAME = "thinpipe-shaped-"
 _LISTENS = "00010000"  # the kernel's __SO_ACCEPTCON, among the flags of /proc/net/unix

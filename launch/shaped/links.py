@@ -7,11 +7,11 @@ from pathlib import Path
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from launch.shaped import linux
-from launch.shaped.linux import ShapedError
-from launch.shaped.names import host_address, host_mac, host_name
-from launch.shaped.shaping import Shaper, downlink, uplink
-from launch.shaped.spec import MTU, NetworkSpec
+from thinpipe.launch.host.links import MTU, NetworkSpec
+from thinpipe.launch.shaped import linux
+from thinpipe.launch.shaped.linux import ShapedError
+from thinpipe.launch.shaped.names import host_address, host_mac, host_name
+from thinpipe.launch.shaped.shaping import Shaper, downlink, uplink
 
 BUFFER_BYTES = 64 << 20
 """What a TCP connection may hold in flight; the usual 4 MB fill 320 Mbit/s at 100 ms."""

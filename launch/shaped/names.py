@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from launch.shaped import linux
+from thinpipe.launch.shaped import linux
 
 MASTER_PORT = "29500"
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from launch.packages import require
-from launch.shaped import control, linux
-from launch.shaped.linux import ShapedError
-from launch.shaped.names import environment, host_name
-from launch.shaped.ranks import Watch, start
-from launch.shaped.spec import NetworkSpec
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.host.packages import require
+from thinpipe.launch.shaped import control, linux
+from thinpipe.launch.shaped.linux import ShapedError
+from thinpipe.launch.shaped.names import environment, host_name
+from thinpipe.launch.shaped.ranks import Watch, start
 
 T = TypeVar("T")
 
@@ -168,7 +168,7 @@ def _start_keeper(spec: NetworkSpec, socket_fd: int) -> "subprocess.Popen[bytes]
     path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     arguments = [str(os.getpid()), str(socket_fd)]
     keeper = subprocess.Popen(
-        [sys.executable, "-P", "-m", "launch.shaped.sandbox", *arguments],
+        [sys.executable, "-P", "-m", "thinpipe.launch.shaped.sandbox", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=[socket_fd],

@@ -5,10 +5,10 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from launch import flow
-from launch.shaped.names import host_address
-from launch.shaped.network import ShapedNetwork
-from launch.shaped.spec import FRAME_BYTES, NetworkSpec
+from thinpipe.launch.host import tcp_probe as flow
+from thinpipe.launch.host.links import FRAME_BYTES, NetworkSpec
+from thinpipe.launch.shaped.names import host_address
+from thinpipe.launch.shaped.network import ShapedNetwork
 
 _PORT = 5201
 _CONNECT_S = 10.0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
-from launch.shaped import linux
+from thinpipe.launch.shaped import linux
 
 GRACE_S = 10.0
 """How long a process has to end after it was asked to, before it is killed."""

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from launch.shaped.names import host_mac
-from launch.shaped.spec import NetworkSpec
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.shaped.names import host_mac
 
 PACKET_VNET_HDR = 15
 PACKET_IGNORE_OUTGOING = 23

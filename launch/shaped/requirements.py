@@ -5,9 +5,9 @@ import errno
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from launch.shaped.linux import ShapedError
-from launch.shaped.relay import open_port
-from launch.shaped.spec import NetworkSpec
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.shaped.linux import ShapedError
+from thinpipe.launch.shaped.relay import open_port
 
 NO_NAMESPACES = (
     "this system does not let us make network namespaces ({reason}). Run as root, or allow user "

@@ -1,4 +1,4 @@
-"""The process that owns an emulated network: `python -m launch.shaped.sandbox` of `network.py`.
+"""The process that owns an emulated network; `network.py` starts it.
 
 Everything lives in namespaces without a name: two runs cannot collide, and the kernel clears all
 away when they lose their last process. A keeper stays outside and watches the owner of the run;
@@ -20,12 +20,12 @@ from typing import NoReturn
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from launch.shaped import control, linux, requirements
-from launch.shaped.links import Host, build_hosts, shape_hosts
-from launch.shaped.linux import ShapedError
-from launch.shaped.names import mount_names
-from launch.shaped.relay import Relay, open_port
-from launch.shaped.spec import NetworkSpec
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.shaped import control, linux, requirements
+from thinpipe.launch.shaped.links import Host, build_hosts, shape_hosts
+from thinpipe.launch.shaped.linux import ShapedError
+from thinpipe.launch.shaped.names import mount_names
+from thinpipe.launch.shaped.relay import Relay, open_port
 
 
 def main() -> None:

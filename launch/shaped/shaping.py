@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from launch.shaped.names import host_address
-from launch.shaped.spec import FRAME_BYTES, MAX_RATE_BPS, NetworkSpec
+from thinpipe.launch.host.links import FRAME_BYTES, MAX_RATE_BPS, NetworkSpec
+from thinpipe.launch.shaped.names import host_address
 
 QUEUE_S = 0.05
 """How long a packet waits at most in a full queue before it is dropped, in seconds."""

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.codec import Noise
 
 CastFormat = Literal["fp32", "bf16", "fp16"]
 

@@ -34,9 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.wire.codec import Noise
-from pipeline.wire.kernels import Backend, Codes, load_kernels
-from pipeline.wire.kernels.hadamard import TILES, load_tile_kernels
+from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.kernels import Backend, Codes, load_kernels
+from thinpipe.pipeline.wire.kernels.hadamard import TILES, load_tile_kernels
 
 _SCALE_NBYTES = 2
 _CLIP = 2.25

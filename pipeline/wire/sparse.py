@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.wire.cast import Cast
-from pipeline.wire.entropy import Coding, CodingError, compress, expand
-from pipeline.wire.kernels import Backend
-from pipeline.wire.kernels.sparse import SparseKernels, load_sparse_kernels
-from pipeline.wire.uniform import Uniform
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.entropy import Coding, CodingError, compress, expand
+from thinpipe.pipeline.wire.kernels import Backend
+from thinpipe.pipeline.wire.kernels.sparse import SparseKernels, load_sparse_kernels
+from thinpipe.pipeline.wire.uniform import Uniform
 
 _HEAD, _LENGTH = 8, torch.int32
 

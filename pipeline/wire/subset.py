@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.wire.kernels.sparse import SparseKernels, load_sparse_kernels
+from thinpipe.pipeline.wire.kernels.sparse import SparseKernels, load_sparse_kernels
 
 RUN = 64
 _ROUNDS = 6

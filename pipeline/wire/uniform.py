@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple, TypedDict, TypeGuard
 import torch
 from torch import Tensor
 
-from pipeline.wire.cast import Cast
-from pipeline.wire.codec import Codec, Noise
-from pipeline.wire.kernels import (
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.codec import Codec, Noise
+from thinpipe.pipeline.wire.kernels import (
     Backend,
     Codes,
     KernelSet,

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aqsgd.config import AqsgdConfig, build_delta
-from aqsgd.delta import DeltaBoundary
-from aqsgd.disk import DiskStore
-from launch.build import Built
-from pipeline.step_report import StepTotals
-from pipeline.wire.header import HEADER_NBYTES
 from tests.ranks import Ranks
 from tests.training import TOKENS, WIDTH, batch, config, start, train_steps
+from thinpipe.aqsgd.config import AqsgdConfig, build_delta
+from thinpipe.aqsgd.delta import DeltaBoundary
+from thinpipe.aqsgd.disk import DiskStore
+from thinpipe.launch.components import Built
+from thinpipe.pipeline.step_stats import StepTotals
+from thinpipe.pipeline.wire.header import HEADER_NBYTES
 
 SHAPE = (6, 16)
 

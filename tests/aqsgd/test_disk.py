@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aqsgd.disk import DiskStore, RowFile
-from aqsgd.store import LostRowError
 from tests.ranks import run_ranks
+from thinpipe.aqsgd.disk import DiskStore, RowFile
+from thinpipe.aqsgd.store import LostRowError
 
 NBYTES = 4096
 
@@ -93,7 +93,8 @@ def test_the_file_needs_no_cleaning_up(open_store: OpenStore, tmp_path: Path) ->
 
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     code = (
-        "import os, signal, torch; from pathlib import Path; from aqsgd.disk import RowFile\n"
+        "import os, signal, torch; from pathlib import Path\n"
+        "from thinpipe.aqsgd.disk import RowFile\n"
         f"file = RowFile(Path({str(tmp_path)!r}), 4096)\n"
         "file.write(7, torch.ones(4096, dtype=torch.uint8)); os.kill(os.getpid(), signal.SIGKILL)"
     )
@@ -186,7 +187,7 @@ def test_a_file_at_its_limit_loses_what_does_not_fit(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_noticed_before_the_first_step(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from aqsgd.disk import RowFile\n"
+        "from pathlib import Path; from thinpipe.aqsgd.disk import RowFile\n"
         f"file = RowFile(Path({str(tmp_path)!r}), 4096); file.reserve(10); print('fits')\n"
         "file.reserve(1000)"
     )

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from aqsgd.memory import SampleMemory
-from pipeline.wire.cast import Cast
-from pipeline.wire.uniform import Uniform
+from thinpipe.aqsgd.memory import SampleMemory
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.uniform import Uniform
 
 CODECS = [Cast("fp32"), Cast("bf16"), Uniform(8, 64), Uniform(4, 64)]
 IDS = torch.tensor([3, 8])

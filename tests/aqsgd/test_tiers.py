@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aqsgd import delta, memory
-from aqsgd.config import AqsgdConfig, build_delta
-from aqsgd.delta import DeltaBoundary
-from aqsgd.disk import DiskStore, RowFile
-from aqsgd.memory import ROWS
-from aqsgd.store import RamStore
-from launch.statefile import load_state, save_state
-from pipeline.config import build_codec
+from thinpipe.aqsgd import delta, memory
+from thinpipe.aqsgd.config import AqsgdConfig, build_delta
+from thinpipe.aqsgd.delta import DeltaBoundary
+from thinpipe.aqsgd.disk import DiskStore, RowFile
+from thinpipe.aqsgd.memory import ROWS
+from thinpipe.aqsgd.store import RamStore
+from thinpipe.launch.checkpoint.state_file import load_state, save_state
+from thinpipe.pipeline.config import build_codec
 
 TOKENS, WIDTH = 6, 16
 FORMATS: list[Any] = ["fp32", "bf16", 8, 4]

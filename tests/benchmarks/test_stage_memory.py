@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.stage_memory import main, measure, write_weights
-from pipeline.shards import Shards
+from thinpipe.pipeline.models.hf.shards import Shards
 
 MODEL = Path("examples/models/gpt2")
 

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from launch.shaped.commands import run_command
-from launch.shaped.linux import ShapedError
-from launch.shaped.network import ShapedNetwork
-from launch.shaped.spec import NetworkSpec
 from tests.launch.test_train import RUN
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.shaped.commands import run_command
+from thinpipe.launch.shaped.linux import ShapedError
+from thinpipe.launch.shaped.network import ShapedNetwork
 
 pytestmark = pytest.mark.dist
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "machines.md").read_text()
 PROGRAMS = {
-    "thinpipe": [sys.executable, "-m", "launch"],
+    "thinpipe": [sys.executable, "-P", "-m", "thinpipe.launch"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
 }
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from launch.cli import app
-from launch.shaped.cli import set_app
-from launch.usage import run_app
 from tests.launch.test_train import RUN
+from thinpipe.launch.cli import app
+from thinpipe.launch.config.cli_options import run_app
+from thinpipe.launch.shaped.cli import set_app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -35,9 +35,9 @@ RUN_ELSEWHERE = {  # by their beginnings: where, or why not
     "thinpipe train run.toml": "tests/launch/test_train.py",
     "thinpipe train examples/": "tests/launch/test_examples.py, or it needs a download",
     "thinpipe trace ": "tests/launch/test_train.py",
-    "thinpipe export ": "tests/launch/test_export.py",
+    "thinpipe export ": "tests/launch/checkpoint/test_export_hf.py",
     "thinpipe doctor ": "tests/launch/doctor",
-    "thinpipe launch hosts.toml run.toml": "tests/launch/test_remote.py",
+    "thinpipe launch hosts.toml run.toml": "tests/launch/distributed/test_ssh.py",
     "thinpipe shaped ": "tests/launch/shaped",
     "torchrun --nnodes 8": "needs the machines",
     "python -m benchmarks.": "tests/benchmarks",
@@ -108,8 +108,8 @@ def parse(line: list[str]) -> None:
         context = reader.make_context(name, arguments[is_set:])
         if name == "shaped" and context.params.get("command"):
             parse([Path(context.params["command"][0]).name, *context.params["command"][1:]])
-    elif program == "torchrun" and "launch" in arguments:
-        parse(["thinpipe", *arguments[arguments.index("launch") + 1 :]])
+    elif program == "torchrun" and "thinpipe.launch" in arguments:
+        parse(["thinpipe", *arguments[arguments.index("thinpipe.launch") + 1 :]])
     elif arguments[:1] == ["-m"]:
         assert importlib.util.find_spec(arguments[1]) is not None
 

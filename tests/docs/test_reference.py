@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from gradcomp.options import ExchangeOptions
-from gradcomp.registry import load_method, method_names
-from launch.cli import app
-from launch.config import RunConfig, TrainConfig, load_config
-from pipeline.guard import GuardConfig
+from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.gradcomp.registry import load_method, method_names
+from thinpipe.launch.cli import app
+from thinpipe.launch.config.run import RunConfig, TrainConfig, load_config
+from thinpipe.pipeline.comm.guard import GuardConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradcomp.peers import Peers, local_peers
-from gradcomp.registry import load_method, parse_options
-from gradcomp.sync import ReplicaSync
+from thinpipe.gradcomp.peers import Peers, local_peers
+from thinpipe.gradcomp.registry import load_method, parse_options
+from thinpipe.gradcomp.sync import ReplicaSync
 
 
 def make_net(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Module:

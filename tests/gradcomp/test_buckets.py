@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradcomp.buckets import Bucket, Readiness, make_buckets
+from thinpipe.gradcomp.buckets import Bucket, Readiness, make_buckets
 
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

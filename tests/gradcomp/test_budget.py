@@ -7,10 +7,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from gradcomp.budget import CHOICES, Budget, Choice, choose
-from gradcomp.methods.cocktail import Config
-from gradcomp.peers import local_peers
 from tests.gradcomp.replicas import Replicas, all_of
+from thinpipe.gradcomp.budget import CHOICES, Budget, Choice, choose
+from thinpipe.gradcomp.methods.cocktail import Config
+from thinpipe.gradcomp.peers import local_peers
 
 START = Choice(0.1, 0.2, 4)
 

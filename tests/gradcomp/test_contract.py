@@ -8,9 +8,9 @@ import torch.distributed as dist
 from pydantic import ValidationError
 from torch import nn
 
-from gradcomp.peers import GroupPeers
-from gradcomp.registry import load_method, method_names, parse_options
 from tests.ranks import Ranks
+from thinpipe.gradcomp.peers import GroupPeers
+from thinpipe.gradcomp.registry import load_method, method_names, parse_options
 
 pytestmark = pytest.mark.dist
 

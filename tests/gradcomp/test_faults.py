@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradcomp.peers import ExchangeError, LocalPeers, local_peers
-from gradcomp.registry import method_names
 from tests.gradcomp.replicas import Replicas, all_of
+from thinpipe.gradcomp.peers import ExchangeError, LocalPeers, local_peers
+from thinpipe.gradcomp.registry import method_names
 
 METHODS = [name for name in method_names() if name != "none"]
 

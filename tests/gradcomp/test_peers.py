@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradcomp.exchange import OneRow, Place, reduce_sharded
-from gradcomp.peers import ExchangeError, GroupPeers, local_peers
-from pipeline.wire.cast import Cast
-from pipeline.wire.header import HEADER_NBYTES, DesyncError, Header
 from tests.gradcomp.replicas import all_of
 from tests.ranks import Ranks
+from thinpipe.gradcomp.exchange import OneRow, Place, reduce_sharded
+from thinpipe.gradcomp.peers import ExchangeError, GroupPeers, local_peers
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError, Header
 
 
 def message(nbytes: int, seed: int) -> Tensor:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.config import RunConfig, load_config
-from launch.train import check_data
-from pipeline.samples import Batch
 from tests.ranks import Ranks
 from tests.training import share, start
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.train import check_data
+from thinpipe.pipeline.batch import Batch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ("gpt2_wikitext", "bert_cola", "gptjt")

@@ -7,15 +7,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from launch.config import RunConfig, write_config
-from launch.export import export
-from launch.inprocess import in_process
-from launch.session import Session
-from launch.state import Checkpoints
-from pipeline.samples import Batch
 from tests.huggingface import CLASSES, VOCAB, saved_model, section
 from tests.ranks import Ranks
 from tests.training import RAW, config, share, start, weights
+from thinpipe.launch.checkpoint.export_hf import export
+from thinpipe.launch.checkpoint.state import Checkpoints
+from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.single_process import in_process
+from thinpipe.pipeline.batch import Batch
 
 TOKENS = 9
 

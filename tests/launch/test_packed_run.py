@@ -9,17 +9,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from launch.build import Built
-from launch.config import RunConfig, write_config
-from launch.export import export
-from launch.relayout import parameter_names
-from launch.sampling import EpochSampler
-from launch.session import Session
-from launch.state import Checkpoints
-from launch.train import check_data
 from tests.huggingface import saved_model, section
 from tests.ranks import Ranks
 from tests.training import config, start, weights
+from thinpipe.launch.checkpoint.export_hf import export
+from thinpipe.launch.checkpoint.reshard import parameter_names
+from thinpipe.launch.checkpoint.state import Checkpoints
+from thinpipe.launch.components import Built
+from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.train import check_data
 
 STEPS, SAVED = 8, 5  # an epoch has 4 steps: memories are warm when the run is saved
 

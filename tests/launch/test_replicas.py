@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 
-from launch.state import _collect, _distribute
-from pipeline.transformer import build_layers
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start, weights
+from thinpipe.launch.checkpoint.state import _collect, _distribute
+from thinpipe.pipeline.models.transformer import build_layers
 
 pytestmark = pytest.mark.dist
 

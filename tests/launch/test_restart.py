@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from launch.metrics import read_metrics
-from launch.state import Resume, after_restart
 from tests.launch.test_train import PATIENCE_S, ranks_of, run_file, wait_until
 from tests.ports import free_port
+from thinpipe.launch.checkpoint.state import Resume, after_restart
+from thinpipe.launch.report.metrics import read_metrics
 
 __all__ = ["run_file"]
 
@@ -28,7 +28,16 @@ def test_only_a_restart_resumes_unasked(monkeypatch: pytest.MonkeyPatch) -> None
 
 def node(run: Path, log: Path, *meeting: str) -> subprocess.Popen[str]:
     command = [
-        *(sys.executable, "-m", "launch", "train", str(run), "--set", "pipeline.cuts=[2]"),
+        *(
+            sys.executable,
+            "-P",
+            "-m",
+            "thinpipe.launch",
+            "train",
+            str(run),
+            "--set",
+            "pipeline.cuts=[2]",
+        ),
         *("--set", "train.epochs=100", "--set", "checkpoint.every_steps=50"),
         *("--max-restarts", "1", *meeting),
     ]

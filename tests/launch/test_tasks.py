@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from launch.config import RunConfig, load_config
-from launch.metrics import read_metrics
-from launch.train import check_data
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.report.metrics import read_metrics
+from thinpipe.launch.train import check_data
 
 ROOT = Path(__file__).parents[2]
 CLASSIFICATION = ROOT / "examples/classification.toml"
@@ -20,7 +20,7 @@ INSTRUCTIONS = ROOT / "examples/instructions.toml"
 def _train(example: Path, folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     arguments = [part for setting in settings for part in ("--set", setting)]
     return subprocess.run(
-        [sys.executable, "-m", "launch", "train", str(example),
+        [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(example),
          "--set", f"run.folder={folder}", *arguments],
         capture_output=True, text=True, timeout=200, cwd=ROOT,
     )  # fmt: skip

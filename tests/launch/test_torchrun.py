@@ -19,7 +19,7 @@ def agent(port: int, run: Path, log: Path) -> subprocess.Popen[str]:
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes", "2", "--nproc-per-node", "2", "--local-addr", "127.0.0.1"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test"),
-        *("-m", "launch", "train", str(run), "--set", "pipeline.cuts=[1]"),
+        *("-m", "thinpipe.launch", "train", str(run), "--set", "pipeline.cuts=[1]"),
         *("--set", "pipeline.replicas=2", "--set", "train.batch_size=6"),
     ]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

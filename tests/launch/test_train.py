@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from launch.checkpoint import read_manifest
-from launch.metrics import read_metrics
 from tests.ports import free_port
+from thinpipe.launch.checkpoint.files import read_manifest
+from thinpipe.launch.report.metrics import read_metrics
 
 pytestmark = pytest.mark.dist
 
@@ -64,7 +64,7 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "launch", "train", *map(str, arguments)]
+    return [sys.executable, "-P", "-m", "thinpipe.launch", "train", *map(str, arguments)]
 
 
 def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -134,7 +134,7 @@ def test_a_run_leaves_everything_in_its_folder(run_file: Path) -> None:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 16))
     traced = subprocess.run(
-        [sys.executable, "-m", "launch", "trace", str(folder), "--rate", "10mbit"],
+        [sys.executable, "-P", "-m", "thinpipe.launch", "trace", str(folder), "--rate", "10mbit"],
         capture_output=True,
         text=True,
     )

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.link import LinkError
 from tests.ranks import Ranks
 from tests.training import ZERO_BUBBLE, batch, config, share, single_process, start, train_steps
+from thinpipe.pipeline.comm.link import LinkError
 
 pytestmark = pytest.mark.dist
 

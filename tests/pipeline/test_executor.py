@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from launch.config import RunConfig
-from pipeline.courier import Microbatch
-from pipeline.executor import run_in_order
-from pipeline.samples import Batch, Samples
-from pipeline.schedule import ScheduleName, single_stage_order
 from tests.ranks import Ranks
 from tests.training import WIDTH, batch, config, start, train_steps, weights
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.pipeline.batch import Batch, Samples
+from thinpipe.pipeline.comm.async_codec import Microbatch
+from thinpipe.pipeline.executor import run_in_order
+from thinpipe.pipeline.schedule import ScheduleName, single_stage_order
 
 BATCHES = [batch(list(range(8))), batch([9, 11, 13, 15, 17, 19]), batch(list(range(8)))]
 AQSGD = [{"forward": {"kind": "aqsgd", "bits": 3}, "backward": {"kind": "direct", "bits": 6}}]

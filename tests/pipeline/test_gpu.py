@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from aqsgd.config import AqsgdConfig, AutoConfig, build_delta
-from aqsgd.delta import DeltaBoundary
-from aqsgd.memory import ROWS
-from aqsgd.store import RamStore
-from launch.build import Built
-from launch.config import RunConfig
-from launch.inprocess import in_process
-from pipeline.boundary import Boundary, Stateless
-from pipeline.wire.cast import Cast
-from pipeline.wire.hadamard import Hadamard
-from pipeline.wire.host import host_bytes
-from pipeline.wire.uniform import Uniform
 from tests.training import batch, config, weights
+from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig, build_delta
+from thinpipe.aqsgd.delta import DeltaBoundary
+from thinpipe.aqsgd.memory import ROWS
+from thinpipe.aqsgd.store import RamStore
+from thinpipe.launch.components import Built
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.single_process import in_process
+from thinpipe.pipeline.comm.boundary import Boundary, Stateless
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.hadamard import Hadamard
+from thinpipe.pipeline.wire.pinned import host_bytes
+from thinpipe.pipeline.wire.uniform import Uniform
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from launch.config import RunConfig
 from tests.ranks import Ranks
 from tests.training import RAW, ZERO_BUBBLE, batch, config, single_process, train_steps
+from thinpipe.launch.config.run import RunConfig
 
 pytestmark = pytest.mark.dist
 

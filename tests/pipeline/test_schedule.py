@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.schedule import ScheduleName, check_schedule, fit_microbatches, stage_to_rank
+from thinpipe.pipeline.schedule import ScheduleName, check_schedule, fit_microbatches, stage_to_rank
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])

@@ -35,14 +35,14 @@ from typing import Literal, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.codec import Noise
 
 BLOCK = 1024
 PLANES = 8
 
 Backend = Literal["auto", "reference", "numba", "triton"]
 
-_MODULES = {"reference": "reference", "numba": "numba_cpu", "triton": "triton_gpu"}
+_MODULES = {"reference": "reference.uniform", "numba": "cpu.uniform", "triton": "gpu.uniform"}
 
 
 class Codes(NamedTuple):
@@ -220,5 +220,5 @@ def load_kernels(backend: Backend, device: torch.device) -> KernelSet:
         chosen = {"cuda": "triton", "cpu": "numba"}.get(device.type, "reference")
     else:
         chosen = backend
-    module = importlib.import_module(f"pipeline.wire.kernels.{_MODULES[chosen]}")
+    module = importlib.import_module(f"thinpipe.pipeline.wire.kernels.{_MODULES[chosen]}")
     return cast(KernelSet, module)

@@ -14,14 +14,14 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from pipeline.wire.kernels import Backend
+from thinpipe.pipeline.wire.kernels import Backend
 
 TILES = (16, 64, 256)
 
 _MODULES = {
-    "reference": "hadamard_reference",
-    "numba": "hadamard_cpu",
-    "triton": "hadamard_triton",
+    "reference": "reference.hadamard",
+    "numba": "cpu.hadamard",
+    "triton": "gpu.hadamard",
 }
 
 
@@ -58,5 +58,5 @@ def load_tile_kernels(backend: Backend, device: torch.device) -> TileKernels:
         chosen = {"cuda": "triton", "cpu": "numba"}.get(device.type, "reference")
     else:
         chosen = backend
-    module = importlib.import_module(f"pipeline.wire.kernels.{_MODULES[chosen]}")
+    module = importlib.import_module(f"thinpipe.pipeline.wire.kernels.{_MODULES[chosen]}")
     return cast(TileKernels, module)

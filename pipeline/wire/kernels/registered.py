@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipeline.wire.codec import Noise
-from pipeline.wire.kernels import Codes, KernelSet, load_kernels
+from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
-    from pipeline.wire import kernels
-    from pipeline.wire.kernels import RowKernels
+    from thinpipe.pipeline.wire import kernels
+    from thinpipe.pipeline.wire.kernels import RowKernels
 
 _LIBRARY = torch.library.Library("thinpipe", "DEF")  # type: ignore[no-untyped-call]
 _NOISE = "int key, int step, Tensor? row_B, float? rate"

@@ -11,9 +11,9 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
-from pipeline.wire.kernels import Backend
+from thinpipe.pipeline.wire.kernels import Backend
 
-_MODULES = {"reference": "sparse_reference", "numba": "sparse_cpu"}
+_MODULES = {"reference": "reference.sparse", "numba": "cpu.sparse"}
 
 
 class SparseKernels(Protocol):
@@ -81,5 +81,5 @@ def load_sparse_kernels(backend: Backend, device: torch.device) -> SparseKernels
     chosen = ("numba" if device.type == "cpu" else "reference") if backend == "auto" else backend
     if chosen not in _MODULES:
         raise ValueError(f'backend = "{backend}": sparse kernels are "reference" and "numba"')
-    module = importlib.import_module(f"pipeline.wire.kernels.{_MODULES[chosen]}")
+    module = importlib.import_module(f"thinpipe.pipeline.wire.kernels.{_MODULES[chosen]}")
     return cast(SparseKernels, module)

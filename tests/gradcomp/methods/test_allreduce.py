@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pipeline.wire.header import HEADER_NBYTES
 from tests.gradcomp.replicas import Replicas, all_of, flat, make_net
+from thinpipe.pipeline.wire.header import HEADER_NBYTES
 
 PARAMETERS = 53
 

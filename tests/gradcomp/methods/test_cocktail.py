@@ -7,12 +7,12 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from gradcomp.methods.cocktail import Config
-from gradcomp.registry import parse_options
-from pipeline.wire.header import DesyncError
-from pipeline.wire.sparse import SparseCodec
-from pipeline.wire.subset import random_subset
 from tests.gradcomp.replicas import Replicas, all_of, flat, make_net
+from thinpipe.gradcomp.methods.cocktail import Config
+from thinpipe.gradcomp.registry import parse_options
+from thinpipe.pipeline.wire.header import DesyncError
+from thinpipe.pipeline.wire.sparse import SparseCodec
+from thinpipe.pipeline.wire.subset import random_subset
 
 EXACT = {"subset": 1.0, "topk": 1.0, "bits": 32}
 SMALL = {"subset": 0.5, "topk": 0.3, "bits": 4}
@@ -231,8 +231,8 @@ def test_parameters_that_moved_elsewhere_are_noticed() -> None:
 
 def sent_bits(options: dict[str, Any], numel: int = 1_000_000) -> float:
     """Bits that a replica sends per parameter in a step of two replicas, both ways."""
-    from gradcomp.methods.cocktail import build
-    from gradcomp.peers import local_peers
+    from thinpipe.gradcomp.methods.cocktail import build
+    from thinpipe.gradcomp.peers import local_peers
 
     peers = local_peers(2)
     syncs = [

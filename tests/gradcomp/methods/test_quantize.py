@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from gradcomp.buckets import make_buckets
-from gradcomp.exchange import OneRow, Place
-from gradcomp.methods.quantize import Quantize
-from gradcomp.peers import local_peers
-from pipeline.wire.uniform import Uniform
 from tests.gradcomp.replicas import Replicas, all_of
+from thinpipe.gradcomp.buckets import make_buckets
+from thinpipe.gradcomp.exchange import OneRow, Place
+from thinpipe.gradcomp.methods.quantize import Quantize
+from thinpipe.gradcomp.peers import local_peers
+from thinpipe.pipeline.wire.uniform import Uniform
 
 
 def reduce_all(reducers: list[Quantize], local: list[torch.Tensor], step: int) -> list[Any]:

@@ -8,11 +8,11 @@ import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from launch.cli import app
-from pipeline.huggingface_config import HuggingFaceConfig
-from pipeline.models import stage_counts
 from tests.huggingface import saved_model, section
 from tests.ports import free_port
+from thinpipe.launch.cli import app
+from thinpipe.pipeline.models.build import stage_counts
+from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 
 
 def doctor(path: Path, *options: str) -> tuple[int, str]:

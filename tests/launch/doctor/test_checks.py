@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from launch.doctor.checks import check_all
-from launch.doctor.finding import Finding
-from launch.doctor.host import HostFacts
-from launch.doctor.links import LinkFacts
+from thinpipe.launch.doctor.checks import check_all
+from thinpipe.launch.doctor.finding import Finding
+from thinpipe.launch.doctor.host import HostFacts
+from thinpipe.launch.doctor.links import LinkFacts
 
 ONE = HostFacts(
     name="a",

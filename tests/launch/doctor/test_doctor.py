@@ -10,12 +10,12 @@ import pytest
 from pyroute2 import IPRoute
 from typer.testing import CliRunner
 
-from launch.cli import app
-from launch.plan.network import Network
-from launch.shaped.linux import ShapedError
-from launch.shaped.names import host_address
-from launch.shaped.network import ShapedNetwork
-from launch.shaped.spec import NetworkSpec
+from thinpipe.launch.cli import app
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.plan.network import Network
+from thinpipe.launch.shaped.linux import ShapedError
+from thinpipe.launch.shaped.names import host_address
+from thinpipe.launch.shaped.network import ShapedNetwork
 
 pytestmark = pytest.mark.dist
 

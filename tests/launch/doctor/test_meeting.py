@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from launch.doctor import meeting
-from launch.doctor.meeting import DoctorError, Meeting, meet
 from tests.ports import free_port
+from thinpipe.launch.doctor import meeting
+from thinpipe.launch.doctor.meeting import DoctorError, Meeting, meet
 
 
 def test_whoever_comes_a_moment_later_on_one_machine_joins(monkeypatch: pytest.MonkeyPatch) -> None:

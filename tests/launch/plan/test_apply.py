@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.config import load_config
-from launch.config_file import ConfigError
-from launch.plan.apply import apply_plan
+from thinpipe.launch.config.run import load_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.plan.apply import apply_plan
 
 TABLES = [
     {"cut": 2, "forward": {"kind": "aqsgd", "bits": 3}, "backward": {"kind": "raw"}},

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.plan.disturbance import disturbance, undisturbed
-from launch.plan.measure import measure_blocks
 from tests.training import config
+from thinpipe.launch.plan.disturbance import disturbance, undisturbed
+from thinpipe.launch.plan.profile import measure_blocks
 
 CORES = os.cpu_count() or 1
 STEADY = [0.030, 0.031, 0.032, 0.030, 0.033]
@@ -41,7 +41,7 @@ def test_blocks_that_memory_does_not_hold_at_once_are_measured_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     together = measure_blocks(config()).costs
-    monkeypatch.setattr("launch.plan.measure.free_memory", lambda: 0.0)
+    monkeypatch.setattr("thinpipe.launch.plan.profile.free_memory", lambda: 0.0)
     alone = measure_blocks(config()).costs
     assert [block.parameters for block in alone] == [block.parameters for block in together]
 

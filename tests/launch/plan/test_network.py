@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.plan.network import Network
-from launch.shaped.spec import PAYLOAD_SHARE, NetworkSpec
+from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec
+from thinpipe.launch.plan.network import Network
 
 MBIT = 1e6
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchgpipe.balance import balance_cost
 
-from launch.plan.partition import Problem, best_cuts, bottleneck_s
+from thinpipe.launch.plan.partition import Problem, best_cuts, bottleneck_s
 
 COST = st.integers(0, 9)
 

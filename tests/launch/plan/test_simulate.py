@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from launch.plan.network import Network
-from launch.plan.simulate import Message, StepModel, simulate
+from thinpipe.launch.plan.network import Network
+from thinpipe.launch.plan.simulate import Message, StepModel, simulate
 
 FREE = Message(0)
 ONE_SECOND = Message(125_000)  # at 1 Mbit/s

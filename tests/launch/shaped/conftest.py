@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from launch.shaped.linux import ShapedError
-from launch.shaped.network import ShapedNetwork
-from launch.shaped.spec import NetworkSpec
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.shaped.linux import ShapedError
+from thinpipe.launch.shaped.network import ShapedNetwork
 
 
 @pytest.fixture(scope="session")

@@ -15,13 +15,13 @@ from typing import BinaryIO
 import pytest
 from typer.testing import CliRunner
 
-from launch.cli import app
+from thinpipe.launch.cli import app
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 
 ROOT = Path(__file__).parents[3]
 SHAPED = (  # as launch/cli.py adds it, without the seconds that importing torch takes
-    "import typer; from launch.shaped.cli import shaped; app = typer.Typer();"
+    "import typer; from thinpipe.launch.shaped.cli import shaped; app = typer.Typer();"
     "app.command(context_settings={'allow_interspersed_args': False})(shaped); app()"
 )
 

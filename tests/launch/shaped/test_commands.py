@@ -1,7 +1,7 @@
 import pytest
 
-from launch.shaped.commands import run_command
-from launch.shaped.network import ShapedNetwork
+from thinpipe.launch.shaped.commands import run_command
+from thinpipe.launch.shaped.network import ShapedNetwork
 
 Capture = pytest.CaptureFixture[str]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from launch.shaped import control
-from launch.shaped.spec import NetworkSpec
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.shaped import control
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 

@@ -16,13 +16,13 @@ import pytest
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from launch.flow import payload_bps
-from launch.shaped import requirements
-from launch.shaped.network import HostError, ShapedNetwork
-from launch.shaped.probe import probe_link
-from launch.shaped.ranks import GRACE_S
-from launch.shaped.shaping import Shape, Shaper
-from launch.shaped.spec import NetworkSpec
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.host.tcp_probe import payload_bps
+from thinpipe.launch.shaped import requirements
+from thinpipe.launch.shaped.network import HostError, ShapedNetwork
+from thinpipe.launch.shaped.probe import probe_link
+from thinpipe.launch.shaped.ranks import GRACE_S
+from thinpipe.launch.shaped.shaping import Shape, Shaper
 
 PORT = 5300
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.wire.cast import Cast, CastFormat
+from thinpipe.pipeline.wire.cast import Cast, CastFormat
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.wire.entropy import Coder, CodingError, compress, expand
+from thinpipe.pipeline.wire.entropy import Coder, CodingError, compress, expand
 
 
 def likely(count: int) -> torch.Tensor:

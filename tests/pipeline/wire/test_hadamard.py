@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.config import StatelessConfig
-from pipeline.wire.hadamard import Hadamard
-from pipeline.wire.kernels import Backend
-from pipeline.wire.kernels.hadamard import TILES
-from pipeline.wire.uniform import Uniform
+from thinpipe.pipeline.config import StatelessConfig
+from thinpipe.pipeline.wire.hadamard import Hadamard
+from thinpipe.pipeline.wire.kernels import Backend
+from thinpipe.pipeline.wire.kernels.hadamard import TILES
+from thinpipe.pipeline.wire.uniform import Uniform
 
 BITS = range(2, 8)
 

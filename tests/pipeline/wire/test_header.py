@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.wire.header import HEADER_NBYTES, DesyncError, Header
+from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError, Header
 
 HEADER = Header(
     direction=0,

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.wire.entropy import Coding, CodingError
-from pipeline.wire.sparse import SparseCodec
+from thinpipe.pipeline.wire.entropy import Coding, CodingError
+from thinpipe.pipeline.wire.sparse import SparseCodec
 
 SIZES = (0, 1, 2, 7, 8, 9, *range(120, 137), 1000, 5003)
 BITS = (1, 2, 4, 7, 8, 16, 32)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.wire.kernels import Backend
-from pipeline.wire.sparse import SparseCodec
-from pipeline.wire.subset import Subset, largest_size, random_subset
+from thinpipe.pipeline.wire.kernels import Backend
+from thinpipe.pipeline.wire.sparse import SparseCodec
+from thinpipe.pipeline.wire.subset import Subset, largest_size, random_subset
 
 
 def values(numel: int, seed: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.wire.subset import RUN, Subset, exact_fraction, largest_size, random_subset
+from thinpipe.pipeline.wire.subset import RUN, Subset, exact_fraction, largest_size, random_subset
 
 FRACTIONS = (0.1, 0.15, 0.4, 1.0, 1 / 3, 0.075)
 

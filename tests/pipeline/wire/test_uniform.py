@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.wire.cast import Cast
-from pipeline.wire.codec import Noise
-from pipeline.wire.uniform import PackedMemory, ScalePer, Uniform
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.uniform import PackedMemory, ScalePer, Uniform
 
 BITS = range(1, 9)
 SCALES: tuple[ScalePer, ...] = ("token", "channel", "tensor", 64)

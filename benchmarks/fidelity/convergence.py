@@ -1,0 +1,185 @@
+"""Does a model learn as well across compressed cuts? Fine-tuning by AQ-SGD and its baselines.
+
+    python -m benchmarks.fidelity.convergence --train valid.txt --eval test.txt --seeds 3 \
+        --json out.jsonl
+    python -m benchmarks.fidelity.convergence --train valid.txt --eval test.txt --methods beyond \
+        --seeds 3
+
+For every seed a byte-level decoder is pretrained, uncompressed, on the first nine tenths of the
+training text. From these weights every method fine-tunes a copy for some epochs on a fixed set of
+sequences from the last tenth (with `--labelled` on sentences, as a classifier), with every layer a
+stage of its own, all stages in one process (`launch/single_process.py`: boundaries, messages and
+bytes are those of a run over a network). The seed sets the initial weights and the order of the
+data.
+"""
+
+import argparse
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.fidelity.finetuning import Corpus, Scale, fine_tune, pretrain, read_corpus
+from benchmarks.fidelity.report import BASELINE, Outcome, draw, tables
+from benchmarks.harness import Records
+
+
+def _method(
+    kind: str, forward: int, backward: int, *, gradients: str = "direct", **options: Any
+) -> dict[str, Any]:
+    return {
+        "forward": {"kind": kind, "bits": forward, **options},
+        "backward": {"kind": gradients, "bits": backward},
+    }
+
+
+def _cast(name: str) -> dict[str, Any]:
+    return {way: {"kind": "raw", "format": name} for way in ("forward", "backward")}
+
+
+def _tiles(bits: int) -> dict[str, Any]:
+    return {"kind": "stateless", "bits": bits}
+
+
+def _rate(kind: str, forward: float, backward: float, **options: Any) -> dict[str, Any]:
+    """Steps that are so many times a group's rms, both ways, entropy-coded."""
+    way = {"bits": 4, "coding": "zstd"}
+    return {
+        "forward": {"kind": kind, **way, "rate": forward, **options},
+        "backward": {"kind": "direct", **way, "rate": backward},
+    }
+
+
+PAPER: dict[str, dict[str, Any]] = {
+    BASELINE: _cast("fp32"),
+    "bf16": _cast("bf16"),
+    "aq fw4/bw8": _method("aqsgd", 4, 8),
+    "aq fw3/bw6": _method("aqsgd", 3, 6),
+    "aq fw3/bw6, first fp32": _method("aqsgd", 3, 6, first_visit="fp32"),
+    "aq fw2/bw4": _method("aqsgd", 2, 4),
+    "direct fw4/bw8": _method("direct", 4, 8),
+    "direct fw3/bw6": _method("direct", 3, 6),
+    "direct fw2/bw4": _method("direct", 2, 4),
+}
+BEYOND: dict[str, dict[str, Any]] = {
+    "aq fw3/bw6, first 4": _method("aqsgd", 3, 6, first_visit=4),
+    "aq fw3/bw6, first tiles 5": _method("aqsgd", 3, 6, first_visit=_tiles(5)),
+    "aq fw3/bw6, memory 8": _method("aqsgd", 3, 6, memory=8),
+    "aq fw3/bw6, memory 4": _method("aqsgd", 3, 6, memory=4),
+    "aq fw3/bw6, tiles": _method("aqsgd", 3, 6, delta="tiles", gradients="stateless"),
+    "aq fw3/bw3, tiles back": _method("aqsgd", 3, 3, gradients="stateless"),
+    "aq fw2/bw6": _method("aqsgd", 2, 6),
+    "aq fw2/bw4, tiles back": _method("aqsgd", 2, 4, gradients="stateless"),
+    "aq fw2/bw4, tiles": _method("aqsgd", 2, 4, delta="tiles", gradients="stateless"),
+    "stateless fw6/bw6": _method("stateless", 6, 6, gradients="stateless"),
+    "stateless fw4/bw6": _method("stateless", 4, 6, gradients="stateless"),
+    "stateless fw3/bw6": _method("stateless", 3, 6, gradients="stateless"),
+    "auto fw3/bw6": _method("auto", 3, 6, gradients="stateless"),
+    "auto fw2/bw4": _method("auto", 2, 4, delta="tiles", gradients="stateless"),
+}
+CODED: dict[str, dict[str, Any]] = {
+    "aq rate 0.5/0.5": _rate("aqsgd", 0.5, 0.5),
+    "aq rate 0.5/0.5, first tiles 5": _rate("aqsgd", 0.5, 0.5, first_visit=_tiles(5)),
+    "aq rate 0.5/0.6, first tiles 5": _rate("aqsgd", 0.5, 0.6, first_visit=_tiles(5)),
+    "aq rate 0.6/0.5": _rate("aqsgd", 0.6, 0.5),
+    "aq rate 0.8/0.7": _rate("aqsgd", 0.8, 0.7),
+    "direct rate 0.5/0.5": _rate("direct", 0.5, 0.5),
+}
+METHODS = {**PAPER, **BEYOND, **CODED}
+_SIZES = {
+    "layers": "of the model, each a stage",
+    "width": "of the model",
+    "tokens": "per sequence",
+    "vocab": "tokens there are: 256 are bytes; more, with --labelled, are learned subwords",
+    "sequences": "or sentences to fine-tune on",
+    "batch": "of fine-tuning, in sequences",
+    "epochs": "of fine-tuning",
+    "pretrain_steps": "of pretraining",
+}
+GROUPS = {"paper": list(PAPER), "beyond": list(BEYOND), "coded": list(CODED)}
+
+
+def compare(
+    corpus: Corpus, scale: Scale, *, methods: Sequence[str], seeds: Iterable[int], records: Records
+) -> list[Outcome]:
+    """Fine-tune with every method for every seed, the baseline first; prints one line for each."""
+    outcomes: list[Outcome] = []
+    for seed in seeds:
+        start = time.perf_counter()
+        weights = pretrain(corpus, scale, seed=seed)
+        print(f"seed {seed}: pretrained in {time.perf_counter() - start:.0f} s", flush=True)
+        for method in dict.fromkeys([BASELINE, *methods]):
+            config = scale.run(METHODS[method], seed)
+            outcome = fine_tune(corpus, config, weights, method=method)
+            outcomes.append(outcome)
+            records.add({"scale": asdict(scale), "run": config.shared()}, asdict(outcome))
+            print(
+                f"seed {seed}: {method}: train {outcome.final_loss:.4f}, "
+                f"held out {outcome.held_out:.4f}, "
+                + "".join(f"{name} {value:.3f}, " for name, value in outcome.scores.items())
+                + f"{outcome.seconds:.0f} s",
+                flush=True,
+            )
+    return outcomes
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the comparison from the command line."""
+    options = _parse(arguments)
+    torch.set_num_threads(1)
+    scale = Scale(
+        **{name: getattr(options, name) for name in (*_SIZES, "lr", "dropout", "dropout_masks")},
+        task="language" if options.labelled is None else "classification",
+    )
+    outcomes = compare(
+        read_corpus(options.train, options.eval, scale, labelled=options.labelled),
+        scale,
+        methods=[m for name in options.methods for m in GROUPS.get(name, [name])],
+        seeds=range(options.first_seed, options.first_seed + options.seeds),
+        records=Records(options.json),
+    )
+    print(f"\n{tables(outcomes)}")
+    if options.plot is not None:
+        draw(outcomes, options.plot)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.fidelity.convergence",
+        description="Fine-tune across compressed cuts: AQ-SGD, direct quantization, no compression",
+    )
+    parser.add_argument("--train", type=Path, required=True, help="text to train on")
+    parser.add_argument("--eval", type=Path, required=True, help="held-out text")
+    parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the repetitions (default 0)")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=[*GROUPS, *METHODS],
+        default=["paper"],
+        help="of the paper (default), beyond it, entropy-coded, or by name",
+    )
+    for name, meaning in _SIZES.items():
+        default = getattr(Scale, name)
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=default, help=f"{meaning} (default {default})")
+    parser.add_argument("--lr", type=float, default=Scale.lr, help="peak rate of fine-tuning")
+    parser.add_argument(
+        "--labelled",
+        nargs=2,
+        type=Path,
+        metavar=("TRAIN.TSV", "DEV.TSV"),
+        help="fine-tune as a classifier of sentences in CoLA's columns",
+    )
+    parser.add_argument("--dropout", type=float, default=0.0, help="of fine-tuning")
+    parser.add_argument("--dropout-masks", choices=("random", "repeated"), default="random")
+    parser.add_argument("--json", type=Path, help="new file for one JSON line per run")
+    parser.add_argument("--plot", type=Path, help="PNG of the training loss by epoch")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""Pretrain a small decoder, then fine-tune copies of it across compressed cuts, all in one process.
+
+Copies are fine-tuned as language models, or as classifiers of labelled sentences.
+
+Axes: B samples, T tokens.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.fidelity.report import Epoch, Outcome
+from benchmarks.fidelity.sentences import write_text, write_tokenizer
+from thinpipe.aqsgd.delta import DeltaBoundary
+from thinpipe.launch.components import Built
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.data.load import DataConfig, load
+from thinpipe.launch.data.sample_set import SampleSet
+from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.launch.single_process import in_process
+from thinpipe.pipeline.comm.boundary import Boundary
+from thinpipe.pipeline.comm.channel import FORWARD, Channel
+from thinpipe.pipeline.models.dropout import DropoutMasks
+from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
+from thinpipe.pipeline.step_stats import StepTotals
+
+_EVAL_BATCH = 64
+_BYTES = 256
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Size of the experiment; batches are in sequences, learning rates are AdamW's peaks.
+
+    Pretraining is language modelling without dropout; `task` and dropout are those of fine-tuning.
+    Tokens are bytes, or with a larger `vocab` subwords, which are learned from the texts.
+    """
+
+    layers: int = 8
+    width: int = 64
+    heads: int = 4
+    tokens: int = 64
+    vocab: int = _BYTES
+    pretrain_steps: int = 1200
+    pretrain_batch: int = 32
+    pretrain_lr: float = 2e-3
+    sequences: int = 384
+    epochs: int = 6
+    batch: int = 16
+    microbatches: int = 2
+    lr: float = 5e-4
+    held_out: int = 512
+    task: Literal["language", "classification"] = "language"
+    dropout: float = 0.0
+    dropout_masks: DropoutMasks = "random"
+
+    @property
+    def pretrained(self) -> TransformerConfig:
+        """The decoder that is pretrained."""
+        return TransformerConfig(
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            vocab=self.vocab,
+            context=self.tokens,
+        )
+
+    @property
+    def model(self) -> TransformerConfig:
+        """What is fine-tuned: the decoder, or an encoder with its layers and two classes."""
+        return TransformerConfig(
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            vocab=self.vocab,
+            context=self.tokens,
+            task=self.task,
+            classes=2 if self.task == "classification" else None,
+            dropout=self.dropout,
+            dropout_masks=self.dropout_masks,
+        )
+
+    @property
+    def data(self) -> DataConfig:
+        """What is fine-tuned on, but for its place; labelled sentences are in CoLA's columns."""
+        labelled = self.task == "classification"
+        return DataConfig(
+            format="tsv" if labelled else "auto",
+            text_field=3 if labelled else None,
+            label_field=1 if labelled else None,
+            sequence_length=self.tokens,
+            train_sequences=self.sequences,
+            eval_sequences="all" if labelled else self.held_out,
+        )
+
+    def run(self, boundary: Mapping[str, Any], seed: int) -> RunConfig:
+        """Fine-tuning with one layer per stage and the same boundary at all cuts."""
+        return RunConfig.model_validate(
+            {
+                "run": {"seed": seed},
+                "model": self.model,
+                "data": self.data,
+                "pipeline": {
+                    "cuts": range(1, self.layers),
+                    "schedule": "GPipe",
+                    "microbatches": self.microbatches,
+                },
+                "boundary": [boundary],
+                "train": {
+                    "epochs": self.epochs,
+                    "batch_size": self.batch,
+                    "lr": self.lr,
+                    "warmup_steps": self.sequences // self.batch // 2,
+                    "decay": "linear",
+                },
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Three sets of samples that do not overlap, made of sequences or of labelled sentences."""
+
+    pretrain: SampleSet
+    tune: SampleSet
+    held_out: SampleSet
+
+
+def read_corpus(
+    train: Path, evaluation: Path, scale: Scale, *, labelled: tuple[Path, Path] | None = None
+) -> Corpus:
+    """Cut the files into sequences; `labelled` are TSV files to fine-tune on and to evaluate on.
+
+    With these, both texts and the acceptable sentences are pretrained on where there are subwords.
+
+    Raises:
+        ValueError: a file is missing or too short.
+        ImportError: subwords need a package that is not installed.
+    """
+    if labelled is not None and scale.vocab > _BYTES:
+        return _read_sentences((train, evaluation), labelled, scale)
+    pretrain, tune = load(
+        DataConfig(
+            path=str(train),
+            sequence_length=scale.tokens,
+            train_sequences="all",
+            eval_sequences=scale.sequences,
+        )
+    )
+    if labelled is not None:
+        place = {"path": str(labelled[0]), "eval_path": str(labelled[1])}
+        return Corpus(pretrain, *load(scale.data.model_copy(update=place)))
+    held_out, _ = load(
+        DataConfig(
+            path=str(evaluation),
+            sequence_length=scale.tokens,
+            train_sequences=scale.held_out,
+            eval_sequences=1,
+        )
+    )
+    return Corpus(pretrain, tune, held_out)
+
+
+def _read_sentences(texts: Sequence[Path], labelled: tuple[Path, Path], scale: Scale) -> Corpus:
+    with TemporaryDirectory() as folder:
+        text = Path(folder) / "text.txt"
+        write_text(text, texts=texts, labelled=labelled[0])
+        write_tokenizer(Path(folder), text, vocab=scale.vocab)
+        subwords = DataConfig(
+            path=str(text),
+            tokenizer=folder,
+            sequence_length=scale.tokens,
+            train_sequences="all",
+            eval_sequences=1,
+        )
+        pretrain, _ = load(subwords)
+        place = {"path": str(labelled[0]), "eval_path": str(labelled[1]), "tokenizer": folder}
+        return Corpus(pretrain, *load(scale.data.model_copy(update=place)))
+
+
+def pretrain(corpus: Corpus, scale: Scale, *, seed: int) -> Weights:
+    """Train the whole model in one piece; its weights by name."""
+    model = build_layers(scale.pretrained, 0, scale.layers, seed=seed, device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=scale.pretrain_lr, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        max_lr=scale.pretrain_lr,
+        total_steps=scale.pretrain_steps,
+        pct_start=0.05,
+        cycle_momentum=False,
+    )
+    sampler = EpochSampler(
+        len(corpus.pretrain), batch_size=scale.pretrain_batch, replicas=1, replica=0, seed=seed
+    )
+    for step in range(scale.pretrain_steps):
+        batch = corpus.pretrain.batch(sampler.ids(step))
+        loss = F.cross_entropy(model(batch.inputs_BT).flatten(0, 1), batch.targets.flatten())
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return {name: weight.detach() for name, weight in model.state_dict().items()}
+
+
+def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: str) -> Outcome:
+    """Train a copy of `weights` as `config` says and evaluate it.
+
+    Raises:
+        RuntimeError: a step was not finite, or the two ends of a cut remember different bits.
+    """
+    start = time.perf_counter()
+    sampler = EpochSampler(
+        len(corpus.tune),
+        batch_size=config.train.batch_size,
+        replicas=1,
+        replica=0,
+        seed=config.run.seed,
+    )
+    steps = config.train.epochs * sampler.steps_per_epoch
+    numel = config.data.sequence_length * config.model.width
+    with in_process(config, total_steps=steps) as built:
+        _load(built, weights)
+        torch.manual_seed(config.run.seed)  # random dropout
+        before = _evaluate(built, corpus.held_out, compressed=False)
+        epochs: list[Epoch] = []
+        memory: list[Tensor] = []
+        for epoch in range(config.train.epochs):
+            totals = [
+                _train_step(built, corpus.tune, sampler, epoch * sampler.steps_per_epoch + step)
+                for step in range(sampler.steps_per_epoch)
+            ]
+            previous, memory = memory, _memories(built, samples=len(corpus.tune), numel=numel)
+            epochs.append(_epoch(totals, _change(previous, memory)))
+        after, compressed = (
+            _evaluate(built, corpus.held_out, compressed=which) for which in (False, True)
+        )
+        return Outcome(
+            method=method,
+            seed=config.run.seed,
+            epochs=tuple(epochs),
+            held_out_before=before["loss"],
+            held_out=after["loss"],
+            held_out_compressed=compressed["loss"],
+            seconds=time.perf_counter() - start,
+            scores=_scores(after),
+            scores_compressed=_scores(compressed),
+        )
+
+
+def _load(built: Built, weights: Weights) -> None:
+    for stage in built.stages:
+        module: Any = stage.submod
+        own = module.state_dict()  # a classifier's head is not pretrained
+        module.load_state_dict({name: weights.get(name, own[name]) for name in own})
+
+
+def _train_step(built: Built, sequences: SampleSet, sampler: EpochSampler, step: int) -> StepTotals:
+    totals = built.engine.train_step(sequences.batch(sampler.ids(step)), step)
+    if totals.skipped:
+        raise RuntimeError(
+            f"step {step}: loss or gradients are not finite; lower the learning rate"
+        )
+    built.lr_schedule.step()
+    return totals
+
+
+def _epoch(totals: Sequence[StepTotals], change: float | None) -> Epoch:
+    wire = [part for step in totals for part in step.wire]
+    return Epoch(
+        loss=sum(step.loss * step.tokens for step in totals) / sum(step.tokens for step in totals),
+        forward_bytes=sum(part.nbytes for part in wire if part.direction == FORWARD),
+        backward_bytes=sum(part.nbytes for part in wire if part.direction != FORWARD),
+        values=sum(part.values for part in wire),
+        change=change,
+    )
+
+
+def _evaluate(built: Built, samples: SampleSet, *, compressed: bool) -> dict[str, float]:
+    tallies = [
+        built.engine.eval_step(samples.batch(ids_B), 0, compressed=compressed)
+        for ids_B in torch.split(torch.arange(len(samples)), _EVAL_BATCH)
+    ]
+    return built.engine.objective.metrics([sum(part) for part in zip(*tallies, strict=True)])
+
+
+def _scores(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if name != "loss"}
+
+
+def _memories(built: Built, *, samples: int, numel: int) -> list[Tensor]:
+    """Every cut's memory of all samples [samples, numel]; empty when the method has none.
+
+    Raises:
+        RuntimeError: the two ends of a cut remember different bits.
+    """
+    ids = torch.arange(samples)
+    memories: list[Tensor] = []
+    for upper, lower in zip(built.stages, built.stages[1:], strict=False):
+        sender = _training_boundary(upper.channels.activations_out)
+        receiver = _training_boundary(lower.channels.activations_in)
+        if not isinstance(sender, DeltaBoundary) or not isinstance(receiver, DeltaBoundary):
+            return []
+        if sender.memory.digest() != receiver.memory.digest():
+            raise RuntimeError(
+                f"the ends between stages {upper.stage_index} and {lower.stage_index} remember "
+                "different bits; results would mean nothing"
+            )
+        memories.append(sender.memory.read(ids, numel))
+    return memories
+
+
+def _training_boundary(channel: Channel | None) -> Boundary:
+    assert channel is not None, "every stage has a channel to its neighbours"
+    return channel.boundaries["train"]
+
+
+def _change(previous: Sequence[Tensor], memory: Sequence[Tensor]) -> float | None:
+    """How far an epoch moved the memories, relative to their size; the mean over cuts."""
+    ratios = [
+        float((now - then).norm() / now.norm()) for then, now in zip(previous, memory, strict=False)
+    ]
+    return sum(ratios) / len(ratios) if ratios else None

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.kernels`."""
+
+from benchmarks.kernels.run import main
+
+main()

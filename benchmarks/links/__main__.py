@@ -1,0 +1,5 @@
+"""`python -m benchmarks.links`."""
+
+from benchmarks.links.run import main
+
+main()

@@ -1,0 +1,128 @@
+"""One rank's measurements of the link benchmark: every method at every rate, step by step."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.links.runners import Method, Runner, make_runner
+from benchmarks.links.workloads import Workload
+from thinpipe.pipeline.mesh import Mesh, build_mesh
+
+_TIMEOUT_S = 120.0
+_MARGIN_S = 0.05
+_SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")  # of a host, not the machine
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank saw of a method at one rate.
+
+    `steps_s` are from the common start to this rank's end. `first_visit_s` is the step in which no
+    sample was known, None for methods without memory. `nbytes` are those that the rank sent in one
+    later step, our headers included. `compute_s` is the median forward and backward of its stage,
+    None where the runtime does not tell.
+    """
+
+    method: str
+    rate_bps: float | None
+    steps_s: tuple[float, ...]
+    first_visit_s: float | None
+    nbytes: int
+    compute_s: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks measure, in this order: every rate, every method, that many steps.
+
+    Rates and delay are those of the links; `dilation` is how much slower they are than what they
+    stand for. With `keep_window` TCP on the emulated hosts does not start slowly after a pause.
+    """
+
+    workload: Workload
+    methods: Sequence[Method]
+    rates: Sequence[float | None]
+    steps: int
+    delay_s: float = 0.0
+    dilation: float = 1.0
+    keep_window: bool = False
+
+
+SetRate = Callable[[float | None], None]
+
+
+def run_host(host: int, plan: Plan, set_rate: SetRate) -> list[RankResult]:
+    """Measure as one host of an emulated network."""
+    if plan.keep_window:
+        _SLOW_START.write_text("0")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
+    try:
+        return run_rank(plan, set_rate)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
+    """Measure as one rank of the default group; rank 0 calls `set_rate` and prints steps.
+
+    Before the first rate every method runs a step that is not counted.
+    """
+    mesh = build_mesh(dist.get_world_size(), 1, timeout_s=_TIMEOUT_S)
+    bench = _RankBench(mesh, plan)
+    runners = {method: make_runner(method, plan.workload, mesh) for method in plan.methods}
+    for runner in runners.values():
+        bench.step(runner, bench.ids(0))
+    results = []
+    for number, rate_bps in enumerate(plan.rates, start=1):
+        if mesh.rank == 0:
+            set_rate(rate_bps)
+        ids_S = bench.ids(number)
+        results += [bench.measure(method, runners[method], ids_S, rate_bps) for method in runners]
+    bench.wait_for_all()
+    return results
+
+
+class _RankBench:
+    def __init__(self, mesh: Mesh, plan: Plan) -> None:
+        self._mesh, self._plan = mesh, plan
+        self._margin_s = _MARGIN_S + 2 * plan.delay_s
+        self._number = 0
+
+    def ids(self, number: int) -> Tensor:
+        """Samples that were not met before, for each number."""
+        samples = self._plan.workload.microbatches * self._plan.workload.boundary[0]
+        return torch.arange(samples) + number * samples
+
+    def measure(
+        self, method: Method, runner: Runner, ids_S: Tensor, rate_bps: float | None
+    ) -> RankResult:
+        first_visit_s = self.step(runner, ids_S) if method.remembers else None
+        runner.take_sent()
+        runner.take_compute()
+        steps_s = tuple(self.step(runner, ids_S) for _ in range(self._plan.steps))
+        nbytes = runner.take_sent() // self._plan.steps
+        if self._mesh.rank == 0:
+            print(
+                f"{method.name} at {rate_bps} bit/s: {[round(s, 3) for s in steps_s]} s", flush=True
+            )
+        compute_s = runner.take_compute()
+        return RankResult(method.name, rate_bps, steps_s, first_visit_s, nbytes, compute_s)
+
+    def step(self, runner: Runner, ids_S: Tensor) -> float:
+        """Seconds from the common start to the end of this rank."""
+        self._number += 1
+        begin_s = self.wait_for_all() + self._margin_s
+        time.sleep(max(0.0, begin_s - time.perf_counter()))
+        runner.step(self._number, ids_S)
+        return time.perf_counter() - begin_s
+
+    def wait_for_all(self) -> float:
+        """When the last rank came here; the hosts share this machine's clock."""
+        now = torch.tensor([time.perf_counter()], dtype=torch.float64)
+        return float(self._mesh.share(now).max())

@@ -1,0 +1,230 @@
+"""Rows of the link benchmark: what the ranks saw, beside what the schedule could reach."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.links.ranks import RankResult
+from benchmarks.links.runners import Method, make_channel
+from benchmarks.links.workloads import PaperShape, Workload
+from thinpipe.launch.host.links import PAYLOAD_SHARE
+from thinpipe.launch.plan.network import Network
+from thinpipe.launch.plan.simulate import Message, StepModel, simulate
+from thinpipe.pipeline.comm.channel import BACKWARD, FORWARD
+
+_CODEC_REPEATS = 7
+
+Messages = tuple[Message, Message]
+"""Activations and gradients of a method."""
+
+Compute = tuple[tuple[float, float], ...]
+"""Seconds of a forward and a backward of one microbatch, by stage."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one network; rates in bit/s (None: unlimited), times in seconds.
+
+    `rate_bps` and `delay_s` are those of the links; multiplied and divided by `dilation` they are
+    those that they stand for. `depth` is that of Deep1F1B; other schedules have none.
+    `compute_s` is the forward and backward of a microbatch by stage.
+    `step_s` is the median of `steps_s`, `first_visit_s` the step in which no sample was known.
+    `bound_s` is the simulated step, with codec times measured in this run and links that carry TCP
+    data at 0.956 of their rate (the rest is headers). `utilization` is the data through the busiest
+    uplink over what it could carry in a step; `wire_bytes` is what all stages sent in one.
+    `encode_s` and `decode_s` are for activations and gradients. `probe` is achieved over nominal
+    rate of an empty link, `load` the load average over a minute before the run. `keep_window`
+    is whether TCP was told not to start slowly after a pause.
+    """
+
+    form: str
+    method: str
+    schedule: str
+    depth: int
+    stages: int
+    microbatches: int
+    rate_bps: float | None
+    delay_s: float
+    tokens_per_s: float
+    step_s: float
+    steps_s: tuple[float, ...]
+    first_visit_s: float | None
+    bound_s: float
+    bound_fraction: float
+    wire_bytes: int
+    utilization: float | None
+    encode_s: tuple[float, float]
+    decode_s: tuple[float, float]
+    probe: float | None
+    load: float
+    keep_window: bool
+    dilation: float
+    compute_s: Compute
+    unthrottled_tokens_per_s: float | None = None
+    fp32_tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What is known of a row besides the ranks' results."""
+
+    stages: int
+    delay_s: float
+    probe: float | None
+    load: float
+    keep_window: bool = False
+    dilation: float = 1.0
+
+
+class _Mailbox:
+    """A link without a network: what was sent is taken by the other end."""
+
+    in_turns = True
+
+    def __init__(self) -> None:
+        self._message = torch.empty(0, dtype=torch.uint8)
+
+    def begin_pass(self, number: int) -> None:
+        """Nothing to wait for."""
+
+    def expect(self, slot: int, nbytes: int) -> None:
+        """Nothing to post."""
+
+    def take(self, slot: int) -> Tensor:
+        """What was sent last."""
+        return self._message
+
+    def send(self, slot: int, message: Tensor) -> None:
+        """Keep the message."""
+        self._message = message
+
+
+def measure_messages(method: Method, workload: Workload) -> Messages:
+    """Sizes of the messages of known samples, and the median seconds that their ends compute.
+
+    torch's own pipelining sends tensors as they are.
+    """
+    if method.runtime == "torch":
+        message = Message(workload.boundary.numel() * method.dtype.itemsize)
+        return message, message
+    return _measure(method, workload, FORWARD), _measure(method, workload, BACKWARD)
+
+
+def _measure(method: Method, workload: Workload, direction: int) -> Message:
+    link, size = _Mailbox(), workload.boundary
+    ids_B = torch.arange(size[0])
+    sender, receiver = (
+        make_channel(method, workload, link=link, cut=1, direction=direction) for _ in range(2)
+    )
+    encode_s, decode_s = [], []
+    for _ in range(_CODEC_REPEATS + 1):
+        x_BTD = torch.randn(size)
+        begin_s = time.perf_counter()
+        sender.send(0, x_BTD, ids_B)
+        sent_s = time.perf_counter()
+        receiver.receive(0, size, ids_B)
+        decode_s.append(time.perf_counter() - sent_s)
+        encode_s.append(sent_s - begin_s)
+        nbytes = sender.take_traffic().nbytes
+        sender.finish_step(keep=True)
+        receiver.finish_step(keep=True)
+    return Message(nbytes, statistics.median(encode_s[1:]), statistics.median(decode_s[1:]))
+
+
+def bound_s(
+    method: Method,
+    workload: Workload,
+    messages: Messages,
+    *,
+    compute: Compute,
+    rate_bps: float | None,
+    delay_s: float,
+) -> float:
+    """Step time that the method's schedule could reach."""
+    cuts = len(compute) - 1
+    model = StepModel(
+        schedule=method.schedule,
+        microbatches=workload.microbatches,
+        forward_s=[forward_s for forward_s, _ in compute],
+        backward_s=[backward_s for _, backward_s in compute],
+        activations=(messages[0],) * cuts,
+        gradients=(messages[1],) * cuts,
+        network=Network.uniform(len(compute), rate_bps, delay_s).payload(),
+        depth=method.depth,
+    )
+    return simulate(model).step_s
+
+
+def compute_of(workload: Workload, ranks: Sequence[RankResult]) -> Compute | None:
+    """What the stages computed: as slept, or as measured in these results, if it was."""
+    if isinstance(workload, PaperShape):
+        return ((workload.forward_s, workload.backward_s),) * len(ranks)
+    measured = [rank.compute_s for rank in ranks if rank.compute_s is not None]
+    return tuple(measured) if len(measured) == len(ranks) else None
+
+
+def make_row(
+    method: Method,
+    ranks: Sequence[RankResult],
+    workload: Workload,
+    messages: Messages,
+    *,
+    compute: Compute,
+    at: Circumstances,
+) -> Row:
+    """Join what the ranks saw of a method at a rate."""
+    rate_bps = ranks[0].rate_bps
+    steps_s = tuple(max(moments) for moments in zip(*(r.steps_s for r in ranks), strict=True))
+    step_s = statistics.median(steps_s)
+    firsts = [rank.first_visit_s for rank in ranks if rank.first_visit_s is not None]
+    busiest = max(rank.nbytes for rank in ranks)
+    limit_s = bound_s(
+        method, workload, messages, compute=compute, rate_bps=rate_bps, delay_s=at.delay_s
+    )
+    samples, tokens, _ = workload.boundary
+    return Row(
+        form=workload.form,
+        method=method.name,
+        schedule=method.schedule,
+        depth=method.depth,
+        stages=at.stages,
+        microbatches=workload.microbatches,
+        rate_bps=rate_bps,
+        delay_s=at.delay_s,
+        tokens_per_s=workload.microbatches * samples * tokens / step_s,
+        step_s=step_s,
+        steps_s=steps_s,
+        first_visit_s=max(firsts, default=None),
+        bound_s=limit_s,
+        bound_fraction=limit_s / step_s,
+        wire_bytes=sum(rank.nbytes for rank in ranks),
+        utilization=8 * busiest / (rate_bps * PAYLOAD_SHARE * step_s) if rate_bps else None,
+        encode_s=(messages[0].encode_s, messages[1].encode_s),
+        decode_s=(messages[0].decode_s, messages[1].decode_s),
+        probe=at.probe,
+        load=at.load,
+        keep_window=at.keep_window,
+        dilation=at.dilation,
+        compute_s=compute,
+    )
+
+
+def with_references(rows: Sequence[Row]) -> list[Row]:
+    """Fill in the speeds of the same method without a limit, and of ours with fp32 on this link."""
+
+    def place(row: Row) -> tuple[object, ...]:
+        return (row.form, row.stages, row.microbatches, row.depth, row.delay_s, row.keep_window)
+
+    speeds = {(*place(row), row.rate_bps, row.method): row.tokens_per_s for row in rows}
+    return [
+        replace(
+            row,
+            unthrottled_tokens_per_s=speeds.get((*place(row), None, row.method)),
+            fp32_tokens_per_s=speeds.get((*place(row), row.rate_bps, "fp32")),
+        )
+        for row in rows
+    ]

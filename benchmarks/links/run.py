@@ -1,0 +1,211 @@
+"""`python -m benchmarks.links`: one training step over slow links, method beside method.
+
+On an emulated network (`thinpipe shaped`), in one of two forms (`benchmarks.links.workloads`):
+paper-shaped, with slept compute, or real training of a small decoder on links slowed down as much
+as its stages are slower than the paper's. Our stage with several boundaries, AC-SGD's way of
+running a step, and torch's own pipelining as it comes. Every row has the measured step, the step
+that the schedule could reach on that link (`launch/plan/simulate.py`), and what an empty link did.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import environment, format_table
+from benchmarks.links.figure import draw
+from benchmarks.links.ranks import Plan, RankResult, run_host
+from benchmarks.links.rows import (
+    Circumstances,
+    Compute,
+    Messages,
+    Row,
+    compute_of,
+    make_row,
+    measure_messages,
+    with_references,
+)
+from benchmarks.links.runners import METHODS, Method
+from benchmarks.links.workloads import PaperShape, Training
+from thinpipe.launch.distributed.elastic import keep_freed_memory
+from thinpipe.launch.host.links import NetworkSpec, format_rate, parse_rate, parse_time
+from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.launch.shaped.probe import probe_link
+from thinpipe.pipeline.schedule import DEPTH
+
+_LIMIT_S = 3600.0
+_FULL_STAGES = [2, 4, 8]
+_FULL_RATES = ["10mbit", "100mbit", "300mbit", "500mbit", "1gbit"]
+_FULL_DELAYS = ["0ms", "10ms", "50ms"]
+_DEFAULT = (
+    *("fp32", "bf16", "direct fw3/bw6", "aqsgd fw3/bw6", "aqsgd fw2/bw4"),
+    *("AC-SGD aqsgd fw3/bw6", "torch GPipe fp32", "torch GPipe bf16", "torch 1F1B bf16"),
+)
+_HEADS = (
+    *("method", "stages", "rate", "delay ms", "step s", "bound s", "bound/step", "tokens/s"),
+    *("x fp32", "of free", "link use", "first visit s", "wire MB", "probe"),
+)
+
+
+def measure_network(plan: Plan, stages: int, messages: dict[Method, Messages]) -> list[Row]:
+    """Everything in the plan, on a network of that many hosts."""
+    load = os.getloadavg()[0]
+    spec = NetworkSpec.of(stages, delay=f"{plan.delay_s}s")
+    with ShapedNetwork(spec) as network:
+
+        def set_rate(rate_bps: float | None) -> None:
+            network.set_rates("none" if rate_bps is None else f"{rate_bps:.0f}bit")
+
+        probes = {}
+        for rate_bps in plan.rates:
+            set_rate(rate_bps)
+            probes[rate_bps] = probe_link(network, 0, 1).ratio
+        set_rate(None)
+        job = partial(run_host, plan=plan, set_rate=set_rate)
+        by_rank: list[list[RankResult]] = network.run(job, timeout_s=_LIMIT_S)
+    by_name = {method.name: method for method in plan.methods}
+    rows, known = [], dict[float | None, Compute]()
+    for ranks in zip(*by_rank, strict=True):
+        method, rate_bps = by_name[ranks[0].method], ranks[0].rate_bps
+        # runtimes that do not tell what they computed are given what ours did at this rate
+        compute = compute_of(plan.workload, ranks) or known[rate_bps]
+        known.setdefault(rate_bps, compute)
+        at = Circumstances(
+            stages,
+            plan.delay_s,
+            probes[rate_bps],
+            load,
+            keep_window=plan.keep_window,
+            dilation=plan.dilation,
+        )
+        row = make_row(method, ranks, plan.workload, messages[method], compute=compute, at=at)
+        rows.append(row)
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table."""
+    return format_table(_HEADS, [_cells(row) for row in rows])
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.method,
+        str(row.stages),
+        format_rate(row.rate_bps and row.rate_bps * row.dilation),
+        f"{row.delay_s / row.dilation * 1e3:g}",
+        f"{row.step_s:.2f}",
+        f"{row.bound_s:.2f}",
+        f"{row.bound_fraction:.3f}",
+        f"{row.tokens_per_s:,.0f}",
+        _ratio(row.tokens_per_s, row.fp32_tokens_per_s, 2),
+        _ratio(row.tokens_per_s, row.unthrottled_tokens_per_s, 3),
+        _number(row.utilization, 2),
+        _number(row.first_visit_s, 2),
+        f"{row.wire_bytes / 1e6:.1f}",
+        _number(row.probe, 3),
+    )
+
+
+def _ratio(value: float, reference: float | None, digits: int) -> str:
+    return _number(value / reference if reference else None, digits)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _write(path: Path, rows: Sequence[Row]) -> None:
+    """One JSON object per line."""
+    facts = environment()
+    lines = [json.dumps(asdict(row) | {"environment": facts}) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks.links", description=__doc__)
+    parser.add_argument("--form", choices=["paper-shaped", "training"], default="paper-shaped")
+    parser.add_argument("--stages", type=int, nargs="+", default=[4])
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "500mbit"])
+    parser.add_argument("--delays", nargs="+", default=["0ms"], help="one way, such as 50ms")
+    names = [method.name for method in METHODS]
+    parser.add_argument("--methods", nargs="+", choices=names, metavar="NAME")
+    parser.add_argument(
+        "--microbatches", type=int, default=8, help="of a step (default 8; the paper's batch: 32)"
+    )
+    parser.add_argument(
+        "--depth", type=int, default=DEPTH, help=f"of Deep1F1B (default {DEPTH}, as in training)"
+    )
+    parser.add_argument("--steps", type=int, default=3, help="measured steps of each row")
+    parser.add_argument(
+        "--full", action="store_true", help="2, 4, 8 stages, all rates, delays, methods"
+    )
+    parser.add_argument(
+        "--keep-window",
+        action="store_true",
+        help="hosts with net.ipv4.tcp_slow_start_after_idle = 0; matters where there is a delay",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--figure", type=Path, metavar="FILE")
+    arguments = parser.parse_args()
+    if arguments.depth < 0:
+        parser.error(f"--depth = {arguments.depth}: use 0 (which is 1F1B) or more")
+    if arguments.full:
+        arguments.stages, arguments.rates = _FULL_STAGES, _FULL_RATES
+        arguments.delays = _FULL_DELAYS
+    arguments.methods = arguments.methods or (names if arguments.full else _DEFAULT)
+    return arguments
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    methods = [
+        replace(method, depth=arguments.depth)
+        for method in METHODS
+        if method.name in arguments.methods
+    ]
+    workload: PaperShape | Training = (
+        PaperShape(microbatches=arguments.microbatches)
+        if arguments.form == "paper-shaped"
+        else Training(microbatches=arguments.microbatches)
+    )
+    dilation = workload.dilation() if isinstance(workload, Training) else 1.0
+    nominal = [parse_rate(rate) for rate in arguments.rates]
+    rates = [None, *(rate and rate / dilation for rate in nominal)]
+    return Plan(
+        workload,
+        methods,
+        rates,
+        arguments.steps,
+        dilation=dilation,
+        keep_window=arguments.keep_window,
+    )
+
+
+def main() -> None:
+    """Measure, print the table, write what was asked for."""
+    arguments = _arguments()
+    torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
+    keep_freed_memory()  # as every rank of a run does
+    plan = _plan(arguments)
+    messages = {method: measure_messages(method, plan.workload) for method in plan.methods}
+    rows: list[Row] = []
+    for delay in arguments.delays:
+        delayed = replace(plan, delay_s=parse_time(delay) * plan.dilation)
+        for stages in arguments.stages:
+            rows += measure_network(delayed, stages, messages)
+            if arguments.json is not None:
+                _write(arguments.json, with_references(rows))
+    rows = with_references(rows)
+    print(
+        f"Deep1F1B at depth {arguments.depth}; {plan.workload.microbatches} microbatches per step"
+    )
+    if plan.dilation != 1:
+        print(f"rates and delays are nominal: links are {plan.dilation:.3g} times slower")
+    print(table(rows))
+    if arguments.figure is not None:
+        draw(rows, arguments.figure)

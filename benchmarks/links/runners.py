@@ -1,0 +1,278 @@
+"""The methods of the link benchmark, and one rank's end of each.
+
+Ours is wired as `launch/build.py` does it; torch's own pipelining is used as it comes; AC-SGD's
+way of running a step is in `benchmarks.links.acsgd_way`.
+
+Axes: B samples of a microbatch, T tokens, D channels, S samples of a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from benchmarks.links.acsgd_way import AcSgdStep
+from benchmarks.links.workloads import Workload
+from thinpipe.aqsgd.config import AqsgdConfig
+from thinpipe.launch.components import build_boundary
+from thinpipe.launch.config.run import BackwardConfig, ForwardConfig
+from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.comm.async_codec import Microbatch
+from thinpipe.pipeline.comm.channel import BACKWARD, FORWARD, Channel
+from thinpipe.pipeline.comm.link import GroupLink, Link
+from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
+from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.schedule import DEPTH, ScheduleName, build_schedule
+from thinpipe.pipeline.stage import Channels, CompressedStage, ComputeEvent
+
+RUN_ID = 1
+_RAW = RawConfig()
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to run the step: a runtime, a schedule, and what its boundaries do.
+
+    torch's runtime has no boundaries: it sends tensors of `dtype`. `depth` is that of Deep1F1B.
+    """
+
+    name: str
+    runtime: Literal["thinpipe", "acsgd", "torch"]
+    schedule: ScheduleName
+    forward: ForwardConfig = _RAW
+    backward: BackwardConfig = _RAW
+    dtype: torch.dtype = torch.float32
+    depth: int = DEPTH
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the first visit of a sample is sent differently."""
+        return isinstance(self.forward, AqsgdConfig)
+
+
+def _ours(name: str, forward: ForwardConfig, backward: BackwardConfig) -> Method:
+    return Method(name, "thinpipe", "Deep1F1B", forward, backward)
+
+
+def _delta(forward_bits: int, backward_bits: int) -> Method:
+    name = f"aqsgd fw{forward_bits}/bw{backward_bits}"
+    return _ours(name, AqsgdConfig(bits=forward_bits), DirectConfig(bits=backward_bits))
+
+
+def _coded_delta(rate: float) -> Method:
+    options = {"bits": 4, "rate": rate, "coding": "zstd"}
+    name = f"aqsgd rate {rate}/{rate}"
+    return _ours(name, AqsgdConfig(**options), DirectConfig(**options))
+
+
+def _acsgd(method: Method) -> Method:
+    forward = method.forward
+    if isinstance(forward, AqsgdConfig):
+        forward = forward.model_copy(update={"first_visit": "fp32"})
+    return replace(
+        method, name=f"AC-SGD {method.name}", runtime="acsgd", schedule="GPipe", forward=forward
+    )
+
+
+_DIRECT = _ours("direct fw3/bw6", DirectConfig(bits=3), DirectConfig(bits=6))
+
+METHODS = (
+    _ours("fp32", RawConfig(), RawConfig()),
+    _ours("bf16", RawConfig(format="bf16"), RawConfig(format="bf16")),
+    _DIRECT,
+    _ours("stateless fw4/bw6", StatelessConfig(bits=4), StatelessConfig(bits=6)),
+    _delta(4, 8),
+    _delta(3, 6),
+    _delta(2, 4),
+    _coded_delta(0.5),
+    _acsgd(_DIRECT),
+    _acsgd(_delta(3, 6)),
+    _acsgd(_delta(2, 4)),
+    Method("torch GPipe fp32", "torch", "GPipe"),
+    Method("torch GPipe bf16", "torch", "GPipe", dtype=torch.bfloat16),
+    Method("torch 1F1B fp32", "torch", "1F1B"),
+    Method("torch 1F1B bf16", "torch", "1F1B", dtype=torch.bfloat16),
+)
+
+
+class Runner(Protocol):
+    """One rank's end of a method."""
+
+    def step(self, number: int, ids_S: Tensor) -> None:
+        """Run one step; all ranks call it alike."""
+
+    def take_sent(self) -> int:
+        """Bytes sent since the last call."""
+
+    def take_compute(self) -> tuple[float, float] | None:
+        """Median seconds of a forward and a backward since the last call, where measured."""
+
+
+def make_runner(method: Method, workload: Workload, mesh: Mesh) -> Runner:
+    """This rank's end of a method; all ranks call it alike."""
+    if method.runtime == "torch":
+        return TorchRunner(method, workload, mesh)
+    ours = method.runtime == "thinpipe"
+    return (ThinPipeRunner if ours else AcSgdRunner)(method, workload, mesh)
+
+
+class ThinPipeRunner:
+    """Our stage over our links, as a training run builds them."""
+
+    def __init__(self, method: Method, workload: Workload, mesh: Mesh) -> None:
+        rank, stages = mesh.position, mesh.pipeline_ranks
+        module = workload.module(rank, stages, torch.float32)
+        channels = make_channels(method, workload, mesh)
+        self._stage = CompressedStage(module, rank, stages, channels=channels, group=mesh.forward)
+        self._schedule = build_schedule(
+            method.schedule,
+            [self._stage],
+            workload.microbatches,
+            loss=workload.loss,
+            depth=method.depth,
+        )
+        self._mesh, self._workload, self._passes = mesh, workload, 0
+        self._optimizer = workload.optimizer(module)
+        self._events: list[ComputeEvent] = []
+
+    def step(self, number: int, ids_S: Tensor) -> None:
+        """Run one step and let the boundaries keep what they learned."""
+        microbatches = [
+            Microbatch(self._workload.boundary, Samples(ids_B))
+            for ids_B in ids_S.tensor_split(self._workload.microbatches)
+        ]
+        self._stage.begin_pass(self._passes, microbatches, step=number, mode="train")
+        self._passes += 1
+        _run_schedule(self._schedule, self._mesh, self._workload.batch(ids_S))
+        self._stage.end_pass()
+        _update(self._optimizer)
+        for channel in self._stage.channels.all():
+            channel.finish_step(keep=True)
+        self._events += self._stage.take_events()
+
+    def take_sent(self) -> int:
+        """Bytes sent since the last call, headers included."""
+        return sum(channel.take_traffic().nbytes for channel in self._stage.channels.all())
+
+    def take_compute(self) -> tuple[float, float] | None:
+        """Medians of the stage's own events."""
+        events, self._events = self._events, []
+        spans = {
+            kind: [event.end_s - event.start_s for event in events if event.kind == kind]
+            for kind in ("F", "B")
+        }
+        return (median(spans["F"]), median(spans["B"])) if events else None
+
+
+class AcSgdRunner:
+    """AC-SGD's runtime over our messages."""
+
+    def __init__(self, method: Method, workload: Workload, mesh: Mesh) -> None:
+        module = workload.module(mesh.position, mesh.pipeline_ranks, torch.float32)
+        self._channels, self._mesh = make_channels(method, workload, mesh), mesh
+        self._step = AcSgdStep(module, self._channels, workload)
+        self._optimizer = workload.optimizer(module)
+
+    def step(self, number: int, ids_S: Tensor) -> None:
+        """Run one step."""
+        self._step.run(self._mesh, number, ids_S)
+        _update(self._optimizer)
+
+    def take_sent(self) -> int:
+        """Bytes sent since the last call, headers included."""
+        return sum(channel.take_traffic().nbytes for channel in self._channels.all())
+
+    def take_compute(self) -> None:
+        """Not measured."""
+        return
+
+
+class TorchRunner:
+    """torch.distributed.pipelining as it comes."""
+
+    def __init__(self, method: Method, workload: Workload, mesh: Mesh) -> None:
+        rank, stages = mesh.position, mesh.pipeline_ranks
+        module = workload.module(rank, stages, method.dtype)
+        stage = PipelineStage(module, rank, stages, torch.device("cpu"), group=mesh.forward)
+        kind = getattr(schedules, f"Schedule{method.schedule}")
+        self._schedule = kind(stage, workload.microbatches, loss_fn=workload.loss)
+        self._mesh, self._workload = mesh, workload
+        self._optimizer = workload.optimizer(module)
+        neighbours = (rank > 0) + (rank < stages - 1)
+        numel = workload.boundary.numel() * workload.microbatches * neighbours
+        self._step_nbytes, self._sent = numel * method.dtype.itemsize, 0
+
+    def step(self, number: int, ids_S: Tensor) -> None:
+        """Run one step."""
+        _run_schedule(self._schedule, self._mesh, self._workload.batch(ids_S))
+        _update(self._optimizer)
+        self._sent += self._step_nbytes
+
+    def take_sent(self) -> int:
+        """Bytes of the tensors sent since the last call, computed: torch does not count them."""
+        sent, self._sent = self._sent, 0
+        return sent
+
+    def take_compute(self) -> None:
+        """Not measured."""
+        return
+
+
+def _run_schedule(schedule: Any, mesh: Mesh, batch: tuple[Tensor, Tensor]) -> None:
+    inputs = (batch[0],) if mesh.position == 0 else ()
+    is_last = mesh.position == mesh.pipeline_ranks - 1
+    schedule.step(*inputs, return_outputs=False, **({"target": batch[1]} if is_last else {}))
+
+
+def _update(optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+
+def make_channels(method: Method, workload: Workload, mesh: Mesh) -> Channels:
+    """This rank's ends of the cuts beside its stage."""
+    rank = mesh.position
+    places: Sequence[tuple[tuple[int, int], int]] = (
+        ((rank - 1, rank), FORWARD),
+        ((rank, rank + 1), FORWARD),
+        ((rank, rank + 1), BACKWARD),
+        ((rank - 1, rank), BACKWARD),
+    )
+    return Channels(*(_group_channel(method, workload, mesh, *place) for place in places))
+
+
+def make_channel(
+    method: Method, workload: Workload, *, link: Link, cut: int, direction: int
+) -> Channel:
+    """One end of one direction of a cut, with the boundary of the method."""
+    spec = method.forward if direction == FORWARD else method.backward
+    key = cut << 32 | direction
+    return Channel(
+        cut=cut,
+        direction=direction,
+        link=link,
+        boundaries=build_boundary(spec, width=workload.boundary[-1], key=key),
+        run_id=RUN_ID,
+        coding="none" if isinstance(spec, RawConfig) else spec.coding,
+    )
+
+
+def _group_channel(
+    method: Method, workload: Workload, mesh: Mesh, stages: tuple[int, int], direction: int
+) -> Channel | None:
+    """This rank's end of the cut between two stages; None at the ends of the pipeline."""
+    upper, lower = stages
+    if upper < 0 or lower >= mesh.pipeline_ranks:
+        return None
+    link = GroupLink(
+        group=mesh.forward if direction == FORWARD else mesh.backward,
+        peer=lower if mesh.position == upper else upper,
+        channel=lower,
+        name=f"{method.name}: stage {upper} - stage {lower}",
+    )
+    return make_channel(method, workload, link=link, cut=lower, direction=direction)

@@ -1,0 +1,213 @@
+"""What the link benchmark trains: compute slept at published times, or a small decoder for real.
+
+Axes: B samples of a microbatch, T tokens, D channels, M microbatches, S samples of a step (M x B).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thinpipe.launch.data.load import DataConfig, load
+from thinpipe.launch.data.sample_set import SampleSet
+from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
+
+Form = Literal["paper-shaped", "training"]
+PAPER_BALANCE_BPS = 485e6
+_WARM, _TIMED = 2, 7
+
+
+class Workload(Protocol):
+    """One training step, cut into stages. Samples are named by ids, which may be any numbers."""
+
+    @property
+    def form(self) -> Form:
+        """How rows call it."""
+
+    @property
+    def boundary(self) -> torch.Size:
+        """Shape [B, T, D] of what crosses a cut for one microbatch."""
+
+    @property
+    def microbatches(self) -> int:
+        """M."""
+
+    def module(self, stage: int, stages: int, wire: torch.dtype) -> nn.Module:
+        """A stage that takes and gives tensors of that type at its cuts."""
+
+    def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs of the first stage and targets of the last."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Loss of one microbatch."""
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
+        """What moves a stage's parameters after a step, if anything does."""
+
+
+class _Sleep(torch.autograd.Function):
+    """Takes as long as a stage, and returns values of the right shape."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, x_BTD: Tensor, stage: "SleptStage") -> Tensor:
+        ctx.stage = stage
+        time.sleep(stage.shape.forward_s)
+        return stage.next_output()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        time.sleep(ctx.stage.shape.backward_s)
+        gradient_BTD = ctx.stage.gradient_BTD.detach() if ctx.needs_input_grad[1] else None
+        return torch.zeros(1), gradient_BTD, None
+
+
+class SleptStage(nn.Module):
+    """A stage whose compute is slept. The last one returns one number, for a loss that is free."""
+
+    def __init__(self, shape: "PaperShape", *, is_last: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shape, self._calls = shape, 0
+        self.weight = nn.Parameter(torch.zeros(1))
+        size = torch.Size((1, 1)) if is_last else shape.boundary
+        self._outputs = [torch.randn(size).to(dtype) for _ in range(3)]  # no sample stands still
+        self.gradient_BTD = torch.randn(shape.boundary).to(dtype)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Sleep and return an activation."""
+        y_BTD: Tensor = _Sleep.apply(self.weight, x_BTD, self)  # type: ignore[no-untyped-call]
+        return y_BTD
+
+    def next_output(self) -> Tensor:
+        """A tensor of its own over one of three buffers."""
+        self._calls += 1
+        return self._outputs[self._calls % 3].detach()
+
+
+@dataclass(frozen=True)
+class PaperShape:
+    """GPT2-XL on V100-class devices: boundaries of 1024 x 1600 values, one sample per microbatch.
+
+    All is real but the compute, which is slept: two processor cores suffice for several stages, and
+    schedule, overlap, codec and link are what is measured. Seconds are those of one microbatch.
+    """
+
+    tokens: int = 1024
+    width: int = 1600
+    microbatches: int = 8
+    forward_s: float = 0.072
+    backward_s: float = 0.144
+
+    form: Literal["paper-shaped"] = "paper-shaped"
+
+    @property
+    def boundary(self) -> torch.Size:
+        """One sample."""
+        return torch.Size((1, self.tokens, self.width))
+
+    def module(self, stage: int, stages: int, wire: torch.dtype) -> nn.Module:
+        """A slept stage."""
+        return SleptStage(self, is_last=stage == stages - 1, dtype=wire)
+
+    def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers that nobody looks at."""
+        return torch.zeros(len(ids_S), 1), torch.zeros(len(ids_S), 1)
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """A loss that is free."""
+        return (output.float() - target).sum()
+
+    def optimizer(self, module: nn.Module) -> None:
+        """Nothing moves."""
+        return
+
+
+class _CastEnds(nn.Module):
+    """A stage computing in fp32 between cuts of another type."""
+
+    def __init__(self, stage: nn.Module, wire: torch.dtype, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.stage, self._wire, self._first, self._last = stage, wire, first, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Cast, compute, cast."""
+        y: Tensor = self.stage(x if self._first else x.float())
+        return y if self._last else y.to(self._wire)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A byte-level decoder on the source of Python's standard library, all of it real.
+
+    Stages on small processors are slower than the paper's, so links are slowed down by the same
+    factor (`dilation`): where the transfer of an fp32 boundary took as long as half of a
+    microbatch's compute at 485 Mbit/s there, it does here at 485 Mbit/s divided by it.
+    """
+
+    width: int = 256
+    blocks: int = 2
+    heads: int = 4
+    tokens: int = 128
+    samples: int = 4
+    microbatches: int = 8
+    lr: float = 1e-4
+
+    form: Literal["training"] = "training"
+
+    @property
+    def boundary(self) -> torch.Size:
+        """Samples of a microbatch."""
+        return torch.Size((self.samples, self.tokens, self.width))
+
+    def module(self, stage: int, stages: int, wire: torch.dtype) -> nn.Module:
+        """Some blocks of the decoder."""
+        config = TransformerConfig(
+            layers=self.blocks * stages, width=self.width, heads=self.heads, context=self.tokens
+        )
+        first = self.blocks * stage
+        layers = build_layers(config, first, first + self.blocks, seed=0, device="cpu")
+        if wire == torch.float32:
+            return layers
+        return _CastEnds(layers, wire, first=stage == 0, last=stage == stages - 1)
+
+    def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Sequences of text."""
+        batch = self._text.batch(ids_S % len(self._text))
+        return batch.inputs_BT, batch.targets
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        """Cross entropy."""
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        """AdamW."""
+        return torch.optim.AdamW(module.parameters(), lr=self.lr)
+
+    def dilation(self) -> float:
+        """How much slower links must be here; measured on one stage, on an idle machine."""
+        module = self.module(1, 3, torch.float32)
+        x_BTD = torch.randn(self.boundary, requires_grad=True)
+        gradient_BTD = torch.randn(self.boundary)
+        compute_s = _median_s(lambda: module(x_BTD).backward(gradient_BTD))
+        balance_bps = 8 * 4 * self.boundary.numel() / (compute_s / 2)
+        return PAPER_BALANCE_BPS / balance_bps
+
+    @cached_property
+    def _text(self) -> SampleSet:
+        config = DataConfig(
+            sequence_length=self.tokens, train_sequences=256, eval_sequences=1, max_bytes=1 << 20
+        )
+        return load(config)[0]
+
+
+def _median_s(work: Callable[[], None]) -> float:
+    times_s = []
+    for _ in range(_WARM + _TIMED):
+        begin_s = time.perf_counter()
+        work()
+        times_s.append(time.perf_counter() - begin_s)
+    return sorted(times_s[_WARM:])[_TIMED // 2]

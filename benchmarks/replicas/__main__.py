@@ -1,0 +1,5 @@
+"""`python -m benchmarks.replicas`."""
+
+from benchmarks.replicas.run import main
+
+main()

@@ -1,0 +1,218 @@
+"""One rank of the replicas benchmark: compute is slept, what replicas exchange is real.
+
+Codecs, messages, threads and gloo over kernel TCP are those of a training run; so are the cuts of
+the end-to-end form, whose stages are those of `benchmarks.links.workloads`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.links.ranks import SetRate
+from benchmarks.links.runners import Method as Cuts
+from benchmarks.links.runners import ThinPipeRunner
+from benchmarks.links.workloads import PaperShape
+from thinpipe.gradcomp.peers import GroupPeers
+from thinpipe.gradcomp.registry import load_method, parse_options
+from thinpipe.pipeline.mesh import Mesh, build_mesh
+from thinpipe.pipeline.wire.header import HEADER_NBYTES, Header
+from thinpipe.pipeline.wire.thread import Worker
+
+_TIMEOUT_S = 300.0
+_MARGIN_S = 0.1
+_PING_SLOT, _PING_NBYTES = 7, 64
+
+
+@dataclass(frozen=True)
+class Method:
+    """How replicas exchange, and what crosses the cut if there is one."""
+
+    label: str
+    name: str
+    options: dict[str, Any]
+    cuts: Cuts | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks measure, in this order: every rate, every method, that many steps.
+
+    `parameters` are those of one rank. Without cuts a step sleeps `compute_s`.
+    """
+
+    methods: Sequence[Method]
+    rates: Sequence[float | None]
+    steps: int
+    parameters: int
+    compute_s: float
+    shape: PaperShape | None = None
+
+    @property
+    def pipeline_ranks(self) -> int:
+        """Ranks of one replica."""
+        return 1 if self.shape is None else 2
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """Seconds of each step on one rank, and what it sent to its replicas in one."""
+
+    method: str
+    rate_bps: float | None
+    steps_s: tuple[float, ...]
+    sync_nbytes: int
+    cut_nbytes: int
+
+
+class _Runner:
+    """One method on one rank."""
+
+    def __init__(self, method: Method, plan: Plan, mesh: Mesh) -> None:
+        generator = torch.Generator().manual_seed(mesh.rank)
+        self._weight = nn.Parameter(torch.zeros(plan.parameters))
+        self._update_N = 1e-3 * torch.randn(plan.parameters, generator=generator)
+        options = parse_options(method.name, method.options)
+        peers = GroupPeers(mesh.exchange)
+        self.sync = load_method(method.name).build(options, [self._weight], peers)
+        self._plan, self._number = plan, 0
+        self._pipeline = None
+        if plan.shape is not None:
+            assert method.cuts is not None
+            self._pipeline = ThinPipeRunner(method.cuts, plan.shape, mesh)
+
+    def step(self) -> None:
+        """Compute, exchange, optimize."""
+        self.sync.begin_step(0)
+        if self._pipeline is None:
+            time.sleep(self._plan.compute_s)
+        else:
+            assert self._plan.shape is not None
+            ids_B = torch.arange(self._plan.shape.microbatches)
+            self._pipeline.step(self._number, ids_B)
+        self._weight.grad = self._update_N.clone()
+        self.sync.before_step()
+        with torch.no_grad():
+            self._weight.sub_(self._weight.grad, alpha=0.1)
+        self._weight.grad = None
+        self.sync.after_step()
+        self._number += 1
+
+    def take_sent(self) -> tuple[int, int]:
+        """Bytes to replicas since the start, bytes over the cut since the last call."""
+        cut = 0 if self._pipeline is None else self._pipeline.take_sent()
+        return self.sync.bytes_sent, cut
+
+
+def run_host(host: int, plan: Plan, set_rate: SetRate) -> list[RankResult]:
+    """Measure as one host of an emulated network."""
+    results: list[RankResult] = _as_rank(lambda: run_rank(plan, set_rate))
+    return results
+
+
+def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
+    """Measure as one rank of the default group; rank 0 calls `set_rate`.
+
+    Before the measured steps every method makes two, so that codecs are compiled, memories are
+    warm and a delayed exchange is under way.
+    """
+    mesh = build_mesh(plan.pipeline_ranks, 2, timeout_s=_TIMEOUT_S)
+    results = []
+    for method in plan.methods:
+        runner = _Runner(method, plan, mesh)
+        for rate_bps in plan.rates:
+            if mesh.rank == 0:
+                set_rate(rate_bps)
+            _together(mesh)
+            for _ in range(2):
+                runner.step()
+            runner.sync.state_dict()
+            before, _ = runner.take_sent()
+            steps_s = tuple(_timed(runner, mesh) for _ in range(plan.steps))
+            runner.sync.state_dict()  # waits for what is under way
+            after, cut = runner.take_sent()
+            results.append(
+                RankResult(
+                    method.label,
+                    rate_bps,
+                    steps_s,
+                    (after - before) // plan.steps,
+                    cut // plan.steps,
+                )
+            )
+            if mesh.rank == 0:
+                print(f"{method.label} at {rate_bps}: {[round(s, 3) for s in steps_s]} s")
+        _together(mesh)
+    return results
+
+
+def _timed(runner: _Runner, mesh: Mesh) -> float:
+    """Seconds of a step; steps follow each other at once, as they do in training."""
+    begin_s = time.perf_counter()
+    runner.step()
+    # replicas wait for each other inside the exchange; ranks of a method without one do here
+    mesh.share(torch.zeros(1, dtype=torch.float64))
+    return time.perf_counter() - begin_s
+
+
+def _together(mesh: Mesh) -> None:
+    now = torch.tensor([time.perf_counter()], dtype=torch.float64)
+    begin_s = float(mesh.share(now).max()) + _MARGIN_S
+    time.sleep(max(0.0, begin_s - time.perf_counter()))
+
+
+def ping_host(host: int, chunks: Sequence[int], nbytes: int, pings: int) -> dict[int, list[float]]:
+    """Round trips [s] of small pipeline messages while replicas exchange, by size of the chunks.
+
+    Chunk 0 stands for no exchange.
+    """
+    found: dict[int, list[float]] = _as_rank(lambda: ping_rank(chunks, nbytes, pings))
+    return found
+
+
+def ping_rank(chunks: Sequence[int], nbytes: int, pings: int) -> dict[int, list[float]]:
+    """As `ping_host`, as one of two ranks of the default group."""
+    mesh = build_mesh(1, 2, timeout_s=_TIMEOUT_S)
+    found: dict[int, list[float]] = {}
+    for chunk_nbytes in chunks:
+        busy = None
+        _together(mesh)
+        if chunk_nbytes:
+            message = torch.zeros(HEADER_NBYTES + nbytes, dtype=torch.uint8)
+            Header(0, 0, 0, 0, 0, 0, mesh.rank, 0, nbytes).write(message)
+            peers = GroupPeers(mesh.exchange, chunk_nbytes=chunk_nbytes)
+            worker = Worker("gradcomp")
+            busy = worker.submit(partial(peers.swap, {1 - mesh.rank: message}, nbytes))
+            time.sleep(0.2)
+        found[chunk_nbytes] = [_ping(mesh) for _ in range(pings)]
+        if busy is not None:
+            busy.result()
+    return found
+
+
+def _ping(mesh: Mesh) -> float:
+    """Both ranks send at once and wait for the other's message."""
+    group: dist.ProcessGroup = mesh.replicas_group
+    mine, theirs = torch.zeros(_PING_NBYTES), torch.zeros(_PING_NBYTES)
+    begin_s = time.perf_counter()
+    for source in (0, 1):  # there, and back
+        if mesh.rank == source:
+            dist.send(mine, group=group, group_dst=1 - source, tag=_PING_SLOT)
+        else:
+            dist.recv(theirs, group=group, group_src=source, tag=_PING_SLOT)
+    return time.perf_counter() - begin_s
+
+
+def _as_rank(measure: Callable[[], Any]) -> Any:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
+    try:
+        return measure()
+    finally:
+        dist.destroy_process_group()

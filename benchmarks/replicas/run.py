@@ -1,0 +1,195 @@
+"""`python -m benchmarks.replicas`: step times of replicas over slow links, method beside method.
+
+Three measurements on emulated networks (`thinpipe shaped`):
+
+* `replicas`: two replicas, throttled like CocktailSGD's published setting: at "500 Mbps" an fp16
+  all-reduce takes 22 times as long as the computation, whatever the size of the model. Rates are
+  scaled by that; compute is slept.
+* `end-to-end`: two replicas of a two-stage pipeline at real rates, compressed at the cut and
+  between replicas, against fp32 at both.
+* `priority`: round trips of small messages of the pipeline beside a bulk exchange, by chunk size.
+"""
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import Records, format_table
+from benchmarks.links.runners import METHODS as CUTS
+from benchmarks.links.workloads import PaperShape
+from benchmarks.replicas.rank import Method, Plan, RankResult, ping_host, run_host
+from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec, format_rate
+from thinpipe.launch.shaped.network import ShapedNetwork
+
+_LIMIT_S = 3600.0
+_FP16_TO_COMPUTE, _AT_BPS = 22.0, 500e6
+_COCKTAIL = {"subset": 0.1, "topk": 0.2, "bits": 4}
+_BY_CUT = {cuts.name: cuts for cuts in CUTS}
+_PING_NBYTES, _PING_RATE = 8_000_000, 100e6
+
+REPLICA_METHODS = (
+    Method("none", "none", {}),
+    Method("all-reduce fp32", "allreduce", {}),
+    Method("all-reduce bf16", "allreduce", {"format": "bf16"}),
+    Method("cocktail, no delay", "cocktail", {**_COCKTAIL, "delayed": False}),
+    Method("cocktail", "cocktail", _COCKTAIL),
+)
+END_TO_END_METHODS = (
+    Method("fp32 cut, fp32 all-reduce", "allreduce", {}, _BY_CUT["fp32"]),
+    Method("bf16 cut, bf16 all-reduce", "allreduce", {"format": "bf16"}, _BY_CUT["bf16"]),
+    Method("aqsgd fw3/bw6, fp32 all-reduce", "allreduce", {}, _BY_CUT["aqsgd fw3/bw6"]),
+    Method("aqsgd fw3/bw6, cocktail", "cocktail", _COCKTAIL, _BY_CUT["aqsgd fw3/bw6"]),
+    Method("aqsgd fw3/bw6, none", "none", {}, _BY_CUT["aqsgd fw3/bw6"]),
+)
+
+_FP32 = ("all-reduce fp32", "fp32 cut, fp32 all-reduce")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method at a rate: the median of the slower replica's steps.
+
+    `stands_for_bps` is the rate of the published setting that `rate_bps` is scaled from.
+    """
+
+    method: str
+    rate_bps: float | None
+    stands_for_bps: float | None
+    step_s: float
+    steps_s: tuple[float, ...]
+    sync_nbytes: int
+    cut_nbytes: int
+    wire_s: float
+    compute_s: float
+
+
+def scaled_rate(plan: Plan, stands_for_bps: float) -> float:
+    """The rate at which this plan's fp16 all-reduce is to its compute as published."""
+    fp16_bits = 8 * 2 * plan.parameters  # a ring of two replicas sends every value once
+    return fp16_bits / (_FP16_TO_COMPUTE * plan.compute_s) * stands_for_bps / _AT_BPS
+
+
+def measure(plan: Plan) -> list[Row]:
+    """Run a plan on a network of its own."""
+    with ShapedNetwork(NetworkSpec.of(2 * plan.pipeline_ranks)) as network:
+
+        def set_rate(rate_bps: float | None) -> None:
+            network.set_rates("none" if rate_bps is None else f"{rate_bps:.0f}bit")
+
+        job = partial(run_host, plan=plan, set_rate=set_rate)
+        by_rank: list[list[RankResult]] = network.run(job, timeout_s=_LIMIT_S)
+    return [make_row(plan, ranks) for ranks in zip(*by_rank, strict=True)]
+
+
+def make_row(plan: Plan, ranks: Sequence[RankResult]) -> Row:
+    """Join what the ranks saw of a method at a rate."""
+    first = ranks[0]
+    steps_s = tuple(max(moments) for moments in zip(*(r.steps_s for r in ranks), strict=True))
+    nbytes = max(rank.sync_nbytes for rank in ranks)
+    rate_bps = first.rate_bps
+    scale = scaled_rate(plan, 1.0)
+    return Row(
+        method=first.method,
+        rate_bps=rate_bps,
+        stands_for_bps=rate_bps / scale if rate_bps and plan.shape is None else rate_bps,
+        step_s=statistics.median(steps_s),
+        steps_s=steps_s,
+        sync_nbytes=nbytes,
+        cut_nbytes=sum(rank.cut_nbytes for rank in ranks),
+        wire_s=8 * nbytes / (rate_bps * PAYLOAD_SHARE) if rate_bps else 0.0,
+        compute_s=plan.compute_s,
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as Markdown; `of free` compares with the same method without a limit."""
+    heads = ("method", "rate", "stands for", "step s", "wire s", "x fp32", "of free", "MB sync")
+    free = {row.method: row.step_s for row in rows if row.rate_bps is None}
+    fp32 = {row.rate_bps: row.step_s for row in rows if row.method in _FP32}
+    cells = []
+    for row in rows:
+        base = fp32.get(row.rate_bps)
+        cells.append(
+            (
+                row.method,
+                format_rate(row.rate_bps),
+                format_rate(row.stands_for_bps),
+                f"{row.step_s:.3f}",
+                f"{row.wire_s:.3f}",
+                f"{base / row.step_s:.2f}" if base else "-",
+                f"{row.step_s / free[row.method]:.3f}" if row.method in free else "-",
+                f"{row.sync_nbytes / 1e6:.3f}",
+            )
+        )
+    return format_table(heads, cells)
+
+
+def priority_table(chunks_kib: Sequence[int], pings: int) -> tuple[str, dict[str, list[float]]]:
+    """Round trips beside an exchange that fills a 100 Mbit/s link."""
+    chunks = [0, *(1024 * kib for kib in chunks_kib)]
+    with ShapedNetwork(NetworkSpec.of(2, f"{_PING_RATE:.0f}bit")) as network:
+        job = partial(ping_host, chunks=chunks, nbytes=_PING_NBYTES, pings=pings)
+        found, _ = network.run(job, timeout_s=_LIMIT_S)
+    heads = ("chunk KiB", "ms on the wire", "round trip ms, median", "longest ms")
+    rows = [
+        (
+            str(chunk // 1024) if chunk else "no exchange",
+            f"{8e3 * chunk / (_PING_RATE * PAYLOAD_SHARE):.1f}",
+            f"{1e3 * statistics.median(found[chunk]):.1f}",
+            f"{1e3 * max(found[chunk]):.1f}",
+        )
+        for chunk in chunks
+    ]
+    return format_table(heads, rows), {str(chunk): times for chunk, times in found.items()}
+
+
+def _plans(options: argparse.Namespace) -> dict[str, Plan]:
+    alone = Plan(REPLICA_METHODS, [], options.steps, options.parameters, options.compute)
+    shape = PaperShape(microbatches=options.microbatches)
+    seconds = shape.microbatches * (shape.forward_s + shape.backward_s)
+    rates = [None, *(scaled_rate(alone, rate * 1e6) for rate in options.mbps)]
+    joint_rates = [None, *(rate * 1e6 for rate in options.mbps)]
+    return {
+        "replicas": replace(alone, rates=rates),
+        "end-to-end": Plan(
+            END_TO_END_METHODS, joint_rates, options.steps, options.stage_parameters, seconds, shape
+        ),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what was asked for and print the tables."""
+    options = _parse(arguments)
+    torch.set_num_threads(1)
+    records = Records(options.json)
+    for name, plan in _plans(options).items():
+        if name in options.parts:
+            rows = measure(plan)
+            for row in rows:
+                records.add({"part": name}, asdict(row))
+            print(f"\n{name}\n\n{table(rows)}", flush=True)
+    if "priority" in options.parts:
+        text, found = priority_table(options.chunks, options.pings)
+        records.add({"part": "priority", "rate_bps": _PING_RATE}, found)
+        print(f"\npriority\n\n{text}")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m benchmarks.replicas", description=__doc__)
+    parts = ("replicas", "end-to-end", "priority")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--mbps", type=float, nargs="+", default=[500.0, 100.0])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--parameters", type=int, default=3_200_000, help="of a replica")
+    parser.add_argument("--compute", type=float, default=0.26, help="seconds of a step")
+    parser.add_argument("--stage-parameters", type=int, default=16_000_000, help="end to end")
+    parser.add_argument("--microbatches", type=int, default=8, help="end to end, per replica")
+    parser.add_argument("--chunks", type=int, nargs="+", default=[64, 256, 1024, 8192], help="KiB")
+    parser.add_argument("--pings", type=int, default=20)
+    parser.add_argument("--json", type=Path, help="new file for one JSON line per row")
+    return parser.parse_args(arguments)

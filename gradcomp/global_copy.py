@@ -1,0 +1,68 @@
+"""A bucket of parameters of which all replicas keep one global copy beside their own.
+
+Axes: N values of a bucket, n values of a shard.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from thinpipe.gradcomp.buckets import Bucket
+from thinpipe.pipeline.wire.header import crc32
+
+
+class SharedBucket:
+    """The parameters of a bucket as views of one vector, and the global copy (fp32).
+
+    Moving parameters in bf16 by steps below their resolution would lose the steps: what rounding
+    takes is kept in `lost_N` and counts as part of the parameters.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        """Parameters keep their values; their storage becomes a view of `local_N`."""
+        self.index = bucket.index
+        self._parameters = bucket.parameters
+        self.local_N = torch.cat([p.detach().flatten() for p in bucket.parameters])
+        for parameter, view in zip(bucket.parameters, self._views(self.local_N), strict=True):
+            parameter.data = view
+        self.global_N = self.local_N.float().clone()
+        exact = self.local_N.dtype == torch.float32
+        self.lost_N = None if exact else torch.zeros_like(self.global_N)
+
+    def capture(self) -> None:
+        """Take the parameters as they are for the global ones: replicas are equal now."""
+        self.global_N.copy_(self.local_N)
+
+    def digest(self) -> int:
+        """CRC-32 of the global copy."""
+        return crc32(self.global_N.cpu())
+
+    def check_storage(self) -> None:
+        """Notice parameters that were given other storage, which would no longer be exchanged.
+
+        Raises:
+            RuntimeError: a parameter is no view of the vector any more.
+        """
+        views = self._views(self.local_N)
+        for parameter, view in zip(self._parameters, views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} got other storage after the "
+                    "exchange was built; load weights in place (load_state_dict without assign)"
+                )
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Inside, the parameters are the global ones."""
+        saved_N = self.local_N.clone()
+        self.local_N.copy_(self.global_N)
+        try:
+            yield
+        finally:
+            self.local_N.copy_(saved_N)
+
+    def _views(self, flat_N: Tensor) -> Sequence[Tensor]:
+        parts = torch.split(flat_N, [parameter.numel() for parameter in self._parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]

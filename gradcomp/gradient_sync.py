@@ -1,0 +1,119 @@
+"""Methods that exchange gradients: buckets travel while backward still runs.
+
+A method is a `Reducer`, which replaces a flat bucket by the sum over the replicas; `GradientSync`
+is everything around it.
+
+Axes: N values of a bucket.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from thinpipe.gradcomp.buckets import Bucket, Readiness, device_of, make_buckets
+from thinpipe.gradcomp.exchange import Place
+from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.wire.stream import Lane, Moment
+from thinpipe.pipeline.wire.thread import Worker
+
+
+class Reducer(Protocol):
+    """What is special about a method that exchanges gradients."""
+
+    def reduce(self, bucket: Bucket, flat_N: Tensor, place: Place) -> Tensor:
+        """Return the sum over the replicas; runs on the communication thread.
+
+        What it would remember of this step counts once `keep` is called.
+        """
+
+    def keep(self) -> None:
+        """The optimizer applied the sums."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+
+class GradientSync:
+    """A `ReplicaSync` around a reducer. Replicas stay equal, since all apply the same sums.
+
+    A step that the engine skips because something is not finite leaves no trace in the reducer's
+    memories.
+    """
+
+    replicas_equal = True
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], peers: Peers, reducer: Reducer, nbytes: int
+    ) -> None:
+        """`nbytes` is the size of a bucket, in the parameters' own dtype."""
+        self._peers, self._reducer, self._worker = peers, reducer, Worker("gradcomp")
+        self._lane = Lane(device_of(parameters))
+        self._waiting: list[tuple[Bucket, Future[tuple[Tensor, Moment]]]] = []
+        self._step = 0
+        backward_order = list(reversed(parameters))
+        buckets = make_buckets(backward_order, nbytes) if peers.size > 1 else ()
+        self._readiness = Readiness(buckets, self._launch)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent so far, headers included."""
+        return self._peers.bytes_sent
+
+    def begin_step(self, passes: int) -> None:
+        """Buckets are exchanged from here on, as they become ready."""
+        self._readiness.begin_step(passes)
+
+    def before_step(self) -> None:
+        """Wait for the sums and put them in the gradients' place."""
+        self._readiness.finish()
+        sums = [
+            (bucket, self._lane.hand_over(*future.result())) for bucket, future in self._waiting
+        ]
+        self._waiting.clear()  # not after a failure: the next call fails alike
+        self._step += 1
+        for bucket, flat_N in sums:
+            parts = torch.split(flat_N, [parameter.numel() for parameter in bucket.parameters])
+            for parameter, part in zip(bucket.parameters, parts, strict=True):
+                assert parameter.grad is not None
+                parameter.grad.copy_(part.view_as(parameter.grad))
+
+    def after_step(self) -> None:
+        """Parameters moved alike; nothing to exchange."""
+        self._reducer.keep()
+
+    def global_parameters(self) -> AbstractContextManager[None]:
+        """All replicas are the global model."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of the next exchange, and what the reducer remembers."""
+        return {"step": self._step, "reducer": self._reducer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._step = state["step"]
+        self._reducer.load_state_dict(state["reducer"])
+
+    def _launch(self, bucket: Bucket) -> None:
+        for parameter in bucket.parameters:
+            if parameter.grad is None:  # not used on this replica
+                parameter.grad = torch.zeros_like(parameter)
+        place = Place(self._step, bucket.index)
+        # the thread must not keep the sync itself alive
+        reducer, lane, computed = self._reducer, self._lane, self._lane.now()
+
+        def reduce() -> tuple[Tensor, Moment]:
+            with lane.after(computed):
+                gradients = [
+                    p.grad.flatten().float() for p in bucket.parameters if p.grad is not None
+                ]
+                return reducer.reduce(bucket, torch.cat(gradients), place), lane.now()
+
+        self._waiting.append((bucket, self._worker.submit(reduce)))

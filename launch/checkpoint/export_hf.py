@@ -1,0 +1,215 @@
+"""A run back to one Hugging Face folder: what `from_pretrained` reads.
+
+Tensors go back to the names, files and dtypes that they were read from, so a run that has not
+trained gives back the bytes it was given.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from thinpipe.launch.checkpoint import files as checkpoint
+from thinpipe.launch.checkpoint.files import CheckpointError
+from thinpipe.launch.checkpoint.reshard import common_model, parts_of
+from thinpipe.launch.checkpoint.run_folder import check_folder
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+from thinpipe.pipeline.models.hf.families import family_of
+from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
+from thinpipe.pipeline.models.hf.shards import SINGLE, write_shards
+from thinpipe.pipeline.models.hf.stage import lay_out
+from thinpipe.pipeline.models.hf.weights import Sources, tied_names
+
+_log = logging.getLogger(__name__)
+
+ExportDtype = Literal["source", "fp32", "bf16"]
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_PREFIX = "model."  # of a stage's own module around the model
+_SHARD_NBYTES = 4 * 10**9
+_COPIED = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "spiece.model", "spm.model", "tokenizer.model"),
+    *("chat_template.jinja", "generation_config.json"),
+)
+
+
+def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype) -> list[str]:
+    """Write the model of a checkpoint, by default the newest, to the folder `out`; say what was.
+
+    The checkpoint may be of any number of stages and replicas, but all its parts must be here.
+    LoRA is merged. `dtype = "source"` is that of the weights the run started from.
+
+    Raises:
+        ConfigError: the run is not of a Hugging Face model, `out` is in use, or a weight does not
+            fit `dtype`.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    for name, folder in (("RUN_FOLDER", run_folder), ("OUT", out)):
+        check_folder(folder, name)
+    config = load_config(run_folder / "config.toml")
+    model = config.model
+    if not isinstance(model, HuggingFaceConfig):
+        raise ConfigError(
+            f"{run_folder}: trained a model of our own (pipeline/models/transformer.py), for which "
+            "transformers has no class; only runs with model.pretrained or model.config export"
+        )
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out}: exists and is not empty; name a new folder")
+    out = out.resolve()  # "." has no name, and a link is not to be replaced
+    root = run_folder / "checkpoints"
+    step = checkpoint.latest(root) if step is None else step
+    if step is None:
+        raise CheckpointError(f"{root}: nothing was saved yet")
+    plain = _trained(root / f"step-{step}", config, model)
+    notes = [f"step {step} of {run_folder}"]
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        notes += _Export(model, plain, dtype).write(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if out.exists():
+        out.rmdir()
+    partial.rename(out)
+    return notes
+
+
+def _trained(folder: Path, config: RunConfig, model: HuggingFaceConfig) -> dict[str, Tensor]:
+    """All tensors of a checkpoint's model by their names in the whole model, without adapters."""
+    facts = checkpoint.read_manifest(folder).meta["config"]
+    if facts["model"].get("folder") != config.shared()["model"]["folder"]:
+        raise CheckpointError(
+            f"{folder}: was trained with another {model.folder}/config.json or weights index; "
+            "put the former ones back"
+        )
+    tensors: dict[str, Tensor] = {}
+    for part in parts_of(folder, replica=0):
+        for stage in common_model(checkpoint.read_part(folder, part)).values():
+            tensors |= {name.removeprefix(_PREFIX): tensor for name, tensor in stage.items()}
+    if model.lora is None:
+        return tensors
+    return merge_lora(tensors, model.lora, inputs_first=stores_inputs_first(lay_out(model)))
+
+
+class _Export:
+    """One model on its way to disk."""
+
+    def __init__(
+        self, model: HuggingFaceConfig, tensors: Mapping[str, Tensor], dtype: ExportDtype
+    ) -> None:
+        self._model, self._tensors, self._dtype = model, tensors, dtype
+        self._whole = lay_out(model)
+        self._on_disk: dict[str, str] = {}
+        self._files: dict[str, str] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        if model.weights is not None:
+            family = family_of(model.transformers_config)
+            self._on_disk = Sources(model.weights, self._whole, family).on_disk
+            self._files = model.weights.files
+            self._dtypes = model.weights.dtypes(self._on_disk.values())
+
+    def write(self, folder: Path) -> list[str]:
+        """Write everything; return notes on what the reader would not expect."""
+        parted = self._parted()
+        copies = tied_names(self._whole).keys() - self._on_disk.keys() - set(parted)
+        names = [name for name in self._whole.state_dict() if name not in copies]
+        stored = {disk: self._cast(name, disk) for name in names if (disk := self._place(name))}
+        write_shards(folder, stored, self._file_names(stored))
+        self._write_config(folder, stored, parted=bool(parted))
+        assert self._model.folder is not None
+        for name in _COPIED:
+            if (self._model.folder / name).is_file():
+                shutil.copyfile(self._model.folder / name, folder / name)
+        notes = []
+        if parted:
+            notes.append(f"{', '.join(parted)}: trained apart from the embedding, so saved untied")
+        unused = self._files.keys() - stored.keys()
+        if unused:
+            notes.append(f"not part of this model, left out: {', '.join(sorted(unused)[:4])}")
+        return notes
+
+    def _parted(self) -> list[str]:
+        """Tied parameters whose copies are no longer equal."""
+        return [
+            name
+            for name, source in tied_names(self._whole).items()
+            if not torch.equal(self._tensors[name], self._tensors[source])
+        ]
+
+    def _place(self, name: str) -> str:
+        """Name on disk."""
+        if name in self._on_disk:
+            return self._on_disk[name]
+        from transformers.core_model_loading import revert_weight_conversion
+
+        (stored,) = revert_weight_conversion(self._whole, {name: self._tensors[name]})
+        return str(stored)
+
+    def _cast(self, name: str, stored: str) -> Tensor:
+        tensor = self._tensors[name]
+        if not tensor.is_floating_point():
+            return tensor
+        if self._dtype != "source":
+            return _fitting(tensor, _DTYPES[self._dtype], name)
+        source = tied_names(self._whole).get(name, "")
+        found = self._dtypes.get(stored) or self._dtypes.get(self._on_disk.get(source, ""))
+        return _fitting(tensor, found or tensor.dtype, name)
+
+    def _file_names(self, stored: Mapping[str, Tensor]) -> dict[str, str]:
+        """Where the source had it; new tensors, such as a task's head, go to the last file."""
+        if self._files:
+            last = max(self._files.values())
+            return {name: self._files.get(name, last) for name in stored}
+        places, filled = {}, 0
+        for name, tensor in stored.items():
+            filled += tensor.nbytes
+            places[name] = filled // _SHARD_NBYTES
+        count = len(set(places.values()))
+        if count == 1:
+            return dict.fromkeys(stored, SINGLE)
+        order = {place: number for number, place in enumerate(sorted(set(places.values())), 1)}
+        return {
+            name: f"model-{order[place]:05}-of-{count:05}.safetensors"
+            for name, place in places.items()
+        }
+
+    def _write_config(self, folder: Path, stored: Mapping[str, Tensor], *, parted: bool) -> None:
+        """The source's config.json, changed only where it would be read wrongly."""
+        assert self._model.folder is not None
+        source = (self._model.folder / "config.json").read_text()
+        facts = json.loads(source)
+        changes: dict[str, Any] = {"tie_word_embeddings": False} if parted else {}
+        if self._model.task == "classification":
+            config = self._model.transformers_config
+            changes |= {"id2label": config.id2label, "label2id": config.label2id}
+            changes |= {"architectures": [type(self._whole).__name__]}
+        dtypes = {
+            str(t.dtype).removeprefix("torch.") for t in stored.values() if t.is_floating_point()
+        }
+        for key in ("dtype", "torch_dtype"):
+            if len(dtypes) == 1 and facts.get(key) not in (None, *dtypes):
+                changes[key] = next(iter(dtypes))
+        same = all(
+            facts.get(key) == json.loads(json.dumps(value)) for key, value in changes.items()
+        )
+        text = source if same else json.dumps({**facts, **changes}, indent=2) + "\n"
+        (folder / "config.json").write_text(text)
+
+
+def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    cast = tensor.to(dtype)
+    if bool(tensor.isfinite().all()) and not bool(cast.isfinite().all()):
+        raise ConfigError(
+            f"{name}: holds {float(tensor.abs().max()):.4g}, past the largest number of {dtype}; "
+            "export with --dtype bf16 or fp32"
+        )
+    return cast

@@ -1,0 +1,137 @@
+"""The run folder: claimed by one run at a time, never mixed with an earlier one's."""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+from dataclasses import asdict, dataclass
+from io import TextIOWrapper
+from pathlib import Path
+
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.distributed.gather import gather_json
+from thinpipe.launch.distributed.session import Session
+
+_log = logging.getLogger(__name__)
+_LOCK = ".lock"
+_MARKS = ("config.toml", "metrics.jsonl", "checkpoints", _LOCK)
+
+
+def check_folder(path: Path, name: str = "run.folder") -> None:
+    """Refuse a place where no folder can be, given by the setting or option `name`.
+
+    Raises:
+        ConfigError: it is a file, or below one.
+    """
+    nearest = next((place for place in (path, *path.parents) if place.exists()), path)
+    if nearest.exists() and not nearest.is_dir():
+        what = "it" if nearest == path else str(nearest)
+        raise ConfigError(f"{name} = {path}: {what} is a file; name another folder, or move it")
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """Who holds a lock, as its file says."""
+
+    run: int
+    process: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}, run {self.run:016x}"
+
+
+class RunFolder:
+    """Holds a lock on the folder for as long as it lives."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock: TextIOWrapper | None = None
+
+    def claim(self, session: Session, *, resume: bool) -> None:
+        """Make the folder this run's on every host; an earlier run's folder is renamed.
+
+        Raises:
+            ConfigError: on every rank, if one host's folder is another live run's, holds other
+                things than a run, or cannot be written.
+        """
+        everyone = [session.mesh.rank == 0, session.mesh.rank > 0 and session.local_rank == 0]
+        for is_my_turn in everyone:  # the first rank first: other hosts may have the same disk
+            problem = self._try(session.run_id, resume=resume) if is_my_turn else None
+            problems = [text for text in gather_json(session.mesh, problem) if text]
+            if problems:
+                raise ConfigError(problems[0])
+
+    def release(self) -> None:
+        """Let another run have the folder."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _try(self, run: int, *, resume: bool) -> str | None:
+        path, me = self._path, _Owner(run, os.getpid(), socket.gethostname())
+        try:
+            with contextlib.ExitStack() as until_claimed:
+                before = _lock(path, me) if (path / _LOCK).exists() else None
+                if before is not None and not resume:
+                    until_claimed.enter_context(before)  # nobody else moves or takes the folder
+                if path.exists() and any(path.iterdir()) and not resume:
+                    if not any((path / mark).exists() for mark in _MARKS):
+                        return (
+                            f"run.folder = {path}: holds files that are not a run's; "
+                            "choose another folder"
+                        )
+                    _move_aside(path)
+                path.mkdir(parents=True, exist_ok=True)
+                self._lock = before if before is not None and resume else _lock(path, me)
+        except BlockingIOError:
+            owner = _owner(path)
+            if owner is not None and owner.run == run:  # on another host, with the same disk
+                return None
+            who = f" ({owner}); end it, or choose another folder" if owner else ""
+            return f"run.folder = {path}: another run is using it{who}"
+        except OSError as error:
+            return f"run.folder = {path}: {error.strerror}; name one that can be written to"
+        return None
+
+
+def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
+    """The folder's lock with our name in it, held for as long as it is open.
+
+    The system lets go of it when its process ends, however it does.
+
+    Raises:
+        BlockingIOError: another run holds it.
+    """
+    path = folder / _LOCK
+    file = path.open("a")  # another run's name stays until it lets go
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
+            raise BlockingIOError(errno.EAGAIN, "it was moved by another run")
+        file.truncate(0)
+        file.write(json.dumps(asdict(me)))
+        file.flush()
+        os.fsync(file.fileno())  # for hosts that share the disk
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _owner(folder: Path) -> _Owner | None:
+    """Who holds the folder's lock, where that can be read."""
+    try:
+        return _Owner(**json.loads((folder / _LOCK).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _move_aside(path: Path) -> None:
+    number = 1
+    while (older := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(older)
+    _log.warning("%s held an earlier run; it is now %s", path, older)

@@ -1,0 +1,77 @@
+"""RunConfig -> the parts of a rank: boundaries, blocks of the model, the loss.
+
+What planners and checkpoints need without building a rank; `launch/build.py` joins them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from thinpipe.aqsgd.config import AqsgdConfig, build_delta
+from thinpipe.aqsgd.store import Store
+from thinpipe.gradcomp.sync import ReplicaSync
+from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
+from thinpipe.pipeline.comm.boundary import Boundary, Stateless, raw
+from thinpipe.pipeline.comm.channel import Mode
+from thinpipe.pipeline.config import DirectConfig, StatelessConfig, build_codec
+from thinpipe.pipeline.engine import PipelineEngine
+from thinpipe.pipeline.loss import Classification, NextToken, Objective
+from thinpipe.pipeline.models.build import StageModule, build_model
+from thinpipe.pipeline.stage import CompressedStage
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a rank trains with."""
+
+    stages: list[CompressedStage]
+    engine: PipelineEngine
+    optimizer: torch.optim.Optimizer
+    lr_schedule: torch.optim.lr_scheduler.LRScheduler
+    sync: ReplicaSync
+
+
+def build_objective(config: RunConfig) -> Objective:
+    """What the model's head is trained for."""
+    classes = config.model.classes
+    return NextToken() if classes is None else Classification(classes)
+
+
+def build_boundary(
+    spec: ForwardConfig | BackwardConfig,
+    *,
+    width: int,
+    key: int,
+    store: Store | None = None,
+    room: int | None = None,
+) -> dict[Mode, Boundary]:
+    """Boundaries of one direction by mode; evaluation never meets the training memory.
+
+    Compressed evaluation of samples without history uses what such samples are trained with: the
+    first-visit codec of AQ-SGD, the codec itself otherwise. `store` (RAM if there is none) is where
+    AQ-SGD keeps what it remembers, `room` how many samples that may be.
+    """
+    if isinstance(spec, AqsgdConfig):
+        delta = build_delta(spec, width=width, key=key, store=store, room=room)
+        first_visit = Stateless(build_codec(spec.first_visit, width), key)
+        return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
+    if isinstance(spec, DirectConfig):
+        direct = Stateless(spec.quantizer(width), key)
+        return {"train": direct, "eval": raw(), "eval_compressed": direct}
+    if isinstance(spec, StatelessConfig):
+        tiles = Stateless(spec.quantizer(), key)
+        return {"train": tiles, "eval": raw(), "eval_compressed": tiles}
+    cast = raw(spec.format)
+    return {"train": cast, "eval": raw(), "eval_compressed": cast}
+
+
+def build_blocks(
+    config: RunConfig,
+    first: int,
+    stop: int | None = None,
+    *,
+    device: torch.device | str = "cpu",
+) -> StageModule:
+    """The part of the model from block `first` to before `stop`, by default that block alone."""
+    stop = first + 1 if stop is None else stop
+    return build_model(config.model, first, stop, seed=config.run.seed, device=device)

@@ -1,0 +1,52 @@
+"""What commands have in common: `--set`, and how they refuse what makes no sense to them."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
+
+import typer
+from pydantic import ValidationError
+
+from thinpipe.launch.config.errors import remedy
+
+USAGE_ERROR = 2
+
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Override a setting; may be repeated."),
+]
+
+# By its version, typer builds on click or on a copy of it, so the name is not importable.
+_Refused: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+def run_app(
+    app: typer.Typer, arguments: Sequence[str] | None = None, *, program: str | None = None
+) -> NoReturn:
+    """Run a command line, by default this process's, and end the process."""
+    try:
+        sys.exit(app(arguments, prog_name=program, standalone_mode=False))
+    except _Refused as error:
+        text = _explain(error)
+        if text and os.environ.get("LOCAL_RANK", "0") == "0":
+            os.write(2, f"error: {text}\n".encode())
+        sys.exit(USAGE_ERROR)
+
+
+def _explain(error: Any) -> str:
+    """What is wrong and what to do; nothing if help was shown instead."""
+    message = error.format_message().rstrip(".")
+    wrong = error.__cause__
+    if isinstance(wrong, ValidationError):
+        detail = wrong.errors()[0]
+        return f"{_name(error.param)} = {detail['input']}: {remedy(detail).rstrip('.')}"
+    if near := getattr(error, "possibilities", None):
+        return f"{error.option_name}: no such option; did you mean {' or '.join(near)}?"
+    return f"{message}; --help shows what can be given" if message[-1:] not in "?" else message
+
+
+def _name(parameter: Any) -> str:
+    """An option as it is written, an argument as help shows it."""
+    written = str(parameter.opts[0])
+    return written if written.startswith("-") else str(parameter.metavar)

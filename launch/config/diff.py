@@ -1,0 +1,118 @@
+"""Which settings a resumed run has that its checkpoint was not made with, in words of run files."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from thinpipe.launch.config.run import BoundaryConfig, ForwardConfig, boundary_at
+from thinpipe.launch.config.toml import toml_value
+
+_MAY_CHANGE = (
+    *("run.name", "eval.", "checkpoint."),
+    *(f"pipeline.{name}" for name in ("cuts", "ranks", "replicas", "schedule", "depth")),
+    *(f"pipeline.{name}" for name in ("microbatches", "device", "peer_timeout_s")),
+)
+_EPOCHS = "train.epochs"
+_MOST = 8
+
+
+class Change(NamedTuple):
+    """A setting as the checkpoint has it, and as this run does; None where it is not set.
+
+    `cut` is that of a boundary's setting.
+    """
+
+    name: str
+    before: Any
+    now: Any
+    cut: int | None = None
+
+
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """What must be changed back, by `RunConfig.shared` of both runs."""
+    may_change = _may_change(saved)
+    tables = ({**config, "boundary": {}} for config in (saved, now))
+    found = [change for change in _changes("", *tables) if not change.name.startswith(may_change)]
+    for cut in sorted(set(saved["pipeline"]["cuts"]) & set(now["pipeline"]["cuts"])):
+        changes = _boundary_changes(*(_boundary(config, cut) for config in (saved, now)))
+        found += [change._replace(cut=cut) for change in changes]
+    return found
+
+
+def tell_changes(changes: Sequence[Change]) -> list[str]:
+    """A phrase for each setting, one for a boundary's at several cuts; of many, a count ends it."""
+    cuts: dict[tuple[str, str], list[int]] = {}
+    for change in changes:
+        at_cuts = cuts.setdefault((change.name, _values(change)), [])
+        at_cuts += [] if change.cut is None else [change.cut]
+    told = [f"{_at(at_cuts)}{name}{values}" for (name, values), at_cuts in cuts.items()]
+    more = len(told) - _MOST
+    return told if more <= 0 else [*told[:_MOST], f"{more} more settings changed"]
+
+
+def why_epochs_stay(changes: Sequence[Change]) -> str:
+    """What allows other epochs, where they are among the changes."""
+    if all(change.name != _EPOCHS for change in changes):
+        return ""
+    return (
+        ' (train.epochs may change only with train.decay = "none", as it sets the learning '
+        'rates, and not from 1 where a boundary\'s kind is "auto")'
+    )
+
+
+def _may_change(saved: Mapping[str, Any]) -> tuple[str, ...]:
+    """Beginnings of what may; epochs if neither learning rates nor boundaries depend on them."""
+    train = saved["train"]
+    auto = any(table["forward"]["kind"] == "auto" for table in saved["boundary"])
+    free = train["decay"] == "none" and (train["epochs"] > 1 or not auto)
+    return (*_MAY_CHANGE, _EPOCHS) if free else _MAY_CHANGE
+
+
+def _changes(name: str, before: Any, now: Any) -> Iterator[Change]:
+    """Every setting in which tables differ; one run may not have some of them."""
+    if before == now:
+        return
+    if not isinstance(before, dict) and not isinstance(now, dict):
+        yield Change(name, before, now)
+        return
+    tables = [value if isinstance(value, dict) else {} for value in (before, now)]
+    for key in sorted(tables[0].keys() | tables[1].keys()):
+        place = f"{name}.{key}" if name else key
+        yield from _changes(place, *(table.get(key) for table in tables))
+
+
+def _boundary(config: Mapping[str, Any], cut: int) -> BoundaryConfig:
+    tables = [BoundaryConfig.model_validate(table) for table in config["boundary"]]
+    return boundary_at(tables, cut)
+
+
+def _boundary_changes(before: BoundaryConfig, now: BoundaryConfig) -> Iterator[Change]:
+    """Settings of a cut; of what is of another kind, the whole table."""
+    for direction in ("forward", "backward"):
+        specs = [getattr(boundary, direction) for boundary in (before, now)]
+        tables = [spec.model_dump(mode="json") for spec in specs]
+        if specs[0].kind == specs[1].kind:
+            yield from _changes(direction, *tables)
+        else:
+            yield Change(direction, _short(specs[0]), _short(specs[1]))
+    yield from _changes("guard", *(b.guard.model_dump(mode="json") for b in (before, now)))
+
+
+def _short(spec: ForwardConfig) -> dict[str, Any]:
+    """A boundary's table without defaults."""
+    given: dict[str, Any] = spec.model_dump(mode="json", exclude_defaults=True)
+    return {"kind": spec.kind, **given}
+
+
+def _values(change: Change) -> str:
+    before, now = (
+        None if value is None else toml_value(value) for value in (change.before, change.now)
+    )
+    if before is None:
+        return f" not set, this run has {now}"
+    return f" = {before}, " + (f"this run has {now}" if now else "not set in this run")
+
+
+def _at(cuts: Sequence[int]) -> str:
+    if not cuts:
+        return ""
+    return f"boundary at cut{'s' if len(cuts) > 1 else ''} {', '.join(map(str, cuts))}: "

@@ -1,0 +1,54 @@
+"""Data sets of the Hugging Face hub, by the optional package datasets."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from thinpipe.launch.data.rows import Field, Row, rows_of_columns
+from thinpipe.launch.host.packages import explain
+
+_HF_PREFIX = "hf:"
+
+
+def parse_dataset(dataset: str) -> tuple[str, str]:
+    """Return name and configuration of a `data.dataset`.
+
+    Raises:
+        ValueError: it is not of the form.
+    """
+    parts = dataset.removeprefix(_HF_PREFIX).split("/")
+    if not dataset.startswith(_HF_PREFIX) or len(parts) not in (2, 3) or not all(parts):
+        raise ValueError(
+            f"dataset = {dataset!r}: not of the form hf:NAME/CONFIG or hf:OWNER/NAME/CONFIG; "
+            f"write for example hf:wikitext/wikitext-2-raw-v1"
+        )
+    return "/".join(parts[:-1]), parts[-1]
+
+
+def read_dataset(dataset: str, fields: Sequence[Field]) -> tuple[list[Row], list[Row] | None]:
+    """Return rows of the training split, and of the first held-out one there is.
+
+    Raises:
+        ImportError: the optional package is not installed.
+        ValueError: a split lacks a field.
+    """
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"data.dataset = {dataset!r}: {explain(error)}, or set data.path to local text"
+        ) from error
+    splits: Mapping[str, Any] = load_dataset(*parse_dataset(dataset))
+    held_out = next((split for split in ("validation", "test") if split in splits), None)
+    found: list[list[Row]] = []
+    for split in filter(None, ("train", held_out)):
+        known = splits[split].column_names if split in splits else []
+        for field in fields:
+            if field not in known:
+                raise ValueError(
+                    f"data.dataset = {dataset!r}: no column {field!r} in a split '{split}' "
+                    f"(there: {known}); name others in [data], use another data set or export it "
+                    "to a file for data.path"
+                )
+        columns = {str(field): splits[split][field] for field in fields}
+        found.append(rows_of_columns(f"{dataset} {split}", columns))
+    return found[0], found[1] if held_out is not None else None

@@ -1,0 +1,303 @@
+"""What a run learns from: running text, labelled texts, or prompts with responses.
+
+`docs/data.md` describes the formats.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from thinpipe.launch.data import text
+from thinpipe.launch.data.classification import LabelFields, labelled_set
+from thinpipe.launch.data.columns import RowFields
+from thinpipe.launch.data.hub import parse_dataset, read_dataset
+from thinpipe.launch.data.instructions import Layout, encode_examples, instruction_set, mix
+from thinpipe.launch.data.rows import Field as RowField
+from thinpipe.launch.data.rows import Format, Row, find_format, read_rows
+from thinpipe.launch.data.sample_set import ColumnSet, SampleSet, SequenceSet, spread
+from thinpipe.launch.data.tokenizer import BYTES, Bytes, Tokenizer, load_tokenizer
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class SourceConfig(BaseModel):
+    """One part of a mixture: as in `data.path`, and its share of the examples beside others."""
+
+    model_config = _STRICT
+
+    path: str = Field(min_length=1)
+    weight: float = Field(gt=0)
+
+
+class DataConfig(RowFields):
+    """What to train on and how it becomes sequences of `sequence_length` tokens.
+
+    `path` is a file, a folder (with what is below it, hidden names left out) or a glob; `dataset`
+    is `hf:NAME/CONFIG` or `hf:OWNER/NAME/CONFIG`; `sources` are a mixture; without any, the text is
+    the source code of Python's standard library. What is held out is in `eval_path`, or taken
+    from the rest. `max_bytes` limits how much running text is read, `train_sequences = "all"`
+    takes all that there is.
+    """
+
+    path: str | None = Field(default=None, min_length=1)
+    eval_path: str | None = Field(default=None, min_length=1)
+    sources: tuple[SourceConfig, ...] = ()
+    dataset: str | None = None
+    format: Literal["auto", "text", "tsv", "jsonl"] = "auto"
+    sequence_length: int = Field(default=128, ge=1)
+    train_sequences: Annotated[int, Field(ge=1)] | Literal["all"] = 512
+    eval_sequences: Annotated[int, Field(ge=1)] | Literal["all"] = 64
+    tokenizer: str = Field(default=BYTES, min_length=1)
+    max_bytes: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "DataConfig":
+        given = {"path": self.path, "dataset": self.dataset, "sources": self.sources}
+        named = {name: value for name, value in given.items() if value}
+        if len(named) > 1:
+            told = ", ".join(f"{name} = {value!r}" for name, value in named.items())
+            raise ValueError(f"{told}: two sources of text; remove one")
+        if self.dataset is not None:
+            parse_dataset(self.dataset)
+            if self.eval_path is not None or self.format != "auto":
+                raise ValueError(
+                    f"dataset = {self.dataset!r}: brings its held-out split and its format; "
+                    "remove eval_path and format"
+                )
+        if self.eval_path is not None and not named:
+            raise ValueError(f"eval_path = {self.eval_path!r}: nothing to train on; set path")
+        return self
+
+    @model_validator(mode="after")
+    def _kind_fits(self) -> "DataConfig":
+        if self.sources and self.kind != "instructions":
+            raise ValueError(
+                f"sources = {self.sources!r}: mixtures are of instruction data; set prompt_field "
+                "and response_field, or name several files by a glob in path"
+            )
+        if self.max_bytes is not None and self.kind != "text":
+            raise ValueError(
+                f"max_bytes = {self.max_bytes}: it limits running text; use train_sequences"
+            )
+        return self
+
+    @property
+    def source(self) -> str:
+        """Return the setting that chooses the text, as error messages quote it."""
+        if self.dataset is not None:
+            return f"data.dataset = {self.dataset!r}"
+        if self.sources:
+            return f"data.sources = {[source.path for source in self.sources]}"
+        return f"data.path = {self.path!r}"
+
+
+def files(config: DataConfig) -> list[Path]:
+    """What the samples are made of, as far as it lies in files: texts and tokenizer.
+
+    Raises:
+        ValueError: a path is missing or matches nothing.
+    """
+    if config.dataset is not None:
+        found = []
+    elif config.sources:
+        found = [
+            file
+            for source in config.sources
+            for file in text.find_files(source.path, "data.sources")
+        ]
+    else:
+        found = text.find_files(config.path, "data.path")
+    if config.eval_path is not None:
+        found += text.find_files(config.eval_path, "data.eval_path")
+    if config.tokenizer != BYTES:
+        found += text.find_files(config.tokenizer, "data.tokenizer")
+    return found
+
+
+def load(
+    config: DataConfig, *, seed: int = 0, vocab: int | None = None, classes: int = 2
+) -> tuple[SampleSet, SampleSet]:
+    """Return the training and the evaluation samples, made of texts that do not overlap.
+
+    `seed` decides mixtures and packing; `vocab` and `classes` are those of the model.
+
+    Raises:
+        ValueError: the path is missing, matches nothing or is empty; a row is not as the
+            settings say; there is too little for the samples asked for; the tokenizer has more
+            tokens than the model.
+        ImportError: an optional package is needed and not installed.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    if vocab is not None and tokenizer.vocab > vocab:
+        raise ValueError(
+            f"model.vocab = {vocab}: data.tokenizer = {config.tokenizer!r} has {tokenizer.vocab} "
+            f"tokens; set model.vocab = {tokenizer.vocab}"
+        )
+    if config.kind == "text":
+        training, held_out = _read_text(config)
+        if not training:
+            raise ValueError(f"{config.source}: the text is empty; name one that holds some bytes")
+        return (
+            _sequences(training, "train_sequences", config=config, tokenizer=tokenizer),
+            _sequences(held_out, "eval_sequences", config=config, tokenizer=tokenizer),
+        )
+    rows = _read_rows(config, seed)
+    sets = [_samples(part, config, tokenizer, seed=seed, classes=classes) for part in rows]
+    return (
+        _selected(sets[0], "train_sequences", config=config),
+        _selected(sets[1], "eval_sequences", config=config),
+    )
+
+
+def _read_text(config: DataConfig) -> tuple[bytes, bytes]:
+    """Training and held-out text."""
+    held_out: Iterable[bytes] | None = None
+    if config.dataset is not None:
+        rows, rest = read_dataset(config.dataset, [_text_field(config)])
+        # one document: the end is held out, not every tenth line amid its neighbours
+        training = [b"".join(text.take(_documents(rows, config), config.max_bytes))]
+        held_out = None if rest is None else _documents(rest, config)
+    else:
+        training = text.take(_read_documents(config, config.path, "data.path"), config.max_bytes)
+        if config.eval_path is not None:
+            held_out = _read_documents(config, config.eval_path, "data.eval_path")
+    if held_out is None:
+        return text.split(training)
+    return b"".join(training), b"".join(text.take(held_out, config.max_bytes))
+
+
+def _read_documents(config: DataConfig, path: str | None, setting: str) -> Iterable[bytes]:
+    """What `max_bytes` leaves out is not read."""
+    files = text.find_files(path, setting)
+    if _format(config, files, f"{setting} = {path!r}") == "text":
+        return map(Path.read_bytes, files)
+    return _documents(_file_rows(config, path, setting), config)
+
+
+def _documents(rows: Sequence[Row], config: DataConfig) -> list[bytes]:
+    return [text.line(str(row.value(_text_field(config)))) for row in rows]
+
+
+def _text_field(config: DataConfig) -> RowField:
+    return "text" if config.text_field is None else config.text_field
+
+
+def _read_rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
+    """Training and held-out rows."""
+    if config.dataset is not None:
+        training, held_out = read_dataset(config.dataset, config.fields)
+        if held_out is None:
+            training, held_out = _hold_out(training)
+        return training, held_out
+    found = [
+        _file_rows(config, source.path, f"data.sources.{number}.path")
+        for number, source in enumerate(config.sources)
+    ] or [_file_rows(config, config.path, "data.path")]
+    weights = [source.weight for source in config.sources] or None
+    if config.eval_path is not None:
+        return mix(found, weights, seed), _file_rows(config, config.eval_path, "data.eval_path")
+    parts = [_hold_out(rows) for rows in found]
+    held_out = [row for _, rest in parts for row in rest]
+    return mix([training for training, _ in parts], weights, seed), held_out
+
+
+def _hold_out(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Every tenth row is held out."""
+    last = text.HELD_OUT - 1
+    kept = [row for number, row in enumerate(rows) if number % text.HELD_OUT != last]
+    return kept, list(rows[last :: text.HELD_OUT])
+
+
+def _file_rows(config: DataConfig, path: str | None, setting: str) -> list[Row]:
+    source = f"{setting} = {path!r}"
+    files = text.find_files(path, setting)
+    kind = _format(config, files, source)
+    assert kind != "text", "refused with the fields that rows are read for"
+    header = not any(isinstance(field, int) for field in config.fields)
+    if kind == "jsonl" and not header:
+        raise ValueError(f"{source}: the fields {config.fields} of JSONL have names; use these")
+    rows = read_rows(files, kind, header=header)
+    if not rows:
+        raise ValueError(f"{source}: no rows there; name a file that holds some")
+    return rows
+
+
+def _format(config: DataConfig, files: Sequence[Path], source: str) -> Format:
+    kind: Format
+    if config.format != "auto":
+        kind = config.format
+    else:
+        kind = find_format(files, source=source, has_fields=bool(config.fields))
+    if kind != "text" and not config.fields:
+        raise ValueError(
+            f"{source}: {kind} has fields; say which in data.text_field or in data.prompt_field "
+            'and data.response_field, or set data.format = "text"'
+        )
+    if kind == "text" and config.fields:
+        raise ValueError(
+            f'{source}: text has no fields {config.fields}; set data.format = "tsv" or "jsonl"'
+        )
+    return kind
+
+
+def _samples(
+    rows: Sequence[Row], config: DataConfig, tokenizer: Tokenizer, *, seed: int, classes: int
+) -> ColumnSet:
+    length = config.sequence_length
+    if not rows:
+        raise ValueError(
+            f"{config.source}: fewer than {text.HELD_OUT} rows, of which none can be held out; "
+            "set data.eval_path or use more rows"
+        )
+    if config.prompt_field is not None and config.response_field is not None:
+        examples = encode_examples(
+            rows, config.prompt_field, config.response_field, tokenizer=tokenizer
+        )
+        prefix = config.objective == "prefix"
+        return instruction_set(examples, Layout(length, config.packing, prefix, seed))
+    assert config.text_field is not None, "checked with the config"
+    assert config.label_field is not None, "there is no third kind of rows"
+    fields = LabelFields(config.text_field, config.pair_field, config.label_field, config.labels)
+    return labelled_set(rows, fields, tokenizer, length=length, classes=classes)
+
+
+def _selected(samples: ColumnSet, setting: str, *, config: DataConfig) -> ColumnSet:
+    chosen = spread(
+        len(samples),
+        getattr(config, setting),
+        setting=setting,
+        found=f"{config.source} gives {len(samples)} for it",
+        remedy='"all", or more data',
+    )
+    return samples if chosen is None else samples.select(chosen)
+
+
+def _sequences(
+    running: bytes, setting: str, *, config: DataConfig, tokenizer: Tokenizer
+) -> SequenceSet:
+    length = config.sequence_length
+    tokens = tokenizer.stream(running)
+    available = (len(tokens) - 1) // length
+    found = f"the text of {config.source} leaves {len(tokens)} {tokenizer.unit} for {setting}"
+    if available < 1:
+        raise ValueError(
+            f"data.sequence_length = {length}: {found} and one sequence takes {length + 1}; "
+            f"use a longer text or shorter sequences"
+        )
+    windows = tokens.unfold(0, length + 1, length)
+    sequences = f"{available} sequence{'' if available == 1 else 's'}"
+    chosen = spread(
+        available,
+        getattr(config, setting),
+        setting=setting,
+        found=f"{found}, enough for {sequences} of {length}",
+        remedy="a longer text or shorter sequences",
+    )
+    notes = []
+    if isinstance(tokenizer, Bytes) and not text.is_utf8(running):
+        held_out = setting == "eval_sequences" and config.eval_path is not None
+        source = f"data.eval_path = {config.eval_path!r}" if held_out else config.source
+        notes.append(f"note: {source} is not UTF-8 text; its bytes are learnt as they are")
+    return SequenceSet(windows if chosen is None else windows[chosen], notes)

@@ -1,0 +1,147 @@
+"""Samples whose ids mean the same on every peer, in every epoch and at every resume.
+
+Axes: N samples of a set, B samples of a batch, T tokens.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from thinpipe.pipeline.batch import Batch
+
+Ids = Sequence[int] | Tensor
+
+
+class SampleSet(Protocol):
+    """Samples with ids 0 to N - 1."""
+
+    notes: tuple[str, ...]
+    """What a user should know of how the set was made."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def batch(self, ids: Ids) -> Batch:
+        """Return samples on the CPU, in the order of `ids`; inputs and targets are int64.
+
+        Raises:
+            ValueError: an id is negative or past the last sample.
+        """
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of shape and content: equal when ids mean the same to both sides."""
+
+
+class SequenceSet:
+    """Plain text; `tokens` is an integer tensor [N, T + 1], kept, not copied.
+
+    The targets are the inputs moved on by one.
+    """
+
+    def __init__(self, tokens: Tensor, notes: Sequence[str] = ()) -> None:
+        if tokens.ndim != 2 or tokens.shape[1] < 2:
+            raise ValueError(
+                f"tokens of shape {tuple(tokens.shape)}: a set needs [N, T + 1] with T at least 1"
+            )
+        self._tokens = tokens
+        self.notes = tuple(notes)
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self._tokens)
+
+    def batch(self, ids: Ids) -> Batch:
+        """As in `SampleSet`."""
+        ids_B = _checked(ids, len(self))
+        tokens = self._tokens[ids_B].to(torch.int64)
+        return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
+
+    @cached_property
+    def digest(self) -> str:
+        """As in `SampleSet`."""
+        return _digest([self._tokens])
+
+
+class ColumnSet:
+    """Samples of which every part is given: `columns` has a row per sample in every tensor."""
+
+    def __init__(self, columns: Batch, notes: Sequence[str] = ()) -> None:
+        self._columns = columns
+        self.notes = tuple(notes)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self._columns)
+
+    def batch(self, ids: Ids) -> Batch:
+        """As in `SampleSet`."""
+        ids_B = _checked(ids, len(self))
+        columns = self._columns
+        return Batch(
+            columns.inputs_BT[ids_B].to(torch.int64),
+            columns.targets[ids_B].to(torch.int64),
+            ids_B,
+            mask_BT=_rows(columns.mask_BT, ids_B),
+            segments_BT=_rows(columns.segments_BT, ids_B),
+            prefix_BT=_rows(columns.prefix_BT, ids_B),
+        )
+
+    def select(self, indices: Tensor) -> "ColumnSet":
+        """Return some of the samples, numbered anew."""
+        part = self.batch(indices)
+        return ColumnSet(replace(part, ids_B=torch.arange(len(part))), self.notes)
+
+    @cached_property
+    def digest(self) -> str:
+        """As in `SampleSet`."""
+        parts = self._columns
+        columns = [parts.inputs_BT, parts.targets, parts.mask_BT]
+        return _digest([*columns, parts.segments_BT, parts.prefix_BT])
+
+
+def spread(
+    available: int, wanted: int | Literal["all"], *, setting: str, found: str, remedy: str
+) -> Tensor | None:
+    """Indices of `wanted` samples spread evenly over what there is; None for all of them.
+
+    Raises:
+        ValueError: more are wanted than there are; `found` and `remedy` are put into the message.
+    """
+    if wanted == "all" or wanted == available:
+        return None
+    if wanted > available:
+        raise ValueError(f"data.{setting} = {wanted}: {found}; use at most {available}, {remedy}")
+    return torch.arange(wanted) * available // wanted
+
+
+def _checked(ids: Ids, count: int) -> Tensor:
+    ids_B = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
+    wrong = ids_B[(ids_B < 0) | (ids_B >= count)]
+    if len(wrong):
+        raise ValueError(
+            f"sample ids {wrong[:4].tolist()}: the set holds {count} sequences; "
+            f"use ids from 0 to {count - 1}"
+        )
+    return ids_B
+
+
+def _rows(column: Tensor | None, ids_B: Tensor) -> Tensor | None:
+    return None if column is None else column[ids_B]
+
+
+def _digest(columns: Sequence[Tensor | None]) -> str:
+    digest = hashlib.sha256()
+    for column in columns:
+        if column is None:
+            digest.update(b"none")
+            continue
+        digest.update(f"{tuple(column.shape)} {column.dtype}".encode())
+        for row in column:  # row by row: sequences overlap in memory, a copy would not
+            digest.update(row.numpy())
+    return digest.hexdigest()

@@ -1,0 +1,167 @@
+"""Text to token ids: bytes, or a tokenizer read from a folder."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from thinpipe.launch.host.packages import explain
+
+BYTES = "bytes"
+_KNOWN_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """What data reading needs. `vocab` is the number of ids, `unit` what one token is called."""
+
+    vocab: int
+    unit: str
+
+    def stream(self, text: bytes) -> Tensor:
+        """Running text as ids, 1-d."""
+
+    def encode(self, text: str) -> list[int]:
+        """A piece of text, without special tokens."""
+
+    def sample(self, text: str, other: str | None) -> list[int]:
+        """One or two texts to be classified, with the tokenizer's special tokens."""
+
+    @property
+    def end(self) -> int:
+        """The id that ends an example.
+
+        Raises:
+            ValueError: there is no such token.
+        """
+
+
+class Bytes:
+    """Every byte is a token; byte 0, which text does not hold, ends and separates."""
+
+    vocab = 256
+    unit = "bytes"
+    end = 0
+
+    def stream(self, text: bytes) -> Tensor:
+        """As in `Tokenizer`; uint8, without a copy per token."""
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def encode(self, text: str) -> list[int]:
+        """As in `Tokenizer`."""
+        return list(text.encode())
+
+    def sample(self, text: str, other: str | None) -> list[int]:
+        """As in `Tokenizer`."""
+        return self.encode(text if other is None else f"{text}\0{other}")
+
+
+class FolderTokenizer:
+    """A tokenizer.json, or GPT-2's vocab.json and merges.txt, read by the package tokenizers."""
+
+    unit = "tokens"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tokenizer = _read(folder)
+        self.vocab: int = self._tokenizer.get_vocab_size()
+
+    def stream(self, text: bytes) -> Tensor:
+        """As in `Tokenizer`.
+
+        Raises:
+            ValueError: the text is not UTF-8.
+        """
+        try:
+            decoded = _whole_characters(text).decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"data.tokenizer = {str(self._folder)!r}: the text is not UTF-8 ({error}); convert "
+                f'it, or use tokenizer = "{BYTES}"'
+            ) from None
+        return torch.tensor(self.encode(decoded), dtype=torch.int32)
+
+    def encode(self, text: str) -> list[int]:
+        """As in `Tokenizer`."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def sample(self, text: str, other: str | None) -> list[int]:
+        """As in `Tokenizer`."""
+        return list(self._tokenizer.encode(text, other, add_special_tokens=True).ids)
+
+    @property
+    def end(self) -> int:
+        """As in `Tokenizer`."""
+        for name in (_configured_end(self._folder), *_KNOWN_ENDS):
+            found = self._tokenizer.token_to_id(name) if name else None
+            if found is not None:
+                return int(found)
+        raise ValueError(
+            f"data.tokenizer = {str(self._folder)!r}: no token ends an example; name it as "
+            "eos_token in the folder's tokenizer_config.json"
+        )
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer of a `data.tokenizer`.
+
+    Raises:
+        ValueError: there is no such folder, or no tokenizer in it.
+        ImportError: the optional package is not installed.
+    """
+    return Bytes() if name == BYTES else FolderTokenizer(Path(name).expanduser())
+
+
+def _read(folder: Path) -> Any:
+    where = f"data.tokenizer = {str(folder)!r}"
+    if not folder.is_dir():
+        raise ValueError(
+            f"{where}: no such folder, seen from {Path.cwd()}; name one with tokenizer.json, or "
+            f'use "{BYTES}"'
+        )
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise ImportError(f'{where}: {explain(error)}, or use tokenizer = "{BYTES}"') from error
+    whole, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
+    if not whole.is_file() and not (vocab.is_file() and merges.is_file()):
+        raise ValueError(
+            f"{where}: holds neither tokenizer.json nor vocab.json with merges.txt; "
+            "save the tokenizer there in one of these forms"
+        )
+    try:
+        if whole.is_file():
+            return tokenizers.Tokenizer.from_file(str(whole))
+        model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
+        found = tokenizers.Tokenizer(model)
+        found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        found.add_special_tokens([end for end in _KNOWN_ENDS if found.token_to_id(end) is not None])
+    except Exception as error:  # the package raises bare ones
+        raise ValueError(f"{where}: cannot be read: {error}; save the tokenizer anew") from error
+    return found
+
+
+def _configured_end(folder: Path) -> str | None:
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return None
+    try:
+        end = json.loads(file.read_text()).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file}: not a JSON object ({error}); correct or remove it") from None
+    found = end.get("content") if isinstance(end, dict) else end
+    return None if found is None else str(found)
+
+
+def _whole_characters(text: bytes) -> bytes:
+    """Without the parts of a character that a cut left at either end."""
+    start = 0
+    while start < min(3, len(text)) and text[start] & 0xC0 == 0x80:
+        start += 1
+    for back in range(1, min(3, len(text)) + 1):
+        byte = text[-back]
+        if byte & 0xC0 != 0x80:
+            needed = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+            return text[start : len(text) - back] if needed > back else text[start:]
+    return text[start:]

@@ -1,0 +1,195 @@
+"""Starts a run's ranks on this machine, all or its share, with torchrun's elastic agent."""
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from thinpipe.launch.distributed import rendezvous
+from thinpipe.launch.host.interfaces import (
+    interface_to,
+    interfaces,
+    is_here,
+    parse_endpoint,
+    reachable_address,
+)
+
+PARENT = "THINPIPE_PARENT"
+"""Environment variable that tells a local rank which process it must not outlive."""
+
+_MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+
+
+def started_by_launcher() -> bool:
+    """Whether this process is a rank already: torchrun and `run_local` set its place."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run: how many, and the `host:port` where they meet.
+
+    After a failure all ranks are started again up to `max_restarts` times; a machine that does not
+    come is waited for `join_s` seconds.
+    """
+
+    count: int
+    endpoint: str
+    max_restarts: int
+    join_s: float
+
+
+def run_local(arguments: Sequence[str], processes: int, *, max_restarts: int = 0) -> int:
+    """Run `python -P -m thinpipe.launch <arguments>` as that many ranks; return the exit code.
+
+    The ranks talk over loopback. If one fails, the others are ended, and all are started again up
+    to `max_restarts` times; if this process is killed, they end too.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=f"thinpipe-{os.getpid()}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=max_restarts,
+    )
+    return _launch(config, arguments)
+
+
+def run_node(arguments: Sequence[str], processes: int, nodes: Nodes) -> int:
+    """Run this machine's `processes` ranks of a run on several; return the exit code.
+
+    It is torchrun with the c10d rendezvous, which also chooses the interface: the one that leads to
+    the rendezvous host, unless GLOO_SOCKET_IFNAME names another. Machines are numbered in the
+    order of their addresses, as texts.
+
+    Raises:
+        ValueError: the rendezvous host cannot be resolved or reached.
+    """
+    host, _ = parse_endpoint(nodes.endpoint)
+    address = reachable_address(host)
+    chosen = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", "")) or interface_to(address)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen.name)
+    settings: dict[str, object] = {"join_timeout": max(1, int(nodes.join_s))}
+    settings["read_timeout"] = max(60, int(nodes.join_s))  # its host may come late
+    if not chosen.is_loopback:  # torch's own guess needs a host name that resolves
+        settings["is_host"] = str(is_here(address))
+    rendezvous.register()
+    config = LaunchConfig(
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        nproc_per_node=processes,
+        run_id="thinpipe",
+        rdzv_backend=rendezvous.BACKEND,
+        rdzv_endpoint=nodes.endpoint,
+        rdzv_configs=settings,
+        local_addr=chosen.address,
+        max_restarts=nodes.max_restarts,
+    )
+    return _launch(config, arguments)
+
+
+def _launch(config: LaunchConfig, arguments: Sequence[str]) -> int:
+    os.environ["OMP_NUM_THREADS"] = str(rank_threads(config.nproc_per_node))
+    os.environ[PARENT] = str(os.getpid())
+    _silence(logging.getLogger("torch.distributed.elastic"))  # ranks say it better
+    try:
+        elastic_launch(config, sys.executable)("-P", "-m", "thinpipe.launch", *arguments)
+    except ChildFailedError as error:
+        codes = [failure.exitcode for failure in error.failures.values()]
+        return next((code for code in codes if code > 0), 1)
+    except RendezvousClosedError:
+        os.write(2, b"error: another machine has ended the run and says why in its own output\n")
+        return 1
+    except RendezvousError as error:
+        failed = f"{config.min_nodes} machines did not meet at {config.rdzv_endpoint}"
+        if isinstance(error, RendezvousConnectionError):  # at the start, or when its host has ended
+            failed = f"no way to {config.rdzv_endpoint}, or the machine there has ended the run"
+        reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+        os.write(2, f"error: {failed}: {reason}; `thinpipe doctor` on each says why\n".encode())
+        return 1
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    return 0
+
+
+def _silence(logger: logging.Logger) -> None:
+    """Also loggers below, which have levels of their own."""
+    logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: a container or `taskset` can allow fewer than exist."""
+    if sys.platform.startswith("linux"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def rank_threads(processes: int) -> int:
+    """Threads that compute in each of so many ranks on this machine: as OMP_NUM_THREADS says, or
+    `threads_per_rank`.
+    """
+    told = os.environ.get("OMP_NUM_THREADS")
+    return int(told) if told else threads_per_rank(usable_cores(), processes)
+
+
+def threads_per_rank(cores: int, processes: int) -> int:
+    """Threads that compute in each rank.
+
+    From four cores per rank on, one is left to the threads that move and code messages: a compute
+    thread that shares its core makes all others wait for it.
+    """
+    share = cores // processes
+    return share - 1 if share >= 4 else max(1, share)
+
+
+def has_spare_core(cores: int, processes: int, threads: int) -> bool:
+    """Whether every rank has a core beside those of its compute threads, for what moves and codes
+    messages.
+    """
+    return cores >= processes * (threads + 1)
+
+
+def keep_freed_memory() -> bool:
+    """Have this process reuse freed memory up to a gigabyte at once instead of returning it.
+
+    By default glibc maps every tensor above 32 MB anew, and the kernel clears it page by page: for
+    an operation that only passes over its data that takes longer than the operation. Call before
+    the first large allocation. Returns False, with nothing changed, where the user has set malloc's
+    thresholds, or the C library has no such settings.
+    """
+    chosen = any(name in os.environ for name in _MALLOC_VARIABLES)
+    if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or not sys.platform.startswith("linux"):
+        return False
+    trim_threshold, mmap_threshold, kept = -1, -3, 1 << 30
+    return bool(mallopt(mmap_threshold, kept) and mallopt(trim_threshold, kept))
+
+
+def end_with_parent() -> None:
+    """Ask Linux to end this rank when the process that started it dies, however it dies."""
+    parent = os.environ.get(PARENT)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it died before we asked
+        sys.exit(1)

@@ -1,0 +1,140 @@
+"""One rank's place in a run: rendezvous, handshake, process groups; and how it ends."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from thinpipe.gradcomp.peers import ExchangeError
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.distributed.handshake import (
+    agree,
+    fresh_store,
+    open_store,
+    other_failures,
+    report_failure,
+    versions,
+)
+from thinpipe.pipeline.comm.link import is_transport_error, transport_reason
+from thinpipe.pipeline.mesh import Mesh, build_mesh
+from thinpipe.pipeline.wire.header import DesyncError
+
+_TERMINATION_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """What a rank knows of the others."""
+
+    store: Store
+    mesh: Mesh
+    run_id: int
+    local_rank: int
+
+    @property
+    def writes_run_folder(self) -> bool:
+        """Whether this rank writes metrics and report."""
+        return self.mesh.rank == 0
+
+
+class PeerError(RuntimeError):
+    """The run cannot go on: the message says which edge failed, as seen from here and elsewhere."""
+
+
+class TerminatedError(Exception):
+    """SIGTERM: someone asked this rank to stop."""
+
+
+class StopFlag:
+    """Set by SIGTERM. A rank that is blocked and does not see it is ended after a few seconds.
+
+    Raising from the handler would hide the failure of a peer, of which SIGTERM is often the echo.
+    Python runs no handler while the main thread is inside a C++ call, which waits for peers are:
+    so a thread reads the number that the interpreter writes to a pipe at once.
+    """
+
+    def __init__(self) -> None:
+        self._set = False
+        numbers, written = os.pipe()
+        os.set_blocking(written, False)
+        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._on_signal)
+        threading.Thread(target=self._watch, args=(numbers,), daemon=True).start()
+
+    def check(self) -> None:
+        """Stop here if asked to.
+
+        Raises:
+            TerminatedError: the flag is set.
+        """
+        if self._set:
+            raise TerminatedError
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self._set = True
+
+    def _watch(self, numbers: int) -> None:
+        """End the process if the main thread has not done so in time."""
+        while signal.SIGTERM not in os.read(numbers, 64):
+            pass
+        self._set = True
+        time.sleep(_TERMINATION_GRACE_S)
+        os._exit(128 + signal.SIGTERM)
+
+
+@contextmanager
+def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> Iterator[Session]:
+    """Meet the other ranks (environment as set by torchrun) and leave them again.
+
+    `problem` is what keeps this rank from starting; every rank is told.
+
+    Raises:
+        HandshakeError: ranks differ in config, data or version, one has a problem or did not come.
+        PeerError: a peer failed while the session was in use.
+    """
+    world = int(os.environ["WORLD_SIZE"])
+    if world != config.world_size and problem is None:
+        problem = (
+            f"{world} processes were started, but {config.pipeline.stages} stages "
+            f"(pipeline.cuts) with pipeline.replicas = {config.pipeline.replicas} need "
+            f"{config.world_size}; "
+            f"start {config.world_size} (torchrun: nnodes x nproc-per-node)"
+        )
+    rank, wait_s = int(os.environ["RANK"]), config.pipeline.peer_timeout_s
+    store = fresh_store(open_store(rank, wait_s=wait_s), rank, world, wait_s=wait_s)
+    told = {"config": config.shared(), "versions": versions(), **facts}
+    run_id = agree(store, rank, world, told, problem=problem, wait_s=wait_s)
+    timeout = timedelta(seconds=wait_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    try:
+        mesh = build_mesh(
+            config.pipeline.pipeline_ranks, config.pipeline.replicas, timeout_s=wait_s
+        )
+        yield Session(store, mesh, run_id, int(os.environ.get("LOCAL_RANK", "0")))
+        dist.barrier(group=mesh.control)  # nobody leaves while another still needs its links
+    except Exception as error:
+        account = _tell_others(store, rank, world, error)
+        if isinstance(error, DesyncError | ExchangeError) or is_transport_error(error):
+            raise PeerError(account) from error
+        raise
+    dist.destroy_process_group()
+
+
+def _tell_others(store: Store, rank: int, world: int, error: Exception) -> str:
+    """This rank's account of a failure, and what the first other rank says of it."""
+    own = transport_reason(error) if is_transport_error(error) else str(error).strip()
+    try:
+        report_failure(store, rank, own)
+        others = other_failures(store, rank, world)
+    except RuntimeError:  # the store's host is gone as well
+        return own
+    return f"{own} [first report by another rank: {others[0]}]" if others else own

@@ -1,0 +1,316 @@
+"""`thinpipe launch`: one `thinpipe train` on every machine of a run, over ssh.
+
+A command ends when its standard input does. ssh passes that end on when this process closes its
+side or dies, however it dies, and sshd makes one when a connection breaks: nothing stays behind.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Annotated, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
+from thinpipe.launch.host.interfaces import parse_endpoint
+
+INTERRUPTED = 130
+_SSH_FAILED, _NOT_FOUND = 255, 127
+_RENDEZVOUS_PORT = 29500
+_LAST_WORDS_S = 3.0
+"""How long the others may say how they saw a failure, before they are ended."""
+_REMOTE_GRACE_S = 10
+_END_S = _REMOTE_GRACE_S + 5.0
+_POLL_S = 0.05
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15")
+_BREAK = " \\\n"
+"""For the eye; in a script after ; and & only, where csh may make a plain end of line of it."""
+_STRICT = ConfigDict(frozen=True, extra="forbid")
+
+
+def _matching(pattern: str, remedy: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{value!r}: {remedy}")
+        return value
+
+    return AfterValidator(check)
+
+
+_Word = Annotated[str, _matching(r"[\w.:%][\w.:%-]*", "use letters, digits, and . : _ - inside")]
+_Variable = Annotated[str, _matching(r"[A-Za-z_]\w*", "a shell cannot set a variable so named")]
+_Place = Annotated[str, _matching(r"[^-\n][^\n]*", "give a path")]
+
+
+class HostConfig(BaseModel):
+    """A machine: how ssh reaches it, and what lies where on it.
+
+    `checkout` is ThinPipe's folder, a relative one in the user's home; `python` and the
+    run file are looked up from there. `interface` is the one that the other machines reach.
+    """
+
+    model_config = _STRICT
+
+    name: _Word
+    address: _Word | None = None
+    user: _Word | None = None
+    port: int | None = Field(None, ge=1, le=65535)
+    checkout: _Place
+    python: _Place = ".venv/bin/python"
+    interface: _Word | None = None
+    environment: dict[_Variable, str] = {}
+
+    @property
+    def destination(self) -> str:
+        """As ssh takes it; without an address the name is one, or an alias that ssh knows."""
+        address = self.address or self.name
+        return f"{self.user}@{address}" if self.user else address
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What is set for its ranks."""
+        own = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
+        return {"PYTHONUNBUFFERED": "1"} | own | self.environment
+
+    @model_validator(mode="after")
+    def _one_interface(self) -> Self:
+        if self.interface and "GLOO_SOCKET_IFNAME" in self.environment:
+            raise ValueError(
+                f"interface = {self.interface!r}: environment sets GLOO_SOCKET_IFNAME too; "
+                "leave out one of them"
+            )
+        return self
+
+
+class HostsConfig(BaseModel):
+    """The machines of a run; they meet at `rdzv`, by default the first one's address."""
+
+    model_config = _STRICT
+
+    rdzv: str | None = None
+    host: tuple[HostConfig, ...] = Field(min_length=1)
+
+    @property
+    def endpoint(self) -> str:
+        """The `host:port` where they meet."""
+        return self.rdzv or f"{self.host[0].address or self.host[0].name}:{_RENDEZVOUS_PORT}"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        names = [host.name for host in self.host]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"host.name = {twice!r}: two hosts have it; give each its own")
+        try:
+            parse_endpoint(self.endpoint)
+        except ValueError:
+            raise ValueError(
+                f"rdzv = {self.endpoint!r}: write a host and a port, as in host0:29500"
+            ) from None
+        return self
+
+
+def load_hosts(path: Path) -> HostsConfig:
+    """Read the file that lists the machines.
+
+    Raises:
+        ConfigError: naming file, key, value and remedy.
+    """
+    keys = top_keys(path)
+    if keys & RunConfig.model_fields.keys() and not keys & HostsConfig.model_fields.keys():
+        raise ConfigError(
+            f"{path}: a run file; the file of the hosts comes first: thinpipe launch HOSTS.TOML "
+            "RUN.TOML"
+        )
+    return load_as(HostsConfig, path)
+
+
+def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> None:
+    """Find here what every machine would refuse; the run file must be here too.
+
+    Raises:
+        ConfigError: the run file or an override is wrong, or the machines cannot share the ranks.
+    """
+    world, machines = load_config(Path(run).expanduser(), overrides).world_size, len(hosts.host)
+    if world % machines:
+        fitting = [str(n) for n in range(1, world + 1) if world % n == 0]
+        raise ConfigError(
+            f"{run}: {machines} machines cannot share {world} ranks (stages x replicas) evenly; "
+            f"with {world} ranks a hosts file lists {', '.join(fitting)} machines"
+        )
+
+
+def ssh_commands(
+    hosts: HostsConfig, run: str, arguments: Sequence[str], *, show: str | None = None
+) -> dict[str, list[str]]:
+    """What starts `thinpipe train <run> <arguments>`, by name of the machine.
+
+    One machine draws progress: that named `show`, or else the first.
+
+    Raises:
+        ConfigError: there is no such machine.
+    """
+    names = [host.name for host in hosts.host]
+    if show is not None and show not in names:
+        raise ConfigError(f"--show = {show!r}: no such machine; there are {', '.join(names)}")
+    together = ["--nnodes", str(len(names)), "--rdzv", hosts.endpoint]
+    commands = {}
+    for host in hosts.host:
+        quiet = [] if host.name == (show or names[0]) else ["--show", "-1"]
+        train = f"train {_path(run)} {shlex.join([*arguments, *together, *quiet])}"
+        commands[host.name] = _ssh(host, train)
+    return commands
+
+
+def format_command(command: Sequence[str]) -> str:
+    """A command of `ssh_commands` as a shell takes it."""
+    return f"{shlex.join(command[:-1])}{_BREAK}{shlex.quote(command[-1])}"
+
+
+def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> int:
+    """Run a command of `ssh_commands` per machine; return the exit code of the first failure.
+
+    Lines are shown with the machine's name before them. A failure, and Ctrl-C, end all.
+
+    Raises:
+        ValueError: this machine has no ssh.
+    """
+    started: dict[str, _Remote] = {}
+    try:
+        for name, command in commands.items():
+            started[name] = _Remote(name, command)
+        failed = _first_failure(started)
+        if failed is not None:
+            _wait(started.values(), _LAST_WORDS_S)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        _end(started.values())
+    if failed is None:
+        return 0
+    name, code = failed
+    host = next(host for host in hosts.host if host.name == name)
+    sys.stderr.write(f"error: {_reason(host, code)}; the others were ended\n")
+    return code
+
+
+class _Remote:
+    """An ssh that runs, and the threads that show what it writes."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is ours to pass on
+            )
+        except FileNotFoundError:
+            raise ValueError(
+                f"{command[0]}: not on this machine; install OpenSSH's client"
+            ) from None
+        prefix = f"{name}| ".encode()
+        shown = ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr))
+        self._threads = [
+            threading.Thread(target=_show, args=(prefix, source, sink.buffer), daemon=True)
+            for source, sink in shown
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def code(self) -> int | None:
+        """As a shell gives it, 128 + n for signal n; None while it runs."""
+        code = self._process.poll()
+        return code if code is None or code >= 0 else 128 - code
+
+    def ask_to_end(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def close(self) -> None:
+        """Kill what still runs, show what it wrote last."""
+        self._process.kill()
+        self._process.wait()
+        for thread in self._threads:
+            thread.join(_LAST_WORDS_S)  # something it started may keep the pipe open
+
+
+def _show(prefix: bytes, source: IO[bytes], sink: IO[bytes]) -> None:
+    with source:
+        for line in source:
+            sink.write(prefix + line.rstrip(b"\r\n") + b"\n")
+            sink.flush()
+
+
+def _first_failure(started: Mapping[str, _Remote]) -> tuple[str, int] | None:
+    """Wait for one, or until all have ended well."""
+    while True:
+        codes = {name: remote.code for name, remote in started.items()}
+        failed = next(((name, code) for name, code in codes.items() if code), None)
+        if failed is not None or None not in codes.values():
+            return failed
+        time.sleep(_POLL_S)
+
+
+def _wait(remotes: Collection[_Remote], limit_s: float) -> None:
+    limit = time.monotonic() + limit_s
+    while any(remote.code is None for remote in remotes) and time.monotonic() < limit:
+        time.sleep(_POLL_S)
+
+
+def _end(remotes: Collection[_Remote]) -> None:
+    for remote in remotes:
+        remote.ask_to_end()
+    _wait(remotes, _END_S)
+    for remote in remotes:
+        remote.close()
+
+
+def _ssh(host: HostConfig, train: str) -> list[str]:
+    port = ["-p", str(host.port)] if host.port else []
+    options = [word for option in _OPTIONS for word in ("-o", option)]
+    variables = shlex.join(f"{name}={value}" for name, value in host.variables.items())
+    command = f"env {variables} {_path(host.python)} -P -m thinpipe.launch {train}"
+    script = _script(_path(host.checkout), command)
+    return ["ssh", "-T", *options, *port, host.destination, f"sh -c {shlex.quote(script)}"]
+
+
+def _script(folder: str, command: str) -> str:
+    """`command` in `folder`, for as long as standard input is open."""
+    end = f"kill $run; sleep {_REMOTE_GRACE_S}; kill -9 $run"
+    return (  # whoever keeps descriptor 3 open, sshd waits for
+        f"cd -- {folder} || {{ echo put ThinPipe there, or correct checkout >&2; exit 2; }};"
+        f"{_BREAK}exec 3<&0;{_BREAK}{command} </dev/null 3<&- & run=$!;"
+        f"{_BREAK}{{ while read -r line; do :; done <&3; exec 3<&-; {end}; }} >/dev/null 2>&1 &"
+        f"{_BREAK}watch=$!; wait $run; code=$?; kill $watch; exit $code"
+    )
+
+
+def _path(path: str) -> str:
+    """A word of a shell command in which a leading `~/` keeps its meaning."""
+    home, rest = ("~/", path[2:]) if path.startswith("~/") else ("", path)
+    return home + shlex.quote(rest) if rest else home
+
+
+def _reason(host: HostConfig, code: int) -> str:
+    if code == _SSH_FAILED:
+        port = f"-p {host.port} " if host.port else ""
+        return (
+            f"{host.name}: ssh did not reach {host.destination}, or lost it; until `ssh {port}"
+            f"{host.destination} true` works without a question, correct address, user, port or "
+            "keys (ssh-copy-id)"
+        )
+    if code == _NOT_FOUND:
+        return (
+            f"{host.name}: python = {host.python!r}: not in {host.checkout} there; install "
+            "ThinPipe there, or correct python in the hosts file"
+        )
+    return f"{host.name} ended with exit code {code}"

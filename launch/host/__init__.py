@@ -1,0 +1,1 @@
+"""What one machine is: devices, cores, interfaces, packages, and its links."""

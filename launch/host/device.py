@@ -1,0 +1,74 @@
+"""Which device a rank computes on."""
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from thinpipe.launch.host.packages import install
+from thinpipe.pipeline.config import DeviceName
+
+
+def choose_device(name: DeviceName) -> torch.device:
+    """Device of `pipeline.device`: ranks of a host share its GPUs in turn, by LOCAL_RANK.
+
+    Raises:
+        ValueError: CUDA is asked for and not there, or triton is missing.
+    """
+    if name == "cpu" or (name == "auto" and not gpu_count()):
+        return torch.device("cpu")
+    if not gpu_count():
+        raise ValueError(
+            'pipeline.device = "cuda": torch finds no GPU on this host; install a CUDA build of '
+            'torch and a driver, or use "auto" or "cpu"'
+        )
+    missing = _missing_for_triton()
+    if missing is not None:
+        raise ValueError(
+            f"pipeline.device: a GPU codes messages with triton, which needs {missing}; "
+            'or use pipeline.device = "cpu"'
+        )
+    return _own_gpu()
+
+
+def make_repeatable(device: torch.device) -> None:
+    """Have torch compute the same bits again, as a resume must; without this, only a CPU does.
+
+    Operations of a GPU that have no such form warn. Call it before the device computes.
+    """
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _missing_for_triton() -> str | None:
+    """What this host lacks for triton, which compiles what launches its kernels; None if nothing.
+
+    It looks for the compiler and the headers where `triton/runtime/build.py` does.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return f"its package; run {install('triton>=3.6')}"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler; install gcc or clang, or set CC"
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").exists():
+        return f"{headers / 'Python.h'}; install Python's headers (python3-dev)"
+    return None
+
+
+def gpu_count() -> int:
+    """GPUs of this host that torch can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def free_gpu_memory() -> int | None:
+    """Bytes that this rank's GPU can still give out; None where there is none."""
+    return torch.cuda.mem_get_info(_own_gpu())[0] if gpu_count() else None
+
+
+def _own_gpu() -> torch.device:
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpu_count())

@@ -1,0 +1,226 @@
+"""`cuts = "auto"`: every machine measures the blocks, all ranks agree on the best cuts.
+
+One rank of a machine measures for all there, as ranks that compete for cores would find anything;
+machines do so at the same time.
+"""
+
+import logging
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from thinpipe.launch.checkpoint import files as checkpoint
+from thinpipe.launch.checkpoint.files import CheckpointError
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.distributed.elastic import has_spare_core, usable_cores
+from thinpipe.launch.distributed.gather import gather_json
+from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.host.device import choose_device, free_gpu_memory, gpu_count
+from thinpipe.launch.host.resources import free_memory
+from thinpipe.launch.plan.network import Network
+from thinpipe.launch.plan.partition import Problem, best_cuts
+from thinpipe.launch.plan.predict import Blocks, block_memory, measure_messages, stage_costs
+from thinpipe.launch.plan.profile import BlockCost, measure_blocks
+from thinpipe.launch.report.metrics import format_duration
+from thinpipe.pipeline.schedule import stage_to_rank
+
+_log = logging.getLogger(__name__)
+_MEMORY_SHARE = 0.9
+"""Of the memory that is free now, what stages may take."""
+
+
+_NOISE = 1.15
+"""Costs up to so many times another are taken as equal to it: a busy machine varies as much."""
+
+
+def decide_cuts(config: RunConfig, session: Session, *, resume: bool, say: bool) -> RunConfig:
+    """The config with its cuts; all ranks call it alike and get the same. `say` it on this rank.
+
+    A resumed run keeps the cuts of its checkpoint. Links are not measured here: messages are as
+    long at every cut of these models, so a link is as slow wherever the cut is.
+
+    Raises:
+        ValueError: on every rank, if the memory of the machines does not suffice.
+    """
+    if not config.pipeline.auto_cuts:
+        return config
+    saved = _saved_cuts(config) if resume else None
+    found = [cuts for cuts in gather_json(session.mesh, saved) if cuts is not None]
+    if found:
+        return config.with_cuts(found[0])
+    measured_here = _measure(config) if session.local_rank == 0 else None
+    told = [measured_here, _room(config), spare_core(_ranks_here())]
+    measured, limits, spare = _by_stage(config, gather_json(session.mesh, told))
+    cuts, problem = None, None
+    if session.mesh.rank == 0:  # which measures the codecs, again alone
+        try:
+            cuts = find_cuts(config, even_out(measured), memory_limit=limits, spare_cores=spare)
+        except ValueError as error:
+            problem = str(error)
+    cuts, problem = gather_json(session.mesh, [cuts, problem])[0]
+    if problem is not None:
+        raise ValueError(problem)
+    decided = config.with_cuts(cuts)
+    if say:
+        stages = stage_costs(decided, measured)
+        times = ", ".join(format_duration(s.forward_s + s.backward_s) for s in stages)
+        cuts_now = list(decided.pipeline.cuts)
+        _log.warning('pipeline.cuts = "auto": %s; stages take %s per microbatch', cuts_now, times)
+    return decided
+
+
+def even_out(blocks: Blocks) -> Blocks:
+    """The same without what may be noise: machines alike, then blocks alike, get equal seconds."""
+    totals_s = [sum(map(_seconds, row)) for row in blocks]
+    rows = [blocks[stand_in] for stand_in in _stand_ins(totals_s)]
+    return [
+        [
+            replace(block, forward_s=row[like].forward_s, backward_s=row[like].backward_s)
+            for block, like in zip(row, _stand_ins(list(map(_seconds, row))), strict=True)
+        ]
+        for row in rows
+    ]
+
+
+def _stand_ins(seconds: Sequence[float]) -> list[int]:
+    """For each, the place of the least one that it cannot be told from."""
+    stand_ins = [0] * len(seconds)
+    order = sorted(range(len(seconds)), key=lambda place: seconds[place])
+    least = order[0]
+    for place in order:
+        if seconds[place] > _NOISE * seconds[least]:
+            least = place
+        stand_ins[place] = least
+    return stand_ins
+
+
+def _seconds(block: BlockCost) -> float:
+    return block.forward_s + block.backward_s
+
+
+def _measure(config: RunConfig) -> list[dict[str, Any]]:
+    """Of several rounds the least: what else a machine does only adds.
+
+    Ranks that will share a core, or a GPU, will each take so much longer.
+    """
+    on_cpu = choose_device(config.pipeline.device).type == "cpu"
+    cores = torch.get_num_threads() / usable_cores()
+    crowding = max(1.0, _ranks_here() * (cores if on_cpu else 1 / gpu_count()))
+    measured = measure_blocks(config, min)
+    if measured.warning is not None:
+        _log.warning('pipeline.cuts = "auto": %s', measured.warning)
+    return [asdict(block.on(1 / crowding)) for block in measured.costs]
+
+
+def _room(config: RunConfig) -> float:
+    """Bytes that each rank of this host has for its stages, on its GPU or in RAM."""
+    if choose_device(config.pipeline.device).type == "cpu":
+        return free_memory() / _ranks_here()
+    here = free_gpu_memory()
+    assert here is not None, "it was chosen"
+    return here / math.ceil(_ranks_here() / gpu_count())
+
+
+def spare_core(ranks: int) -> bool:
+    """Whether so many ranks on this machine have cores for their codecs beside their compute."""
+    return has_spare_core(usable_cores(), ranks, torch.get_num_threads())
+
+
+def find_cuts(
+    config: RunConfig,
+    blocks: Blocks,
+    *,
+    network: Network | None = None,
+    memory_limit: Sequence[float] | None = None,
+    spare_cores: Sequence[bool] | None = None,
+) -> tuple[int, ...]:
+    """The best cuts for `config.pipeline.stages`, whatever its cuts are.
+
+    `spare_cores` says of each stage whether it codes beside its compute; by default its machine is
+    taken to be like this one.
+
+    Raises:
+        ValueError: no way to cut fits the memory.
+    """
+    stages = config.pipeline.stages
+    if stages == 1:
+        return ()
+    spare = [spare_core(1)] * stages if spare_cores is None else spare_cores
+    return best_cuts(_problem(config, blocks, network, memory_limit, spare))
+
+
+def _problem(
+    config: RunConfig,
+    blocks: Blocks,
+    network: Network | None,
+    memory_limit: Sequence[float] | None,
+    spare_cores: Sequence[bool],
+) -> Problem:
+    """A link is busy with the slower of its two directions. Where no core is to spare, a stage in
+    the middle encodes and decodes twice on top of its compute, the ends once.
+    """
+    stages, count = config.pipeline.stages, len(blocks[0])
+    messages, first = measure_messages(config), config.pipeline.cuts[0]
+    down, up = messages[first, "forward"], messages[first, "backward"]
+    payload = (network or Network.uniform(stages)).payload()
+    cut_s = [
+        max(payload.link_s(s, s + 1, down.nbytes), payload.link_s(s + 1, s, up.nbytes))
+        for s in range(stages - 1)
+    ]
+    above_s, below_s = down.decode_s + up.encode_s, down.encode_s + up.decode_s
+    return Problem(
+        compute_s=[list(map(_seconds, row)) for row in blocks],
+        cut_s=[[seconds] * count for seconds in cut_s],
+        fixed_s=[
+            (above_s * (s > 0) + below_s * (s < stages - 1)) * (not spare_cores[s])
+            for s in range(stages)
+        ],
+        memory=[[block_memory(config, s, block) for block in row] for s, row in enumerate(blocks)],
+        memory_limit=memory_limit or [math.inf] * stages,
+    )
+
+
+def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[float], list[bool]]:
+    """Costs and memory of each stage: those of the slowest and the smallest of its replicas; and
+    whether all of them have a spare core.
+
+    `everyone` is what each rank told; the first rank of a machine told for the others there.
+    """
+    by_rank: list[tuple[list[BlockCost], float, bool]] = []
+    for costs, memory, has_spare in everyone:
+        own = by_rank[-1][0] if costs is None else [BlockCost(**fields) for fields in costs]
+        by_rank.append((own, memory, has_spare))
+    pipeline = config.pipeline
+    ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
+    blocks, limits, spare = [], [], []
+    for stage in range(pipeline.stages):
+        told = [
+            by_rank[replica * pipeline.pipeline_ranks + ranks[stage]]
+            for replica in range(pipeline.replicas)
+        ]
+        blocks.append(max((row for row, *_ in told), key=lambda row: sum(map(_seconds, row))))
+        on_rank = list(ranks.values()).count(ranks[stage])
+        limits.append(_MEMORY_SHARE * min(memory for _, memory, _ in told) / on_rank)
+        spare.append(all(has_spare for *_, has_spare in told))
+    return blocks, limits, spare
+
+
+def _saved_cuts(config: RunConfig) -> list[int] | None:
+    root = config.run.path / "checkpoints"
+    try:
+        newest = checkpoint.latest(root)
+        if newest is None:
+            return None
+        meta = checkpoint.read_manifest(root / f"step-{newest}").meta
+    except CheckpointError:
+        return None  # restoring will say what is wrong with it
+    cuts: list[int] = meta["config"]["pipeline"]["cuts"]
+    return cuts
+
+
+def _ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

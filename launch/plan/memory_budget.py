@@ -1,0 +1,273 @@
+"""What AQ-SGD's memories take, before anything starts: bytes per cut, end and rank.
+
+A rank's budget is divided so that each end of a cut on it holds equally many samples; of the two
+ends of a cut the one with less room counts. In RAM, the rows that a step makes count too.
+"""
+
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from thinpipe.aqsgd.config import AqsgdConfig
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host.device import choose_device, free_gpu_memory, gpu_count
+from thinpipe.launch.host.resources import free_memory
+from thinpipe.launch.report.metrics import format_bytes
+from thinpipe.pipeline.config import build_codec
+from thinpipe.pipeline.schedule import stage_to_rank
+
+_ROWS_IN_FLIGHT = 4
+"""With rows on disk, for each sample of a step: old, new, the next step's, and on its way there."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The memory at one end of a cut. `held` samples fit, of `samples` that a replica visits."""
+
+    cut: int
+    side: Literal["sender", "receiver"]
+    position: int
+    row_nbytes: int
+    samples: int
+    held: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows held."""
+        return self.held * self.row_nbytes
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that memories take on one host, beside those that are free there.
+
+    A checkpoint packs the `rows`, if they are in RAM or on a GPU, into one more copy, which `ram`
+    includes. `device` is for the GPU that most of it falls to.
+    """
+
+    rows: int
+    ram: int
+    disk: int
+    device: int
+    ram_free: int | None
+    disk_free: int
+    device_free: int | None
+
+
+def row_nbytes(config: RunConfig, cut: int) -> int:
+    """Bytes that one sample takes at one end of a cut; 0 where nothing is remembered."""
+    forward = config.boundary_at(cut).forward
+    if not isinstance(forward, AqsgdConfig):
+        return 0
+    numel = config.data.sequence_length * config.model.width
+    return build_codec(forward.memory, config.model.width).nbytes(numel)
+
+
+def room(config: RunConfig, position: int) -> int | None:
+    """Samples that the budget of a rank holds at each of its ends; None without a budget.
+
+    Raises:
+        ConfigError: it is too small for a single one.
+    """
+    budget = config.memory.budget
+    per_sample = _per_sample(config, position)
+    if budget is None or not per_sample:
+        return None
+    in_the_making = 0 if config.memory.tier == "disk" else _batch(config)
+    samples = budget // per_sample - in_the_making
+    if samples < 1:
+        most = max(_per_sample(config, at) for _, _, at in _ends(config))
+        raise ConfigError(
+            f"memory.budget = {format_bytes(budget)}: a sample takes {format_bytes(per_sample)} on "
+            f"pipeline rank {position}, and {in_the_making} are in the making in each step; use "
+            f"{_rounded_up((in_the_making + 1) * most)} or more, the boundaries' memory at 8 or 4 "
+            "bits, or another kind of boundary"
+        )
+    return samples
+
+
+def plan_memory(config: RunConfig, sequences: int) -> list[End]:
+    """Every end of every cut of one replica; replicas are alike.
+
+    Raises:
+        ConfigError: the budget is too small for a single sample.
+    """
+    samples = sequences // config.pipeline.replicas
+    places = _ends(config)
+    rooms = {position: room(config, position) for _, _, position in places}
+    ends = []
+    for cut, side, position in places:
+        both = [rooms[at] for other, _, at in places if other == cut]
+        held = min([samples, *(fits for fits in both if fits is not None)])
+        if row_nbytes(config, cut):
+            ends.append(End(cut, side, position, row_nbytes(config, cut), samples, held))
+    return ends
+
+
+def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs:
+    """What the memories of these ranks, all on this host, take of it."""
+    rows, making = [], []
+    for rank in ranks:
+        here = [end for end in ends if end.position == rank % config.pipeline.pipeline_ranks]
+        rows.append(sum(end.nbytes for end in here))
+        making.append(_batch(config) * sum(end.row_nbytes for end in here))
+    held, batch = sum(rows), sum(making)
+    tier = config.memory.tier
+    ram = {"disk": _ROWS_IN_FLIGHT * batch, "device": held}.get(tier, 2 * held + batch)
+    at_once = [sum(both) for both in zip(rows, making, strict=True)]
+    return Needs(
+        rows=held,
+        ram=ram,
+        disk=held if tier == "disk" else 0,
+        device=_busiest(at_once) if tier == "device" else 0,
+        ram_free=_ram_free(),
+        disk_free=shutil.disk_usage(_existing(memory_folder(config))).free,
+        device_free=free_gpu_memory() if tier == "device" else None,
+    )
+
+
+def _check_device(config: RunConfig) -> None:
+    on_cpu = choose_device(config.pipeline.device).type == "cpu"
+    if config.memory.tier in ("device", "pinned") and on_cpu:
+        chosen = config.pipeline.device == "cpu"
+        why = 'pipeline.device = "cpu"' if chosen else "torch finds none on this host"
+        raise ConfigError(
+            f'memory.tier = "{config.memory.tier}" is for stages on a GPU, but {why}; use "ram" or '
+            '"disk"'
+        )
+
+
+def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> None:
+    """Refuse to start what cannot be held on this host by these ranks.
+
+    Raises:
+        ConfigError, ValueError: naming what is too small or not there, and the remedy.
+    """
+    _check_device(config)
+    found = needs(config, plan_memory(config, sequences), ranks)
+    if found.device_free is not None and found.device > found.device_free:
+        raise ConfigError(
+            f"memories take {format_bytes(found.device)} of a GPU's memory, but "
+            f'{format_bytes(found.device_free)} are free; use memory.tier = "pinned" or "disk", '
+            "set memory.budget to less, or the boundaries' memory to 8 or 4"
+        )
+    if found.disk > found.disk_free:
+        raise ConfigError(
+            f"memories take {format_bytes(found.disk)} on disk, but {memory_folder(config)} has "
+            f"{format_bytes(found.disk_free)} free; set memory.folder to a larger disk, "
+            "memory.budget to less, or the boundaries' memory to 8 or 4"
+        )
+    if found.ram_free is not None and found.ram > found.ram_free:
+        raise ConfigError(
+            f"memories take {format_bytes(found.ram)} of RAM on this host, a copy for checkpoints "
+            f'included, but {format_bytes(found.ram_free)} are free; use memory.tier = "disk", '
+            "set memory.budget to less, or the boundaries' memory to 8 or 4"
+        )
+
+
+def memory_notices(ends: Iterable[End]) -> list[str]:
+    """What a user should know of a budget that does not hold all samples."""
+    return [
+        f"note: cut {end.cut} remembers {end.held:,} of {end.samples:,} samples, as memory.budget "
+        "allows; the others are sent like new ones at every visit"
+        for end in ends
+        if end.side == "sender" and end.held < end.samples
+    ]
+
+
+def show_memory(console: Console, config: RunConfig, ends: list[End], ranks: range) -> None:
+    """The plan for a person, with what this host has if these ranks are on it."""
+    if config.pipeline.auto_cuts:
+        console.print(
+            f'pipeline.cuts = "auto": where the {config.pipeline.stages - 1} cuts lie is measured '
+            "when the run starts, or by `thinpipe plan`; all take the same"
+        )
+    if not ends:
+        console.print("no memories: no link carries AQ-SGD")
+        return
+    table = Table(title=f"memories of a replica, tier {config.memory.tier}", title_justify="left")
+    for name in ("cut", "end", "rank", "per sample", "held", "bytes"):
+        table.add_column(name, justify="left" if name == "end" else "right")
+    for end in ends:
+        table.add_row(
+            "auto" if config.pipeline.auto_cuts else str(end.cut),
+            end.side,
+            str(end.position),
+            format_bytes(end.row_nbytes),
+            f"{end.held:,} of {end.samples:,}",
+            format_bytes(end.nbytes),
+        )
+    console.print(table)
+    console.print(f"with all {len(ranks)} ranks on this host:", *_totals(config, ends, ranks))
+
+
+def _totals(config: RunConfig, ends: list[End], ranks: range) -> Iterator[str]:
+    found = needs(config, ends, ranks)
+    if config.memory.tier == "disk":
+        yield f"disk {format_bytes(found.disk)} of {format_bytes(found.disk_free)} free;"
+        parts = "rows on their way"
+    elif config.memory.tier == "device":
+        gpu = "unknown" if found.device_free is None else format_bytes(found.device_free)
+        yield f"GPU {format_bytes(found.device)} of {gpu} free;"
+        parts = "a copy of the rows while a checkpoint is saved"
+    else:
+        rows, making = format_bytes(found.rows), format_bytes(found.ram - 2 * found.rows)
+        parts = f"{rows} of rows, {rows} for their copy while a checkpoint is saved, {making} of "
+        parts += "rows in the making"
+    free = "unknown" if found.ram_free is None else format_bytes(found.ram_free)
+    yield f"RAM {format_bytes(found.ram)} of {free} free ({parts})"
+
+
+def memory_folder(config: RunConfig) -> Path:
+    """Where the disk tier has its files."""
+    folder = config.memory.folder
+    return config.run.path if folder is None else Path(folder).expanduser().resolve()
+
+
+def _ends(config: RunConfig) -> list[tuple[int, Literal["sender", "receiver"], int]]:
+    """(cut, side, rank in the pipeline) wherever two ranks meet."""
+    pipeline = config.pipeline
+    ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
+    found: list[tuple[int, Literal["sender", "receiver"], int]] = []
+    for stage, cut in enumerate(pipeline.cuts):
+        if ranks[stage] != ranks[stage + 1]:
+            found += [(cut, "sender", ranks[stage]), (cut, "receiver", ranks[stage + 1])]
+    return found
+
+
+def _per_sample(config: RunConfig, position: int) -> int:
+    """Bytes of one sample at all ends of cuts that a pipeline rank holds."""
+    return sum(row_nbytes(config, cut) for cut, _, at in _ends(config) if at == position)
+
+
+def _rounded_up(nbytes: int) -> str:
+    """Three digits of it, so that it can be written as a size that is no smaller."""
+    step = max(1, 10 ** (len(str(nbytes)) - 3))
+    return format_bytes(math.ceil(nbytes / step) * step)
+
+
+def _batch(config: RunConfig) -> int:
+    return config.train.batch_size // config.pipeline.replicas
+
+
+def _busiest(nbytes: Sequence[int]) -> int:
+    """Bytes of the GPU that most falls to: ranks of a host share its GPUs in turn."""
+    gpus = max(1, gpu_count())
+    return max((sum(nbytes[gpu::gpus]) for gpu in range(gpus)), default=0)
+
+
+def _ram_free() -> int | None:
+    """Bytes that can be had without swapping; None where the system does not say."""
+    free = free_memory()
+    return None if free == math.inf else int(free)
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,0 +1,136 @@
+"""What a step of a run costs: stages, messages and network put together and played through."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.plan.message_cost import MessageMeter
+from thinpipe.launch.plan.network import Network
+from thinpipe.launch.plan.profile import BlockCost, microbatch_count
+from thinpipe.launch.plan.simulate import Message, SimulatedStep, StepModel, simulate
+from thinpipe.launch.report.metrics import WireKey
+from thinpipe.pipeline.schedule import single_stage_order
+
+_FROZEN_BYTES, _TRAINED_BYTES = 4, 12  # weight; gradient and two moments of Adam, each fp32
+
+Blocks = Sequence[Sequence[BlockCost]]
+"""[stage][block]: every block on the device of that stage."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Blocks `first` to `stop - 1` on one rank; seconds per microbatch, the optimizer's per step.
+
+    `memory` is bytes for weights, gradients, Adam and the activations in flight. Memories of AQ-SGD
+    come on top.
+    """
+
+    first: int
+    stop: int
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    memory: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run's step, foretold. `free_s` is the step if links were unlimited; `bubble` is the part
+    of a step in which ranks neither compute forward nor backward, the mean over ranks.
+    """
+
+    stages: tuple[StageCost, ...]
+    messages: Mapping[WireKey, Message]
+    played: SimulatedStep
+    step_s: float
+    free_s: float
+    bubble: float
+
+
+def predict(
+    config: RunConfig, blocks: Blocks, messages: Mapping[WireKey, Message], network: Network
+) -> Prediction:
+    """Play a step of `config`. `network` joins its ranks, in bit/s on the wire.
+
+    Raises:
+        ValueError: the schedule has several stages per rank, or the network is of another size.
+    """
+    stages = stage_costs(config, blocks)
+    cuts = config.pipeline.cuts
+    model = StepModel(
+        schedule=config.pipeline.schedule,
+        microbatches=microbatch_count(config),
+        forward_s=[stage.forward_s for stage in stages],
+        backward_s=[stage.backward_s for stage in stages],
+        activations=[messages[cut, "forward"] for cut in cuts],
+        gradients=[messages[cut, "backward"] for cut in cuts],
+        network=network.payload(),
+        depth=config.pipeline.depth,
+    )
+    parts = config.train.accumulate
+    played = simulate(model)
+    optimizer_s = max(stage.optimizer_s for stage in stages)
+    # what ends a step: every rank tells every other its losses, then all move their weights
+    step_s = parts * played.step_s + network.slowest_latency_s + optimizer_s
+    free_s = parts * simulate(replace(model, network=None)).step_s + optimizer_s
+    per_microbatch_s = sum(stage.forward_s + stage.backward_s for stage in stages)
+    busy_s = parts * model.microbatches * per_microbatch_s
+    bubble = 1 - busy_s / (step_s * len(stages))
+    return Prediction(tuple(stages), messages, played, step_s, free_s, bubble)
+
+
+def stage_costs(config: RunConfig, blocks: Blocks) -> list[StageCost]:
+    """Every stage of `config.pipeline.cuts`."""
+    bounds = (0, *config.pipeline.cuts, len(blocks[0]))
+    costs = []
+    for stage, (first, stop) in enumerate(pairwise(bounds)):
+        own = blocks[stage][first:stop]
+        memory = sum(block_memory(config, stage, block) for block in own)
+        costs.append(
+            StageCost(
+                first,
+                stop,
+                sum(block.forward_s for block in own),
+                sum(block.backward_s for block in own),
+                sum(block.optimizer_s for block in own),
+                memory,
+            )
+        )
+    return costs
+
+
+def block_memory(config: RunConfig, stage: int, block: BlockCost) -> int:
+    """Bytes of a block in a stage: its parameters' and those of the microbatches in flight."""
+    weights = _FROZEN_BYTES * block.parameters + _TRAINED_BYTES * block.trained
+    return weights + in_flight(config, stage) * block.activations
+
+
+def in_flight(config: RunConfig, stage: int) -> int:
+    """The most microbatches whose activations a stage holds at once."""
+    pipeline = config.pipeline
+    if pipeline.pipeline_ranks < pipeline.stages:
+        return microbatch_count(config)  # several stages per rank: torch's orders, at most all
+    order = single_stage_order(
+        pipeline.schedule,
+        stage,
+        stages=pipeline.stages,
+        microbatches=microbatch_count(config),
+        depth=pipeline.depth,
+    )
+    held = most = 0
+    for action in order:
+        held += 1 if action.kind == "F" else -1
+        most = max(most, held)
+    return most
+
+
+def measure_messages(config: RunConfig) -> dict[WireKey, Message]:
+    """Messages of every cut and direction."""
+    measure = MessageMeter(config)
+    found: dict[WireKey, Message] = {}
+    for cut in config.pipeline.cuts:
+        at_cut = config.boundary_at(cut)
+        found[cut, "forward"] = measure(at_cut.forward, "forward")
+        found[cut, "backward"] = measure(at_cut.backward, "backward")
+    return found

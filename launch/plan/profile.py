@@ -1,0 +1,200 @@
+"""What each block costs on this machine's device: seconds, parameters, memory per microbatch.
+
+Blocks with the same parameters' shapes are measured once. Axes: B samples, T tokens, D width.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from thinpipe.launch.components import build_blocks, build_objective
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.host.device import choose_device, free_gpu_memory
+from thinpipe.launch.host.resources import free_memory
+from thinpipe.launch.plan.disturbance import OtherWork, disturbance, undisturbed
+from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.models.build import trainable
+from thinpipe.pipeline.schedule import fit_microbatches
+from thinpipe.pipeline.timing import Stopwatch
+
+_LEAST_ROUNDS, _LEAST_S = 5, 0.5  # of each block
+_MOST_S = 3.0
+"""Of all blocks, for more rounds where other work disturbs them."""
+_TRAINED_BYTES = 16  # of a parameter: weight, gradient and two moments of Adam, each fp32
+
+_Shapes = tuple[torch.Size, ...]
+"""Of a block's parameters."""
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """A block on one device: the first includes the embedding, the last the head and the loss.
+
+    `forward_s`, `backward_s` and `activations` (bytes kept for the backward) are per microbatch,
+    `optimizer_s` is per step; `parameters` counts them, `trained` those that are not frozen.
+    """
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float = 0.0
+    parameters: int = 0
+    trained: int = 0
+    activations: int = 0
+
+    def on(self, speed: float) -> "BlockCost":
+        """The same on a device that is `speed` times as fast."""
+        seconds = (self.forward_s / speed, self.backward_s / speed, self.optimizer_s / speed)
+        return BlockCost(*seconds, self.parameters, self.trained, self.activations)
+
+
+def samples_at_once(config: RunConfig) -> int:
+    """Samples that a replica sends through its pipeline before it accumulates or steps."""
+    return config.train.batch_size // (config.pipeline.replicas * config.train.accumulate)
+
+
+def microbatch_count(config: RunConfig) -> int:
+    """Microbatches that those samples really make."""
+    return fit_microbatches(
+        config.pipeline.schedule,
+        wanted=config.pipeline.microbatches,
+        samples=samples_at_once(config),
+        ranks=config.pipeline.pipeline_ranks,
+    )
+
+
+def microbatch_shape(config: RunConfig) -> torch.Size:
+    """Shape [B, T, D] of the largest microbatch at a cut."""
+    per_microbatch = -(-samples_at_once(config) // microbatch_count(config))
+    return torch.Size((per_microbatch, config.data.sequence_length, config.model.width))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Cost of every block, in order, and what to tell of other work that may have spoiled it."""
+
+    costs: list[BlockCost]
+    warning: str | None
+
+
+def measure_blocks(
+    config: RunConfig, typical: Callable[[Sequence[float]], float] = undisturbed
+) -> Measured:
+    """Take the `typical` one of several rounds after a dropped one.
+
+    Blocks take turns, so that what else a machine does slows all of them alike; one after the other
+    where memory does not hold them at once.
+    """
+    shapes = [_shapes(config, first) for first in range(config.model.layers)]
+    found: dict[_Shapes, BlockCost] = {}
+    warnings = []
+    for group in _groups(config, list(dict.fromkeys(shapes))):
+        benches = [_Bench(config, shapes.index(kind)) for kind in group]
+        warnings.append(_take_turns(benches))
+        found |= {kind: bench.cost(typical) for kind, bench in zip(group, benches, strict=True)}
+        del benches
+    return Measured([found[kind] for kind in shapes], next(filter(None, warnings), None))
+
+
+def _shapes(config: RunConfig, first: int) -> _Shapes:
+    with torch.device("meta"):
+        return tuple(p.shape for p in build_blocks(config, first, device="meta").parameters())
+
+
+def _groups(config: RunConfig, kinds: list[_Shapes]) -> list[list[_Shapes]]:
+    """All at once if half of the free memory holds their weights, otherwise each alone."""
+    on_cpu = choose_device(config.pipeline.device).type == "cpu"
+    free = free_memory() if on_cpu else free_gpu_memory() or 0
+    nbytes = _TRAINED_BYTES * sum(math.prod(shape) for kind in kinds for shape in kind)
+    return [kinds] if nbytes < free / 2 else [[kind] for kind in kinds]
+
+
+def _take_turns(benches: Sequence["_Bench"]) -> str | None:
+    """Repeat the rounds of all, and say what disturbed them."""
+    for bench in benches:
+        bench.take_turn()
+        bench.rounds.clear()
+    others = OtherWork()
+    while True:
+        for bench in benches:
+            bench.take_turn()
+        rounds_s = [[sum(times_s) for times_s in bench.rounds] for bench in benches]
+        spent_s = sum(map(sum, rounds_s))
+        if len(rounds_s[0]) < _LEAST_ROUNDS or spent_s < _LEAST_S * len(benches):
+            continue
+        threads = torch.get_num_threads()
+        warning = disturbance(rounds_s, others=others.cores(), threads=threads)
+        if warning is None or spent_s >= _MOST_S:
+            return warning
+
+
+class _Bench:
+    """One block, with an optimizer of its own, fed with numbers of the right shape."""
+
+    def __init__(self, config: RunConfig, first: int) -> None:
+        self._config = config
+        self._device = device = choose_device(config.pipeline.device)
+        self._watch = Stopwatch(device)
+        self._block = build_blocks(config, first, device=device)
+        self._parameters = list(self._block.parameters())
+        trained = list(trainable(self._block))  # with adapters, a block may have none
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-9) if trained else None
+        samples, tokens, width = microbatch_shape(config)
+        self._is_last = first == config.model.layers - 1
+        tokens_BT = torch.randint(min(256, config.model.vocab), (samples, tokens), device=device)
+        self._x = tokens_BT if first == 0 else torch.randn(samples, tokens, width, device=device)
+        self._samples = Samples(torch.arange(samples, device=device))
+        self._objective = build_objective(config)
+        labels_B = torch.zeros(samples, dtype=torch.int64, device=device)
+        self._targets = tokens_BT if config.model.classes is None else labels_B
+        self.rounds: list[tuple[float, float, float]] = []
+
+    def cost(self, typical: Callable[[Sequence[float]], float]) -> BlockCost:
+        forward_s, backward_s, optimizer_s = map(typical, zip(*self.rounds, strict=True))
+        parameters = sum(p.numel() for p in self._parameters)
+        trained = sum(p.numel() for p in trainable(self._block))
+        return BlockCost(
+            forward_s, backward_s, optimizer_s, parameters, trained, self._activations()
+        )
+
+    def take_turn(self) -> None:
+        marks = [self._watch.mark()]
+        output = self._forward()
+        marks.append(self._watch.mark())
+        if output.requires_grad:  # the first block may be frozen as a whole
+            torch.autograd.backward(output, None if output.ndim == 0 else torch.ones_like(output))
+        marks.append(self._watch.mark())
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        marks.append(self._watch.mark())
+        moments_s = self._watch.seconds(marks)
+        forward_s, backward_s, optimizer_s = (b - a for a, b in pairwise(moments_s))
+        self.rounds.append((forward_s, backward_s, optimizer_s))
+
+    def _forward(self) -> Tensor:
+        x = self._x.detach()
+        x.requires_grad_(x.is_floating_point())
+        bf16 = self._config.pipeline.precision == "bf16"
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=bf16):
+            output: Tensor = self._block(x, self._samples)
+        return self._objective.loss_sum(output, self._targets) if self._is_last else output
+
+    def _activations(self) -> int:
+        """Bytes of distinct storages that one microbatch keeps for its backward, and its input."""
+        own = {p.untyped_storage().data_ptr() for p in self._parameters}
+        kept = {self._x.untyped_storage().data_ptr(): self._x.nbytes}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = self._forward()
+        del output
+        return sum(kept.values())

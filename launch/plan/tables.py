@@ -1,0 +1,113 @@
+"""A plan as tables for the terminal."""
+
+from collections.abc import Mapping
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.host.links import format_rate
+from thinpipe.launch.plan.bits import Recommendation
+from thinpipe.launch.plan.message_cost import Spec, describe
+from thinpipe.launch.plan.network import Network
+from thinpipe.launch.plan.predict import Prediction
+from thinpipe.launch.plan.profile import microbatch_count, samples_at_once
+from thinpipe.launch.plan.simulate import Message
+from thinpipe.launch.report.metrics import WireKey, format_bytes, format_duration
+
+
+def show_plan(
+    console: Console, config: RunConfig, prediction: Prediction, network: Network
+) -> None:
+    """Stages, cuts and the step."""
+    console.print(_stages(prediction))
+    if config.pipeline.cuts:
+        specs: dict[WireKey, Spec] = {}
+        for cut in config.pipeline.cuts:
+            at_cut = config.boundary_at(cut)
+            specs |= {(cut, "forward"): at_cut.forward, (cut, "backward"): at_cut.backward}
+        console.print(_cuts(specs, prediction.messages, network, "sent at each cut"))
+    console.print(
+        f"predicted step {format_duration(prediction.step_s)}, bubble {prediction.bubble:.0%}; "
+        f"{format_duration(prediction.free_s)} if links were unlimited"
+    )
+    threads = torch.get_num_threads()
+    named = "1 thread" if threads == 1 else f"{threads} threads"
+    notes = [f"each stage on a machine of its own with {named}"]
+    wanted, count = config.pipeline.microbatches, microbatch_count(config)
+    if count != wanted:
+        notes.append(
+            f"{count} microbatches, not {wanted}: a replica has {samples_at_once(config)} samples "
+            "at a time"
+        )
+    if network.slowest_latency_s:
+        way = format_duration(network.slowest_latency_s)
+        notes.append(f"the longest way between two ranks takes {way}, on top of transfers")
+    if network.slowest_latency_s > 0.005:
+        notes.append(
+            "this holds with net.ipv4.tcp_slow_start_after_idle = 0 on every host; with 1 each "
+            "pause costs round trips"
+        )
+    if config.pipeline.replicas > 1:
+        notes.append("the exchange between replicas is not foretold")
+    for note in notes:
+        console.print(f"note: {note}")
+
+
+def show_recommendation(
+    console: Console, advice: Recommendation, prediction: Prediction, network: Network
+) -> None:
+    """What to send, and the step with it."""
+    console.print(_cuts(advice.specs, advice.messages, network, "recommended"))
+    if not advice.hidden:
+        console.print(
+            "even the fewest bits do not hide under the "
+            f"{format_duration(advice.slot_s)} that a microbatch computes: fewer stages, larger "
+            "microbatches of wider models or faster links would"
+        )
+    console.print(
+        f"predicted step {format_duration(prediction.step_s)}, bubble {prediction.bubble:.0%}"
+    )
+
+
+def _stages(prediction: Prediction) -> Table:
+    table = Table(title="per microbatch", title_justify="left")
+    for head in ("stage", "blocks", "forward", "backward", "memory"):
+        table.add_column(head, justify="left" if head in ("stage", "blocks") else "right")
+    for number, stage in enumerate(prediction.stages):
+        table.add_row(
+            str(number),
+            f"{stage.first}-{stage.stop - 1}",
+            f"{stage.forward_s * 1e3:.3g} ms",
+            f"{stage.backward_s * 1e3:.3g} ms",
+            format_bytes(stage.memory),
+        )
+    return table
+
+
+def _cuts(
+    specs: Mapping[WireKey, Spec],
+    messages: Mapping[WireKey, Message],
+    network: Network,
+    title: str,
+) -> Table:
+    table = Table(title=title, title_justify="left")
+    for head in ("cut", "direction", "method", "bytes", "transfer", "codec", "link"):
+        table.add_column(head, justify="left" if head in ("direction", "method") else "right")
+    payload = network.payload()
+    cuts = sorted({cut for cut, _ in specs})
+    for (cut, direction), spec in specs.items():
+        upper = cuts.index(cut)
+        source, target = (upper, upper + 1) if direction == "forward" else (upper + 1, upper)
+        message = messages[cut, direction]
+        table.add_row(
+            str(cut),
+            direction,
+            describe(spec),
+            format_bytes(message.nbytes),
+            f"{payload.link_s(source, target, message.nbytes) * 1e3:.3g} ms",
+            f"{(message.encode_s + message.decode_s) * 1e3:.3g} ms",
+            format_rate(network.rate_bps[source][target]),
+        )
+    return table

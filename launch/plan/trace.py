@@ -1,0 +1,219 @@
+"""A step as a trace for Perfetto or chrome://tracing, and the same step foretold beside it.
+
+Format: "Trace Event Format" of the Chromium project. Every rank is a process with a track for what
+it computes, one for its waits and as many for its codecs as work at once; a message is a span of
+its own, from when it was sent to when it was used.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from thinpipe.launch.host.links import format_rate
+from thinpipe.launch.plan.network import Network
+from thinpipe.launch.plan.simulate import Message, SimulatedStep, StepModel, TransferEvent, simulate
+from thinpipe.launch.report.metrics import DIRECTIONS, Direction, TimelineEvent, format_duration
+from thinpipe.launch.report.timeline import Timeline, read_timeline
+
+_COMPUTE, _WAITING, _CODEC = range(3)  # tracks; more codecs follow
+_NAMES = {"F": "forward", "B": "backward", "W": "weight gradient", "wait": "wait for"}
+_SIMULATED = 1000
+_US = 1e6
+
+
+def trace_run(folder: Path, out: Path, *, rate_bps: float | None, delay_s: float) -> str:
+    """Write a run's trace and say what is in it.
+
+    The foretold step is one on links of `rate_bps` (None: unlimited) and `delay_s` one way.
+
+    Raises:
+        ValueError: the run has no timeline, or `out` cannot be written.
+    """
+    timeline = read_timeline(folder)
+    step_s = max(event.end_s for event in timeline.events)
+    try:
+        network = Network.uniform(timeline.pipeline_ranks, rate_bps, delay_s)
+        simulated = foretell(timeline, network)
+        links = f"{format_rate(rate_bps)} and {format_duration(delay_s)} one way"
+        told = f"foretold {format_duration(simulated.step_s)} on links of {links}"
+    except ValueError as error:
+        simulated, told = None, f"not foretold: {error}"
+    try:
+        write_trace(out, timeline, simulated, title=f"step {timeline.step} of {folder}")
+    except OSError as error:
+        raise ValueError(
+            f"--out = {out}: cannot be written: {error.strerror}; name a file in a folder that is "
+            "there"
+        ) from error
+    return (
+        f"{out}: step {timeline.step}, measured {format_duration(step_s)} on the links of "
+        f"the run, {told}\n"
+        "open it in https://ui.perfetto.dev or chrome://tracing"
+    )
+
+
+def write_trace(
+    path: Path, timeline: Timeline, simulated: SimulatedStep | None, *, title: str
+) -> None:
+    """Write the measured step and, as further processes, the foretold one."""
+    events = _processes("", 0, timeline.events)
+    if timeline.pipeline_ranks == len(timeline.cuts) + 1 and timeline.accumulate == 1:
+        events += _messages(transfers(timeline), 0)
+    if simulated is not None:
+        events += _processes("foretold: ", _SIMULATED, simulated.events)
+        events += _messages(simulated.transfers, _SIMULATED)
+    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}
+    path.write_text(json.dumps(trace))
+
+
+def foretell(timeline: Timeline, network: Network) -> SimulatedStep:
+    """The step that the schedule could reach with the compute, codecs and bytes of this one.
+
+    Raises:
+        ValueError: the schedule has several stages per rank, or the step accumulates.
+    """
+    if timeline.accumulate > 1:
+        raise ValueError(
+            f"train.accumulate = {timeline.accumulate}: only steps that run the schedule once are "
+            "foretold"
+        )
+    stages = range(len(timeline.cuts) + 1)
+    seconds = _medians(timeline)
+    model = StepModel(
+        schedule=timeline.schedule,
+        microbatches=timeline.microbatches,
+        forward_s=[seconds["F", stage] for stage in stages],
+        backward_s=[seconds["B", stage] + seconds["W", stage] for stage in stages],
+        activations=[_message(timeline, seconds, cut, "forward") for cut in stages[:-1]],
+        gradients=[_message(timeline, seconds, cut, "backward") for cut in stages[:-1]],
+        network=network.payload(),
+        depth=timeline.depth,
+    )
+    return simulate(model)
+
+
+def transfers(timeline: Timeline) -> list[TransferEvent]:
+    """The messages of the first replica, from sent to used; one stage per rank."""
+    sent = {place: event.end_s for place, event in _codec_events(timeline, "encode").items()}
+    used = {place: event.start_s for place, event in _codec_events(timeline, "decode").items()}
+    return [
+        TransferEvent(cut, direction, m, sent[cut, direction, m], used[cut, direction, m])
+        for cut, direction, m in sorted(sent)
+        if (cut, direction, m) in used
+    ]
+
+
+def _message(
+    timeline: Timeline, seconds: dict[tuple[str, int], float], cut: int, direction: Direction
+) -> Message:
+    """Size and codec times of the messages over the cut after stage `cut`."""
+    layer = timeline.cuts[cut]
+    (count,) = (w for w in timeline.wire if (w.cut, w.direction) == (layer, direction))
+    return Message(
+        count.bytes // max(count.messages, 1),
+        encode_s=seconds[f"encode {direction}", cut],
+        decode_s=seconds[f"decode {direction}", cut],
+    )
+
+
+def _medians(timeline: Timeline) -> dict[tuple[str, int], float]:
+    """Median seconds by kind and stage; of the codec by kind with direction, and cut."""
+    spans: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for event in timeline.events:
+        if event.computes:
+            spans[event.kind, event.stage].append(event.end_s - event.start_s)
+    for kind in ("encode", "decode"):
+        for (cut, direction, _), event in _codec_events(timeline, kind).items():
+            spans[f"{kind} {direction}", cut].append(event.end_s - event.start_s)
+    found = {place: median(times_s) for place, times_s in spans.items()}
+    return defaultdict(float, found)
+
+
+def _codec_events(timeline: Timeline, kind: str) -> dict[tuple[int, Direction, int], TimelineEvent]:
+    """Events of the first replica by (cut after this stage, direction, microbatch).
+
+    A stage in the middle works twice on a microbatch: first for its activation, then its gradient.
+    """
+    last, found = len(timeline.cuts), dict[tuple[int, Direction, int], TimelineEvent]()
+    seen: set[tuple[int, int]] = set()
+    own = (e for e in timeline.events if e.rank < timeline.pipeline_ranks and e.kind == kind)
+    for event in sorted(own, key=lambda event: event.start_s):
+        only_gradients = event.stage == (last if kind == "encode" else 0)
+        again = (event.stage, event.microbatch) in seen
+        seen.add((event.stage, event.microbatch))
+        direction = DIRECTIONS[1] if only_gradients or again else DIRECTIONS[0]
+        before = (kind == "encode") == (direction == "backward")
+        cut = event.stage - 1 if before else event.stage
+        found[cut, direction, event.microbatch] = event
+    return found
+
+
+def _processes(prefix: str, first: int, events: Iterable[TimelineEvent]) -> list[dict[str, Any]]:
+    """Names and spans of every rank."""
+    by_rank: dict[int, list[TimelineEvent]] = defaultdict(list)
+    for event in events:
+        by_rank[event.rank].append(event)
+    drawn: list[dict[str, Any]] = []
+    for rank, own in sorted(by_rank.items()):
+        which, process = ", ".join(map(str, sorted({e.stage for e in own}))), first + rank
+        drawn.append(_meta("process_name", process, 0, f"{prefix}rank {rank} (stage {which})"))
+        drawn.append(_meta("process_sort_index", process, 0, process))
+        tracks = _tracks(own)
+        names = {_COMPUTE: "compute", _WAITING: "waiting"}
+        for track in sorted({track for track, _ in tracks}):
+            drawn.append(_meta("thread_name", process, track, names.get(track, "codec")))
+        drawn += [_span(event, process, track) for track, event in tracks]
+    return drawn
+
+
+def _tracks(events: Sequence[TimelineEvent]) -> list[tuple[int, TimelineEvent]]:
+    """Each event of a rank with its track; codec events that overlap are on different ones."""
+    placed: list[tuple[int, TimelineEvent]] = []
+    free_s: list[float] = []
+    for event in sorted(events, key=lambda event: event.start_s):
+        if event.kind not in ("encode", "decode"):
+            placed.append((_WAITING if event.kind == "wait" else _COMPUTE, event))
+            continue
+        codec = next((i for i, end_s in enumerate(free_s) if end_s <= event.start_s), len(free_s))
+        free_s[codec : codec + 1] = [event.end_s]
+        placed.append((_CODEC + codec, event))
+    return placed
+
+
+def _meta(what: str, process: int, track: int, value: str | int) -> dict[str, Any]:
+    key = "sort_index" if what.endswith("index") else "name"
+    return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {key: value}}
+
+
+def _span(event: TimelineEvent, process: int, track: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": f"{_NAMES.get(event.kind, event.kind)} {event.microbatch}",
+        "cat": event.kind,
+        "pid": process,
+        "tid": track,
+        "ts": event.start_s * _US,
+        "dur": (event.end_s - event.start_s) * _US,
+        "args": {"stage": event.stage, "microbatch": event.microbatch},
+    }
+
+
+def _messages(sent: Sequence[TransferEvent], first: int) -> list[dict[str, Any]]:
+    """Two marks for each message, at its sender."""
+    marks = []
+    for number, event in enumerate(sent):
+        what = "activation" if event.direction == "forward" else "gradient"
+        sender = event.cut + (event.direction == "backward")
+        common = {
+            "name": f"{what} {event.microbatch}",
+            "cat": "message",
+            "id": first + number,
+            "pid": first + sender,
+            "tid": 0,
+        }
+        marks.append({**common, "ph": "b", "ts": event.start_s * _US})
+        marks.append({**common, "ph": "e", "ts": event.end_s * _US})
+    return marks

@@ -1,0 +1,1 @@
+"""What a run measures and shows: metrics, console, pictures, HTML."""

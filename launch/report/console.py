@@ -1,0 +1,421 @@
+"""What a person watches while a run trains, and the tables it ends with.
+
+On a terminal: one calm panel, redrawn in place. In a log: a plain line now and then, without
+control characters. Both fit into 80 columns.
+"""
+
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from thinpipe.launch.report.metrics import (
+    NOTHING,
+    Direction,
+    RecentMean,
+    RunInfo,
+    StepRecord,
+    format_bytes,
+    format_duration,
+    format_healed,
+    format_loss,
+    format_rate,
+    format_ratio,
+    format_share,
+    other_scores,
+)
+from thinpipe.launch.report.summary import Summary, Traffic, direction_bytes
+
+LOG_INTERVAL_S = 5.0
+LOSS_STEPS = 10
+
+_SPARK_CELLS = 60
+_SPARK = "▁▂▃▄▅▆▇█"
+_WIDE_METHOD = 16
+_SHORT = {"token": "tok", "sample": "smp"}
+
+
+class _Face(Protocol):
+    """One of the two ways to show a run; both read what they show from a `_Progress`."""
+
+    def start(self) -> None: ...
+
+    def step(self, record: StepRecord) -> None: ...
+
+    def stop(self, *, clear: bool) -> None: ...
+
+
+class Display:
+    """Shows a run: a live panel when `interactive`, plain lines otherwise.
+
+    Use it as a context manager around the training loop. `console` is where it writes; by default
+    standard output.
+    """
+
+    def __init__(self, info: RunInfo, *, interactive: bool, console: Console | None = None) -> None:
+        self._info = info
+        self._console = console or _console(interactive)
+        self._progress = _Progress()
+        self._face: _Face = (
+            _Panel(info, self._console, self._progress)
+            if interactive
+            else _Log(info, self._console, self._progress)
+        )
+
+    def step(self, record: StepRecord) -> None:
+        """Take in a finished step."""
+        self._progress.update(record)
+        self._face.step(record)
+        if record.healed:
+            self.note(f"memories differed and were forgotten: {format_healed(record.healed)}")
+
+    def note(self, text: str) -> None:
+        """Print a line that stays, such as "checkpoint saved"."""
+        _say(self._console, text)
+
+    def finish(self, summary: Summary) -> None:
+        """Replace the live panel by the final tables."""
+        self._face.stop(clear=True)
+        self._console.print(_final(self._info, summary))
+
+    def __enter__(self) -> Self:
+        self._face.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._face.stop(clear=False)
+
+
+def _console(interactive: bool) -> Console:
+    if interactive:
+        return Console(highlight=False)
+    return Console(
+        force_terminal=False, force_interactive=False, color_system=None, highlight=False
+    )
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Progress:
+    """What is remembered of the steps shown so far."""
+
+    def __init__(self) -> None:
+        self.record: StepRecord | None = None
+        self.mean_loss = float("nan")
+        self.eval: Mapping[str, float] | None = None
+        self.skipped = 0
+        self.spark = Sparkline(_SPARK_CELLS)
+        self._mean = RecentMean(LOSS_STEPS)
+
+    def update(self, record: StepRecord) -> None:
+        self.mean_loss = self._mean.update(record.loss)
+        self.spark.add(self.mean_loss)
+        self.eval = record.eval or self.eval
+        self.skipped += record.skipped
+        self.record = record
+
+
+class Sparkline:
+    """A curve of any length in fewer than `cells` (an even number) characters.
+
+    When the cells are full, neighbours are merged, and from then on each holds twice the values.
+    """
+
+    def __init__(self, cells: int) -> None:
+        self._limit = cells
+        self._per_cell = 1
+        self._means: list[float] = []
+        self._open: list[float] = []
+
+    def add(self, value: float) -> None:
+        """Append a value; NaN is left out."""
+        if value != value:
+            return
+        self._open.append(value)
+        if len(self._open) == self._per_cell:
+            self._means.append(sum(self._open) / self._per_cell)
+            self._open = []
+        if len(self._means) == self._limit:
+            pairs = zip(self._means[::2], self._means[1::2], strict=True)
+            self._means = [(a + b) / 2 for a, b in pairs]
+            self._per_cell *= 2
+
+    def __str__(self) -> str:
+        means = list(self._means)
+        if not means:
+            return ""
+        low, high = min(means), max(means)
+        scale = (len(_SPARK) - 1) / (high - low) if high > low else 0.0
+        return "".join(_SPARK[round((mean - low) * scale)] for mean in means)
+
+
+class _Log:
+    """Plain lines: the first and the last step, evaluations, and one every few seconds."""
+
+    def __init__(self, info: RunInfo, console: Console, progress: _Progress) -> None:
+        self._info = info
+        self._console = console
+        self._progress = progress
+        self._first: tuple[int, float] | None = None
+        self._said_s = -LOG_INTERVAL_S
+
+    def start(self) -> None:
+        _say(self._console, f"ThinPipe {self._info.name}\n{_shape(self._info)}")
+
+    def step(self, record: StepRecord) -> None:
+        now_s = time.monotonic()
+        self._first = self._first or (record.step, now_s)
+        due = now_s - self._said_s >= LOG_INTERVAL_S
+        if due or record.eval is not None or record.step == self._info.total_steps:
+            self._said_s = now_s
+            _say(self._console, self._line(record, now_s))
+        if record.eval is not None:
+            for line in _evaluation(record.eval):
+                _say(self._console, f"  evaluation: {line}")
+
+    def stop(self, *, clear: bool) -> None:
+        """Nothing is open: every line was complete when it was printed."""
+
+    def _line(self, record: StepRecord, now_s: float) -> str:
+        total = self._info.total_steps
+        parts = [
+            f"step {record.step:>{len(str(total))}}/{total}",
+            f"epoch {record.epoch}",
+            f"loss {format_loss(record.loss)}",
+            f"{format_rate(record.tokens_per_s)} {_SHORT[self._info.unit]}/s",
+        ]
+        if record.wire:
+            parts.append(f"{format_bytes(sum(count.bytes for count in record.wire))}/step")
+        if record.skipped:
+            parts.append("skipped")
+        assert self._first is not None
+        done, began_s = record.step - self._first[0], self._first[1]
+        if done and record.step < total:
+            parts.append(f"{_about((now_s - began_s) / done * (total - record.step))} left")
+        return "  ".join(parts)
+
+
+def _about(duration_s: float) -> str:
+    """An estimate in one unit, which is all it can promise."""
+    for unit, unit_s in (("h", 3600.0), ("min", 60.0)):
+        if duration_s >= unit_s:
+            return f"{duration_s / unit_s:.2g} {unit}"
+    return f"{duration_s:.0f} s"
+
+
+class _Panel:
+    """The live panel: progress, the numbers that matter, and the traffic of every cut."""
+
+    def __init__(self, info: RunInfo, console: Console, progress: _Progress) -> None:
+        self._info = info
+        self._progress = progress
+        self._bar = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+            TextColumn("{task.percentage:.0f} %"),
+            TimeElapsedColumn(),
+            TextColumn("left", style="dim"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+            speed_estimate_period=600.0,
+        )
+        self._task = self._bar.add_task("", total=info.total_steps)
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4)
+
+    def start(self) -> None:
+        self._live.start(refresh=True)
+
+    def step(self, record: StepRecord) -> None:
+        self._bar.update(self._task, completed=record.step)
+
+    def stop(self, *, clear: bool) -> None:
+        if self._live.is_started:
+            self._live.transient = clear
+            self._live.stop()
+
+    def _render(self) -> RenderableType:
+        record = self._progress.record
+        parts: list[RenderableType] = [Text(_shape(self._info), style="dim"), "", self._bar]
+        if record is None:
+            parts += ["", Text("waiting for the first step to finish", style="dim")]
+        else:
+            parts += ["", _numbers(self._info, record, progress=self._progress)]
+            parts += ["", _traffic(self._info, record)]
+        title = Text.assemble(("ThinPipe ", "bold cyan"), (self._info.name, "bold"))
+        return Panel(Group(*parts), title=title, title_align="left", border_style="dim",
+                     box=box.ROUNDED, padding=(0, 1))  # fmt: skip
+
+
+def _shape(info: RunInfo) -> str:
+    """The run in a line, or in two that fit the panel: size, stages, schedule."""
+    parts = (
+        info.size,
+        _plural(info.stages, "stage"),
+        _plural(info.replicas, "replica"),
+        info.schedule,
+        _plural(info.microbatches, "microbatch", "microbatches"),
+    )
+    return textwrap.fill(", ".join(parts), width=76)
+
+
+def _plural(count: int, one: str, many: str | None = None) -> str:
+    return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def _evaluation(losses: Mapping[str, float]) -> list[str]:
+    text = f"loss {format_loss(losses.get('loss'))}"
+    if "loss_compressed" in losses:
+        text += f", with compressed boundaries {format_loss(losses['loss_compressed'])}"
+    scores = {name: value for name, value in losses.items() if not name.endswith("_compressed")}
+    told = ", ".join(f"{name} {value}" for name, value in other_scores(scores))
+    return [text, told] if told else [text]
+
+
+def _numbers(info: RunInfo, record: StepRecord, *, progress: _Progress) -> Group:
+    evaluation = progress.eval or {}
+    grad_norm = NOTHING if record.grad_norm is None else f"{record.grad_norm:.3g}"
+    cells = [
+        ("loss, this step", format_loss(record.loss)),
+        (f"mean of last {LOSS_STEPS}", format_loss(progress.mean_loss)),
+        ("eval loss", format_loss(evaluation.get("loss"))),
+        ("eval compressed", format_loss(evaluation.get("loss_compressed"))),
+        (f"{info.unit}s/s", format_rate(record.tokens_per_s)),
+        ("bubble", f"{record.bubble:.1%}"),
+        ("epoch", str(record.epoch)),
+        ("step time", format_duration(record.step_s)),
+        ("grad norm", grad_norm),
+        ("learning rate", f"{record.lr:.2e}"),
+        ("skipped steps", str(progress.skipped)),
+        ("activations", format_bytes(_sent(record, "forward"))),
+        ("their gradients", format_bytes(_sent(record, "backward"))),
+        ("replica sync", format_bytes(record.sync_bytes)),
+        ("control", format_bytes(record.control_bytes)),
+        *((f"eval {name}", value) for name, value in other_scores(evaluation)),
+    ]
+    spark = Text.assemble(("loss so far  ", "dim"), (str(progress.spark), "cyan"))
+    return Group(_cells(cells), "", spark)
+
+
+def _cells(cells: Sequence[tuple[str, str]], columns: int = 4) -> Table:
+    """Lay out (label, value) pairs in equal columns, the label above its value."""
+    grid = Table.grid(expand=True, padding=(0, 1))
+    for _ in range(columns):
+        grid.add_column(ratio=1, no_wrap=True)
+    for start in range(0, len(cells), columns):
+        row = cells[start : start + columns]
+        grid.add_row(*(Text(label, style="dim") for label, _ in row))
+        grid.add_row(*(Text(value, style="bold") for _, value in row))
+    return grid
+
+
+def _table(*, footer: bool) -> Table:
+    return Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=0, expand=True,
+                 header_style="dim", footer_style="bold", show_footer=footer)  # fmt: skip
+
+
+def _traffic(info: RunInfo, record: StepRecord) -> RenderableType:
+    if not info.cuts:
+        return Text("one stage: nothing crosses a cut", style="dim")
+    total = sum(count.bytes for count in record.wire)
+    table = _table(footer=True)
+    table.add_column("cut", footer="all")
+    table.add_column("direction", no_wrap=True)
+    table.add_column("method", overflow="fold", max_width=_WIDE_METHOD)
+    table.add_column("Mbit/s now", justify="right", no_wrap=True, footer=_mbps(total, record))
+    table.add_column("per step", justify="right", no_wrap=True, footer=format_bytes(total))
+    table.add_column("vs bf16", justify="right", no_wrap=True)
+    table.add_column("vs fp32", justify="right", no_wrap=True)
+    table.add_column("error", justify="right", no_wrap=True)
+    sent = {(count.cut, count.direction): count for count in record.wire}
+    for key in info.wire_keys():
+        nbytes = sent[key].bytes if key in sent else 0
+        values = sent[key].values if key in sent else 0
+        table.add_row(
+            str(key[0]),
+            key[1],
+            info.method(key),
+            _mbps(nbytes, record),
+            format_bytes(nbytes),
+            format_ratio(2 * values / nbytes if nbytes else None),
+            format_ratio(4 * values / nbytes if nbytes else None),
+            format_share(sent[key].error if key in sent else None),
+        )
+    return table
+
+
+def _sent(record: StepRecord, direction: Direction) -> int:
+    return sum(count.bytes for count in record.wire if count.direction == direction)
+
+
+def _mbps(nbytes: int, record: StepRecord) -> str:
+    return f"{nbytes * 8 / record.step_s / 1e6:,.1f}" if record.step_s > 0 else NOTHING
+
+
+def _final(info: RunInfo, summary: Summary) -> RenderableType:
+    losses = summary["eval"] or {}
+    cells = [
+        ("loss, mean of last epoch", format_loss(summary["final_loss"])),
+        ("eval loss", format_loss(losses.get("loss"))),
+        ("eval loss, compressed", format_loss(losses.get("loss_compressed"))),
+        (f"median {info.unit}s/s", format_rate(summary["median_tokens_per_s"])),
+        ("time in steps", format_duration(summary["wall_s"])),
+        ("mean bubble", f"{summary['mean_bubble']:.1%}"),
+        ("steps", f"{summary['steps']:,} ({summary['skipped']:,} skipped)"),
+        ("activations", format_bytes(direction_bytes(summary, "forward"))),
+        ("activation gradients", format_bytes(direction_bytes(summary, "backward"))),
+        ("between replicas", format_bytes(summary["sync_bytes"])),
+        ("fewer than fp32", format_ratio(summary["sync_ratio_fp32"])),
+        ("control messages", format_bytes(summary["control_bytes"])),
+        *((f"eval {name}", value) for name, value in other_scores(losses)),
+    ]
+    if summary["healed"]:
+        cells.append(("memories healed", f"{sum(summary['healed'].values()):,} samples"))
+    title = Text.assemble(("Finished ", "bold green"), (info.name, "bold"))
+    parts: list[RenderableType] = ["", title, "", _cells(cells, columns=3), ""]
+    if summary["wire"]:
+        parts += [_final_traffic(summary), ""]
+        note = "sent: bytes on the wire with headers; bf16, fp32: the same values uncompressed"
+        parts += [Text(note, style="dim"), ""]
+    where = Text.assemble(("report  ", "dim"), str(info.folder / "report.html"), overflow="fold")
+    return Group(*parts, where)
+
+
+def _final_traffic(summary: Summary) -> Table:
+    table = _table(footer=True)
+    table.add_column("cut", footer="all")
+    table.add_column("direction", no_wrap=True)
+    table.add_column("method", overflow="fold", max_width=_WIDE_METHOD)
+    headers = ("messages", "sent", "bf16", "ratio", "fp32", "ratio")
+    for header, footer in zip(headers, _amounts(summary["totals"]), strict=True):
+        table.add_column(header, justify="right", no_wrap=True, footer=footer)
+    for row in summary["wire"]:
+        table.add_row(str(row["cut"]), row["direction"], row["method"], *_amounts(row))
+    return table
+
+
+def _amounts(row: Traffic) -> list[str]:
+    return [
+        f"{row['messages']:,}",
+        format_bytes(row["bytes"]),
+        format_bytes(row["bf16_bytes"]),
+        format_ratio(row["ratio_bf16"]),
+        format_bytes(row["fp32_bytes"]),
+        format_ratio(row["ratio_fp32"]),
+    ]

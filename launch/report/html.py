@@ -1,0 +1,275 @@
+"""What a run leaves behind: `summary.json`, `loss.png` and `report.html`.
+
+The page is one file that loads nothing else: its pictures are inlined, once for light and once for
+dark surroundings, and the reader's browser picks.
+"""
+
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from thinpipe.launch.report.metrics import (
+    NOTHING,
+    RunInfo,
+    StepRecord,
+    TimelineEvent,
+    format_bytes,
+    format_duration,
+    format_healed,
+    format_loss,
+    format_rate,
+    format_ratio,
+    other_scores,
+)
+from thinpipe.launch.report.plots import bytes_png, loss_png, overview_png, signal_png
+from thinpipe.launch.report.summary import Summary, Traffic, direction_bytes
+from thinpipe.launch.report.theme import DARK, LIGHT, Theme
+from thinpipe.launch.report.timeline_plot import timeline_png
+
+
+def write_report(
+    folder: Path,
+    info: RunInfo,
+    *,
+    records: Sequence[StepRecord],
+    timeline: Sequence[TimelineEvent],
+    summary: Summary,
+) -> Path:
+    """Write the three files into `folder`, which is made if missing; return the page's path.
+
+    `timeline` holds the events of one step and may be empty.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(summary, indent=2, allow_nan=False)
+    (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
+    (folder / "loss.png").write_bytes(overview_png(info, records))
+    page = folder / "report.html"
+    page.write_text(_page(info, records, timeline=timeline, summary=summary), encoding="utf-8")
+    return page
+
+
+_STYLE = """
+:root { color-scheme: light dark; --page: #f5f6f8; --card: #ffffff; --ink: #1c2128;
+  --muted: #5b6570; --line: #e3e6ea; --accent: #0072b2; }
+@media (prefers-color-scheme: dark) { :root { --page: #0f1216; --card: #171b21; --ink: #e8ebef;
+  --muted: #a0a9b4; --line: #2c333c; --accent: #56b4e9; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem; background: var(--page);
+  color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.15rem; margin: 2.5rem 0 .5rem; }
+p { max-width: 46rem; margin: .4rem 0 1rem; }
+.muted, dt, th, .card span { color: var(--muted); }
+.cards { display: grid; gap: .75rem; margin: 1.5rem 0;
+  grid-template-columns: repeat(auto-fit, minmax(11.5rem, 1fr)); }
+.card, .panel { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
+.card { padding: .8rem 1rem; }
+.card span { display: block; font-size: .82rem; }
+.card strong { font-size: 1.45rem; font-variant-numeric: tabular-nums; }
+.panel { padding: 1rem; overflow-x: auto; }
+img { display: block; width: 100%; height: auto; }
+table { width: 100%; border-collapse: collapse; font-size: .92rem;
+  font-variant-numeric: tabular-nums; }
+th { font-weight: 500; text-align: left; }
+th, td { padding: .4rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+tfoot td { font-weight: 600; border-bottom: 0; }
+.n { text-align: right; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.5rem; margin: 0; }
+dd { margin: 0; overflow-wrap: anywhere; }
+"""
+
+_LOSS_WORDS = """The loss says how surprised the model is by the right answer (the next token, or a
+sample's label); lower is better. The thin line is every training step, the thick one their local
+mean. Discs are evaluations on text the model was not trained on, measured with uncompressed
+boundaries; open diamonds are the same evaluation with compressed boundaries: sent as a sample's
+first visit is, since held-out text has been seen by no memory. Where the two meet, that compression
+does not disturb the model's predictions. A cross at the bottom marks a step whose update was
+skipped."""
+
+_BYTES_WORDS = """A cut is a place where one stage hands its activations to the next (forward) and
+gets gradients back (backward); it is named by the first layer after it. The dotted lines show what
+the same values would take as bf16 or fp32; the scale is logarithmic, so equal distances are equal
+ratios."""
+
+_AQSGD_WORDS = """AQ-SGD sends a sample's activations in full on the first visit, and afterwards
+only their small change since the last visit: the curve falls once the first epoch is over."""
+
+_TIMELINE_WORDS = """Each lane is one rank, time runs to the right, and the number in a box is its
+microbatch. Forwards travel down the stages and backwards come up again. Bare or hatched lane is
+the bubble: time in which the rank had nothing to compute, because its neighbours or the network
+were not ready. More microbatches, a better schedule or smaller messages shrink it. Where a rank
+holds several stages, the later ones are paler."""
+
+
+def _page(
+    info: RunInfo,
+    records: Sequence[StepRecord],
+    *,
+    timeline: Sequence[TimelineEvent],
+    summary: Summary,
+) -> str:
+    title = escape(info.name)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title} - ThinPipe report</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p class="muted">{_subtitle(summary, info)}</p>
+{_cards(summary)}
+<h2>Loss</h2>
+<p>{_LOSS_WORDS}</p>
+{_picture("Training and evaluation loss by step", lambda theme: loss_png(records, theme))}
+{_wire_section(info, records, summary)}
+{_timeline_section(timeline)}
+<h2>How it ran</h2>
+{_details(summary)}
+</body>
+</html>
+"""
+
+
+def _subtitle(summary: Summary, info: RunInfo) -> str:
+    parts = (
+        info.size,
+        f"stages: {summary['stages']}",
+        f"replicas: {summary['replicas']}",
+        f"schedule: {summary['schedule']}",
+        f"microbatches: {summary['microbatches']}",
+        f"epochs: {summary['epochs']}",
+    )
+    return escape(" \N{MIDDLE DOT} ".join(parts))
+
+
+def _cards(summary: Summary) -> str:
+    losses, totals = summary["eval"] or {}, summary["totals"]
+    unit = summary["unit"].capitalize()
+    cards = [
+        ("Training loss, mean of last epoch", format_loss(summary["final_loss"])),
+        ("Evaluation loss", format_loss(losses.get("loss"))),
+        ("Evaluation loss, compressed", format_loss(losses.get("loss_compressed"))),
+        *((f"Evaluation {name}", value) for name, value in other_scores(losses)),
+        (
+            f"{unit}s per second, median",
+            format_rate(summary["median_tokens_per_s"]),
+        ),
+        ("Sent over the cuts", format_bytes(totals["bytes"])),
+        ("Fewer bytes than bf16", format_ratio(totals["ratio_bf16"])),
+        ("Bubble, mean", f"{summary['mean_bubble']:.1%}"),
+        ("Time in steps", format_duration(summary["wall_s"])),
+    ]
+    divs = "\n".join(
+        f'<div class="card"><span>{label}</span><strong>{value}</strong></div>'
+        for label, value in cards
+        if value != NOTHING
+    )
+    return f'<div class="cards">\n{divs}\n</div>'
+
+
+def _picture(alt: str, draw: Callable[[Theme], bytes]) -> str:
+    """The picture in both themes; the browser shows the one that suits the reader."""
+    light, dark = (base64.b64encode(draw(theme)).decode("ascii") for theme in (LIGHT, DARK))
+    return (
+        '<div class="panel"><picture>'
+        '<source media="(prefers-color-scheme: dark)" '
+        f'srcset="data:image/png;base64,{dark}">'
+        f'<img alt="{escape(alt)}" src="data:image/png;base64,{light}"></picture></div>'
+    )
+
+
+def _wire_section(info: RunInfo, records: Sequence[StepRecord], summary: Summary) -> str:
+    if not summary["wire"]:
+        return "<h2>Traffic</h2>\n<p>The model ran as one stage: nothing crossed a cut.</p>"
+    picture = _picture(
+        "Bytes sent per step over each cut", lambda theme: bytes_png(info, records, theme)
+    )
+    aqsgd = any(row["method"].startswith("aqsgd") for row in summary["wire"])
+    return f"""<h2>Bytes per step</h2>
+<p>{_BYTES_WORDS} {_AQSGD_WORDS if aqsgd else ""}</p>
+{picture}
+{_signal_section(records)}<h2>Traffic of the whole run</h2>
+<p>Sent counts every byte handed to the network, message headers included. The ratios say how many
+times fewer bytes that is than the same values uncompressed.</p>
+{_wire_table(summary)}"""
+
+
+def _signal_section(records: Sequence[StepRecord]) -> str:
+    if all(count.error is None for record in records for count in record.wire):
+        return ""
+    picture = _picture(
+        "Relative error and change by step", lambda theme: signal_png(records, theme)
+    )
+    return f"""<h2>What compression changes</h2>
+<p>Measured at the sender on a sample per step: how far what arrives is from what was sent, and how
+far activations have moved since the last visit of their sample. Changes that grow are a bad
+sign.</p>
+{picture}
+"""
+
+
+def _wire_table(summary: Summary) -> str:
+    heads = "".join(f"<th>{name}</th>" for name in ("Cut", "Direction", "Method"))
+    numbers = ("Messages", "Sent", "As bf16", "Ratio", "As fp32", "Ratio")
+    heads += "".join(f'<th class="n">{name}</th>' for name in numbers)
+    rows = "\n".join(
+        f"<tr><td>{row['cut']}</td><td>{row['direction']}</td><td>{escape(row['method'])}</td>"
+        f"{_amounts(row)}</tr>"
+        for row in summary["wire"]
+    )
+    return f"""<div class="panel"><table>
+<thead><tr>{heads}</tr></thead>
+<tbody>
+{rows}
+</tbody>
+<tfoot><tr><td colspan="3">All cuts</td>{_amounts(summary["totals"])}</tr></tfoot>
+</table></div>"""
+
+
+def _amounts(row: Traffic) -> str:
+    """Table cells for people; the exact number of bytes is in each cell's `value`."""
+    cells = (
+        f"{row['messages']:,}",
+        _bytes_cell(row["bytes"]),
+        _bytes_cell(row["bf16_bytes"]),
+        format_ratio(row["ratio_bf16"]),
+        _bytes_cell(row["fp32_bytes"]),
+        format_ratio(row["ratio_fp32"]),
+    )
+    return "".join(f'<td class="n">{cell}</td>' for cell in cells)
+
+
+def _bytes_cell(nbytes: int) -> str:
+    return f'<data value="{nbytes}" title="{nbytes:,} bytes">{format_bytes(nbytes)}</data>'
+
+
+def _timeline_section(timeline: Sequence[TimelineEvent]) -> str:
+    if not timeline:
+        return "<h2>Timeline of one step</h2>\n<p>No timeline was recorded in this run.</p>"
+    picture = _picture("What each rank did during one step", lambda t: timeline_png(timeline, t))
+    return f"<h2>Timeline of one step</h2>\n<p>{_TIMELINE_WORDS}</p>\n{picture}"
+
+
+def _details(summary: Summary) -> str:
+    rows: Mapping[str, str] = {
+        "Steps": f"{summary['steps']:,} ({summary['skipped']:,} skipped)",
+        f"{summary['unit'].capitalize()}s": f"{summary['tokens']:,}",
+        "Step time, median": format_duration(summary["median_step_s"]),
+        "Loss of the first step": format_loss(summary["first_loss"]),
+        "Activations": _bytes_cell(direction_bytes(summary, "forward")),
+        "Activation gradients": _bytes_cell(direction_bytes(summary, "backward")),
+        "Sent between replicas": _bytes_cell(summary["sync_bytes"]),
+        "Fewer than fp32 all-reduce": format_ratio(summary["sync_ratio_fp32"]),
+        "Control messages": _bytes_cell(summary["control_bytes"]),
+        "Memories healed": format_healed(summary["healed"]),
+        "Machine": escape(summary["machine"]),
+        "Versions": escape(", ".join(f"{k} {v}" for k, v in summary["versions"].items())),
+        "Configuration digest": f"<code>{escape(summary['config_digest'])}</code>",
+    }
+    items = "\n".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows.items())
+    return f'<div class="panel"><dl>\n{items}\n</dl></div>'

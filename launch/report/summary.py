@@ -1,0 +1,161 @@
+"""A run in numbers, from what its steps recorded."""
+
+import math
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import TypedDict
+
+from thinpipe.launch.report.metrics import Direction, RunInfo, StepRecord, WireKey
+
+
+class Traffic(TypedDict):
+    """Bytes really sent, headers included, beside what the same values take uncompressed.
+
+    A ratio says how many times fewer bytes were sent; it is None if none were.
+    """
+
+    bytes: int
+    messages: int
+    bf16_bytes: int
+    fp32_bytes: int
+    ratio_bf16: float | None
+    ratio_fp32: float | None
+
+
+class WireTraffic(Traffic):
+    """The traffic of one cut in one direction over the whole run."""
+
+    cut: int
+    direction: Direction
+    method: str
+
+
+class Summary(TypedDict):
+    """A run in numbers that JSON can hold: what is not finite is None.
+
+    `final_loss` is the mean over the last epoch's steps, `first_loss` that of the first step that
+    has one. `eval` is the last evaluation. `sync_ratio_fp32` says how many times fewer bytes went
+    between replicas than ring all-reduces of fp32 gradients take, one per step. `healed` counts, by
+    cut, samples that both ends had to forget. `wall_s` adds up the steps, without start-up and
+    evaluations. `unit` is what `tokens` count: the token, or the sample that is classified.
+    """
+
+    name: str
+    stages: int
+    replicas: int
+    schedule: str
+    microbatches: int
+    parameters: int
+    steps: int
+    epochs: int
+    tokens: int
+    unit: str
+    first_loss: float | None
+    final_loss: float | None
+    eval: dict[str, float | None] | None
+    median_tokens_per_s: float
+    median_step_s: float
+    mean_bubble: float
+    wire: list[WireTraffic]
+    totals: Traffic
+    sync_bytes: int
+    sync_ratio_fp32: float | None
+    control_bytes: int
+    healed: dict[str, int]
+    skipped: int
+    wall_s: float
+    machine: str
+    versions: dict[str, str]
+    config_digest: str
+
+
+def summarize(info: RunInfo, records: Sequence[StepRecord]) -> Summary:
+    """Condense the steps of a run, also those before its cuts moved.
+
+    Raises:
+        ValueError: there are no steps.
+    """
+    if not records:
+        raise ValueError(f"{info.folder}: no step was recorded; train at least one step to report")
+    wire = [_wire_traffic(info, records, key) for key in info.wire_keys(records)]
+    last_epoch = [record.loss for record in records if record.epoch == records[-1].epoch]
+    evaluations = [record.eval for record in records if record.eval is not None]
+    return Summary(
+        name=info.name,
+        stages=info.stages,
+        replicas=info.replicas,
+        schedule=info.schedule,
+        microbatches=info.microbatches,
+        parameters=info.parameters,
+        steps=len(records),
+        epochs=len({record.epoch for record in records}),
+        tokens=sum(record.tokens for record in records),
+        unit=info.unit,
+        first_loss=next((r.loss for r in records if math.isfinite(r.loss)), None),
+        final_loss=_mean_of_finite(last_epoch),
+        eval={k: _finite(v) for k, v in evaluations[-1].items()} if evaluations else None,
+        median_tokens_per_s=median(record.tokens_per_s for record in records),
+        median_step_s=median(record.step_s for record in records),
+        mean_bubble=fmean(record.bubble for record in records),
+        wire=wire,
+        totals=_traffic(
+            sum(row["bytes"] for row in wire),
+            messages=sum(row["messages"] for row in wire),
+            values=sum(row["bf16_bytes"] for row in wire) // 2,
+        ),
+        sync_bytes=sum(record.sync_bytes for record in records),
+        sync_ratio_fp32=_sync_ratio(info, records),
+        control_bytes=sum(record.control_bytes for record in records),
+        healed={
+            str(cut): sum(record.healed.get(cut, 0) for record in records)
+            for cut in sorted({cut for record in records for cut in record.healed})
+        },
+        skipped=sum(record.skipped for record in records),
+        wall_s=sum(record.step_s for record in records),
+        machine=info.machine,
+        versions=dict(info.versions),
+        config_digest=info.config_digest,
+    )
+
+
+def direction_bytes(summary: Summary, direction: Direction) -> int:
+    """Activations (forward) or their gradients (backward) of all cuts, in bytes."""
+    return sum(row["bytes"] for row in summary["wire"] if row["direction"] == direction)
+
+
+def _sync_ratio(info: RunInfo, records: Sequence[StepRecord]) -> float | None:
+    sent = sum(record.sync_bytes for record in records)
+    ring = 4 * 2 * (info.replicas - 1) * info.exchanged * len(records)
+    return ring / sent if sent and ring else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _mean_of_finite(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else None
+
+
+def _wire_traffic(info: RunInfo, records: Sequence[StepRecord], key: WireKey) -> WireTraffic:
+    counts = [
+        count for record in records for count in record.wire if (count.cut, count.direction) == key
+    ]
+    traffic = _traffic(
+        sum(count.bytes for count in counts),
+        messages=sum(count.messages for count in counts),
+        values=sum(count.values for count in counts),
+    )
+    return WireTraffic(cut=key[0], direction=key[1], method=info.method(key), **traffic)
+
+
+def _traffic(nbytes: int, *, messages: int, values: int) -> Traffic:
+    return Traffic(
+        bytes=nbytes,
+        messages=messages,
+        bf16_bytes=2 * values,
+        fp32_bytes=4 * values,
+        ratio_bf16=2 * values / nbytes if nbytes else None,
+        ratio_fp32=4 * values / nbytes if nbytes else None,
+    )

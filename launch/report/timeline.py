@@ -1,0 +1,78 @@
+"""The events of one training step of all ranks, on one clock; and the file that keeps them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from thinpipe.launch.distributed.clock import seconds_ahead
+from thinpipe.launch.distributed.gather import gather_json
+from thinpipe.launch.report.metrics import TimelineEvent, WireCount
+from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.schedule import ScheduleName
+from thinpipe.pipeline.stage import ComputeEvent
+
+FILE_NAME = "timeline.json"
+
+
+class Timeline(BaseModel):
+    """One step: its events, in seconds since the first rank began, and what it sent.
+
+    `step` counts from 1, `wire` sums over the replicas. `pipeline_ranks` ranks make a replica. A
+    step runs the schedule `accumulate` times.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    schedule: ScheduleName
+    depth: int
+    microbatches: int
+    accumulate: int
+    pipeline_ranks: int
+    replicas: int
+    cuts: tuple[int, ...]
+    wire: tuple[WireCount, ...]
+    events: tuple[TimelineEvent, ...]
+
+    def write(self, folder: Path) -> None:
+        """Keep it in a run folder."""
+        (folder / FILE_NAME).write_text(self.model_dump_json())
+
+
+def read_timeline(folder: Path) -> Timeline:
+    """The timeline of a run.
+
+    Raises:
+        ValueError: the run has none, or the file is damaged.
+    """
+    path = folder / FILE_NAME
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder}: no folder; give that of a finished run, such as runs/quickstart"
+        )
+    try:
+        return Timeline.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path}: no timeline; it is written at the end of a run, on the first host, for a "
+            "step of the second epoch (or the last step of a shorter run)"
+        ) from None
+    except ValidationError as error:
+        place = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ValueError(f"{path}: not a timeline ({place}); run the training again") from None
+
+
+def gather_events(
+    mesh: Mesh, events: Sequence[ComputeEvent], start_s: float
+) -> list[TimelineEvent]:
+    """What all ranks did in a step that this rank began at `start_s`; every rank calls it alike."""
+    ahead_s = seconds_ahead(mesh)
+    own = [(e.stage, e.kind, e.microbatch, e.start_s - ahead_s, e.end_s - ahead_s) for e in events]
+    everyone = gather_json(mesh, {"start_s": start_s - ahead_s, "events": own})
+    first_s = min(told["start_s"] for told in everyone)
+    return [
+        TimelineEvent(rank, stage, kind, m, begin_s - first_s, end_s - first_s)
+        for rank, told in enumerate(everyone)
+        for stage, kind, m, begin_s, end_s in told["events"]
+    ]

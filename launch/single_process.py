@@ -1,0 +1,99 @@
+"""All stages of a run in one process: the same boundaries and messages, without a network.
+
+For experiments about what compression does to a model: a stage hands its messages over in memory,
+byte for byte those that would cross the link. Losses, weights and byte counts equal those of the
+run on one rank per stage, random dropout aside (its numbers belong to a process).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import Tensor
+
+from thinpipe.launch.build import Wiring, build
+from thinpipe.launch.components import Built
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.pipeline.comm.link import LoopbackLink
+from thinpipe.pipeline.executor import run_in_order
+from thinpipe.pipeline.mesh import build_mesh
+from thinpipe.pipeline.schedule import Action, LossFunction, forward_order
+from thinpipe.pipeline.stage import CompressedStage
+
+
+@contextmanager
+def in_process(config: RunConfig, *, total_steps: int) -> Iterator[Built]:
+    """Build every stage of `config` here; `engine` runs them in turns.
+
+    torch's stages and collectives want a process group: for the time of the context this process
+    is a world of one.
+
+    Raises:
+        ValueError: several replicas, or a schedule that puts several stages on a rank.
+    """
+    pipeline = config.pipeline
+    if pipeline.replicas > 1 or pipeline.pipeline_ranks < pipeline.stages:
+        raise ValueError(
+            f"pipeline.replicas = {pipeline.replicas}, {pipeline.stages} stages on "
+            f"{pipeline.pipeline_ranks} ranks: one process stands for a single pipeline with one "
+            'stage per rank; use replicas = 1 and schedule = "GPipe", "1F1B" or "Deep1F1B"'
+        )
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = build_mesh(1, 1, timeout_s=pipeline.peer_timeout_s)
+        wiring = Wiring(range(pipeline.stages), _LoopbackLinks(), _InOrder)
+        yield build(config, mesh, run_id=0, total_steps=total_steps, wiring=wiring)
+    finally:
+        dist.destroy_process_group()
+
+
+class _LoopbackLinks:
+    """Gives both ends of a direction the same link."""
+
+    def __init__(self) -> None:
+        self._links: dict[tuple[int, int], LoopbackLink] = {}
+
+    def __call__(self, upper: int, lower: int, direction: int) -> LoopbackLink:
+        return self._links.setdefault((lower, direction), LoopbackLink())
+
+
+class _InOrder:
+    """`run_in_order` with the interface of torch's schedules.
+
+    Every stage takes its microbatches in ascending order in both directions, as it does under
+    GPipe, 1F1B and Deep1F1B; nothing else of the order reaches a sum.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stages: Sequence[CompressedStage],
+        microbatches: int,
+        *,
+        loss: LossFunction,
+        depth: int,
+    ) -> None:
+        self._stages = {stage.stage_index: stage for stage in stages}
+        self._microbatches, self._loss = microbatches, loss
+        forward = forward_order(list(self._stages), microbatches=microbatches)
+        backward = [
+            Action("B", stage, m)
+            for stage in sorted(self._stages, reverse=True)
+            for m in range(microbatches)
+        ]
+        self._actions = [*forward, *backward]
+
+    def step(
+        self, inputs_BT: Tensor, *, target: Tensor, losses: list[Tensor], return_outputs: bool
+    ) -> None:
+        """Run one pass and add every microbatch's loss to `losses`."""
+        targets = target.tensor_split(self._microbatches)
+        found = run_in_order(
+            self._actions,
+            self._stages,
+            inputs_BT.tensor_split(self._microbatches),
+            finish=lambda logits, m: self._loss(logits, targets[m]),
+            train=True,
+        )
+        losses += [found[m] for m in range(self._microbatches)]

@@ -1,0 +1,158 @@
+"""Keeps what the two ends of a cut remember of samples the same, or forgets it at both.
+
+In the vector that ends every step, each end of a cut sends one number for what it holds of the next
+step's samples. Where the numbers of two ends differ, or one has lost a row, all ranks take part in
+one more exchange, which names the samples; both ends forget them, and their next visit is a first
+visit. Nothing else is ever sent. Samples of the step that is ending are left out: their messages
+proved both ends equal.
+
+Axes: R replicas, P ranks of a pipeline, C cuts, E = 2 ends of a cut (sender, receiver), B samples.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinpipe.pipeline.comm.boundary import Memory
+from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.stage import CompressedStage
+from thinpipe.pipeline.wire.header import crc32
+
+_log = logging.getLogger(__name__)
+
+Healed = tuple[tuple[int, int], ...]
+"""(cut, samples forgotten over all replicas), of the cuts where there were any."""
+
+
+class Settled(NamedTuple):
+    """What was forgotten, and the bytes that all ranks sent to find out which samples it is."""
+
+    healed: Healed = ()
+    nbytes: int = 0
+
+
+class Agreement:
+    """The memories of this rank, and their share in what all ranks agree on."""
+
+    def __init__(self, mesh: Mesh, stages: Sequence[CompressedStage], cuts: Sequence[int]) -> None:
+        """`cuts` are all cuts of the pipeline, in the order that every rank uses."""
+        self._mesh, self._cuts = mesh, tuple(cuts)
+        self._memories: dict[tuple[int, int], Memory] = {}
+        for stage in stages:
+            ends = (stage.channels.activations_out, stage.channels.activations_in)
+            for end, channel in enumerate(ends):
+                if channel is not None and channel.memory is not None:
+                    self._memories[self._cuts.index(channel.cut), end] = channel.memory
+
+    @property
+    def size(self) -> int:
+        """Length of `numbers`."""
+        return 1 + 2 * len(self._cuts)
+
+    def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Healed:
+        """Agree, before the first step, on how much is held, and of `ids_B`, on what.
+
+        `ids_B` are all samples of this replica, `first_ids_B` those of the first step.
+
+        Raises:
+            OSError: this rank has no room for what was agreed.
+        """
+        self._agree_on_room(ids_B)
+        healed = self._compare(ids_B)
+        self.prefetch(first_ids_B)
+        return _sum(healed, self._compare(first_ids_B))
+
+    def release(self) -> None:
+        """Give back what the memories of this rank hold; no step follows."""
+        for memory in self._memories.values():
+            memory.release()
+
+    def prefetch(self, ids_B: Tensor) -> None:
+        """The next step will visit these samples."""
+        for memory in self._memories.values():
+            memory.prefetch(ids_B)
+
+    def numbers(self, ids_B: Tensor) -> list[float]:
+        """This rank's part of a shared vector: for each end, what it holds of these samples."""
+        digests_CE = torch.zeros(len(self._cuts), 2, dtype=torch.float64)
+        for place, memory in self._memories.items():
+            prints_B = memory.fingerprints(ids_B)
+            digests_CE[place] = -1 if bool((prints_B < 0).any()) else crc32(prints_B)
+        return [float(len(ids_B)), *digests_CE.flatten().tolist()]
+
+    def settle(self, all_WN: Tensor, ids_B: Tensor) -> Settled:
+        """Forget, at both ends, what all ranks' `numbers` for `ids_B` show to differ."""
+        differs_C = _differ(self._per_end(all_WN[:, 1:])).any((0, 2))
+        if not bool(differs_C.any()):
+            return Settled()
+        cuts = torch.nonzero(differs_C).flatten().tolist()
+        count = int(all_WN[:, 0].max())
+        prints_CEB = torch.zeros(len(cuts), 2, count, dtype=torch.float64)
+        for i, cut in enumerate(cuts):
+            for end in (0, 1):
+                if (cut, end) in self._memories:
+                    prints_B = self._memories[cut, end].fingerprints(ids_B)
+                    prints_CEB[i, end, : len(ids_B)] = prints_B
+        shared_WN = self._mesh.share(prints_CEB.flatten())
+        wrong_RCB = _differ(self._per_end(shared_WN, count))
+        for i, cut in enumerate(cuts):
+            self._forget(cut, ids_B[wrong_RCB[self._mesh.replica, i, : len(ids_B)]])
+        counts = wrong_RCB.sum((0, 2)).tolist()
+        healed = tuple((self._cuts[cut], n) for cut, n in zip(cuts, counts, strict=True) if n)
+        return Settled(healed, self._mesh.shared_nbytes(shared_WN))
+
+    def _compare(self, ids_B: Tensor) -> Healed:
+        mine = torch.tensor(self.numbers(ids_B), dtype=torch.float64)
+        return self.settle(self._mesh.share(mine), ids_B).healed
+
+    def _forget(self, cut: int, ids_B: Tensor) -> None:
+        for end in (0, 1):
+            if (cut, end) in self._memories and len(ids_B):
+                self._memories[cut, end].forget(ids_B)
+                if end == 1:
+                    _log.warning(
+                        "cut %d: what its ends remember of %d samples (%s) differed or was lost; "
+                        "they will be sent like new ones",
+                        self._cuts[cut],
+                        len(ids_B),
+                        _shorten(ids_B.tolist()),
+                    )
+
+    def _agree_on_room(self, ids_B: Tensor) -> None:
+        """The smaller room of two ends counts."""
+        rooms_CE = torch.full((len(self._cuts), 2), float("inf"), dtype=torch.float64)
+        for place, memory in self._memories.items():
+            if memory.room is not None:
+                rooms_CE[place] = memory.room
+        shared_WN = self._mesh.share(rooms_CE.flatten())
+        grid = (self._mesh.replicas, self._mesh.pipeline_ranks)
+        own_CE = shared_WN.view(*grid, *rooms_CE.shape)[self._mesh.replica].amin(0)
+        for (cut, _), memory in self._memories.items():
+            memory.restrict(ids_B, int(min(float(own_CE[cut].min()), len(ids_B))))
+
+    def _per_end(self, all_WN: Tensor, count: int = 1) -> Tensor:
+        """[R, C, E, B]: of the ranks of a pipeline, only one holds any given end."""
+        mesh, cuts = self._mesh, all_WN.shape[1] // (2 * count)
+        return all_WN.reshape(mesh.replicas, mesh.pipeline_ranks, cuts, 2, count).sum(1)
+
+
+def _differ(prints_RCEB: Tensor) -> Tensor:
+    """[R, C, B]: whether two ends hold different things, or one has lost something."""
+    sender_RCB, receiver_RCB = prints_RCEB.unbind(2)
+    return (sender_RCB != receiver_RCB) | (sender_RCB < 0) | (receiver_RCB < 0)
+
+
+def _shorten(ids: list[int]) -> str:
+    shown = ", ".join(map(str, ids[:8]))
+    return shown if len(ids) <= 8 else f"{shown}, ..."
+
+
+def _sum(*parts: Healed) -> Healed:
+    total: dict[int, int] = {}
+    for part in parts:
+        for cut, samples in part:
+            total[cut] = total.get(cut, 0) + samples
+    return tuple(sorted(total.items()))

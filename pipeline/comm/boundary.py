@@ -1,0 +1,159 @@
+"""The Boundary contract: one end of one direction of a cut. `Stateless` is the one without memory.
+
+Axes: B samples, T tokens, D channels, N = T * D values of a sample, W bytes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from thinpipe.pipeline.comm.error_stats import Gauge
+from thinpipe.pipeline.wire.cast import Cast, CastFormat
+from thinpipe.pipeline.wire.codec import Codec, Noise
+from thinpipe.pipeline.wire.pinned import brought_to, written_on
+
+
+class Memory(Protocol):
+    """What a boundary remembers of samples. Its other end's memory takes the same calls.
+
+    `room` is how many samples this end could hold, None if it does not matter.
+    """
+
+    room: int | None
+
+    def restrict(self, ids_B: Tensor, samples: int) -> None:
+        """Hold only these samples from here on, and at most so many.
+
+        Raises:
+            OSError: there is no room for as many.
+        """
+
+    def prefetch(self, ids_B: Tensor) -> None:
+        """The next step will visit these samples."""
+
+    def fingerprints(self, ids_B: Tensor) -> Tensor:
+        """A number (int64, below 2^53) for what is held of each sample: 0 nothing, -1 damaged."""
+
+    def forget(self, ids_B: Tensor) -> None:
+        """Hold nothing of these samples."""
+
+    def release(self) -> None:
+        """Give back what is held; the memory is not used again."""
+
+
+class Boundary(Protocol):
+    """Turns the activations (or gradients) of one microbatch into a payload, and back.
+
+    It may remember samples: then both ends of the cut hold equal state, and `nbytes` depends only
+    on that state. What a step learns is kept apart until `finish_step`, so that a step that was
+    skipped or failed leaves nothing behind.
+    """
+
+    @property
+    def codec_id(self) -> int:
+        """Number of the method in message headers."""
+
+    @property
+    def bits(self) -> int:
+        """Bits per value in message headers."""
+
+    @property
+    def memory(self) -> Memory | None:
+        """What it remembers of samples, if it does."""
+
+    @property
+    def gauge(self) -> Gauge:
+        """What it measures of what it encodes."""
+
+    def nbytes(self, shape_BTD: torch.Size, ids_B: Tensor) -> int:
+        """Exact payload bytes; both ends compute the same."""
+
+    def capacity(self, shape_BTD: torch.Size) -> int:
+        """The most that `nbytes` can be for this shape, whatever was remembered."""
+
+    def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:
+        """Fill `wire` (uint8 in host memory, `nbytes` long), from whichever device `x_BTD` is on.
+
+        What was queued there is done when it returns.
+        """
+
+    def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
+        """Fill `out_BTD`, on whichever device, with what the peer sent; may only queue that."""
+
+    def finish_step(self, *, keep: bool) -> None:
+        """End the step: keep what it learned, or forget it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+
+@dataclass(frozen=True)
+class Stateless:
+    """One codec for every message: direct quantization, or a cast (`raw`)."""
+
+    codec: Codec
+    key: int = 0
+    gauge: Gauge = field(default_factory=Gauge, compare=False)
+
+    @property
+    def codec_id(self) -> int:
+        """The codec's number."""
+        return self.codec.codec_id
+
+    @property
+    def bits(self) -> int:
+        """The codec's bits per value."""
+        return self.codec.bits
+
+    @property
+    def memory(self) -> None:
+        """It has none."""
+
+    def nbytes(self, shape_BTD: torch.Size, ids_B: Tensor) -> int:
+        """Exact payload bytes."""
+        return self.capacity(shape_BTD)
+
+    def capacity(self, shape_BTD: torch.Size) -> int:
+        """All messages of a shape are equally long."""
+        return shape_BTD[0] * self.codec.nbytes(shape_BTD[1:].numel())
+
+    def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:
+        """Fill `wire`; noise is keyed by step and sample."""
+        noise = Noise(self.key, step, ids_B)
+        rows = x_BTD.shape[0]
+        x_BN = x_BTD.detach().reshape(rows, -1)
+        self.gauge.count(known=0, cold=rows)
+        with written_on(x_BN.device, wire) as near:
+            wire_BW = near.view(rows, -1)
+            self.codec.encode(x_BN, wire_BW, noise=noise)
+            if rows and self.gauge.wants(known=False):
+                decoded_1N = torch.empty(1, x_BN.shape[1], device=x_BN.device)
+                self.codec.decode(wire_BW[:1], decoded_1N)
+                self.gauge.measure(x_BN[:1], decoded_1N)
+
+    def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
+        """Fill `out_BTD`."""
+        rows = out_BTD.shape[0]
+        near = brought_to(out_BTD.device, wire)
+        self.codec.decode(near.view(rows, -1), out_BTD.view(rows, -1))
+
+    def finish_step(self, *, keep: bool) -> None:
+        """Nothing was learned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: there is no state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+def raw(cast: CastFormat = "fp32") -> Stateless:
+    """The boundary that only casts; with fp32 activations and `fp32` it is lossless."""
+    return Stateless(Cast(cast))

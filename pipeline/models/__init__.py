@@ -1,0 +1,1 @@
+"""Transformers as chains of blocks: our own, and torchgpipe inside a stage."""

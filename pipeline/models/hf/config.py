@@ -1,0 +1,200 @@
+"""Settings of a Hugging Face model, and what its folder's config.json says of its shape."""
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from thinpipe.pipeline.models.hf.families import family_of
+from thinpipe.pipeline.models.hf.shards import Shards
+
+_ROBERTA_LIKE = ("roberta",)
+_HEADS = ("summary_", "classifier_", "pooler_")  # rates of task heads
+
+
+class LoraConfig(BaseModel):
+    """Train low-rank additions to some linear layers; everything else is frozen.
+
+    `targets` are names of modules, by default peft's for the family. The addition is scaled by
+    `alpha / rank`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(default=8, ge=1)
+    alpha: int = Field(default=16, ge=1)
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    targets: tuple[str, ...] | None = None
+
+
+class HuggingFaceConfig(BaseModel):
+    """A model of the transformers library, from a folder on disk.
+
+    `pretrained` is a folder with config.json and safetensors weights; `config` one of which only
+    config.json is read, for random weights; it wins over `pretrained`. `task = "classification"`
+    puts a head of `classes` classes on an encoder. `dropout` replaces every dropout rate of the
+    folder's config. With `tie_embeddings = "exact"` a tied head stays equal to the embedding when
+    a cut separates them; "untied" lets the copies part.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pretrained: str | None = None
+    config: str | None = None
+    task: Literal["language", "classification"] = "language"
+    classes: int | None = Field(default=None, ge=2)
+    dropout: float | None = Field(default=None, ge=0.0, lt=1.0)
+    activation_checkpointing: bool = False
+    tie_embeddings: Literal["untied", "exact"] = "untied"
+    lora: LoraConfig | None = None
+
+    @field_validator("pretrained", "config")
+    @classmethod
+    def _absolute(cls, folder: str | None) -> str | None:
+        return folder and str(Path(folder).expanduser().resolve())
+
+    @model_validator(mode="after")
+    def _can_be_cut(self) -> "HuggingFaceConfig":
+        if self.folder is None:
+            raise ValueError("pretrained or config: name the model's folder")
+        self._check_folder(self.folder)
+        config = self.transformers_config
+        try:
+            needed = family_of(config).task
+        except ValueError as error:
+            raise ValueError(f"{self.folder / 'config.json'}: {error}") from None
+        if self.task != needed:
+            raise ValueError(
+                f"task = {self.task!r}: {config.model_type} is made for task = {needed!r}; use it"
+            )
+        if (self.task == "classification") != (self.classes is not None):
+            raise ValueError(
+                f"task = {self.task!r}, classes = {self.classes}: a classification head, and no "
+                "other, needs a number of classes"
+            )
+        if self.tie_embeddings == "exact" and not self.ties_embeddings:
+            raise ValueError(
+                'tie_embeddings = "exact": the head of this model is no copy of its embedding; '
+                "leave it out"
+            )
+        return self
+
+    @property
+    def folder(self) -> Path | None:
+        """Where config.json is."""
+        place = self.config or self.pretrained
+        return Path(place) if place else None
+
+    @property
+    def weights(self) -> Shards | None:
+        """Weights to start from; None for random ones."""
+        return Shards(Path(self.pretrained)) if self.pretrained and not self.config else None
+
+    @property
+    def layers(self) -> int:
+        """Number of blocks."""
+        return int(self.transformers_config.num_hidden_layers)
+
+    @property
+    def width(self) -> int:
+        """Channels of the hidden states."""
+        return int(self.transformers_config.hidden_size)
+
+    @property
+    def vocab(self) -> int:
+        """Number of token ids."""
+        return int(self.transformers_config.vocab_size)
+
+    @property
+    def context(self) -> int:
+        """Longest sequence in tokens."""
+        config = self.transformers_config
+        # RoBERTa numbers positions from padding_idx + 1.
+        unused = config.pad_token_id + 1 if config.model_type in _ROBERTA_LIKE else 0
+        return int(config.max_position_embeddings) - unused
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the head is a copy of the embedding."""
+        return self.task == "language" and bool(self.transformers_config.tie_word_embeddings)
+
+    @property
+    def largest_dropout(self) -> float:
+        """The largest dropout rate of the blocks."""
+        config = self.transformers_config
+        names = [n for n in _dropout_names(config) if not n.startswith(_HEADS)]
+        rates = [getattr(config, name) for name in names]
+        return max((float(rate or 0.0) for rate in rates), default=0.0)
+
+    def notices(self, *, cut: bool) -> list[str]:
+        """What a user should know of this model before a run; `cut` says that it is cut."""
+        found = []
+        if self.pretrained and self.config:
+            found.append(
+                "note: model.config is set, so weights are random and model.pretrained is not read"
+            )
+        shared = family_of(self.transformers_config).shared
+        if cut and shared:
+            found.append(
+                f"note: {', '.join(shared)} are used by every stage; they are frozen, so that "
+                "their copies stay equal"
+            )
+        return found
+
+    def digest(self) -> str:
+        """SHA-256 of config.json and of the names of the weights, which all hosts must share."""
+        assert self.folder is not None
+        digest = hashlib.sha256((self.folder / "config.json").read_bytes())
+        if self.weights is not None:
+            digest.update(self.weights.digest().encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def transformers_config(self) -> Any:
+        """The transformers library's config, with the overrides of this one; do not change it.
+
+        Raises:
+            ImportError: transformers is not installed.
+            ValueError: config.json is not one of a model that the library knows.
+        """
+        assert self.folder is not None
+        config = _read(self.folder)
+        if self.dropout is not None:
+            for name in _dropout_names(config):
+                setattr(config, name, self.dropout)
+        if self.classes is not None:
+            config.num_labels = self.classes
+        return config
+
+    def _check_folder(self, folder: Path) -> None:
+        setting = "config" if self.config else "pretrained"
+        if not folder.is_dir():
+            raise ValueError(
+                f'{setting} = "{folder}": no such folder, and nothing is downloaded here; run '
+                "`hf download NAME --local-dir FOLDER` first and name that folder"
+            )
+        if not (folder / "config.json").is_file():
+            raise ValueError(
+                f'{setting} = "{folder}": holds no config.json; name a model\'s folder'
+            )
+        if self.weights is not None:
+            _ = self.weights.files
+
+
+def _read(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _dropout_names(config: Any) -> list[str]:
+    return [
+        name
+        for name, rate in config.to_dict().items()
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(rate, float | int | None)
+    ]

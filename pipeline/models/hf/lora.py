@@ -1,0 +1,132 @@
+"""LoRA: low-rank additions to the linear layers of a stage, by peft.
+
+Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022 (arXiv 2106.09685),
+section 4.1: W0 + (alpha / r) B A, with A random and B zero at the start.
+
+Axes: O outputs, I inputs, R rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinpipe.pipeline.models.hf.config import LoraConfig
+from thinpipe.pipeline.models.hf.init import seeded
+
+_ADAPTER = "default"  # peft's own name for the only one
+
+
+def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
+    """Add adapters to the blocks in place and freeze the rest, task heads apart.
+
+    Their random values depend on the seed and their names.
+
+    Raises:
+        ImportError: peft is not installed.
+        ValueError: a target names no linear layer, or peft has no default for the family.
+    """
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    targets = config.targets or _default_targets(model.config.model_type)
+    heads = _heads(model)
+    options = PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=list(targets),
+        exclude_modules=heads,
+        fan_in_fan_out=stores_inputs_first(model),
+    )
+    with torch.random.fork_rng(devices=[]):
+        try:
+            inject_adapter_in_model(options, model, adapter_name=_ADAPTER)
+        except ValueError as error:
+            raise _no_such_target(model, targets, targets) from error
+    for name, module in model.named_modules():
+        if hasattr(module, "reset_lora_parameters"):
+            with seeded(seed, f"{name}.lora"):
+                module.reset_lora_parameters(_ADAPTER, init_lora_weights=True)
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        for name in heads:
+            model.get_submodule(name).requires_grad_(True)
+
+
+def check_targets(model: Any, config: LoraConfig) -> None:
+    """Check that every target is there; `model` is whole, as a stage's blocks may lack some.
+
+    Raises:
+        ValueError: a target names no linear layer of a block.
+    """
+    names = [f".{name}" for name in _linear_layers(model)]
+    targets = config.targets or ()
+    missing = [t for t in targets if not any(name.endswith(f".{t}") for name in names)]
+    if missing:
+        raise _no_such_target(model, targets, missing)
+
+
+def _no_such_target(model: Any, targets: Sequence[str], missing: Sequence[str]) -> ValueError:
+    there = list(dict.fromkeys(name.rpartition(".")[2] for name in _linear_layers(model)))
+    return ValueError(
+        f"model.lora.targets = {list(targets)}: no linear layers of a block: {list(missing)}; "
+        f"use some of {there}"
+    )
+
+
+def _linear_layers(model: Any) -> list[str]:
+    from transformers.pytorch_utils import Conv1D
+
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and name.partition(".")[0] not in _heads(model)
+    ]
+
+
+def _heads(model: Any) -> list[str]:
+    return [name for name, _ in model.named_children() if name != model.base_model_prefix]
+
+
+def stores_inputs_first(model: Any) -> bool:
+    """Whether the linear layers of the blocks are stored [I, O], as GPT-2's are."""
+    from transformers.pytorch_utils import Conv1D
+
+    return any(isinstance(module, Conv1D) for module in model.modules())
+
+
+def merge_lora(
+    tensors: Mapping[str, Tensor], config: LoraConfig, *, inputs_first: bool
+) -> dict[str, Tensor]:
+    """Weights without adapters: W0 + (alpha / r) B A, under the names of the plain model.
+
+    `inputs_first` says that weights are stored [in, out], as GPT-2's are. A layer that was not
+    trained keeps its bytes.
+    """
+    merged = {}
+    for name, tensor in tensors.items():
+        if ".lora_" in name:
+            continue
+        place, dot, kind = name.rpartition(".base_layer.")
+        if dot and kind == "weight":
+            a_RI = tensors[f"{place}.lora_A.{_ADAPTER}.weight"]
+            b_OR = tensors[f"{place}.lora_B.{_ADAPTER}.weight"]
+            if b_OR.any():
+                change_OI = (b_OR.double() @ a_RI.double()) * (config.alpha / config.rank)
+                change = change_OI.T if inputs_first else change_OI
+                tensor = (tensor.double() + change).to(tensor.dtype)
+        merged[f"{place}.{kind}" if dot else name] = tensor
+    return merged
+
+
+def _default_targets(model_type: str) -> list[str]:
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
+
+    targets = DEFAULTS.get(model_type)
+    if targets is None:
+        raise ValueError(
+            f"model.lora.targets: peft has no default for {model_type}; name its linear layers, "
+            'for example ["q_proj", "v_proj"]'
+        )
+    return list(targets)

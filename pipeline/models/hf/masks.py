@@ -1,0 +1,99 @@
+"""Packed examples and prefixes for models of the transformers library.
+
+A family's forward makes a mask from padding and counts positions from 0. It passes on a mask of
+four dimensions as it is, and takes positions, so both are made here, as for our own model. A family
+is listed once `tests/pipeline/models/hf/test_masks.py` shows that an example in a pack gets the
+logits it has alone.
+
+Axes: B samples, T tokens, Q asking tokens, K answering tokens.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.models.attention import positions, visible
+from thinpipe.pipeline.models.hf.families import family_of
+
+_FAMILIES = (
+    *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "olmo"),
+    *("olmo2", "opt", "phi", "phi3", "qwen2", "qwen3"),
+)
+_REMEDY = 'use packing = false and objective = "causal"'
+
+
+def needs_mask(samples: Samples) -> bool:
+    """Whether a family's own mask, of padding alone, would be wrong."""
+    return samples.segments_BT is not None or samples.prefix_BT is not None
+
+
+def check_masks(config: Any, tokens: int) -> None:
+    """Check that sequences of so many tokens may be packed and have prefixes.
+
+    Raises:
+        ValueError: the family (of this transformers config) cannot, or not in such long sequences.
+    """
+    reason = _refusal(config)
+    if reason is not None:
+        raise ValueError(
+            f"model_type = {config.model_type!r}: {reason}, so packed examples and prefixes are "
+            f"not made for it; {_REMEDY}, or a model of {', '.join(_FAMILIES)}"
+        )
+    for setting, most in _limits(config).items():
+        if tokens > most:
+            raise ValueError(
+                f"model_type = {config.model_type!r}, {setting} = {most}: sequences of {tokens} "
+                f"tokens are longer, and packed examples and prefixes are not made beyond that; "
+                f"use a sequence_length of at most {most}, or {_REMEDY}"
+            )
+
+
+def mask_inputs(
+    samples: Samples, tokens: int, *, attention: str, device: torch.device
+) -> dict[str, Tensor]:
+    """What a family's forward is given for packed examples or prefixes.
+
+    `attention` is the model's kind of attention, "eager" or "sdpa".
+
+    Raises:
+        ValueError: another kind; its kernels take no mask of ours.
+    """
+    seen_B1QK = visible(samples, tokens, causal=True, device=device)
+    assert seen_B1QK is not None, "there are segments or prefixes"
+    if attention == "eager":  # adds what it is given
+        least = torch.finfo(torch.float32).min
+        seen_B1QK = torch.zeros(seen_B1QK.shape, device=device).masked_fill(~seen_B1QK, least)
+    elif attention != "sdpa":
+        raise ValueError(
+            f"attn_implementation = {attention!r}: it takes no masks of packed examples and "
+            f'prefixes; use "sdpa" or "eager" in config.json, or {_REMEDY}'
+        )
+    places_BT = positions(samples, tokens, device=device).expand(len(samples.ids_B), tokens)
+    return {"attention_mask": seen_B1QK, "position_ids": places_BT}
+
+
+def _refusal(config: Any) -> str | None:
+    if family_of(config).task == "classification":
+        return "it is an encoder, which reads one text at a time"
+    if config.model_type == "gpt_neo":
+        return "its blocks add causal and local masks of their own"
+    if config.model_type not in _FAMILIES:
+        return "nobody has tested that it takes masks and positions from outside"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "with use_bidirectional_attention it is no causal model"
+    return None
+
+
+def _limits(config: Any) -> dict[str, int]:
+    """Longest sequences in which no block needs a mask, or an example a position, of its own."""
+    found = {}
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    window = getattr(config, "sliding_window", None)
+    if window is not None and "sliding_attention" in kinds:
+        found["sliding_window"] = int(window)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # the longest example of a batch decides the rotation
+        found["original_max_position_embeddings"] = int(rope["original_max_position_embeddings"])
+    return found

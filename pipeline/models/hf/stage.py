@@ -1,0 +1,200 @@
+"""A Hugging Face transformer cut between any two blocks, each stage with its own part only.
+
+The whole model is laid out on the meta device; a stage keeps its blocks under their indices in the
+whole model, parts that only the ends need are taken out (`families.py`), and the family's own
+forward runs on what is left. Nothing but hidden states crosses a cut.
+
+Axes: B samples, T tokens, D width, V vocabulary, C classes.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+from thinpipe.pipeline.models.hf.families import (
+    Family,
+    IndexedBlocks,
+    check_passes_through,
+    family_of,
+    in_table,
+    take_out,
+)
+from thinpipe.pipeline.models.hf.init import initialise
+from thinpipe.pipeline.models.hf.lora import add_lora, check_targets
+from thinpipe.pipeline.models.hf.masks import check_masks, mask_inputs, needs_mask
+from thinpipe.pipeline.models.hf.weights import Sources
+
+
+class HuggingFaceStage(nn.Module):
+    """Blocks `first` to `stop - 1` of a model. Parameters carry the names of the whole model."""
+
+    wants_samples = True
+
+    def __init__(self, model: Any, config: HuggingFaceConfig, first: int, stop: int) -> None:
+        super().__init__()
+        self.model = model
+        self._config = config
+        self._is_first, self._is_last = first == 0, stop == config.layers
+        self._settings = {"return_dict": True}
+        if config.task == "language":
+            self._settings["use_cache"] = False
+
+    def forward(self, x: Tensor, samples: Samples) -> Tensor:
+        """Map token ids [B, T] (first stage) or hidden states [B, T, D] onwards.
+
+        Returns hidden states [B, T, D], or on the last stage logits [B, T, V] or [B, C]; never a
+        view, so that schedules may detach the result in place.
+
+        Raises:
+            ValueError: the samples are packed or have prefixes, and the family cannot do it.
+        """
+        given: dict[str, Any] = {"input_ids" if self._is_first else "inputs_embeds": x}
+        if needs_mask(samples):
+            check_masks(self._config.transformers_config, x.shape[1])
+            attention = self.model.config._attn_implementation
+            given |= mask_inputs(samples, x.shape[1], attention=attention, device=x.device)
+        else:
+            given["attention_mask"] = samples.mask_BT
+        if self._is_last:
+            out: Tensor = self.model(**given, **self._settings).logits
+        else:
+            out = self.model.base_model(**given, **self._settings).last_hidden_state
+        return out.clone() if out._is_view() else out
+
+    def tied_weight(self) -> nn.Parameter | None:
+        """Return the weight this stage shares with another one; None when there is none here.
+
+        When one stage holds both the embedding and the head, this is the parameter of both.
+        """
+        if self._config.tie_embeddings == "untied":
+            return None
+        if self._is_first:
+            weight: nn.Parameter = self.model.get_input_embeddings().weight
+            return weight
+        return self.model.get_output_embeddings().weight if self._is_last else None
+
+    def share_tied_weight(self, weight: nn.Parameter) -> None:
+        """Make the head use a weight that another stage of this process holds."""
+        self.model.get_output_embeddings().weight = weight
+
+
+def build_stage(
+    config: HuggingFaceConfig, first: int, stop: int, *, seed: int, device: torch.device | str
+) -> HuggingFaceStage:
+    """Build the stage that holds blocks `first` to `stop - 1`; read or draw only its weights.
+
+    Random values depend on the seed and the module's name, not on the cut; torch's global random
+    state is left alone. On the meta device no weights are read.
+
+    Raises:
+        ValueError: no such range of layers, or the family cannot be cut.
+        ShardError: a weight is missing, unreadable or of another shape.
+    """
+    if not 0 <= first < stop <= config.layers:
+        raise ValueError(
+            f"first = {first}, stop = {stop}: not a non-empty range of the model's "
+            f"{config.layers} layers; use 0 <= first < stop <= {config.layers}"
+        )
+    family = family_of(config.transformers_config)
+    model = lay_out(config)
+    sources = Sources(config.weights, model, family) if config.weights else None
+    tied_to = _embedding(model) if config.ties_embeddings else None
+    _keep(model, family, first, stop)
+    if torch.device(device).type != "meta":
+        model.to_empty(device="cpu")
+        if first == 0 and stop == config.layers:
+            model.tie_weights()  # to_empty gave every parameter memory of its own
+        initialise(model, seed=seed, tied_to=tied_to)
+        if sources is not None:
+            sources.load(model)
+    if stop - first < config.layers:
+        _freeze(model.base_model, family.shared)  # else the copies of the stages would part
+    if config.activation_checkpointing:
+        # the second name is that of older releases
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+    if config.lora is not None:
+        add_lora(model, config.lora, seed=seed)
+    # last, so that random values are the CPU's
+    return HuggingFaceStage(model.to(device), config, first, stop)
+
+
+def check_folder(config: HuggingFaceConfig) -> None:
+    """Check that the model can be cut and that its weights are all there; reads only headers.
+
+    Raises:
+        ValueError: the family cannot be cut, or LoRA finds no layer.
+        ShardError: a tensor or file is missing, damaged or of another shape.
+    """
+    model = lay_out(config)
+    if config.weights is not None:
+        Sources(config.weights, model, family_of(config.transformers_config)).check()
+    if config.lora is not None:
+        check_targets(model, config.lora)
+        add_lora(model, config.lora, seed=0)
+
+
+def lay_out(config: HuggingFaceConfig) -> Any:
+    """The whole model without memory, on the meta device, checked to be one that can be cut."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    factory: Any = AutoModelForCausalLM
+    if config.task == "classification":
+        factory = AutoModelForSequenceClassification
+    settings = copy.deepcopy(config.transformers_config)  # stages change theirs
+    if not in_table(settings.model_type):
+        _check_plan(factory, settings)
+    with torch.device("meta"):
+        model = factory.from_config(settings, dtype=torch.float32)
+    model.tie_weights()  # transformers 5.0 leaves that out on the meta device
+    return model
+
+
+def _check_plan(factory: Any, settings: Any) -> None:
+    """Run the parts of the model that are no block and belong to no end; they must do nothing."""
+    settings = copy.deepcopy(settings)
+    family = family_of(settings)
+    with torch.device("meta"):
+        model = factory.from_config(settings, dtype=torch.float32)
+    base = model.base_model
+    _keep_blocks(base, family, 0, 0)
+    take_out(base, {**family.first, **family.last})
+    base.to_empty(device="cpu")
+    initialise(base, seed=0, tied_to=None)
+    check_passes_through(base, width=settings.hidden_size)
+
+
+def _keep(model: Any, family: Family, first: int, stop: int) -> None:
+    base = model.base_model
+    whole = len(base.get_submodule(family.blocks))
+    _keep_blocks(base, family, first, stop)
+    if first > 0:
+        take_out(base, family.first)
+    if stop < whole:
+        take_out(base, family.last)
+        for name, _ in list(model.named_children()):  # heads: everything beside the base model
+            if name != model.base_model_prefix:
+                setattr(model, name, nn.Identity())
+
+
+def _keep_blocks(base: Any, family: Family, first: int, stop: int) -> None:
+    parent, _, name = family.blocks.rpartition(".")
+    blocks = base.get_submodule(family.blocks)
+    setattr(base.get_submodule(parent), name, IndexedBlocks(blocks, first, stop))
+    if getattr(base.config, "layer_types", None):  # kinds of masks, looked up by position
+        base.config.layer_types = base.config.layer_types[first:stop]
+
+
+def _embedding(model: Any) -> tuple[str, nn.Embedding]:
+    embedding = model.get_input_embeddings()
+    return next(n for n, module in model.named_modules() if module is embedding), embedding
+
+
+def _freeze(base: nn.Module, paths: tuple[str, ...]) -> None:
+    for name, parameter in base.named_parameters():
+        if name.startswith(tuple(f"{path}." for path in paths)):
+            parameter.requires_grad_(False)

@@ -1,0 +1,156 @@
+"""A stage's own weights from a model folder: only its tensors, only from files that hold them."""
+
+import logging
+import re
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinpipe.pipeline.models.hf.families import Family
+from thinpipe.pipeline.models.hf.shards import INDEX, SINGLE, ShardError, Shards
+
+_log = logging.getLogger(__name__)
+
+
+class Sources:
+    """Where the tensors of a whole model are on disk, where they may have other names."""
+
+    def __init__(self, shards: Shards, whole: Any, family: Family) -> None:
+        """`whole` is the uncut model, which may lie on the meta device.
+
+        Raises:
+            ShardError: the folder holds other layers than the config says, or a layout that is
+                converted on loading (merged experts, for example).
+        """
+        self.shards = shards
+        base = whole.base_model_prefix
+        self._blocks = re.compile(rf"(?:{base}\.)?{re.escape(family.blocks)}\.(\d+)\.")
+        self._layers = int(whole.config.num_hidden_layers)
+        self._optional = _optional_names(whole)
+        self._tied = tied_names(whole)
+        self._whole = whole.state_dict()
+        self.on_disk = self._match(whole)
+
+    def load(self, model: Any) -> None:
+        """Fill the parameters of a cut (or whole) model.
+
+        Task heads and poolers that the folder lacks keep their random values, and are logged.
+
+        Raises:
+            ShardError: a tensor is missing, unreadable or of another shape.
+        """
+        wanted: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
+        for name, tensor in model.state_dict().items():
+            source = self._source(name)
+            if source is not None:
+                wanted[source].append((name, tensor))
+            elif name not in self._optional:
+                raise self._missing(name)
+            else:
+                _log.warning("%s is not in %s: it starts random", name, self.shards.folder)
+        with torch.no_grad():
+            for source, stored in self.shards.read(list(wanted)):
+                for name, tensor in wanted[source]:
+                    self._check_shape(source, name, list(stored.shape), list(tensor.shape))
+                    tensor.copy_(stored)
+
+    def check(self) -> None:
+        """Check every tensor of the whole model by the files' headers; needs all files.
+
+        Raises:
+            ShardError: a tensor or file is missing, damaged or of another shape.
+        """
+        shapes = self.shards.shapes(list(self.on_disk.values()))
+        for name, tensor in self._whole.items():
+            source = self._source(name)
+            if source is None and name not in self._optional:
+                raise self._missing(name)
+            if source is not None:
+                self._check_shape(source, name, shapes[source], list(tensor.shape))
+
+    def _source(self, name: str) -> str | None:
+        return self.on_disk.get(name) or self.on_disk.get(self._tied.get(name, ""))
+
+    def _match(self, whole: Any) -> dict[str, str]:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            rename_source_key,
+        )
+
+        rules = get_model_conversion_mapping(whole)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        names = whole.state_dict()
+        found = {}
+        for stored in self.shards.files:
+            name, converter = rename_source_key(
+                stored, renamings, converters, whole.base_model_prefix, names
+            )
+            if name in names:
+                if converter is not None:
+                    raise ShardError(
+                        f"{self._file(stored)}: {stored} is stored in a layout that is converted "
+                        f"on loading ({converter}); load and save the model once with transformers"
+                    )
+                found[name] = stored
+            else:
+                self._check_layer(stored, name)
+        return found
+
+    def _check_layer(self, stored: str, name: str) -> None:
+        block = self._blocks.match(name)
+        if block is not None and int(block[1]) >= self._layers:
+            raise ShardError(
+                f"{self._file(stored)}: holds {stored}, but config.json says that there are only "
+                f"{self._layers} layers; use the config.json that belongs to these weights"
+            )
+
+    def _missing(self, name: str) -> ShardError:
+        block = self._blocks.match(name)
+        held = [int(found[1]) for known in self.on_disk if (found := self._blocks.match(known))]
+        if block is not None and held and int(block[1]) > max(held):
+            why = (
+                f"config.json says {self._layers} layers, the files hold {max(held) + 1}; use the "
+                "config.json that belongs to these weights"
+            )
+        else:
+            why = "no file holds it; use the weights that belong to this config.json"
+        index = INDEX if (self.shards.folder / INDEX).is_file() else SINGLE
+        return ShardError(f"{self.shards.folder / index}: {name} is missing: {why}")
+
+    def _check_shape(self, source: str, name: str, stored: list[int], wanted: list[int]) -> None:
+        if stored != wanted:
+            raise ShardError(
+                f"{self._file(source)}: {source} has shape {stored}, but config.json gives {name} "
+                f"{wanted}; use the config.json that belongs to these weights"
+            )
+
+    def _file(self, stored: str) -> str:
+        return str(self.shards.folder / self.shards.files[stored])
+
+
+def tied_names(whole: Any) -> dict[str, str]:
+    """Parameters that are a copy of an earlier one, and which."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(p), name) for name, p in _parameters(whole)}
+    return {name: source for name, source in names.items() if name != source}
+
+
+def _parameters(model: nn.Module) -> Any:
+    return model.named_parameters(remove_duplicate=False)
+
+
+def _optional_names(whole: Any) -> set[str]:
+    """What a model that was trained for another task need not have: a classifier and its pooler."""
+    if not type(whole).__name__.endswith("ForSequenceClassification"):
+        return set()
+    base = whole.base_model_prefix + "."
+    return {
+        name
+        for name in whole.state_dict()
+        if not name.startswith(base) or name.startswith(base + "pooler.")
+    }

@@ -1,0 +1,137 @@
+"""What every rank tells every other after a step: one vector of numbers, in one network hop."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinpipe.pipeline.cache_consistency import Agreement, Healed, Settled
+from thinpipe.pipeline.comm.channel import BACKWARD, FORWARD
+from thinpipe.pipeline.comm.error_stats import SUMS, Signal, signal
+from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.stage import COMPUTE_KINDS, CompressedStage
+
+_SCALARS = 6
+_COUNTS = 3  # of a direction: bytes, messages, values
+
+
+@dataclass(frozen=True)
+class WireTotal:
+    """One step's traffic of one direction of a cut, over all replicas, and what was measured."""
+
+    cut: int
+    direction: int
+    nbytes: int
+    messages: int
+    values: int
+    signal: Signal
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """A step as all ranks see it. `loss` is the mean over the tokens of all replicas.
+
+    `bubble` is the part of the step that the ranks did not compute, averaged over ranks.
+    `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
+    `control_bytes` the size of the exchange of these numbers and of what healing took, both over
+    all ranks. `healed` counts samples of the next step whose memories differed or were lost.
+    `notes` is what the guard says.
+    """
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    skipped: bool
+    seconds: float
+    bubble: float
+    wire: tuple[WireTotal, ...]
+    sync_bytes: int
+    control_bytes: int
+    healed: Healed = ()
+    notes: tuple[str, ...] = ()
+
+
+class StepReport:
+    """Collects this rank's numbers and shares them."""
+
+    def __init__(self, mesh: Mesh, stages: Sequence[CompressedStage], cuts: Sequence[int]) -> None:
+        """`cuts` are all cuts of the pipeline, so that every rank lays its vector out alike."""
+        self._mesh, self._stages, self._cuts = mesh, stages, tuple(cuts)
+        self._sync_bytes = 0
+        self._coming_B = torch.empty(0, dtype=torch.int64)
+        self.agreement = Agreement(mesh, stages, cuts)
+
+    def begin_step(self, ids_B: torch.Tensor, upcoming_B: torch.Tensor) -> None:
+        """Count traffic from here on: what evaluation sent is no part of a step.
+
+        `ids_B` are this step's samples and `upcoming_B` the next one's, which memories fetch.
+        """
+        self._coming_B = upcoming_B[~torch.isin(upcoming_B, ids_B)]
+        self.agreement.prefetch(upcoming_B)
+        for stage in self._stages:
+            for channel in stage.channels.all():
+                channel.take_traffic()
+                channel.take_sums()
+
+    def share(
+        self, *, loss: float, tokens: int, square_norm: float, seconds: float, sync_bytes: int
+    ) -> StepTotals:
+        """Tell the other ranks; `sync_bytes` counts from the start of the run."""
+        busy = math.fsum(
+            event.end_s - event.start_s
+            for stage in self._stages
+            for event in stage.events()
+            if event.kind in COMPUTE_KINDS
+        )
+        sync_step, self._sync_bytes = sync_bytes - self._sync_bytes, sync_bytes
+        first = self._mesh.position == 0
+        scalars = [loss, tokens if first else 0, square_norm, busy, seconds, sync_step]
+        held = self.agreement.numbers(self._coming_B)
+        mine = torch.tensor([*scalars, *held, *self._traffic()], dtype=torch.float64)
+        all_WN = self._mesh.share(mine)
+        held_WN = all_WN[:, _SCALARS : _SCALARS + len(held)]
+        return self._totals(all_WN, self.agreement.settle(held_WN, self._coming_B))
+
+    def _totals(self, all_WN: torch.Tensor, settled: Settled) -> StepTotals:
+        loss, tokens, _, _, _, sync_bytes = all_WN[:, :_SCALARS].sum(0).tolist()
+        replica_norms = all_WN[:, 2].view(self._mesh.replicas, -1).sum(1).sqrt()
+        seconds = float(all_WN[:, 4].max())
+        finite = bool(torch.isfinite(replica_norms).all()) and math.isfinite(loss)
+        return StepTotals(
+            loss=loss,
+            tokens=int(tokens),
+            grad_norm=float(replica_norms[self._mesh.replica]),
+            skipped=not finite,
+            seconds=seconds,
+            bubble=1.0 - float(all_WN[:, 3].mean()) / seconds,
+            wire=self._wire(all_WN[:, _SCALARS + self.agreement.size :].sum(0)),
+            sync_bytes=int(sync_bytes),
+            control_bytes=self._mesh.shared_nbytes(all_WN) + settled.nbytes,
+            healed=settled.healed,
+        )
+
+    def _traffic(self) -> list[float]:
+        sent: dict[tuple[int, int], list[float]] = {}
+        for stage in self._stages:
+            for channel in (stage.channels.activations_out, stage.channels.gradients_out):
+                if channel is not None:
+                    traffic = channel.take_traffic()
+                    counts = [traffic.nbytes, traffic.messages, traffic.values]
+                    sent[channel.cut, channel.direction] = counts + channel.take_sums()
+        nothing = [0.0] * (_COUNTS + SUMS)
+        return [number for place in self._places() for number in sent.get(place, nothing)]
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [(cut, direction) for cut in self._cuts for direction in (FORWARD, BACKWARD)]
+
+    def _wire(self, sums: torch.Tensor) -> tuple[WireTotal, ...]:
+        rows = sums.view(-1, _COUNTS + SUMS).tolist()
+        return tuple(
+            _wire_total(*place, row) for place, row in zip(self._places(), rows, strict=True)
+        )
+
+
+def _wire_total(cut: int, direction: int, sums: Sequence[float]) -> WireTotal:
+    nbytes, messages, values = map(int, sums[:_COUNTS])
+    return WireTotal(cut, direction, nbytes, messages, values, signal(sums[_COUNTS:]))

@@ -1,0 +1,1 @@
+"""Kernels for CPUs, compiled by numba; `llvm/` holds those written in LLVM's vector types."""

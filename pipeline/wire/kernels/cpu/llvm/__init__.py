@@ -1,0 +1,1 @@
+"""Loops over explicit SIMD vectors: numba intrinsics that emit LLVM IR."""

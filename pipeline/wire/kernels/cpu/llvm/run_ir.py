@@ -1,0 +1,136 @@
+"""Runs of neighbouring values as numba intrinsics, and kept values between their zeros.
+
+See `vector_ir.py` for the vectors and for how an array's element type tells its format.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
+    I16,
+    I64,
+    Builder,
+    Value,
+    _call,
+    _from_float,
+    _Operand,
+    _steps,
+    quiet,
+    store,
+    vector,
+)
+
+CHUNK = 16
+_F32 = ir.FloatType()
+_FLAGS = ir.VectorType(ir.IntType(1), CHUNK)
+
+
+def _operands(context: Any, b: Builder, kinds: Any, args: Any) -> tuple[list[_Operand], Value]:
+    """All arguments but the last as operands; the last is their starts, then the count."""
+    *starts, count = cgutils.unpack_tuple(b, args[-1])
+    arrays = zip(kinds[:-1], args[:-1], strict=True)
+    operands = [
+        _Operand(context, b, array, start) for array, start in zip(arrays, starts, strict=True)
+    ]
+    return operands, count
+
+
+def _write(b: Builder, value: Value, target: _Operand, index: Value, mask: Value) -> None:
+    """Store fp32 values in the target's format."""
+    store(b, _from_float(b, quiet(b, value), target.element), target.at(index), mask)
+
+
+@intrinsic
+def take_run(typing: Any, x: Any, base: Any, out: Any, at: Any) -> Any:
+    """out := x - base, or x if base is None; `at` = (x start, base start, out start, count)."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        (x_op, base_op, out_op), count = _operands(context, b, signature.args, args)
+
+        def body(index: Value, mask: Value) -> None:
+            value = x_op.values(index, mask)
+            if base_op:
+                value = b.fsub(value, base_op.values(index, mask))
+            store(b, value, out_op.at(index), mask)
+
+        _steps(b, count, body)
+        return context.get_dummy_value()
+
+    return types.void(x, base, out, at), codegen
+
+
+@intrinsic
+def put_run(typing: Any, value: Any, out: Any, at: Any) -> Any:
+    """out := value, in the format of out; `at` = (value start, out start, count)."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        (value_op, out_op), count = _operands(context, b, signature.args, args)
+
+        def body(index: Value, mask: Value) -> None:
+            _write(b, value_op.values(index, mask), out_op, index, mask)
+
+        _steps(b, count, body)
+        return context.get_dummy_value()
+
+    return types.void(value, out, at), codegen
+
+
+@intrinsic
+def settle_run(typing: Any, sent: Any, mean: Any, x: Any, base: Any, at: Any) -> Any:
+    """left = (x - base) - sent; base += mean; x := base + left; `at` = four starts, count."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        operands, count = _operands(context, b, signature.args, args)
+        sent_op, mean_op, x_op, base_op = operands
+
+        def body(index: Value, mask: Value) -> None:
+            before = base_op.values(index, mask)
+            change = b.fsub(x_op.values(index, mask), before)
+            left = b.fsub(change, sent_op.values(index, mask))
+            _write(b, b.fadd(before, mean_op.values(index, mask)), base_op, index, mask)
+            _write(b, b.fadd(base_op.values(index, mask), left), x_op, index, mask)
+
+        _steps(b, count, body)
+        return context.get_dummy_value()
+
+    return types.void(sent, mean, x, base, at), codegen
+
+
+@intrinsic
+def expand_chunk(typing: Any, mask: Any, kept: Any, known: Any, out: Any, at: Any) -> Any:
+    """out := kept values where the mask's next 16 flags are set; elsewhere zero.
+
+    With `known` (`out` itself) values are added to it, and what is not flagged stays. `at` = (mask
+    byte, kept start, out start). Returns how many kept values were used.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        mask_at, kept_at, out_at = cgutils.unpack_tuple(b, args[4])
+        arrays = zip(signature.args, args[:4], (mask_at, kept_at, out_at, out_at), strict=False)
+        mask_op, kept_op, known_op, out_op = (
+            _Operand(context, b, (kind, value), start) for kind, value, start in arrays
+        )
+        word = b.load(b.bitcast(mask_op.at(I64(0)), ir.PointerType(I16)), typ=I16)
+        word.align = 1
+        flags, kind = b.bitcast(word, _FLAGS), vector(_F32, CHUNK)
+        values = _expanded(b, kept_op.at(I64(0)), flags)
+        target = b.bitcast(out_op.at(I64(0)), ir.PointerType(kind))
+        if known_op:
+            before = b.load(target, typ=kind)
+            before.align = 4
+            values = b.select(flags, b.fadd(before, values), before)
+        b.store(values, target).align = 4
+        return b.zext(_call(b, "llvm.ctpop.i16", I16, [word]), I64)
+
+    return types.int64(mask, kept, known, out, at), codegen
+
+
+def _expanded(b: Builder, source: Value, flags: Value) -> Value:
+    """The next values at `source` where flags are set, zero elsewhere."""
+    kind = vector(_F32, CHUNK)
+    zeros = ir.Constant(kind, [0.0] * CHUNK)
+    return _call(b, f"llvm.masked.expandload.v{CHUNK}f32", kind, [source, flags, zeros])

@@ -1,0 +1,437 @@
+"""Vector building blocks of the CPU kernels: numba intrinsics written in LLVM's vector types.
+
+Plain numba loops depend on the auto-vectorizer, which misses most of these; explicit vectors run
+2.5 to 3 times faster, compile 9 times faster and are legal on every CPU (LLVM splits them). An
+intrinsic works on `count` consecutive values of flat, C-contiguous arrays, in steps of 64 lanes;
+the last step is masked. The element type of an array tells its format: float32 is fp32, uint16 is
+bf16, int16 is fp16. Passing None for an optional array removes its code.
+
+Nothing here is fused or reordered: products and sums round once each, as the reference's do.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
+
+LANES = 64
+
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_F16, _F32 = ir.HalfType(), ir.FloatType()
+_NBYTES = {types.float32: 4, types.uint16: 2, types.int16: 2, types.uint8: 1}
+_AHEAD = 1024  # values: while a group is computed, the next block's cache lines are on their way
+_FORMATS = {types.float32: _F32, types.uint16: I16, types.int16: _F16, types.uint8: I8}
+
+_SOURCE = hashlib.sha256(
+    b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
+).hexdigest()[:12]
+
+Value = Any  # an llvmlite value; llvmlite has no type hints
+Builder = Any
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile on first use, without the GIL, and cache on disk.
+
+    numba finds cached code by file and qualified name, and looks for changes in that file only.
+    With a digest of all kernel sources in the name, code from another version is never found.
+    """
+    function.__qualname__ = f"{function.__qualname__}_{_SOURCE}"
+    wrapped: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy")(function)
+    return wrapped
+
+
+def vector(element: Value, lanes: int) -> Value:
+    """An LLVM vector type."""
+    return ir.VectorType(element, lanes)
+
+
+def filled(number: float, element: Value, lanes: int = LANES) -> Value:
+    """A vector of one number."""
+    return ir.Constant(vector(element, lanes), [number] * lanes)
+
+
+def splat(b: Builder, scalar: Value, lanes: int = LANES) -> Value:
+    """A vector of one value."""
+    undefined = ir.Constant(vector(scalar.type, lanes), ir.Undefined)
+    first = b.insert_element(undefined, scalar, I32(0))
+    return b.shuffle_vector(first, undefined, filled(0, I32, lanes))
+
+
+def _call(b: Builder, name: str, result: Value, args: list[Value]) -> Value:
+    known = b.module.globals.get(name)
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return b.call(known or ir.Function(b.module, kind, name), args)
+
+
+def pointer_to(context: Any, b: Builder, array: Any, index: Value) -> Value:
+    """Address of an element; `array` is a pair of numba type and value."""
+    kind, value = array
+    data = context.make_array(kind)(context, b, value).data
+    return b.gep(b.bitcast(data, ir.PointerType(_FORMATS[kind.dtype])), [index])
+
+
+def _load(b: Builder, pointer: Value, element: Value, mask: Value = None) -> Value:
+    """64 values as they are stored; lanes outside the mask are 0."""
+    kind = vector(element, LANES)
+    if mask is None:
+        loaded = b.load(b.bitcast(pointer, ir.PointerType(kind)), typ=kind)
+        loaded.align = 1
+        return loaded
+    zero = ir.Constant(kind, None)
+    name = f"llvm.masked.load.v{LANES}{_suffix(element)}.p0"
+    return _call(b, name, kind, [b.bitcast(pointer, ir.PointerType(kind)), I32(1), mask, zero])
+
+
+def store(b: Builder, value: Value, pointer: Value, mask: Value = None) -> None:
+    """Store, without regard to alignment; only lanes of the mask if there is one."""
+    address = b.bitcast(pointer, ir.PointerType(value.type))
+    if mask is None:
+        b.store(value, address).align = 1
+        return
+    name = f"llvm.masked.store.v{LANES}{_suffix(value.type.element)}.p0"
+    _call(b, name, ir.VoidType(), [value, address, I32(1), mask])
+
+
+def _suffix(element: Value) -> str:
+    return {_F32: "f32", _F16: "f16"}.get(element) or f"i{element.width}"
+
+
+def _to_float(b: Builder, stored: Value) -> Value:
+    element, lanes = stored.type.element, stored.type.count
+    if element == _F32:
+        return stored
+    if element == _F16:
+        return b.fpext(stored, vector(_F32, lanes))
+    wide = b.shl(b.zext(stored, vector(I32, lanes)), filled(16, I32, lanes))
+    return b.bitcast(wide, vector(_F32, lanes))
+
+
+def _from_float(b: Builder, value: Value, element: Value) -> Value:
+    """Round to nearest even. A NaN must have a zero low half, or it wraps around; see `quiet`."""
+    if element == _F32:
+        return value
+    if element == _F16:
+        return b.fptrunc(value, vector(_F16, LANES))
+    word = b.bitcast(value, vector(I32, LANES))
+    odd = b.and_(b.lshr(word, filled(16, I32)), filled(1, I32))
+    rounded = b.add(word, b.add(odd, filled(0x7FFF, I32)))
+    return b.trunc(b.lshr(rounded, filled(16, I32)), vector(I16, LANES))
+
+
+def quiet(b: Builder, value: Value) -> Value:
+    """Any NaN, such as a GPU's, whose bits are all ones, as the one that rounding keeps a NaN."""
+    canonical = filled(float("nan"), _F32)
+    return b.select(b.fcmp_unordered("uno", value, value), canonical, value)
+
+
+def _steps(b: Builder, count: Value, body: Callable[[Value, Value], None]) -> None:
+    """Run body(index, mask) for every 64 lanes; mask is None where all of them count."""
+    full = b.and_(count, count.type(-LANES))
+    with cgutils.for_range_slice(b, count.type(0), full, count.type(LANES)) as (index, _):
+        body(index, None)
+    with b.if_then(b.icmp_signed("<", full, count)):
+        rest = splat(b, b.trunc(b.sub(count, full), I32))
+        lane = ir.Constant(vector(I32, LANES), list(range(LANES)))
+        body(full, b.icmp_signed("<", lane, rest))
+
+
+class _Operand:
+    """An array argument and where the work starts in it; falsy for None."""
+
+    def __init__(self, context: Any, b: Builder, array: Any, start: Value) -> None:
+        self.kind, self._start = array[0], start
+        self._context, self._b, self._array = context, b, array
+
+    def __bool__(self) -> bool:
+        return not isinstance(self.kind, types.NoneType)
+
+    @property
+    def element(self) -> Value:
+        return _FORMATS[self.kind.dtype]
+
+    def at(self, index: Value) -> Value:
+        position = self._b.add(self._start, index)
+        return pointer_to(self._context, self._b, self._array, position)
+
+    def load(self, index: Value, mask: Value = None) -> Value:
+        return _load(self._b, self.at(index), self.element, mask)
+
+    def prefetch(self, index: Value) -> None:
+        """Ask for the cache lines of 64 values; past the end it does nothing."""
+        b, pointer = self._b, self._b.bitcast(self.at(index), ir.PointerType(I8))
+        size = LANES * _NBYTES[self.kind.dtype]
+        for line in range(0, size, 64):
+            args = [b.gep(pointer, [I64(line)]), I32(0), I32(3), I32(1)]  # read, keep, data
+            _call(b, "llvm.prefetch.p0", ir.VoidType(), args)
+
+    def values(self, index: Value, mask: Value) -> Value:
+        return _to_float(self._b, self.load(index, mask))
+
+
+def _difference(b: Builder, x: _Operand, m: _Operand, index: Value, mask: Value) -> Value:
+    value = x.values(index, mask)
+    return b.fsub(value, m.values(index, mask)) if m else value
+
+
+@intrinsic
+def extremes(typing: Any, x: Any, memory: Any, start: Any, memory_start: Any, count: Any) -> Any:
+    """Bit patterns of max(x - memory, 0) and of max(memory - x, 0), both as uint32.
+
+    As integers, patterns of one sign order like magnitudes, with infinity and NaN above all else:
+    the signed maximum is the largest positive value, the unsigned maximum the most negative one.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        kind = vector(I32, LANES)
+        x_op = _Operand(context, b, (x, args[0]), args[2])
+        m_op = _Operand(context, b, (memory, args[1]), args[3])
+        highest = cgutils.alloca_once_value(b, filled(0, I32))
+        lowest = cgutils.alloca_once_value(b, filled(0, I32))
+
+        def body(index: Value, mask: Value) -> None:
+            word = b.bitcast(_difference(b, x_op, m_op, index, mask), kind)
+            for name, best in (("smax", highest), ("umax", lowest)):
+                larger = _call(b, f"llvm.{name}.v{LANES}i32", kind, [b.load(best), word])
+                b.store(larger, best)
+
+        _steps(b, args[4], body)
+        high = _call(b, f"llvm.vector.reduce.smax.v{LANES}i32", I32, [b.load(highest)])
+        word = _call(b, f"llvm.vector.reduce.umax.v{LANES}i32", I32, [b.load(lowest)])
+        negative = b.icmp_signed("<", word, I32(0))
+        low = b.select(negative, b.and_(word, I32(0x7FFFFFFF)), I32(0))
+        return context.make_tuple(b, signature.return_type, [high, low])
+
+    pair = types.UniTuple(types.uint32, 2)
+    return pair(x, memory, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def sum_of_squares(
+    typing: Any, x: Any, memory: Any, start: Any, memory_start: Any, count: Any
+) -> Any:
+    """Sum of (x - memory)^2 in the order that `kernels/__init__.py` defines."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        x_op = _Operand(context, b, (x, args[0]), args[2])
+        m_op = _Operand(context, b, (memory, args[1]), args[3])
+        sums = cgutils.alloca_once_value(b, filled(0.0, _F32))
+
+        def body(index: Value, mask: Value) -> None:
+            value = _difference(b, x_op, m_op, index, mask)
+            b.store(b.fadd(b.load(sums), b.fmul(value, value)), sums)
+
+        _steps(b, args[4], body)
+        total, width = b.load(sums), LANES
+        while width > 1:
+            width //= 2
+            undefined = ir.Constant(total.type, ir.Undefined)
+            lower, upper = (
+                b.shuffle_vector(total, undefined, ir.Constant(vector(I32, width), list(lanes)))
+                for lanes in (range(width), range(width, 2 * width))
+            )
+            total = b.fadd(lower, upper)
+        return b.extract_element(total, I32(0))
+
+    return types.float32(x, memory, types.int64, types.int64, types.int64), codegen
+
+
+def _changed(
+    b: Builder, memory: _Operand, change: Value, targets: tuple[_Operand, ...], at: Any
+) -> Value:
+    """memory + change, to be rounded to the targets; a NaN of a bf16 memory needs no care."""
+    value = b.fadd(memory.values(*at), change)
+    rounded = any(target and target.element == I16 for target in targets)
+    return quiet(b, value) if rounded and memory.element != I16 else value
+
+
+class _Kept:
+    """Stores new memories and remembers the largest bit pattern of their magnitudes."""
+
+    def __init__(self, b: Builder, fresh: _Operand) -> None:
+        self._b, self._fresh = b, fresh
+        self._largest = cgutils.alloca_once_value(b, filled(0, I32))
+
+    def store(self, value: Value, index: Value, mask: Value) -> None:
+        """Store fp32 values in the memory's format."""
+        b, kind = self._b, vector(I32, LANES)
+        stored = _from_float(b, value, self._fresh.element)
+        store(b, stored, self._fresh.at(index), mask)
+        word = b.bitcast(_to_float(b, stored), kind)
+        magnitude = b.and_(word, filled(0x7FFFFFFF, I32))
+        counted = magnitude if mask is None else b.select(mask, magnitude, filled(0, I32))
+        largest = [b.load(self._largest), counted]
+        b.store(_call(b, f"llvm.umax.v{LANES}i32", kind, largest), self._largest)
+
+    def largest(self) -> Value:
+        """A scalar."""
+        name = f"llvm.vector.reduce.umax.v{LANES}i32"
+        return _call(self._b, name, I32, [self._b.load(self._largest)])
+
+
+@intrinsic
+def quantize_group(
+    typing: Any, x: Any, memory: Any, fresh: Any, codes: Any, noise: Any, at: Any
+) -> Any:
+    """Write codes of x - memory, and memory + (code - half) * step to `fresh`.
+
+    `noise` holds 16-bit numbers at the places of the codes; None rounds to nearest, ties to even.
+    `at` = (x start, memory start, fresh start, codes start, count, half, step, inverse). Returns
+    the largest bit pattern of a new memory's magnitude.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        *starts, code_start, count, half, step, inverse = cgutils.unpack_tuple(b, args[5])
+        places = [*starts, code_start, code_start]
+        x_op, m_op, fresh_op, code_op, noise_op = (
+            _Operand(context, b, array, start)
+            for array, start in zip(zip(signature.args, args, strict=True), places, strict=False)
+        )
+        half_32 = b.trunc(half, I32)
+        bottom, top = (
+            splat(b, b.sitofp(level, _F32)) for level in (b.neg(half_32), b.sub(half_32, I32(1)))
+        )
+        factor, offset, scale = splat(b, inverse), splat(b, half_32), splat(b, step)
+        kind, kept = vector(I32, LANES), _Kept(b, fresh_op)
+
+        def body(index: Value, mask: Value) -> None:
+            if mask is None:
+                for operand in (x_op, m_op, fresh_op):
+                    if operand:
+                        operand.prefetch(b.add(index, I64(_AHEAD)))
+            scaled = b.fmul(_difference(b, x_op, m_op, index, mask), factor)
+            scaled = b.select(b.fcmp_ordered("<", scaled, bottom), bottom, scaled)
+            scaled = b.select(b.fcmp_ordered(">", scaled, top), top, scaled)
+            if noise_op:
+                scaled = b.fmul(scaled, filled(65536.0, _F32))
+            level = _call(b, f"llvm.lrint.v{LANES}i32.v{LANES}f32", kind, [scaled])
+            if noise_op:
+                random = b.zext(noise_op.load(index), kind)
+                level = b.ashr(b.add(level, random), filled(16, I32))
+            code = b.trunc(b.add(level, offset), vector(I8, LANES))
+            store(b, code, code_op.at(index), mask)
+            if fresh_op:
+                change = b.fmul(b.sitofp(level, vector(_F32, LANES)), scale)
+                value = _changed(b, m_op, change, (fresh_op,), (index, mask))
+                kept.store(value, index, mask)
+
+        _steps(b, count, body)
+        return kept.largest()
+
+    return types.uint32(x, memory, fresh, codes, noise, at), codegen
+
+
+@intrinsic
+def apply_group(typing: Any, codes: Any, memory: Any, fresh: Any, out: Any, at: Any) -> Any:
+    """Write memory + (code - half) * step to `fresh` and `out`.
+
+    `at` = (codes start, memory start, fresh start, out start, count, half, step). Returns the
+    largest bit pattern of a new memory's magnitude.
+    """
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        *starts, count, half, step = cgutils.unpack_tuple(b, args[4])
+        code_op, m_op, fresh_op, out_op = (
+            _Operand(context, b, (kind, value), start)
+            for kind, value, start in zip(signature.args, args[:4], starts, strict=False)
+        )
+        scale, offset = splat(b, step), splat(b, b.trunc(half, I32))
+        kept = _Kept(b, fresh_op)
+
+        def body(index: Value, mask: Value) -> None:
+            code = b.zext(code_op.load(index, mask), vector(I32, LANES))
+            level = b.sitofp(b.sub(code, offset), vector(_F32, LANES))
+            value = b.fmul(level, scale)
+            if m_op:
+                value = _changed(b, m_op, value, (fresh_op, out_op), (index, mask))
+            if out_op:
+                store(b, _from_float(b, value, out_op.element), out_op.at(index), mask)
+            if fresh_op:
+                kept.store(value, index, mask)
+
+        _steps(b, count, body)
+        return kept.largest()
+
+    return types.uint32(codes, memory, fresh, out, at), codegen
+
+
+@intrinsic
+def add_scaled(typing: Any, total: Any, factor: Any, term: Any, start: Any, count: Any) -> Any:
+    """total := factor * total + term; `start` is where `term` begins."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        total_op = _Operand(context, b, (total, args[0]), I64(0))
+        term_op = _Operand(context, b, (term, args[2]), args[3])
+        factors = splat(b, args[1])
+
+        def body(index: Value, mask: Value) -> None:
+            scaled = b.fmul(factors, total_op.values(index, mask))
+            value = b.fadd(scaled, term_op.values(index, mask))
+            store(b, value, total_op.at(index), mask)
+
+        _steps(b, args[4], body)
+        return context.get_dummy_value()
+
+    return types.void(total, types.float32, term, types.int64, types.int64), codegen
+
+
+@intrinsic
+def subtract(typing: Any, one: Any, other: Any, out: Any, start: Any, count: Any) -> Any:
+    """out := one - other; `start` is where `out` begins."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        one_op = _Operand(context, b, (one, args[0]), I64(0))
+        other_op = _Operand(context, b, (other, args[1]), I64(0))
+        out_op = _Operand(context, b, (out, args[2]), args[3])
+
+        def body(index: Value, mask: Value) -> None:
+            value = b.fsub(one_op.values(index, mask), other_op.values(index, mask))
+            store(b, value, out_op.at(index), mask)
+
+        _steps(b, args[4], body)
+        return context.get_dummy_value()
+
+    return types.void(one, other, out, types.int64, types.int64), codegen
+
+
+@intrinsic
+def bytes_at(typing: Any, address: Any) -> Any:
+    """The bytes from an address on, as an array that says it is empty."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        array = context.make_array(signature.return_type)(context, b)
+        data = b.inttoptr(args[0], ir.PointerType(I8))
+        empty = cgutils.pack_array(b, [I64(0)])
+        strides = cgutils.pack_array(b, [I64(1)])
+        populate_array(
+            array, data=data, shape=empty, strides=strides, itemsize=I64(1), meminfo=None
+        )
+        return array._getvalue()
+
+    return types.Array(types.uint8, 1, "C")(types.int64), codegen
+
+
+@intrinsic
+def bits_of(typing: Any, value: Any) -> Any:
+    """The bit pattern of a float32, as uint32."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        return b.bitcast(args[0], I32)
+
+    return types.uint32(types.float32), codegen
+
+
+@intrinsic
+def float_of(typing: Any, word: Any) -> Any:
+    """The float32 of a bit pattern (uint32)."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        return b.bitcast(args[0], _F32)
+
+    return types.float32(types.uint32), codegen

@@ -1,0 +1,181 @@
+"""One row of the CPU kernels: quantize or dequantize some of its blocks, in one pass over memory.
+
+A block's codes (and random numbers) stay in the L1 cache between being computed and being packed. A
+group's scale is computed when its first value is reached, so that group and block sizes need not
+divide each other. An array travels as (flat array, place of the row's first value or byte); the
+place may lie outside when the array holds only the part that is worked on.
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from thinpipe.pipeline.wire.kernels.cpu.llvm.block_ir import (
+    copy_planes,
+    fill_codes,
+    pack_block,
+    philox_block,
+    unpack_block,
+)
+from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
+    LANES,
+    apply_group,
+    bits_of,
+    extremes,
+    float_of,
+    quantize_group,
+    sum_of_squares,
+)
+
+BLOCK, PLANES, PLANE_LANES = 1024, 8, 128
+ROOM = BLOCK + LANES  # a masked step may look past the end of a block
+INFINITY = np.uint32(0x7F800000)
+
+
+@njit(error_model="numpy")
+def _stored_step(step: Any, negative: Any, fp32: Any) -> Any:
+    """A positive step as its format holds it: rounded up, 0 if too small, NaN if too large."""
+    word = bits_of(step)
+    if not fp32:
+        word = (word + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
+    if word < np.uint32(0x00800000):
+        return np.float32(0.0)
+    if word >= INFINITY:
+        return np.float32(np.nan)
+    return float_of(word | np.uint32(0x80000000) if negative else word)
+
+
+@njit(error_model="numpy")
+def _extreme_step(high: Any, low: Any, half: Any, fp32: Any, stochastic: Any) -> Any:
+    """Signed step of a group from the bit patterns of its extremes; see `reference._scale`."""
+    large, small = float_of(max(high, low)), float_of(min(high, low))
+    if max(high, low) >= INFINITY:
+        return np.float32(np.nan)
+    half_up, half_down = np.float32(half + 0.5), np.float32(half - 0.5)
+    if stochastic:
+        step = max(large / np.float32(half), small / np.float32(half - 1))
+    elif half <= 2:
+        step = large / np.float32(half)
+    else:
+        step = max(large / half_up, small / half_down)
+    return _stored_step(step, high > low, fp32)
+
+
+@njit(error_model="numpy")
+def _rms_step(total: Any, size: Any, rate: Any, fp32: Any) -> Any:
+    """Step of a group from the sum of its squares."""
+    if not total < np.float32(np.inf):
+        return np.float32(np.nan)
+    return _stored_step(rate * np.sqrt(total / np.float32(size)), False, fp32)
+
+
+@njit
+def _store_scale(scale: Any, start: Any, step: Any, fp32: Any) -> Any:
+    word = bits_of(step)
+    if fp32:
+        for i in range(4):
+            scale[start + i] = np.uint8((word >> np.uint32(8 * i)) & np.uint32(0xFF))
+    else:
+        scale[start] = np.uint8((word >> np.uint32(16)) & np.uint32(0xFF))
+        scale[start + 1] = np.uint8(word >> np.uint32(24))
+
+
+@njit
+def _load_scale(scale: Any, start: Any, fp32: Any) -> Any:
+    """A scale; every NaN becomes the canonical one, which roundings keep a NaN."""
+    word = np.uint32(scale[start]) | np.uint32(scale[start + 1]) << np.uint32(8)
+    if fp32:
+        word |= np.uint32(scale[start + 2]) << np.uint32(16)
+        word |= np.uint32(scale[start + 3]) << np.uint32(24)
+    else:
+        word = word << np.uint32(16)
+    value = float_of(np.uint32(word))
+    return value if value == value else np.float32(np.nan)
+
+
+@njit
+def _block_bounds(block: Any, numel: Any) -> Any:
+    """First value, end and lanes of a block."""
+    first = block * BLOCK
+    last = min(first + BLOCK, numel)
+    return first, last, (last - first + PLANES - 1) // PLANES
+
+
+@njit
+def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any, part: Any) -> Any:
+    """Quantize x - memory in some blocks; returns the largest bit pattern of the new memory.
+
+    `into` = (payload, scales), both with their places; `rule` = (numel, bits, group, scales are
+    fp32, rate or 0); `noise` = (room for a block, key, row number, step); `part` = (first block,
+    last block, room for two blocks of codes).
+    """
+    (payload, scale), (numel, bits, group, fp32, rate) = into, rule
+    random, key, row_number, noise_step = noise
+    first_block, last_block, codes, spread = part
+    half, scale_nbytes = 1 << (bits - 1), 4 if fp32 else 2
+    step, inverse, largest = np.float32(0.0), np.float32(0.0), np.uint32(0)
+    for block in range(first_block, last_block):
+        first, last, lanes = _block_bounds(block, numel)
+        at = first
+        philox_block(random, lanes, block * PLANE_LANES, (key, row_number, noise_step))
+        while at < last:
+            k = at // group
+            start, end = k * group, min((k + 1) * group, last)
+            if at == start or at == first_block * BLOCK:
+                size, x_at, m_at = min(group, numel - start), x[1] + start, memory[1] + start
+                if rate > 0:
+                    total = sum_of_squares(x[0], memory[0], x_at, m_at, size)
+                    step = _rms_step(total, size, rate, fp32)
+                else:
+                    high, low = extremes(x[0], memory[0], x_at, m_at, size)
+                    step = _extreme_step(high, low, half, fp32, random is not None)
+                if at == start:
+                    _store_scale(scale[0], scale[1] + k * scale_nbytes, step, fp32)
+                inverse = np.float32(1.0) / step if abs(step) > 0 else np.float32(0.0)
+            x_at, m_at, f_at, count = x[1] + at, memory[1] + at, fresh[1] + at, end - at
+            if inverse == 0:
+                fill_codes(codes, at - first, end - first, half)
+                unchanged = (at - first, m_at, f_at, 0, count, half, step)
+                kept = apply_group(codes, memory[0], fresh[0], None, unchanged)
+            else:
+                changed = (x_at, m_at, f_at, at - first, count, half, step, inverse)
+                kept = quantize_group(x[0], memory[0], fresh[0], codes, random, changed)
+            largest = max(largest, kept)
+            at = end
+        fill_codes(codes, last - first, lanes * PLANES, 0)
+        start = payload[1] + block * PLANE_LANES * bits
+        if lanes == PLANE_LANES:
+            pack_block(codes, payload[0], start, bits)
+        else:
+            copy_planes(codes, (0, lanes), spread, (0, PLANE_LANES), (PLANES, lanes))
+            pack_block(spread, codes, 0, bits)
+            copy_planes(codes, (0, PLANE_LANES), payload[0], (start, lanes), (bits, lanes))
+    return largest
+
+
+@njit
+def decode_row(source: Any, rule: Any, memory: Any, fresh: Any, out: Any, part: Any) -> Any:
+    """Dequantize some blocks onto a memory; arguments and result are those of `encode_row`."""
+    (payload, scale), (numel, bits, group, fp32, _) = source, rule
+    first_block, last_block, codes, spread = part
+    half, scale_nbytes, largest = 1 << (bits - 1), 4 if fp32 else 2, np.uint32(0)
+    for block in range(first_block, last_block):
+        first, last, lanes = _block_bounds(block, numel)
+        at = first
+        start = payload[1] + block * PLANE_LANES * bits
+        if lanes == PLANE_LANES:
+            unpack_block(payload[0], start, codes, bits)
+        else:
+            copy_planes(payload[0], (start, lanes), codes, (0, PLANE_LANES), (bits, lanes))
+            unpack_block(codes, 0, spread, bits)
+            copy_planes(spread, (0, PLANE_LANES), codes, (0, lanes), (PLANES, lanes))
+        while at < last:
+            k = at // group
+            end = min((k + 1) * group, last)
+            step = _load_scale(scale[0], scale[1] + k * scale_nbytes, fp32)
+            places = (at - first, memory[1] + at, fresh[1] + at, out[1] + at, end - at, half, step)
+            kept = apply_group(codes, memory[0], fresh[0], out[0], places)
+            largest = max(largest, kept)
+            at = end
+    return largest

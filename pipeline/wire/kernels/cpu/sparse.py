@@ -1,0 +1,151 @@
+"""The sparse kernels on CPUs, compiled by numba: vectors of a run or of 16 mask bits, no GIL.
+
+A subset costs what its own runs cost: nothing walks over the whole vector. The choice of the
+largest values is in `topk_cpu.py`.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numba import njit
+from torch import Tensor
+
+from thinpipe.pipeline.wire.kernels.cpu.llvm.run_ir import (
+    CHUNK,
+    expand_chunk,
+    put_run,
+    settle_run,
+    take_run,
+)
+from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import compiled
+from thinpipe.pipeline.wire.kernels.cpu.topk import select_top
+from thinpipe.pipeline.wire.kernels.cpu.uniform import _STORED_AS
+
+if TYPE_CHECKING:  # a backend that drifts fails the type check
+    from thinpipe.pipeline.wire.kernels.cpu import sparse as sparse_cpu
+    from thinpipe.pipeline.wire.kernels.sparse import SparseKernels
+
+
+def deal(first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:
+    """Write a stretch of a keyed permutation; see `SparseKernels.deal`."""
+    chosen = chosen_R.numpy()
+    _deal(first, runs, np.array(keys, np.int64), chosen)
+    chosen.sort()
+
+
+def gather(x_N: Tensor, base_N: Tensor | None, start_R: Tensor, run: int, out_n: Tensor) -> None:
+    """Write x, or x - base, at the subset; see `SparseKernels.gather`."""
+    base = None if base_N is None else _flat(base_N)
+    _gather(_flat(x_N), base, start_R.numpy(), run, _flat(out_n))
+
+
+def scatter(value_n: Tensor, start_R: Tensor, run: int, out_N: Tensor) -> None:
+    """Write values to the subset's places; see `SparseKernels.scatter`."""
+    _scatter(_flat(value_n), start_R.numpy(), run, _flat(out_N))
+
+
+def select(x_n: Tensor, mask_M: Tensor, kept_k: Tensor, room_n: Tensor | None = None) -> None:
+    """Mark and copy the largest magnitudes; see `SparseKernels.select`."""
+    select_top(x_n, mask_M, kept_k, room_n)
+
+
+def place(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
+    """Write kept values to their places; see `SparseKernels.place`."""
+    _place(mask_M.numpy(), _flat(kept_k), None, _flat(out_n))
+
+
+def place_add(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
+    """Add kept values at their places; see `SparseKernels.place_add`."""
+    out = _flat(out_n)
+    _place(mask_M.numpy(), _flat(kept_k), out, out)
+
+
+def settle(
+    sent_n: Tensor, mean_n: Tensor, start_R: Tensor, run: int, x_N: Tensor, base_N: Tensor
+) -> None:
+    """Move base and x to what all ranks agreed on; see `SparseKernels.settle`."""
+    _settle(_flat(sent_n), _flat(mean_n), start_R.numpy(), run, _flat(x_N), _flat(base_N))
+
+
+def _flat(t_N: Tensor) -> Any:
+    """A vector's memory, in the element type that stands for its format."""
+    assert t_N.is_contiguous(), "a vector must be contiguous"
+    return t_N.detach().view(_STORED_AS[t_N.dtype]).numpy()
+
+
+@njit
+def _network(value: Any, keys: Any, low_bits: Any, high_bits: Any) -> Any:
+    """The Feistel network; 32-bit words in int64, of whose products the low half is kept."""
+    low_mask, high_mask, mask32 = (1 << low_bits) - 1, (1 << high_bits) - 1, 0xFFFFFFFF
+    low, high = value & low_mask, value >> low_bits
+    for i in range(keys.size):
+        word = ((high if i % 2 else low) + keys[i]) & mask32
+        word = ((word ^ (word >> 16)) * 0x7FEB352D) & mask32
+        word = ((word ^ (word >> 15)) * 0x846CA68B) & mask32
+        word ^= word >> 16
+        if i % 2:
+            low ^= word & low_mask
+        else:
+            high ^= word & high_mask
+    return high << low_bits | low
+
+
+@compiled
+def _deal(first: Any, runs: Any, keys: Any, chosen: Any) -> Any:
+    bits = 2
+    while (1 << bits) < runs:
+        bits += 1
+    low_bits = bits // 2
+    for i in range(chosen.size):
+        value = _network((first + i) % runs, keys, low_bits, bits - low_bits)
+        while value >= runs:
+            value = _network(value, keys, low_bits, bits - low_bits)
+        chosen[i] = value
+
+
+@compiled
+def _gather(x: Any, base: Any, starts: Any, run: Any, out: Any) -> Any:
+    done = 0
+    for i in range(starts.size):
+        start = starts[i]
+        count = min(run, x.size - start)
+        take_run(x, base, out, (start, start, done, count))
+        done += count
+
+
+@compiled
+def _scatter(value: Any, starts: Any, run: Any, out: Any) -> Any:
+    done = 0
+    for i in range(starts.size):
+        count = min(run, out.size - starts[i])
+        put_run(value, out, (done, starts[i], count))
+        done += count
+
+
+@compiled
+def _settle(sent: Any, mean: Any, starts: Any, run: Any, x: Any, base: Any) -> Any:
+    done = 0
+    for i in range(starts.size):
+        start = starts[i]
+        count = min(run, x.size - start)
+        settle_run(sent, mean, x, base, (done, done, start, start, count))
+        done += count
+
+
+@compiled
+def _place(mask: Any, kept: Any, known: Any, out: Any) -> Any:
+    used, full = 0, out.size // CHUNK * CHUNK
+    for i in range(0, full, CHUNK):
+        used += expand_chunk(mask, kept, known, out, (i // 8, used, i))
+    for i in range(full, out.size):
+        flagged = (mask[i // 8] >> np.uint8(i % 8)) & np.uint8(1)
+        if known is None:
+            out[i] = kept[used] if flagged else np.float32(0.0)
+        elif flagged:
+            out[i] += kept[used]
+        used += flagged
+
+
+if TYPE_CHECKING:
+    _checked: SparseKernels = sparse_cpu

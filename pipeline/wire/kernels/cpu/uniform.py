@@ -1,0 +1,349 @@
+"""The kernels on CPUs, compiled by numba: one pass over memory, no GIL, no threads of their own.
+
+Arrays travel as flat windows with a row stride. What combines several codes of a row works on spans
+of whole groups and whole blocks, whose values stay in the caches in between.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from llvmlite import binding
+from numba import config, njit
+from torch import Tensor
+
+from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.kernels import Codes, check_blocks, unit_blocks, with_contiguous_rows
+from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
+    add_scaled,
+    bytes_at,
+    compiled,
+    subtract,
+)
+from thinpipe.pipeline.wire.kernels.cpu.rows import BLOCK, INFINITY, ROOM, decode_row, encode_row
+
+if TYPE_CHECKING:  # a backend that drifts fails the type check
+    from thinpipe.pipeline.wire.kernels import KernelSet, cpu
+
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+_Window = tuple[Any, int]  # a flat numpy array and the distance between rows in it
+_NOTHING: _Window = (None, 0)
+_STORED_AS = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+}
+
+if "x86" in binding.get_process_triple():  # without F16C, fp16 ends the process
+    if binding.get_host_cpu_features().get("f16c") is False:
+        raise ImportError('the numba kernels need a CPU with F16C; use backend = "reference"')
+    if config.CPU_NAME == "generic" and "+f16c" not in config.CPU_FEATURES:
+        raise ImportError(
+            "NUMBA_CPU_NAME = generic: the numba kernels need F16C, which that CPU lacks; set "
+            'NUMBA_CPU_FEATURES = +f16c beside it, or use backend = "reference"'
+        )
+
+
+def quantize(
+    x_BN: Tensor,
+    codes: Codes,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
+) -> None:
+    """Fill `codes`; see `KernelSet.quantize`."""
+    rows, numel = x_BN.shape
+    into, words = _code_windows(codes, numel, rate), _words(noise, rows)
+    _encode(_readable(x_BN), _NOTHING, _kept(None, rows), into, words, _ends(blocks, numel))
+
+
+def dequantize(codes: Codes, out_BN: Tensor, *, blocks: range | None = None) -> None:
+    """Write the values of codes and scales; see `KernelSet.dequantize`."""
+    rows, numel = out_BN.shape
+    source, into_BN = _code_windows(codes, numel), _writable(out_BN)
+    _decode(source, _NOTHING, _kept(None, rows), _window(into_BN), _ends(blocks, numel))
+    _hand_over(into_BN, out_BN, blocks)
+
+
+def delta_encode(
+    x_BN: Tensor,
+    memory_BN: Tensor,
+    codes: Codes,
+    fresh_BN: Tensor,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
+) -> Tensor:
+    """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
+    rows, numel = x_BN.shape
+    fresh, memory, words = _kept(fresh_BN, rows), _window(memory_BN), _words(noise, rows)
+    into = _code_windows(codes, numel, rate)
+    _encode(_readable(x_BN), memory, fresh, into, words, _ends(blocks, numel))
+    return torch.from_numpy(fresh[2])
+
+
+def delta_decode(
+    codes: Codes,
+    memory_BN: Tensor,
+    fresh_BN: Tensor,
+    out_BN: Tensor,
+    *,
+    blocks: range | None = None,
+) -> Tensor:
+    """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
+    rows, numel = out_BN.shape
+    fresh, into_BN, source = _kept(fresh_BN, rows), _writable(out_BN), _code_windows(codes, numel)
+    _decode(source, _window(memory_BN), fresh, _window(into_BN), _ends(blocks, numel))
+    _hand_over(into_BN, out_BN, blocks)
+    return torch.from_numpy(fresh[2])
+
+
+def packed_delta_encode(
+    x_BN: Tensor,
+    memory: Codes,
+    codes: Codes,
+    fresh: Codes,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
+) -> Tensor:
+    """`delta_encode` on quantized memories; see `KernelSet.packed_delta_encode`."""
+    rows, numel = x_BN.shape
+    finite, spans = np.empty(rows, np.bool_), _spans(blocks, numel, memory, codes, fresh)
+    delta, words = _code_windows(codes, numel, rate), _words(noise, rows)
+    old, new = _code_windows(memory, numel), _code_windows(fresh, numel)
+    _packed_encode(_readable(x_BN), old, delta, new, words, finite, spans)
+    return torch.from_numpy(finite)
+
+
+def packed_delta_decode(
+    codes: Codes,
+    memory: Codes,
+    fresh: Codes,
+    out_BN: Tensor,
+    *,
+    blocks: range | None = None,
+) -> Tensor:
+    """`delta_decode` on quantized memories; see `KernelSet.packed_delta_decode`."""
+    rows, numel = out_BN.shape
+    finite, spans = np.empty(rows, np.bool_), _spans(blocks, numel, memory, codes, fresh)
+    old, delta, new = (_code_windows(each, numel) for each in (memory, codes, fresh))
+    into_BN = _writable(out_BN)
+    _packed_decode(delta, old, new, _window(into_BN), finite, spans)
+    _hand_over(into_BN, out_BN, blocks)
+    return torch.from_numpy(finite)
+
+
+def mean(
+    shards: Sequence[Codes],
+    codes: Codes,
+    residual_BN: Tensor,
+    *,
+    noise: Noise | None,
+    blocks: range | None = None,
+) -> None:
+    """Quantize the mean of shards and residual; see `KernelSet.mean`."""
+    assert shards, "a mean needs at least one shard"
+    rows, numel = residual_BN.shape
+    spans = _spans(blocks, numel, codes, *shards)
+    words, into = _words(noise, rows), _code_windows(codes, numel)
+    windows = [_code_windows(shard, numel) for shard in shards]
+    places = np.array([_addresses(window) for window in windows], np.int64)
+    rules = np.array([window[2][1:4] for window in windows], np.int64)
+    _mean(places, rules, into, _window(residual_BN), words, rows, spans)
+
+
+def _ends(blocks: range | None, numel: int) -> tuple[int, int]:
+    part = check_blocks(blocks, numel)
+    return part.start, part.stop
+
+
+def _spans(blocks: range | None, numel: int, *codes: Codes) -> tuple[int, int, int]:
+    """First block, end, and blocks per span."""
+    unit = unit_blocks(numel, *(each.group for each in codes))
+    part = check_blocks(blocks, numel, unit=unit)
+    return part.start, part.stop, unit
+
+
+def _readable(x_BN: Tensor) -> _Window:
+    x_BN = x_BN.detach()
+    x_BN = x_BN if x_BN.dtype in _STORED_AS else x_BN.float()
+    return _window(with_contiguous_rows(x_BN))
+
+
+def _writable(out_BN: Tensor) -> Tensor:
+    if out_BN.dtype in _STORED_AS and out_BN.stride(1) == 1:
+        return out_BN.detach()
+    return torch.empty(out_BN.shape)
+
+
+def _hand_over(into_BN: Tensor, out_BN: Tensor, blocks: range | None) -> None:
+    if into_BN.data_ptr() != out_BN.data_ptr():
+        part = check_blocks(blocks, out_BN.shape[1])
+        values = slice(part.start * BLOCK, part.stop * BLOCK)
+        out_BN[:, values].copy_(into_BN[:, values])
+
+
+def _window(t_BN: Tensor) -> _Window:
+    """The memory of the rows as one flat array, and the distance between rows in it."""
+    rows, numel = t_BN.shape
+    assert t_BN.stride(1) == 1 or numel <= 1, "rows must be contiguous"
+    row = t_BN.stride(0)
+    span = (rows - 1) * row + numel if rows and numel else 0
+    stored = t_BN.view(_STORED_AS.get(t_BN.dtype, t_BN.dtype))
+    return stored.as_strided((span,), (1,)).numpy(), row
+
+
+def _code_windows(
+    codes: Codes, numel: int, rate: float | None = None
+) -> tuple[_Window, _Window, tuple[int, int, int, int, Any]]:
+    """Payload, bytes of the scales, and (values, bits, group, scales are fp32, rate or 0)."""
+    sizes = (codes.payload_BP.shape[1], codes.scale_BK.shape[1])
+    assert sizes == (codes.bits * -(-numel // 8), -(-numel // codes.group)), "codes of another row"
+    fp32 = int(codes.scale_BK.dtype == torch.float32)
+    scale = _window(codes.scale_BK.view(torch.uint8))
+    rule = (numel, codes.bits, codes.group, fp32, np.float32(rate or 0.0))
+    return _window(codes.payload_BP), scale, rule
+
+
+def _addresses(windows: Any) -> tuple[int, int, int, int]:
+    """Address and row distance of payload and scales."""
+    (payload, payload_row), (scale, scale_row), _ = windows
+    return payload.ctypes.data, payload_row, scale.ctypes.data, scale_row
+
+
+def _kept(fresh_BN: Tensor | None, rows: int) -> tuple[Any, int, Any]:
+    """Where new memories go, and a flag per row for whether they are finite."""
+    array, row = _NOTHING if fresh_BN is None else _window(fresh_BN)
+    return array, row, np.empty(rows, np.bool_)
+
+
+def _words(noise: Noise | None, rows: int) -> tuple[Any, Any, Any, Any]:
+    """Room for a block's random numbers, and key, step and row numbers as integers."""
+    if noise is None:
+        return None, np.uint64(0), np.uint64(0), np.empty(rows, np.uint64)
+    row_B = noise.row_B.to(torch.int64).contiguous().numpy().view(np.uint64)
+    key, step = np.uint64(noise.key & _MASK64), np.uint64(noise.step & 0xFFFFFFFF)
+    return np.empty(ROOM, np.uint16), key, step, row_B
+
+
+@njit
+def _row_of(codes: Any, row: Any) -> Any:
+    """Payload and scales of a row, with their places."""
+    payload, scale, _ = codes
+    return (payload[0], row * payload[1]), (scale[0], row * scale[1])
+
+
+@compiled
+def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any, ends: Any) -> Any:
+    random, key, noise_step, row_numbers = noise
+    part = (ends[0], ends[1], np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
+    for row in range(len(fresh[2])):
+        largest = encode_row(
+            (x[0], row * x[1]),
+            (memory[0], row * memory[1]),
+            (fresh[0], row * fresh[1]),
+            _row_of(into, row),
+            into[2],
+            (random, key, row_numbers[row], noise_step),
+            part,
+        )
+        fresh[2][row] = largest < INFINITY
+
+
+@compiled
+def _decode(source: Any, memory: Any, fresh: Any, out: Any, ends: Any) -> Any:
+    part = (ends[0], ends[1], np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
+    for row in range(len(fresh[2])):
+        largest = decode_row(
+            _row_of(source, row),
+            source[2],
+            (memory[0], row * memory[1]),
+            (fresh[0], row * fresh[1]),
+            (out[0], row * out[1]),
+            part,
+        )
+        fresh[2][row] = largest < INFINITY
+
+
+@compiled
+def _packed_encode(
+    x: Any, old: Any, delta: Any, new: Any, noise: Any, finite: Any, spans: Any
+) -> Any:
+    random, key, noise_step, row_numbers = noise
+    first_block, last_block, unit = spans
+    codes, spread = np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)
+    values = np.empty(unit * BLOCK, np.float32)
+    for row in range(len(finite)):
+        finite[row] = True
+        number = (random, key, row_numbers[row], noise_step)
+        sources = _row_of(old, row)
+        changes = _row_of(delta, row)
+        targets = _row_of(new, row)
+        for first in range(first_block, last_block, unit):
+            part = (first, min(first + unit, last_block), codes, spread)
+            here = (values, -first * BLOCK)
+            decode_row(sources, old[2], (None, 0), (None, 0), here, part)
+            largest = encode_row((x[0], row * x[1]), here, here, changes, delta[2], number, part)
+            finite[row] &= largest < INFINITY
+            plain = (None, key, key, key)
+            encode_row(here, (None, 0), (None, 0), targets, new[2], plain, part)
+
+
+@compiled
+def _packed_decode(delta: Any, old: Any, new: Any, out: Any, finite: Any, spans: Any) -> Any:
+    first_block, last_block, unit = spans
+    codes, spread = np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)
+    values, zero = np.empty(unit * BLOCK, np.float32), np.uint64(0)
+    for row in range(len(finite)):
+        finite[row] = True
+        sources = _row_of(old, row)
+        changes = _row_of(delta, row)
+        targets = _row_of(new, row)
+        for first in range(first_block, last_block, unit):
+            part = (first, min(first + unit, last_block), codes, spread)
+            here = (values, -first * BLOCK)
+            decode_row(sources, old[2], (None, 0), (None, 0), here, part)
+            largest = decode_row(changes, delta[2], here, here, (out[0], row * out[1]), part)
+            finite[row] &= largest < INFINITY
+            plain = (None, zero, zero, zero)
+            encode_row(here, (None, 0), (None, 0), targets, new[2], plain, part)
+
+
+@compiled
+def _mean(
+    places: Any, rules: Any, into: Any, residual: Any, noise: Any, rows: Any, spans: Any
+) -> Any:
+    random, key, noise_step, row_numbers = noise
+    first_block, last_block, unit = spans
+    numel, inverse = into[2][0], np.float32(1.0 / len(places))
+    codes, spread = np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)
+    total, seen = np.empty(unit * BLOCK, np.float32), np.empty(unit * BLOCK, np.float32)
+    for row in range(rows):
+        number = (random, key, row_numbers[row], noise_step)
+        targets = _row_of(into, row)
+        for first in range(first_block, last_block, unit):
+            part = (first, min(first + unit, last_block), codes, spread)
+            here, count = (total, -first * BLOCK), min(unit * BLOCK, numel - first * BLOCK)
+            for i in range(len(places)):
+                payload = (bytes_at(places[i, 0]), row * places[i, 1])
+                scale = (bytes_at(places[i, 2]), row * places[i, 3])
+                rule = (numel, rules[i, 0], rules[i, 1], rules[i, 2], np.float32(0.0))
+                if i == 0:
+                    decode_row((payload, scale), rule, (None, 0), (None, 0), here, part)
+                else:
+                    decode_row((payload, scale), rule, here, (None, 0), here, part)
+            left_at = row * residual[1] + first * BLOCK
+            add_scaled(total, inverse, residual[0], left_at, count)
+            encode_row(here, (None, 0), (None, 0), targets, into[2], number, part)
+            decode_row(targets, into[2], (None, 0), (None, 0), (seen, here[1]), part)
+            subtract(total, seen, residual[0], left_at, count)
+
+
+if TYPE_CHECKING:
+    _checked: KernelSet = cpu.uniform

@@ -1,0 +1,1 @@
+"""What every kernel means, in plain torch: other backends are tested against it."""

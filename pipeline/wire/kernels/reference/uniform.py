@@ -1,0 +1,317 @@
+"""What each kernel means, in plain torch on any device; `kernels/__init__.py` tells the layout.
+
+Axes: B rows, N values, K groups, G values per group, P payload bytes, L lanes of a block.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.kernels import Codes, part_of
+from thinpipe.pipeline.wire.kernels.reference import composed
+
+if TYPE_CHECKING:  # a backend that drifts fails the type check
+    from thinpipe.pipeline.wire.kernels import KernelSet, reference
+
+_BLOCK, _PLANES, _LANES = 1024, 8, 128
+_WIDTHS = (8, 4, 2, 1)
+_MASK32 = 0xFFFFFFFF
+_SMALLEST_NORMAL = 2.0**-126
+_SUMS = 64
+
+
+def quantize(
+    x_BN: Tensor,
+    codes: Codes,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
+) -> None:
+    """Fill `codes`; see `KernelSet.quantize`."""
+    payload_BP, scale_BK, bits, group = codes
+    numel = x_BN.shape[1]
+    x_BKG = _grouped(x_BN.float(), group)
+    if rate is None:
+        step_BK = _scale(x_BKG, bits, unbiased=noise is not None)
+    else:
+        step_BK = _rms_scale(x_BKG, numel, rate)
+    step_BK = _stored(step_BK, scale_BK.dtype)
+    step_BK1 = step_BK.float().unsqueeze(-1)
+    usable = step_BK1.abs() >= _SMALLEST_NORMAL  # false for NaN as well
+    inverse = torch.where(usable, 1.0 / step_BK1, 0.0)
+    y_BN = torch.where(usable, x_BKG * inverse, 0.0).flatten(1)[:, :numel]
+    half = 1 << (bits - 1)
+    y_BN = y_BN.clamp(-half, half - 1)
+    q_BN = y_BN.round() if noise is None else _round_stochastic(y_BN, noise)
+    code_BN = (q_BN + half).to(torch.uint8)
+    part = part_of(blocks, numel, bits=bits, group=group)
+    payload_BP[:, part.payload] = _pack(code_BN, bits)[:, part.payload]
+    scale_BK[:, part.scales] = step_BK[:, part.scales]
+
+
+def dequantize(codes: Codes, out_BN: Tensor, *, blocks: range | None = None) -> None:
+    """Write the values of codes and scales; see `KernelSet.dequantize`."""
+    code_BN = _unpack(codes.payload_BP, codes.bits, out_BN.shape[1])
+    q_BKG = _grouped(code_BN.float() - (1 << (codes.bits - 1)), codes.group)
+    value_BKG = q_BKG * codes.scale_BK.float().unsqueeze(-1)
+    values = _values(blocks, out_BN)
+    out_BN[:, values] = value_BKG.flatten(1)[:, values].to(out_BN.dtype)
+
+
+def delta_encode(
+    x_BN: Tensor,
+    memory_BN: Tensor,
+    codes: Codes,
+    fresh_BN: Tensor,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
+) -> Tensor:
+    """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
+    change_BN, bits, group = x_BN.float() - memory_BN.float(), codes.bits, codes.group
+    whole = Codes(torch.empty_like(codes[0]), torch.empty_like(codes[1]), bits, group)
+    quantize(change_BN, whole, noise=noise, rate=rate)
+    part = part_of(blocks, x_BN.shape[1], bits=bits, group=group)
+    codes.payload_BP[:, part.payload] = whole.payload_BP[:, part.payload]
+    codes.scale_BK[:, part.scales] = whole.scale_BK[:, part.scales]
+    return delta_decode(whole, memory_BN, fresh_BN, torch.empty_like(change_BN), blocks=blocks)
+
+
+def delta_decode(
+    codes: Codes,
+    memory_BN: Tensor,
+    fresh_BN: Tensor,
+    out_BN: Tensor,
+    *,
+    blocks: range | None = None,
+) -> Tensor:
+    """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
+    change_BN = torch.empty(out_BN.shape, device=out_BN.device)
+    dequantize(codes, change_BN, blocks=blocks)
+    values = _values(blocks, out_BN)
+    value_BV = memory_BN[:, values].float() + change_BN[:, values]
+    out_BN[:, values] = value_BV.to(out_BN.dtype)
+    fresh_BN[:, values] = value_BV.to(fresh_BN.dtype)
+    return torch.isfinite(fresh_BN[:, values]).all(1)
+
+
+def packed_delta_encode(
+    x_BN: Tensor,
+    memory: Codes,
+    codes: Codes,
+    fresh: Codes,
+    *,
+    noise: Noise | None,
+    rate: float | None = None,
+    blocks: range | None = None,
+) -> Tensor:
+    """`delta_encode` on quantized memories; see `KernelSet.packed_delta_encode`."""
+    composed.check_unit(blocks, x_BN.shape[1], memory, codes, fresh)
+    value_BN = composed.unpacked(dequantize, memory, x_BN)
+    finite_B = delta_encode(x_BN, value_BN, codes, value_BN, noise=noise, rate=rate, blocks=blocks)
+    quantize(value_BN, fresh, noise=None, blocks=blocks)
+    return finite_B
+
+
+def packed_delta_decode(
+    codes: Codes,
+    memory: Codes,
+    fresh: Codes,
+    out_BN: Tensor,
+    *,
+    blocks: range | None = None,
+) -> Tensor:
+    """`delta_decode` on quantized memories; see `KernelSet.packed_delta_decode`."""
+    composed.check_unit(blocks, out_BN.shape[1], memory, codes, fresh)
+    value_BN = composed.unpacked(dequantize, memory, out_BN)
+    finite_B = delta_decode(codes, value_BN, value_BN, out_BN, blocks=blocks)
+    quantize(value_BN, fresh, noise=None, blocks=blocks)
+    return finite_B
+
+
+def mean(
+    shards: Sequence[Codes],
+    codes: Codes,
+    residual_BN: Tensor,
+    *,
+    noise: Noise | None,
+    blocks: range | None = None,
+) -> None:
+    """Quantize the mean of shards and residual; see `KernelSet.mean`."""
+    composed.mean((quantize, dequantize), shards, codes, residual_BN, noise=noise, blocks=blocks)
+
+
+def _values(blocks: range | None, t_BN: Tensor) -> slice:
+    return part_of(blocks, t_BN.shape[1], bits=1, group=1).values
+
+
+def _grouped(x_BN: Tensor, group: int) -> Tensor:
+    pad = -x_BN.shape[1] % group
+    groups = (x_BN.shape[1] + pad) // group
+    return F.pad(x_BN, (0, pad)).reshape(x_BN.shape[0], groups, group)
+
+
+def _scale(x_BKG: Tensor, bits: int, *, unbiased: bool) -> Tensor:
+    """Signed step per group: NaN if a value is not finite, 0 if the group is too small to hold.
+
+    From 3 bits on, both extremes of the group land within half a step. At 1 and 2 bits the step is
+    the largest magnitude / 2^(b-1), which has the smaller squared error and saturates the other
+    extreme by at most one step. Stochastic rounding needs both extremes inside the range.
+    """
+    half = float(1 << (bits - 1))
+    high, low = x_BKG.amax(-1).clamp_min(0), (-x_BKG.amin(-1)).clamp_min(0)
+    large, small = torch.maximum(high, low), torch.minimum(high, low)
+    if unbiased:
+        step = torch.maximum(_divide(large, half), _divide(small, half - 1))
+    elif bits <= 2:
+        step = _divide(large, half)
+    else:
+        step = torch.maximum(_divide(large, half + 0.5), _divide(small, half - 0.5))
+    step = torch.where(torch.isfinite(step), step, torch.nan)
+    step = torch.where(step < _SMALLEST_NORMAL, 0.0, step)
+    return torch.where((high > low) & (step > 0), -step, step)
+
+
+def _divide(value_BK: Tensor, divisor: float) -> Tensor:
+    """A true division: torch on CUDA multiplies by the reciprocal of a number."""
+    return value_BK / torch.full_like(value_BK, divisor)
+
+
+def _rms_scale(x_BKG: Tensor, numel: int, rate: float) -> Tensor:
+    """rate x rms of each group, with the sum in the order of `kernels/__init__.py`."""
+    rows, groups, size = x_BKG.shape
+    square_BKS = F.pad(x_BKG.square(), (0, -size % _SUMS)).view(rows, groups, -1, _SUMS)
+    total_BKS = square_BKS[:, :, 0] if size else x_BKG.new_zeros(rows, groups, _SUMS)
+    for i in range(1, square_BKS.shape[2]):
+        total_BKS = total_BKS + square_BKS[:, :, i]
+    while total_BKS.shape[2] > 1:
+        half = total_BKS.shape[2] // 2
+        total_BKS = total_BKS[:, :, :half] + total_BKS[:, :, half:]
+    first_K = torch.arange(groups, device=x_BKG.device) * size
+    count_BK = (numel - first_K).clamp(max=size).float().expand(rows, -1)
+    mean_BK = total_BKS[:, :, 0] / count_BK
+    rms_BK = mean_BK.double().sqrt().float()  # torch's fp32 sqrt on CPUs does not round correctly
+    step = torch.full_like(rms_BK, rate) * rms_BK
+    step = torch.where(torch.isfinite(step), step, torch.nan)
+    return torch.where(step < _SMALLEST_NORMAL, 0.0, step)
+
+
+def _stored(step_BK: Tensor, dtype: torch.dtype) -> Tensor:
+    return _round_up_bf16(step_BK) if dtype == torch.bfloat16 else step_BK
+
+
+def _round_up_bf16(scale_BK: Tensor) -> Tensor:
+    """Round magnitudes up to bf16, so that the group's extremes stay inside the range."""
+    word = scale_BK.view(torch.int32).to(torch.int64)
+    up = ((word + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+    return torch.where(torch.isfinite(scale_BK) & torch.isfinite(up), up, torch.nan)
+
+
+def _round_stochastic(y_BN: Tensor, noise: Noise) -> Tensor:
+    """Round to 1 / 65536 of a step, then up with the probability that what is left over says."""
+    fixed_BN = (y_BN * 65536.0).round().to(torch.int64)
+    return (fixed_BN + uniform16(noise, y_BN.shape[1])) >> 16
+
+
+def uniform16(noise: Noise, numel: int) -> Tensor:
+    """Random integers below 2^16 for rows of `numel` values, int64 [B, numel]."""
+    device = noise.row_B.device
+    lanes = _block_lanes(numel)
+    counter = torch.cat(
+        [_LANES * k + torch.arange(lane_count, device=device) for k, lane_count in enumerate(lanes)]
+    )
+    words = _philox(counter, noise)
+    halves_B8C = torch.stack([half for w in words for half in (w & 0xFFFF, w >> 16)], 1)
+    parts = torch.split(halves_B8C, lanes, dim=2)
+    return torch.cat([part.flatten(1) for part in parts], 1)[:, :numel]
+
+
+def _philox(counter_C: Tensor, noise: Noise) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Ten rounds of Philox4x32; four int64 tensors [B, C] of 32-bit words."""
+    row_B1 = noise.row_B.unsqueeze(1)
+    c0 = counter_C.unsqueeze(0).expand(row_B1.shape[0], -1) & _MASK32
+    c1 = (row_B1 & _MASK32).expand_as(c0)
+    c2 = ((row_B1 >> 32) & _MASK32).expand_as(c0)
+    c3 = torch.full_like(c0, noise.step & _MASK32)
+    k0, k1 = noise.key & _MASK32, (noise.key >> 32) & _MASK32
+    for _ in range(10):
+        high0, low0 = _multiply_32(c0, 0xD2511F53)
+        high1, low1 = _multiply_32(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return c0, c1, c2, c3
+
+
+def _multiply_32(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a * constant; int64 would overflow, so in 16-bit halves."""
+    low = a * (constant & 0xFFFF)
+    middle = (low >> 16) + a * (constant >> 16)
+    return (middle >> 16) & _MASK32, ((middle << 16) | (low & 0xFFFF)) & _MASK32
+
+
+def _block_lanes(numel: int) -> list[int]:
+    full, rest = divmod(numel, _BLOCK)
+    return [_LANES] * full + ([-(-rest // _PLANES)] if rest else [])
+
+
+def _pack(code_BN: Tensor, bits: int) -> Tensor:
+    rows, numel = code_BN.shape
+    full = numel // _BLOCK * _BLOCK
+    parts = [_pack_blocks(code_BN[:, :full].reshape(rows, full // _BLOCK, _PLANES, _LANES), bits)]
+    if numel > full:
+        rest = F.pad(code_BN[:, full:], (0, -(numel - full) % _PLANES))
+        parts.append(_pack_blocks(rest.reshape(rows, 1, _PLANES, rest.shape[1] // _PLANES), bits))
+    return torch.cat(parts, 1)
+
+
+def _pack_blocks(code_BK8L: Tensor, bits: int) -> Tensor:
+    rows, shift = [], 0
+    for width in _widths(bits):
+        field = (code_BK8L >> shift) & ((1 << width) - 1)
+        planes = field.view(*field.shape[:2], _PLANES // width, width, field.shape[3])
+        packed = planes[:, :, 0]
+        for i in range(1, _PLANES // width):
+            packed = packed | (planes[:, :, i] << (i * width))
+        rows.append(packed)
+        shift += width
+    return torch.cat(rows, 2).flatten(1)
+
+
+def _unpack(payload_BP: Tensor, bits: int, numel: int) -> Tensor:
+    rows = payload_BP.shape[0]
+    full, rest = divmod(numel, _BLOCK)
+    split = full * bits * _LANES
+    blocks = payload_BP[:, :split].reshape(rows, full, bits, _LANES)
+    parts = [_unpack_blocks(blocks, bits)]
+    if rest:
+        lanes = -(-rest // _PLANES)
+        parts.append(_unpack_blocks(payload_BP[:, split:].reshape(rows, 1, bits, lanes), bits))
+    return torch.cat(parts, 1)[:, :numel]
+
+
+def _unpack_blocks(packed_BKbL: Tensor, bits: int) -> Tensor:
+    rows, blocks, _, lanes = packed_BKbL.shape
+    code = packed_BKbL.new_zeros(rows, blocks, _PLANES, lanes)
+    shift = offset = 0
+    for width in _widths(bits):
+        field_rows = packed_BKbL[:, :, offset : offset + width]
+        mask = (1 << width) - 1
+        planes = [(field_rows >> (i * width)) & mask for i in range(_PLANES // width)]
+        code |= torch.cat(planes, 2) << shift
+        shift += width
+        offset += width
+    return code.flatten(1)
+
+
+def _widths(bits: int) -> tuple[int, ...]:
+    return tuple(width for width in _WIDTHS if bits & width)
+
+
+if TYPE_CHECKING:
+    _checked: KernelSet = reference.uniform

@@ -1,0 +1,128 @@
+"""The link benchmark's arithmetic, and every method once on a small pipeline."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.links.ranks import Plan, RankResult, run_rank
+from benchmarks.links.rows import (
+    Circumstances,
+    Row,
+    compute_of,
+    make_row,
+    measure_messages,
+    with_references,
+)
+from benchmarks.links.run import _arguments, _plan
+from benchmarks.links.runners import METHODS, Method, ThinPipeRunner
+from benchmarks.links.workloads import PaperShape, Training, Workload
+from tests.ranks import Ranks
+from thinpipe.launch.host.links import PAYLOAD_SHARE
+from thinpipe.launch.plan.simulate import Message
+from thinpipe.pipeline.mesh import build_mesh
+from thinpipe.pipeline.wire.header import HEADER_NBYTES
+
+SMALL = PaperShape(tokens=4, width=16, microbatches=4, forward_s=0.001, backward_s=0.002)
+BY_NAME = {method.name: method for method in METHODS}
+
+
+def unlimited(rate_bps: float | None) -> None:
+    """The ranks of a test talk over loopback."""
+
+
+TRAINING = Training(width=16, blocks=1, heads=2, tokens=8, samples=2, microbatches=4)
+
+
+def measure(rank: int, workload: Workload, methods: list[Method]) -> list[RankResult]:
+    return run_rank(Plan(workload, methods, [None, 1e9], steps=2), unlimited)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("workload", [SMALL, TRAINING])
+def test_every_method_runs_and_sends_what_its_messages_say(
+    ranks: Ranks, workload: Workload
+) -> None:
+    by_rank = ranks(3, measure, workload, list(METHODS))
+    for first, _, last in zip(*by_rank, strict=True):
+        method = BY_NAME[first.method]
+        for sent, message in zip((first, last), measure_messages(method, workload), strict=True):
+            whole = workload.microbatches * message.nbytes
+            if workload is TRAINING and "rate" in method.name:  # coded: no longer than Gaussian
+                assert workload.microbatches * HEADER_NBYTES < sent.nbytes <= whole
+            else:
+                assert sent.nbytes == whole
+        assert (first.first_visit_s is not None) == ("aqsgd" in method.name)
+        known = compute_of(workload, [first, last])
+        assert (known is None) == (workload is TRAINING and method.runtime != "thinpipe")
+        if workload is SMALL:
+            assert min(first.steps_s) >= 4 * (0.001 + 0.002)
+
+
+def test_a_message_of_a_known_sample_has_the_bits_of_its_method() -> None:
+    activations, gradients = measure_messages(BY_NAME["aqsgd fw3/bw6"], SMALL)
+    values, scales = 4 * 16, 2 * 4
+    assert activations.nbytes == HEADER_NBYTES + values * 3 // 8 + scales
+    assert gradients.nbytes == HEADER_NBYTES + values * 6 // 8 + scales
+    assert measure_messages(BY_NAME["torch 1F1B bf16"], SMALL) == (Message(128), Message(128))
+
+
+def forwards_ahead(rank: int, depth: int) -> int:
+    """Forwards of a stage before its first backward."""
+    method = replace(BY_NAME["fp32"], depth=depth)
+    runner = ThinPipeRunner(method, SMALL, build_mesh(2, 1, timeout_s=30))
+    runner.step(1, torch.arange(SMALL.microbatches))
+    computed = [event.kind for event in runner._events if event.kind in ("F", "B")]
+    return computed.index("B")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_the_schedule_is_as_deep_as_asked_for(ranks: Ranks, depth: int) -> None:
+    assert ranks(2, forwards_ahead, depth) == [2 + depth, 1]
+
+
+def test_the_depth_that_is_asked_for_is_that_of_rows_and_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", ["links", "--depth", "1", "--methods", "fp32"])
+    (method,) = _plan(_arguments()).methods
+    assert method.depth == 1
+    shallow, deep = (row(replace(method, depth=depth), 8e6, 4.0, 8) for depth in (0, 2))
+    assert (shallow.depth, deep.depth) == (0, 2)
+    assert deep.bound_s < shallow.bound_s
+
+
+def row(method: Method, rate_bps: float | None, seconds: float, microbatches: int = 1) -> Row:
+    nbytes = 1_000_000
+    ranks = [
+        RankResult(method.name, rate_bps, (seconds, 9.0, seconds), None, nbytes),
+        RankResult(method.name, rate_bps, (seconds / 2,) * 3, None, nbytes // 2),
+    ]
+    shape = PaperShape(
+        tokens=100, width=1, microbatches=microbatches, forward_s=0.5, backward_s=0.5
+    )
+    compute = compute_of(shape, ranks)
+    assert compute is not None
+    at = Circumstances(stages=2, delay_s=0.0, probe=0.95, load=1.0)
+    messages = (Message(nbytes), Message(0))
+    return make_row(method, ranks, shape, messages, compute=compute, at=at)
+
+
+def test_a_row_joins_the_ranks_and_knows_its_bound() -> None:
+    found = row(BY_NAME["fp32"], 8e6, 4.0)
+    assert found.step_s == 4.0
+    assert found.tokens_per_s == 25
+    assert found.wire_bytes == 1_500_000
+    assert found.bound_s == pytest.approx(2 + 1 / PAYLOAD_SHARE)
+    assert found.bound_fraction == pytest.approx(found.bound_s / 4)
+    assert found.utilization == pytest.approx(1 / PAYLOAD_SHARE / 4)
+
+
+def test_rows_are_compared_on_the_same_link_and_without_a_limit() -> None:
+    fp32, bf16 = BY_NAME["fp32"], BY_NAME["bf16"]
+    rows = [row(fp32, None, 1.0), row(fp32, 8e6, 4.0), row(bf16, 8e6, 2.0)]
+    free, slow, other = with_references(rows)
+    assert (slow.unthrottled_tokens_per_s, slow.fp32_tokens_per_s) == (100, 25)
+    assert (other.unthrottled_tokens_per_s, other.fp32_tokens_per_s) == (None, 25)
+    assert free.fp32_tokens_per_s == 100

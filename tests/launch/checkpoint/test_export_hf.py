@@ -1,0 +1,283 @@
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
+from tests.huggingface import ENCODERS, LAYERS, VOCAB, saved_model, section
+from tests.training import config
+from thinpipe.launch.checkpoint.export_hf import export
+from thinpipe.launch.checkpoint.state import Checkpoints
+from thinpipe.launch.cli import app
+from thinpipe.launch.components import Built
+from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.single_process import in_process
+from thinpipe.pipeline.batch import Batch, Samples
+
+TOKENS = 9
+
+
+def batch(step: int, *, classes: int | None) -> Batch:
+    generator = torch.Generator().manual_seed(step)
+    inputs_BT = torch.randint(5, VOCAB, (4, TOKENS), generator=generator)
+    targets = inputs_BT if classes is None else torch.randint(classes, (4,), generator=generator)
+    mask_BT = torch.ones(4, TOKENS, dtype=torch.int64)
+    mask_BT[1, 6:] = 0
+    return Batch(inputs_BT, targets, torch.arange(4 * step, 4 * step + 4), mask_BT)
+
+
+def run_config(model: dict[str, Any], folder: Path, cuts: tuple[int, ...] = (2, 4)) -> RunConfig:
+    base = config().model_dump(mode="json", exclude_none=True)
+    labels = {"text_field": "text", "label_field": "label"} if "classes" in model else {}
+    return RunConfig.model_validate(
+        {
+            **base,
+            "model": model,
+            "run": {"folder": str(folder)},
+            "data": {"sequence_length": TOKENS, **labels},
+            "pipeline": {**base["pipeline"], "cuts": cuts},
+        }
+    )
+
+
+def saved_run(run: RunConfig, *, steps: int) -> Tensor:
+    """Train, save as a run does, and return the pipeline's logits of a padded batch."""
+    with in_process(run, total_steps=10) as built:
+        for step in range(steps):
+            built.engine.train_step(batch(step, classes=run.model.classes), step)
+        store: Any = None
+        session = Session(store, built.engine.mesh, 7, 0)
+        root = run.run.path / "checkpoints"
+        Checkpoints(root, 2, built, session, {"config": run.shared()}).save(steps)
+        write_config(run, run.run.path / "config.toml")
+        return logits(built)
+
+
+def logits(built: Built) -> Tensor:
+    whole = batch(99, classes=None)
+    x: Tensor = whole.inputs_BT
+    with torch.no_grad():
+        for stage in built.stages:
+            module: Any = stage.submod
+            x = module.eval()(x, Samples(whole.ids_B, whole.mask_BT))
+    return x
+
+
+def reloaded(folder: Path, name: str) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    factory: Any = AutoModelForSequenceClassification if name in ENCODERS else AutoModelForCausalLM
+    return factory.from_pretrained(folder).eval()
+
+
+def transformers_logits(folder: Path, name: str) -> Tensor:
+    whole = batch(99, classes=None)
+    with torch.no_grad():
+        answer: Tensor = reloaded(folder, name)(
+            input_ids=whole.inputs_BT, attention_mask=whole.mask_BT
+        ).logits
+    return answer
+
+
+def stored(folder: Path) -> dict[str, dict[str, Tensor]]:
+    return {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+
+
+def assert_same_bytes(left: Path, right: Path) -> None:
+    ours, theirs = stored(left), stored(right)
+    assert ours.keys() == theirs.keys()
+    for file, tensors in ours.items():
+        assert tensors.keys() == theirs[file].keys()
+        for name, tensor in tensors.items():
+            other = theirs[file][name]
+            assert tensor.dtype == other.dtype
+            assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8)), name
+    assert (left / "config.json").read_bytes() == (right / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt-neox", "llama", "gemma", "opt-350m", "bert", "deberta"]
+)
+def test_a_run_without_training_gives_back_the_bytes_it_was_given(
+    name: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    saved_model(name, source)
+    (source / "merges.txt").write_text("#version: 0.2\n")
+    saved_run(run_config(section(name, source), tmp_path / "run"), steps=0)
+    export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
+    assert_same_bytes(tmp_path / "out", source)
+    assert (tmp_path / "out" / "merges.txt").read_text() == "#version: 0.2\n"
+
+
+def test_weights_of_another_dtype_come_back_in_it(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    saved_model("llama", source, dtype="bfloat16")
+    for path in source.glob("*.safetensors"):
+        save_file({k: t.bfloat16() for k, t in load_file(path).items()}, path, {"format": "pt"})
+    saved_run(run_config(section("llama", source), tmp_path / "run"), steps=0)
+    export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
+    assert_same_bytes(tmp_path / "out", source)
+    export(tmp_path / "run", tmp_path / "wide", step=None, dtype="fp32")
+    assert next(reloaded(tmp_path / "wide", "llama").parameters()).dtype == torch.float32
+
+
+def test_a_weight_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    saved_model("gpt2", source)
+    for path, tensors in stored(source).items():
+        for name in (name for name in tensors if name.endswith("h.0.ln_1.bias")):
+            tensors[name][3] = 1e5
+        save_file(tensors, source / path, {"format": "pt"})
+    saved_run(run_config(section("gpt2", source), run), steps=0)
+    for path, tensors in stored(source).items():
+        save_file({k: t.half() for k, t in tensors.items()}, source / path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"ln_1\.bias: holds 1e\+05, .*float16; .*--dtype bf16"):
+        export(run, tmp_path / "out", step=None, dtype="source")
+    assert not list(tmp_path.glob(".*"))
+    export(run, tmp_path / "out", step=None, dtype="bf16")
+    held = reloaded(tmp_path / "out", "gpt2").transformer.h[0].ln_1.bias
+    assert held.max() == torch.tensor(1e5).bfloat16()
+
+
+def test_an_empty_folder_may_be_named_by_a_link_or_a_dot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_model("gpt2", tmp_path / "source")
+    saved_run(run_config(section("gpt2", tmp_path / "source"), tmp_path / "run"), steps=0)
+    for name in ("out", "here"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "link").symlink_to("out")
+    export(tmp_path / "run", tmp_path / "link", step=None, dtype="source")
+    assert_same_bytes(tmp_path / "out", tmp_path / "source")
+    monkeypatch.chdir(tmp_path / "here")
+    export(tmp_path / "run", Path(), step=None, dtype="source")
+    assert_same_bytes(tmp_path / "here", tmp_path / "source")
+
+
+def test_a_head_that_parted_from_its_embedding_keeps_the_dtype(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    saved_model("gpt2", source)
+    for path in source.glob("*.safetensors"):
+        save_file({k: t.half() for k, t in load_file(path).items()}, path, {"format": "pt"})
+    saved_run(run_config(section("gpt2", source), tmp_path / "run"), steps=1)
+    export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
+    tensors = {
+        k: t
+        for path in (tmp_path / "out").glob("*.safetensors")
+        for k, t in load_file(path).items()
+    }
+    assert "lm_head.weight" in tensors
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "llama-tied", "opt", "roberta", "deberta"])
+@pytest.mark.parametrize("weights", ["pretrained", "config"])
+def test_transformers_computes_the_logits_of_the_trained_pipeline(
+    name: str, weights: str, tmp_path: Path
+) -> None:
+    saved_model(name, tmp_path / "source")
+    model = section(name, tmp_path / "source")
+    model[weights] = model.pop("pretrained")
+    run = run_config(model, tmp_path / "run")
+    trained = saved_run(run, steps=2)
+    export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
+    torch.testing.assert_close(transformers_logits(tmp_path / "out", name), trained)
+    before = transformers_logits(tmp_path / "source", name)
+    assert not torch.allclose(before, trained, atol=1e-3)
+
+
+def test_a_head_that_left_its_embedding_is_saved_untied(tmp_path: Path) -> None:
+    saved_model("gpt2", tmp_path / "source")
+    saved_run(run_config(section("gpt2", tmp_path / "source"), tmp_path / "run"), steps=2)
+    notes = export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
+    assert any("lm_head.weight: trained apart" in note for note in notes)
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
+    model = reloaded(tmp_path / "out", "gpt2")
+    assert not torch.equal(model.lm_head.weight, model.transformer.wte.weight)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_lora_is_merged(name: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    saved_model(name, source)
+    model = section(name, source, lora={"rank": 2})
+    for steps in (0, 3):
+        run = run_config(model, tmp_path / f"run{steps}")
+        trained = saved_run(run, steps=steps)
+        export(run.run.path, tmp_path / f"out{steps}", step=None, dtype="source")
+        answer = transformers_logits(tmp_path / f"out{steps}", name)
+        torch.testing.assert_close(answer, trained, atol=1e-5, rtol=1e-5)
+    assert_same_bytes(tmp_path / "out0", source)
+    changed = {
+        tensor_name
+        for file, tensors in stored(tmp_path / "out3").items()
+        for tensor_name, tensor in tensors.items()
+        if not torch.equal(tensor, stored(source)[file][tensor_name])
+    }
+    targets = ("c_attn",) if name == "gpt2" else ("q_proj", "v_proj")
+    assert len(changed) == LAYERS * len(targets)
+    assert all(
+        tensor_name.endswith(tuple(f"{t}.weight" for t in targets)) for tensor_name in changed
+    )
+
+
+def test_tensors_of_other_heads_are_left_out_with_a_note(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    saved_model("bert", source)
+    path = min(source.glob("*.safetensors"))
+    index = source / "model.safetensors.index.json"
+    listed = json.loads(index.read_text())
+    save_file({**load_file(path), "cls.bias": torch.zeros(2)}, path, {"format": "pt"})
+    listed["weight_map"]["cls.bias"] = path.name
+    index.write_text(json.dumps(listed))
+    saved_run(run_config(section("bert", source), tmp_path / "run"), steps=0)
+    notes = export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
+    assert "not part of this model, left out: cls.bias" in notes
+
+
+def test_the_command_exports_and_refuses_what_it_cannot(tmp_path: Path) -> None:
+    source, run, out = tmp_path / "source", tmp_path / "run", tmp_path / "out"
+    saved_model("gpt2", source)
+    saved_run(run_config(section("gpt2", source), run), steps=1)
+    command = CliRunner()
+    done = command.invoke(app, ["export", str(run), str(out)])
+    assert done.exit_code == 0
+    assert f"{out}: step 1 of {run}" in done.output
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        export(run, out, step=None, dtype="source")
+    shutil.rmtree(out)
+    with pytest.raises(ValueError, match=r"step-7.*missing"):
+        export(run, out, step=7, dtype="source")
+    (run / "checkpoints" / "step-1" / "replica-0.rank-0.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"rank-0\.safetensors: missing.*no older complete step$"):
+        export(run, out, step=None, dtype="source")
+    (source / "config.json").write_text((source / "config.json").read_text() + " ")
+    with pytest.raises(ValueError, match=r"trained with another .*config\.json"):
+        export(run, out, step=None, dtype="source")
+    assert not out.exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_model_of_our_own_is_refused(tmp_path: Path) -> None:
+    run = config()
+    write_config(run, tmp_path / "config.toml")
+    with pytest.raises(ConfigError, match=r"our own.*no class"):
+        export(tmp_path, tmp_path / "out", step=None, dtype="source")
+
+
+@pytest.mark.parametrize(("run", "out"), [("file", "out"), ("run", "file"), ("run", "file/out")])
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path, run: str, out: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"^(RUN_FOLDER|OUT) = .* is a file; name another folder"):
+        export(tmp_path / run, tmp_path / out, step=None, dtype="source")

@@ -1,0 +1,455 @@
+import ast
+import json
+import math
+import os
+import random
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.disk import full_disk
+from thinpipe.launch.checkpoint import files as checkpoint
+from thinpipe.launch.checkpoint import state_file as statefile
+from thinpipe.launch.checkpoint.files import (
+    CheckpointError,
+    Part,
+    begin,
+    finish,
+    read_part,
+    write_part,
+)
+
+STAGES = ("stage-0.replica-0", "stage-1.replica-0")
+
+
+def save(root: Path, step: int, *, seed: int = 0, meta: dict[str, Any] | None = None) -> Path:
+    folder = begin(root, step)
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    states = {name: {"w": torch.randn(64, generator=generator), "step": step} for name in STAGES}
+    parts = [write_part(folder, name, state) for name, state in states.items()]
+    return finish(root, step, parts=parts, meta=meta or {"config": "abc"})
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def test_a_part_is_a_plain_safetensors_file_with_the_folder_s_permissions(tmp_path: Path) -> None:
+    folder = begin(tmp_path, 0)
+    part = write_part(folder, "stage-0", {"w": torch.ones(3)})
+    path = folder / "stage-0.safetensors"
+    assert torch.equal(load_file(path)["state['w']"], torch.ones(3))
+    assert path.stat().st_mode & 0o777 == folder.stat().st_mode & 0o666
+    assert Part(**json.loads(json.dumps(asdict(part)))) == part
+    assert part.nbytes == path.stat().st_size
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a b"])
+def test_a_part_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="part = "):
+        write_part(begin(tmp_path, 0), name, {})
+
+
+def test_a_part_that_the_disk_has_no_room_for_is_told(tmp_path: Path) -> None:
+    folder = begin(tmp_path, 0)
+    message = r"stage-0\.safetensors: not written: .*disk space"
+    with pytest.raises(CheckpointError, match=message), full_disk():
+        write_part(folder, "stage-0", {"w": torch.ones(5000)})
+
+
+def test_a_finished_step_is_listed_named_and_readable(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    folder = save(tmp_path, 100, meta={"versions": {"torch": "x"}, "loss": 0.1})
+
+    assert folder == tmp_path / "step-100"
+    assert checkpoint.steps(tmp_path) == [20, 100]
+    assert checkpoint.latest(tmp_path) == 100
+    manifest = checkpoint.read_manifest(folder)
+    assert manifest.step == 100
+    assert manifest.meta == {"versions": {"torch": "x"}, "loss": 0.1}
+    assert [part.name for part in manifest.parts] == list(STAGES)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-100", "step-20"]
+
+
+def test_a_folder_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
+    for root in (tmp_path, tmp_path / "absent"):
+        assert checkpoint.latest(root) is None
+        assert checkpoint.steps(root) == []
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 3)
+
+
+def lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+@pytest.mark.parametrize(
+    ("damage", "wrong"),
+    [
+        (Path.unlink, "missing"),
+        (truncate, r"truncated: \d+ of \d+ bytes"),
+        (lengthen, "too long"),
+    ],
+)
+def test_a_damaged_part_is_named_and_the_step_before_offered(
+    tmp_path: Path, damage: Callable[[Path], None], wrong: str
+) -> None:
+    save(tmp_path, 40)
+    folder = save(tmp_path, 50)
+    damage(folder / f"{STAGES[1]}.safetensors")
+
+    with pytest.raises(CheckpointError, match=wrong) as caught:
+        read_part(folder, STAGES[1])
+
+    message = str(caught.value)
+    assert message.startswith(str(folder / f"{STAGES[1]}.safetensors"))
+    assert message.endswith("step-40 is complete: train --resume --step 40, export --step 40")
+    assert read_part(folder, STAGES[0])["step"] == 50
+    assert read_part(tmp_path / "step-40", STAGES[1])["step"] == 40
+
+
+@pytest.mark.parametrize("name", [f"{STAGES[0]}.safetensors", "manifest.json"])
+def test_a_flipped_bit_anywhere_is_found(tmp_path: Path, name: str) -> None:
+    save(tmp_path, 40)
+    path = save(tmp_path, 50) / name
+    intact = path.read_bytes()
+    for bit in random.Random(0).sample(range(8 * len(intact)), 60):
+        flip_bit(path, bit)
+        with pytest.raises(CheckpointError) as caught:
+            read_part(path.parent, STAGES[0])
+        assert str(path) in str(caught.value), bit
+        assert "step-40 is complete" in str(caught.value), bit
+        path.write_bytes(intact)
+    assert read_part(path.parent, STAGES[0])["step"] == 50
+
+
+def test_an_unknown_part_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    folder = save(tmp_path, 50)
+    with pytest.raises(CheckpointError) as caught:
+        read_part(folder, "stage-9.replica-0")
+    message = str(caught.value)
+    assert message.startswith(f"{folder / 'manifest.json'}: has no part 'stage-9.replica-0'")
+    assert STAGES[0] in message
+    assert "no older complete step" in message
+
+
+def test_only_a_step_that_holds_the_part_whole_is_offered(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    truncate(tmp_path / "step-20" / f"{STAGES[0]}.safetensors")
+    (tmp_path / "step-30" / f"{STAGES[0]}.safetensors").unlink()
+    truncate(tmp_path / "step-40" / f"{STAGES[0]}.safetensors")
+    save(tmp_path, 50)
+
+    with pytest.raises(CheckpointError, match="step-10 is complete"):
+        read_part(tmp_path / "step-40", STAGES[0])
+
+
+def test_a_manifest_of_another_format_or_none_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path, 50)
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(CheckpointError, match="format 2 is not the one read here, 1"):
+        checkpoint.read_manifest(folder)
+    with pytest.raises(CheckpointError, match=r"step-51/manifest\.json: missing"):
+        checkpoint.read_manifest(tmp_path / "step-51")
+
+
+def test_latest_that_names_a_broken_step_offers_the_newest_complete_one(tmp_path: Path) -> None:
+    for step in (30, 40, 50):
+        save(tmp_path, step)
+    truncate(tmp_path / "step-50" / f"{STAGES[0]}.safetensors")
+    assert checkpoint.steps(tmp_path) == [30, 40]
+    for name in ("step-50", "step-60", "\0\0\0", ""):
+        (tmp_path / "latest").write_text(name)
+        with pytest.raises(CheckpointError, match="step-40 is complete") as caught:
+            checkpoint.latest(tmp_path)
+        assert str(tmp_path / "latest") in str(caught.value)
+        assert repr(name) in str(caught.value)
+
+
+CRASH = """
+import os, sys, torch
+from pathlib import Path
+from thinpipe.launch.checkpoint import files as checkpoint
+folder = checkpoint.begin(Path(sys.argv[1]), 50)
+part = checkpoint.write_part(folder, "stage-0.replica-0", {"w": torch.ones(64)})
+real, left = os.replace, int(sys.argv[2])
+def replace(source, target):
+    global left
+    if left == 0:
+        os._exit(9)
+    left -= 1
+    real(source, target)
+os.replace = replace
+checkpoint.finish(Path(sys.argv[1]), 50, parts=[part], meta={})
+"""
+
+
+@pytest.mark.parametrize("moves", [0, 2])
+def test_a_crash_while_finishing_leaves_the_older_step_and_the_next_save_works(
+    tmp_path: Path, moves: int
+) -> None:
+    save(tmp_path, 40)
+    command = [sys.executable, "-c", CRASH, str(tmp_path), str(moves)]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 9
+
+    assert checkpoint.latest(tmp_path) == 40
+    assert checkpoint.steps(tmp_path) == [40]
+    assert read_part(tmp_path / "step-40", STAGES[0])["step"] == 40
+    save(tmp_path, 50)
+    assert checkpoint.latest(tmp_path) == 50
+    assert len(checkpoint.read_manifest(tmp_path / "step-50").parts) == 2
+
+
+def test_an_exception_between_begin_and_finish_changes_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 40)
+    write_part(begin(tmp_path, 50), "stage-7", {})
+    assert checkpoint.latest(tmp_path) == 40
+    save(tmp_path, 50)
+    assert not (tmp_path / "step-50" / "stage-7.safetensors").exists()
+
+
+def fail_on_move_to(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    real = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if Path(target).name == name:
+            raise OSError(f"no move to {name}")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+
+
+def test_latest_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 40)
+    with monkeypatch.context() as patch:
+        fail_on_move_to(patch, "latest")
+        with pytest.raises(OSError, match="no move to latest"):
+            save(tmp_path, 50)
+    assert checkpoint.latest(tmp_path) == 40
+    assert checkpoint.steps(tmp_path) == [40, 50]
+    assert read_part(tmp_path / "step-40", STAGES[0])["step"] == 40
+
+
+def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 40, seed=1)
+    before = read_part(tmp_path / "step-40", STAGES[0])
+    save(tmp_path, 40, seed=2, meta={"run": "second"})
+    assert not torch.equal(read_part(tmp_path / "step-40", STAGES[0])["w"], before["w"])
+    assert checkpoint.read_manifest(tmp_path / "step-40").meta == {"run": "second"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-40"]
+    assert len(list((tmp_path / "step-40").iterdir())) == len(STAGES) + 1
+
+
+def test_a_failed_replacement_keeps_the_old_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 40, seed=1)
+    before = read_part(tmp_path / "step-40", STAGES[0])
+    real = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if Path(source).name == ".step-40.partial" and Path(target).name == "step-40":
+            raise PermissionError("no move")
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", replace)
+        folder = begin(tmp_path, 40)
+        part = write_part(folder, STAGES[0], {})
+        with pytest.raises(PermissionError):
+            finish(tmp_path, 40, parts=[part], meta={})
+    assert torch.equal(read_part(tmp_path / "step-40", STAGES[0])["w"], before["w"])
+
+
+def test_hosts_on_one_file_system_may_all_begin_and_finish(tmp_path: Path) -> None:
+    barrier = threading.Barrier(4)
+    errors: list[Exception] = []
+    shared: dict[int, Part] = {}
+
+    def host(rank: int) -> None:
+        try:
+            for save in range(8):
+                barrier.wait(timeout=60)
+                folder = begin(tmp_path, save // 2)  # every step twice: made, then replaced
+                barrier.wait(timeout=60)
+                shared[rank] = write_part(folder, f"rank-{rank}", {"rank": rank, "save": save})
+                barrier.wait(timeout=60)
+                finish(tmp_path, save // 2, parts=shared.values(), meta={"host": rank})
+        except Exception as error:
+            errors.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=host, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert errors == []
+    assert checkpoint.steps(tmp_path) == [0, 1, 2, 3]
+    assert checkpoint.latest(tmp_path) == 3
+    assert read_part(tmp_path / "step-3", "rank-2") == {"rank": 2, "save": 7}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_host_is_overtaken_while_it_looks_for_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = write_part(begin(tmp_path, 40), "stage-0", {"a": 1})
+    looked, scandir = [], os.scandir
+
+    def overtaken(path: Any) -> Any:
+        if not looked:
+            looked.append(path)
+            finish(tmp_path, 40, parts=[part], meta={"host": 0})
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", overtaken)
+    finish(tmp_path, 40, parts=[part], meta={"host": 1})
+    assert looked == [checkpoint.partial_folder(tmp_path, 40)]
+    assert checkpoint.read_manifest(tmp_path / "step-40").meta == {"host": 0}
+
+
+def test_a_second_finish_agrees_only_with_the_same_parts(tmp_path: Path) -> None:
+    folder = begin(tmp_path, 40)
+    part = write_part(folder, "stage-0", {"a": 1})
+    finish(tmp_path, 40, parts=[part], meta={"host": 0})
+    (tmp_path / "latest").unlink()
+
+    finish(tmp_path, 40, parts=[part], meta={"host": 1})
+
+    assert checkpoint.latest(tmp_path) == 40
+    assert checkpoint.read_manifest(tmp_path / "step-40").meta == {"host": 0}
+    with pytest.raises(CheckpointError, match="does not hold the same parts"):
+        finish(tmp_path, 40, parts=[Part("stage-0", part.nbytes, "0" * 64)], meta={})
+    with pytest.raises(CheckpointError, match="call begin"):
+        finish(tmp_path, 41, parts=[part], meta={})
+
+
+def test_a_host_with_its_own_disk_lists_the_parts_of_others(tmp_path: Path) -> None:
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    parts = [
+        write_part(begin(mine, 40), "stage-0", {"stage": 0}),
+        write_part(begin(theirs, 40), "stage-1", {"stage": 1}),
+    ]
+    for root in (mine, theirs):
+        finish(root, 40, parts=parts, meta={})
+    assert checkpoint.steps(mine) == [40]
+    assert read_part(mine / "step-40", "stage-0") == {"stage": 0}
+    with pytest.raises(CheckpointError, match=r"stage-1\.safetensors: missing"):
+        read_part(mine / "step-40", "stage-1")
+
+
+def test_a_part_that_does_not_fit_on_the_disk_asks_for_space(tmp_path: Path) -> None:
+    folder, limits = begin(tmp_path, 0), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"not written: .*; free disk space$"):
+            write_part(folder, "stage-0", {"weights": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_state_too_large_for_its_header_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"large; keep long lists as tensors$"):
+        write_part(begin(tmp_path, 0), "stage-0", {"long": "x" * 100_000_001})
+
+
+def test_finish_refuses_parts_that_are_not_the_files(tmp_path: Path) -> None:
+    folder = begin(tmp_path, 40)
+    one, two = (write_part(folder, name, {}) for name in ("one", "two"))
+    with pytest.raises(CheckpointError, match="holds two, which finish was not given"):
+        finish(tmp_path, 40, parts=[one], meta={})
+    with pytest.raises(ValueError, match="two have one name"):
+        finish(tmp_path, 40, parts=[one, two, two], meta={})
+    with pytest.raises(CheckpointError, match=r"two\.safetensors: truncated"):
+        finish(tmp_path, 40, parts=[one, Part("two", two.nbytes + 1, two.sha256)], meta={})
+    assert checkpoint.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("value", [{1}, math.nan])
+def test_meta_that_json_cannot_hold_is_refused(tmp_path: Path, value: object) -> None:
+    part = write_part(begin(tmp_path, 0), "stage-0", {})
+    with pytest.raises(ValueError, match="meta = "):
+        finish(tmp_path, 0, parts=[part], meta={"value": value})
+
+
+def test_meta_keys_become_strings_without_spoiling_the_manifest(tmp_path: Path) -> None:
+    part = write_part(begin(tmp_path, 0), "stage-0", {})
+    folder = finish(tmp_path, 0, parts=[part], meta={"cuts": {10: (1, 2), 9: 0}, "who": "é"})
+    want = {"cuts": {"10": [1, 2], "9": 0}, "who": "é"}
+    assert checkpoint.read_manifest(folder).meta == want
+
+
+def test_writing_without_begin_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="call begin before writing 'stage-0'"):
+        write_part(tmp_path / "absent", "stage-0", {})
+    with pytest.raises(ValueError, match="step = -1"):
+        begin(tmp_path, -1)
+
+
+def test_prune_keeps_the_newest_and_the_one_latest_names(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50):
+        save(tmp_path, step)
+    (tmp_path / "latest").write_text("step-20\n")
+    begin(tmp_path, 15)
+    begin(tmp_path, 60)
+
+    checkpoint.prune(tmp_path, 2)
+
+    assert checkpoint.steps(tmp_path) == [20, 40, 50]
+    assert not (tmp_path / ".step-15.partial").exists()
+    assert (tmp_path / ".step-60.partial").is_dir(), "a newer save may be under way"
+
+
+def test_prune_never_counts_a_damaged_step_among_those_kept(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    truncate(tmp_path / "step-30" / f"{STAGES[0]}.safetensors")
+    checkpoint.prune(tmp_path, 2)
+    assert checkpoint.steps(tmp_path) == [20, 40]
+    assert (tmp_path / "step-30").is_dir()
+
+
+def test_prune_removes_nothing_when_latest_is_broken_or_keep_is_zero(tmp_path: Path) -> None:
+    checkpoint.prune(tmp_path, 1)
+    for step in (10, 20):
+        save(tmp_path, step)
+    with pytest.raises(ValueError, match="keep = 0"):
+        checkpoint.prune(tmp_path, 0)
+    (tmp_path / "latest").write_text("step-30")
+    with pytest.raises(CheckpointError, match="step-30"):
+        checkpoint.prune(tmp_path, 1)
+    assert checkpoint.steps(tmp_path) == [10, 20]
+
+
+@pytest.mark.parametrize("module", [checkpoint, statefile])
+def test_no_pickle_is_ever_read_or_written(module: Any) -> None:
+    tree = ast.parse(Path(module.__file__).read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
+    assert not names & {"pickle", "cPickle", "dill", "marshal", "shelve", "load", "save", "eval"}
+
+
+def test_a_pickle_in_place_of_a_part_is_never_run(tmp_path: Path) -> None:
+    folder = save(tmp_path, 40)
+    torch.save({"w": torch.ones(1)}, folder / f"{STAGES[0]}.safetensors")
+    with pytest.raises(CheckpointError, match=STAGES[0]):
+        read_part(folder, STAGES[0])

@@ -1,0 +1,285 @@
+import copy
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import Ranks
+from tests.training import batch, config, start
+from thinpipe.launch.checkpoint.files import CheckpointError
+from thinpipe.launch.checkpoint.reshard import (
+    Layout,
+    common_model,
+    fill_module,
+    module_of,
+    moved_samples,
+    parameter_names,
+)
+from thinpipe.launch.checkpoint.state import Checkpoints, _collect
+from thinpipe.launch.components import Built
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.distributed.session import Session
+
+BATCHES = [batch([8 * step + sample for sample in range(8)]) for step in range(5)]
+AQSGD = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct", "bits": 8}}]
+COCKTAIL = {"subset": 0.5, "topk": 0.5, "bits": 4, "bucket_mb": 0.01}
+
+
+def run_config(cuts: list[int], **sections: Any) -> RunConfig:
+    pipeline = {"cuts": cuts, **sections.pop("pipeline", {})}
+    train = {"batch_size": 8, "warmup_steps": 0, "decay": "linear", "clip_norm": 0}
+    train |= sections.pop("train", {})
+    return config(pipeline=pipeline, train=train, **sections)
+
+
+def checkpoints(rank: int, run: RunConfig, root: str, built: Built) -> Checkpoints:
+    store: Any = None
+    session = Session(store, built.engine.mesh, 7, rank)
+    return Checkpoints(Path(root), 9, built, session, {"config": run.shared(), "data": "same"})
+
+
+def optimizer_state(built: Built) -> dict[str, Any]:
+    state = copy.deepcopy(built.optimizer.state_dict()["state"])
+    names = parameter_names(built)
+    return {name: state[index] for index, all_names in enumerate(names) for name in all_names}
+
+
+def outcome(built: Built, losses: list[float], log: str = "") -> dict[str, Any]:
+    weights = {
+        name: tensor.clone()
+        for stage in built.stages
+        for name, tensor in module_of(stage).state_dict().items()
+    }
+    return {
+        "losses": losses,
+        "weights": weights,
+        "common": common_weights(built),
+        "optimizer": optimizer_state(built),
+        "known": known_samples(built),
+        "log": log,
+    }
+
+
+def common_weights(built: Built) -> dict[str, Tensor]:
+    """Those of the model that all replicas stand for."""
+    stages = common_model(_collect(built)).values()
+    return {name: tensor.clone() for stage in stages for name, tensor in stage.items()}
+
+
+def known_samples(built: Built) -> dict[int, int]:
+    """How many of the first batch's samples each own cut's forward memory knows."""
+    return {
+        channel.cut: int(channel.memory.known(BATCHES[0].ids_B).sum())
+        for stage in built.stages
+        for channel in stage.channels.all()
+        if channel.memory is not None
+    }
+
+
+def train(
+    rank: int, run: RunConfig, root: str, *, save_at: int | None = None, resume: bool = False
+) -> dict[str, Any]:
+    built = start(run)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinpipe.launch.checkpoint.reshard").addHandler(handler)
+    saved = checkpoints(rank, run, root, built)
+    first = saved.restore(None) if resume else 0
+    state = outcome(built, [], "\n".join(messages)) if resume else None
+    losses, replica = [], built.engine.mesh.replica
+    for step in range(first, save_at or len(BATCHES)):
+        own = batch(BATCHES[step].ids_B[replica :: run.pipeline.replicas].tolist())
+        losses.append(built.engine.train_step(own, step).loss)
+        built.lr_schedule.step()
+    if save_at:
+        saved.save(save_at)
+    return {"restored": state, **outcome(built, losses, "\n".join(messages))}
+
+
+def _save(rank: int, run: RunConfig, root: str) -> dict[str, Any]:
+    return train(rank, run, root, save_at=3)
+
+
+def _resume(rank: int, run: RunConfig, root: str) -> dict[str, Any]:
+    return train(rank, run, root, resume=True)
+
+
+def joined(results: list[dict[str, Any]], what: str) -> dict[str, Any]:
+    return {name: value for result in results for name, value in result[what].items()}
+
+
+def assert_equal(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(value, right[name]), name
+        else:
+            assert_equal(value, right[name])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("tie", ["untied", "exact"])
+def test_training_goes_on_bit_for_bit_at_another_pipeline_degree(
+    ranks: Ranks, tmp_path: Path, tie: str
+) -> None:
+    model = {"model": {"layers": 4, "width": 16, "heads": 2, "context": 12, "tie_embeddings": tie}}
+    at_three = run_config([1, 3], **model)
+    saved = ranks(3, _save, at_three, str(tmp_path))
+    through = ranks(3, train, at_three, str(tmp_path / "other"))
+    for cuts in ([2], []):
+        resumed = ranks(len(cuts) + 1, _resume, run_config(cuts, **model), str(tmp_path))
+        restored = [result["restored"] for result in resumed]
+        assert_equal(joined(restored, "weights"), joined(saved, "weights"))
+        assert_equal(joined(restored, "optimizer"), joined(saved, "optimizer"))
+        if cuts or tie == "untied":  # one process adds a tied weight's gradients in another order
+            assert resumed[0]["losses"] == through[0]["losses"][3:]
+            assert_equal(joined(resumed, "weights"), joined(through, "weights"))
+
+
+@pytest.mark.dist
+def test_a_schedule_with_several_stages_per_rank_is_resumed_from(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    interleaved = {"schedule": "Interleaved1F1B", "ranks": 2}
+    saved = ranks(2, _save, run_config([1, 2, 3], pipeline=interleaved), str(tmp_path))
+    resumed = ranks(1, _resume, run_config([]), str(tmp_path))
+    assert_equal(joined([resumed[0]["restored"]], "weights"), joined(saved, "weights"))
+
+
+@pytest.mark.dist
+def test_weights_and_optimizer_survive_another_number_of_replicas(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    saved = ranks(4, _save, run_config([2], pipeline={"replicas": 2}), str(tmp_path))
+    resumed = ranks(2, _resume, run_config([2], pipeline={"replicas": 1}), str(tmp_path))
+    restored = [result["restored"] for result in resumed]
+    assert_equal(joined(restored, "weights"), joined(saved[:2], "weights"))
+    assert_equal(joined(restored, "optimizer"), joined(saved[:2], "optimizer"))
+    assert "all replicas start from the same weights" in resumed[0]["log"]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("method", "cuts"), [("allreduce", [2]), ("cocktail", [2]), ("cocktail", [])]
+)
+def test_a_second_replica_starts_from_what_the_first_knew(
+    ranks: Ranks, tmp_path: Path, method: str, cuts: list[int]
+) -> None:
+    exchange = {"method": method, **({method: COCKTAIL} if method == "cocktail" else {})}
+    one, two = (
+        run_config(cuts, boundary=AQSGD, gradcomp=exchange, pipeline={"replicas": replicas})
+        for replicas in (1, 2)
+    )
+    stages = len(cuts) + 1
+    saved = ranks(stages, _save, one, str(tmp_path))
+    resumed = ranks(2 * stages, _resume, two, str(tmp_path))
+    for replica in (resumed[:stages], resumed[stages:]):
+        restored = [result["restored"] for result in replica]
+        for what in ("weights", "optimizer"):
+            assert_equal(joined(restored, what), joined(saved, what))
+        assert all(result["known"] == dict.fromkeys(cuts, 8) for result in restored)
+        assert_equal(joined(replica, "common"), joined(resumed[:stages], "common"))
+    after, before = (joined(results, "common") for results in (resumed, saved))
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+    assert "sent like new ones" not in resumed[0]["log"]  # the first knew all samples
+
+
+@pytest.mark.dist
+def test_replicas_that_differ_are_made_one_where_cuts_move(ranks: Ranks, tmp_path: Path) -> None:
+    cocktail = {"method": "cocktail", "cocktail": COCKTAIL}
+    at_two, at_one = (
+        run_config([cut], pipeline={"replicas": 2}, gradcomp=cocktail) for cut in (2, 1)
+    )
+    saved = ranks(4, _save, at_two, str(tmp_path))
+    resumed = ranks(4, _resume, at_one, str(tmp_path))
+    for replica in (resumed[:2], resumed[2:]):
+        restored = [result["restored"] for result in replica]
+        assert_equal(joined(restored, "weights"), joined(saved[:2], "common"))
+        assert_equal(joined(replica, "common"), joined(resumed[:2], "common"))
+    assert "all replicas start from the same weights" in resumed[0]["log"]
+
+
+@pytest.mark.dist
+def test_memories_of_cuts_that_stayed_are_kept_and_the_others_start_empty(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(3, _save, run_config([1, 3], boundary=AQSGD), str(tmp_path))
+    resumed = ranks(3, _resume, run_config([2, 3], boundary=AQSGD), str(tmp_path))
+    restored = [result["restored"]["known"] for result in resumed]
+    assert restored == [{2: 0}, {2: 0, 3: 8}, {3: 8}]
+    assert "memories at cuts [2] start empty" in resumed[0]["log"]
+    assert not resumed[1]["log"]  # said once
+    again = ranks(3, _resume, run_config([1, 3], boundary=AQSGD), str(tmp_path))
+    assert [result["restored"]["known"] for result in again] == [{1: 8}, {1: 8, 3: 8}, {3: 8}]
+
+
+def _expect_error(rank: int, run: RunConfig, root: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints(rank, run, root, start(run)).restore(None)
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_what_cannot_be_resumed_is_refused_by_name(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _save, run_config([2], boundary=AQSGD), str(tmp_path))
+    other_bits = [{**AQSGD[0], "forward": {"kind": "aqsgd", "bits": 3}}]
+    (message, _) = ranks(2, _expect_error, run_config([2], boundary=other_bits), str(tmp_path))
+    assert "with boundary at cut 2: forward.bits = 4, this run has 3" in message
+    (tmp_path / "step-3" / "replica-0.rank-1.safetensors").unlink()
+    (message,) = ranks(1, _expect_error, run_config([], boundary=AQSGD), str(tmp_path))
+    assert "replica-0.rank-1.safetensors: missing" in message
+
+
+@pytest.mark.dist
+def test_epochs_may_change_where_learning_rates_stay(ranks: Ranks, tmp_path: Path) -> None:
+    auto = [{"forward": {"kind": "auto", "bits": 4}}]
+    for boundary, root in ((AQSGD, str(tmp_path / "may")), (auto, str(tmp_path / "may not"))):
+        once, twice = (
+            run_config([2], boundary=boundary, train={"decay": "none", "epochs": epochs})
+            for epochs in (1, 2)
+        )
+        ranks(2, _save, once, root)
+        if boundary is auto:  # which remembers nothing in a single epoch
+            (message, _) = ranks(2, _expect_error, twice, root)
+            assert "with train.epochs = 1, this run has 2; change it back (train.ep" in message
+            continue
+        resumed = ranks(2, _resume, twice, root)
+        through = ranks(2, train, twice, str(tmp_path / "other"))
+        assert resumed[0]["losses"] == through[0]["losses"][3:]
+        assert_equal(joined(resumed, "weights"), joined(through, "weights"))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "moved"), [(2, 1, (1, 2)), (1, 2, (0, 2)), (2, 4, (0, 4)), (2, 3, (3, 6))]
+)
+def test_samples_that_moved_are_counted(before: int, now: int, moved: tuple[int, int]) -> None:
+    assert moved_samples(before, now) == moved
+
+
+def test_copies_that_parted_are_not_made_one_again(tmp_path: Path) -> None:
+    tied = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    tied[1].weight = tied[0].weight
+    saved = {name: tensor.clone() for name, tensor in tied.state_dict().items()}
+    fill_module(tied, saved, tmp_path)
+    saved["1.weight"] += 1
+    with pytest.raises(CheckpointError, match=r"0\.weight and 1\.weight .*keep a cut"):
+        fill_module(tied, saved, tmp_path)
+    del saved["1.bias"]
+    with pytest.raises(CheckpointError, match=r"no part holds 1\.bias"):
+        fill_module(tied, saved, tmp_path)
+
+
+def test_a_layout_is_what_decides_where_things_are() -> None:
+    def layout(cuts: list[int], **pipeline: Any) -> Layout:
+        return Layout.of({"cuts": cuts, **pipeline})
+
+    assert layout([2]) == layout([2], schedule="GPipe", microbatches=8)
+    assert layout([2]) != layout([1])
+    assert layout([1, 2, 3], schedule="Interleaved1F1B") != layout([1, 2, 3])
+    zbv = layout([1, 2, 3], schedule="ZBVZeroBubble")
+    assert zbv.holders == (0, 1, 1, 0)

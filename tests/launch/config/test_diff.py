@@ -1,0 +1,58 @@
+"""A user who changed settings of a run to resume learns of each that must be changed back."""
+
+from typing import Any
+
+from thinpipe.launch.config.diff import changed_settings, tell_changes
+from thinpipe.launch.config.run import RunConfig
+
+BOUNDARIES: list[dict[str, Any]] = [
+    {"forward": {"kind": "aqsgd", "bits": 4}},
+    {"cut": 4, "backward": {"kind": "direct", "bits": 6}},
+]
+CUTS = {"cuts": [1, 2, 4]}
+
+
+def told(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    base = {"pipeline": CUTS, "boundary": BOUNDARIES, "model": {"layers": 6}}
+    runs = (RunConfig.model_validate({**base, **tables}).shared() for tables in (before, now))
+    return tell_changes(changed_settings(*runs))
+
+
+def test_equal_settings_and_those_that_may_change_are_not_told() -> None:
+    assert not told({}, {"run": {"name": "other"}, "eval": {"every_epochs": 2}})
+    assert not told({}, {"pipeline": {"cuts": [2, 4], "microbatches": 2}})
+
+
+def test_every_changed_setting_is_told_as_run_files_have_it() -> None:
+    text = told(
+        {"data": {"text_field": "text"}},
+        {
+            "boundary": [
+                {"forward": {"kind": "aqsgd", "bits": 3}},
+                {"cut": 4, "backward": {"kind": "raw"}},
+            ],
+            "model": {"layers": 6, "width": 32},
+            "data": {"max_bytes": 100},
+            "train": {"lr": 0.5, "betas": [0.8, 0.9]},
+        },
+    )
+    assert text[:5] == [
+        "data.max_bytes not set, this run has 100",
+        'data.text_field = "text", not set in this run',
+        "model.width = 128, this run has 32",
+        "train.betas = [0.9, 0.999], this run has [0.8, 0.9]",
+        "train.lr = 0.001, this run has 0.5",
+    ]
+    assert "boundary at cuts 1, 2: forward.bits = 4, this run has 3" in text
+    other_kind = 'backward = { kind = "direct", bits = 6 }, this run has { kind = "raw" }'
+    assert f"boundary at cut 4: {other_kind}" in text
+
+
+def test_of_very_many_the_rest_is_counted() -> None:
+    exchange = {"method": "cocktail", "cocktail": {"bits": 4, "topk": 0.1}}
+    model = {"layers": 6, "width": 32, "heads": 8, "context": 256, "vocab": 512}
+    train = {"lr": 0.5, "weight_decay": 0.5, "clip_norm": 2.0}
+    text = told({"gradcomp": exchange}, {"model": model, "train": train})
+    assert text[0] == "gradcomp.cocktail.bits = 4, not set in this run"
+    assert len(text) == 9
+    assert text[-1] == "2 more settings changed"

@@ -1,0 +1,309 @@
+"""Run files are strict: every mistake is named with its place, value and remedy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinpipe.aqsgd.config import AqsgdConfig
+from thinpipe.launch.config.run import RunConfig, TrainConfig, load_config, write_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.pipeline.config import DirectConfig, RawConfig
+
+
+def load(folder: Path, text: str = "", *overrides: str) -> RunConfig:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def refused(folder: Path, text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(folder, text, *overrides)
+    return str(caught.value)
+
+
+def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
+    config = load(tmp_path)
+    assert config.world_size == 1
+    assert config.run.path == Path("runs/run").resolve()
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[pipeline]\ncutz = [2]", ["pipeline.cutz: unknown key", 'did you mean "cuts"?']),
+        ("[trian]\nlr = 1.0", ["trian: unknown key", 'did you mean "train"?']),
+        (
+            '[[boundary]]\nforward = {kind = "aqsgd", bit = 3}',
+            ["boundary.0.forward.bit: unknown key", 'did you mean "bits"?'],
+        ),
+        ("[run]\nfolder = 3", ["run.folder = 3: give text, in quotes"]),
+        ("[run]\nfoldr = 'x'", ['run.foldr: unknown key; did you mean "folder"?']),
+        ("[train]\nlr = 'fast'", ["train.lr = 'fast': give a number"]),
+        ("[train]\nlr = -1.0", ["train.lr = -1.0: use a number greater than 0"]),
+        ("[train]\nepochs = 1.5", ["train.epochs = 1.5: give a whole number"]),
+        ("[train]\nbetas = [0.9]", ["train.betas.1 = [0.9]: give one more"]),
+        ("[memory]\nbudget = 'lots'", ["memory.budget = 'lots': write a size, as in \"8GB\""]),
+        ("model = 3", ["model = 3: write it as a table"]),
+        ("[boundary]\ncut = 3", ["boundary = {'cut': 3}: write it as tables [[boundary]]"]),
+        (
+            "[model]\npretrained = '/nowhere'",
+            ['model.pretrained = "/nowhere": no such folder'],
+        ),
+        (
+            '[[boundary]]\nforward = {kind = "aqsgd", first_visit = "x"}',
+            [
+                "boundary.0.forward.first_visit = 'x': use 'fp32'",
+                "or give a whole number, or write",
+            ],
+        ),
+        (
+            "[[boundary]]\nbackward = {bits = 3}",
+            ["backward.kind: not given; use one of direct, raw"],
+        ),
+        ("[pipeline]\ncuts = [9]", ["pipeline.cuts = [9]", "use values from 1 to 7"]),
+        ("[pipeline]\ncuts = [0]", ["pipeline.cuts = [0]", "use values from 1 to 7"]),
+        ("[pipeline]\ncuts = [4, 2]", ["pipeline.cuts = [4, 2]", "write [2, 4]"]),
+        ("[pipeline]\ncuts = [2, 2]", ["pipeline.cuts = [2, 2]", "write [2]"]),
+        (
+            "[model]\nlayers = 2\n[pipeline]\ncuts = [1, 2, 3]",
+            ["4 stages for 2 layers", "every stage needs a layer"],
+        ),
+        ("[pipeline]\nschedule = '1f1b'", ["pipeline.schedule = '1f1b'", 'did you mean "1F1B"?']),
+        (
+            "[pipeline]\nschedule = 'GPipe'\ndepth = 3",
+            ['pipeline.depth = 3: schedule = "GPipe" has none; remove it'],
+        ),
+        (
+            "[model]\npooling = 'first'",
+            ['model.pooling = "first": a language model', 'set task = "classification"'],
+        ),
+        ("[train]\nlr = inf", ["train.lr = inf", "finite"]),
+        ("[train]\nbetas = [2.0, 0.9]", ["train.betas.0 = 2.0", "less than 1"]),
+        ("[run]\nname = '..'", ["run.name = '..'"]),
+        ('[[boundary]]\nforward = {kind = "aqsgd", scale_per = 0}', ["scale_per = 0"]),
+        (
+            '[[boundary]]\nforward = {kind = "aqsgd", rate = 1.0}',
+            ["boundary.0.forward.rate = 1.0 with bits = 4", 'coding = "none"', 'or "auto"'],
+        ),
+        ('[[boundary]]\nforward = {kind = "aqsgd", rate = 0.0}', ["forward.rate = 0.0"]),
+        (
+            '[[boundary]]\nbackward = {kind = "stateless", bits = 8}',
+            ["boundary.0.backward.bits = 8: use 2 to 7"],
+        ),
+        (
+            '[[boundary]]\nforward = {kind = "aqsgd", first_visit = {tile = 32}}',
+            ["toml: boundary.0.forward.first_visit.tile = 32: use one of 16, 64, 256"],
+        ),
+        (
+            '[[boundary]]\nbackward = {kind = "direct", bits = 1, rounding = "stochastic"}',
+            ["boundary.0.backward", "bits >= 2"],
+        ),
+        (
+            "[pipeline]\ncuts = [2]\nschedule = 'Interleaved1F1B'\nranks = 2",
+            ["Interleaved1F1B", "2 stages on 2 ranks"],
+        ),
+        ("[pipeline]\ncuts = [2]\nranks = 1", ["Deep1F1B", "one stage per rank"]),
+        ("[data]\nsequence_length = 999", ["data.sequence_length = 999", "model.context = 128"]),
+        (
+            "[train]\nbatch_size = 7\n[pipeline]\nreplicas = 2",
+            ["train.batch_size = 7", "2 replicas", "a multiple of 2"],
+        ),
+        ("[[boundary]]\ncut = 3", ["boundary.cut = 3", "no such cut"]),
+        ("[[boundary]]\n[[boundary]]", ["two tables without a cut"]),
+        (
+            '[[boundary]]\nbackward = {kind = "aqsgd"}',
+            ["backward.kind = 'aqsgd': use 'direct', 'raw'"],
+        ),
+        (
+            '[[boundary]]\nforward = {kind = "aqsgd", bits = 9}',
+            ["boundary.0.forward.bits = 9: use 8 or less"],
+        ),
+        (
+            '[gradcomp]\nmethod = "allreduse"',
+            ['gradcomp.method = "allreduse"', "allreduce, cocktail, none"],
+        ),
+        ("[gradcomp]\ncocktail = 3", ["gradcomp.cocktail = 3: write it as a table"]),
+        ("[gradcomp]\nmetod = 1", ["gradcomp.metod", 'did you mean "method"?']),
+        ("[gradcomp.allreduce]\nbits = 4", ["gradcomp.allreduce.bits: unknown key"]),
+        ("[model]\nvocab = 100", ["model.vocab = 100", "256"]),
+        ("[train", ["cannot be read as TOML"]),
+        ('extends = "missing.toml"', ["missing.toml: no such file", "correct extends in "]),
+        ('[[host]]\nname = "a"', ["this is a hosts file; `thinpipe launch` takes it"]),
+        ('extends = "run.toml"', ["extends itself"]),
+    ],
+)
+def test_a_mistake_is_named(tmp_path: Path, text: str, parts: list[str]) -> None:
+    message = refused(tmp_path, text)
+    for part in parts:
+        assert part in message
+
+
+def test_nothing_is_guessed_where_no_name_is_near(tmp_path: Path) -> None:
+    message = refused(tmp_path, "[pipeline]\ndevice = 'gpu'")
+    assert message.endswith("pipeline.device = 'gpu': use 'auto', 'cpu' or 'cuda'")
+    assert "run.toml" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("train.lr", "write it as section.key=value"),
+        ("boundary.5.cut=2", "there is no boundary.5.cut"),
+        ("train.lrr=1", 'did you mean "lr"?'),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, override: str, part: str) -> None:
+    assert part in refused(tmp_path, "[[boundary]]", override)
+
+
+def test_overrides_are_toml_values_or_text(tmp_path: Path) -> None:
+    text = "[pipeline]\ncuts = [2]\n[[boundary]]\nforward = {kind = 'aqsgd', bits = 4}"
+    sets = ("boundary.0.forward.bits=3", "run.name=mine", "pipeline.cuts=[1,3]", "train.lr=2e-4")
+    config = load(tmp_path, text, *sets)
+    forward = config.boundary_at(1).forward
+    assert isinstance(forward, AqsgdConfig)
+    assert (forward.bits, config.run.name, config.train.lr) == (3, "mine", 2e-4)
+    assert config.pipeline.cuts == (1, 3)
+
+
+def test_an_empty_override_takes_a_setting_back(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[run]\nname = "other"\n[train]\nlr = 1.0')
+    config = load_config(file, ["train.lr=", "run.folder="])
+    assert config.train.lr == 1e-3
+    assert config.run.name == "other"
+
+
+def test_a_file_extends_another(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text("[train]\nlr = 0.5\nepochs = 7\n[pipeline]\ncuts = [1, 2]")
+    config = load(tmp_path, 'extends = "base.toml"\n[train]\nlr = 0.25\n[pipeline]\ncuts = [4]')
+    assert (config.train.lr, config.train.epochs, config.pipeline.cuts) == (0.25, 7, (4,))
+
+
+def test_what_a_file_extends_can_be_unsaid(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(
+        '[data]\npath = "a.txt"\neval_path = "b.txt"\n[train]\nlr = 1'
+    )
+    config = load(tmp_path, 'extends = "base.toml"\ntrain = ""\n[data]\neval_path = ""')
+    assert (config.data.path, config.data.eval_path) == ("a.txt", None)
+    assert config.train == TrainConfig()
+    with pytest.raises(ConfigError, match=r'data.evalpath: unknown key; did you mean "eval_path"'):
+        load(tmp_path, 'extends = "base.toml"\n[data]\nevalpath = ""')
+
+
+def test_each_cut_has_its_own_boundary(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        """
+        [pipeline]
+        cuts = [2, 4, 6]
+        [[boundary]]
+        forward = { kind = "direct", bits = 5 }
+        [[boundary]]
+        cut = 4
+        forward = { kind = "raw", format = "bf16" }
+        backward = { kind = "raw" }
+        """,
+    )
+    assert config.boundary_at(2).forward == config.boundary_at(6).forward == DirectConfig(bits=5)
+    assert config.boundary_at(4).forward == RawConfig(format="bf16")
+    assert config.boundary_at(2).backward == DirectConfig(bits=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("fixpoint", DirectConfig(bits=3)),
+        ("delta", AqsgdConfig(bits=3)),
+        ("delta-lowbits", AqsgdConfig(bits=3, memory=8)),
+    ],
+)
+def test_names_of_ac_sgd_are_understood(tmp_path: Path, name: str, expected: Any) -> None:
+    text = f'[pipeline]\ncuts = [2]\n[[boundary]]\nforward = {{kind = "{name}", bits = 3}}'
+    assert load(tmp_path, text).boundary_at(2).forward == expected
+
+
+def test_a_setting_of_ones_own_counts_before_what_a_name_of_ac_sgd_implies(tmp_path: Path) -> None:
+    text = "[pipeline]\ncuts = [2]\n[[boundary]]\nforward = {kind = 'delta-lowbits', memory = 4}"
+    assert load(tmp_path, text).boundary_at(2).forward == AqsgdConfig(memory=4)
+    without = load(tmp_path, text, "boundary.0.forward.memory=")
+    assert without.boundary_at(2).forward == AqsgdConfig(memory=8)
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("RANDOMP_RATIO", "subset"), ("TOPK_RATIO", "topk")])
+def test_what_is_said_later_counts_however_it_is_spelt(
+    tmp_path: Path, theirs: str, ours: str
+) -> None:
+    for before in (theirs, ours):
+        for after in (theirs, ours):
+            (tmp_path / "base.toml").write_text(f"[gradcomp.cocktail]\n{before} = 0.5")
+            extends = 'extends = "base.toml"\n[gradcomp.cocktail]\n'
+            for config in (
+                load(tmp_path, f"{extends}{after} = 0.25"),
+                load(tmp_path, extends, f"gradcomp.cocktail.{after}=0.25"),
+            ):
+                assert config.gradcomp["cocktail"] == {ours: 0.25}
+            unsaid = load(tmp_path, f'{extends}{after} = ""')
+            assert unsaid.gradcomp["cocktail"] == {}
+
+
+def test_two_names_of_one_setting_in_a_file_are_refused(tmp_path: Path) -> None:
+    message = refused(tmp_path, "[gradcomp.cocktail]\nbits = 4\nQUANT_BITS = 8")
+    assert "gradcomp.cocktail.QUANT_BITS and gradcomp.cocktail.bits are one setting" in message
+
+
+def test_the_written_config_reads_back_equal(tmp_path: Path) -> None:
+    text = """
+        [data]
+        train_sequences = "all"
+        [train]
+        clip_norm = 0.0
+        [pipeline]
+        cuts = [2, 5]
+        [[boundary]]
+        cut = 5
+        forward = { kind = "delta", bits = 2, first_visit = "fp32" }
+        [[boundary]]
+        forward = { kind = "aqsgd", delta = "tiles", bits = 3, first_visit = { bits = 5 } }
+        [gradcomp]
+        method = "none"
+        """
+    config = load(tmp_path, text)
+    write_config(config, tmp_path / "resolved.toml")
+    again = load_config(tmp_path / "resolved.toml")
+    assert again == config
+    assert again.digest() == config.digest()
+
+
+def test_examples_are_valid() -> None:
+    for path in Path("examples").glob("*.toml"):
+        small = path.with_stem(f"{path.stem}_small")
+        model = f'model.config="{load_config(small).model.config}"' if small.exists() else None
+        load_config(path, [model] if model else [])
+
+
+def test_dropout_with_delta_coding_is_warned_of(tmp_path: Path) -> None:
+    text = "[model]\ndropout = 0.1\n[pipeline]\ncuts = [2]"
+    note, warning = load(tmp_path, text).notices()
+    assert 'model.tie_embeddings = "exact"' in note
+    assert "model.dropout = 0.1" in warning
+    assert "0.6" in warning
+    without = ("model.dropout=0.0", 'model.tie_embeddings="exact"')
+    assert load(tmp_path, text, *without).notices() == []
+    repeated = 'model.dropout_masks="repeated"'
+    assert load(tmp_path, text, repeated).notices() == [note]
+
+
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_a_folder_that_holds_nothing_is_told_of(tmp_path: Path, tier: str) -> None:
+    notices = load(tmp_path, f"[memory]\nfolder = '/fast'\ntier = '{tier}'").notices()
+    said = "note: memory.folder = '/fast' is not used: memory.tier = 'ram' keeps nothing on disk"
+    assert notices == ([said] if tier == "ram" else [])
+
+
+def test_a_classifier_is_not_told_of_ties(tmp_path: Path) -> None:
+    text = '[model]\ntask = "classification"\nclasses = 2\n[pipeline]\ncuts = [2]'
+    fields = ("data.text_field=a", "data.label_field=b")
+    assert load(tmp_path, text, *fields).notices() == []

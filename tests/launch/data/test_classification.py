@@ -1,0 +1,242 @@
+"""Labelled texts and rows of every source, by way of `load`."""
+
+import importlib.util
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinpipe.launch.data.load import DataConfig, load
+from thinpipe.launch.data.sample_set import SampleSet
+
+COLA = "".join(f"gj{i:02d}\t{i % 2}\t\tSentence {i}.\n" for i in range(40))
+
+
+def _write(folder: Path, name: str, content: str) -> str:
+    (folder / name).write_text(content)
+    return str(folder / name)
+
+
+def _config(path: str, **changes: Any) -> DataConfig:
+    choices: dict[str, Any] = {
+        "path": path,
+        "text_field": 3,
+        "label_field": 1,
+        "sequence_length": 16,
+        "train_sequences": "all",
+        "eval_sequences": "all",
+    }
+    return DataConfig(**(choices | changes))
+
+
+def _texts(samples: SampleSet) -> list[tuple[str, int]]:
+    batch = samples.batch(range(len(samples)))
+    assert batch.mask_BT is not None
+    return [
+        (bytes(tokens[mask].tolist()).decode(), int(label))
+        for tokens, mask, label in zip(batch.inputs_BT, batch.mask_BT, batch.targets, strict=True)
+    ]
+
+
+def test_colas_form_is_read_by_column_numbers(tmp_path: Path) -> None:
+    training, held_out = load(_config(_write(tmp_path, "cola.tsv", COLA)))
+    everything = [(f"Sentence {i}.", i % 2) for i in range(40)]
+    assert _texts(held_out) == everything[9::10]
+    assert _texts(training) == [row for row in everything if row not in everything[9::10]]
+
+
+def test_eval_path_is_what_is_held_out(tmp_path: Path) -> None:
+    path = _write(tmp_path, "train.tsv", COLA)
+    other = _write(tmp_path, "dev.tsv", "x\t1\t\tOther.\n")
+    training, held_out = load(_config(path, eval_path=other, train_sequences=4))
+    assert len(training) == 4
+    assert _texts(held_out) == [("Other.", 1)]
+
+
+def test_pairs_and_label_names(tmp_path: Path) -> None:
+    rows = [{"q": "A?", "s": "B.", "l": name} for name in ("yes", "no")]
+    path = _write(tmp_path, "qnli.jsonl", "\n".join(map(json.dumps, rows)))
+    names: dict[str, Any] = {"text_field": "q", "pair_field": "s", "label_field": "l"}
+    config = _config(path, eval_path=path, labels=["no", "yes"], **names)
+    assert _texts(load(config)[0]) == [("A?\0B.", 1), ("A?\0B.", 0)]
+
+
+def test_texts_too_long_are_cut_short_and_told_of(tmp_path: Path) -> None:
+    training, held_out = load(_config(_write(tmp_path, "a.tsv", COLA), sequence_length=11))
+    assert _texts(training)[0] == ("Sentence 0.", 0)
+    assert _texts(training)[-1][0] == "Sentence 38"
+    assert training.notes == (
+        "note: 27 of 36 texts are longer than data.sequence_length = 11 bytes and are cut short",
+    )
+    assert "3 of 4 texts" in held_out.notes[0]
+
+
+def test_the_digest_covers_labels(tmp_path: Path) -> None:
+    one = load(_config(_write(tmp_path, "a.tsv", COLA)))[0]
+    other = load(_config(_write(tmp_path, "b.tsv", COLA.replace("gj02\t0", "gj02\t1"))))[0]
+    assert one.digest != other.digest
+
+
+@pytest.mark.parametrize(
+    ("content", "changes", "message"),
+    [
+        ("a\tmaybe\t\tx\n", {}, r"a.tsv:1: field 1 = 'maybe': not a whole number; name the labels"),
+        ("a\t2\t\tx\n", {}, r"a.tsv:1: field 1 = '2': model.classes = 2 leaves labels 0 to 1"),
+        ("a\t-1\t\tx\n", {}, r"field 1 = '-1': model.classes = 2"),
+        ("a\t1\t\tx\n", {"labels": ("n", "y")}, r"'1': not one of data.labels = \['n', 'y'\]"),
+        ("a\t1\t\t\n", {}, r"a.tsv:1: field 3 = '': not text"),
+        ("", {}, r"data.path = '.*a.tsv': no rows there"),
+        ("a\t1\t\tx\n", {"eval_path": None}, r"fewer than 10 rows, .* set data.eval_path"),
+        (COLA, {"eval_sequences": 41}, r"data.eval_sequences = 41: .* gives 40 .* at most 40"),
+        (COLA, {"format": "text"}, r"text has no fields \[3, 1\]; set data.format"),
+        (COLA, {"format": "jsonl"}, r"the fields \[3, 1\] of JSONL have names"),
+    ],
+)
+def test_rows_and_settings_that_do_not_fit_are_named(
+    tmp_path: Path, content: str, changes: dict[str, Any], message: str
+) -> None:
+    path = _write(tmp_path, "a.tsv", content)
+    with pytest.raises(ValueError, match=message):
+        load(_config(path, **({"eval_path": path} | changes)))
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"prompt_field": "q"}, r"prompt_field = 'q', response_field = None: .* needs both"),
+        ({"label_field": "l"}, r"label_field = 'l': labels belong to a text; set text_field"),
+        ({"pair_field": "s"}, r"pair_field = 's': this belongs to classification; set text_field"),
+        ({"labels": ("a", "b")}, r"labels = \('a', 'b'\): this belongs to classification"),
+        (
+            {"prompt_field": "q", "response_field": "a", "text_field": "t"},
+            r"text_field = 't': prompts and responses are all that is read; remove it",
+        ),
+        ({"objective": "prefix"}, r"objective = 'prefix': this belongs to instruction data"),
+        (
+            {"packing": False},
+            r"packing = False: this belongs to instruction data; set",
+        ),
+        ({"sources": [{"path": "a", "weight": 1}]}, r"sources = .* mixtures are of instruction"),
+        ({"eval_path": "a"}, r"eval_path = 'a': nothing to train on"),
+        ({"dataset": "hf:a/b", "eval_path": "c"}, r"brings its held-out split and its format"),
+        ({"path": "a", "text_field": "t", "label_field": 1}, r"\['t', 1\]: some are names and"),
+        (
+            {"path": "a", "text_field": "t", "label_field": "l", "max_bytes": 9},
+            r"max_bytes = 9: it limits running text; use train_sequences",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    choices: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**choices)
+
+
+def test_rows_of_text_are_running_text(tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"abstract": f"Abstract {i:05d}."}) + "\n" for i in range(100))
+    path = _write(tmp_path, "a.jsonl", rows)
+    training, _ = load(
+        DataConfig(path=path, text_field="abstract", sequence_length=16, eval_sequences=1,
+                   train_sequences="all")
+    )  # fmt: skip
+    assert bytes(training.batch([0]).inputs_BT[0].tolist()) == b"Abstract 00000.\n"
+    with pytest.raises(ValueError, match=r"jsonl has fields; say which in data.text_field"):
+        load(DataConfig(path=path))
+    plain, _ = load(DataConfig(path=path, format="text", sequence_length=16, train_sequences=2,
+                               eval_sequences=1))  # fmt: skip
+    assert bytes(plain.batch([0]).inputs_BT[0].tolist()).startswith(b'{"abstract": "')
+
+
+def test_mixtures_and_packing_reach_the_sets(tmp_path: Path) -> None:
+    paths = [
+        _write(tmp_path, f"{name}.jsonl", "".join(
+            json.dumps({"q": f"{name}{i:02d}", "a": "!"}) + "\n" for i in range(20)
+        ))
+        for name in "ab"
+    ]  # fmt: skip
+    choices: dict[str, Any] = {
+        "sources": [{"path": path, "weight": w} for path, w in zip(paths, (2, 1), strict=True)],
+        "prompt_field": "q",
+        "response_field": "a",
+        "sequence_length": 20,
+        "train_sequences": "all",
+        "eval_sequences": "all",
+    }
+    training, held_out = load(DataConfig(**choices), seed=3)
+    told = bytes(training.batch(range(len(training))).inputs_BT.flatten().tolist())
+    assert (told.count(b"a"), told.count(b"b"), len(training)) == (18, 9, 6)
+    assert bytes(held_out.batch(range(len(held_out))).inputs_BT.flatten().tolist()).count(b"9") == 4
+    again, other = (load(DataConfig(**choices), seed=seed)[0].digest for seed in (3, 4))
+    assert training.digest == again != other
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
+    path = _write(tmp_path, "a.txt", "text " * 100)
+    with pytest.raises(ValueError, match=r"model.vocab = 99: .* has 256 tokens; set .* = 256"):
+        load(DataConfig(path=path, sequence_length=8), vocab=99)
+
+
+def test_a_tokenizer_makes_running_text_shorter(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    text = "the boat sails on the water. " * 200
+    trained = tokenizers.ByteLevelBPETokenizer()
+    trained.train_from_iterator([text], vocab_size=300, show_progress=False)
+    trained.save_model(str(tmp_path))
+    choices: dict[str, Any] = {
+        "path": _write(tmp_path, "a.txt", text),
+        "sequence_length": 8,
+        "train_sequences": "all",
+        "eval_sequences": 1,
+    }
+    as_bytes, _ = load(DataConfig(**choices))
+    as_tokens, _ = load(DataConfig(tokenizer=str(tmp_path), **choices))
+    assert len(as_tokens) < len(as_bytes) / 3
+    told = trained.decode(as_tokens.batch([0]).inputs_BT[0].tolist())
+    assert text.startswith(told)
+    with pytest.raises(ValueError, match=r"leaves 1\d\d tokens for .* at most \d+, a longer"):
+        load(DataConfig(tokenizer=str(tmp_path), **(choices | {"eval_sequences": 999})))
+
+
+def _offer(monkeypatch: pytest.MonkeyPatch, splits: dict[str, dict[str, list[Any]]]) -> None:
+    """Data sets made here; with the package, they are real ones."""
+    if importlib.util.find_spec("datasets") is not None:
+        import datasets
+
+        real = datasets.DatasetDict({n: datasets.Dataset.from_dict(c) for n, c in splits.items()})
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_: real)
+        return
+
+    class Split(dict[str, list[Any]]):
+        @property
+        def column_names(self) -> list[str]:
+            return list(self)
+
+    package = types.ModuleType("datasets")
+    made = {name: Split(columns) for name, columns in splits.items()}
+    vars(package)["load_dataset"] = lambda *_: made
+    monkeypatch.setitem(sys.modules, "datasets", package)
+
+
+def test_qnli_is_read_as_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def columns(*labels: int) -> dict[str, list[Any]]:
+        count = len(labels)
+        return {"question": ["Q?"] * count, "sentence": ["S."] * count, "label": list(labels)}
+
+    _offer(monkeypatch, {"train": columns(0, 1), "validation": columns(1), "test": columns(-1)})
+    names: dict[str, Any] = {
+        "text_field": "question",
+        "pair_field": "sentence",
+        "label_field": "label",
+    }
+    choices: dict[str, Any] = {"train_sequences": "all", "eval_sequences": "all"}
+    config = DataConfig(dataset="hf:nyu-mll/glue/qnli", **names, **choices)
+    training, held_out = load(config)
+    assert _texts(training) == [("Q?\0S.", 0), ("Q?\0S.", 1)]
+    assert _texts(held_out) == [("Q?\0S.", 1)]
+    wrong = config.model_copy(update={"label_field": "answer"})
+    with pytest.raises(ValueError, match=r"no column 'answer' in a split 'train' \(there: \['ques"):
+        load(wrong)

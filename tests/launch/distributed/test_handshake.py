@@ -1,0 +1,172 @@
+"""Ranks agree before step 0, or refuse and say who differs in what."""
+
+import json
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from tests.ports import free_port
+from tests.ranks import Ranks
+from thinpipe.launch.distributed.gather import gather_json
+from thinpipe.launch.distributed.handshake import (
+    HandshakeError,
+    agree,
+    fresh_store,
+    open_store,
+    other_failures,
+    report_failure,
+    versions,
+)
+from thinpipe.pipeline.mesh import build_mesh
+
+pytestmark = pytest.mark.dist
+
+
+def meet(rank: int, world: int, facts: list[dict[str, object]], wait_s: float = 60) -> object:
+    try:
+        return agree(_get_default_store(), rank, world, facts[rank], problem=None, wait_s=wait_s)
+    except HandshakeError as error:
+        return str(error)
+
+
+def test_equal_ranks_get_one_run_id(ranks: Ranks) -> None:
+    first, second, third = ranks(3, meet, 3, [{"config": {"a": [1, 2]}}] * 3)
+    assert first == second == third
+    assert isinstance(first, int)
+
+
+def test_every_rank_names_the_one_that_differs(ranks: Ranks) -> None:
+    facts = [{"config": {"lr": 1, "x": {"y": 2}}}, {"config": {"lr": 1, "x": {"y": 3}}}]
+    for told in ranks(2, meet, 2, facts):
+        assert told.endswith("rank 1 has x.y = 3, rank 0 has 2")
+
+
+def test_whoever_holds_the_store_leaves_after_the_slowest_has_read() -> None:
+    """The ranks are threads: rank 1 has told its facts and is stopped before it reads others'."""
+    store = dist.HashStore()
+    board = dist.PrefixStore("handshake", store)
+    board.set("facts/1", json.dumps([None, {"lr": 2}]))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(agree, store, 0, 2, {"lr": 1}, problem=None, wait_s=60)
+        assert first in wait([first], timeout=7).not_done
+        board.set("read/1", "")
+        with pytest.raises(HandshakeError, match="rank 1 has lr = 2, rank 0 has 1"):
+            first.result()
+
+
+def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
+    facts: list[dict[str, object]] = [{}, {}, {}]
+    for told in ranks(2, meet, 3, facts, 3):  # three are expected
+        assert told.startswith("rank 2 did not come within 3 s")
+
+
+def come(rank: int, numbers: list[int], world: int, port: int) -> tuple[str, float]:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    number, start_s = numbers[rank], time.monotonic()
+    try:
+        store = fresh_store(open_store(number, wait_s=3), number, world, wait_s=3)
+    except HandshakeError as error:
+        return str(error), time.monotonic() - start_s
+    waited_s = time.monotonic() - start_s
+    dist.barrier()  # rank 0 holds the store
+    del store
+    return "all came", waited_s
+
+
+@pytest.mark.parametrize(
+    ("came", "world", "told"),
+    [
+        ([0, 1], 2, "all came"),
+        ([0, 1], 3, "rank 2 did not come within 3 s; is it started, and can it reach {where}?"),
+        ([2, 0], 4, "ranks 1, 3 did not come within 3 s; are they started, and can they reach "),
+        ([1, 2], 3, "rank 0 did not come within 3 s; is it started, and can it reach {where}?"),
+    ],
+)
+def test_whoever_came_names_all_that_did_not(
+    ranks: Ranks, came: list[int], world: int, told: str
+) -> None:
+    port = free_port()
+    for message, waited_s in ranks(len(came), come, came, world, port):
+        assert message.startswith(told.format(where=f"127.0.0.1:{port}"))
+        assert waited_s < 60  # the store's own patience is 300 s, the process group's 1800 s
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(taken.port))
+    place = re.escape(f"rank 0 cannot listen at 127.0.0.1:{taken.port}: ")
+    with pytest.raises(HandshakeError, match=f"{place}.*MASTER_PORT that nothing uses there"):
+        open_store(0, wait_s=3)
+
+
+def test_a_place_that_is_not_set_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ValueError, match=r"MASTER_PORT is not set.*torchrun"):
+        open_store(1, wait_s=3)
+
+
+def test_a_restart_does_not_see_what_was_written_before() -> None:
+    store = dist.HashStore()
+
+    def life(number: int) -> list[tuple[str, bool]]:
+        """Two ranks in turns of a restarted run; the first comes before the second."""
+
+        def come(rank: int) -> tuple[str, bool]:
+            time.sleep(0.1 * rank)
+            fresh = fresh_store(store, rank, 2, wait_s=60)
+            clean = not fresh.check([f"address of {rank}"])
+            fresh.set(f"address of {rank}", f"{number}")
+            return fresh.get(f"address of {1 - rank}").decode(), clean
+
+        with ThreadPoolExecutor(2) as ranks:
+            return list(ranks.map(come, range(2)))
+
+    for number in range(3):
+        assert life(number) == [(str(number), True)] * 2
+    with pytest.raises(HandshakeError, match="rank 1 did not come within 0 s"):
+        fresh_store(store, 0, 2, wait_s=0.2)
+
+
+def fail(rank: int) -> list[str]:
+    store = _get_default_store()
+    if rank < 2:
+        report_failure(store, rank, f"edge {rank} broke")
+    dist.barrier()
+    return other_failures(store, rank, 3)
+
+
+def test_failures_are_told_to_the_others(ranks: Ranks) -> None:
+    found = ranks(3, fail)
+    assert found[0] == ["rank 1: edge 1 broke"]
+    assert sorted(found[2]) == ["rank 0: edge 0 broke", "rank 1: edge 1 broke"]
+
+
+def tell(rank: int) -> list[object]:
+    mesh = build_mesh(3, 1, timeout_s=120)
+    return gather_json(mesh, {"rank": rank, "text": "ä" * 10 * rank})
+
+
+def test_json_of_any_length_reaches_everyone(ranks: Ranks) -> None:
+    for found in ranks(3, tell):
+        assert found == [{"rank": r, "text": "ä" * 10 * r} for r in range(3)]
+
+
+def wrong_world(rank: int) -> str:
+    with pytest.raises(ValueError, match="2 processes were started") as caught:
+        build_mesh(3, 1, timeout_s=120)
+    return str(caught.value)
+
+
+def test_a_mesh_of_the_wrong_size_is_refused(ranks: Ranks) -> None:
+    assert "start that many" in ranks(2, wrong_world)[0]
+
+
+def test_versions_are_those_of_the_packages() -> None:
+    assert set(versions()) == {"thinpipe", "torch", "python"}

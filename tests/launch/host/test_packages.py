@@ -1,0 +1,145 @@
+"""A package that is not installed is one line in every command: what it is, and what brings it."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+
+from tests.huggingface import saved_model
+from tests.launch.test_train import PATIENCE_S, run_file
+from tests.ports import free_port
+from thinpipe.launch.host.packages import EXTRAS, install
+
+__all__ = ["run_file"]
+
+HF = install("thinpipe[hf]")
+HIDE = """
+import os, sys
+for name in os.environ.get("HIDDEN", "").split():
+    sys.modules[name] = None  # as if it were not installed
+"""
+
+
+def without(
+    package: str, folder: Path, *arguments: object, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command where a package cannot be imported, nor in the processes that it starts."""
+    (folder / "sitecustomize.py").write_text(HIDE)
+    paths = (str(folder), str(Path(__file__).parents[2]))
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "thinpipe.launch", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**os.environ, "HIDDEN": package, "PYTHONPATH": os.pathsep.join(paths), **environment},
+    )
+
+
+def command(name: str, run_file: Path, *overrides: str) -> list[str]:
+    """A command that is about a run."""
+    folder = run_file.parent / "run"
+    if name == "shaped":
+        return ["shaped", "--hosts", "2", "--", "true"]
+    if name == "trace":
+        return ["trace", str(folder)]
+    if name == "export":
+        folder.mkdir()
+        (folder / "config.toml").write_text(run_file.read_text())
+        return ["export", str(folder), str(folder / "model")]
+    settings = [word for override in overrides for word in ("--set", override)]
+    return [name, str(run_file), *settings]
+
+
+def test_remedies_are_for_the_environment_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/my venv/bin/python")
+    assert install("thinpipe[hf]") == "`'/my venv/bin/python' -m pip install 'thinpipe[hf]'`"
+
+
+def test_what_all_commands_need(run_file: Path) -> None:
+    done = without("zstandard", run_file.parent, *command("trace", run_file))
+    said = f"error: the package 'zstandard' is not installed; run {install('zstandard')}\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def huggingface_run(run_file: Path) -> None:
+    saved_model("gpt2", run_file.parent / "gpt2")
+    text = run_file.read_text()
+    model = f'[model]\npretrained = "{run_file.parent / "gpt2"}"\nlora = {{ rank = 2 }}\n'
+    run_file.write_text(re.sub(r"\[model\].*?(?=\[data\])", model, text, flags=re.DOTALL))
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [
+        *(("transformers", name) for name in ("train", "plan", "doctor", "export")),
+        *(("peft", name) for name in ("train", "plan")),
+    ],
+)
+def test_models_from_a_folder(run_file: Path, package: str, name: str) -> None:
+    huggingface_run(run_file)
+    done = without(package, run_file.parent, *command(name, run_file))
+    assert (done.returncode, done.stdout) == (2, "")
+    said = f"error: the package {package!r} (extra 'hf') is not installed; run {HF}\n"
+    assert done.stderr == said
+
+
+@pytest.mark.parametrize("arguments", [["--dry-run"], ["--nnodes", "2", "--rdzv", "localhost:1"]])
+@pytest.mark.parametrize("example", ["gpt2_wikitext_small", "bert_cola_small", "gptjt_small"])
+def test_examples_without_a_download(tmp_path: Path, example: str, arguments: list[str]) -> None:
+    done = without("transformers", tmp_path, "train", f"examples/{example}.toml", *arguments)
+    said = f"error: the package 'transformers' (extra 'hf') is not installed; run {HF}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+@pytest.mark.parametrize(
+    ("package", "overrides", "told"),
+    [
+        (
+            "datasets",
+            ["data.path=", "data.dataset=hf:a/b"],
+            "error: rank 0: data.dataset = 'hf:a/b': the package 'datasets' (extra 'datasets') is "
+            f"not installed; run {install('thinpipe[datasets]')}, or set data.path to local text",
+        ),
+        (
+            "peft",
+            [],
+            f"rank 0: the package 'peft' (extra 'hf') is not installed; run {HF}",
+        ),
+    ],
+)
+def test_ranks_that_torchrun_started(
+    run_file: Path, package: str, overrides: list[str], told: str
+) -> None:
+    huggingface_run(run_file)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    arguments = command("train", run_file, "pipeline.cuts=[]", *overrides)
+    done = without(package, run_file.parent, *arguments, **place)
+    assert done.returncode in (1, 2)
+    assert done.stderr == f"{told}\n"
+
+
+@pytest.mark.dist
+def test_pictures_at_the_end_of_a_run(run_file: Path) -> None:
+    settings = ("pipeline.cuts=[]", "train.epochs=1")
+    done = without("matplotlib", run_file.parent, *command("train", run_file, *settings))
+    assert done.returncode == 1
+    said = f"rank 0: the package 'matplotlib' is not installed; run {install('matplotlib')}"
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_emulated_networks(run_file: Path) -> None:
+    done = without("pyroute2", run_file.parent, *command("shaped", run_file))
+    said = f"error: the package 'pyroute2' is not installed; run {install('pyroute2')}\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
+def test_extras_are_those_of_the_package() -> None:
+    found = [re.match(r"([\w-]+).*extra == \W(\w+)", line) for line in requires("thinpipe") or []]
+    extras = {match[1]: match[2] for match in found if match and match[2] not in ("dev", "docs")}
+    assert extras == {name: extra for name, extra in EXTRAS.items() if name != "tokenizers"}

@@ -1,0 +1,51 @@
+"""What a link is said to be, where one of its ends was kept from the processor."""
+
+import socket
+import threading
+import time
+
+from thinpipe.launch.host.tcp_probe import answer_pings, payload_bps, ping
+
+
+def connection() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        return near, server.accept()[0]
+
+
+def test_one_quick_round_trip_among_slow_ones_is_found() -> None:
+    near, far = connection()
+
+    def answer() -> None:
+        for _ in range(7):
+            byte = far.recv(1)
+            time.sleep(0.05)
+            far.sendall(byte)
+        answer_pings(far)
+
+    with near, far:
+        answering = threading.Thread(target=answer)
+        answering.start()
+        assert ping(near) < 0.05
+        near.sendall(b"next")
+        answering.join()
+        assert far.recv(4, socket.MSG_WAITALL) == b"next"
+
+
+def test_what_waited_before_the_window_is_not_counted() -> None:
+    near, far = connection()
+    enough = threading.Event()
+
+    def trickle() -> None:
+        while not enough.wait(0.01):
+            near.sendall(b"x")
+
+    with near, far:
+        near.sendall(bytes(1 << 16))
+        trickling = threading.Thread(target=trickle)
+        trickling.start()
+        try:
+            assert payload_bps(far, warm_up_s=0, window_s=1.0) < 100 * 8 * 2
+        finally:
+            enough.set()
+            trickling.join()

@@ -1,0 +1,191 @@
+"""`cuts = "auto"`: settings, and runs that decide for themselves."""
+
+import json
+import re
+import shutil
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.launch.test_train import RUN, run_file, thinpipe
+from tests.ranks import Ranks
+from tests.training import config
+from thinpipe.launch.cli import app
+from thinpipe.launch.config.run import load_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.plan.auto_cuts import decide_cuts, even_out, find_cuts
+from thinpipe.launch.plan.profile import BlockCost
+from thinpipe.pipeline.mesh import build_mesh
+
+__all__ = ["run_file"]
+
+CODED: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"}}]
+AUTO = ["--set", "pipeline.cuts=auto", "--set", "pipeline.stages=2"]
+
+
+def load(tmp_path: Path, **pipeline: Any) -> Any:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[pipeline]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in pipeline.items())
+    )
+    return load_config(path)
+
+
+def test_auto_needs_the_number_of_stages_and_nothing_else(tmp_path: Path) -> None:
+    config = load(tmp_path, cuts="auto", stages=3)
+    assert (config.pipeline.stages, config.world_size, config.pipeline.auto_cuts) == (3, 3, True)
+    decided = config.with_cuts((4, 7))
+    assert (decided.pipeline.cuts, decided.pipeline.auto_cuts) == ((4, 7), False)
+    assert load(tmp_path, cuts=[2, 4], stages=3).pipeline.cuts == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        ({"cuts": "auto"}, 'pipeline.cuts = "auto": how many stages'),
+        ({"cuts": "auto", "stages": 0}, "pipeline.stages = 0: give a whole number, 1 or more"),
+        ({"cuts": "auto", "stages": "None"}, "pipeline.stages = 'None': give a whole number"),
+        ({"cuts": [2], "stages": 4}, r"pipeline.stages = 4, but cuts = \[2\] makes 2"),
+        ({"cuts": "auto", "stages": 9}, "pipeline.stages = 9: the model has 8 layers.* at most 8"),
+        ({"auto_cuts": True}, 'write cuts = "auto"'),
+    ],
+)
+def test_impossible_settings_are_refused(
+    tmp_path: Path, pipeline: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, **pipeline)
+
+
+def test_a_cut_without_a_place_cannot_be_named(run_file: Path) -> None:
+    with pytest.raises(ConfigError, match="no cut has a number yet"):
+        load_config(run_file, ["pipeline.cuts=auto", "pipeline.stages=2", "boundary.0.cut=1"])
+
+
+def block(seconds: float, parameters: int = 1) -> BlockCost:
+    return BlockCost(seconds / 4, 3 * seconds / 4, parameters=parameters)
+
+
+def test_what_may_be_noise_counts_as_equal() -> None:
+    slightly_slower = [block(1.12, 7), block(1.01), block(1.1), block(1.5, 9)]
+    half_as_fast = [block(2.0), block(2.1), block(2.2), block(3.0)]
+    fast = [block(1.0, 7), block(1.1), block(1.05), block(1.5, 9)]
+    first, second, third = even_out([slightly_slower, fast, half_as_fast])
+    assert first == second == [block(1.0, 7), block(1.0), block(1.0), block(1.5, 9)]
+    assert third == [block(2.0), block(2.0), block(2.0), block(3.0)]
+
+
+@pytest.mark.parametrize(
+    ("spare", "middle"), [([True] * 3, 4), ([True, False, True], 1), ([False] * 3, 1)]
+)
+def test_codecs_take_from_compute_only_where_cores_are_scarce(
+    spare: list[bool], middle: int
+) -> None:
+    run = config(model={"layers": 12}, pipeline={"cuts": "auto", "stages": 3}, boundary=CODED)
+    quick = [block(1e-6)] * 12  # beside which a message of this model takes long to code
+    first, second = find_cuts(run, [quick] * 3, spare_cores=spare)
+    assert second - first == middle
+
+
+@pytest.mark.parametrize(("cores", "cuts"), [(2, 2), (1, 1)])
+def test_plan_takes_all_machines_to_be_like_this_one(
+    monkeypatch: pytest.MonkeyPatch, cores: int, cuts: int
+) -> None:
+    monkeypatch.setattr("thinpipe.launch.plan.auto_cuts.usable_cores", lambda: cores)
+    run = config(model={"layers": 6}, pipeline={"cuts": "auto", "stages": 3}, boundary=CODED)
+    first, second = find_cuts(run, [[block(1e-6)] * 6] * 3)
+    assert second - first == cuts
+
+
+def _decide(rank: int) -> tuple[int, ...]:
+    run = config(
+        model={"layers": 8, "width": 128, "heads": 2},
+        pipeline={"cuts": "auto", "stages": 3},
+        train={"batch_size": 64},
+    )
+    store: Any = None
+    session = Session(store, build_mesh(3, 1, timeout_s=60), 7, local_rank=rank)
+    return decide_cuts(run, session, resume=False, say=False).pipeline.cuts
+
+
+@pytest.mark.dist
+def test_ranks_of_one_busy_machine_cut_equal_blocks_evenly(ranks: Ranks) -> None:
+    (cuts,) = set(ranks(3, _decide))
+    assert max(b - a for a, b in pairwise((0, *cuts, 8))) == 3
+
+
+@pytest.mark.dist
+def test_cuts_are_decided_once_and_kept_at_resume(run_file: Path) -> None:
+    done = thinpipe(run_file, *AUTO, "--set", "train.epochs=2")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count('pipeline.cuts = "auto": [') == 1
+    assert re.search(r"stages take \d+(\.\d+)? m?s, \d+(\.\d+)? m?s per", done.stderr)
+    folder = run_file.parent / "run"
+    (cut,) = tomllib.loads((folder / "config.toml").read_text())["pipeline"]["cuts"]
+    assert 1 <= cut <= 3
+    # had the checkpoint other cuts, a resumed run would take those
+    for step in (8, 10):
+        manifest = json.loads((folder / f"checkpoints/step-{step}/manifest.json").read_text())
+        assert manifest["meta"]["config"]["pipeline"]["cuts"] == [cut]
+    shutil.rmtree(folder / "checkpoints" / "step-10")
+    (folder / "checkpoints" / "latest").write_text("step-8\n")
+    again = thinpipe(run_file, *AUTO, "--resume", "--set", "train.epochs=2")
+    assert again.returncode == 0, again.stderr
+    assert "auto" not in again.stderr  # nothing was measured again
+
+
+def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two on busy cores wait for each other
+    text = RUN.format(folder="out", text="text.txt").replace("cuts = [1, 3]", 'cuts = "auto"')
+    run_file.write_text(text.replace("microbatches", "stages = 2  # hosts\nmicrobatches"))
+    links = ["--rate", "1mbit", "--delay", "20ms"]
+    done = CliRunner().invoke(app, ["plan", str(run_file), *links, "--speeds", "1,9", "--apply"])
+    assert done.exit_code == 0, done.output
+    for word in ("stage", "backward", "memory", "direct", "predicted step", "recommended"):
+        assert word in done.output
+    config = load_config(run_file)
+    assert config.pipeline.cuts == (1,)  # the second machine is nine times as fast
+    assert config.boundary_at(1).forward.kind == "aqsgd"  # 1 Mbit/s carries no more
+    assert "[train]" in run_file.read_text()
+    assert f"written to {run_file}: cuts [1] and bits" in done.output
+    again = CliRunner().invoke(app, ["plan", str(run_file), "--delay", "20ms", "--apply"])
+    assert "cuts [1]; bits stay as they are: give links, --rate or --network" in again.output
+    assert "the longest way between two ranks takes 20 ms" in " ".join(again.output.split())
+
+
+@pytest.mark.parametrize(("told", "threads"), [(None, 7), ("3", 3)])
+def test_plan_measures_with_the_threads_of_a_rank_that_has_its_machine_to_itself(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, threads: int
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if told is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    monkeypatch.setattr("thinpipe.launch.distributed.elastic.usable_cores", lambda: 8)
+    done = CliRunner().invoke(app, ["plan", str(run_file)])
+    assert done.exit_code == 0, done.output
+    assert torch.get_num_threads() == threads
+    assert f"each stage on a machine of its own with {threads} threads" in done.output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rate", "fast"], "--rate = 'fast'"),
+        (["--network", "nowhere.json"], "nowhere.json"),
+        (["--network", "n.json", "--rate", "1mbit"], "leave out --rate"),
+        (["--speeds", "1,2"], "or 3 with commas"),
+        (["--memory", "0.000001"], "stage 0 needs"),
+        (["--set", "pipeline.schedule=LoopedBFS", "--set", "pipeline.cuts=[2]"], "one stage per"),
+        (["--set", "pipeline.schedule=LoopedBFS", *AUTO, "--rate", "1mbit"], "one stage per"),
+    ],
+)
+def test_wrong_options_are_refused(run_file: Path, options: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["plan", str(run_file), *options])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())

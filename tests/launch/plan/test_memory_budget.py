@@ -1,0 +1,215 @@
+"""What memories take is known before a run starts, and refused if it is not there."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.training import config
+from thinpipe.launch.cli import app
+from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.plan import memory_budget as planned
+from thinpipe.launch.plan.memory_budget import (
+    Needs,
+    check_memory,
+    memory_notices,
+    needs,
+    plan_memory,
+    room,
+    row_nbytes,
+)
+from thinpipe.launch.single_process import in_process
+
+PUBLISHED_XL = 2 * 1024 * 1600 * 2  # of a sample on each rank: fp16, what is received and what sent
+
+
+def xl(memory: Any = 4, **host: Any) -> RunConfig:
+    """GPT2-XL's shape in three stages."""
+    return config(
+        model={"layers": 48, "width": 1600, "heads": 25, "context": 1024},
+        data={"sequence_length": 1024, "train_sequences": 2344, "tokenizer": "bytes"},
+        pipeline={"cuts": [16, 32]},
+        boundary=[{"forward": {"kind": "aqsgd", "bits": 2, "memory": memory}}],  # type: ignore[arg-type]
+        memory=host,
+    )
+
+
+def test_bytes_of_gpt2_xl_samples() -> None:
+    scales = 2 * 1024
+    assert row_nbytes(xl(4), 16) == 1024 * 1600 // 2 + scales
+    assert PUBLISHED_XL / row_nbytes(xl(4), 16) == pytest.approx(8, rel=0.003)
+    assert PUBLISHED_XL / row_nbytes(xl(8), 16) == pytest.approx(4, rel=0.003)
+    assert PUBLISHED_XL / row_nbytes(xl("bf16"), 16) == 2
+    ends = plan_memory(xl(4), 2344)
+    assert [(end.cut, end.side, end.position) for end in ends] == [
+        (16, "sender", 0),
+        (16, "receiver", 1),
+        (32, "sender", 1),
+        (32, "receiver", 2),
+    ]
+    assert {end.held for end in ends} == {2344}
+
+
+def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:
+    run = xl(4, budget="2GB")
+    row, batch = row_nbytes(run, 16), 8
+    assert room(run, 0) == 2_000_000_000 // row - batch
+    assert room(run, 1) == 2_000_000_000 // (2 * row) - batch
+    held = {(end.cut, end.side): end.held for end in plan_memory(run, 10_000)}
+    assert set(held.values()) == {room(run, 1)}  # every cut touches the rank in the middle
+    assert [text.split(" samples,")[0] for text in memory_notices(plan_memory(run, 10_000))] == [
+        f"note: cut {cut} remembers {room(run, 1):,} of 10,000" for cut in (16, 32)
+    ]
+    assert memory_notices(plan_memory(run, 1000)) == []
+    on_disk = xl(4, budget="2GB", tier="disk")
+    assert room(on_disk, 0) == 2_000_000_000 // row
+    found = needs(run, plan_memory(run, 10_000), [1])
+    assert found.ram - found.ram // 2 <= 2_000_000_000  # the other half: a checkpoint's copy
+
+
+def test_a_budget_for_not_even_one_sample_names_what_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"memory.budget = 1.00 MB: .* use 14.8 MB or more"):
+        room(xl(4, budget="1MB"), 0)
+    assert room(xl(4, budget="14.8MB"), 0) == 10
+    assert room(xl(4, budget="14.8MB"), 1) == 1  # enough for the rank that needs most
+
+
+def test_cuts_without_memory_take_nothing() -> None:
+    assert plan_memory(config(), 100) == []
+    assert room(config(memory={"budget": 1}), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("tier", "free", "message"),
+    [
+        (
+            "disk",
+            {"disk_free": 10**9, "ram_free": None},
+            r"memories take 7.70 GB on disk, but .* 1",
+        ),
+        ("ram", {"disk_free": 0, "ram_free": 10**9}, r'memories take 15.4 GB of RAM.* "disk"'),
+        ("pinned", {"ram_free": 10**9}, r'memories take 15.4 GB of RAM.* "disk"'),
+        ("device", {"device_free": 10**9}, r"memories take 3.86 GB of a GPU's memory.* 1.00 GB"),
+        ("device", {"ram_free": 10**9}, "memories take 7.70 GB of RAM"),  # a checkpoint's copy
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tier: str, free: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(planned, "gpu_count", lambda: 2)
+    monkeypatch.setattr(planned, "choose_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(planned, "free_gpu_memory", lambda: 10**12)
+
+    def on_a_small_host(*args: Any) -> Needs:
+        return replace(needs(*args), **free)
+
+    monkeypatch.setattr(planned, "needs", on_a_small_host)
+    with pytest.raises(ConfigError, match=message):
+        check_memory(xl(4, tier=tier), 2344, range(3))
+
+
+@pytest.mark.parametrize("tier", ["pinned", "device"])
+def test_memories_for_a_gpu_are_refused_on_a_host_without(tier: str) -> None:
+    run = config(pipeline={"device": "cpu"}, memory={"tier": tier})
+    refusal = rf'memory.tier = "{tier}" is for stages on a GPU, but pipeline.device = "cpu"; use'
+    with pytest.raises(ConfigError, match=refusal):
+        check_memory(run, 8, range(2))
+
+
+def test_a_budget_on_a_gpu_counts_what_a_step_makes() -> None:
+    on_gpu = xl(4, budget="2GB", tier="device")
+    assert room(on_gpu, 0) == room(xl(4, budget="2GB"), 0)
+    found = needs(on_gpu, plan_memory(on_gpu, 10_000), [1])
+    assert found.device <= 2_000_000_000
+    assert found.disk == 0
+
+
+def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "thinpipe.launch", "train", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "100"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    run = config(
+        boundary=[],  # type: ignore[arg-type]
+        memory={"tier": "disk", "folder": str(tmp_path / "file" / "below")},
+    )
+    with (
+        pytest.raises(
+            ConfigError, match=r"memory.folder = .*below: no file can be made there: Not"
+        ),
+        in_process(run, total_steps=1),
+    ):
+        pass
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    text, path = tmp_path / "text.txt", tmp_path / "run.toml"
+    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
+    run = config(
+        run={"folder": str(tmp_path / "run")},
+        data={"path": str(text), "train_sequences": 24, "eval_sequences": 8},
+        pipeline={"cuts": [1, 3]},
+        boundary=[],  # type: ignore[arg-type]
+    )
+    write_config(run, path)
+    return path
+
+
+def test_dry_run_shows_the_plan_and_starts_nothing(run_file: Path) -> None:
+    done = thinpipe(run_file, "--dry-run", "--set", "memory.tier=disk")
+    assert done.returncode == 0, done.stderr
+    assert "384 B" in done.stdout  # 12 tokens of 16 channels in bf16
+    assert "24 of 24" in done.stdout
+    assert "with all 3 ranks on this host: disk 36.9 kB of" in done.stdout
+    small = thinpipe(run_file, "--dry-run", "--set", "memory.budget=3kB")
+    assert small.returncode == 2
+    assert "memory.budget = 3.00 kB: a sample takes" in small.stderr
+    assert not (run_file.parent / "run").exists()
+
+
+def dry_run(path: Path, *settings: str) -> tuple[int, str]:
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = CliRunner().invoke(app, ["train", str(path), "--dry-run", *words])
+    return done.exit_code, " ".join(done.stdout.split())
+
+
+def test_a_dry_run_says_what_counts_twice(run_file: Path) -> None:
+    _, said = dry_run(run_file)
+    assert "(36.9 kB of rows, 36.9 kB for their copy while a checkpoint is saved, 12.3 kB" in said
+
+
+def test_a_dry_run_shows_no_place_for_cuts_that_have_none(run_file: Path) -> None:
+    _, said = dry_run(run_file, "pipeline.cuts=auto", "pipeline.stages=3")
+    assert "where the 2 cuts lie is measured when the run starts" in said
+    assert said.count("│ auto │") == 4  # every end
+
+
+def test_a_dry_run_without_memories_says_so(run_file: Path) -> None:
+    without = 'boundary=[{forward={kind="direct"}}]'
+    assert dry_run(run_file, without) == (0, "no memories: no link carries AQ-SGD")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_dry_run_refuses_a_gpu_that_is_not_there(
+    run_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(run_file, "pipeline.device=cuda", "memory.tier=device")[0] == 2
+    assert 'pipeline.device = "cuda": torch finds no GPU' in capfd.readouterr().err
+
+
+def test_a_batch_larger_than_all_samples_is_refused(
+    run_file: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(run_file, "train.batch_size=32")[0] == 2
+    assert "train.batch_size = 32, but there are 24 training samples" in capfd.readouterr().err

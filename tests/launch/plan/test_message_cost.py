@@ -1,0 +1,23 @@
+"""Settings of a direction by name."""
+
+import pytest
+
+from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig
+from thinpipe.launch.plan.message_cost import Spec, describe
+from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (RawConfig(format="bf16"), "raw bf16"),
+        (AqsgdConfig(bits=3), "aqsgd 3-bit"),
+        (AutoConfig(bits=2), "auto 2-bit"),
+        (DirectConfig(bits=8, coding="zstd"), "direct 8-bit zstd"),
+        (AqsgdConfig(bits=4, rate=0.5, coding="zstd"), "aqsgd rate 0.5"),
+        (StatelessConfig(bits=5), "stateless 5-bit"),
+        (StatelessConfig(bits=4, coding="auto"), "stateless 4-bit auto"),
+    ],
+)
+def test_settings_have_names(spec: Spec, name: str) -> None:
+    assert describe(spec) == name

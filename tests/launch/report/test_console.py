@@ -1,0 +1,190 @@
+import io
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from thinpipe.launch.report.console import Display, Sparkline
+from thinpipe.launch.report.metrics import DIRECTIONS, RunInfo, StepRecord, WireCount
+from thinpipe.launch.report.summary import summarize
+
+
+def _info(cuts: tuple[int, ...] = (6,), name: str = "tiny", replicas: int = 1) -> RunInfo:
+    keys = [(cut, direction) for cut in cuts for direction in DIRECTIONS]
+    return RunInfo(
+        name=name,
+        folder=Path("runs") / name,
+        stages=len(cuts) + 1,
+        replicas=replicas,
+        schedule="InterleavedZeroBubble",
+        microbatches=16,
+        cuts=cuts,
+        methods={k: "aqsgd 4-bit" if k[1] == "forward" else "hadamard 4-bit" for k in keys},
+        total_steps=10_000,
+        parameters=1_300_000_000,
+        exchanged=1_300_000_000,
+        machine="2 cores",
+        versions={"torch": "2.13.0"},
+        config_digest="abc123",
+    )
+
+
+def _record(
+    step: int, cuts: Sequence[int] = (6,), *, loss: float = 2.5, evaluated: bool = False
+) -> StepRecord:
+    return StepRecord(
+        step=step,
+        epoch=12,
+        loss=loss,
+        tokens_per_s=123_456.7,
+        step_s=4.0,
+        bubble=0.256,
+        wire=tuple(
+            WireCount(cut, way, 500_000_000, 16, 1_000_000_000, error=0.0421)
+            for cut in cuts
+            for way in DIRECTIONS
+        ),
+        tokens=65_536,
+        grad_norm=None if math.isnan(loss) else 1.25,
+        lr=3e-4,
+        skipped=math.isnan(loss),
+        sync_bytes=123_000_000,
+        control_bytes=999,
+        eval={"loss": 2.1234, "loss_compressed": 2.1299} if evaluated else None,
+        healed={cuts[0]: 3} if cuts and evaluated else {},
+    )
+
+
+def _show(info: RunInfo, records: list[StepRecord], *, interactive: bool, finish: bool) -> str:
+    """Run a display at 80 columns and return its text; cursor movements become line ends."""
+    file = io.StringIO()
+    console = Console(file=file, width=80, height=60, force_terminal=interactive)
+    with Display(info, interactive=interactive, console=console) as display:
+        for record in records:
+            display.step(record)
+        if finish:
+            display.finish(summarize(info, records))
+    without_colour = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "\n", without_colour)
+
+
+@pytest.mark.parametrize("cuts", [(), (6,), (6, 12, 18, 24, 30, 36, 120)])
+@pytest.mark.parametrize("finish", [False, True])
+@pytest.mark.parametrize("interactive", [False, True])
+def test_everything_fits_80_columns(cuts: tuple[int, ...], finish: bool, interactive: bool) -> None:
+    info = _info(cuts, name="gpt2-xl-over-200-mbit", replicas=8)
+    records = [
+        _record(1, cuts),
+        _record(2, cuts, loss=math.nan),
+        _record(9_999, cuts, evaluated=True),
+    ]
+    text = _show(info, records, interactive=interactive, finish=finish)
+    assert [line for line in text.splitlines() if cell_len(line) > 80] == []
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+
+
+def test_panel_shows_rate_and_ratios_of_each_cut_and_direction() -> None:
+    text = _show(_info(), [_record(1), _record(2, evaluated=True)], interactive=True, finish=False)
+    assert "step 2/10000" in text
+    rows = [line.strip("│ ").split() for line in text.splitlines() if "4-bit" in line]
+    times = "\N{MULTIPLICATION SIGN}"
+    tail = ["1,000.0", "500", "MB", f"4.0{times}", f"8.0{times}", "4.2", "%"]
+    assert rows[-2] == ["6", "forward", "aqsgd", "4-bit", *tail]
+    assert rows[-1] == ["6", "backward", "hadamard", "4-bit", *tail]
+    for shown in ("2.5000", "2.1234", "2.1299", "123,457", "25.6%", "1.25", "3.00e-04", "123 MB"):
+        assert shown in text
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_frozen_parameters_are_told_from_trained_ones(interactive: bool) -> None:
+    lora = replace(_info(replicas=8), exchanged=2_400_000)
+    text = _show(lora, [_record(1)], interactive=interactive, finish=False)
+    assert "1.30 G parameters (2.40 M trained), 2 stages" in text
+    assert [line for line in text.splitlines() if cell_len(line) > 80] == []
+    assert "trained" not in _show(_info(), [_record(1)], interactive=interactive, finish=False)
+
+
+def test_panel_keeps_the_last_evaluation_and_counts_skipped_steps() -> None:
+    records = [_record(1, evaluated=True), _record(2, loss=math.nan), _record(3, loss=math.nan)]
+    text = _show(_info(), records, interactive=True, finish=False)
+    assert "2.1234" in text
+    lines = text.splitlines()
+    above = next(i for i, line in enumerate(lines) if "skipped steps" in line)
+    column = lines[above].index("skipped steps")
+    assert lines[above + 1][column:].split()[0] == "2"
+
+
+def test_the_loss_of_a_step_is_its_own_and_the_mean_is_of_the_last_ten() -> None:
+    records = [_record(step, loss=9.0 if step <= 90 else 2.0) for step in range(1, 99)]
+    records.append(_record(99, loss=1.0, evaluated=True))
+    log = _show(_info(), records, interactive=False, finish=True)
+    (line,) = (line for line in log.splitlines() if "   99/10000" in line)
+    assert "epoch 12  loss 1.0000" in line
+    assert "loss, mean of last epoch" in log
+    panel = _show(_info(), records, interactive=True, finish=False).splitlines()
+    above = max(i for i, line in enumerate(panel) if "loss, this step" in line)
+    assert panel[above].split("  ")[0].startswith("│ loss, this step")
+    assert "mean of last 10" in panel[above]
+    assert panel[above + 1].strip("│ ").split()[:2] == ["1.0000", "2.6000"]
+
+
+def test_final_tables_show_bytes_really_sent_and_totals() -> None:
+    records = [_record(step) for step in (1, 2, 3)]
+    text = _show(_info(), records, interactive=False, finish=True)
+    times = "\N{MULTIPLICATION SIGN}"
+    forward = next(line for line in text.splitlines() if "forward" in line)
+    amounts = ["48", "1.50", "GB", "6.00", "GB", f"4.0{times}", "12.0", "GB", f"8.0{times}"]
+    assert forward.split() == ["6", "forward", "aqsgd", "4-bit", *amounts]
+    totals = ["all", "96", "3.00", "GB", "12.0", "GB", f"4.0{times}", "24.0", "GB", f"8.0{times}"]
+    assert totals in [line.split() for line in text.splitlines()]
+    assert "369 MB" in text
+    assert str(Path("runs") / "tiny" / "report.html") in text
+
+
+def test_log_has_no_control_characters_even_where_colour_is_forced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    info, records = _info(), [_record(1), _record(2, evaluated=True)]
+    with Display(info, interactive=False) as display:
+        for record in records:
+            display.step(record)
+        display.note("checkpoint [saved] to runs/tiny/step-2")
+        display.finish(summarize(info, records))
+    text = capsys.readouterr().out
+    assert "checkpoint [saved] to runs/tiny/step-2\n" in text
+    assert [char for char in text if ord(char) < 32 and char != "\n"] == []
+
+
+def test_log_tells_first_last_and_evaluated_steps_but_not_every_one() -> None:
+    records = [_record(step, evaluated=step == 50) for step in (*range(1, 100), 10_000)]
+    lines = _show(_info(), records, interactive=False, finish=False).splitlines()
+    steps = [line.split()[1] for line in lines if line.startswith("step")]
+    assert steps == ["1/10000", "50/10000", "10000/10000"]
+    assert "  evaluation: loss 2.1234, with compressed boundaries 2.1299" in lines
+    assert "memories differed and were forgotten: 3 samples at cut 6" in lines
+
+
+def test_importing_the_display_does_not_load_matplotlib() -> None:
+    code = "import sys, thinpipe.launch.report.console; sys.exit('matplotlib' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_sparkline_falls_from_high_to_low_and_never_outgrows_its_cells() -> None:
+    line = Sparkline(8)
+    assert str(line) == ""
+    for value in range(1000, 0, -1):
+        line.add(float(value))
+        line.add(math.nan)
+        assert len(str(line)) <= 8
+    text = str(line)
+    assert (text[0], text[-1]) == ("█", "▁")
+    assert list(text) == sorted(text, reverse=True)

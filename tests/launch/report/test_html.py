@@ -1,0 +1,255 @@
+import io
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+
+from thinpipe.launch.report.html import write_report
+from thinpipe.launch.report.metrics import (
+    DIRECTIONS,
+    RunInfo,
+    StepRecord,
+    TimelineEvent,
+    WireCount,
+    format_bytes,
+)
+from thinpipe.launch.report.summary import summarize
+from thinpipe.launch.report.theme import DARK
+from thinpipe.launch.report.timeline_plot import timeline_png
+
+TIMELINE = [
+    TimelineEvent(0, 0, "F", 0, 0.0, 0.1),
+    TimelineEvent(0, 0, "wait", 0, 0.1, 0.4),
+    TimelineEvent(0, 0, "B", 0, 0.4, 0.6),
+    TimelineEvent(0, 2, "W", 0, 0.6, 0.7),
+    TimelineEvent(1, 1, "F", 0, 0.15, 0.25),
+    TimelineEvent(1, 1, "encode", 0, 0.7, 0.75),
+    TimelineEvent(1, 1, "decode", 0, 0.05, 0.1),
+]
+
+
+def _info(folder: Path, cuts: tuple[int, ...] = (6,), replicas: int = 1) -> RunInfo:
+    keys = [(cut, direction) for cut in cuts for direction in DIRECTIONS]
+    return RunInfo(
+        name="<tiny> & slow",
+        folder=folder,
+        stages=len(cuts) + 1,
+        replicas=replicas,
+        schedule="1F1B",
+        microbatches=4,
+        cuts=cuts,
+        methods={key: "aqsgd 4-bit" if key[1] == "forward" else "direct 8-bit" for key in keys},
+        total_steps=4,
+        parameters=1_000_000,
+        exchanged=1_000_000,
+        machine="2 cores",
+        versions={"torch": "2.13.0"},
+        config_digest="abc123",
+    )
+
+
+def _records(cuts: tuple[int, ...] = (6,), losses: tuple[float, ...] = ()) -> list[StepRecord]:
+    """Four steps in two epochs; step 3 is skipped, step 4 evaluates."""
+    records = []
+    for step, loss in enumerate(losses or (8.0, 6.0, math.nan, 3.0), start=1):
+        first_epoch = step <= 2
+        forward, backward = 2000 if first_epoch else 500, 1000
+        wire = [WireCount(cut, "forward", forward, 4, 1000) for cut in cuts]
+        wire += [WireCount(cut, "backward", backward, 4, 1000) for cut in cuts]
+        records.append(
+            StepRecord(
+                step=step,
+                epoch=1 if first_epoch else 2,
+                loss=loss,
+                tokens_per_s=100.0 * step,
+                step_s=0.5 * step,
+                bubble=0.1 * step,
+                wire=tuple(wire),
+                tokens=64,
+                grad_norm=None,
+                lr=1e-3,
+                skipped=math.isnan(loss),
+                sync_bytes=10,
+                control_bytes=3,
+                eval={"loss": 2.5, "loss_compressed": 2.625} if step == 4 else None,
+                healed={6: step} if step > 2 else {},
+            )
+        )
+    return records
+
+
+class _Page(HTMLParser):
+    """Collects what the tests ask about, and checks that tags are closed in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.values: list[int] = []
+        self.text: list[str] = []
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.links += [given[name] or "" for name in ("src", "srcset", "href") if name in given]
+        if tag == "data":
+            self.values.append(int(given["value"] or ""))
+        assert tag not in ("script", "link", "iframe")
+        if tag not in ("meta", "img", "source"):
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_summary_of_a_small_run_is_what_a_hand_computes(tmp_path: Path) -> None:
+    summary = summarize(_info(tmp_path), _records())
+    assert (summary["steps"], summary["epochs"], summary["skipped"]) == (4, 2, 1)
+    assert (summary["first_loss"], summary["final_loss"]) == (8.0, 3.0)
+    assert summary["eval"] == {"loss": 2.5, "loss_compressed": 2.625}
+    assert (summary["median_tokens_per_s"], summary["median_step_s"]) == (250.0, 1.25)
+    assert summary["mean_bubble"] == pytest.approx(0.25)
+    assert (summary["tokens"], summary["wall_s"]) == (256, 5.0)
+    assert (summary["sync_bytes"], summary["control_bytes"]) == (40, 12)
+    assert summary["healed"] == {"6": 7}
+    forward, backward = summary["wire"]
+    assert forward == {
+        "cut": 6, "direction": "forward", "method": "aqsgd 4-bit", "bytes": 5000, "messages": 16,
+        "bf16_bytes": 8000, "fp32_bytes": 16000, "ratio_bf16": 1.6, "ratio_fp32": 3.2,
+    }  # fmt: skip
+    assert (backward["bytes"], backward["ratio_bf16"], backward["ratio_fp32"]) == (4000, 2.0, 4.0)
+    assert summary["totals"] == {
+        "bytes": 9000, "messages": 32, "bf16_bytes": 16000, "fp32_bytes": 32000,
+        "ratio_bf16": 16 / 9, "ratio_fp32": 32 / 9,
+    }  # fmt: skip
+
+
+def test_baselines_count_only_steps_that_crossed_the_cut(tmp_path: Path) -> None:
+    records = [replace(_records()[0], wire=()), _records()[1]]
+    assert summarize(_info(tmp_path), records)["wire"][0]["bf16_bytes"] == 2000
+
+
+def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no step was recorded"):
+        summarize(_info(tmp_path), [])
+
+
+@pytest.mark.parametrize("cuts", [(), (6,), (6, 12)])
+def test_what_earlier_cuts_sent_is_told_and_summed(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    """Resumed twice: at first cuts 6 and 9, then none, and now `cuts`."""
+    first, second, third, fourth = _records(cuts=(6, 9))
+    fourth = replace(fourth, wire=tuple(c for c in fourth.wire if c.cut in cuts), healed={9: 2})
+    records = [first, second, replace(third, wire=()), fourth]
+    info = _info(tmp_path, cuts)
+    summary = summarize(info, records)
+    sent = sum(count.bytes for record in records for count in record.wire)
+    assert summary["totals"]["bytes"] == sent == sum(row["bytes"] for row in summary["wire"])
+    earlier = {row["cut"] for row in summary["wire"] if row["method"] == "earlier cut"}
+    assert earlier == {6, 9} - set(cuts)
+    assert summary["healed"] == {"6": 3, "9": 2}
+    page = write_report(tmp_path, info, records=records, timeline=[], summary=summary)
+    text = "".join(_Page(page.read_text(encoding="utf-8")).text)
+    assert "9forwardearlier cut" in text
+    assert matplotlib.image.imread(tmp_path / "loss.png").shape[0] > 700  # with bytes
+
+
+def test_page_loads_nothing_from_elsewhere_and_shows_the_summary(tmp_path: Path) -> None:
+    info, records = _info(tmp_path), _records()
+    summary = summarize(info, records)
+    html = write_report(
+        tmp_path / "new", info, records=records, timeline=TIMELINE, summary=summary
+    ).read_text(encoding="utf-8")
+    page = _Page(html)
+    text = "".join(page.text)
+    assert page.links
+    assert all(link.startswith("data:image/png;base64,") for link in page.links)
+    assert not re.search(r"https?://|@import|url\(", html)
+    rows = [*summary["wire"], summary["totals"]]
+    exact = [row[key] for row in rows for key in ("bytes", "bf16_bytes", "fp32_bytes")]
+    ways = [sum(r["bytes"] for r in summary["wire"] if r["direction"] == d) for d in DIRECTIONS]
+    classes = [*ways, summary["sync_bytes"], summary["control_bytes"]]
+    assert page.values == [*exact, *classes]
+    shown = [
+        "<tiny> & slow",
+        "7 samples at cut 6",
+        "3.0000",
+        "2.5000",
+        "2.6250",
+        "250",
+        "25.0%",
+        "abc123",
+        "torch 2.13.0",
+    ]
+    shown += [format_bytes(nbytes) for nbytes in exact]
+    assert [item for item in shown if item not in text] == []
+    assert json.loads((tmp_path / "new" / "summary.json").read_text()) == summary
+
+
+def test_errors_have_a_picture_where_they_were_measured(tmp_path: Path) -> None:
+    info, pictures = _info(tmp_path), []
+    for error in (None, 0.1):
+        records = [
+            replace(record, wire=tuple(replace(w, error=error, change=error) for w in record.wire))
+            for record in _records()
+        ]
+        page = _Page(
+            write_report(
+                tmp_path, info, records=records, timeline=[], summary=summarize(info, records)
+            ).read_text(encoding="utf-8")
+        )
+        assert ("What compression changes" in "".join(page.text)) == (error is not None)
+        pictures.append(len(page.links))
+    assert pictures[1] == pictures[0] + 2  # light and dark
+
+
+def test_loss_picture_decodes_and_has_a_panel_more_when_there_are_cuts(tmp_path: Path) -> None:
+    heights = []
+    for cuts in ((), (6,)):
+        info, records = _info(tmp_path, cuts), _records(cuts)
+        summary = summarize(info, records)
+        write_report(tmp_path, info, records=records, timeline=[], summary=summary)
+        heights.append(matplotlib.image.imread(tmp_path / "loss.png").shape[0])
+    assert heights[1] > 1.5 * heights[0]
+
+
+@pytest.mark.parametrize("losses", [(2.0,), (math.nan, math.nan, math.inf)])
+@pytest.mark.parametrize("cuts", [(), (2, 4)])
+def test_short_and_broken_runs_still_get_a_report(
+    tmp_path: Path, cuts: tuple[int, ...], losses: tuple[float, ...]
+) -> None:
+    info, records = _info(tmp_path, cuts, replicas=2), _records(cuts, losses)
+    summary = summarize(info, records)
+    page = write_report(tmp_path, info, records=records, timeline=[], summary=summary)
+    text = "".join(_Page(page.read_text(encoding="utf-8")).text)
+    assert "No timeline was recorded" in text
+    assert ("nothing crossed a cut" in text) == (not cuts)
+    json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_timeline_shows_every_kind_in_its_own_colour() -> None:
+    def colours(events: list[TimelineEvent]) -> set[int]:
+        picture = matplotlib.image.imread(io.BytesIO(timeline_png(events, DARK)))
+        pixels = (picture[..., :3] * 255).round().astype(int) @ (65536, 256, 1)
+        found, counts = np.unique(pixels, return_counts=True)
+        return set(found[counts > 500].tolist())
+
+    forward = [event for event in TIMELINE if event.kind == "F"]
+    kinds = [int(colour[1:], 16) for colour in DARK.kinds]
+    assert set(kinds) & colours(forward) == {kinds[0], kinds[5]}  # a bare lane looks like a wait
+    assert len(set(kinds) & colours([replace(e, stage=0) for e in TIMELINE])) == 6
+
+
+def test_a_timeline_without_events_is_refused() -> None:
+    with pytest.raises(ValueError, match="no events"):
+        timeline_png([])

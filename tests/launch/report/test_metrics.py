@@ -1,0 +1,192 @@
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from thinpipe.launch.report.metrics import (
+    MetricsWriter,
+    RecentMean,
+    StepRecord,
+    WireCount,
+    format_bytes,
+    format_count,
+    format_duration,
+    format_loss,
+    format_ratio,
+    read_metrics,
+)
+
+KEYS = [
+    "step", "epoch", "loss", "tokens_per_s", "step_s", "bubble", "wire", "tokens", "grad_norm",
+    "lr", "skipped", "sync_bytes", "control_bytes", "eval", "healed", "notes",
+]  # fmt: skip
+
+
+def _record(step: int) -> StepRecord:
+    return StepRecord(
+        step=step,
+        epoch=1,
+        loss=10.0 / step,
+        tokens_per_s=512.5,
+        step_s=0.25,
+        bubble=0.125,
+        wire=(
+            WireCount(6, "forward", 1000 + step, 4, 2000),
+            WireCount(6, "backward", 500, 4, 2000),
+        ),
+        tokens=128,
+        grad_norm=1.5,
+        lr=3e-4,
+        skipped=False,
+        sync_bytes=77,
+        control_bytes=8,
+        eval={"loss": 2.1, "loss_compressed": 2.11} if step % 2 == 0 else None,
+        healed={6: 2} if step == 3 else {},
+    )
+
+
+def _write(path: Path, steps: range) -> list[StepRecord]:
+    records = [_record(step) for step in steps]
+    with MetricsWriter(path, None) as writer:
+        for record in records:
+            writer.write(record)
+    return records
+
+
+def _no_constants(name: str) -> float:
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert _write(path, range(1, 5)) == read_metrics(path)
+
+
+def test_a_line_holds_plain_json_under_the_documented_keys(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, range(1, 2))
+    line = json.loads(path.read_text())
+    assert list(line) == KEYS
+    assert line["wire"][0] == {
+        "cut": 6,
+        "direction": "forward",
+        "bytes": 1001,
+        "messages": 4,
+        "values": 2000,
+        "known": 0,
+        "cold": 0,
+        "error": None,
+        "change": None,
+    }
+
+
+def test_each_step_is_on_disk_before_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path, None) as writer:
+        for step in (1, 2, 3):
+            writer.write(_record(step))
+            assert len(read_metrics(path)) == step
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_null_and_read_as_nan(tmp_path: Path, loss: float) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path, None) as writer:
+        writer.write(replace(_record(1), loss=loss, grad_norm=loss, skipped=True, eval={"x": loss}))
+    assert json.loads(path.read_text(), parse_constant=_no_constants)["loss"] is None
+    (read,) = read_metrics(path)
+    assert math.isnan(read.loss)
+    assert read.grad_norm is None
+    assert read.eval is not None
+    assert math.isnan(read.eval["x"])
+
+
+def test_resume_drops_later_steps_and_appends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = _write(path, range(1, 8))
+    again = replace(_record(4), loss=99.0)
+    with MetricsWriter(path, 3) as writer:
+        writer.write(again)
+    assert read_metrics(path) == [*records[:3], again]
+    assert [item.name for item in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_resume_drops_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = _write(path, range(1, 4))
+    path.write_bytes(path.read_bytes()[:-25])
+    assert read_metrics(path) == records[:2]
+    with MetricsWriter(path, 3) as writer:
+        writer.write(records[2])
+    assert read_metrics(path) == records
+
+
+def test_a_last_line_that_lacks_only_its_newline_counts(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = _write(path, range(1, 3))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert read_metrics(path) == records
+
+
+def test_resume_without_a_file_begins_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path, 5) as writer:
+        writer.write(_record(6))
+    assert [record.step for record in read_metrics(path)] == [6]
+
+
+def test_a_new_run_does_not_mix_with_an_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    records = _write(path, range(1, 3))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl already holds .* another folder"):
+        MetricsWriter(path, None)
+    assert read_metrics(path) == records
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"),
+    [('{"step": 2, "epo', "JSON"), ('{"step": 2}', "epoch"), ("", "JSON")],
+)
+def test_a_bad_line_in_the_middle_is_named(tmp_path: Path, bad: str, what: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    _write(path, range(1, 4))
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], bad, lines[2]]) + "\n")
+    with pytest.raises(ValueError, match=rf"metrics\.jsonl:2: not a step record .*{what}"):
+        read_metrics(path)
+
+
+def test_a_recent_mean_forgets_older_losses_and_leaves_nan_out() -> None:
+    mean = RecentMean(2)
+    assert math.isnan(mean.update(math.nan))
+    assert mean.update(4.0) == 4.0
+    assert mean.update(1.0) == 2.5
+    assert mean.update(math.inf) == 2.5
+    assert mean.update(2.0) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (format_bytes(0), "0 B"),
+        (format_bytes(999), "999 B"),
+        (format_bytes(1000), "1.00 kB"),
+        (format_bytes(12_345), "12.3 kB"),
+        (format_bytes(999_600), "1.00 MB"),
+        (format_bytes(4.5e18), "4500 PB"),
+        (format_count(124_439_808), "124 M"),
+        (format_ratio(7.94), "7.9\N{MULTIPLICATION SIGN}"),
+        (format_ratio(None), "-"),
+        (format_loss(math.nan), "-"),
+        (format_loss(2.5), "2.5000"),
+        (format_duration(0.01234), "12.3 ms"),
+        (format_duration(0.9999), "1 s"),
+        (format_duration(1.268), "1.27 s"),
+        (format_duration(59.7), "1 min 00 s"),
+        (format_duration(7500), "2 h 05 min"),
+    ],
+)
+def test_numbers_are_shown_with_the_right_unit(text: str, expected: str) -> None:
+    assert text == expected

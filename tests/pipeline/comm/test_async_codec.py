@@ -1,0 +1,275 @@
+"""Codecs run beside compute, not far ahead of it; what goes wrong there ends the step at once."""
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.ranks import Ranks
+from tests.training import ZERO_BUBBLE, batch, config, start
+from thinpipe.launch.components import Built
+from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.comm.async_codec import Alarm, Microbatch
+from thinpipe.pipeline.comm.boundary import Stateless
+from thinpipe.pipeline.comm.channel import BACKWARD, Channel
+from thinpipe.pipeline.comm.link import LinkError, LoopbackLink
+from thinpipe.pipeline.stage import Channels, CompressedStage, ComputeEvent
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.header import HEADER_NBYTES
+
+PAUSE_S = 0.03
+COUNT = 6
+
+
+@dataclass(frozen=True)
+class Slow(Stateless):
+    """A codec that takes its time, and fails at one of the samples if asked to."""
+
+    fails_at: int | None = None
+
+    def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:
+        time.sleep(PAUSE_S)
+        if self.fails_at is not None and self.fails_at in ids_B:
+            raise ValueError(f"sample {self.fails_at} cannot be coded")
+        super().encode(x_BTD, ids_B, wire, step=step)
+
+    def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
+        time.sleep(PAUSE_S)
+        super().decode(wire, ids_B, out_BTD)
+
+
+def slow_run(
+    *,
+    schedule: str = "GPipe",
+    fails_at: int | None = None,
+    pause_s: float = PAUSE_S,
+    timeout_s: float = 120,
+) -> Built:
+    """Two ranks, a sample per microbatch; compute sleeps too."""
+    built = start(
+        config(
+            pipeline={"cuts": [2], "microbatches": COUNT, "schedule": schedule},
+            train={"batch_size": COUNT},
+        ),
+        timeout_s=timeout_s,
+    )
+    (stage,) = built.stages
+    for channel in stage.channels.all():
+        channel.boundaries = {"train": Slow(Cast("fp32"), fails_at=fails_at)}
+    module: Any = stage.submod
+    module.register_forward_hook(lambda *_: time.sleep(pause_s))
+    return built
+
+
+def events_of(rank: int, schedule: str) -> list[ComputeEvent]:
+    built = slow_run(schedule=schedule)
+    built.engine.train_step(batch(list(range(COUNT))), 0)
+    return built.engine.take_events()
+
+
+def spans(events: list[ComputeEvent], kind: str) -> dict[int, ComputeEvent]:
+    return {event.microbatch: event for event in events if event.kind == kind}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("schedule", ["GPipe", "Deep1F1B"])
+def test_messages_are_coded_while_the_stage_computes(ranks: Ranks, schedule: str) -> None:
+    upper, lower = ranks(2, events_of, schedule)
+    forwards, encodes = spans(upper, "F"), spans(upper, "encode")
+    assert any(encodes[m].end_s > forwards[m + 1].start_s for m in range(COUNT - 1))
+    assert encodes[0].start_s >= forwards[0].end_s
+    forwards, decodes = spans(lower, "F"), spans(lower, "decode")
+    assert any(decodes[m + 1].start_s < forwards[m].end_s for m in range(COUNT - 1))
+    for m in range(COUNT):
+        assert decodes[m].end_s <= forwards[m].start_s
+        assert decodes[m].end_s - decodes[m].start_s >= PAUSE_S
+        wait = spans(lower, "wait")[m]
+        assert wait.end_s <= forwards[m].start_s
+    for events in (upper, lower):
+        compute = sorted((e.start_s, e.end_s) for e in events if e.kind in "FB" or e.kind == "wait")
+        for (_, end_s), (start_s, _) in pairwise(compute):
+            assert end_s <= start_s + 1e-4, "the schedule's thread does one thing at a time"
+
+
+def decoded_at_each_forward(rank: int) -> list[int]:
+    """On the lower stage: how many microbatches were decoded when each forward ended."""
+    built = slow_run(pause_s=4 * PAUSE_S if rank == 1 else 0)
+    built.engine.train_step(batch(list(range(COUNT))), 0)
+    events = built.engine.take_events()
+    ends_s = [spans(events, "F")[m].end_s for m in range(COUNT)]
+    return [sum(d.end_s < end_s for d in spans(events, "decode").values()) for end_s in ends_s]
+
+
+@pytest.mark.dist
+def test_no_more_than_two_decoded_microbatches_wait_for_the_schedule(ranks: Ranks) -> None:
+    decoded = ranks(2, decoded_at_each_forward)[1]
+    assert all(count <= m + 3 for m, count in enumerate(decoded)), decoded
+    assert max(count - m for m, count in enumerate(decoded)) == 3, decoded
+
+
+def long_forwards(rank: int) -> float:
+    """The first gradient comes later than a peer may be silent."""
+    built = slow_run(pause_s=4.2 / COUNT, timeout_s=3.5)
+    return built.engine.train_step(batch(list(range(COUNT))), 0).loss
+
+
+@pytest.mark.dist
+def test_a_gradient_is_not_waited_for_before_the_schedule_is(ranks: Ranks) -> None:
+    losses = ranks(2, long_forwards)
+    assert losses[0] == losses[1] > 0
+
+
+def fail_to_encode(rank: int) -> tuple[float, str]:
+    """Rank 0 cannot encode what rank 1 needs before it sends what rank 0 is waiting for."""
+    built = slow_run(fails_at=3 if rank == 0 else None, timeout_s=60 if rank == 0 else 6)
+    begin_s = time.monotonic()
+    try:
+        built.engine.train_step(batch(list(range(COUNT))), 0)
+    except (ValueError, LinkError) as error:
+        return time.monotonic() - begin_s, str(error)
+    return 0.0, "no error"
+
+
+@pytest.mark.dist
+def test_what_cannot_be_encoded_ends_a_step_that_waits_for_something_else(ranks: Ranks) -> None:
+    (seconds, told), (_, other) = ranks(2, fail_to_encode)
+    assert "sample 3 cannot be coded" in told
+    assert seconds < 5, "it waited for the peer's timeout"
+    assert "lost while waiting for microbatch 3" in other
+
+
+class WithOffset(nn.Module):
+    """Its parameter's gradient is that of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(1, 3, 4))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return (x_BTD + self.offset).square()
+
+
+@dataclass
+class Kept(LoopbackLink):
+    """Keeps what is sent."""
+
+    in_turns = False
+
+
+def split_backward(rank: int) -> tuple[Tensor, Tensor]:
+    """Gradients of two inputs, and those that were sent for them."""
+    link, shape = Kept(), torch.Size((1, 3, 4))
+    channel = Channel(1, BACKWARD, link, {"train": Slow(Cast("fp32"))}, run_id=0)
+    channels = Channels(gradients_out=channel)
+    stage = CompressedStage(WithOffset(), 1, 3, channels=channels, group=dist.group.WORLD)
+    stage.has_backward = True
+    known = [Microbatch(shape, Samples(torch.tensor([m]))) for m in (0, 1)]
+    stage.begin_pass(0, known, step=0, mode="train")
+    stage._prepare_forward_infra(2, ())
+    gradients = []
+    for m in (0, 1):
+        x_BTD = torch.full(shape, m + 1.0)
+        stage.set_local_fwd_input(x_BTD, m)
+        stage.set_local_bwd_input((torch.ones(shape),), m)
+        stage.forward_one_chunk(m, ())
+        stage.backward_one_chunk(m, full_backward=False)
+        gradients.append(stage.bwd_cache[m][0].clone())
+        stage.get_bwd_send_ops(m)
+        stage.backward_weight_one_chunk(m)
+    stage.end_pass()
+    for m in (0, 1):
+        link.expect(m, HEADER_NBYTES + 48)
+    sent = [link.take(m)[HEADER_NBYTES:].view(torch.float32).view(shape) for m in (0, 1)]
+    return torch.stack(gradients), torch.stack(sent)
+
+
+@pytest.mark.dist
+@ZERO_BUBBLE
+def test_a_gradient_that_a_parameter_shares_is_sent_as_it_was(ranks: Ranks) -> None:
+    ((gradients, sent),) = ranks(1, split_backward)
+    assert torch.equal(gradients[0], torch.full((1, 3, 4), 2.0))
+    assert torch.equal(sent, gradients)
+
+
+COMPUTE_FAILS = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from tests.pipeline.test_courier import slow_run
+from tests.training import batch
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+built = slow_run()
+dist.barrier()
+calls = []
+def hook(*_):
+    calls.append(0)
+    if rank == 1:  # its courier waits for the second microbatch, which rank 0 never sends
+        raise ArithmeticError("compute failed")
+    if len(calls) == 2:
+        sys.stdin.read()
+built.stages[0].submod.register_forward_pre_hook(hook)
+built.engine.train_step(batch(list(range(6))), 0)
+"""
+
+
+@pytest.mark.dist
+def test_waiting_couriers_do_not_keep_a_failed_rank_from_ending(tmp_path: Path) -> None:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    root = str(Path(__file__).parents[2])
+    upper, lower = (
+        subprocess.Popen(
+            [sys.executable, "-c", COMPUTE_FAILS, str(rank), str(tmp_path / "store")],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env=environment,
+        )
+        for rank in (0, 1)
+    )
+    try:
+        _, told = lower.communicate(timeout=200)
+    finally:
+        for process in (upper, lower):
+            process.kill()
+            process.communicate()
+    assert lower.returncode == 1, told
+    assert "compute failed" in told
+
+
+def test_an_alarm_ends_every_wait() -> None:
+    alarm, silent, failing = Alarm(), Future[int](), Future[int]()
+    alarm.watch(silent)
+    alarm.watch(failing)
+    alarm.check()
+    failing.set_exception(LinkError("first"))
+    for _ in range(2):
+        with pytest.raises(LinkError, match="first"):
+            alarm.wait_for(silent)
+    with pytest.raises(LinkError, match="first"):
+        alarm.check()
+    other = alarm.watch(Future[int]())
+    other.set_exception(LinkError("second"))
+    with pytest.raises(LinkError, match="second"):
+        alarm.wait_for(other)
+    with pytest.raises(LinkError, match="first"):
+        alarm.check()
+
+
+def test_a_result_that_is_there_is_given_whatever_else_failed() -> None:
+    alarm, done, failing = Alarm(), Future[Tensor](), Future[Tensor]()
+    done.set_result(torch.ones(1))
+    alarm.watch(failing).set_exception(LinkError("peer is gone"))
+    assert torch.equal(alarm.wait_for(done), torch.ones(1))

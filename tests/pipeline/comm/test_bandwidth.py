@@ -1,0 +1,22 @@
+"""Measuring a link between two ranks."""
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import Ranks
+from thinpipe.pipeline.comm.bandwidth import measure_rate
+
+
+def _both_ways(rank: int) -> list[float | None]:
+    assert dist.group.WORLD is not None
+    return [measure_rate(dist.group.WORLD, 1 - rank, sending=rank == sender) for sender in (0, 1)]
+
+
+@pytest.mark.dist
+def test_the_sender_learns_the_rate_of_its_direction(ranks: Ranks) -> None:
+    (forward, nothing), (none, backward) = ranks(2, _both_ways)
+    assert nothing is None
+    assert none is None
+    assert forward is not None
+    assert backward is not None
+    assert 1e7 < min(forward, backward) <= max(forward, backward) < 1e12

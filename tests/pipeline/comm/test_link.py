@@ -1,0 +1,168 @@
+"""Links and channels between real processes: frames are checked, lost peers are named."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import Ranks
+from thinpipe.aqsgd.config import AqsgdConfig, build_delta
+from thinpipe.pipeline.comm.boundary import Stateless, raw
+from thinpipe.pipeline.comm.channel import FORWARD, Channel
+from thinpipe.pipeline.comm.link import GroupLink, LinkError, LoopbackLink
+from thinpipe.pipeline.wire.cast import Cast, CastFormat
+from thinpipe.pipeline.wire.header import DesyncError
+
+pytestmark = pytest.mark.dist
+
+SHAPE = torch.Size((2, 3, 8))
+
+
+@dataclass(frozen=True)
+class SameSize(Cast):
+    """Another codec whose messages are as long as fp32's."""
+
+    format: CastFormat = "fp32"
+
+    @property
+    def codec_id(self) -> int:
+        return 99
+
+
+IDS = torch.tensor([4, 9])
+
+
+def channel(rank: int, **changes: Any) -> Channel:
+    assert dist.group.WORLD is not None
+    link = GroupLink(dist.group.WORLD, 1 - rank, channel=1, name="stage 0 -> stage 1")
+    settings: dict[str, Any] = {"cut": 6, "run_id": 5, "boundaries": {"train": raw()}} | changes
+    made = Channel(direction=FORWARD, link=link, **settings)
+    made.begin_pass(0, step=settings.pop("step", 0), mode="train")
+    return made
+
+
+def exchange(rank: int, receiver: dict[str, Any], ids: torch.Tensor) -> str:
+    """Rank 0 sends a microbatch; rank 1 expects what `receiver` and `ids` say."""
+    if rank == 0:
+        made = channel(rank)
+        made.send(0, torch.ones(SHAPE), IDS)
+        made.link.begin_pass(1)
+        return "sent"
+    made = channel(rank, **receiver)
+    made.expect(0, SHAPE)
+    try:
+        made.receive(0, SHAPE, ids)
+    except DesyncError as error:
+        return str(error)
+    return "received"
+
+
+@pytest.mark.parametrize(
+    ("receiver", "ids", "message"),
+    [
+        ({}, IDS, "received"),
+        ({"cut": 4}, IDS, "cut: peer sent 6, expected 4"),
+        ({"run_id": 8}, IDS, "run_id: peer sent 5, expected 8"),
+        ({}, torch.tensor([9, 4]), "ids_crc: peer sent"),
+        (
+            {"boundaries": {"train": Stateless(SameSize())}},
+            IDS,
+            "codec_id: peer sent 1, expected 99",
+        ),
+    ],
+)
+def test_a_wrong_frame_is_refused_with_both_values(
+    ranks: Ranks, receiver: dict[str, Any], ids: torch.Tensor, message: str
+) -> None:
+    assert message in ranks(2, exchange, receiver, ids)[1]
+
+
+def forgetful(rank: int, who: int) -> str:
+    """Two visits under AQ-SGD; before the second, one end loses its memory."""
+    boundary = build_delta(AqsgdConfig(bits=2), width=SHAPE[-1], key=0)
+    made = channel(rank, boundaries={"train": boundary})
+    for visit in range(2):
+        made.begin_pass(visit, step=visit, mode="train")
+        if visit == 1 and rank == who:
+            boundary.load_state_dict(build_delta(AqsgdConfig(), width=8, key=0).state_dict())
+        try:
+            if rank == 0:
+                made.send(0, torch.ones(SHAPE), IDS)
+            else:
+                made.expect(0, SHAPE)
+                made.receive(0, SHAPE, IDS)
+        except DesyncError as error:
+            return str(error)
+        boundary.finish_step(keep=True)
+    made.link.begin_pass(2)
+    return "no error"
+
+
+@pytest.mark.parametrize(("who", "sent", "expected"), [(0, 60, 24), (1, 24, 60)])
+def test_a_lost_memory_is_a_desync_not_a_crash(
+    ranks: Ranks, who: int, sent: int, expected: int
+) -> None:
+    told = ranks(2, forgetful, who)[1]
+    assert f"length: peer sent {sent}, expected {expected}" in told
+
+
+def peer_dies(rank: int, account: Path) -> None:
+    made = channel(rank)
+    if rank == 1:
+        time.sleep(0.3)
+        os._exit(9)
+    made.expect(0, SHAPE)
+    start = time.monotonic()
+    try:
+        made.receive(0, SHAPE, IDS)
+    except LinkError as error:
+        account.write_text(f"{error} after {time.monotonic() - start:.1f} s")
+
+
+def test_a_dead_peer_is_noticed_in_seconds_and_the_edge_named(ranks: Ranks, tmp_path: Path) -> None:
+    account = tmp_path / "account"
+    with pytest.raises(AssertionError, match="rank 1: ended without a result"):
+        ranks(2, peer_dies, account)
+    told = account.read_text()
+    assert told.startswith("stage 0 -> stage 1: lost while waiting for microbatch 0")
+    assert float(told.split()[-2]) < 5
+
+
+def flood(rank: int) -> list[float]:
+    """Messages sent in one order and taken in another, over two passes."""
+    assert dist.group.WORLD is not None
+    link = GroupLink(dist.group.WORLD, 1 - rank, channel=3, name="edge")
+    found = []
+    for number in range(2):
+        link.begin_pass(number)
+        for slot in range(8):
+            if rank == 1:
+                link.expect(slot, 1000 + slot)
+        for slot in reversed(range(8)):
+            if rank == 0:
+                link.send(slot, torch.full((1000 + slot,), 10 * number + slot, dtype=torch.uint8))
+        if rank == 1:
+            found += [float(link.take(slot).float().mean()) for slot in (3, 1, 0, 2, 7, 6, 5, 4)]
+    link.begin_pass(2)
+    return found
+
+
+def test_messages_find_their_slot_whatever_the_order(ranks: Ranks) -> None:
+    order = [3, 1, 0, 2, 7, 6, 5, 4]
+    assert ranks(2, flood)[1] == [*order, *(10 + slot for slot in order)]
+
+
+def test_loopback_refuses_what_was_not_announced() -> None:
+    link = LoopbackLink()
+    link.expect(0, 10)
+    with pytest.raises(LinkError, match="expected up to 10 bytes of microbatch 0, got nothing"):
+        link.take(0)
+    link.expect(1, 10)
+    link.send(1, torch.zeros(11, dtype=torch.uint8))
+    with pytest.raises(LinkError, match="got 11 bytes"):
+        link.take(1)

@@ -1,0 +1,95 @@
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.huggingface import CLASSES, LAYERS, saved_model, section
+from thinpipe.pipeline.models.hf.config import HuggingFaceConfig, LoraConfig
+from thinpipe.pipeline.models.hf.lora import merge_lora
+from thinpipe.pipeline.models.hf.stage import build_stage, check_folder
+
+CUTS = ((0, 2), (2, LAYERS))
+
+
+def test_only_adapters_and_task_heads_are_trained(tmp_path: Path) -> None:
+    saved_model("bert", tmp_path)
+    config = HuggingFaceConfig(**section("bert", tmp_path, lora={"rank": 2}))
+    trained = {
+        name
+        for first, stop in CUTS
+        for name, parameter in build_stage(
+            config, first, stop, seed=0, device="cpu"
+        ).model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert {"classifier.weight", "classifier.bias"} < trained
+    adapters = trained - {"classifier.weight", "classifier.bias"}
+    assert len(adapters) == LAYERS * 2 * 2  # query and value, A and B
+    assert all(".lora_" in name for name in adapters)
+    assert config.classes == CLASSES
+
+
+def test_adapters_do_not_depend_on_the_cut_and_change_nothing_at_the_start(tmp_path: Path) -> None:
+    saved_model("llama", tmp_path)
+    config = HuggingFaceConfig(**section("llama", tmp_path, lora={"rank": 2}))
+    whole = build_stage(config, 0, LAYERS, seed=1, device="cpu").state_dict()
+    before = torch.random.get_rng_state()
+    for first, stop in CUTS:
+        for name, tensor in (
+            build_stage(config, first, stop, seed=1, device="cpu").state_dict().items()
+        ):
+            assert torch.equal(tensor, whole[name]), name
+    assert torch.equal(before, torch.random.get_rng_state())
+    name = "model.model.layers.3.self_attn.q_proj.lora_A.default.weight"
+    other = build_stage(config, 2, LAYERS, seed=2, device="cpu").state_dict()
+    assert whole[name].std() > 0
+    assert not torch.equal(other[name], whole[name])
+    assert not torch.any(whole[name.replace("lora_A", "lora_B")])
+
+
+@pytest.mark.parametrize("inputs_first", [False, True])
+def test_merging_adds_the_scaled_product(inputs_first: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape = (3, 5) if inputs_first else (5, 3)
+    base, a_RI, b_OR = (torch.randn(s, generator=generator) for s in (shape, (2, 3), (5, 2)))
+    tensors = {
+        "q.base_layer.weight": base,
+        "q.base_layer.bias": torch.ones(5),
+        "q.lora_A.default.weight": a_RI,
+        "q.lora_B.default.weight": b_OR,
+        "norm.weight": torch.ones(3),
+    }
+    merged = merge_lora(tensors, LoraConfig(rank=2, alpha=6), inputs_first=inputs_first)
+    assert merged.keys() == {"q.weight", "q.bias", "norm.weight"}
+    change_OI = 3 * b_OR @ a_RI
+    torch.testing.assert_close(
+        merged["q.weight"], base + (change_OI.T if inputs_first else change_OI)
+    )
+
+
+@pytest.mark.parametrize("missing", ["q_proj", "ln_1", "lm_head"])
+def test_a_target_that_is_not_there_is_named(tmp_path: Path, missing: str) -> None:
+    saved_model("gpt2", tmp_path)
+    targets = ["mlp.c_fc", missing]
+    config = HuggingFaceConfig(**section("gpt2", tmp_path, lora={"targets": targets}))
+    told = (
+        f"model.lora.targets = {targets}: no linear layers of a block: ['{missing}']; "
+        "use some of ['c_attn', 'c_proj', 'c_fc']"
+    )
+    with pytest.raises(ValueError, match=re.escape(told)):
+        check_folder(config)
+
+
+def test_a_stage_without_any_target_says_so_in_our_words(tmp_path: Path) -> None:
+    saved_model("gpt2", tmp_path)
+    config = HuggingFaceConfig(**section("gpt2", tmp_path, lora={"targets": ["q_proj"]}))
+    with pytest.raises(ValueError, match=r"no linear layers of a block: \['q_proj'\]; use some of"):
+        build_stage(config, 0, 2, seed=0, device="meta")
+
+
+def test_a_family_without_default_targets_asks_for_them(tmp_path: Path) -> None:
+    saved_model("olmo", tmp_path)
+    config = HuggingFaceConfig(**section("olmo", tmp_path, lora={}))
+    with pytest.raises(ValueError, match=r"no default for olmo.*name its linear layers"):
+        check_folder(config)

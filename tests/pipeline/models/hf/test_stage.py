@@ -1,0 +1,279 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.huggingface import LAYERS, MODELS, VOCAB, saved_model, section, settings
+from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.models.hf import families
+from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+from thinpipe.pipeline.models.hf.families import Family
+from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_stage, lay_out
+
+CUTS = ((0, 2), (2, 4), (4, LAYERS))
+TIED = ("gpt2", "gpt2-inverse", "opt", "opt-350m", "gpt-neo", "llama-tied", "gemma", "gemma2")
+
+
+def build(
+    name: str, folder: Path, bounds: tuple[tuple[int, int], ...] = CUTS, **more: Any
+) -> list[HuggingFaceStage]:
+    config = HuggingFaceConfig(**section(name, folder, **more))
+    return [build_stage(config, *range_, seed=0, device="cpu") for range_ in bounds]
+
+
+def padded_batch() -> tuple[Tensor, Samples]:
+    generator = torch.Generator().manual_seed(0)
+    ids_BT = torch.randint(5, VOCAB, (2, 9), generator=generator)
+    mask_BT = torch.ones(2, 9, dtype=torch.int64)
+    mask_BT[1, 6:] = 0
+    return ids_BT, Samples(torch.arange(2), mask_BT)
+
+
+def run(stages: list[HuggingFaceStage], gradient_of: Callable[[Tensor], Tensor]) -> Tensor:
+    """Logits; gradients are left in the parameters, as if hidden states had crossed links."""
+    x, samples = padded_batch()
+    ends = []
+    for stage in stages:
+        start = x.detach().requires_grad_(x.is_floating_point())
+        x = stage.eval()(start, samples)
+        ends.append((start, x))
+    logits = x.detach()
+    gradient = gradient_of(logits)
+    for start, end in reversed(ends):
+        end.backward(gradient)
+        gradient = start.grad if start.grad is not None else gradient
+    return logits
+
+
+def gradient_of(logits: Tensor) -> Tensor:
+    return torch.randn(logits.shape, generator=torch.Generator().manual_seed(1))
+
+
+def reference(model: Any) -> Tensor:
+    ids_BT, samples = padded_batch()
+    logits: Tensor = model(input_ids=ids_BT, attention_mask=samples.mask_BT).logits
+    logits.backward(gradient_of(logits))
+    return logits.detach()
+
+
+def summed_gradients(stages: list[HuggingFaceStage]) -> dict[str, Tensor]:
+    """By name in the whole model, copies of shared parameters added up."""
+    found: dict[str, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.model.named_parameters():
+            assert parameter.grad is not None, name
+            found[name] = found[name] + parameter.grad if name in found else parameter.grad
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_from_shards_compute_what_the_whole_model_does(name: str, tmp_path: Path) -> None:
+    check_against_the_whole_model(name, tmp_path)
+
+
+def check_against_the_whole_model(name: str, folder: Path) -> None:
+    whole = saved_model(name, folder)
+    stages = build(name, folder)
+    for stage in stages:
+        stage.requires_grad_(True)  # shared parts are frozen: here their copies are added up
+    assert torch.equal(run(stages, gradient_of), reference(whole))
+    gradients = summed_gradients(stages)
+    if whole.config.tie_word_embeddings and whole.get_output_embeddings() is not None:
+        head = next(n for n, p in stages[-1].model.named_parameters() if p is head_of(stages[-1]))
+        embedding = next(n for n, p in whole.named_parameters() if p is embedding_of(whole))
+        gradients[embedding] = gradients[embedding] + gradients.pop(head)
+    tolerance = 1e-12 if name == "deberta" else 0.0
+    for parameter_name, parameter in whole.named_parameters():
+        difference = (gradients.pop(parameter_name) - parameter.grad).abs().max()
+        assert difference <= tolerance, parameter_name
+    assert not gradients
+
+
+def head_of(stage: HuggingFaceStage) -> Any:
+    return stage.model.get_output_embeddings().weight
+
+
+def embedding_of(whole: Any) -> Any:
+    return whole.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "deberta"])
+def test_a_stage_opens_only_files_with_its_own_tensors(name: str, tmp_path: Path) -> None:
+    saved_model(name, tmp_path)
+    config = HuggingFaceConfig(**section(name, tmp_path))
+    weights = config.weights
+    assert weights is not None
+    own = {file for tensor, file in weights.files.items() if ".2." in tensor or ".3." in tensor} | {
+        file
+        for tensor, file in weights.files.items()
+        if "rel_emb" in tensor or "encoder.LayerN" in tensor
+    }
+    unneeded = set(weights.files.values()) - own
+    assert unneeded
+    for file in unneeded:
+        (tmp_path / file).unlink()
+    stage = build_stage(config, 2, 4, seed=0, device="cpu")
+    assert all(torch.isfinite(parameter).all() for parameter in stage.parameters())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_random_weights_do_not_depend_on_the_cut(name: str, tmp_path: Path) -> None:
+    settings(name).save_pretrained(tmp_path)
+    model = section(name, tmp_path)
+    config = HuggingFaceConfig(config=model.pop("pretrained"), **model)
+    before = torch.random.get_rng_state()
+    whole = build_stage(config, 0, LAYERS, seed=3, device="cpu")
+    expected = whole.state_dict()
+    for first, stop in CUTS:
+        stage = build_stage(config, first, stop, seed=3, device="cpu")
+        for parameter_name, tensor in stage.state_dict().items():
+            assert torch.equal(tensor, expected[parameter_name]), parameter_name
+    assert torch.equal(before, torch.random.get_rng_state())
+    other = build_stage(config, 0, LAYERS, seed=4, device="cpu").state_dict()
+    assert any(not torch.equal(other[key], tensor) for key, tensor in expected.items())
+    x, samples = padded_batch()
+    assert torch.isfinite(whole(x, samples)).all()  # buffers such as rotary tables are filled too
+
+
+def test_random_weights_have_the_family_s_own_spread(tmp_path: Path) -> None:
+    settings("gpt2").save_pretrained(tmp_path)
+    config = HuggingFaceConfig(config=str(tmp_path))
+    stage = build_stage(config, 0, LAYERS, seed=0, device="cpu")
+    assert stage.model.transformer.wte.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert torch.equal(stage.model.transformer.ln_f.weight, torch.ones(32))
+
+
+def test_parameters_carry_the_names_of_the_whole_model(tmp_path: Path) -> None:
+    saved_model("gpt2", tmp_path)
+    stages = build("gpt2", tmp_path)
+    names = [{name for name, _ in stage.model.named_parameters()} for stage in stages]
+    assert "transformer.h.3.ln_1.weight" in names[1]
+    assert names[0] & names[1] == names[1] & names[2] == set()
+    assert "lm_head.weight" in names[2]
+
+
+def test_nothing_is_allocated_for_other_stages(tmp_path: Path) -> None:
+    saved_model("llama", tmp_path)
+    config = HuggingFaceConfig(**section("llama", tmp_path))
+    whole = sum(parameter.numel() for parameter in lay_out(config).parameters())
+    counts = [sum(p.numel() for p in stage.parameters()) for stage in build("llama", tmp_path)]
+    assert sum(counts) == whole
+    middle = build("llama", tmp_path, ((2, 4),))[0]
+    assert all(not parameter.is_meta for parameter in middle.parameters())
+
+
+def test_a_head_tied_to_an_embedding_elsewhere_starts_equal(tmp_path: Path) -> None:
+    saved_model("gpt2", tmp_path)
+    first, _, last = build("gpt2", tmp_path, tie_embeddings="exact")
+    embedding, head = first.tied_weight(), last.tied_weight()
+    assert embedding is not None
+    assert head is not None
+    assert torch.equal(embedding, head)
+    assert build("gpt2", tmp_path)[0].tied_weight() is None
+    (whole,) = build("gpt2", tmp_path, ((0, LAYERS),), tie_embeddings="exact")
+    assert whole.tied_weight() is head_of(whole) is embedding_of(whole.model)
+
+
+def test_parts_that_all_stages_share_are_frozen_where_copies_would_part(tmp_path: Path) -> None:
+    saved_model("deberta", tmp_path)
+    frozen = {
+        name
+        for stage in build("deberta", tmp_path)
+        for name, parameter in stage.model.named_parameters()
+        if not parameter.requires_grad
+    }
+    assert frozen == {
+        "deberta.encoder.rel_embeddings.weight",
+        "deberta.encoder.LayerNorm.weight",
+        "deberta.encoder.LayerNorm.bias",
+    }
+    (whole,) = build("deberta", tmp_path, ((0, LAYERS),))
+    assert all(parameter.requires_grad for parameter in whole.parameters())
+
+
+def test_dropout_is_the_folder_s_unless_overridden(tmp_path: Path) -> None:
+    saved_model("gpt2", tmp_path, resid_pdrop=0.3)
+    assert HuggingFaceConfig(pretrained=str(tmp_path)).largest_dropout == 0.3
+    x, samples = padded_batch()
+    for dropout, deterministic in ((None, False), (0.0, True)):
+        (stage,) = build("gpt2", tmp_path, ((0, 2),), dropout=dropout)
+        stage.train()
+        assert torch.equal(stage(x, samples), stage(x, samples)) is deterministic
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_activation_checkpointing_gives_the_same_gradients(name: str, tmp_path: Path) -> None:
+    saved_model(name, tmp_path)
+    gradients = []
+    for checkpointing in (False, True):
+        (stage,) = build(name, tmp_path, ((0, 2),), activation_checkpointing=checkpointing)
+        x, samples = padded_batch()
+        stage.train()(x, samples).square().sum().backward()
+        gradients.append(summed_gradients([stage]))
+    for parameter_name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][parameter_name])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gptj", "llama", "opt", "bert"])
+def test_outputs_are_not_views(name: str, tmp_path: Path) -> None:
+    saved_model(name, tmp_path)
+    x, samples = padded_batch()
+    for stage in build(name, tmp_path):
+        x = stage(x, samples)
+        assert not x._is_view()
+        x = x.detach_()
+
+
+def test_an_unknown_family_is_told_how_to_be_added(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("bloom", n_layer=2, hidden_size=8, n_head=2).save_pretrained(tmp_path)
+    expected = r"config\.json: model_type = 'bloom'.*base_model_pp_plan.*pipeline/families\.py"
+    with pytest.raises(ValueError, match=expected):
+        HuggingFaceConfig(config=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "family"),
+    [
+        (
+            "bloom",
+            {"n_layer": LAYERS, "hidden_size": 32, "n_head": 4, "vocab_size": VOCAB},
+            Family(
+                "h",
+                first={"word_embeddings": "absent", "word_embeddings_layernorm": "absent"},
+                last={"ln_f": "absent"},
+            ),
+        ),
+        (
+            "falcon",
+            {**MODELS["llama"][1], "multi_query": True},
+            Family("h", first={"word_embeddings": "absent"}, last={"ln_f": "absent"}),
+        ),
+    ],
+)
+def test_an_unknown_family_is_cut_once_its_lines_are_added(
+    name: str,
+    values: dict[str, Any],
+    family: Family,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(MODELS, name, (name, values))
+    with pytest.raises(ValueError, match=r"pipeline/families\.py \(five lines\)"):
+        check_against_the_whole_model(name, tmp_path)
+    monkeypatch.setitem(families._FAMILIES, name, family)
+    check_against_the_whole_model(name, tmp_path)
+
+
+def test_a_plan_that_would_change_hidden_states_is_refused(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    values = {**MODELS["llama"][1], "embedding_multiplier": 3.0}
+    AutoConfig.for_model("granite", **values).save_pretrained(tmp_path)
+    config = HuggingFaceConfig(config=str(tmp_path))
+    with pytest.raises(ValueError, match=r"'granite' cannot be cut.*outside its blocks"):
+        build_stage(config, 0, 2, seed=0, device="cpu")

@@ -1,0 +1,253 @@
+"""Ends of a cut that remember different things agree to forget them; nothing is trained through."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+from tests.training import batch, config, start
+from thinpipe.aqsgd.disk import DiskStore
+from thinpipe.aqsgd.memory import SampleMemory
+from thinpipe.launch.components import Built
+from thinpipe.launch.single_process import in_process
+from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.step_stats import StepTotals
+from thinpipe.pipeline.wire.header import DesyncError
+
+pytestmark = pytest.mark.dist
+
+AQSGD: Any = [
+    {
+        "forward": {"kind": "aqsgd", "bits": 3, "memory": 4},
+        "backward": {"kind": "direct", "bits": 6},
+    }
+]
+STEPS = [batch(ids) for _ in range(3) for ids in ([0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12])]
+ALL = torch.arange(13)
+
+Accident = Callable[[int, Built], None]
+
+
+def memories(built: Built) -> dict[int, Any]:
+    """The memory at each cut of this rank."""
+    channels = [channel for stage in built.stages for channel in stage.channels.all()]
+    return {channel.cut: channel.memory for channel in channels if channel.memory is not None}
+
+
+def store_of(memory: Any) -> DiskStore:
+    """A memory's store, its writes done."""
+    store = memory._store
+    assert isinstance(store, DiskStore)
+    store._worker.submit(int).result()
+    return store
+
+
+def run(
+    rank: int, settings: Any, accident: Accident | None, after: int
+) -> list[tuple[StepTotals, dict[int, str], int]]:
+    """Each step's totals, digests of memories, and how often all ranks exchanged numbers."""
+    built = start(settings)
+    built.engine.begin(ALL, STEPS[0].ids_B)
+    shares = 0
+    share = Mesh.share
+
+    def counted(mesh: Mesh, values: torch.Tensor) -> torch.Tensor:
+        nonlocal shares
+        shares += 1
+        return share(mesh, values)
+
+    Mesh.share = counted  # type: ignore[method-assign]
+    found = []
+    for step, item in enumerate(STEPS):
+        shares, upcoming = 0, STEPS[step + 1 : step + 2]
+        totals = built.engine.train_step(
+            item, step, upcoming[0].ids_B if upcoming else torch.empty(0, dtype=torch.int64)
+        )
+        if step == after and accident is not None:
+            accident(rank, built)
+        whole = step < after or (step > after and accident not in BROKEN_DISKS)
+        digests = {c: m.digest() for c, m in memories(built).items()} if whole else {}
+        found.append((totals, digests, shares))
+    built.engine.close()
+    return found
+
+
+def settings(folder: Path, tier: str = "disk", **memory: Any) -> Any:
+    return config(
+        pipeline={"cuts": [1, 2], "peer_timeout_s": 120},
+        boundary=AQSGD,  # type: ignore[arg-type]
+        memory={"tier": tier, "folder": str(folder), **memory},
+    )
+
+
+def healed(results: Any) -> list[dict[int, int]]:
+    """What was healed after each step, which all ranks know alike; memories are equal."""
+    for steps in zip(*results, strict=True):
+        digests = [digests for _, digests, _ in steps]
+        assert len({totals.healed for totals, _, _ in steps}) == 1
+        assert digests[0].get(1) == digests[1].get(1)
+        assert digests[1].get(2) == digests[2].get(2)
+    return [dict(totals.healed) for totals, _, _ in results[0]]
+
+
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_nothing_extra_is_exchanged_while_the_ends_agree(
+    ranks: Ranks, tmp_path: Path, tier: str
+) -> None:
+    results = ranks(3, run, settings(tmp_path, tier), None, -1)
+    assert healed(results) == [{}] * len(STEPS)
+    assert [shares for _, _, shares in results[0]] == [1] * len(STEPS)
+
+
+def test_the_tiers_train_alike(ranks: Ranks, tmp_path: Path) -> None:
+    found = [
+        [(totals.loss, totals.wire, digests) for totals, digests, _ in rank]
+        for tier in ("ram", "disk")
+        for rank in ranks(3, run, settings(tmp_path, tier), None, -1)
+    ]
+    assert found[:3] == found[3:]
+
+
+def lose_the_file(rank: int, built: Built) -> None:
+    if rank == 1:
+        os.ftruncate(store_of(memories(built)[1])._file.descriptor, 0)
+
+
+def flip_a_bit_at_both_ends(rank: int, built: Built) -> None:
+    if rank < 2:
+        store = store_of(memories(built)[1])
+        file = store._file
+        place = store._slots[9] * file.row_nbytes + 5
+        (byte,) = os.pread(file.descriptor, 1, place)
+        os.pwrite(file.descriptor, bytes([byte ^ 1]), place)
+
+
+def fill_the_disk(rank: int, built: Built) -> None:
+    """From here on nothing can be written at the upper end of the first cut."""
+    if rank == 0:
+        fail(store_of(memories(built)[1]), "write", errno.ENOSPC)
+
+
+def break_the_disk(rank: int, built: Built) -> None:
+    """From here on nothing can be read at the lower end of the last cut."""
+    if rank == 2:
+        fail(store_of(memories(built)[2]), "read", errno.EIO)
+
+
+def fail(store: DiskStore, method: str, code: int) -> None:
+    def broken(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    setattr(store._file, method, broken)
+
+
+BROKEN_DISKS = (fill_the_disk, break_the_disk)
+
+
+def forget_a_few(rank: int, built: Built) -> None:
+    if rank == 2:
+        memories(built)[2].forget(torch.tensor([8, 12]))
+
+
+@pytest.mark.parametrize(
+    ("accident", "after", "expected"),
+    [
+        # found a step later, when the rows of the step after that are fetched
+        (lose_the_file, 2, {3: {1: 8}}),
+        (flip_a_bit_at_both_ends, 1, {2: {1: 1}}),
+        (forget_a_few, 1, {2: {2: 2}}),
+        (fill_the_disk, 1, {3: {1: 8}, 4: {1: 5}}),  # step 3 fetches what step 2 could not write
+        (break_the_disk, 1, {2: {2: 5}, 3: {2: 8}, 4: {2: 5}}),
+    ],
+)
+def test_what_one_end_lost_both_forget_and_train_on(
+    ranks: Ranks, tmp_path: Path, accident: Accident, after: int, expected: dict[int, Any]
+) -> None:
+    results = ranks(3, run, settings(tmp_path), accident, after)
+    assert {step: found for step, found in enumerate(healed(results)) if found} == expected
+    shares = [shares for _, _, shares in results[0]]
+    assert shares == [2 if step in expected else 1 for step in range(len(STEPS))]
+    assert all(totals.loss > 0 and not totals.skipped for totals, _, _ in results[0])
+    control = [totals.control_bytes for totals, _, _ in results[0]]
+    for step, item in enumerate(STEPS[1:]):  # healing names the samples that come next
+        named = 2 * len(item) * 8 if step in expected else 0  # at two ends, by every rank to two
+        assert control[step] - control[-1] == 3 * 2 * named
+
+
+def test_healed_samples_are_sent_like_new_ones(ranks: Ranks, tmp_path: Path) -> None:
+    whole = ranks(3, run, settings(tmp_path), None, -1)[0]
+    hurt = ranks(3, run, settings(tmp_path), forget_a_few, 1)[0]
+    sizes = [
+        {wire.cut: wire.nbytes for wire in totals.wire if wire.direction == 0}
+        for totals, _, _ in (whole[3], hurt[3], whole[1])
+    ]
+    assert sizes[0][1] == sizes[1][1]
+    first, change = sizes[2][2] / 5, sizes[0][2] / 5
+    assert sizes[1][2] == pytest.approx(2 * first + 3 * change)
+
+
+def start_apart(rank: int, run_settings: Any) -> Any:
+    """A resume on which one end has nothing and one has too much."""
+    built = start(run_settings)
+    built.engine.begin(ALL, STEPS[0].ids_B)
+    for step, item in enumerate(STEPS[:2]):
+        built.engine.train_step(item, step)
+    state = {cut: memory.state_dict() for cut, memory in memories(built).items()}
+    again = start(run_settings)
+    for cut, memory in memories(again).items():
+        if (rank, cut) != (0, 1):
+            memory.load_state_dict(state[cut])
+    found = again.engine.begin(ALL, STEPS[2].ids_B)
+    held = {cut: len(memory) for cut, memory in memories(again).items()}
+    return found, held, again.engine.train_step(STEPS[2], 2).loss > 0
+
+
+@pytest.mark.parametrize("tier", ["ram", "disk"])
+def test_a_cut_whose_state_is_missing_at_one_end_starts_anew(
+    ranks: Ranks, tmp_path: Path, tier: str
+) -> None:
+    results = ranks(3, start_apart, settings(tmp_path, tier))
+    assert [found for found, _, _ in results] == [((1, 13),)] * 3
+    assert [held for _, held, _ in results] == [{1: 0}, {1: 0, 2: 13}, {2: 13}]
+
+
+def with_own_budget(rank: int, all_settings: list[Any]) -> Any:
+    built = start(all_settings[rank])
+    built.engine.begin(ALL, STEPS[0].ids_B)
+    hits = []
+    for step, item in enumerate(STEPS):
+        hits.append({c: int(m.known(item.ids_B).sum()) for c, m in memories(built).items()})
+        built.engine.train_step(item, step)
+    return {c: (m.room, len(m), m.digest()) for c, m in memories(built).items()}, hits
+
+
+def test_the_end_with_less_room_decides(ranks: Ranks, tmp_path: Path) -> None:
+    # a row has 12 * (16 / 2 + 2) = 120 bytes; a middle rank has two ends
+    budgets = [10**6, 4 * 240, 120]
+    everyone = [settings(tmp_path, budget=budget) for budget in budgets]
+    found = ranks(3, with_own_budget, everyone)
+    (first, hits), (middle, _), (last, _) = found
+    assert (middle[1][0], last[2][0]) == (4, 1)
+    assert first[1][1:] == middle[1][1:]
+    assert middle[2][1:] == last[2][1:]
+    assert (middle[1][1], middle[2][1]) == (4, 1)
+    assert [hit[1] for hit in hits] == [0, 0, 4, 0, 4, 0]
+
+
+def test_a_difference_that_could_not_be_agreed_on_is_not_trained_through() -> None:
+    settings = config(pipeline={"cuts": [1]}, boundary=AQSGD)  # type: ignore[arg-type]
+    with in_process(settings, total_steps=2) as built:
+        built.engine.begin(ALL, STEPS[0].ids_B)
+        built.engine.train_step(STEPS[0], 0)
+        receiver = built.stages[1].channels.activations_in
+        assert receiver is not None
+        assert isinstance(receiver.memory, SampleMemory)
+        history = receiver.memory._histories[3]
+        receiver.memory._histories[3] = history._replace(generation=history.generation + 1)
+        with pytest.raises(DesyncError, match=r"cut 1 forward, step 1, .*memory_crc: peer sent"):
+            built.engine.train_step(STEPS[0], 1)  # nobody said that it would come

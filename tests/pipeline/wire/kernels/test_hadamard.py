@@ -1,0 +1,128 @@
+"""The tile kernels: every backend is the reference bit for bit; a rotation is its own inverse."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinpipe.pipeline.wire.kernels.hadamard import TILES, load_tile_kernels
+
+ROOT = Path(__file__).parents[3]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CASES = [(tile, numel, dtype) for tile in TILES for numel in (1, 300, 2100) for dtype in DTYPES]
+
+
+def results(name: Any, device: str, case: tuple[int, int, torch.dtype]) -> list[torch.Tensor]:
+    """Everything the kernels write for a case, outputs poisoned before."""
+    tile, numel, dtype = case
+    tiles, kernels = -(-numel // tile), load_tile_kernels(name, torch.device(device))
+    generator = torch.Generator().manual_seed(numel)
+    x = torch.randn(4, numel, generator=generator) * 3
+    x[1, ::7] = torch.nan
+    x[1, ::11] = -torch.inf
+    x[2] *= 1e37 if dtype != torch.float16 else 1e-6
+    x[3, ::50] *= 40
+    x = x.to(device, dtype)
+    if numel == 300:  # values of a row need not lie side by side
+        x = x.t().contiguous().t()
+    peak = torch.full((4, tiles), torch.nan, device=device)
+    turned = torch.full((4, tiles), 7, dtype=torch.uint8, device=device)
+    kernels.survey(x, tile, peak, turned)
+    order = torch.stack([torch.randperm(tiles, generator=generator) for _ in range(4)])
+    order = order.to(device, torch.int32)
+    gathered = torch.full((4, tiles, tile), torch.nan, device=device)
+    kernels.gather(x, order, turned, gathered)
+    out = torch.full_like(x, torch.nan)
+    kernels.scatter(gathered, order, turned, out)
+    return [tensor.cpu() for tensor in (peak, turned, gathered, out)]
+
+
+def differing(name: str, device: str) -> list[str]:
+    """Cases and results that are not the reference's on a CPU, NaNs all alike."""
+    found = []
+    for case in CASES:
+        expected, got = results("reference", "cpu", case), results(name, device, case)
+        found += [
+            f"{case}: result {i}"
+            for i, (one, other) in enumerate(zip(expected, got, strict=True))
+            if not torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
+        ]
+    return found
+
+
+def test_compiled_kernels_are_the_reference_bit_for_bit() -> None:
+    assert differing("numba", "cpu") == []
+
+
+def test_interpreted_triton_kernels_are_the_reference_bit_for_bit() -> None:
+    """In a process of its own: triton reads TRITON_INTERPRET when a kernel is defined."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_on_a_gpu_are_the_reference_bit_for_bit() -> None:
+    assert differing("triton", "cuda") == []
+
+
+@pytest.mark.parametrize("name", ["_survey_kernel", "_gather_kernel", "_scatter_kernel"])
+def test_triton_kernels_compile_without_a_gpu_and_fuse_nothing(name: str) -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from thinpipe.pipeline.wire.kernels.gpu import hadamard as hadamard_triton
+
+    kernel = getattr(hadamard_triton, name)
+    constants = {"TILES": 16, "SIDE": 8, "LEVELS": 3}
+    pointers = {"x_ptr": "*bf16", "turned_ptr": "*u8", "order_ptr": "*i32"}
+    pointers |= dict.fromkeys(("peak_ptr", "tiles_ptr", "out_ptr"), "*fp32")
+    signature = {
+        n: "constexpr" if n in constants else pointers.get(n, "i32") for n in kernel.arg_names
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    target = GPUTarget("cuda", 90, 32)
+    ptx = triton.compile(source, target=target, options={"enable_fp_fusion": False}).asm["ptx"]
+    assert "fma." not in ptx  # a product and a sum round once each
+    assert ".ftz" not in ptx  # small values are not flushed to zero
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_a_rotation_keeps_lengths_and_undoes_itself(tile: int) -> None:
+    kernels = load_tile_kernels("reference", torch.device("cpu"))
+    x = torch.zeros(1, 3 * tile)
+    x[0, :tile] = torch.randn(tile, generator=torch.Generator().manual_seed(tile))
+    x[0, tile + 3] = 8.0  # an outlier is spread evenly
+    turned, order = torch.ones(1, 3, dtype=torch.uint8), torch.tensor([[2, 0, 1]]).int()
+    tiles, back = torch.full((1, 3, tile), torch.nan), torch.full_like(x, torch.nan)
+    kernels.gather(x, order, turned, tiles)
+    kernels.scatter(tiles, order, turned, back)
+    torch.testing.assert_close(back, x, rtol=0, atol=1e-5)
+    torch.testing.assert_close(tiles[0, 1].norm(), x[0, :tile].norm())
+    assert (tiles[0, 2].abs() == 8.0 / tile**0.5).all()
+    assert (tiles[0, 0] == 0).all()
+
+
+def test_what_rotation_makes_worse_or_could_overflow_stays() -> None:
+    x = torch.zeros(1, 5 * 16)
+    x[0, 0] = 1.0  # rotating helps
+    x[0, 16:32] = 1.0  # rotating makes one peak of it
+    x[0, 32] = 2.0**100
+    x[0, 48] = torch.nan
+    peak, turned = torch.empty(1, 5), torch.empty(1, 5, dtype=torch.uint8)
+    load_tile_kernels("auto", torch.device("cpu")).survey(x, 16, peak, turned)
+    assert turned.tolist() == [[1, 0, 0, 0, 0]]
+    assert peak.tolist() == [[0.25, 1.0, 2.0**100, torch.inf, 0.0]]
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(differing("triton", "cpu")) or 0)

@@ -1,0 +1,233 @@
+"""The CUDA kernels: interpreted against the reference, compiled without a GPU, and run on one."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
+
+triton = pytest.importorskip("triton")
+ROOT = Path(__file__).parents[3]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CASES = [*((bits, 1100 + bits, 100) for bits in range(1, 9)), (4, 9, 4), (3, 1024, 1024)]
+MORE_CASES = [
+    (bits, numel, group)
+    for bits in range(1, 9)
+    for numel, group in ((1024, 128), (1500, 100), (9, 4), (70_000, 768), (1, 1))
+]
+
+
+def room(numel: int, bits: int, group: int, scale: torch.dtype, device: torch.device) -> Codes:
+    payload = torch.full((2, bits * -(-numel // 8)), 255, dtype=torch.uint8, device=device)
+    scales = torch.full((2, -(-numel // group)), torch.nan, dtype=scale, device=device)
+    return Codes(payload, scales, bits, group)
+
+
+def results(name: Any, device: torch.device, case: tuple[int, int, int]) -> list[torch.Tensor]:
+    """Everything the kernels write for a case; formats and rounding take turns."""
+    bits, numel, group = case
+    kernels, turn = load_kernels(name, device), bits + numel
+    dtype, memory_dtype = DTYPES[turn % 3], DTYPES[(turn + bits) % 3]
+    scale = torch.bfloat16 if turn % 2 else torch.float32
+    generator = torch.Generator().manual_seed(turn)
+    x = (3 * torch.randn(2, numel, generator=generator)).to(device, dtype)
+    memory = torch.randn(2, numel, generator=generator).to(device, memory_dtype)
+    x[1, numel // 2 :: 977] = torch.inf if turn % 5 == 0 else 1e-30
+    ids = torch.tensor([5, 2**40], device=device)
+    key = 5 if bits % 3 == 1 else -(2**40) - 9  # Triton passes small numbers as int32
+    noise = None if bits == 1 or bits % 3 == 0 else Noise(key, 2**31 + 7, ids)
+    plain, delta = (room(numel, bits, group, scale, device) for _ in range(2))
+    out, value = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    fresh, kept = torch.full_like(memory, torch.nan), torch.full_like(memory, torch.nan)
+    kernels.quantize(x, plain, noise=noise)
+    kernels.dequantize(plain, out)
+    finite = kernels.delta_encode(x, memory, delta, fresh, noise=noise)
+    kernels.delta_decode(delta, memory, kept, value)
+    found = [*plain[:2], out, *delta[:2], fresh, kept, value, finite]
+    found += combined(kernels, x, plain, noise)
+    return [tensor.cpu() for tensor in found]
+
+
+def combined(
+    kernels: KernelSet, x: torch.Tensor, old: Codes, noise: Noise | None
+) -> list[torch.Tensor]:
+    """What is written from several codes, from steps that follow the rms, and in parts."""
+    numel, bits, group, scale = x.shape[1], old.bits, old.group, old.scale_BK.dtype
+    delta, fresh, kept, rated = (room(numel, bits, group, scale, x.device) for _ in range(4))
+    out, residual = torch.full_like(x, torch.nan), 0.1 * x.float()
+    finite = kernels.packed_delta_encode(x, old, delta, fresh, noise=noise)
+    kernels.packed_delta_decode(delta, old, kept, out)
+    total = room(numel, bits, group, scale, x.device)
+    kernels.mean([old, delta, fresh], total, residual, noise=noise)
+    last = -(-numel // 1024)
+    for part in (range(last // 2, last), range(last // 2)):
+        kernels.quantize(x, rated, noise=noise, rate=0.7, blocks=part)
+    return [*delta[:2], *fresh[:2], *kept[:2], out, finite, *total[:2], residual, *rated[:2]]
+
+
+def nan_that_wraps(name: Any, device: torch.device) -> list[torch.Tensor]:
+    """Values added to the NaN that a GPU computes, whose bits are all ones, stored as bf16."""
+    plain, out = room(9, 4, 4, torch.float32, device), torch.zeros(2, 9, device=device)
+    kernels = load_kernels(name, device)
+    kernels.quantize(torch.ones_like(out), plain, noise=None)
+    memory = torch.full((2, 9), 0x7FFFFFFF, dtype=torch.int32, device=device).view(torch.float32)
+    fresh = torch.zeros(2, 9, dtype=torch.bfloat16, device=device)
+    finite = kernels.delta_decode(plain, memory, fresh, out)
+    return [fresh.cpu(), finite.cpu()]
+
+
+def of_strided_rows(name: Any, device: torch.device) -> list[torch.Tensor]:
+    """Values of a row that do not lie side by side, read and written, the latter in part."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2100, 2, generator=generator).to(device).t()
+    kernels, memory = load_kernels(name, device), torch.ones(2, 2100, device=device)
+    plain, delta = (room(2100, 4, 100, torch.bfloat16, device) for _ in range(2))
+    fresh, kept = torch.full_like(memory, torch.nan), torch.full_like(memory, torch.nan)
+    out, value = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    kernels.quantize(x, plain, noise=None)
+    kernels.dequantize(plain, out, blocks=range(1, 3))
+    kernels.delta_encode(x, memory, delta, fresh, noise=None)
+    kernels.delta_decode(delta, memory, kept, value)
+    return [t.cpu() for t in (*plain[:2], out, *delta[:2], fresh, kept, value)]
+
+
+def of_outliers(name: Any, device: torch.device) -> list[torch.Tensor]:
+    """More steps than 32 bits can count, both ways."""
+    x = torch.full((2, 2000), 1e-6, device=device)
+    x[:, 5], x[:, 1700] = 1.0, -1.0
+    noise = Noise(5, 1, torch.tensor([5, 2**40], device=device))
+    found = [room(2000, 4, 2000, torch.float32, device) for _ in range(2)]
+    for codes, given in zip(found, (None, noise), strict=True):
+        load_kernels(name, device).quantize(x, codes, noise=given, rate=1e-9)
+    return [t.cpu() for codes in found for t in codes[:2]]
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes, with every NaN alike: only the reference's NaNs in values are torch's own."""
+    if tensor.is_floating_point():
+        tensor = tensor.where(~tensor.isnan(), torch.tensor(torch.nan, dtype=tensor.dtype))
+    return tensor.contiguous().view(torch.uint8)
+
+
+def differing(device: torch.device, cases: list[tuple[int, int, int]]) -> list[str]:
+    """Cases and results that are not the reference's on a CPU."""
+    found = []
+    for case in cases:
+        pairs = zip(
+            results("reference", torch.device("cpu"), case),
+            results("triton", device, case),
+            strict=True,
+        )
+        found += [
+            f"{case}: result {i}"
+            for i, (expected, got) in enumerate(pairs)
+            if not torch.equal(bits_of(expected), bits_of(got))
+        ]
+    for special in (of_strided_rows, of_outliers):
+        pairs = zip(
+            special("reference", torch.device("cpu")), special("triton", device), strict=True
+        )
+        if not all(torch.equal(bits_of(expected), bits_of(got)) for expected, got in pairs):
+            found.append(special.__name__)
+    fresh, finite = nan_that_wraps("triton", device)
+    return found if fresh.isnan().all() and not finite.any() else [*found, "NaN was lost"]
+
+
+def test_interpreted_kernels_are_the_reference_bit_for_bit() -> None:
+    """In a process of its own: triton reads TRITON_INTERPRET when a kernel is defined."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_kernels_on_a_gpu_are_the_reference_bit_for_bit() -> None:
+    assert differing(torch.device("cuda"), MORE_CASES) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_reference_is_the_same_on_a_gpu() -> None:
+    for case in MORE_CASES:
+        on_cpu, on_gpu = (
+            results("reference", torch.device(name), case) for name in ("cpu", "cuda")
+        )
+        for expected, found in zip(on_cpu, on_gpu, strict=True):
+            assert torch.equal(bits_of(expected), bits_of(found)), case
+
+
+POINTERS = {
+    "x_ptr": "*bf16",
+    "m_ptr": "*bf16",
+    "scale_ptr": "*bf16",
+    "payload_ptr": "*u8",
+    "fresh_ptr": "*bf16",
+    "out_ptr": "*fp32",
+    "finite_ptr": "*i32",
+    "row_ptr": "*i64",
+    "key": "i64",
+    "rate": "fp32",
+}
+
+
+def compiled(kernel: Any, capability: int, constants: dict[str, Any]) -> Any:
+    """A kernel compiled for a GPU that need not be there, pointers and strides 16-aligned."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    known = {name: value for name, value in constants.items() if name in names}
+    signature = {n: "constexpr" if n in known else POINTERS.get(n, "i32") for n in names}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name not in known and name not in ("first", "first_group", "rate", "key", "step")
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"enable_fp_fusion": False})
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """What cuobjdump says: REG, STACK, SHARED, LOCAL."""
+    (folder / "kernel.cubin").write_bytes(cubin)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run(
+        [tool, "-res-usage", folder / "kernel.cubin"], capture_output=True, text=True, check=True
+    ).stdout
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("bits", "stochastic"), [(4, False), (7, True)])
+@pytest.mark.parametrize("name", ["scale_kernel", "rms", "_encode_kernel", "_decode_kernel"])
+def test_kernels_compile_without_a_gpu_and_without_spills(
+    capability: int, bits: int, stochastic: bool, name: str, tmp_path: Path
+) -> None:
+    from thinpipe.pipeline.wire.kernels.gpu import uniform as triton_gpu
+
+    rms = name == "rms"
+    chunk = {"CHUNK": 64 if rms else 128, "RMS": rms}
+    constants = {"BITS": bits, "GROUP": 128, "STOCHASTIC": stochastic, "DELTA": True, "FULL": True}
+    function = triton_gpu.scale_kernel if rms else getattr(triton_gpu, name)
+    kernel = compiled(function, capability, {**constants, **chunk})
+    ptx, used = kernel.asm["ptx"], resources(kernel.asm["cubin"], tmp_path)
+    assert used["STACK"] == used["LOCAL"] == 0
+    assert used["REG"] <= 96
+    assert "ld.global.v4.b32" in ptx  # values are loaded 16 bytes at a time
+    assert "fma." not in ptx  # a product and a sum round once each
+    assert ".ftz" not in ptx  # small values are not flushed to zero
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(differing(torch.device("cpu"), CASES)) or 0)

@@ -1,0 +1,46 @@
+"""A thread beside training: in order, without gradients, no longer than its owner."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from thinpipe.pipeline.wire.thread import Worker
+
+
+def test_jobs_run_in_order_on_one_thread_without_gradients() -> None:
+    worker, seen = Worker("test"), []
+
+    def job(number: int) -> tuple[int, bool]:
+        time.sleep(0.02 if number == 0 else 0)
+        seen.append(number)
+        return threading.get_ident(), torch.is_grad_enabled()
+
+    found = [future.result() for future in [worker.submit(lambda n=n: job(n)) for n in range(5)]]  # type: ignore[misc]
+    assert seen == list(range(5))
+    assert len(set(found)) == 1
+    assert found[0] != (threading.get_ident(), True)
+    assert found[0][1] is False
+
+
+def test_after_a_failure_nothing_runs_any_more() -> None:
+    worker, ran = Worker("test"), []
+    first = worker.submit(lambda: 1 / 0)
+    second = worker.submit(lambda: ran.append(1))
+    for future in (first, second):
+        with pytest.raises(ZeroDivisionError):
+            future.result()
+    assert ran == []
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    worker = Worker("test")
+    worker.submit(lambda: None).result()
+    thread = worker._thread
+    assert thread is not None
+    del worker
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
