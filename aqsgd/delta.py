@@ -18,7 +18,7 @@ from torch import Tensor
 
 from thinpipe.aqsgd.delta_codec import ChangeCodec, unpacked
 from thinpipe.aqsgd.memory import SampleMemory, Visit
-from thinpipe.pipeline.comm.error_stats import Gauge
+from thinpipe.pipeline.comm.error_stats import ErrorMeter
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
 from thinpipe.pipeline.wire.uniform import PackedMemory
@@ -54,7 +54,7 @@ class DeltaBoundary:
         """`key` addresses the random numbers of stochastic codecs; it is the same at both ends."""
         self.memory = memory
         self._first_visit, self._delta, self._key = first_visit, delta, key
-        self.gauge = Gauge()
+        self.error_meter = ErrorMeter()
 
     @property
     def bits(self) -> int:
@@ -80,7 +80,7 @@ class DeltaBoundary:
             first, known = self._parts(ids_B, near, x_BN.shape[1])
             seen_BN = self._encode_first(x_BN, first, step)
             visits = [self._encode_change(x_BN, *place, step) for place in known.one_by_one()]
-        self.gauge.count(known=len(known.rows), cold=len(first.rows))
+        self.error_meter.count(known=len(known.rows), first_visits=len(first.rows))
         self._stage(ids_B, wire, seen_BN, visits)
 
     def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
@@ -115,8 +115,8 @@ class DeltaBoundary:
         if part.rows:
             noise = Noise(self._key, step, part.ids_B)
             self._first_visit.encode(x_BN[part.rows], part.wire_BW, seen_BN, noise=noise)
-            if self.gauge.wants(known=False):
-                self.gauge.measure(x_BN[part.rows[:1]], seen_BN[:1])
+            if self.error_meter.wants(known=False):
+                self.error_meter.measure(x_BN[part.rows[:1]], seen_BN[:1])
         return seen_BN
 
     def _encode_change(
@@ -128,7 +128,7 @@ class DeltaBoundary:
         finite_1 = self._delta.encode_change_packed(
             x_1N, visit.memory, wire_1W, noise=Noise(self._key, step, id_1)
         )
-        if self.gauge.wants(known=True):
+        if self.error_meter.wants(known=True):
             self._measure(x_1N, visit.memory)
         return visit, finite_1
 
@@ -153,7 +153,7 @@ class DeltaBoundary:
         old_1N, fresh_1N = (
             unpacked(memory, stored_1W, x_1N) for stored_1W in (memory.old_BW, memory.fresh_BW)
         )
-        self.gauge.measure(x_1N, fresh_1N, old_1N)
+        self.error_meter.measure(x_1N, fresh_1N, old_1N)
 
     def _parts(self, ids_B: Tensor, wire: Tensor, numel: int) -> tuple[_Part, _Part]:
         """First visits and known samples; the bytes of the former come first."""

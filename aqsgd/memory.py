@@ -149,7 +149,7 @@ class SampleMemory:
         if not keep:
             self._store.give_back(visit.home)
             return
-        _settle(visit.memory.fresh_BW[0], visit.home)
+        _bring_home(visit.memory.fresh_BW[0], visit.home)
         self._staged[visit.sample] = self._histories[visit.sample].after(wire), visit.home
 
     def stage(self, ids_B: Tensor, values_BN: Tensor, wire_BW: Tensor) -> None:
@@ -166,7 +166,7 @@ class SampleMemory:
         for i, home in enumerate(homes):
             row = _written(home, values_BN.device)
             self._codec.encode(values_BN[i : i + 1], row[None], noise=None)
-            _settle(row, home)
+            _bring_home(row, home)
         for i, (sample, finite) in enumerate(zip(ids_B.tolist(), finite_B.tolist(), strict=True)):
             if finite:
                 self._staged[sample] = _UNSEEN.after(wire_BW[i]), homes[i]
@@ -284,7 +284,7 @@ def _written(home: Tensor, device: torch.device) -> Tensor:
     return home if home.device == device else torch.empty_like(home, device=device)
 
 
-def _settle(row: Tensor, home: Tensor) -> None:
+def _bring_home(row: Tensor, home: Tensor) -> None:
     """Bring home what was written elsewhere."""
     if row.data_ptr() != home.data_ptr():
         home.copy_(row)

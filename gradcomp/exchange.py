@@ -122,7 +122,7 @@ class Sparse:
 
 
 @dataclass(frozen=True)
-class Place:
+class ExchangeKey:
     """Which exchange a message belongs to; headers carry it, so that mix-ups are noticed.
 
     `digest` stands for whatever else the replicas must have in common.
@@ -148,7 +148,7 @@ class Reduced:
 
 def reduce_sharded(
     peers: Peers,
-    place: Place,
+    key: ExchangeKey,
     targets: Sequence[Tensor],
     *,
     compressor: Compressor,
@@ -162,18 +162,18 @@ def reduce_sharded(
     Raises:
         ExchangeError, DesyncError: nothing was changed.
     """
-    frames = _Frames(place, compressor)
+    frames = _Frames(key, compressor)
     me = peers.rank
     seen = [torch.empty_like(target) for target in targets]
     messages = [frames.pack(x, s, _TO_SERVER, me) for x, s in zip(targets, seen, strict=True)]
     outgoing = {peer: messages[peer] for peer in _others(peers)}
-    incoming = peers.swap(outgoing, compressor.capacity(targets[me].numel()))
+    incoming = peers.exchange(outgoing, compressor.capacity(targets[me].numel()))
     total_n = frames.total(incoming, seen[me], _TO_SERVER, me)
     answer_n = finish(total_n)
     result_n = torch.empty_like(answer_n)
     message = frames.pack(answer_n, result_n, _FROM_SERVER, me)
     longest = max(compressor.capacity(target.numel()) for target in targets)
-    incoming = peers.swap(dict.fromkeys(_others(peers), message), longest)
+    incoming = peers.exchange(dict.fromkeys(_others(peers), message), longest)
     results = [torch.empty_like(target) for target in targets]
     results[me] = result_n
     for peer, answer in incoming.items():
@@ -182,34 +182,34 @@ def reduce_sharded(
 
 
 def gather_sum(
-    peers: Peers, place: Place, target_N: Tensor, *, compressor: Compressor
+    peers: Peers, key: ExchangeKey, target_N: Tensor, *, compressor: Compressor
 ) -> tuple[Tensor, Tensor]:
     """Sum the replicas' vectors (fp32), each compressed once; (sum, what was sent of ours).
 
     Raises:
         ExchangeError, DesyncError: nothing was changed.
     """
-    frames = _Frames(place, compressor)
+    frames = _Frames(key, compressor)
     seen_N = torch.empty_like(target_N)
     message = frames.pack(target_N, seen_N, _TO_SERVER, peers.rank)
     outgoing = dict.fromkeys(_others(peers), message)
-    incoming = peers.swap(outgoing, compressor.capacity(target_N.numel()))
+    incoming = peers.exchange(outgoing, compressor.capacity(target_N.numel()))
     return frames.total(incoming, seen_N, _TO_SERVER, peers.rank), seen_N
 
 
 def gather_all(
-    peers: Peers, place: Place, mine_N: Tensor, *, compressor: Compressor
+    peers: Peers, key: ExchangeKey, mine_N: Tensor, *, compressor: Compressor
 ) -> list[Tensor]:
     """Every replica's vector (fp32), by rank, as the others see it.
 
     Raises:
         ExchangeError, DesyncError: nothing was changed.
     """
-    frames = _Frames(place, compressor)
+    frames = _Frames(key, compressor)
     found = [torch.empty_like(mine_N) for _ in range(peers.size)]
     message = frames.pack(mine_N, found[peers.rank], _TO_SERVER, peers.rank)
     outgoing = dict.fromkeys(_others(peers), message)
-    for peer, theirs in peers.swap(outgoing, compressor.capacity(mine_N.numel())).items():
+    for peer, theirs in peers.exchange(outgoing, compressor.capacity(mine_N.numel())).items():
         frames.unpack(theirs, found[peer], _TO_SERVER, peer)
     return found
 
@@ -220,7 +220,7 @@ def _others(peers: Peers) -> list[int]:
 
 @dataclass(frozen=True)
 class _Frames:
-    place: Place
+    key: ExchangeKey
     compressor: Compressor
 
     def pack(self, x_n: Tensor, seen_n: Tensor, phase: int, sender: int) -> Tensor:
@@ -268,9 +268,9 @@ class _Frames:
             codec_id=self.compressor.codec_id,
             bits=self.compressor.bits,
             run_id=0,  # a process group belongs to one run
-            step=self.place.step,
-            cut=self.place.bucket,
+            step=self.key.step,
+            cut=self.key.bucket,
             microbatch=sender,
-            ids_crc=self.place.digest,
+            ids_crc=self.key.digest,
             length=length,
         )

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket, Readiness, device_of, make_buckets
-from thinpipe.gradcomp.exchange import Place
+from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.peers import Peers
-from thinpipe.pipeline.wire.stream import Lane, Moment
+from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 
 
 class Reducer(Protocol):
     """What is special about a method that exchanges gradients."""
 
-    def reduce(self, bucket: Bucket, flat_N: Tensor, place: Place) -> Tensor:
+    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Return the sum over the replicas; runs on the communication thread.
 
         What it would remember of this step counts once `keep` is called.
@@ -54,8 +54,8 @@ class GradientSync:
     ) -> None:
         """`nbytes` is the size of a bucket, in the parameters' own dtype."""
         self._peers, self._reducer, self._worker = peers, reducer, Worker("gradcomp")
-        self._lane = Lane(device_of(parameters))
-        self._waiting: list[tuple[Bucket, Future[tuple[Tensor, Moment]]]] = []
+        self._side_stream = SideStream(device_of(parameters))
+        self._waiting: list[tuple[Bucket, Future[tuple[Tensor, CudaEvent]]]] = []
         self._step = 0
         backward_order = list(reversed(parameters))
         buckets = make_buckets(backward_order, nbytes) if peers.size > 1 else ()
@@ -71,10 +71,11 @@ class GradientSync:
         self._readiness.begin_step(passes)
 
     def before_step(self) -> None:
-        """Wait for the sums and put them in the gradients' place."""
+        """Wait for the sums and put them in place of the gradients."""
         self._readiness.finish()
         sums = [
-            (bucket, self._lane.hand_over(*future.result())) for bucket, future in self._waiting
+            (bucket, self._side_stream.hand_over(*future.result()))
+            for bucket, future in self._waiting
         ]
         self._waiting.clear()  # not after a failure: the next call fails alike
         self._step += 1
@@ -105,15 +106,15 @@ class GradientSync:
         for parameter in bucket.parameters:
             if parameter.grad is None:  # not used on this replica
                 parameter.grad = torch.zeros_like(parameter)
-        place = Place(self._step, bucket.index)
+        key = ExchangeKey(self._step, bucket.index)
         # the thread must not keep the sync itself alive
-        reducer, lane, computed = self._reducer, self._lane, self._lane.now()
+        reducer, lane, computed = self._reducer, self._side_stream, self._side_stream.now()
 
-        def reduce() -> tuple[Tensor, Moment]:
+        def reduce() -> tuple[Tensor, CudaEvent]:
             with lane.after(computed):
                 gradients = [
                     p.grad.flatten().float() for p in bucket.parameters if p.grad is not None
                 ]
-                return reducer.reduce(bucket, torch.cat(gradients), place), lane.now()
+                return reducer.reduce(bucket, torch.cat(gradients), key), lane.now()
 
         self._waiting.append((bucket, self._worker.submit(reduce)))

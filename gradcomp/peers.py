@@ -35,7 +35,7 @@ class Peers(Protocol):
     bytes_sent: int
     """Bytes handed to the network so far, headers included."""
 
-    def swap(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
+    def exchange(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
         """Send every other replica its message (uint8), return theirs by rank.
 
         All replicas call it alike. Payloads are at most `capacity` bytes long.
@@ -71,7 +71,7 @@ class GroupPeers:
         self.bytes_sent = 0
         self._groups, self._chunk_nbytes = groups, chunk_nbytes
 
-    def swap(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
+    def exchange(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
         """Send everything at once; receive in rotation, so that replicas serve different ones."""
         works = []
         for distance in range(1, self.size):
@@ -140,7 +140,7 @@ class LocalPeers:
     timeout_s: float = 60.0
     bytes_sent: int = 0
 
-    def swap(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
+    def exchange(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
         """Hand the messages over and wait for those of the others."""
         for peer, message in outgoing.items():
             self.mailboxes[self.rank, peer].put(message.clone())
@@ -178,6 +178,6 @@ def _payload_nbytes(start: Tensor, source: int, target: int, capacity: int) -> i
 
 
 def _lost(source: int, target: int, error: RuntimeError) -> ExchangeError:
-    # gloo's first sentence, without the place in its source and its advice
+    # gloo's first sentence, without the key in its source and its advice
     reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
     return ExchangeError(f"replica {source} -> replica {target}: lost in an exchange: {reason}")

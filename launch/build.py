@@ -114,7 +114,7 @@ def engine_options(config: RunConfig) -> EngineOptions:
         precision=config.pipeline.precision,
         objective=build_objective(config),
         rules={
-            (cut, direction): Rule(config.boundary_at(cut).guard, len(_ladder(spec)))
+            (cut, direction): Rule(config.boundary_at(cut).guard, len(_fallbacks(spec)))
             for cut in config.pipeline.cuts
             for direction, spec in enumerate(_specs(config, cut))
             if not isinstance(spec, RawConfig)
@@ -127,12 +127,12 @@ def _specs(config: RunConfig, cut: int) -> tuple[ForwardConfig, BackwardConfig]:
     return at_cut.forward, at_cut.backward
 
 
-def _ladder(spec: ForwardConfig | BackwardConfig) -> list[Boundary]:
+def _fallbacks(spec: ForwardConfig | BackwardConfig) -> list[Boundary]:
     """What the guard may put in a boundary's place: stateless tiles of ever more bits."""
     if isinstance(spec, RawConfig):
         return []
-    rungs = [bits for bits in (spec.bits + 2, _MOST_BITS) if bits <= _MOST_BITS]
-    return [Stateless(Hadamard(bits)) for bits in dict.fromkeys(rungs) if bits > spec.bits]
+    fallbacks = [bits for bits in (spec.bits + 2, _MOST_BITS) if bits <= _MOST_BITS]
+    return [Stateless(Hadamard(bits)) for bits in dict.fromkeys(fallbacks) if bits > spec.bits]
 
 
 def _module(config: RunConfig, stage: int, device: torch.device) -> StageModule:
@@ -237,7 +237,7 @@ class _ChannelMaker:
             device=self.device,
             coding="none" if isinstance(spec, RawConfig) else spec.coding,
             link_rate=self.wiring.rates.get((upper, direction), math.inf),
-            ladder=_ladder(spec),
+            fallbacks=_fallbacks(spec),
         )
 
     def _store(self, cut: int) -> Store:

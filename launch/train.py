@@ -38,7 +38,7 @@ from thinpipe.launch.report.metrics import (
     StepRecord,
     TimelineEvent,
     WireCount,
-    format_healed,
+    format_repaired,
     read_metrics,
 )
 from thinpipe.launch.report.summary import summarize
@@ -191,14 +191,16 @@ class _Run:
 
     def _agree_on_memories(self, start: int, display: Display | None) -> None:
         try:
-            healed = self._built.engine.begin(self._sampler.all_ids(), self._ids(start))
+            repaired = self._built.engine.begin(self._sampler.all_ids(), self._ids(start))
         except OSError as error:
             raise ConfigError(
                 f"memory.folder = {memory_folder(self._config)}: {error.strerror}; "
                 "make room there, name another folder, or set memory.budget to less"
             ) from error
-        if healed:
-            _note(display, f"memories differed and were forgotten: {format_healed(dict(healed))}")
+        if repaired:
+            _note(
+                display, f"memories differed and were forgotten: {format_repaired(dict(repaired))}"
+            )
 
     def _ids(self, step: int) -> torch.Tensor:
         """This replica's samples of a step; none after the last."""
@@ -286,7 +288,7 @@ def _record(
 ) -> StepRecord:
     wire = tuple(
         WireCount(
-            w.cut, DIRECTIONS[w.direction], w.nbytes, w.messages, w.values, **asdict(w.signal)
+            w.cut, DIRECTIONS[w.direction], w.nbytes, w.messages, w.values, **asdict(w.error_stats)
         )
         for w in totals.wire
     )
@@ -305,7 +307,7 @@ def _record(
         sync_bytes=totals.sync_bytes,
         control_bytes=totals.control_bytes,
         eval=losses,
-        healed=dict(totals.healed),
+        repaired=dict(totals.repaired),
         notes=totals.notes,
     )
 

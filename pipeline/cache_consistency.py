@@ -23,18 +23,18 @@ from thinpipe.pipeline.wire.header import crc32
 
 _log = logging.getLogger(__name__)
 
-Healed = tuple[tuple[int, int], ...]
+Repaired = tuple[tuple[int, int], ...]
 """(cut, samples forgotten over all replicas), of the cuts where there were any."""
 
 
-class Settled(NamedTuple):
+class Repair(NamedTuple):
     """What was forgotten, and the bytes that all ranks sent to find out which samples it is."""
 
-    healed: Healed = ()
+    repaired: Repaired = ()
     nbytes: int = 0
 
 
-class Agreement:
+class CacheConsistency:
     """The memories of this rank, and their share in what all ranks agree on."""
 
     def __init__(self, mesh: Mesh, stages: Sequence[CompressedStage], cuts: Sequence[int]) -> None:
@@ -52,7 +52,7 @@ class Agreement:
         """Length of `numbers`."""
         return 1 + 2 * len(self._cuts)
 
-    def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Healed:
+    def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:
         """Agree, before the first step, on how much is held, and of `ids_B`, on what.
 
         `ids_B` are all samples of this replica, `first_ids_B` those of the first step.
@@ -61,9 +61,9 @@ class Agreement:
             OSError: this rank has no room for what was agreed.
         """
         self._agree_on_room(ids_B)
-        healed = self._compare(ids_B)
+        repaired = self._compare(ids_B)
         self.prefetch(first_ids_B)
-        return _sum(healed, self._compare(first_ids_B))
+        return _sum(repaired, self._compare(first_ids_B))
 
     def release(self) -> None:
         """Give back what the memories of this rank hold; no step follows."""
@@ -83,11 +83,11 @@ class Agreement:
             digests_CE[place] = -1 if bool((prints_B < 0).any()) else crc32(prints_B)
         return [float(len(ids_B)), *digests_CE.flatten().tolist()]
 
-    def settle(self, all_WN: Tensor, ids_B: Tensor) -> Settled:
+    def repair(self, all_WN: Tensor, ids_B: Tensor) -> Repair:
         """Forget, at both ends, what all ranks' `numbers` for `ids_B` show to differ."""
         differs_C = _differ(self._per_end(all_WN[:, 1:])).any((0, 2))
         if not bool(differs_C.any()):
-            return Settled()
+            return Repair()
         cuts = torch.nonzero(differs_C).flatten().tolist()
         count = int(all_WN[:, 0].max())
         prints_CEB = torch.zeros(len(cuts), 2, count, dtype=torch.float64)
@@ -101,12 +101,12 @@ class Agreement:
         for i, cut in enumerate(cuts):
             self._forget(cut, ids_B[wrong_RCB[self._mesh.replica, i, : len(ids_B)]])
         counts = wrong_RCB.sum((0, 2)).tolist()
-        healed = tuple((self._cuts[cut], n) for cut, n in zip(cuts, counts, strict=True) if n)
-        return Settled(healed, self._mesh.shared_nbytes(shared_WN))
+        repaired = tuple((self._cuts[cut], n) for cut, n in zip(cuts, counts, strict=True) if n)
+        return Repair(repaired, self._mesh.shared_nbytes(shared_WN))
 
-    def _compare(self, ids_B: Tensor) -> Healed:
+    def _compare(self, ids_B: Tensor) -> Repaired:
         mine = torch.tensor(self.numbers(ids_B), dtype=torch.float64)
-        return self.settle(self._mesh.share(mine), ids_B).healed
+        return self.repair(self._mesh.share(mine), ids_B).repaired
 
     def _forget(self, cut: int, ids_B: Tensor) -> None:
         for end in (0, 1):
@@ -150,7 +150,7 @@ def _shorten(ids: list[int]) -> str:
     return shown if len(ids) <= 8 else f"{shown}, ..."
 
 
-def _sum(*parts: Healed) -> Healed:
+def _sum(*parts: Repaired) -> Repaired:
     total: dict[int, int] = {}
     for part in parts:
         for cut, samples in part:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.cache_consistency import Healed
+from thinpipe.pipeline.cache_consistency import Repaired
 from thinpipe.pipeline.comm.async_codec import Microbatch
 from thinpipe.pipeline.comm.channel import Mode
-from thinpipe.pipeline.comm.guard import Guard, Place, Rule
+from thinpipe.pipeline.comm.guard import CutDirection, Guard, Rule
 from thinpipe.pipeline.executor import run_in_order
 from thinpipe.pipeline.loss import NextToken, Objective
 from thinpipe.pipeline.mesh import Mesh
@@ -79,7 +79,7 @@ class EngineOptions:
     clip_norm: float = 0.0
     precision: Precision = "fp32"
     objective: Objective = field(default_factory=NextToken)
-    rules: Mapping[Place, Rule] = field(default_factory=dict)
+    rules: Mapping[CutDirection, Rule] = field(default_factory=dict)
 
 
 class PipelineEngine:
@@ -103,7 +103,7 @@ class PipelineEngine:
         self.check_modules(options.schedule, [stage.submod for stage in stages])
         self._stages = {stage.stage_index: stage for stage in stages}
         for stage in stages:
-            stage.alarm = stages[0].alarm  # they wait for each other
+            stage.first_error = stages[0].first_error  # they wait for each other
         self.mesh, self._options, self.objective = mesh, options, options.objective
         self._optimizer, self._sync, self._tied = optimizer, sync, tied
         self._parameters = _unique_parameters(stages)
@@ -132,7 +132,7 @@ class PipelineEngine:
                 "(pipeline.devices_per_rank > 1) cannot; use GPipe, 1F1B or Deep1F1B"
             )
 
-    def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Healed:
+    def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:
         """Let both ends of every cut agree on what they remember; call it before the first step.
 
         `ids_B` are all samples of this replica, `first_ids_B` those of the first step. Returns the
@@ -142,13 +142,13 @@ class PipelineEngine:
             OSError: there is no room for the memories.
         """
         self._own_ids_B = ids_B
-        healed = self._report.agreement.begin(ids_B, first_ids_B)
+        repaired = self._report.consistency.begin(ids_B, first_ids_B)
         self._finish_step(keep=False)  # what was fetched is there for the first step
-        return healed
+        return repaired
 
     def close(self) -> None:
         """Give back what samples are remembered in; no step follows."""
-        self._report.agreement.release()
+        self._report.consistency.release()
 
     def train_step(self, batch: Batch, step: int, upcoming_B: Tensor = _NO_IDS) -> StepTotals:
         """Run one optimizer step; every rank gets the same totals.
@@ -182,7 +182,7 @@ class PipelineEngine:
             sync_bytes=self._sync.bytes_sent + self._tied_bytes,
         )
         self._apply(totals)
-        signals = {(wire.cut, wire.direction): wire.signal for wire in totals.wire}
+        signals = {(wire.cut, wire.direction): wire.error_stats for wire in totals.wire}
         return replace(totals, notes=tuple(self._guard.judge(signals)))
 
     def eval_step(self, batch: Batch, step: int, *, compressed: bool) -> tuple[float, ...]:

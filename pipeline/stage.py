@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.comm.async_codec import Alarm, Microbatch, Receiver, Sender
+from thinpipe.pipeline.comm.async_codec import FirstError, Microbatch, Receiver, Sender
 from thinpipe.pipeline.comm.channel import Channel, Mode
 from thinpipe.pipeline.schedule import PassOrder
 from thinpipe.pipeline.timing import Mark, Stopwatch
@@ -81,7 +81,7 @@ class CompressedStage(_PipelineStageBase):
         """
         super().__init__(module, stage_index, num_stages, device, group)
         self.channels = channels
-        self.alarm = Alarm()
+        self.first_error = FirstError()
         self._activations_in = self._receiver(channels.activations_in)
         self._activations_out = self._sender(channels.activations_out)
         self._gradients_in = self._receiver(channels.gradients_in)
@@ -115,11 +115,11 @@ class CompressedStage(_PipelineStageBase):
             channel.begin_pass(number, step=step, mode=mode)
         order = order or PassOrder.ascending(len(microbatches))
         if self._activations_in is not None:
-            self._activations_in.begin_pass(microbatches, self.alarm, order.forwards)
+            self._activations_in.begin_pass(microbatches, self.first_error, order.forwards)
         if self._gradients_in is not None and mode == "train":
-            self._gradients_in.begin_pass(microbatches, self.alarm, order.backwards)
+            self._gradients_in.begin_pass(microbatches, self.first_error, order.backwards)
         for sender in self._senders():
-            sender.begin_pass(microbatches, self.alarm)
+            sender.begin_pass(microbatches, self.first_error)
 
     def end_pass(self) -> None:
         """Wait until all messages are on their way; then channels and events may be read.

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from thinpipe.pipeline.cache_consistency import Agreement, Healed, Settled
+from thinpipe.pipeline.cache_consistency import CacheConsistency, Repair, Repaired
 from thinpipe.pipeline.comm.channel import BACKWARD, FORWARD
-from thinpipe.pipeline.comm.error_stats import SUMS, Signal, signal
+from thinpipe.pipeline.comm.error_stats import SUMS, ErrorStats, error_stats
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.stage import COMPUTE_KINDS, CompressedStage
 
@@ -25,7 +25,7 @@ class WireTotal:
     nbytes: int
     messages: int
     values: int
-    signal: Signal
+    error_stats: ErrorStats
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class StepTotals:
 
     `bubble` is the part of the step that the ranks did not compute, averaged over ranks.
     `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
-    `control_bytes` the size of the exchange of these numbers and of what healing took, both over
-    all ranks. `healed` counts samples of the next step whose memories differed or were lost.
+    `control_bytes` the size of the exchange of these numbers and of what repairing took, both over
+    all ranks. `repaired` counts samples of the next step whose memories differed or were lost.
     `notes` is what the guard says.
     """
 
@@ -48,7 +48,7 @@ class StepTotals:
     wire: tuple[WireTotal, ...]
     sync_bytes: int
     control_bytes: int
-    healed: Healed = ()
+    repaired: Repaired = ()
     notes: tuple[str, ...] = ()
 
 
@@ -60,7 +60,7 @@ class StepReport:
         self._mesh, self._stages, self._cuts = mesh, stages, tuple(cuts)
         self._sync_bytes = 0
         self._coming_B = torch.empty(0, dtype=torch.int64)
-        self.agreement = Agreement(mesh, stages, cuts)
+        self.consistency = CacheConsistency(mesh, stages, cuts)
 
     def begin_step(self, ids_B: torch.Tensor, upcoming_B: torch.Tensor) -> None:
         """Count traffic from here on: what evaluation sent is no part of a step.
@@ -68,7 +68,7 @@ class StepReport:
         `ids_B` are this step's samples and `upcoming_B` the next one's, which memories fetch.
         """
         self._coming_B = upcoming_B[~torch.isin(upcoming_B, ids_B)]
-        self.agreement.prefetch(upcoming_B)
+        self.consistency.prefetch(upcoming_B)
         for stage in self._stages:
             for channel in stage.channels.all():
                 channel.take_traffic()
@@ -87,13 +87,13 @@ class StepReport:
         sync_step, self._sync_bytes = sync_bytes - self._sync_bytes, sync_bytes
         first = self._mesh.position == 0
         scalars = [loss, tokens if first else 0, square_norm, busy, seconds, sync_step]
-        held = self.agreement.numbers(self._coming_B)
+        held = self.consistency.numbers(self._coming_B)
         mine = torch.tensor([*scalars, *held, *self._traffic()], dtype=torch.float64)
         all_WN = self._mesh.share(mine)
         held_WN = all_WN[:, _SCALARS : _SCALARS + len(held)]
-        return self._totals(all_WN, self.agreement.settle(held_WN, self._coming_B))
+        return self._totals(all_WN, self.consistency.repair(held_WN, self._coming_B))
 
-    def _totals(self, all_WN: torch.Tensor, settled: Settled) -> StepTotals:
+    def _totals(self, all_WN: torch.Tensor, repair: Repair) -> StepTotals:
         loss, tokens, _, _, _, sync_bytes = all_WN[:, :_SCALARS].sum(0).tolist()
         replica_norms = all_WN[:, 2].view(self._mesh.replicas, -1).sum(1).sqrt()
         seconds = float(all_WN[:, 4].max())
@@ -105,10 +105,10 @@ class StepReport:
             skipped=not finite,
             seconds=seconds,
             bubble=1.0 - float(all_WN[:, 3].mean()) / seconds,
-            wire=self._wire(all_WN[:, _SCALARS + self.agreement.size :].sum(0)),
+            wire=self._wire(all_WN[:, _SCALARS + self.consistency.size :].sum(0)),
             sync_bytes=int(sync_bytes),
-            control_bytes=self._mesh.shared_nbytes(all_WN) + settled.nbytes,
-            healed=settled.healed,
+            control_bytes=self._mesh.shared_nbytes(all_WN) + repair.nbytes,
+            repaired=repair.repaired,
         )
 
     def _traffic(self) -> list[float]:
@@ -134,4 +134,4 @@ class StepReport:
 
 def _wire_total(cut: int, direction: int, sums: Sequence[float]) -> WireTotal:
     nbytes, messages, values = map(int, sums[:_COUNTS])
-    return WireTotal(cut, direction, nbytes, messages, values, signal(sums[_COUNTS:]))
+    return WireTotal(cut, direction, nbytes, messages, values, error_stats(sums[_COUNTS:]))

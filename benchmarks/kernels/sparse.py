@@ -3,12 +3,12 @@
     python -m benchmarks.kernels.sparse --json results.jsonl
 
 One vector of parameters on one core: what a replica does before it sends (draw and gather the
-subset's change, top-k, quantize, assemble the message), after it has received (`settle`), and what
-the server of the vector does with the messages of several replicas. The published replica's work,
-transcribed from its description: a boolean mask of every tenth coordinate, rolled by one a step;
-the masked difference in fp16; torch.topk of its magnitudes; a mask packed to bits; 4-bit codes
-with an fp16 scale per strided bucket of 128; their decoding; the masked subtraction from x. It is
-timed with the same threads. Bytes are those of real messages.
+subset's change, top-k, quantize, assemble the message), after it has received (`apply_exchanged`),
+and what the server of the vector does with the messages of several replicas. The published
+replica's work, transcribed from its description: a boolean mask of every tenth coordinate, rolled
+by one a step; the masked difference in fp16; torch.topk of its magnitudes; a mask packed to bits;
+4-bit codes with an fp16 scale per strided bucket of 128; their decoding; the masked subtraction
+from x. It is timed with the same threads. Bytes are those of real messages.
 """
 
 import argparse
@@ -131,13 +131,13 @@ class Ours:
         subset.scatter(left.sub_(seen), self._error)
         return self._wire[:length]
 
-    def settle(self, sent: Tensor, mean: Tensor, step: int) -> None:
+    def apply_exchanged(self, sent: Tensor, mean: Tensor, step: int) -> None:
         """Decode what was sent and the answer, and apply both."""
         subset = self._subset(step)
         sent_n, mean_n = self._value[: subset.size], self._seen[: subset.size]
         self._codec.decode(sent, sent_n)
         self._codec.decode(mean, mean_n)
-        subset.settle(sent_n, mean_n, self._x, self._base)
+        subset.apply_exchanged(sent_n, mean_n, self._x, self._base)
 
     def _subset(self, step: int) -> Subset:
         numel = self._x.numel()
@@ -190,8 +190,10 @@ def our_rows(ours: Ours, coding: str, options: argparse.Namespace) -> Iterator[R
         mean = partial(ours.mean, messages, count)
         taken, nbytes = milliseconds(mean, repeat), len(mean(0))
         yield Row(f"server: mean of {count}", name, **taken, nbytes=nbytes)
-    taken = milliseconds(lambda step: ours.settle(messages[step], messages[step], step), repeat)
-    yield Row("replica: settle", name, **taken, nbytes=None)
+    taken = milliseconds(
+        lambda step: ours.apply_exchanged(messages[step], messages[step], step), repeat
+    )
+    yield Row("replica: apply_exchanged", name, **taken, nbytes=None)
 
 
 def table(rows: Sequence[Row], numel: int) -> str:

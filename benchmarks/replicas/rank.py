@@ -188,7 +188,7 @@ def ping_rank(chunks: Sequence[int], nbytes: int, pings: int) -> dict[int, list[
             Header(0, 0, 0, 0, 0, 0, mesh.rank, 0, nbytes).write(message)
             peers = GroupPeers(mesh.exchange, chunk_nbytes=chunk_nbytes)
             worker = Worker("gradcomp")
-            busy = worker.submit(partial(peers.swap, {1 - mesh.rank: message}, nbytes))
+            busy = worker.submit(partial(peers.exchange, {1 - mesh.rank: message}, nbytes))
             time.sleep(0.2)
         found[chunk_nbytes] = [_ping(mesh) for _ in range(pings)]
         if busy is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.exchange import OneRow, Place, reduce_sharded
+from thinpipe.gradcomp.exchange import ExchangeKey, OneRow, reduce_sharded
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.peers import Peers
@@ -28,11 +28,11 @@ class AllReduce:
     def __init__(self, peers: Peers, compressor: OneRow) -> None:
         self._peers, self._compressor = peers, compressor
 
-    def reduce(self, bucket: Bucket, flat_N: Tensor, place: Place) -> Tensor:
+    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Sum, with one rounding on each way."""
         reduced = reduce_sharded(
             self._peers,
-            place,
+            key,
             flat_N.tensor_split(self._peers.size),
             compressor=self._compressor,
             finish=lambda total_n: total_n,

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.budget import Budget, Choice
-from thinpipe.gradcomp.exchange import OneRow, Place, Sparse, reduce_sharded
+from thinpipe.gradcomp.exchange import ExchangeKey, OneRow, Sparse, reduce_sharded
 from thinpipe.gradcomp.global_copy import SharedBucket
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.methods.allreduce import AllReduce
@@ -44,7 +44,7 @@ from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.peers import Peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.sparse import SparseCodec
-from thinpipe.pipeline.wire.stream import Lane, Moment
+from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.subset import Subset, exact_fraction, random_subset
 from thinpipe.pipeline.wire.thread import Worker
 
@@ -124,8 +124,11 @@ class Cocktail:
         start = Choice(config.subset, config.topk, config.bits)
         self._budget = Budget(peers, start, sum(b.local_N.numel() for b in self._buckets))
         self._launched_s = 0.0
-        self._worker, self._lane = Worker("gradcomp"), Lane(device_of(self._parameters))
-        self._pending: Future[tuple[list[_Update], Moment]] | None = None
+        self._worker, self._side_stream = (
+            Worker("gradcomp"),
+            SideStream(device_of(self._parameters)),
+        )
+        self._pending: Future[tuple[list[_Update], CudaEvent]] | None = None
         self._owed = False  # an exchange that a restored run has to start again
         self._captured = False
         self._steps, self._exchanges = 0, 0
@@ -229,18 +232,18 @@ class Cocktail:
         for bucket in self._buckets:
             bucket.check_storage()
         self._launched_s = time.perf_counter()
-        job = partial(self._exchange_all, self._exchanges, self._lane.now())
+        job = partial(self._exchange_all, self._exchanges, self._side_stream.now())
         self._pending = self._worker.submit(job)
 
-    def _exchange_all(self, number: int, moved: Moment) -> tuple[list[_Update], Moment]:
+    def _exchange_all(self, number: int, moved: CudaEvent) -> tuple[list[_Update], CudaEvent]:
         if self._config.budget == "auto" and number % _AGREE_EVERY == 0:
             self._budget.agree(number)
-        with self._budget.measuring(), self._lane.after(moved):
+        with self._budget.measuring(), self._side_stream.after(moved):
             updates = [
                 self._exchange(bucket, shards, number)
                 for bucket, shards in zip(self._buckets, self._shards, strict=True)
             ]
-            return updates, self._lane.now()
+            return updates, self._side_stream.now()
 
     def _exchange(self, bucket: SharedBucket, shards: Sequence[_Shard], number: int) -> _Update:
         """Steps 1 and 2 of a bucket, on the communication thread; changes nothing."""
@@ -262,7 +265,7 @@ class Cocktail:
         error_n = _gathered(own_subset, own.error_n)
         reduced = reduce_sharded(
             self._peers,
-            Place(number, bucket.index, digest),
+            ExchangeKey(number, bucket.index, digest),
             [_moved(bucket, shard.part, M) for shard, M in zip(shards, subsets, strict=True)],
             compressor=Sparse(SparseCodec(choice.topk, choice.bits, config.group)),
             finish=lambda total_n: total_n.div_(size).add_(error_n),
@@ -276,7 +279,7 @@ class Cocktail:
         self._budget.slot(time.perf_counter() - self._launched_s)
         updates, there = self._pending.result()
         # the memory of updates is used again by the next exchange, which waits for what is queued
-        self._lane.wait(there)
+        self._side_stream.wait(there)
         self._pending = None
         self._exchanges += 1
         with torch.no_grad():
@@ -320,7 +323,7 @@ def _apply(
 ) -> None:
     """Step 3 of one shard: x is put together from the new g, so that nothing left is nothing."""
     if bucket.lost_N is None:
-        subset.settle(seen_n, result_n, bucket.local_N[part], bucket.global_N[part])
+        subset.apply_exchanged(seen_n, result_n, bucket.local_N[part], bucket.global_N[part])
         return
     left_n = _moved(bucket, part, subset).sub_(seen_n)
     global_n = _gathered(subset, bucket.global_N[part]).add_(result_n)

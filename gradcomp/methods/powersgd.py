@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.exchange import OneRow, Place, reduce_sharded
+from thinpipe.gradcomp.exchange import ExchangeKey, OneRow, reduce_sharded
 from thinpipe.gradcomp.feedback import Residuals
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
@@ -48,7 +48,7 @@ class PowerSGD:
         self._Q: dict[str, Tensor] = {}
         self._fresh_Q: dict[str, Tensor] = {}
 
-    def reduce(self, bucket: Bucket, flat_N: Tensor, place: Place) -> Tensor:
+    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Sum of the low-rank parts of the replicas' gradients, and of what is not compressed."""
         self._fresh_Q = {} if bucket.index == 0 else self._fresh_Q
         target_N = self._residuals.add_to(f"{bucket.index}", flat_N)
@@ -62,12 +62,12 @@ class PowerSGD:
             group = matrices if self._pays(parts[0].view(shape)) else plain
             group.append((f"{bucket.index}.{index}", [part.view(shape) for part in parts]))
         P = [target @ self._start(name, target) for name, (target, _, _) in matrices]
-        places = (Place(2 * place.step, place.bucket), Place(2 * place.step + 1, place.bucket))
-        sums = self._sum([*P, *(target for _, (target, _, _) in plain)], places[0])
+        keys = (ExchangeKey(2 * key.step, key.bucket), ExchangeKey(2 * key.step + 1, key.bucket))
+        sums = self._sum([*P, *(target for _, (target, _, _) in plain)], keys[0])
         P = [torch.linalg.qr(total)[0] for total in sums[: len(matrices)]]
         Q = [M.T @ p for (_, (M, _, _)), p in zip(matrices, P, strict=True)]
         for (name, (_, result, own)), p, mine, total in zip(
-            matrices, P, Q, self._sum(Q, places[1]), strict=True
+            matrices, P, Q, self._sum(Q, keys[1]), strict=True
         ):
             torch.matmul(p, mine.T, out=own)
             torch.matmul(p, total.T, out=result)
@@ -104,14 +104,14 @@ class PowerSGD:
             Q = torch.randn(target.shape[1], self._config.rank, generator=generator)
         return Q.to(target.device)
 
-    def _sum(self, tensors: Sequence[Tensor], place: Place) -> list[Tensor]:
+    def _sum(self, tensors: Sequence[Tensor], key: ExchangeKey) -> list[Tensor]:
         """Sum each over the replicas."""
         if not tensors:
             return []
         flat_N = torch.cat([tensor.flatten() for tensor in tensors])
         reduced = reduce_sharded(
             self._peers,
-            place,
+            key,
             flat_N.tensor_split(self._peers.size),
             compressor=OneRow(Cast("fp32")),
             finish=lambda total_n: total_n,

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.exchange import OneRow, Place, reduce_sharded
+from thinpipe.gradcomp.exchange import ExchangeKey, OneRow, reduce_sharded
 from thinpipe.gradcomp.feedback import Residuals
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
@@ -35,12 +35,12 @@ class Quantize:
     def __init__(self, peers: Peers, compressor: OneRow) -> None:
         self._peers, self._compressor, self._residuals = peers, compressor, Residuals()
 
-    def reduce(self, bucket: Bucket, flat_N: Tensor, place: Place) -> Tensor:
+    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Sum of what was quantized, quantized."""
         target_N = self._residuals.add_to(f"sent-{bucket.index}", flat_N)
         reduced = reduce_sharded(
             self._peers,
-            place,
+            key,
             target_N.tensor_split(self._peers.size),
             compressor=self._compressor,
             finish=lambda total_n: self._residuals.add_to(f"served-{bucket.index}", total_n),

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.exchange import Place, Sparse, gather_sum
+from thinpipe.gradcomp.exchange import ExchangeKey, Sparse, gather_sum
 from thinpipe.gradcomp.feedback import Residuals
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
@@ -38,10 +38,10 @@ class TopK:
     def __init__(self, peers: Peers, compressor: Sparse) -> None:
         self._peers, self._compressor, self._residuals = peers, compressor, Residuals()
 
-    def reduce(self, bucket: Bucket, flat_N: Tensor, place: Place) -> Tensor:
+    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Sum of what was sent."""
         target_N = self._residuals.add_to(f"{bucket.index}", flat_N)
-        total_N, seen_N = gather_sum(self._peers, place, target_N, compressor=self._compressor)
+        total_N, seen_N = gather_sum(self._peers, key, target_N, compressor=self._compressor)
         self._residuals.leave(f"{bucket.index}", target_N.sub_(seen_N))
         return total_N
 

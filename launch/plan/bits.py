@@ -110,20 +110,20 @@ def choices(
 ) -> list[Recommendation]:
     """Raise fidelities as far as the links carry them in `slot_s`, one microbatch's compute."""
     payload = network.payload()
-    rungs = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
+    fallbacks = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
 
     def fits(trial: Mapping[WireKey, int]) -> bool:
         nbytes = {key: offers[key][rung].message.nbytes for key, rung in trial.items()}
         return _busiest_s(cuts, nbytes, payload) <= slot_s
 
-    hidden, path = fits(rungs), [rungs]
-    open_keys = set(rungs) if hidden else set()
+    hidden, path = fits(fallbacks), [fallbacks]
+    open_keys = set(fallbacks) if hidden else set()
     while open_keys:
-        key = min(open_keys, key=lambda k: (_bits(offers[k][rungs[k]].spec), k[1], k[0]))
-        raised = {**rungs, key: rungs[key] + 1}
+        key = min(open_keys, key=lambda k: (_bits(offers[k][fallbacks[k]].spec), k[1], k[0]))
+        raised = {**fallbacks, key: fallbacks[key] + 1}
         if raised[key] < len(offers[key]) and fits(raised):
-            rungs = raised
-            path.append(rungs)
+            fallbacks = raised
+            path.append(fallbacks)
         else:
             open_keys.discard(key)
     return [

@@ -26,10 +26,10 @@ from thinpipe.launch.report.metrics import (
     StepRecord,
     format_bytes,
     format_duration,
-    format_healed,
     format_loss,
     format_rate,
     format_ratio,
+    format_repaired,
     format_share,
     other_scores,
 )
@@ -75,8 +75,8 @@ class Display:
         """Take in a finished step."""
         self._progress.update(record)
         self._face.step(record)
-        if record.healed:
-            self.note(f"memories differed and were forgotten: {format_healed(record.healed)}")
+        if record.repaired:
+            self.note(f"memories differed and were forgotten: {format_repaired(record.repaired)}")
 
     def note(self, text: str) -> None:
         """Print a line that stays, such as "checkpoint saved"."""
@@ -385,8 +385,8 @@ def _final(info: RunInfo, summary: Summary) -> RenderableType:
         ("control messages", format_bytes(summary["control_bytes"])),
         *((f"eval {name}", value) for name, value in other_scores(losses)),
     ]
-    if summary["healed"]:
-        cells.append(("memories healed", f"{sum(summary['healed'].values()):,} samples"))
+    if summary["repaired"]:
+        cells.append(("memories repaired", f"{sum(summary['repaired'].values()):,} samples"))
     title = Text.assemble(("Finished ", "bold green"), (info.name, "bold"))
     parts: list[RenderableType] = ["", title, "", _cells(cells, columns=3), ""]
     if summary["wire"]:

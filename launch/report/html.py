@@ -17,10 +17,10 @@ from thinpipe.launch.report.metrics import (
     TimelineEvent,
     format_bytes,
     format_duration,
-    format_healed,
     format_loss,
     format_rate,
     format_ratio,
+    format_repaired,
     other_scores,
 )
 from thinpipe.launch.report.plots import bytes_png, loss_png, overview_png, signal_png
@@ -266,7 +266,7 @@ def _details(summary: Summary) -> str:
         "Sent between replicas": _bytes_cell(summary["sync_bytes"]),
         "Fewer than fp32 all-reduce": format_ratio(summary["sync_ratio_fp32"]),
         "Control messages": _bytes_cell(summary["control_bytes"]),
-        "Memories healed": format_healed(summary["healed"]),
+        "Memories repaired": format_repaired(summary["repaired"]),
         "Machine": escape(summary["machine"]),
         "Versions": escape(", ".join(f"{k} {v}" for k, v in summary["versions"].items())),
         "Configuration digest": f"<code>{escape(summary['config_digest'])}</code>",

@@ -45,8 +45,8 @@ Loss: TypeAlias = Annotated[float, BeforeValidator(_nan_from_null)]
 class WireCount:
     """One step's traffic over one cut in one direction, summed over the replicas.
 
-    `bytes` are those really sent, message headers included; `values` is how many numbers they
-    stand for: 2 and 4 bytes for each give the bf16 and fp32 baselines. `known` and `cold` are
+    `bytes` are those really sent, message headers included; `values` is how many numbers they stand
+    for: 2 and 4 bytes for each give the bf16 and fp32 baselines. `known` and `first_visits` are
     samples with and without history; `error` is |decoded - a| / |a| and `change` |a - m| / |a| of
     values a and memories m, measured on a sample or two.
     """
@@ -57,7 +57,7 @@ class WireCount:
     messages: int
     values: int
     known: int = 0
-    cold: int = 0
+    first_visits: int = 0
     error: float | None = None
     change: float | None = None
 
@@ -73,7 +73,7 @@ class StepRecord:
     `control_bytes` are neither activations nor gradients (losses, votes, flags). `eval` is present
     only on steps after which an evaluation ran: `loss` with uncompressed boundaries and, where it
     was measured, `loss_compressed` with the boundaries of training; likewise the other numbers that
-    the objective has. Where samples are classified, it is they that `tokens` count. `healed`
+    the objective has. Where samples are classified, it is they that `tokens` count. `repaired`
     counts, by cut, the samples that both ends forgot because what they remembered of them differed
     or was lost; `notes` is what the guard of a cut had to say.
     """
@@ -92,7 +92,7 @@ class StepRecord:
     sync_bytes: int
     control_bytes: int
     eval: Mapping[str, Loss] | None
-    healed: Mapping[int, int] = field(default_factory=dict)
+    repaired: Mapping[int, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -319,9 +319,9 @@ def _score_name(name: str) -> str:
     return plain if plain == name else f"compressed {plain}"
 
 
-def format_healed(healed: Mapping[int, int] | Mapping[str, int]) -> str:
+def format_repaired(repaired: Mapping[int, int] | Mapping[str, int]) -> str:
     """Samples that both ends forgot, by cut: 3 samples at cut 6; "none" if there were none."""
-    return ", ".join(f"{n:,} samples at cut {cut}" for cut, n in healed.items()) or "none"
+    return ", ".join(f"{n:,} samples at cut {cut}" for cut, n in repaired.items()) or "none"
 
 
 def format_rate(per_s: float) -> str:

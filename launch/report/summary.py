@@ -35,8 +35,8 @@ class Summary(TypedDict):
 
     `final_loss` is the mean over the last epoch's steps, `first_loss` that of the first step that
     has one. `eval` is the last evaluation. `sync_ratio_fp32` says how many times fewer bytes went
-    between replicas than ring all-reduces of fp32 gradients take, one per step. `healed` counts, by
-    cut, samples that both ends had to forget. `wall_s` adds up the steps, without start-up and
+    between replicas than ring all-reduces of fp32 gradients take, one per step. `repaired` counts,
+    by cut, samples that both ends had to forget. `wall_s` adds up the steps, without start-up and
     evaluations. `unit` is what `tokens` count: the token, or the sample that is classified.
     """
 
@@ -61,7 +61,7 @@ class Summary(TypedDict):
     sync_bytes: int
     sync_ratio_fp32: float | None
     control_bytes: int
-    healed: dict[str, int]
+    repaired: dict[str, int]
     skipped: int
     wall_s: float
     machine: str
@@ -106,9 +106,9 @@ def summarize(info: RunInfo, records: Sequence[StepRecord]) -> Summary:
         sync_bytes=sum(record.sync_bytes for record in records),
         sync_ratio_fp32=_sync_ratio(info, records),
         control_bytes=sum(record.control_bytes for record in records),
-        healed={
-            str(cut): sum(record.healed.get(cut, 0) for record in records)
-            for cut in sorted({cut for record in records for cut in record.healed})
+        repaired={
+            str(cut): sum(record.repaired.get(cut, 0) for record in records)
+            for cut in sorted({cut for record in records for cut in record.repaired})
         },
         skipped=sum(record.skipped for record in records),
         wall_s=sum(record.step_s for record in records),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.comm.channel import Channel
-from thinpipe.pipeline.wire.stream import Lane, Moment
+from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 
 _AHEAD = 2
@@ -41,7 +41,7 @@ class Microbatch:
     samples: Samples
 
 
-class Alarm:
+class FirstError:
     """Tells the schedule's thread of the first failure of any courier of its rank.
 
     Waiting for one courier alone could take forever: what it waits for may depend on a message that
@@ -52,7 +52,7 @@ class Alarm:
         self._failure: Future[None] = Future()
 
     def watch(self, job: "Future[_T]") -> "Future[_T]":
-        """Raise the alarm if `job` fails; returns it."""
+        """Raise the first_error if `job` fails; returns it."""
         job.add_done_callback(self._hear)
         return job
 
@@ -81,15 +81,15 @@ class Sender:
     """Encodes and sends the microbatches of a pass."""
 
     def __init__(self, channel: Channel, record: Record) -> None:
-        self._channel, self._record, self._lane = channel, record, Lane(channel.device)
+        self._channel, self._record, self._side_stream = channel, record, SideStream(channel.device)
         self._worker = _worker(channel, "send")
-        self._alarm = Alarm()
+        self._first_error = FirstError()
         self._microbatches: Sequence[Microbatch] = ()
         self._last: Future[None] | None = None
 
-    def begin_pass(self, microbatches: Sequence[Microbatch], alarm: Alarm) -> None:
+    def begin_pass(self, microbatches: Sequence[Microbatch], first_error: FirstError) -> None:
         """Be ready to send some of these; the channel's `begin_pass` was called before."""
-        self._microbatches, self._alarm, self._last = microbatches, alarm, None
+        self._microbatches, self._first_error, self._last = microbatches, first_error, None
 
     def send(self, m: int, x_BTD: Tensor) -> None:
         """Encode and send behind the schedule, which must not change `x_BTD` before `end_pass`.
@@ -97,22 +97,22 @@ class Sender:
         Raises what an earlier message raised.
         """
         # the schedule may detach its own in place
-        job = partial(self._send, m, x_BTD.detach(), self._lane.now())
+        job = partial(self._send, m, x_BTD.detach(), self._side_stream.now())
         if self._worker is None:
             job()
             return
-        self._alarm.check()
-        self._last = self._alarm.watch(self._worker.submit(job))
+        self._first_error.check()
+        self._last = self._first_error.watch(self._worker.submit(job))
 
     def end_pass(self) -> None:
         """Wait until everything is encoded and on its way."""
         if self._last is not None:
-            self._alarm.wait_for(self._last)
+            self._first_error.wait_for(self._last)
 
-    def _send(self, m: int, x_BTD: Tensor, computed: Moment) -> None:
+    def _send(self, m: int, x_BTD: Tensor, computed: CudaEvent) -> None:
         if computed is not None:
             computed.synchronize()  # so that what is recorded is the codec's time
-        with self._lane.after(None):
+        with self._side_stream.after(None):
             start = time.perf_counter()
             self._channel.send(m, x_BTD, self._microbatches[m].samples.ids_B)
             self._record("encode", m, start, time.perf_counter())
@@ -122,15 +122,15 @@ class Receiver:
     """Takes, checks and decodes the microbatches of a pass."""
 
     def __init__(self, channel: Channel, record: Record) -> None:
-        self._channel, self._record, self._lane = channel, record, Lane(channel.device)
+        self._channel, self._record, self._side_stream = channel, record, SideStream(channel.device)
         self._worker = _worker(channel, "receive")
-        self._alarm = Alarm()
+        self._first_error = FirstError()
         self._microbatches: Sequence[Microbatch] = ()
         self._coming: deque[int] = deque()
-        self._jobs: dict[int, Future[tuple[Tensor, Moment]]] = {}
+        self._jobs: dict[int, Future[tuple[Tensor, CudaEvent]]] = {}
 
     def begin_pass(
-        self, microbatches: Sequence[Microbatch], alarm: Alarm, order: Sequence[int]
+        self, microbatches: Sequence[Microbatch], first_error: FirstError, order: Sequence[int]
     ) -> None:
         """Post all receives; `order` is that in which `receive` will be called.
 
@@ -138,7 +138,7 @@ class Receiver:
         `receive`: the link gives up a peer that is silent for too long, and in the first half of a
         pass every peer has reason to send no gradients.
         """
-        self._microbatches, self._alarm = microbatches, alarm
+        self._microbatches, self._first_error = microbatches, first_error
         for m, microbatch in enumerate(microbatches):
             self._channel.expect(m, microbatch.shape_BTD)
         self._coming, self._jobs = deque(order), {}
@@ -150,24 +150,24 @@ class Receiver:
             LinkError, DesyncError, CodingError: as `Channel.receive`, from any courier of the rank.
         """
         if self._worker is None:
-            return self._lane.hand_over(*self._take(m))
+            return self._side_stream.hand_over(*self._take(m))
         while self._coming and len(self._jobs) <= _AHEAD:
             self._decode_next(self._worker)
         start = time.perf_counter()
-        x_BTD, there = self._alarm.wait_for(self._jobs.pop(m))
+        x_BTD, there = self._first_error.wait_for(self._jobs.pop(m))
         self._record("wait", m, start, time.perf_counter())
-        return self._lane.hand_over(x_BTD, there)
+        return self._side_stream.hand_over(x_BTD, there)
 
     def _decode_next(self, worker: Worker) -> None:
         m = self._coming.popleft()
-        self._jobs[m] = self._alarm.watch(worker.submit(partial(self._take, m)))
+        self._jobs[m] = self._first_error.watch(worker.submit(partial(self._take, m)))
 
-    def _take(self, m: int) -> tuple[Tensor, Moment]:
+    def _take(self, m: int) -> tuple[Tensor, CudaEvent]:
         start = time.perf_counter()
         known = self._microbatches[m]
-        with self._lane.after(None):
+        with self._side_stream.after(None):
             x_BTD = self._channel.receive(m, known.shape_BTD, known.samples.ids_B)
-            there = self._lane.now()
+            there = self._side_stream.now()
         arrived = self._channel.arrived_s
         if self._worker is None:
             self._record("wait", m, start, arrived)

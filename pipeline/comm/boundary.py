@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.comm.error_stats import Gauge
+from thinpipe.pipeline.comm.error_stats import ErrorMeter
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
@@ -65,7 +65,7 @@ class Boundary(Protocol):
         """What it remembers of samples, if it does."""
 
     @property
-    def gauge(self) -> Gauge:
+    def error_meter(self) -> ErrorMeter:
         """What it measures of what it encodes."""
 
     def nbytes(self, shape_BTD: torch.Size, ids_B: Tensor) -> int:
@@ -99,7 +99,7 @@ class Stateless:
 
     codec: Codec
     key: int = 0
-    gauge: Gauge = field(default_factory=Gauge, compare=False)
+    error_meter: ErrorMeter = field(default_factory=ErrorMeter, compare=False)
 
     @property
     def codec_id(self) -> int:
@@ -128,14 +128,14 @@ class Stateless:
         noise = Noise(self.key, step, ids_B)
         rows = x_BTD.shape[0]
         x_BN = x_BTD.detach().reshape(rows, -1)
-        self.gauge.count(known=0, cold=rows)
+        self.error_meter.count(known=0, first_visits=rows)
         with written_on(x_BN.device, wire) as near:
             wire_BW = near.view(rows, -1)
             self.codec.encode(x_BN, wire_BW, noise=noise)
-            if rows and self.gauge.wants(known=False):
+            if rows and self.error_meter.wants(known=False):
                 decoded_1N = torch.empty(1, x_BN.shape[1], device=x_BN.device)
                 self.codec.decode(wire_BW[:1], decoded_1N)
-                self.gauge.measure(x_BN[:1], decoded_1N)
+                self.error_meter.measure(x_BN[:1], decoded_1N)
 
     def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
         """Fill `out_BTD`."""

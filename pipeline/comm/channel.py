@@ -37,7 +37,7 @@ class Channel:
     receivers get tensors of `dtype`.
     Payloads are entropy-coded by `coding` where that makes them shorter, except in plain
     evaluation; "auto" does so where it is quicker at `link_rate` (bytes per second). From `level` 1
-    on, which both ends set between two steps, training goes through a boundary of `ladder` instead.
+    on, which both ends set between two steps, training goes through one of `fallbacks` instead.
     `arrived_s` is when the last message was there (`time.perf_counter`).
     """
 
@@ -50,7 +50,7 @@ class Channel:
     dtype: torch.dtype = torch.float32
     coding: Coding = "none"
     link_rate: float = math.inf
-    ladder: Sequence[Boundary] = ()
+    fallbacks: Sequence[Boundary] = ()
     level: int = 0
     sent: Traffic = field(default_factory=Traffic)
     arrived_s: float = 0.0
@@ -112,7 +112,7 @@ class Channel:
         """Tell the training boundary that the step is over."""
         self.boundaries["train"].finish_step(keep=keep)
 
-    def climb(self, level: int) -> None:
+    def escalate(self, level: int) -> None:
         """Train at this level from the next step on; above 0 nothing is remembered any more."""
         self.level = level
         if level and self.memory is not None:
@@ -130,12 +130,12 @@ class Channel:
         return taken
 
     def take_sums(self) -> list[float]:
-        """What the gauge of training collected since the last call."""
-        return self._training.gauge.take()
+        """What the error_meter of training collected since the last call."""
+        return self._training.error_meter.take()
 
     @property
     def _training(self) -> Boundary:
-        return self.ladder[self.level - 1] if self.level else self.boundaries["train"]
+        return self.fallbacks[self.level - 1] if self.level else self.boundaries["train"]
 
     @property
     def _boundary(self) -> Boundary:

@@ -16,32 +16,33 @@ SUMS = 6
 
 
 @dataclass(frozen=True)
-class Signal:
+class ErrorStats:
     """What was measured of one direction of a cut in a step, over all replicas.
 
-    `known` and `cold` count samples with and without history, `error` is |decoded - a| / |a| and
-    `change` |a - m| / |a| of activations (or gradients) a and memories m; None if not measured.
+    `known` and `first_visits` count samples with and without history, `error` is |decoded - a| /
+    |a| and `change` |a - m| / |a| of activations (or gradients) a and memories m; None if not
+    measured.
     """
 
     known: int = 0
-    cold: int = 0
+    first_visits: int = 0
     error: float | None = None
     change: float | None = None
 
 
 @dataclass
-class Gauge:
+class ErrorMeter:
     """Collects a step's sums at a sender: numbers that add up over replicas."""
 
     _known: int = 0
-    _cold: int = 0
+    _first_visits: int = 0
     _squares: list[float] = field(default_factory=lambda: [0.0] * 4)
     _seen: set[bool] = field(default_factory=set)
 
-    def count(self, *, known: int, cold: int) -> None:
+    def count(self, *, known: int, first_visits: int) -> None:
         """Samples that were sent."""
         self._known += known
-        self._cold += cold
+        self._first_visits += first_visits
 
     def wants(self, *, known: bool) -> bool:
         """Whether no such row was measured in this step."""
@@ -59,15 +60,17 @@ class Gauge:
 
     def take(self) -> list[float]:
         """The `SUMS` numbers since the last call, which start anew."""
-        taken = [float(self._known), float(self._cold), *self._squares]
-        self._known, self._cold, self._squares, self._seen = 0, 0, [0.0] * 4, set()
+        taken = [float(self._known), float(self._first_visits), *self._squares]
+        self._known, self._first_visits, self._squares, self._seen = 0, 0, [0.0] * 4, set()
         return taken
 
 
-def signal(sums: Sequence[float]) -> Signal:
-    """Ratios from added-up `Gauge.take`s."""
-    known, cold, size, error, known_size, change = sums
-    return Signal(int(known), int(cold), _ratio(error, size), _ratio(change, known_size))
+def error_stats(sums: Sequence[float]) -> ErrorStats:
+    """Ratios from added-up `ErrorMeter.take`s."""
+    known, first_visits, size, error, known_size, change = sums
+    return ErrorStats(
+        int(known), int(first_visits), _ratio(error, size), _ratio(change, known_size)
+    )
 
 
 def _square(x_1N: Tensor) -> float:

@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from thinpipe.pipeline.comm.channel import Channel
-from thinpipe.pipeline.comm.error_stats import Signal
+from thinpipe.pipeline.comm.error_stats import ErrorStats
 
 _log = logging.getLogger(__name__)
 
-Place = tuple[int, int]
+CutDirection = tuple[int, int]
 """Cut and direction."""
 
 
@@ -47,7 +47,7 @@ class Rule(NamedTuple):
     """How a direction is judged, and how often its codec can be changed."""
 
     config: GuardConfig
-    rungs: int
+    fallbacks: int
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Track:
     level: int = 0
     warned: bool = False
 
-    def follow(self, seen: Signal, patience: int) -> None:
+    def follow(self, seen: ErrorStats, patience: int) -> None:
         if seen.error is not None:
             self.measured += 1
             self.error += (seen.error - self.error) / min(self.measured, patience)
@@ -88,12 +88,12 @@ class _Track:
 class Guard:
     """Judges all directions of all cuts; changes those whose channels are on this rank."""
 
-    def __init__(self, rules: Mapping[Place, Rule], channels: Sequence[Channel]) -> None:
+    def __init__(self, rules: Mapping[CutDirection, Rule], channels: Sequence[Channel]) -> None:
         """`rules` are the same on every rank, `channels` are those that end on this one."""
         self._rules, self._channels = dict(rules), list(channels)
         self._tracks = {place: _Track() for place in self._rules}
 
-    def judge(self, signals: Mapping[Place, Signal]) -> list[str]:
+    def judge(self, signals: Mapping[CutDirection, ErrorStats]) -> list[str]:
         """Take in a step's numbers; returns what a user should know, on every rank alike."""
         return [
             note
@@ -113,14 +113,14 @@ class Guard:
             self._tracks[place] = _Track(**saved) if saved else _Track()
             self._set_level(place, self._tracks[place].level)
 
-    def _judge(self, place: Place, rule: Rule, seen: Signal) -> list[str]:
+    def _judge(self, place: CutDirection, rule: Rule, seen: ErrorStats) -> list[str]:
         track, config = self._tracks[place], rule.config
         track.follow(seen, config.patience)
         problem = track.problem(config)
         if problem is None:
             return []
         where = f"cut {place[0]} {('forward', 'backward')[place[1]]}: {problem}"
-        if config.mode == "act" and track.level < rule.rungs:
+        if config.mode == "act" and track.level < rule.fallbacks:
             self._tracks[place] = _Track(level=track.level + 1)
             self._set_level(place, track.level + 1)
             return self._say(f"{where}; it goes on stateless, with more bits")
@@ -130,10 +130,10 @@ class Guard:
         advice = 'use more bits, or guard.mode = "act"' if config.mode == "warn" else "use raw"
         return self._say(f"{where}; {advice}")
 
-    def _set_level(self, place: Place, level: int) -> None:
+    def _set_level(self, place: CutDirection, level: int) -> None:
         for channel in self._channels:
             if (channel.cut, channel.direction) == place:
-                channel.climb(level)
+                channel.escalate(level)
 
     @staticmethod
     def _say(text: str) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 DropoutMasks = Literal["random", "repeated"]
-Place = Literal["embedding", "attention", "mixed", "feed_forward"]
+DropoutSite = Literal["embedding", "attention", "mixed", "feed_forward"]
 
 _WORD = 1 << 32
 
@@ -25,7 +25,9 @@ _WORD = 1 << 32
 class Dropout(nn.Module):
     """Dropout at one place of one layer; its masks are drawn from torch's generator or repeated."""
 
-    def __init__(self, rate: float, masks: DropoutMasks, *, seed: int, layer: int, place: Place):
+    def __init__(
+        self, rate: float, masks: DropoutMasks, *, seed: int, layer: int, place: DropoutSite
+    ):
         super().__init__()
         self.rate, self.masks = rate, masks
         digest = hashlib.sha256(f"dropout/{seed}/{layer}/{place}".encode()).digest()

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.attention import positions, visible
-from thinpipe.pipeline.models.dropout import Dropout, DropoutMasks, Place
+from thinpipe.pipeline.models.dropout import Dropout, DropoutMasks, DropoutSite
 
 _INIT_STD = 0.02
 _EMBEDDING_NAME = "token_embedding.weight"
@@ -267,7 +267,7 @@ class TransformerStage(nn.Module):
         return (x_BTD * real_BT1).sum(1) / real_BT1.sum(1).clamp(min=1)
 
 
-def _dropout(config: TransformerConfig, layer: int, place: Place, *, seed: int) -> Dropout:
+def _dropout(config: TransformerConfig, layer: int, place: DropoutSite, *, seed: int) -> Dropout:
     return Dropout(config.dropout, config.dropout_masks, seed=seed, layer=layer, place=place)
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-Moment = torch.cuda.Event | None
+CudaEvent = torch.cuda.Event | None
 """When a stream has come so far; None on the CPU."""
 
 
-class Lane:
+class SideStream:
     """The stream of one courier, or of one communication thread."""
 
     def __init__(self, device: torch.device) -> None:
@@ -25,15 +25,15 @@ class Lane:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def now(self) -> Moment:
+    def now(self) -> CudaEvent:
         """When all that the calling thread has queued is done."""
         if self._stream is None:
             return None
-        moment: Moment = torch.cuda.current_stream(self._device).record_event()
+        moment: CudaEvent = torch.cuda.current_stream(self._device).record_event()
         return moment
 
     @contextlib.contextmanager
-    def after(self, moment: Moment) -> Iterator[None]:
+    def after(self, moment: CudaEvent) -> Iterator[None]:
         """Inside, the calling thread queues on this lane, behind `moment`.
 
         Tensors of other streams that are used inside must live until that use is over.
@@ -46,12 +46,12 @@ class Lane:
                 self._stream.wait_event(moment)
             yield
 
-    def wait(self, moment: Moment) -> None:
+    def wait(self, moment: CudaEvent) -> None:
         """Have what the calling thread queues from here on wait for `moment`, not the thread."""
         if moment is not None:
             torch.cuda.current_stream(self._device).wait_event(moment)
 
-    def hand_over(self, x: Tensor, there: Moment) -> Tensor:
+    def hand_over(self, x: Tensor, there: CudaEvent) -> Tensor:
         """Return `x`, which was made on this lane, for the calling thread to use and drop."""
         self.wait(there)
         if there is not None:

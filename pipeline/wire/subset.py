@@ -51,14 +51,14 @@ class Subset:
         self._check((out_N,), (value_n,))
         self._kernels(out_N).scatter(value_n, self.start_R, RUN, out_N)
 
-    def settle(self, sent_n: Tensor, mean_n: Tensor, x_N: Tensor, base_N: Tensor) -> None:
+    def apply_exchanged(self, sent_n: Tensor, mean_n: Tensor, x_N: Tensor, base_N: Tensor) -> None:
         """At the chosen places, add `mean_n` to base, and leave x above it by what was not sent.
 
         That is x += mean - sent, put together from the new base: x ends bit-equal to it if all of
         the difference was sent. One pass instead of five.
         """
         self._check((x_N, base_N), (sent_n, mean_n))
-        self._kernels(x_N).settle(sent_n, mean_n, self.start_R, RUN, x_N, base_N)
+        self._kernels(x_N).apply_exchanged(sent_n, mean_n, self.start_R, RUN, x_N, base_N)
 
     def _check(self, vectors: tuple[Tensor, ...], chosen: tuple[Tensor, ...]) -> None:
         """Compiled code would write past the end."""

@@ -54,12 +54,12 @@ class FailingPeers:
     def bytes_sent(self) -> int:
         return self.inner.bytes_sent
 
-    def swap(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
+    def exchange(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
         self.calls += 1
         if self.calls != self.fail_at:
-            return self.inner.swap(outgoing, capacity)
+            return self.inner.exchange(outgoing, capacity)
         if self.late:
-            self.inner.swap(outgoing, capacity)
+            self.inner.exchange(outgoing, capacity)
         self.inner.failed.set()
         raise ExchangeError("replica 1 -> replica 0: cut")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.gradcomp.replicas import all_of
 from tests.ranks import Ranks
-from thinpipe.gradcomp.exchange import OneRow, Place, reduce_sharded
+from thinpipe.gradcomp.exchange import ExchangeKey, OneRow, reduce_sharded
 from thinpipe.gradcomp.peers import ExchangeError, GroupPeers, local_peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError, Header
@@ -40,7 +40,7 @@ def swap_sizes(rank: int, sizes: list[int]) -> tuple[bool, int]:
         outgoing = {
             peer: message(nbytes + peer, 100 * number + 10 * rank + peer) for peer in others
         }
-        incoming = peers.swap(outgoing, nbytes + 10)
+        incoming = peers.exchange(outgoing, nbytes + 10)
         for peer, found in incoming.items():
             wanted = message(nbytes + rank, 100 * number + 10 * peer + rank)
             good &= torch.equal(found, wanted)
@@ -59,7 +59,7 @@ def test_messages_of_any_size_arrive_whole(ranks: Ranks) -> None:
 def send_too_much(rank: int) -> str:
     peers = peers_of(256)
     with pytest.raises(DesyncError) as caught:
-        peers.swap({1 - rank: message(400, rank)}, 300)
+        peers.exchange({1 - rank: message(400, rank)}, 300)
     return str(caught.value)
 
 
@@ -89,7 +89,11 @@ def die_in_exchange(rank: int, account: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(ExchangeError) as caught:
         reduce_sharded(
-            peers, Place(0, 0, 1), targets, compressor=OneRow(Cast("fp32")), finish=lambda x: x
+            peers,
+            ExchangeKey(0, 0, 1),
+            targets,
+            compressor=OneRow(Cast("fp32")),
+            finish=lambda x: x,
         )
     account.write_text(f"{time.monotonic() - begin:.1f} {caught.value}")
 
@@ -111,7 +115,7 @@ def test_an_exchange_of_another_step_is_noticed() -> None:
         with pytest.raises(DesyncError) as caught:
             reduce_sharded(
                 peer,
-                Place(step, 0),
+                ExchangeKey(step, 0),
                 torch.zeros(4).tensor_split(2),
                 compressor=OneRow(Cast("fp32")),
                 finish=lambda total_n: total_n,
@@ -127,4 +131,4 @@ def test_an_exchange_of_another_step_is_noticed() -> None:
 def test_a_silent_peer_is_named() -> None:
     first, _ = local_peers(2, timeout_s=0.1)
     with pytest.raises(ExchangeError, match=r"replica 1 -> replica 0: nothing came in 0\.1 s"):
-        first.swap({1: message(4, 0)}, 4)
+        first.exchange({1: message(4, 0)}, 4)

@@ -208,7 +208,7 @@ def test_at_another_number_of_replicas_only_moved_samples_are_new(
         for epoch in (records[:4], records[4:])
     )
     assert [
-        sum(record.wire[0].cold for record in epoch) for epoch in (records[:4], records[4:])
+        sum(record.wire[0].first_visits for record in epoch) for epoch in (records[:4], records[4:])
     ] == [24, first_visits]
     numel, scales = 32 * 16, 2 * 32
     assert first == 24 * (numel + scales)

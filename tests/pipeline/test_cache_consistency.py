@@ -85,14 +85,14 @@ def settings(folder: Path, tier: str = "disk", **memory: Any) -> Any:
     )
 
 
-def healed(results: Any) -> list[dict[int, int]]:
-    """What was healed after each step, which all ranks know alike; memories are equal."""
+def repaired(results: Any) -> list[dict[int, int]]:
+    """What was repaired after each step, which all ranks know alike; memories are equal."""
     for steps in zip(*results, strict=True):
         digests = [digests for _, digests, _ in steps]
-        assert len({totals.healed for totals, _, _ in steps}) == 1
+        assert len({totals.repaired for totals, _, _ in steps}) == 1
         assert digests[0].get(1) == digests[1].get(1)
         assert digests[1].get(2) == digests[2].get(2)
-    return [dict(totals.healed) for totals, _, _ in results[0]]
+    return [dict(totals.repaired) for totals, _, _ in results[0]]
 
 
 @pytest.mark.parametrize("tier", ["ram", "disk"])
@@ -100,7 +100,7 @@ def test_nothing_extra_is_exchanged_while_the_ends_agree(
     ranks: Ranks, tmp_path: Path, tier: str
 ) -> None:
     results = ranks(3, run, settings(tmp_path, tier), None, -1)
-    assert healed(results) == [{}] * len(STEPS)
+    assert repaired(results) == [{}] * len(STEPS)
     assert [shares for _, _, shares in results[0]] == [1] * len(STEPS)
 
 
@@ -169,12 +169,12 @@ def test_what_one_end_lost_both_forget_and_train_on(
     ranks: Ranks, tmp_path: Path, accident: Accident, after: int, expected: dict[int, Any]
 ) -> None:
     results = ranks(3, run, settings(tmp_path), accident, after)
-    assert {step: found for step, found in enumerate(healed(results)) if found} == expected
+    assert {step: found for step, found in enumerate(repaired(results)) if found} == expected
     shares = [shares for _, _, shares in results[0]]
     assert shares == [2 if step in expected else 1 for step in range(len(STEPS))]
     assert all(totals.loss > 0 and not totals.skipped for totals, _, _ in results[0])
     control = [totals.control_bytes for totals, _, _ in results[0]]
-    for step, item in enumerate(STEPS[1:]):  # healing names the samples that come next
+    for step, item in enumerate(STEPS[1:]):  # repairing names the samples that come next
         named = 2 * len(item) * 8 if step in expected else 0  # at two ends, by every rank to two
         assert control[step] - control[-1] == 3 * 2 * named
 

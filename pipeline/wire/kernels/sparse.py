@@ -57,7 +57,7 @@ class SparseKernels(Protocol):
     def place_add(self, mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
         """Add kept values to `out_n` (fp32) at their places."""
 
-    def settle(
+    def apply_exchanged(
         self,
         sent_n: Tensor,
         mean_n: Tensor,

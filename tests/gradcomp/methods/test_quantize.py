@@ -6,7 +6,7 @@ import torch
 
 from tests.gradcomp.replicas import Replicas, all_of
 from thinpipe.gradcomp.buckets import make_buckets
-from thinpipe.gradcomp.exchange import OneRow, Place
+from thinpipe.gradcomp.exchange import ExchangeKey, OneRow
 from thinpipe.gradcomp.methods.quantize import Quantize
 from thinpipe.gradcomp.peers import local_peers
 from thinpipe.pipeline.wire.uniform import Uniform
@@ -17,7 +17,7 @@ def reduce_all(reducers: list[Quantize], local: list[torch.Tensor], step: int) -
     (bucket,) = make_buckets([torch.nn.Parameter(torch.zeros_like(local[0]))])
     return all_of(
         list(zip(reducers, local, strict=True)),
-        lambda pair: pair[0].reduce(bucket, pair[1].clone(), Place(step, 0)),
+        lambda pair: pair[0].reduce(bucket, pair[1].clone(), ExchangeKey(step, 0)),
     )
 
 

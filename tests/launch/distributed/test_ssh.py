@@ -19,7 +19,7 @@ from thinpipe.launch.distributed.ssh import load_hosts, run_commands, ssh_comman
 
 __all__ = ["run_file"]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MARK = "THINPIPE_TEST_HOST"
 
 SSH = """#!/bin/sh

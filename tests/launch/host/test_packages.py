@@ -29,7 +29,7 @@ def without(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command where a package cannot be imported, nor in the processes that it starts."""
     (folder / "sitecustomize.py").write_text(HIDE)
-    paths = (str(folder), str(Path(__file__).parents[2]))
+    paths = (str(folder), str(Path(__file__).parents[3]))
     return subprocess.run(
         [sys.executable, "-P", "-m", "thinpipe.launch", *map(str, arguments)],
         capture_output=True,

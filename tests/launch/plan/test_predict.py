@@ -139,15 +139,15 @@ def test_other_settings_of_the_run_file_stay_where_they_can() -> None:
 CASTS = {16: RawConfig(format="bf16"), 32: RawConfig(format="fp32")}
 
 
-def rungs(kind: type[AqsgdConfig | DirectConfig], nbytes: dict[int, int]) -> list[Offer]:
+def fallbacks(kind: type[AqsgdConfig | DirectConfig], nbytes: dict[int, int]) -> list[Offer]:
     """Offers by their bits."""
     return [Offer(CASTS.get(bits) or kind(bits=bits), Message(n)) for bits, n in nbytes.items()]
 
 
-DOWN = rungs(
+DOWN = fallbacks(
     AqsgdConfig, {2: 20_000, 3: 30_000, 4: 40_000, 6: 60_000, 8: 80_000, 16: 160_000, 32: 320_000}
 )
-UP = rungs(DirectConfig, {4: 40_000, 6: 60_000, 8: 80_000, 16: 160_000, 32: 320_000})
+UP = fallbacks(DirectConfig, {4: 40_000, 6: 60_000, 8: 80_000, 16: 160_000, 32: 320_000})
 OFFERS: Offers = {(cut, d): DOWN if d == "forward" else UP for cut, d in KEYS}
 
 

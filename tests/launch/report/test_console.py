@@ -58,7 +58,7 @@ def _record(
         sync_bytes=123_000_000,
         control_bytes=999,
         eval={"loss": 2.1234, "loss_compressed": 2.1299} if evaluated else None,
-        healed={cuts[0]: 3} if cuts and evaluated else {},
+        repaired={cuts[0]: 3} if cuts and evaluated else {},
     )
 
 

@@ -78,7 +78,7 @@ def _records(cuts: tuple[int, ...] = (6,), losses: tuple[float, ...] = ()) -> li
                 sync_bytes=10,
                 control_bytes=3,
                 eval={"loss": 2.5, "loss_compressed": 2.625} if step == 4 else None,
-                healed={6: step} if step > 2 else {},
+                repaired={6: step} if step > 2 else {},
             )
         )
     return records
@@ -122,7 +122,7 @@ def test_summary_of_a_small_run_is_what_a_hand_computes(tmp_path: Path) -> None:
     assert summary["mean_bubble"] == pytest.approx(0.25)
     assert (summary["tokens"], summary["wall_s"]) == (256, 5.0)
     assert (summary["sync_bytes"], summary["control_bytes"]) == (40, 12)
-    assert summary["healed"] == {"6": 7}
+    assert summary["repaired"] == {"6": 7}
     forward, backward = summary["wire"]
     assert forward == {
         "cut": 6, "direction": "forward", "method": "aqsgd 4-bit", "bytes": 5000, "messages": 16,
@@ -149,7 +149,7 @@ def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
 def test_what_earlier_cuts_sent_is_told_and_summed(tmp_path: Path, cuts: tuple[int, ...]) -> None:
     """Resumed twice: at first cuts 6 and 9, then none, and now `cuts`."""
     first, second, third, fourth = _records(cuts=(6, 9))
-    fourth = replace(fourth, wire=tuple(c for c in fourth.wire if c.cut in cuts), healed={9: 2})
+    fourth = replace(fourth, wire=tuple(c for c in fourth.wire if c.cut in cuts), repaired={9: 2})
     records = [first, second, replace(third, wire=()), fourth]
     info = _info(tmp_path, cuts)
     summary = summarize(info, records)
@@ -157,7 +157,7 @@ def test_what_earlier_cuts_sent_is_told_and_summed(tmp_path: Path, cuts: tuple[i
     assert summary["totals"]["bytes"] == sent == sum(row["bytes"] for row in summary["wire"])
     earlier = {row["cut"] for row in summary["wire"] if row["method"] == "earlier cut"}
     assert earlier == {6, 9} - set(cuts)
-    assert summary["healed"] == {"6": 3, "9": 2}
+    assert summary["repaired"] == {"6": 3, "9": 2}
     page = write_report(tmp_path, info, records=records, timeline=[], summary=summary)
     text = "".join(_Page(page.read_text(encoding="utf-8")).text)
     assert "9forwardearlier cut" in text

@@ -20,7 +20,7 @@ from thinpipe.launch.report.metrics import (
 
 KEYS = [
     "step", "epoch", "loss", "tokens_per_s", "step_s", "bubble", "wire", "tokens", "grad_norm",
-    "lr", "skipped", "sync_bytes", "control_bytes", "eval", "healed", "notes",
+    "lr", "skipped", "sync_bytes", "control_bytes", "eval", "repaired", "notes",
 ]  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def _record(step: int) -> StepRecord:
         sync_bytes=77,
         control_bytes=8,
         eval={"loss": 2.1, "loss_compressed": 2.11} if step % 2 == 0 else None,
-        healed={6: 2} if step == 3 else {},
+        repaired={6: 2} if step == 3 else {},
     )
 
 
@@ -76,7 +76,7 @@ def test_a_line_holds_plain_json_under_the_documented_keys(tmp_path: Path) -> No
         "messages": 4,
         "values": 2000,
         "known": 0,
-        "cold": 0,
+        "first_visits": 0,
         "error": None,
         "change": None,
     }

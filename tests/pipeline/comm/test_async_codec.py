@@ -19,7 +19,7 @@ from tests.ranks import Ranks
 from tests.training import ZERO_BUBBLE, batch, config, start
 from thinpipe.launch.components import Built
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.comm.async_codec import Alarm, Microbatch
+from thinpipe.pipeline.comm.async_codec import FirstError, Microbatch
 from thinpipe.pipeline.comm.boundary import Stateless
 from thinpipe.pipeline.comm.channel import BACKWARD, Channel
 from thinpipe.pipeline.comm.link import LinkError, LoopbackLink
@@ -205,7 +205,7 @@ COMPUTE_FAILS = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from tests.pipeline.test_courier import slow_run
+from tests.pipeline.comm.test_async_codec import slow_run
 from tests.training import batch
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 2)
@@ -227,7 +227,7 @@ built.engine.train_step(batch(list(range(6))), 0)
 @pytest.mark.dist
 def test_waiting_couriers_do_not_keep_a_failed_rank_from_ending(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     upper, lower = (
         subprocess.Popen(
             [sys.executable, "-c", COMPUTE_FAILS, str(rank), str(tmp_path / "store")],
@@ -250,26 +250,26 @@ def test_waiting_couriers_do_not_keep_a_failed_rank_from_ending(tmp_path: Path) 
 
 
 def test_an_alarm_ends_every_wait() -> None:
-    alarm, silent, failing = Alarm(), Future[int](), Future[int]()
-    alarm.watch(silent)
-    alarm.watch(failing)
-    alarm.check()
+    first_error, silent, failing = FirstError(), Future[int](), Future[int]()
+    first_error.watch(silent)
+    first_error.watch(failing)
+    first_error.check()
     failing.set_exception(LinkError("first"))
     for _ in range(2):
         with pytest.raises(LinkError, match="first"):
-            alarm.wait_for(silent)
+            first_error.wait_for(silent)
     with pytest.raises(LinkError, match="first"):
-        alarm.check()
-    other = alarm.watch(Future[int]())
+        first_error.check()
+    other = first_error.watch(Future[int]())
     other.set_exception(LinkError("second"))
     with pytest.raises(LinkError, match="second"):
-        alarm.wait_for(other)
+        first_error.wait_for(other)
     with pytest.raises(LinkError, match="first"):
-        alarm.check()
+        first_error.check()
 
 
 def test_a_result_that_is_there_is_given_whatever_else_failed() -> None:
-    alarm, done, failing = Alarm(), Future[Tensor](), Future[Tensor]()
+    first_error, done, failing = FirstError(), Future[Tensor](), Future[Tensor]()
     done.set_result(torch.ones(1))
-    alarm.watch(failing).set_exception(LinkError("peer is gone"))
-    assert torch.equal(alarm.wait_for(done), torch.ones(1))
+    first_error.watch(failing).set_exception(LinkError("peer is gone"))
+    assert torch.equal(first_error.wait_for(done), torch.ones(1))

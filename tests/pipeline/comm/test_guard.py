@@ -16,7 +16,7 @@ from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.launch.components import Built
 from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless
-from thinpipe.pipeline.comm.error_stats import Signal, signal
+from thinpipe.pipeline.comm.error_stats import ErrorStats, error_stats
 from thinpipe.pipeline.comm.guard import Guard, GuardConfig, Rule
 from thinpipe.pipeline.step_stats import StepTotals
 from thinpipe.pipeline.wire.hadamard import Hadamard
@@ -35,11 +35,11 @@ def test_a_stateless_boundary_measures_its_error() -> None:
     encode(end, x, [1, 2, 3])
     codec, decoded = Hadamard(4), torch.empty(1, 128)
     codec.encode(x[:1].flatten(1), torch.empty(1, codec.nbytes(128), dtype=torch.uint8), decoded)
-    found = signal(end.gauge.take())
-    assert (found.known, found.cold, found.change) == (0, 3, None)
+    found = error_stats(end.error_meter.take())
+    assert (found.known, found.first_visits, found.change) == (0, 3, None)
     expected = float((decoded - x[:1].flatten(1)).norm() / x[0].norm())
     assert found.error == pytest.approx(expected)
-    assert signal(end.gauge.take()) == Signal()
+    assert error_stats(end.error_meter.take()) == ErrorStats()
 
 
 def test_a_delta_boundary_measures_changes() -> None:
@@ -47,10 +47,10 @@ def test_a_delta_boundary_measures_changes() -> None:
     end = build_delta(AqsgdConfig(bits=8, memory="fp32", first_visit="fp32"), width=16, key=0)
     encode(end, x, [4, 5])
     end.finish_step(keep=True)
-    assert signal(end.gauge.take()) == Signal(0, 2, 0.0, None)
+    assert error_stats(end.error_meter.take()) == ErrorStats(0, 2, 0.0, None)
     encode(end, 1.25 * x, [4, 6])
-    found = signal(end.gauge.take())
-    assert (found.known, found.cold) == (1, 1)
+    found = error_stats(end.error_meter.take())
+    assert (found.known, found.first_visits) == (1, 1)
     assert found.change == pytest.approx(0.2)
     assert found.error is not None
     assert 0 < found.error < 0.01
@@ -60,25 +60,25 @@ def test_what_is_not_finite_is_not_measured() -> None:
     x = torch.full((1, 8, 16), math.nan)
     end = Stateless(Hadamard(4))
     encode(end, x, [1])
-    assert signal(end.gauge.take()) == Signal(0, 1, None, None)
+    assert error_stats(end.error_meter.take()) == ErrorStats(0, 1, None, None)
 
 
-def judge(guard: Guard, *signals: Signal) -> list[str]:
+def judge(guard: Guard, *signals: ErrorStats) -> list[str]:
     return [note for found in signals for note in guard.judge({PLACE: found})]
 
 
-def make(mode: Any, rungs: int = 2, **options: Any) -> Guard:
-    return Guard({PLACE: Rule(GuardConfig(mode=mode, patience=4, **options), rungs)}, [])
+def make(mode: Any, fallbacks: int = 2, **options: Any) -> Guard:
+    return Guard({PLACE: Rule(GuardConfig(mode=mode, patience=4, **options), fallbacks)}, [])
 
 
 def test_shrinking_changes_are_no_problem() -> None:
-    signals = [Signal(1, 0, 0.2, 0.9 * 0.95**step) for step in range(60)]
+    signals = [ErrorStats(1, 0, 0.2, 0.9 * 0.95**step) for step in range(60)]
     assert judge(make("act"), *signals) == []
 
 
 def test_growing_changes_are_told_once() -> None:
     """Ternary levels at 2 bits: changes grow from 0.23 to 0.47 of the activations."""
-    signals = [Signal(1, 0, 0.2, 0.23 + 0.01 * step) for step in range(40)]
+    signals = [ErrorStats(1, 0, 0.2, 0.23 + 0.01 * step) for step in range(40)]
     (note,) = judge(make("warn"), *signals)
     assert "cut 2 forward: changes have grown from 0.2" in note
     assert 'guard.mode = "act"' in note
@@ -87,22 +87,27 @@ def test_growing_changes_are_told_once() -> None:
 
 def test_small_changes_may_grow() -> None:
     """From nothing to a tenth, as when a learning rate warms up."""
-    assert judge(make("act"), *[Signal(1, 0, 0.1, 0.002 * step) for step in range(1, 50)]) == []
+    assert judge(make("act"), *[ErrorStats(1, 0, 0.1, 0.002 * step) for step in range(1, 50)]) == []
 
 
 def test_a_large_error_climbs_the_ladder_and_then_warns() -> None:
-    notes = judge(make("act", error=0.5), *[Signal(0, 1, 0.7)] * 30)
+    notes = judge(make("act", error=0.5), *[ErrorStats(0, 1, 0.7)] * 30)
     assert len(notes) == 3
     assert all("the error is 0.70" in note for note in notes)
     assert ["stateless" in note for note in notes] == [True, True, False]
 
 
 def test_one_outlier_is_not_a_trend() -> None:
-    assert judge(make("act"), *[Signal(0, 1, 0.1)] * 5, Signal(0, 1, 1.5), Signal(0, 1, 0.1)) == []
+    assert (
+        judge(
+            make("act"), *[ErrorStats(0, 1, 0.1)] * 5, ErrorStats(0, 1, 1.5), ErrorStats(0, 1, 0.1)
+        )
+        == []
+    )
 
 
 def test_a_restored_guard_goes_on_alike() -> None:
-    signals = [Signal(1, 0, 0.2, 0.23 + 0.01 * step) for step in range(40)]
+    signals = [ErrorStats(1, 0, 0.2, 0.23 + 0.01 * step) for step in range(40)]
     whole, first, second = make("act"), make("act"), make("act")
     notes = judge(first, *signals[:17])
     second.load_state_dict(first.state_dict())
@@ -129,7 +134,7 @@ def levels(built: Built, totals: StepTotals) -> tuple[Any, ...]:
         for stage in built.stages
         for channel in stage.channels.all()
     }
-    return places, totals.notes, [(wire.signal, wire.nbytes) for wire in totals.wire]
+    return places, totals.notes, [(wire.error_stats, wire.nbytes) for wire in totals.wire]
 
 
 def _train_guarded(rank: int) -> tuple[list[float], list[Any]]:
@@ -185,7 +190,7 @@ def test_a_cut_that_leaves_aqsgd_gives_its_memory_back(tmp_path: Path, tier: str
         built.engine.train_step(item, 0, item.ids_B)
         kept = [weakref.ref(memory._store.row(5)) for memory in memories(built)]
         assert all(row() is not None for row in kept)
-        assert [built.engine.train_step(item, step, item.ids_B).healed for step in (1, 2)] == [
+        assert [built.engine.train_step(item, step, item.ids_B).repaired for step in (1, 2)] == [
             ()
         ] * 2
         assert [len(memory) for memory in memories(built)] == [0, 0]

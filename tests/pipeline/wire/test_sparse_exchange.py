@@ -72,7 +72,7 @@ class Replicas:
         self.codec.decode(message, mean)
         subset.scatter(left, self.error)
         for (_, own), x, base in zip(sent, self.x, self.base, strict=True):
-            subset.settle(own, mean, x, base)
+            subset.apply_exchanged(own, mean, x, base)
 
     def move(self, step: int) -> torch.Tensor:
         """Give every replica an update of its own; returns their mean."""
@@ -117,7 +117,7 @@ def test_the_residual_is_what_was_not_sent(numel: int, fraction: float, bits: in
     replicas.move(0)
     before, subset = replicas.x[0] - replicas.base[0], replicas.subset(2)
     ((_, seen),) = replicas.sent(subset)
-    subset.settle(seen, torch.zeros(subset.size), replicas.x[0], replicas.base[0])
+    subset.apply_exchanged(seen, torch.zeros(subset.size), replicas.x[0], replicas.base[0])
     expected = before.clone()
     taken = torch.empty(subset.size)
     subset.gather(before, taken)

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from thinpipe.pipeline.wire.pinned import brought_to, host_bytes, written_on
-from thinpipe.pipeline.wire.stream import Lane
+from thinpipe.pipeline.wire.stream import SideStream
 
 CPU = torch.device("cpu")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def test_on_the_cpu_there_are_no_moments_and_no_copies() -> None:
-    lane, x, wire = Lane(CPU), torch.randn(3), host_bytes(4, CPU)
+    lane, x, wire = SideStream(CPU), torch.randn(3), host_bytes(4, CPU)
     assert lane.now() is None
     with lane.after(None), written_on(CPU, wire) as near:
         assert near is wire
@@ -23,7 +23,7 @@ def test_on_the_cpu_there_are_no_moments_and_no_copies() -> None:
 @GPU
 def test_a_lane_waits_for_the_compute_it_depends_on() -> None:
     device = torch.device("cuda", 0)
-    lane = Lane(device)
+    lane = SideStream(device)
     x = torch.ones(2048, 2048, device=device)
     for _ in range(50):  # long enough that a copy that does not wait reads old values
         x = x @ x / 2048
@@ -43,7 +43,7 @@ def test_a_lane_waits_for_the_compute_it_depends_on() -> None:
 def test_handing_a_tensor_over_waits_for_nothing() -> None:
     """All that the schedule's thread does returns while the GPU is still at work."""
     device = torch.device("cuda", 0)
-    lane, x = Lane(device), torch.zeros(4, device=device)
+    lane, x = SideStream(device), torch.zeros(4, device=device)
     with lane.after(None):
         moved, there = torch.ones(4, device=device), lane.now()
     torch.ones(4, device=device) + x  # a first addition is loaded, which may wait

@@ -131,7 +131,7 @@ def test_tensors_of_another_size_are_refused_before_memory_is_touched(numel: int
     with pytest.raises(ValueError, match=f"a tensor of {numel} values .*needs 500"):
         subset.gather(wrong, chosen)
     with pytest.raises(ValueError, match=f"a tensor of {numel} values .*needs 500"):
-        subset.settle(chosen, chosen, torch.zeros(500), wrong)
+        subset.apply_exchanged(chosen, chosen, torch.zeros(500), wrong)
     with pytest.raises(ValueError, match=f"needs {subset.size} in one of"):
         subset.scatter(torch.zeros(subset.size + 1), torch.zeros(500))
     with pytest.raises(ValueError, match="strides"):

@@ -61,10 +61,10 @@ def place_add(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
     _place(mask_M.numpy(), _flat(kept_k), out, out)
 
 
-def settle(
+def apply_exchanged(
     sent_n: Tensor, mean_n: Tensor, start_R: Tensor, run: int, x_N: Tensor, base_N: Tensor
 ) -> None:
-    """Move base and x to what all ranks agreed on; see `SparseKernels.settle`."""
+    """Move base and x to what all ranks agreed on; see `SparseKernels.apply_exchanged`."""
     _settle(_flat(sent_n), _flat(mean_n), start_R.numpy(), run, _flat(x_N), _flat(base_N))
 
 

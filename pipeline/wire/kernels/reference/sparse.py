@@ -62,10 +62,10 @@ def place_add(mask_M: Tensor, kept_k: Tensor, out_n: Tensor) -> None:
     out_n[_flags(mask_M, out_n)] += kept_k
 
 
-def settle(
+def apply_exchanged(
     sent_n: Tensor, mean_n: Tensor, start_R: Tensor, run: int, x_N: Tensor, base_N: Tensor
 ) -> None:
-    """Move base and x to what all ranks agreed on; see `SparseKernels.settle`."""
+    """Move base and x to what all ranks agreed on; see `SparseKernels.apply_exchanged`."""
     place_n = _places(start_R, run, x_N)
     base_n = base_N[place_n].float()
     left_n = (x_N[place_n].float() - base_n) - sent_n

@@ -11,7 +11,7 @@ import torch
 
 from thinpipe.pipeline.wire.kernels.hadamard import TILES, load_tile_kernels
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASES = [(tile, numel, dtype) for tile in TILES for numel in (1, 300, 2100) for dtype in DTYPES]
 

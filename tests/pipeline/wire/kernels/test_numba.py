@@ -291,7 +291,7 @@ def test_cached_code_is_keyed_by_all_kernel_sources(cached: tuple[Path, list[str
 
     A helper in another file may have changed, so a digest of all of them is part of the name.
     """
-    sources = sorted(Path(numba_cpu.__file__).parent.glob("*.py"))
+    sources = sorted(Path(numba_cpu.__file__).parent.rglob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     indexes = [path.name for path in cached[0].rglob("*.nbi")]
     assert indexes

@@ -56,7 +56,7 @@ def test_runs_are_taken_put_and_settled_alike(numel: int, dtype: torch.dtype) ->
         assert torch.equal(*taken)
     ends = [(x.clone(), base.clone(), x.clone()) for _ in BOTH]
     for kernels, (moved, moved_base, put) in zip(BOTH, ends, strict=True):
-        kernels.settle(sent, mean, start, RUN, moved, moved_base)
+        kernels.apply_exchanged(sent, mean, start, RUN, moved, moved_base)
         kernels.scatter(sent, start, RUN, put)
     assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
     assert not torch.equal(ends[0][1], base)

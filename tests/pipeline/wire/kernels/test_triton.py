@@ -14,7 +14,7 @@ from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
 
 triton = pytest.importorskip("triton")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CASES = [*((bits, 1100 + bits, 100) for bits in range(1, 9)), (4, 9, 4), (3, 1024, 1024)]
 MORE_CASES = [
