@@ -72,7 +72,7 @@ class Budget:
         """Choose for exchange `number` and those that follow; all replicas call it alike.
 
         Raises:
-            ExchangeError, DesyncError: a replica is gone.
+            TransportError, DesyncError: a replica is gone.
         """
         mine = torch.tensor([self._slot_s, self._rate_bps])
         key, exact = ExchangeKey(number, _BUCKET), OneRow(Cast("fp32"))

@@ -160,7 +160,7 @@ def reduce_sharded(
     which it may overwrite, into what the answer is to be.
 
     Raises:
-        ExchangeError, DesyncError: nothing was changed.
+        TransportError, DesyncError: nothing was changed.
     """
     frames = _Frames(key, compressor)
     me = peers.rank
@@ -187,7 +187,7 @@ def gather_sum(
     """Sum the replicas' vectors (fp32), each compressed once; (sum, what was sent of ours).
 
     Raises:
-        ExchangeError, DesyncError: nothing was changed.
+        TransportError, DesyncError: nothing was changed.
     """
     frames = _Frames(key, compressor)
     seen_N = torch.empty_like(target_N)
@@ -203,7 +203,7 @@ def gather_all(
     """Every replica's vector (fp32), by rank, as the others see it.
 
     Raises:
-        ExchangeError, DesyncError: nothing was changed.
+        TransportError, DesyncError: nothing was changed.
     """
     frames = _Frames(key, compressor)
     found = [torch.empty_like(mine_N) for _ in range(peers.size)]

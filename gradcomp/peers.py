@@ -18,13 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError, coding_and_length
 
 CHUNK_NBYTES = 256 * 1024
-
-
-class ExchangeError(RuntimeError):
-    """A replica did not deliver or did not take its part of an exchange."""
 
 
 class Peers(Protocol):
@@ -41,7 +38,7 @@ class Peers(Protocol):
         All replicas call it alike. Payloads are at most `capacity` bytes long.
 
         Raises:
-            ExchangeError: a replica is gone, or silent for longer than the group's timeout.
+            TransportError: a replica is gone, or silent for longer than the group's timeout.
             DesyncError: a message is longer than it can be.
         """
 
@@ -151,7 +148,7 @@ class LocalPeers:
         try:
             message = self.mailboxes[peer, self.rank].get(timeout=self.timeout_s)
         except queue.Empty:
-            raise ExchangeError(
+            raise TransportError(
                 f"replica {peer} -> replica {self.rank}: nothing came in {self.timeout_s} s"
             ) from None
         _payload_nbytes(message, peer, self.rank, capacity)
@@ -177,7 +174,7 @@ def _payload_nbytes(start: Tensor, source: int, target: int, capacity: int) -> i
     return length
 
 
-def _lost(source: int, target: int, error: RuntimeError) -> ExchangeError:
+def _lost(source: int, target: int, error: RuntimeError) -> TransportError:
     # gloo's first sentence, without the key in its source and its advice
     reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
-    return ExchangeError(f"replica {source} -> replica {target}: lost in an exchange: {reason}")
+    return TransportError(f"replica {source} -> replica {target}: lost in an exchange: {reason}")

@@ -10,7 +10,7 @@ from torch import nn
 
 from thinpipe.gradcomp import methods
 from thinpipe.gradcomp.peers import Peers
-from thinpipe.gradcomp.sync import ReplicaSync
+from thinpipe.pipeline.replica_sync import ReplicaSync
 
 
 class Method(Protocol):

@@ -14,7 +14,6 @@ from thinpipe.aqsgd.store import RamStore, Store
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.peers import CHUNK_NBYTES, GroupPeers
 from thinpipe.gradcomp.registry import load_method
-from thinpipe.gradcomp.sync import ReplicaSync
 from thinpipe.launch.components import Built, build_blocks, build_boundary, build_objective
 from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
 from thinpipe.launch.config.toml import ConfigError
@@ -29,6 +28,7 @@ from thinpipe.pipeline.config import RawConfig
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.models.build import StageModule, trainable
+from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import build_schedule, stage_to_rank
 from thinpipe.pipeline.stage import Channels, CompressedStage
 from thinpipe.pipeline.wire.hadamard import Hadamard

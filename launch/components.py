@@ -9,7 +9,6 @@ import torch
 
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.aqsgd.store import Store
-from thinpipe.gradcomp.sync import ReplicaSync
 from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless, raw
 from thinpipe.pipeline.comm.channel import Mode
@@ -17,6 +16,7 @@ from thinpipe.pipeline.config import DirectConfig, StatelessConfig, build_codec
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.loss import Classification, NextToken, Objective
 from thinpipe.pipeline.models.build import StageModule, build_model
+from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.stage import CompressedStage
 
 

@@ -45,7 +45,7 @@ Precision = Literal["fp32", "bf16"]
 
 
 class Exchange(Protocol):
-    """What the engine needs of a `thinpipe.gradcomp.sync.ReplicaSync`."""
+    """What the engine needs of a `thinpipe.pipeline.replica_sync.ReplicaSync`."""
 
     bytes_sent: int
 
@@ -158,7 +158,7 @@ class PipelineEngine:
 
         Raises:
             ValueError: the batch is empty, holds an id twice, or one that `begin` was not told of.
-            LinkError, DesyncError: a peer failed; the run must be restarted from a checkpoint.
+            TransportError, DesyncError: a peer failed; the run must be restarted from a checkpoint.
         """
         _check(batch, self._own_ids_B)
         self.take_events()

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinpipe.pipeline.comm.link import LinkError, transport_reason
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.link import transport_reason
 
 _SWAP_TAG = (1 << 31) - 1  # above every tag of `thinpipe.pipeline.comm.link`
 
@@ -66,7 +67,7 @@ class Mesh:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise LinkError(
+                raise TransportError(
                     f"rank {self.rank} lost rank {peer} in the exchange that ends a step: "
                     f"{transport_reason(error)}"
                 ) from error

@@ -125,7 +125,7 @@ class CompressedStage(_PipelineStageBase):
         """Wait until all messages are on their way; then channels and events may be read.
 
         Raises:
-            LinkError: a peer is gone.
+            TransportError: a peer is gone.
         """
         for sender in self._senders():
             sender.end_pass()

@@ -18,10 +18,10 @@ from torch import Tensor
 from benchmarks.fidelity.finetuning import Corpus, Scale, Weights
 from thinpipe.gradcomp.peers import local_peers
 from thinpipe.gradcomp.registry import load_method, parse_options
-from thinpipe.gradcomp.sync import ReplicaSync
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.pipeline.models.transformer import TransformerStage, build_layers
+from thinpipe.pipeline.replica_sync import ReplicaSync
 
 _EVAL_BATCH, _CLIP_NORM = 64, 1.0
 _PAUSE_S = 3600.0  # a long run may be paused

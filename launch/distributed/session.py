@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from thinpipe.gradcomp.peers import ExchangeError
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.distributed.handshake import (
     agree,
@@ -24,6 +23,7 @@ from thinpipe.launch.distributed.handshake import (
     report_failure,
     versions,
 )
+from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.link import is_transport_error, transport_reason
 from thinpipe.pipeline.mesh import Mesh, build_mesh
 from thinpipe.pipeline.wire.header import DesyncError
@@ -123,7 +123,7 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
         dist.barrier(group=mesh.control)  # nobody leaves while another still needs its links
     except Exception as error:
         account = _tell_others(store, rank, world, error)
-        if isinstance(error, DesyncError | ExchangeError) or is_transport_error(error):
+        if isinstance(error, DesyncError | TransportError) or is_transport_error(error):
             raise PeerError(account) from error
         raise
     dist.destroy_process_group()

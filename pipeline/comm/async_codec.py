@@ -147,7 +147,8 @@ class Receiver:
         """Wait for a microbatch.
 
         Raises:
-            LinkError, DesyncError, CodingError: as `Channel.receive`, from any courier of the rank.
+            TransportError, DesyncError, CodingError: as `Channel.receive`, from any courier of the
+            rank.
         """
         if self._worker is None:
             return self._side_stream.hand_over(*self._take(m))

@@ -90,7 +90,7 @@ class Channel:
         """Wait for a microbatch, check its header, decode it.
 
         Raises:
-            LinkError: the peer is gone.
+            TransportError: the peer is gone.
             DesyncError: the message is not the expected one.
             CodingError: its payload does not expand to the expected size.
         """

@@ -13,13 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.wire.pinned import host_bytes
 
 MAX_MICROBATCHES = 4096
-
-
-class LinkError(RuntimeError):
-    """A peer did not deliver or did not take a message."""
 
 
 def transport_reason(error: Exception) -> str:
@@ -29,7 +26,7 @@ def transport_reason(error: Exception) -> str:
 
 def is_transport_error(error: Exception) -> bool:
     """Whether gloo raised it because of a peer or the network."""
-    return "gloo/transport" in str(error) or isinstance(error, LinkError)
+    return "gloo/transport" in str(error) or isinstance(error, TransportError)
 
 
 class Link(Protocol):
@@ -53,7 +50,7 @@ class Link(Protocol):
         """Wait for an expected message (uint8); a shorter one leaves the buffer's end undefined.
 
         Raises:
-            LinkError: the peer is gone, or silent for longer than the group's timeout.
+            TransportError: the peer is gone, or silent for longer than the group's timeout.
         """
 
     def send(self, slot: int, message: Tensor) -> None:
@@ -114,9 +111,9 @@ class GroupLink:
         except RuntimeError as error:
             raise self._failure(doing, error) from error
 
-    def _failure(self, doing: str, error: RuntimeError) -> LinkError:
+    def _failure(self, doing: str, error: RuntimeError) -> TransportError:
         reason = transport_reason(error)
-        return LinkError(f"{self.name}: lost while {doing} (pass {self._pass}): {reason}")
+        return TransportError(f"{self.name}: lost while {doing} (pass {self._pass}): {reason}")
 
     def _tag(self, slot: int) -> int:
         return ((self._pass & 1) << 18 | self.channel) * MAX_MICROBATCHES + slot
@@ -141,13 +138,13 @@ class LoopbackLink:
         """Return the message, which must be there; a shorter one is zero-filled, as on gloo.
 
         Raises:
-            LinkError: nothing was sent, or more than expected.
+            TransportError: nothing was sent, or more than expected.
         """
         nbytes = self._expected.pop(slot)
         message = self._messages.pop(slot, None)
         if message is None or message.numel() > nbytes:
             found = "nothing" if message is None else f"{message.numel()} bytes"
-            raise LinkError(
+            raise TransportError(
                 f"loopback: expected up to {nbytes} bytes of microbatch {slot}, got {found}"
             )
         return torch.cat([message, message.new_zeros(nbytes - message.numel())])

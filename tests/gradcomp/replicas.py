@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.peers import Peers, local_peers
 from thinpipe.gradcomp.registry import load_method, parse_options
-from thinpipe.gradcomp.sync import ReplicaSync
+from thinpipe.pipeline.replica_sync import ReplicaSync
 
 
 def make_net(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.gradcomp.replicas import Replicas, all_of
-from thinpipe.gradcomp.peers import ExchangeError, LocalPeers, local_peers
+from thinpipe.gradcomp.peers import LocalPeers, local_peers
 from thinpipe.gradcomp.registry import method_names
+from thinpipe.pipeline.comm.errors import TransportError
 
 METHODS = [name for name in method_names() if name != "none"]
 
@@ -61,13 +62,13 @@ class FailingPeers:
         if self.late:
             self.inner.exchange(outgoing, capacity)
         self.inner.failed.set()
-        raise ExchangeError("replica 1 -> replica 0: cut")
+        raise TransportError("replica 1 -> replica 0: cut")
 
 
 def outcome(sync: Any, name: str) -> str:
     try:
         getattr(sync, name)()
-    except ExchangeError as error:
+    except TransportError as error:
         return str(error)
     return "done"
 

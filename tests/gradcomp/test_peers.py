@@ -14,7 +14,8 @@ from torch import Tensor
 from tests.gradcomp.replicas import all_of
 from tests.ranks import Ranks
 from thinpipe.gradcomp.exchange import ExchangeKey, OneRow, reduce_sharded
-from thinpipe.gradcomp.peers import ExchangeError, GroupPeers, local_peers
+from thinpipe.gradcomp.peers import GroupPeers, local_peers
+from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError, Header
 
@@ -87,7 +88,7 @@ def die_in_exchange(rank: int, account: Path) -> None:
         os._exit(1)
     targets = torch.zeros(100).tensor_split(2)
     begin = time.monotonic()
-    with pytest.raises(ExchangeError) as caught:
+    with pytest.raises(TransportError) as caught:
         reduce_sharded(
             peers,
             ExchangeKey(0, 0, 1),
@@ -130,5 +131,5 @@ def test_an_exchange_of_another_step_is_noticed() -> None:
 
 def test_a_silent_peer_is_named() -> None:
     first, _ = local_peers(2, timeout_s=0.1)
-    with pytest.raises(ExchangeError, match=r"replica 1 -> replica 0: nothing came in 0\.1 s"):
+    with pytest.raises(TransportError, match=r"replica 1 -> replica 0: nothing came in 0\.1 s"):
         first.exchange({1: message(4, 0)}, 4)

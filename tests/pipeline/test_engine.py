@@ -10,7 +10,7 @@ import torch
 
 from tests.ranks import Ranks
 from tests.training import ZERO_BUBBLE, batch, config, share, single_process, start, train_steps
-from thinpipe.pipeline.comm.link import LinkError
+from thinpipe.pipeline.comm.errors import TransportError
 
 pytestmark = pytest.mark.dist
 
@@ -101,7 +101,7 @@ def fall_silent(rank: int, account: Path) -> None:
             time.sleep(0.05)
         return
     begin = time.monotonic()
-    with pytest.raises(LinkError) as caught:
+    with pytest.raises(TransportError) as caught:
         built.engine.train_step(batch([1, 2, 3, 4]), 0)
     account.write_text(f"{time.monotonic() - begin:.1f} {caught.value}")
 

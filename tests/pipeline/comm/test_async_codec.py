@@ -22,7 +22,8 @@ from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.comm.async_codec import FirstError, Microbatch
 from thinpipe.pipeline.comm.boundary import Stateless
 from thinpipe.pipeline.comm.channel import BACKWARD, Channel
-from thinpipe.pipeline.comm.link import LinkError, LoopbackLink
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.link import LoopbackLink
 from thinpipe.pipeline.stage import Channels, CompressedStage, ComputeEvent
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
@@ -135,7 +136,7 @@ def fail_to_encode(rank: int) -> tuple[float, str]:
     begin_s = time.monotonic()
     try:
         built.engine.train_step(batch(list(range(COUNT))), 0)
-    except (ValueError, LinkError) as error:
+    except (ValueError, TransportError) as error:
         return time.monotonic() - begin_s, str(error)
     return 0.0, "no error"
 
@@ -254,22 +255,22 @@ def test_an_alarm_ends_every_wait() -> None:
     first_error.watch(silent)
     first_error.watch(failing)
     first_error.check()
-    failing.set_exception(LinkError("first"))
+    failing.set_exception(TransportError("first"))
     for _ in range(2):
-        with pytest.raises(LinkError, match="first"):
+        with pytest.raises(TransportError, match="first"):
             first_error.wait_for(silent)
-    with pytest.raises(LinkError, match="first"):
+    with pytest.raises(TransportError, match="first"):
         first_error.check()
     other = first_error.watch(Future[int]())
-    other.set_exception(LinkError("second"))
-    with pytest.raises(LinkError, match="second"):
+    other.set_exception(TransportError("second"))
+    with pytest.raises(TransportError, match="second"):
         first_error.wait_for(other)
-    with pytest.raises(LinkError, match="first"):
+    with pytest.raises(TransportError, match="first"):
         first_error.check()
 
 
 def test_a_result_that_is_there_is_given_whatever_else_failed() -> None:
     first_error, done, failing = FirstError(), Future[Tensor](), Future[Tensor]()
     done.set_result(torch.ones(1))
-    first_error.watch(failing).set_exception(LinkError("peer is gone"))
+    first_error.watch(failing).set_exception(TransportError("peer is gone"))
     assert torch.equal(first_error.wait_for(done), torch.ones(1))

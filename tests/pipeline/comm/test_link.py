@@ -14,7 +14,8 @@ from tests.ranks import Ranks
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.pipeline.comm.boundary import Stateless, raw
 from thinpipe.pipeline.comm.channel import FORWARD, Channel
-from thinpipe.pipeline.comm.link import GroupLink, LinkError, LoopbackLink
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.link import GroupLink, LoopbackLink
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.header import DesyncError
 
@@ -120,7 +121,7 @@ def peer_dies(rank: int, account: Path) -> None:
     start = time.monotonic()
     try:
         made.receive(0, SHAPE, IDS)
-    except LinkError as error:
+    except TransportError as error:
         account.write_text(f"{error} after {time.monotonic() - start:.1f} s")
 
 
@@ -160,9 +161,11 @@ def test_messages_find_their_slot_whatever_the_order(ranks: Ranks) -> None:
 def test_loopback_refuses_what_was_not_announced() -> None:
     link = LoopbackLink()
     link.expect(0, 10)
-    with pytest.raises(LinkError, match="expected up to 10 bytes of microbatch 0, got nothing"):
+    with pytest.raises(
+        TransportError, match="expected up to 10 bytes of microbatch 0, got nothing"
+    ):
         link.take(0)
     link.expect(1, 10)
     link.send(1, torch.zeros(11, dtype=torch.uint8))
-    with pytest.raises(LinkError, match="got 11 bytes"):
+    with pytest.raises(TransportError, match="got 11 bytes"):
         link.take(1)

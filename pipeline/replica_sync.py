@@ -1,22 +1,34 @@
-"""The ReplicaSync contract: how the replicas of one stage stay together."""
+"""The ReplicaSync contract: how the replicas of one stage stay together.
+
+The engine calls it around every optimizer step; `gradcomp/methods/` holds the implementations.
+"""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 
 class ReplicaSync(Protocol):
-    """Exchanges what replicas must share; called by the engine around every optimizer step.
+    """Exchanges what replicas must share.
 
-    The loss is already divided by the tokens of all replicas, so gradients are to be summed. If an
-    exchange fails, the call that needs it raises, and parameters are as before the exchange.
+    If an exchange fails, the call that needs it raises a `TransportError`, and parameters are as
+    before the exchange.
     """
 
     replicas_equal: bool
     """Whether parameters are equal on all replicas after every step."""
 
+    leaves: Literal["gradients", "updates"]
+    """What `before_step` leaves in `p.grad`. Updates are not clipped."""
+
+    loss_scope: Literal["global", "replica"]
+    """Whose tokens the loss is divided by: those of all replicas, or of this one."""
+
     bytes_sent: int
     """Bytes this rank has sent so far, headers included."""
+
+    def due(self, step: int) -> bool:
+        """Whether this step waits for other replicas; if not, it shares nothing with them."""
 
     def begin_step(self, passes: int) -> None:
         """A step begins; every parameter will get `passes` gradients (0: not known)."""
@@ -26,6 +38,12 @@ class ReplicaSync(Protocol):
 
     def after_step(self) -> None:
         """Parameters moved; exchange them here if the method does. Not called if they did not."""
+
+    def finish(self) -> None:
+        """Apply what is still under way, or raise its failure.
+
+        Called before evaluation, checkpoints and the end of training; every replica calls it alike.
+        """
 
     def global_parameters(self) -> AbstractContextManager[None]:
         """Inside, parameters are those of the one model that all replicas stand for.
