@@ -18,8 +18,10 @@ from torch import Tensor
 
 from thinpipe.aqsgd.delta_codec import ChangeCodec, unpacked
 from thinpipe.aqsgd.memory import SampleMemory, Visit
+from thinpipe.pipeline.comm.boundary import MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
 from thinpipe.pipeline.wire.codec import Codec, Noise
+from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
 from thinpipe.pipeline.wire.uniform import PackedMemory
 
@@ -61,38 +63,41 @@ class DeltaBoundary:
         """Bits per value of a change."""
         return self._delta.bits
 
-    def nbytes(self, shape_BTD: torch.Size, ids_B: Tensor) -> int:
-        """First visits at their codec's size, known samples at the delta codec's."""
-        numel = shape_BTD[1:].numel()
-        known = int(self.memory.known(ids_B).sum())
-        first = len(ids_B) - known
-        return first * self._first_visit.nbytes(numel) + known * self._delta.nbytes(numel)
-
     def capacity(self, shape_BTD: torch.Size) -> int:
         """All of them first visits, or all known."""
         numel = shape_BTD[1:].numel()
         return shape_BTD[0] * max(self._first_visit.nbytes(numel), self._delta.nbytes(numel))
 
-    def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:
-        """Fill `wire` and stage what the receiver will have seen."""
-        x_BN = x_BTD.detach().reshape(len(ids_B), -1)
-        with written_on(x_BN.device, wire) as near:
-            first, known = self._parts(ids_B, near, x_BN.shape[1])
-            seen_BN = self._encode_first(x_BN, first, step)
-            visits = [self._encode_change(x_BN, *place, step) for place in known.one_by_one()]
-        self.error_meter.count(known=len(known.rows), first_visits=len(first.rows))
-        self._stage(ids_B, wire, seen_BN, visits)
+    def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
+        """First visits at their codec's size, known samples at the delta codec's."""
+        prints_B = self.memory.fingerprints(ids_B)
+        known_B, numel = prints_B != 0, shape_BTD[1:].numel()
+        known = int(known_B.sum())
+        nbytes = known * self._delta.nbytes(numel)
+        nbytes += (len(ids_B) - known) * self._first_visit.nbytes(numel)
+        return MessagePlan(ids_B, shape_BTD, step, nbytes, known_B, crc32(prints_B))
 
-    def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
+    def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
+        """Fill `wire` and stage what the receiver will have seen."""
+        x_BN = x_BTD.detach().reshape(len(plan.ids_B), -1)
+        with written_on(x_BN.device, wire) as near:
+            first, known = self._parts(plan, near)
+            seen_BN = self._encode_first(x_BN, first, plan.step)
+            visits = [self._encode_change(x_BN, *row, plan.step) for row in known.one_by_one()]
+        self.error_meter.count(known=len(known.rows), first_visits=len(first.rows))
+        self._stage(plan, wire, seen_BN, visits)
+        return plan.capacity
+
+    def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
         """Fill `out_BTD` with m + d and stage it."""
-        out_BN = out_BTD.view(len(ids_B), -1)
-        first, known = self._parts(ids_B, brought_to(out_BN.device, wire), out_BN.shape[1])
+        out_BN = out_BTD.view(len(plan.ids_B), -1)
+        first, known = self._parts(plan, brought_to(out_BN.device, wire))
         seen_BN = torch.empty(len(first.rows), out_BN.shape[1], device=out_BN.device)
         if first.rows:
             self._first_visit.decode(first.wire_BW, seen_BN)
             out_BN[first.rows] = seen_BN.to(out_BN.dtype)
-        visits = [self._decode_change(out_BN, *place) for place in known.one_by_one()]
-        self._stage(ids_B, wire, seen_BN, visits)
+        visits = [self._decode_change(out_BN, *row) for row in known.one_by_one()]
+        self._stage(plan, wire, seen_BN, visits)
 
     def finish_step(self, *, keep: bool) -> None:
         """Commit the step's values to memory, or forget them."""
@@ -140,10 +145,10 @@ class DeltaBoundary:
         return visit, self._delta.decode_change_packed(wire_1W, visit.memory, out_1N)
 
     def _stage(
-        self, ids_B: Tensor, wire: Tensor, seen_BN: Tensor, visits: list[tuple[Visit, Tensor]]
+        self, plan: MessagePlan, wire: Tensor, seen_BN: Tensor, visits: list[tuple[Visit, Tensor]]
     ) -> None:
         """Hand to memory what a microbatch brought, with the bytes it travelled as."""
-        first, known = self._parts(ids_B, wire, seen_BN.shape[1])
+        first, known = self._parts(plan, wire)
         if first.rows:
             self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
         for (visit, finite_1), wire_W in zip(visits, known.wire_BW, strict=True):
@@ -155,11 +160,12 @@ class DeltaBoundary:
         )
         self.error_meter.measure(x_1N, fresh_1N, old_1N)
 
-    def _parts(self, ids_B: Tensor, wire: Tensor, numel: int) -> tuple[_Part, _Part]:
+    def _parts(self, plan: MessagePlan, wire: Tensor) -> tuple[_Part, _Part]:
         """First visits and known samples; the bytes of the former come first."""
-        known_B = self.memory.known(ids_B)
+        assert plan.known_B is not None
+        ids_B, numel = plan.ids_B, plan.shape_BTD[1:].numel()
         parts, start = [], 0
-        for codec, rows_B in ((self._first_visit, ~known_B), (self._delta, known_B)):
+        for codec, rows_B in ((self._first_visit, ~plan.known_B), (self._delta, plan.known_B)):
             rows, width = torch.nonzero(rows_B).flatten().tolist(), codec.nbytes(numel)
             end = start + len(rows) * width
             parts.append(_Part(rows, ids_B[rows], wire[start:end].view(len(rows), width)))

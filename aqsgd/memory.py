@@ -98,11 +98,6 @@ class SampleMemory:
         self._forget(list(self._histories.keys() - set(held[:samples])))
         self._store.reserve(samples)
 
-    def known(self, ids_B: Tensor) -> Tensor:
-        """Which samples are held, bool [B]."""
-        known = [sample in self._histories for sample in ids_B.tolist()]
-        return torch.tensor(known, dtype=torch.bool)
-
     def fingerprints(self, ids_B: Tensor) -> Tensor:
         """A number (int64, below 2^33) for what is held of each sample: 0 nothing, -1 damaged."""
         prints = [self._fingerprint(sample) for sample in ids_B.tolist()]

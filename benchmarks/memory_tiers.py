@@ -160,9 +160,9 @@ def _found_again(sampler: EpochSampler, epochs: int, room: int) -> tuple[int, in
     for step in range(epochs * sampler.steps_per_epoch):
         ids = sampler.ids(step)
         if step >= sampler.steps_per_epoch:
-            ours += int(memory.known(ids).sum())
+            ours += int((memory.fingerprints(ids) != 0).sum())
             lru += sum(sample in recent for sample in ids.tolist())
-        new = ids[~memory.known(ids)]
+        new = ids[memory.fingerprints(ids) == 0]
         if len(new):
             memory.stage(new, torch.zeros(len(new), 1), torch.zeros(len(new), 1, dtype=torch.uint8))
         memory.commit()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -11,8 +11,6 @@ from torch import nn
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.aqsgd.disk import DiskStore, RowFile
 from thinpipe.aqsgd.store import RamStore, Store
-from thinpipe.gradcomp.options import ExchangeOptions
-from thinpipe.gradcomp.peers import CHUNK_NBYTES, GroupPeers
 from thinpipe.gradcomp.registry import load_method
 from thinpipe.launch.components import Built, build_blocks, build_boundary, build_objective
 from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
@@ -21,23 +19,26 @@ from thinpipe.launch.host.device import choose_device, make_repeatable
 from thinpipe.launch.plan.memory_budget import memory_folder, room, row_nbytes
 from thinpipe.pipeline.comm.bandwidth import measure_rate
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless
-from thinpipe.pipeline.comm.channel import BACKWARD, FORWARD, Channel
+from thinpipe.pipeline.comm.channel import IncomingChannel, OutgoingChannel
 from thinpipe.pipeline.comm.guard import Rule
-from thinpipe.pipeline.comm.link import GroupLink, Link
+from thinpipe.pipeline.comm.link import Link
+from thinpipe.pipeline.comm.message import MessageCodec
+from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
 from thinpipe.pipeline.config import RawConfig
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
-from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.models.build import StageModule, trainable
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import build_schedule, stage_to_rank
 from thinpipe.pipeline.stage import Channels, CompressedStage
+from thinpipe.pipeline.tied import TiedWeight
 from thinpipe.pipeline.wire.hadamard import Hadamard
+from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD
 
 _MOST_BITS = 7  # of tiles
 
 
-LinkMaker = Callable[[int, int, int], Link | None]
-"""(upper stage, lower stage, direction) -> this process's end; None where none is needed."""
+LinkMaker = Callable[[int, int], Link | None]
+"""(upper stage, direction) -> this process's end; None where none is needed."""
 
 
 @dataclass(frozen=True)
@@ -56,27 +57,32 @@ class Wiring:
 
 
 def build(
-    config: RunConfig, mesh: Mesh, *, run_id: int, total_steps: int, wiring: Wiring | None = None
+    config: RunConfig,
+    transport: Transport,
+    *,
+    run_id: int,
+    total_steps: int,
+    wiring: Wiring | None = None,
 ) -> Built:
     """Make this rank's part of the run; every rank calls it alike.
 
-    Without a `wiring`, the schedule says which rank holds which stage, and the mesh's groups join
+    Without a `wiring`, the schedule says which rank holds which stage, and the transport joins
     them.
     """
     if config.pipeline.auto_cuts:
         raise ValueError('pipeline.cuts = "auto": not decided here; give the cuts')
-    wiring = wiring or _rank_wiring(config, mesh)
+    wiring = wiring or _rank_wiring(config, transport)
     device = choose_device(config.pipeline.device)
     make_repeatable(device)
     modules = {stage: _module(config, stage, device) for stage in wiring.stages}
-    tied = _tie(config, modules)
+    shared = _tie(config, modules)
     stages = [
         CompressedStage(
             modules[stage],
             stage,
             config.pipeline.stages,
-            channels=_channels(config, wiring, stage, run_id=run_id, device=device),
-            group=mesh.forward,
+            channels=_channels(config, wiring, stage, run_id=run_id),
+            group=transport.pipeline_group,
             device=device,
         )
         for stage in wiring.stages
@@ -88,14 +94,14 @@ def build(
         betas=config.train.betas,
         weight_decay=config.train.weight_decay,
     )
-    sync = _sync(config, parameters, mesh)
+    sync = _sync(config, parameters, transport)
     engine = PipelineEngine(
         stages,
-        mesh,
+        transport,
         engine_options(config),
         optimizer=optimizer,
         sync=sync,
-        tied=tied,
+        tied=None if shared is None else TiedWeight(shared, transport),
         make_schedule=wiring.make_schedule,
     )
     return Built(stages, engine, optimizer, _lr_schedule(config, optimizer, total_steps), sync)
@@ -152,30 +158,29 @@ def _tie(config: RunConfig, modules: dict[int, StageModule]) -> nn.Parameter | N
     return trained[0] if trained else None  # what LoRA freezes stays equal by itself
 
 
-def _sync(config: RunConfig, parameters: Sequence[nn.Parameter], mesh: Mesh) -> ReplicaSync:
-    options = config.method_options
-    chunk_nbytes = (
-        1024 * options.chunk_kib if isinstance(options, ExchangeOptions) else CHUNK_NBYTES
-    )
-    peers = GroupPeers(mesh.exchange, chunk_nbytes=chunk_nbytes)
-    return load_method(config.method).build(options, parameters, peers)
+def _sync(
+    config: RunConfig, parameters: Sequence[nn.Parameter], transport: Transport
+) -> ReplicaSync:
+    peers = transport.peers(transport.mesh.same_stage)
+    return load_method(config.method).build(config.method_options, parameters, peers)
 
 
-def _rank_wiring(config: RunConfig, mesh: Mesh) -> Wiring:
+def _rank_wiring(config: RunConfig, transport: Transport) -> Wiring:
     ranks = stage_to_rank(
         config.pipeline.schedule,
         stages=config.pipeline.stages,
         ranks=config.pipeline.pipeline_ranks,
     )
-    own = [stage for stage, rank in ranks.items() if rank == mesh.position]
-    return Wiring(own, _GroupLinks(config, mesh, ranks), rates=_link_rates(config, mesh, ranks))
+    own = [stage for stage, rank in ranks.items() if rank == transport.mesh.position]
+    rates = _link_rates(config, transport, ranks)
+    return Wiring(own, _TransportLinks(config, transport, ranks), rates=rates)
 
 
 def _link_rates(
-    config: RunConfig, mesh: Mesh, ranks: Mapping[int, int]
+    config: RunConfig, transport: Transport, ranks: Mapping[int, int]
 ) -> dict[tuple[int, int], float]:
     """Measure the links whose coding depends on it, one after the other on all ranks."""
-    rates = {}
+    rates, mesh = {}, transport.mesh
     for upper, cut in enumerate(config.pipeline.cuts):
         at_cut = config.boundary_at(cut)
         for direction, spec in ((FORWARD, at_cut.forward), (BACKWARD, at_cut.backward)):
@@ -184,24 +189,25 @@ def _link_rates(
             coded = not isinstance(spec, RawConfig) and spec.coding == "auto"
             if not coded or source == target or mesh.position not in ends:
                 continue
-            group = mesh.forward if direction == FORWARD else mesh.backward
             sending = mesh.position == source
-            rate = measure_rate(group, target if sending else source, sending=sending)
+            peer = mesh.rank_at(target if sending else source)
+            rate = measure_rate(transport, peer, sending=sending)
             if rate is not None:
                 rates[upper, direction] = rate
     return rates
 
 
-def _channels(
-    config: RunConfig, wiring: Wiring, stage: int, *, run_id: int, device: torch.device
-) -> Channels:
-    make = _ChannelMaker(config, wiring, stage, run_id, device)
+def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> Channels:
+    make = _ChannelMaker(config, wiring, stage, run_id, choose_device(config.pipeline.device))
     return Channels(
-        activations_in=make(stage - 1, stage, FORWARD),
-        activations_out=make(stage, stage + 1, FORWARD),
-        gradients_in=make(stage, stage + 1, BACKWARD),
-        gradients_out=make(stage - 1, stage, BACKWARD),
+        activations_in=make(IncomingChannel, stage - 1, FORWARD),
+        activations_out=make(OutgoingChannel, stage, FORWARD),
+        gradients_in=make(IncomingChannel, stage, BACKWARD),
+        gradients_out=make(OutgoingChannel, stage - 1, BACKWARD),
     )
+
+
+_End = TypeVar("_End", OutgoingChannel, IncomingChannel)
 
 
 @dataclass(frozen=True)
@@ -212,24 +218,23 @@ class _ChannelMaker:
     run_id: int
     device: torch.device
 
-    def __call__(self, upper: int, lower: int, direction: int) -> Channel | None:
-        """End of the cut between stages `upper` and `lower`; None without a link there."""
-        if upper < 0 or lower >= self.config.pipeline.stages:
+    def __call__(self, end: type[_End], upper: int, direction: int) -> _End | None:
+        """An end of the cut between stages `upper` and `upper + 1`; None without a link there."""
+        if upper < 0 or upper + 1 >= self.config.pipeline.stages:
             return None
-        link = self.wiring.make_link(upper, lower, direction)
-        if link is None:
-            return None
+        link = self.wiring.make_link(upper, direction)
+        return None if link is None else end(self._codec(upper, direction), link)
+
+    def _codec(self, upper: int, direction: int) -> MessageCodec:
         cut = self.config.pipeline.cuts[upper]
-        key = self.config.run.seed | (2 * cut + direction) << 32
         spec = _specs(self.config, cut)[direction]
-        return Channel(
+        return MessageCodec(
             cut=cut,
             direction=direction,
-            link=link,
             boundaries=build_boundary(
                 spec,
                 width=self.config.model.width,
-                key=key,
+                key=self.config.run.seed | (2 * cut + direction) << 32,
                 store=self._store(cut) if isinstance(spec, AqsgdConfig) else None,
                 room=room(self.config, self._position()),
             ),
@@ -261,30 +266,25 @@ class _ChannelMaker:
 
 
 @dataclass(frozen=True)
-class _GroupLinks:
+class _TransportLinks:
     config: RunConfig
-    mesh: Mesh
+    transport: Transport
     ranks: dict[int, int]
 
-    def __call__(self, upper: int, lower: int, direction: int) -> Link | None:
+    def __call__(self, upper: int, direction: int) -> Link | None:
         """Link to another rank; None when both stages are here."""
-        if self.ranks[upper] == self.ranks[lower]:
+        if self.ranks[upper] == self.ranks[upper + 1]:
             return None
-        source, target = (upper, lower) if direction == FORWARD else (lower, upper)
-        peer = upper if self.ranks[lower] == self.mesh.position else lower
-        base = self.mesh.replica * self.mesh.pipeline_ranks
+        mesh, cut = self.transport.mesh, self.config.pipeline.cuts[upper]
+        ends = [(stage, mesh.rank_at(self.ranks[stage])) for stage in (upper, upper + 1)]
+        (peer,) = (rank for _, rank in ends if rank != mesh.rank)
+        source, target = ends if direction == FORWARD else ends[::-1]
         name = (
-            f"stage {source} (rank {base + self.ranks[source]}) -> "
-            f"stage {target} (rank {base + self.ranks[target]}), "
-            f"cut {self.config.pipeline.cuts[upper]} {('forward', 'backward')[direction]}"
+            f"stage {source[0]} (rank {source[1]}) -> stage {target[0]} (rank {target[1]}), "
+            f"cut {cut} {DIRECTIONS[direction]}"
         )
-        return GroupLink(
-            group=self.mesh.forward if direction == FORWARD else self.mesh.backward,
-            peer=self.ranks[peer],
-            channel=lower,
-            name=name,
-            device=choose_device(self.config.pipeline.device),
-        )
+        device = choose_device(self.config.pipeline.device)
+        return self.transport.link(peer, FIRST_CUT + 2 * upper + direction, name, device=device)
 
 
 def _lr_schedule(

@@ -11,7 +11,7 @@ from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.aqsgd.store import Store
 from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless, raw
-from thinpipe.pipeline.comm.channel import Mode
+from thinpipe.pipeline.comm.message import Mode
 from thinpipe.pipeline.config import DirectConfig, StatelessConfig, build_codec
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.loss import Classification, NextToken, Objective

@@ -14,9 +14,9 @@ from torch import Tensor
 from thinpipe.launch.build import Wiring, build
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.comm.link import LoopbackLink
 from thinpipe.pipeline.executor import run_in_order
-from thinpipe.pipeline.mesh import build_mesh
 from thinpipe.pipeline.schedule import Action, LossFunction, forward_order
 from thinpipe.pipeline.stage import CompressedStage
 
@@ -41,9 +41,9 @@ def in_process(config: RunConfig, *, total_steps: int) -> Iterator[Built]:
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        mesh = build_mesh(1, 1, timeout_s=pipeline.peer_timeout_s)
+        transport = GlooTransport(1, 1, timeout_s=pipeline.peer_timeout_s)
         wiring = Wiring(range(pipeline.stages), _LoopbackLinks(), _InOrder)
-        yield build(config, mesh, run_id=0, total_steps=total_steps, wiring=wiring)
+        yield build(config, transport, run_id=0, total_steps=total_steps, wiring=wiring)
     finally:
         dist.destroy_process_group()
 
@@ -54,8 +54,8 @@ class _LoopbackLinks:
     def __init__(self) -> None:
         self._links: dict[tuple[int, int], LoopbackLink] = {}
 
-    def __call__(self, upper: int, lower: int, direction: int) -> LoopbackLink:
-        return self._links.setdefault((lower, direction), LoopbackLink())
+    def __call__(self, upper: int, direction: int) -> LoopbackLink:
+        return self._links.setdefault((upper, direction), LoopbackLink())
 
 
 class _InOrder:

@@ -132,7 +132,9 @@ class _Run:
         )
         self._steps = config.train.epochs * self._sampler.steps_per_epoch
         torch.manual_seed(config.run.seed + 1000 * session.mesh.rank)  # dropout
-        self._built = build(config, session.mesh, run_id=session.run_id, total_steps=self._steps)
+        self._built = build(
+            config, session.transport, run_id=session.run_id, total_steps=self._steps
+        )
         self._checkpoints = Checkpoints(
             config.run.path / "checkpoints",
             config.checkpoint.keep,
@@ -181,7 +183,7 @@ class _Run:
         self._built.lr_schedule.step()
         elapsed = time.perf_counter() - start
         if timeline:
-            events = gather_events(self._session.mesh, self._built.engine.take_events(), start)
+            events = gather_events(self._session.transport, self._built.engine.take_events(), start)
         record = _record(
             totals, step, self._sampler, lr=lr, seconds=elapsed, losses=self._eval(step)
         )

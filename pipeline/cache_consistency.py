@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.comm.boundary import Memory
-from thinpipe.pipeline.mesh import Mesh
-from thinpipe.pipeline.stage import CompressedStage
-from thinpipe.pipeline.wire.header import crc32
+from thinpipe.pipeline.comm.channel import Channel, IncomingChannel
+from thinpipe.pipeline.comm.transport import Scope, Transport, shared_nbytes
+from thinpipe.pipeline.wire.header import FORWARD, crc32
 
 _log = logging.getLogger(__name__)
 
@@ -37,15 +37,16 @@ class Repair(NamedTuple):
 class CacheConsistency:
     """The memories of this rank, and their share in what all ranks agree on."""
 
-    def __init__(self, mesh: Mesh, stages: Sequence[CompressedStage], cuts: Sequence[int]) -> None:
+    def __init__(
+        self, transport: Transport, channels: Sequence[Channel], cuts: Sequence[int]
+    ) -> None:
         """`cuts` are all cuts of the pipeline, in the order that every rank uses."""
-        self._mesh, self._cuts = mesh, tuple(cuts)
+        self._transport, self._cuts = transport, tuple(cuts)
         self._memories: dict[tuple[int, int], Memory] = {}
-        for stage in stages:
-            ends = (stage.channels.activations_out, stage.channels.activations_in)
-            for end, channel in enumerate(ends):
-                if channel is not None and channel.memory is not None:
-                    self._memories[self._cuts.index(channel.cut), end] = channel.memory
+        for channel in channels:
+            codec, end = channel.codec, isinstance(channel, IncomingChannel)
+            if codec.direction == FORWARD and codec.memory is not None:
+                self._memories[self._cuts.index(codec.cut), int(end)] = codec.memory
 
     @property
     def size(self) -> int:
@@ -78,13 +79,13 @@ class CacheConsistency:
     def numbers(self, ids_B: Tensor) -> list[float]:
         """This rank's part of a shared vector: for each end, what it holds of these samples."""
         digests_CE = torch.zeros(len(self._cuts), 2, dtype=torch.float64)
-        for place, memory in self._memories.items():
+        for end, memory in self._memories.items():
             prints_B = memory.fingerprints(ids_B)
-            digests_CE[place] = -1 if bool((prints_B < 0).any()) else crc32(prints_B)
+            digests_CE[end] = -1 if bool((prints_B < 0).any()) else crc32(prints_B)
         return [float(len(ids_B)), *digests_CE.flatten().tolist()]
 
-    def repair(self, all_WN: Tensor, ids_B: Tensor) -> Repair:
-        """Forget, at both ends, what all ranks' `numbers` for `ids_B` show to differ."""
+    def repair(self, all_WN: Tensor, ids_B: Tensor, scope: Scope) -> Repair:
+        """Forget, at both ends, what the `numbers` of all ranks in the scope show to differ."""
         differs_C = _differ(self._per_end(all_WN[:, 1:])).any((0, 2))
         if not bool(differs_C.any()):
             return Repair()
@@ -96,17 +97,18 @@ class CacheConsistency:
                 if (cut, end) in self._memories:
                     prints_B = self._memories[cut, end].fingerprints(ids_B)
                     prints_CEB[i, end, : len(ids_B)] = prints_B
-        shared_WN = self._mesh.share(prints_CEB.flatten())
+        shared_WN = self._transport.share(prints_CEB.flatten(), scope)
         wrong_RCB = _differ(self._per_end(shared_WN, count))
+        replica = self._transport.mesh.replica if scope == "world" else 0
         for i, cut in enumerate(cuts):
-            self._forget(cut, ids_B[wrong_RCB[self._mesh.replica, i, : len(ids_B)]])
+            self._forget(cut, ids_B[wrong_RCB[replica, i, : len(ids_B)]])
         counts = wrong_RCB.sum((0, 2)).tolist()
         repaired = tuple((self._cuts[cut], n) for cut, n in zip(cuts, counts, strict=True) if n)
-        return Repair(repaired, self._mesh.shared_nbytes(shared_WN))
+        return Repair(repaired, shared_nbytes(shared_WN))
 
     def _compare(self, ids_B: Tensor) -> Repaired:
         mine = torch.tensor(self.numbers(ids_B), dtype=torch.float64)
-        return self.repair(self._mesh.share(mine), ids_B).repaired
+        return self.repair(self._transport.share(mine, "world"), ids_B, "world").repaired
 
     def _forget(self, cut: int, ids_B: Tensor) -> None:
         for end in (0, 1):
@@ -124,19 +126,18 @@ class CacheConsistency:
     def _agree_on_room(self, ids_B: Tensor) -> None:
         """The smaller room of two ends counts."""
         rooms_CE = torch.full((len(self._cuts), 2), float("inf"), dtype=torch.float64)
-        for place, memory in self._memories.items():
+        for end, memory in self._memories.items():
             if memory.room is not None:
-                rooms_CE[place] = memory.room
-        shared_WN = self._mesh.share(rooms_CE.flatten())
-        grid = (self._mesh.replicas, self._mesh.pipeline_ranks)
-        own_CE = shared_WN.view(*grid, *rooms_CE.shape)[self._mesh.replica].amin(0)
+                rooms_CE[end] = memory.room
+        shared_PN = self._transport.share(rooms_CE.flatten(), "replica")
+        own_CE = shared_PN.view(-1, *rooms_CE.shape).amin(0)
         for (cut, _), memory in self._memories.items():
             memory.restrict(ids_B, int(min(float(own_CE[cut].min()), len(ids_B))))
 
     def _per_end(self, all_WN: Tensor, count: int = 1) -> Tensor:
         """[R, C, E, B]: of the ranks of a pipeline, only one holds any given end."""
-        mesh, cuts = self._mesh, all_WN.shape[1] // (2 * count)
-        return all_WN.reshape(mesh.replicas, mesh.pipeline_ranks, cuts, 2, count).sum(1)
+        pipeline_ranks, cuts = self._transport.mesh.pipeline_ranks, all_WN.shape[1] // (2 * count)
+        return all_WN.reshape(-1, pipeline_ranks, cuts, 2, count).sum(1)
 
 
 def _differ(prints_RCEB: Tensor) -> Tensor:

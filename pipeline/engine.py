@@ -13,20 +13,21 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.cache_consistency import Repaired
-from thinpipe.pipeline.comm.async_codec import Microbatch
-from thinpipe.pipeline.comm.channel import Mode
+from thinpipe.pipeline.comm.channel import Channel, Microbatch, Pass
+from thinpipe.pipeline.comm.first_error import FirstError
 from thinpipe.pipeline.comm.guard import CutDirection, Guard, Rule
+from thinpipe.pipeline.comm.message import Mode
+from thinpipe.pipeline.comm.transport import Scope, Transport
 from thinpipe.pipeline.executor import run_in_order
 from thinpipe.pipeline.loss import NextToken, Objective
-from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import (
     DEPTH,
     ZERO_BUBBLE,
@@ -37,29 +38,12 @@ from thinpipe.pipeline.schedule import (
     pass_order,
 )
 from thinpipe.pipeline.stage import CompressedStage, ComputeEvent
-from thinpipe.pipeline.step_stats import StepReport, StepTotals
+from thinpipe.pipeline.step_stats import RankStep, StepStats, StepTotals
+from thinpipe.pipeline.tied import TiedWeight
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 
 Precision = Literal["fp32", "bf16"]
-
-
-class Exchange(Protocol):
-    """What the engine needs of a `thinpipe.pipeline.replica_sync.ReplicaSync`."""
-
-    bytes_sent: int
-
-    def begin_step(self, passes: int) -> None:
-        """Every parameter will get `passes` gradients; 0: nobody knows how many."""
-
-    def before_step(self) -> None:
-        """Gradients are local; leave in `p.grad` what to apply."""
-
-    def after_step(self) -> None:
-        """Parameters moved."""
-
-    def global_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, parameters are those of the model that all replicas stand for."""
 
 
 @dataclass(frozen=True)
@@ -88,33 +72,29 @@ class PipelineEngine:
     def __init__(
         self,
         stages: Sequence[CompressedStage],
-        mesh: Mesh,
+        transport: Transport,
         options: EngineOptions,
         *,
         optimizer: torch.optim.Optimizer,
-        sync: Exchange,
-        tied: nn.Parameter | None = None,
+        sync: ReplicaSync,
+        tied: TiedWeight | None = None,
         make_schedule: Callable[..., Any] = build_schedule,
     ) -> None:
-        """`tied` is this rank's copy of a weight that the first and last rank keep equal.
-
-        `make_schedule` has the signature of `build_schedule`.
-        """
+        """`make_schedule` has the signature of `build_schedule`."""
         self.check_modules(options.schedule, [stage.submod for stage in stages])
         self._stages = {stage.stage_index: stage for stage in stages}
-        for stage in stages:
-            stage.first_error = stages[0].first_error  # they wait for each other
-        self.mesh, self._options, self.objective = mesh, options, options.objective
+        self.channels: list[Channel] = [end for stage in stages for end in stage.channels.all()]
+        self._transport, self._options, self.objective = transport, options, options.objective
+        self._first_error = FirstError()  # stages of a rank wait for each other
         self._optimizer, self._sync, self._tied = optimizer, sync, tied
         self._parameters = _unique_parameters(stages)
         self._once_per_microbatch = _once_per_microbatch(stages)
         self._make_schedule = make_schedule
         self._device: torch.device = stages[0].device
-        self._report = StepReport(mesh, stages, options.cuts)
-        self._guard = Guard(options.rules, [c for s in stages for c in s.channels.all()])
+        self._stats = StepStats(transport, self.channels, options.cuts)
+        self._guard = Guard(options.rules, [channel.codec for channel in self.channels])
         self._schedules: dict[int, Any] = {}
         self._denominator = 1.0
-        self._tied_bytes = 0
         self._pass = -1
         self._own_ids_B: Tensor | None = None
 
@@ -142,13 +122,13 @@ class PipelineEngine:
             OSError: there is no room for the memories.
         """
         self._own_ids_B = ids_B
-        repaired = self._report.consistency.begin(ids_B, first_ids_B)
+        repaired = self._stats.consistency.begin(ids_B, first_ids_B)
         self._finish_step(keep=False)  # what was fetched is there for the first step
         return repaired
 
     def close(self) -> None:
         """Give back what samples are remembered in; no step follows."""
-        self._report.consistency.release()
+        self._stats.consistency.release()
 
     def train_step(self, batch: Batch, step: int, upcoming_B: Tensor = _NO_IDS) -> StepTotals:
         """Run one optimizer step; every rank gets the same totals.
@@ -162,28 +142,28 @@ class PipelineEngine:
         """
         _check(batch, self._own_ids_B)
         self.take_events()
-        self._report.begin_step(batch.ids_B, upcoming_B)
+        self._stats.begin_step(batch.ids_B, upcoming_B)
         start = time.perf_counter()
-        tokens = self._count_tokens(batch)
-        losses: list[Tensor] = []
         parts = batch.split(min(self._options.accumulate, len(batch)))
         microbatches = sum(self._fit(len(part)) for part in parts)
         self._sync.begin_step(microbatches if self._once_per_microbatch else 0)
-        for part in parts:
-            losses += self._train_part(part, step)
+        self._denominator = 0.0
+        losses = [loss for part in parts for loss in self._train_part(part, step, batch)]
         self._sync.before_step()
-        self._sum_tied_gradients()
-        loss = sum(value.item() for value in losses)
-        totals = self._report.share(
-            loss=loss,
-            tokens=tokens,
+        if self._tied is not None:
+            self._tied.sum_gradients()
+        own = RankStep(
+            loss=sum(value.item() for value in losses),
+            tokens=self.objective.count(batch.targets),
             square_norm=self._square_norm(),
             seconds=time.perf_counter() - start,
-            sync_bytes=self._sync.bytes_sent + self._tied_bytes,
+            sync_bytes=self._sync.bytes_sent + (self._tied.nbytes_sent if self._tied else 0),
+            events=[event for stage in self._stages.values() for event in stage.events()],
         )
+        totals = self._stats.share(own, self._scope(step))
         self._apply(totals)
-        signals = {(wire.cut, wire.direction): wire.error_stats for wire in totals.wire}
-        return replace(totals, notes=tuple(self._guard.judge(signals)))
+        measured = {(wire.cut, wire.direction): wire.error_stats for wire in totals.wire}
+        return replace(totals, notes=tuple(self._guard.judge(measured)))
 
     def eval_step(self, batch: Batch, step: int, *, compressed: bool) -> tuple[float, ...]:
         """The objective's tally, the same on every rank: loss sum, count, and what else it has.
@@ -194,7 +174,7 @@ class PipelineEngine:
         own = torch.zeros(self.objective.tally_size, dtype=torch.float64)
         for tally in tallies.values():
             own += tally
-        return tuple(self.mesh.share(own).sum(0).tolist())
+        return tuple(self._transport.share(own, "world").sum(0).tolist())
 
     def _eval_tallies(self, batch: Batch, step: int, mode: Mode) -> dict[int, Tensor]:
         """Tallies by microbatch, on the rank of the last stage."""
@@ -227,10 +207,12 @@ class PipelineEngine:
         self._pass = state["pass"]
         self._guard.load_state_dict(state.get("guard", {}))
 
-    def _train_part(self, part: Batch, step: int) -> list[Tensor]:
+    def _train_part(self, part: Batch, step: int, batch: Batch) -> list[Tensor]:
         count = self._fit(len(part))
         schedule = self._schedule(count)
         self._begin_pass(part, count, step, "train", schedule)
+        if not self._denominator:  # the first part; its receives are posted meanwhile
+            self._denominator = self._count_tokens(batch)
         inputs = (part.inputs_BT.to(self._device),) if 0 in self._stages else ()
         losses: list[Tensor] = []
         arguments: dict[str, Any] = {}
@@ -251,22 +233,22 @@ class PipelineEngine:
             Microbatch(torch.Size((len(part), tokens, self._options.hidden)), part.samples)
             for part in batch.split(count)
         ]
+        this = Pass(self._pass, step, mode, microbatches, self._first_error)
         for index, stage in self._stages.items():
-            order = pass_order(schedule, index, microbatches=count)
-            stage.begin_pass(self._pass, microbatches, step=step, mode=mode, order=order)
+            stage.begin_pass(this, pass_order(schedule, index, microbatches=count))
 
     def _apply(self, totals: StepTotals) -> None:
         if not totals.skipped:
-            self._clip(totals.grad_norm)
+            if self._sync.leaves == "gradients":
+                self._clip(totals.grad_norm)
             self._optimizer.step()
             self._sync.after_step()
         self._finish_step(keep=not totals.skipped)
         self._optimizer.zero_grad(set_to_none=True)
 
     def _finish_step(self, *, keep: bool) -> None:
-        for stage in self._stages.values():
-            for channel in stage.channels.all():
-                channel.finish_step(keep=keep)
+        for channel in self.channels:
+            channel.codec.finish_step(keep=keep)
 
     def _clip(self, norm: float) -> None:
         limit = self._options.clip_norm
@@ -276,38 +258,21 @@ class PipelineEngine:
 
     def _square_norm(self) -> float:
         """Square of this rank's part of the gradient norm; a tied weight counts on one rank."""
-        second_copy = self._tied is not None and self.mesh.position > 0
-        gradients = [
-            p.grad
-            for p in self._parameters
-            if p.grad is not None and not (second_copy and p is self._tied)
-        ]
+        copy = self._tied.weight if self._tied and not self._tied.is_first else None
+        gradients = [p.grad for p in self._parameters if p.grad is not None and p is not copy]
         norms = torch._foreach_norm(gradients) if gradients else []
         return math.fsum(float(norm) ** 2 for norm in norms)
 
-    def _sum_tied_gradients(self) -> None:
-        """Exact tie: both copies get the sum, added in the same order, so they stay equal."""
-        if self._tied is None:
-            return
-        assert self._tied.grad is not None
-        mine = self._tied.grad.cpu()
-        other = torch.empty_like(mine)
-        is_first = self.mesh.position == 0
-        peer = self.mesh.pipeline_ranks - 1 if is_first else 0
-        self.mesh.swap(mine, other, peer)
-        both = mine + other if is_first else other + mine
-        self._tied.grad = both.to(self._tied.device)
-        self._tied_bytes += mine.nbytes
+    def _scope(self, step: int) -> Scope:
+        return "world" if self._sync.due(step) else "replica"
 
-    def _count_tokens(self, batch: Batch) -> int:
-        """Tokens of this replica; the ranks that compute losses learn those of all replicas."""
-        tokens = self.objective.count(batch.targets)
-        if any(stage.is_last for stage in self._stages.values()):
-            total = torch.tensor([tokens], dtype=torch.int64)
-            if self.mesh.replicas > 1:
-                dist.all_reduce(total, group=self.mesh.replicas_group)
-            self._denominator = max(float(total), 1.0)
-        return tokens
+    def _count_tokens(self, batch: Batch) -> float:
+        """What losses are divided by; only ranks that compute them ask other replicas."""
+        tokens = torch.tensor([self.objective.count(batch.targets)], dtype=torch.float64)
+        computes_loss = any(stage.is_last for stage in self._stages.values())
+        if computes_loss and self._sync.loss_scope == "global":
+            tokens = self._transport.share(tokens, "stage").sum(0)
+        return max(float(tokens), 1.0)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return self.objective.loss_sum(logits, targets) / self._denominator
@@ -328,7 +293,7 @@ class PipelineEngine:
             self._options.schedule,
             wanted=self._options.microbatches,
             samples=samples,
-            ranks=self.mesh.pipeline_ranks,
+            ranks=self._transport.mesh.pipeline_ranks,
         )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

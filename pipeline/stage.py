@@ -1,10 +1,10 @@
 """CompressedStage: a torch pipeline stage that owns its communication.
 
 torch's schedules then only order the compute: they ask for send and receive operations, get none.
-Receives of a whole pass are posted by `begin_pass`; the schedule's "send" hook hands a tensor to a
-courier, its "retrieve" hook waits for what another one decoded. We subclass `_PipelineStageBase`,
-not `PipelineStage`, so no shape inference runs: a stage sees real data only.
-`tests/test_torch_seams.py` lists every private name used here.
+Receives of a whole pass are posted by `begin_pass`; the schedule's "send" hook hands a tensor to
+the outgoing end of a channel, its "retrieve" hook waits for what an incoming end decoded. We
+subclass `_PipelineStageBase`, not `PipelineStage`, so no shape inference runs: a stage sees real
+data only. `tests/test_torch_seams.py` lists every private name used here.
 
 Axes: B samples of a microbatch, T tokens, D channels, M microbatches.
 """
@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.comm.async_codec import FirstError, Microbatch, Receiver, Sender
-from thinpipe.pipeline.comm.channel import Channel, Mode
+from thinpipe.pipeline.comm.channel import Channel, IncomingChannel, OutgoingChannel, Pass
 from thinpipe.pipeline.schedule import PassOrder
 from thinpipe.pipeline.timing import Mark, Stopwatch
 
@@ -32,15 +31,20 @@ COMPUTE_KINDS = ("F", "B", "W")
 class Channels:
     """The four directions of a stage; None where there is no neighbour on another rank."""
 
-    activations_in: Channel | None = None
-    activations_out: Channel | None = None
-    gradients_in: Channel | None = None
-    gradients_out: Channel | None = None
+    activations_in: IncomingChannel | None = None
+    activations_out: OutgoingChannel | None = None
+    gradients_in: IncomingChannel | None = None
+    gradients_out: OutgoingChannel | None = None
 
     def all(self) -> list[Channel]:
         """Those that exist."""
         four = (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out)
         return [channel for channel in four if channel is not None]
+
+    def outgoing(self) -> list[OutgoingChannel]:
+        """Those that send."""
+        both = (self.activations_out, self.gradients_out)
+        return [channel for channel in both if channel is not None]
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,6 @@ class CompressedStage(_PipelineStageBase):
         """
         super().__init__(module, stage_index, num_stages, device, group)
         self.channels = channels
-        self.first_error = FirstError()
-        self._activations_in = self._receiver(channels.activations_in)
-        self._activations_out = self._sender(channels.activations_out)
-        self._gradients_in = self._receiver(channels.gradients_in)
-        self._gradients_out = self._sender(channels.gradients_out)
         self._watch = Stopwatch(device)
         self._events: list[ComputeEvent] = []
         self._computed: list[_Computed] = []
@@ -96,30 +95,23 @@ class CompressedStage(_PipelineStageBase):
         self._local_gradients: dict[int, Tensor] = {}
         self._computing = 0
 
-    def begin_pass(
-        self,
-        number: int,
-        microbatches: Sequence[Microbatch],
-        *,
-        step: int,
-        mode: Mode,
-        order: PassOrder | None = None,
-    ) -> None:
+    def begin_pass(self, this: Pass, order: PassOrder | None = None) -> None:
         """Post every receive of the coming pass; all ranks of the pipeline call it alike.
 
         `order` is that of this stage's work, by default ascending microbatches. It must be kept.
         """
+        microbatches = this.microbatches
         self._samples = [microbatch.samples.to(self.device) for microbatch in microbatches]
         self.chunks = len(microbatches)  # torch sets it once per schedule, and we keep several
-        for channel in self.channels.all():
-            channel.begin_pass(number, step=step, mode=mode)
         order = order or PassOrder.ascending(len(microbatches))
-        if self._activations_in is not None:
-            self._activations_in.begin_pass(microbatches, self.first_error, order.forwards)
-        if self._gradients_in is not None and mode == "train":
-            self._gradients_in.begin_pass(microbatches, self.first_error, order.backwards)
-        for sender in self._senders():
-            sender.begin_pass(microbatches, self.first_error)
+        channels, record = self.channels, self._record_event
+        if channels.activations_in is not None:
+            channels.activations_in.begin_pass(this, record, order.forwards)
+        if channels.gradients_in is not None:
+            backwards = order.backwards if this.mode == "train" else ()
+            channels.gradients_in.begin_pass(this, record, backwards)
+        for channel in channels.outgoing():
+            channel.begin_pass(this, record)
 
     def end_pass(self) -> None:
         """Wait until all messages are on their way; then channels and events may be read.
@@ -127,28 +119,30 @@ class CompressedStage(_PipelineStageBase):
         Raises:
             TransportError: a peer is gone.
         """
-        for sender in self._senders():
-            sender.end_pass()
+        for channel in self.channels.outgoing():
+            channel.end_pass()
 
     def receive_activation(self, m: int) -> Tensor:
         """Input of microbatch `m`: from the neighbour on this rank, or decoded from the link."""
         if m in self._local_inputs:
             return self._local_inputs.pop(m)
-        return self._receive(self._activations_in, m)
+        return self._receive(self.channels.activations_in, m)
 
     def receive_gradient(self, m: int) -> Tensor:
         """Gradient of the output of microbatch `m`."""
         if m in self._local_gradients:
             return self._local_gradients.pop(m)
-        return self._receive(self._gradients_in, m)
+        return self._receive(self.channels.gradients_in, m)
 
     def send_activation(self, m: int, y_BTD: Tensor) -> None:
         """Have an output encoded and sent; nothing to do if the next stage is on this rank."""
-        self._send(self._activations_out, m, y_BTD)
+        if self.channels.activations_out is not None:
+            self.channels.activations_out.send(m, y_BTD)
 
     def send_gradient(self, m: int, gradient_BTD: Tensor) -> None:
         """Have an input's gradient encoded and sent; not if the neighbour is on this rank."""
-        self._send(self._gradients_out, m, gradient_BTD)
+        if self.channels.gradients_out is not None:
+            self.channels.gradients_out.send(m, gradient_BTD)
 
     def compute(self, x: Tensor, m: int) -> Tensor:
         """Run the module on microbatch `m`; one that wants to know its samples is told.
@@ -177,7 +171,7 @@ class CompressedStage(_PipelineStageBase):
         for event in computed:
             start_s, ready_s, end_s = (next(moments) for _ in event.marks)
             start_s = max(start_s, ready_s)  # waiting is an event of its own
-            self._note(event.kind, event.microbatch, start_s, end_s)
+            self._record_event(event.kind, event.microbatch, start_s, end_s)
         return self._events
 
     def take_events(self) -> list[ComputeEvent]:
@@ -185,31 +179,17 @@ class CompressedStage(_PipelineStageBase):
         taken, self._events = self.events(), []
         return taken
 
-    def _receiver(self, channel: Channel | None) -> Receiver | None:
-        return None if channel is None else Receiver(channel, self._note)
-
-    def _sender(self, channel: Channel | None) -> Sender | None:
-        return None if channel is None else Sender(channel, self._note)
-
-    def _senders(self) -> list[Sender]:
-        both = (self._activations_out, self._gradients_out)
-        return [sender for sender in both if sender is not None]
-
-    def _receive(self, receiver: Receiver | None, m: int) -> Tensor:
-        assert receiver is not None, f"stage {self.stage_index} has no neighbour to receive from"
-        x_BTD = receiver.receive(m)
+    def _receive(self, channel: IncomingChannel | None, m: int) -> Tensor:
+        assert channel is not None, f"stage {self.stage_index} has no neighbour to receive from"
+        x_BTD = channel.receive(m)
         self._ready = self._watch.mark()
         return x_BTD
 
-    def _send(self, sender: Sender | None, m: int, x_BTD: Tensor) -> None:
-        if sender is not None:
-            sender.send(m, x_BTD)
-
-    def _record(self, kind: Literal["F", "B", "W"], m: int, start: Mark) -> None:
+    def _mark_computed(self, kind: Literal["F", "B", "W"], m: int, start: Mark) -> None:
         self._computed.append(_Computed(kind, m, (start, self._ready, self._watch.mark())))
 
-    def _note(self, kind: EventKind, m: int, start_s: float, end_s: float) -> None:
-        """Couriers call it from their threads."""
+    def _record_event(self, kind: EventKind, m: int, start_s: float, end_s: float) -> None:
+        """Channels call it from their threads."""
         self._events.append(ComputeEvent(self.stage_index, kind, m, start_s, end_s))
 
     # What torch's schedules call. Names and signatures are torch's.
@@ -218,7 +198,7 @@ class CompressedStage(_PipelineStageBase):
         start = self._watch.mark()
         self._computing = fwd_chunk_id
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self._record("F", fwd_chunk_id, start)
+        self._mark_computed("F", fwd_chunk_id, start)
         return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -228,12 +208,12 @@ class CompressedStage(_PipelineStageBase):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         start = self._watch.mark()
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._record("B", bwd_chunk_id, start)
+        self._mark_computed("B", bwd_chunk_id, start)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         start = self._watch.mark()
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._record("W", bwd_chunk_id, start)
+        self._mark_computed("W", bwd_chunk_id, start)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return []
@@ -250,12 +230,26 @@ class CompressedStage(_PipelineStageBase):
         if self.has_backward and self.channels.gradients_out is not None:
             (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
             assert gradient is not None, "the stage's input got no gradient"
-            module: Any = self.submod
-            if any(p.numel() == gradient.numel() for p in module.parameters()):
-                # a split backward may share it with that parameter's gradient, and add to that
+            if self._still_needed(bwd_chunk_id, gradient):
                 gradient = gradient.clone()
             self.send_gradient(bwd_chunk_id, gradient)
         return []
+
+    def _still_needed(self, m: int, gradient: Tensor) -> bool:
+        """Whether the second half of a split backward has the same memory.
+
+        It becomes a parameter's gradient there, which later microbatches add to in place.
+        """
+        if m not in self.backward_state:
+            return False
+        _, param_groups, _, _ = self.backward_state[m]
+        return any(
+            kept is not None
+            and kept.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
+            for group in param_groups
+            for kept_tuple in group.get("grads") or ()
+            for kept in kept_tuple or ()
+        )
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor]:
         needs_grad = self.has_backward and torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""What every rank tells every other after a step: one vector of numbers, in one network hop."""
+"""What every rank shares with every other after a step: one vector, in one network hop."""
 
 import math
 from collections.abc import Sequence
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from thinpipe.pipeline.cache_consistency import CacheConsistency, Repair, Repaired
-from thinpipe.pipeline.comm.channel import BACKWARD, FORWARD
+from thinpipe.pipeline.comm.channel import Channel, OutgoingChannel
 from thinpipe.pipeline.comm.error_stats import SUMS, ErrorStats, error_stats
-from thinpipe.pipeline.mesh import Mesh
-from thinpipe.pipeline.stage import COMPUTE_KINDS, CompressedStage
+from thinpipe.pipeline.comm.transport import Scope, Transport, shared_nbytes
+from thinpipe.pipeline.stage import COMPUTE_KINDS, ComputeEvent
+from thinpipe.pipeline.wire.header import BACKWARD, FORWARD
 
 _SCALARS = 6
 _COUNTS = 3  # of a direction: bytes, messages, values
@@ -32,6 +33,8 @@ class WireTotal:
 class StepTotals:
     """A step as all ranks see it. `loss` is the mean over the tokens of all replicas.
 
+    In a step in which replicas do not meet (`ReplicaSync.due`) all numbers are those of one.
+
     `bubble` is the part of the step that the ranks did not compute, averaged over ranks.
     `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
     `control_bytes` the size of the exchange of these numbers and of what repairing took, both over
@@ -52,15 +55,30 @@ class StepTotals:
     notes: tuple[str, ...] = ()
 
 
-class StepReport:
+@dataclass(frozen=True)
+class RankStep:
+    """A step as this rank sees it. `sync_bytes` counts from the start of the run."""
+
+    loss: float
+    tokens: int
+    square_norm: float
+    seconds: float
+    sync_bytes: int
+    events: Sequence[ComputeEvent]
+
+
+class StepStats:
     """Collects this rank's numbers and shares them."""
 
-    def __init__(self, mesh: Mesh, stages: Sequence[CompressedStage], cuts: Sequence[int]) -> None:
+    def __init__(
+        self, transport: Transport, channels: Sequence[Channel], cuts: Sequence[int]
+    ) -> None:
         """`cuts` are all cuts of the pipeline, so that every rank lays its vector out alike."""
-        self._mesh, self._stages, self._cuts = mesh, stages, tuple(cuts)
+        self._transport, self._cuts = transport, tuple(cuts)
+        self._outgoing = [end for end in channels if isinstance(end, OutgoingChannel)]
         self._sync_bytes = 0
         self._coming_B = torch.empty(0, dtype=torch.int64)
-        self.consistency = CacheConsistency(mesh, stages, cuts)
+        self.consistency = CacheConsistency(transport, channels, cuts)
 
     def begin_step(self, ids_B: torch.Tensor, upcoming_B: torch.Tensor) -> None:
         """Count traffic from here on: what evaluation sent is no part of a step.
@@ -69,56 +87,47 @@ class StepReport:
         """
         self._coming_B = upcoming_B[~torch.isin(upcoming_B, ids_B)]
         self.consistency.prefetch(upcoming_B)
-        for stage in self._stages:
-            for channel in stage.channels.all():
-                channel.take_traffic()
-                channel.take_sums()
+        for channel in self._outgoing:
+            channel.take_traffic()
+            channel.codec.take_sums()
 
-    def share(
-        self, *, loss: float, tokens: int, square_norm: float, seconds: float, sync_bytes: int
-    ) -> StepTotals:
-        """Tell the other ranks; `sync_bytes` counts from the start of the run."""
-        busy = math.fsum(
-            event.end_s - event.start_s
-            for stage in self._stages
-            for event in stage.events()
-            if event.kind in COMPUTE_KINDS
-        )
-        sync_step, self._sync_bytes = sync_bytes - self._sync_bytes, sync_bytes
-        first = self._mesh.position == 0
-        scalars = [loss, tokens if first else 0, square_norm, busy, seconds, sync_step]
+    def share(self, step: RankStep, scope: Scope) -> StepTotals:
+        """Exchange this rank's numbers for the totals over all ranks in the scope."""
+        busy = math.fsum(e.end_s - e.start_s for e in step.events if e.kind in COMPUTE_KINDS)
+        sync_bytes, self._sync_bytes = step.sync_bytes - self._sync_bytes, step.sync_bytes
+        tokens = step.tokens if self._transport.mesh.position == 0 else 0
+        scalars = [step.loss, tokens, step.square_norm, busy, step.seconds, sync_bytes]
         held = self.consistency.numbers(self._coming_B)
         mine = torch.tensor([*scalars, *held, *self._traffic()], dtype=torch.float64)
-        all_WN = self._mesh.share(mine)
+        all_WN = self._transport.share(mine, scope)
         held_WN = all_WN[:, _SCALARS : _SCALARS + len(held)]
-        return self._totals(all_WN, self.consistency.repair(held_WN, self._coming_B))
+        return self._totals(all_WN, self.consistency.repair(held_WN, self._coming_B, scope), scope)
 
-    def _totals(self, all_WN: torch.Tensor, repair: Repair) -> StepTotals:
+    def _totals(self, all_WN: torch.Tensor, repair: Repair, scope: Scope) -> StepTotals:
         loss, tokens, _, _, _, sync_bytes = all_WN[:, :_SCALARS].sum(0).tolist()
-        replica_norms = all_WN[:, 2].view(self._mesh.replicas, -1).sum(1).sqrt()
+        mesh = self._transport.mesh
+        replica_norms = all_WN[:, 2].view(-1, mesh.pipeline_ranks).sum(1).sqrt()
         seconds = float(all_WN[:, 4].max())
         finite = bool(torch.isfinite(replica_norms).all()) and math.isfinite(loss)
         return StepTotals(
             loss=loss,
             tokens=int(tokens),
-            grad_norm=float(replica_norms[self._mesh.replica]),
+            grad_norm=float(replica_norms[mesh.replica if scope == "world" else 0]),
             skipped=not finite,
             seconds=seconds,
             bubble=1.0 - float(all_WN[:, 3].mean()) / seconds,
             wire=self._wire(all_WN[:, _SCALARS + self.consistency.size :].sum(0)),
             sync_bytes=int(sync_bytes),
-            control_bytes=self._mesh.shared_nbytes(all_WN) + repair.nbytes,
+            control_bytes=shared_nbytes(all_WN) + repair.nbytes,
             repaired=repair.repaired,
         )
 
     def _traffic(self) -> list[float]:
         sent: dict[tuple[int, int], list[float]] = {}
-        for stage in self._stages:
-            for channel in (stage.channels.activations_out, stage.channels.gradients_out):
-                if channel is not None:
-                    traffic = channel.take_traffic()
-                    counts = [traffic.nbytes, traffic.messages, traffic.values]
-                    sent[channel.cut, channel.direction] = counts + channel.take_sums()
+        for channel in self._outgoing:
+            traffic, codec = channel.take_traffic(), channel.codec
+            counts = [traffic.nbytes, traffic.messages, traffic.values]
+            sent[codec.cut, codec.direction] = counts + codec.take_sums()
         nothing = [0.0] * (_COUNTS + SUMS)
         return [number for place in self._places() for number in sent.get(place, nothing)]
 

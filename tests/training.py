@@ -11,7 +11,7 @@ from thinpipe.launch.build import build
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.mesh import build_mesh
+from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.models.transformer import build_layers
 from thinpipe.pipeline.schedule import fit_microbatches
 from thinpipe.pipeline.step_stats import StepTotals
@@ -50,9 +50,9 @@ def batch(ids: list[int], tokens: int = TOKENS) -> Batch:
 def start(run: RunConfig, *, timeout_s: float = 120) -> Built:
     """This rank's part of a run; call it on all ranks."""
     pipeline = run.pipeline
-    mesh = build_mesh(pipeline.pipeline_ranks, pipeline.replicas, timeout_s=timeout_s)
+    transport = GlooTransport(pipeline.pipeline_ranks, pipeline.replicas, timeout_s=timeout_s)
     torch.manual_seed(0)
-    return build(run, mesh, run_id=7, total_steps=100)
+    return build(run, transport, run_id=7, total_steps=100)
 
 
 def weights(built: Built) -> dict[str, torch.Tensor]:

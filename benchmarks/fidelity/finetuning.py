@@ -26,10 +26,11 @@ from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.comm.boundary import Boundary
-from thinpipe.pipeline.comm.channel import FORWARD, Channel
+from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.models.dropout import DropoutMasks
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 from thinpipe.pipeline.step_stats import StepTotals
+from thinpipe.pipeline.wire.header import FORWARD
 
 _EVAL_BATCH = 64
 _BYTES = 256
@@ -321,7 +322,7 @@ def _memories(built: Built, *, samples: int, numel: int) -> list[Tensor]:
 
 def _training_boundary(channel: Channel | None) -> Boundary:
     assert channel is not None, "every stage has a channel to its neighbours"
-    return channel.boundaries["train"]
+    return channel.codec.training
 
 
 def _change(previous: Sequence[Tensor], memory: Sequence[Tensor]) -> float | None:

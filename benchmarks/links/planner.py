@@ -37,8 +37,8 @@ from thinpipe.launch.plan.predict import Prediction, measure_messages, predict
 from thinpipe.launch.plan.profile import BlockCost, measure_blocks
 from thinpipe.launch.shaped.network import ShapedNetwork
 from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.config import DirectConfig, RawConfig
-from thinpipe.pipeline.mesh import build_mesh
 from thinpipe.pipeline.schedule import ScheduleName
 
 _LIMIT_S = 600.0
@@ -144,10 +144,10 @@ def _real(host: int, config: RunConfig, steps: int) -> tuple[list[BlockCost], tu
     """As one host: measure the blocks while the others do, then train."""
     _SLOW_START.write_text("0")
     dist.init_process_group("gloo", timeout=timedelta(seconds=_LIMIT_S))
-    mesh = build_mesh(config.pipeline.stages, 1, timeout_s=_LIMIT_S)
+    transport = GlooTransport(config.pipeline.stages, 1, timeout_s=_LIMIT_S)
     dist.barrier()
     blocks = measure_blocks(config).costs
-    engine = build(config, mesh, run_id=1, total_steps=100).engine
+    engine = build(config, transport, run_id=1, total_steps=100).engine
     samples, tokens = config.train.batch_size, config.data.sequence_length
     text_BT = torch.randint(256, (samples, tokens + 1), generator=torch.manual_seed(0))
     batch = Batch(text_BT[:, :-1], text_BT[:, 1:].contiguous(), torch.arange(samples))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.links.runners import Method, Runner, make_runner
 from benchmarks.links.workloads import Workload
-from thinpipe.pipeline.mesh import Mesh, build_mesh
+from thinpipe.pipeline.comm.gloo import GlooTransport
 
 _TIMEOUT_S = 120.0
 _MARGIN_S = 0.05
@@ -73,14 +73,14 @@ def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
 
     Before the first rate every method runs a step that is not counted.
     """
-    mesh = build_mesh(dist.get_world_size(), 1, timeout_s=_TIMEOUT_S)
-    bench = _RankBench(mesh, plan)
-    runners = {method: make_runner(method, plan.workload, mesh) for method in plan.methods}
+    transport = GlooTransport(dist.get_world_size(), 1, timeout_s=_TIMEOUT_S)
+    bench = _RankBench(transport, plan)
+    runners = {method: make_runner(method, plan.workload, transport) for method in plan.methods}
     for runner in runners.values():
         bench.step(runner, bench.ids(0))
     results = []
     for number, rate_bps in enumerate(plan.rates, start=1):
-        if mesh.rank == 0:
+        if transport.mesh.rank == 0:
             set_rate(rate_bps)
         ids_S = bench.ids(number)
         results += [bench.measure(method, runners[method], ids_S, rate_bps) for method in runners]
@@ -89,8 +89,8 @@ def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
 
 
 class _RankBench:
-    def __init__(self, mesh: Mesh, plan: Plan) -> None:
-        self._mesh, self._plan = mesh, plan
+    def __init__(self, transport: GlooTransport, plan: Plan) -> None:
+        self._transport, self._plan = transport, plan
         self._margin_s = _MARGIN_S + 2 * plan.delay_s
         self._number = 0
 
@@ -107,7 +107,7 @@ class _RankBench:
         runner.take_compute()
         steps_s = tuple(self.step(runner, ids_S) for _ in range(self._plan.steps))
         nbytes = runner.take_sent() // self._plan.steps
-        if self._mesh.rank == 0:
+        if self._transport.mesh.rank == 0:
             print(
                 f"{method.name} at {rate_bps} bit/s: {[round(s, 3) for s in steps_s]} s", flush=True
             )
@@ -125,4 +125,4 @@ class _RankBench:
     def wait_for_all(self) -> float:
         """When the last rank came here; the hosts share this machine's clock."""
         now = torch.tensor([time.perf_counter()], dtype=torch.float64)
-        return float(self._mesh.share(now).max())
+        return float(self._transport.share(now, "world").max())

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from benchmarks.links.ranks import RankResult
-from benchmarks.links.runners import Method, make_channel
+from benchmarks.links.runners import Method, make_codec
 from benchmarks.links.workloads import PaperShape, Workload
 from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.simulate import Message, StepModel, simulate
-from thinpipe.pipeline.comm.channel import BACKWARD, FORWARD
+from thinpipe.pipeline.wire.header import BACKWARD, FORWARD
 
 _CODEC_REPEATS = 7
 
@@ -80,29 +79,6 @@ class Circumstances:
     dilation: float = 1.0
 
 
-class _Mailbox:
-    """A link without a network: what was sent is taken by the other end."""
-
-    in_turns = True
-
-    def __init__(self) -> None:
-        self._message = torch.empty(0, dtype=torch.uint8)
-
-    def begin_pass(self, number: int) -> None:
-        """Nothing to wait for."""
-
-    def expect(self, slot: int, nbytes: int) -> None:
-        """Nothing to post."""
-
-    def take(self, slot: int) -> Tensor:
-        """What was sent last."""
-        return self._message
-
-    def send(self, slot: int, message: Tensor) -> None:
-        """Keep the message."""
-        self._message = message
-
-
 def measure_messages(method: Method, workload: Workload) -> Messages:
     """Sizes of the messages of known samples, and the median seconds that their ends compute.
 
@@ -115,21 +91,19 @@ def measure_messages(method: Method, workload: Workload) -> Messages:
 
 
 def _measure(method: Method, workload: Workload, direction: int) -> Message:
-    link, size = _Mailbox(), workload.boundary
+    size = workload.boundary
     ids_B = torch.arange(size[0])
-    sender, receiver = (
-        make_channel(method, workload, link=link, cut=1, direction=direction) for _ in range(2)
-    )
+    sender, receiver = (make_codec(method, workload, cut=1, direction=direction) for _ in range(2))
     encode_s, decode_s = [], []
     for _ in range(_CODEC_REPEATS + 1):
         x_BTD = torch.randn(size)
         begin_s = time.perf_counter()
-        sender.send(0, x_BTD, ids_B)
+        message = sender.encode(0, x_BTD, ids_B)
         sent_s = time.perf_counter()
-        receiver.receive(0, size, ids_B)
+        receiver.decode(0, message, ids_B, size)
         decode_s.append(time.perf_counter() - sent_s)
         encode_s.append(sent_s - begin_s)
-        nbytes = sender.take_traffic().nbytes
+        nbytes = message.numel()
         sender.finish_step(keep=True)
         receiver.finish_step(keep=True)
     return Message(nbytes, statistics.median(encode_s[1:]), statistics.median(decode_s[1:]))

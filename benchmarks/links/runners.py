@@ -21,13 +21,17 @@ from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.launch.components import build_boundary
 from thinpipe.launch.config.run import BackwardConfig, ForwardConfig
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.comm.async_codec import Microbatch
-from thinpipe.pipeline.comm.channel import BACKWARD, FORWARD, Channel
-from thinpipe.pipeline.comm.link import GroupLink, Link
+from thinpipe.pipeline.comm.channel import IncomingChannel, Microbatch, OutgoingChannel, Pass
+from thinpipe.pipeline.comm.first_error import FirstError
+from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.comm.gloo_link import GlooLink
+from thinpipe.pipeline.comm.message import MessageCodec
+from thinpipe.pipeline.comm.transport import FIRST_CUT
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.schedule import DEPTH, ScheduleName, build_schedule
 from thinpipe.pipeline.stage import Channels, CompressedStage, ComputeEvent
+from thinpipe.pipeline.wire.header import BACKWARD, FORWARD
 
 RUN_ID = 1
 _RAW = RawConfig()
@@ -112,22 +116,27 @@ class Runner(Protocol):
         """Median seconds of a forward and a backward since the last call, where measured."""
 
 
-def make_runner(method: Method, workload: Workload, mesh: Mesh) -> Runner:
+def make_runner(method: Method, workload: Workload, transport: GlooTransport) -> Runner:
     """This rank's end of a method; all ranks call it alike."""
     if method.runtime == "torch":
-        return TorchRunner(method, workload, mesh)
+        return TorchRunner(method, workload, transport)
     ours = method.runtime == "thinpipe"
-    return (ThinPipeRunner if ours else AcSgdRunner)(method, workload, mesh)
+    return (ThinPipeRunner if ours else AcSgdRunner)(method, workload, transport)
 
 
 class ThinPipeRunner:
     """Our stage over our links, as a training run builds them."""
 
-    def __init__(self, method: Method, workload: Workload, mesh: Mesh) -> None:
+    def __init__(self, method: Method, workload: Workload, transport: GlooTransport) -> None:
+        mesh = transport.mesh
         rank, stages = mesh.position, mesh.pipeline_ranks
         module = workload.module(rank, stages, torch.float32)
-        channels = make_channels(method, workload, mesh)
-        self._stage = CompressedStage(module, rank, stages, channels=channels, group=mesh.forward)
+        ends = [_wire(method, workload, transport, *place) for place in _places(rank, stages)]
+        kinds = (IncomingChannel, OutgoingChannel, IncomingChannel, OutgoingChannel)
+        channels = Channels(*(end and kind(*end) for kind, end in zip(kinds, ends, strict=True)))
+        self._stage = CompressedStage(
+            module, rank, stages, channels=channels, group=transport.pipeline_group
+        )
         self._schedule = build_schedule(
             method.schedule,
             [self._stage],
@@ -136,6 +145,7 @@ class ThinPipeRunner:
             depth=method.depth,
         )
         self._mesh, self._workload, self._passes = mesh, workload, 0
+        self._first_error = FirstError()
         self._optimizer = workload.optimizer(module)
         self._events: list[ComputeEvent] = []
 
@@ -145,18 +155,18 @@ class ThinPipeRunner:
             Microbatch(self._workload.boundary, Samples(ids_B))
             for ids_B in ids_S.tensor_split(self._workload.microbatches)
         ]
-        self._stage.begin_pass(self._passes, microbatches, step=number, mode="train")
+        self._stage.begin_pass(Pass(self._passes, number, "train", microbatches, self._first_error))
         self._passes += 1
         _run_schedule(self._schedule, self._mesh, self._workload.batch(ids_S))
         self._stage.end_pass()
         _update(self._optimizer)
         for channel in self._stage.channels.all():
-            channel.finish_step(keep=True)
+            channel.codec.finish_step(keep=True)
         self._events += self._stage.take_events()
 
     def take_sent(self) -> int:
         """Bytes sent since the last call, headers included."""
-        return sum(channel.take_traffic().nbytes for channel in self._stage.channels.all())
+        return sum(end.take_traffic().nbytes for end in self._stage.channels.outgoing())
 
     def take_compute(self) -> tuple[float, float] | None:
         """Medians of the stage's own events."""
@@ -171,20 +181,21 @@ class ThinPipeRunner:
 class AcSgdRunner:
     """AC-SGD's runtime over our messages."""
 
-    def __init__(self, method: Method, workload: Workload, mesh: Mesh) -> None:
-        module = workload.module(mesh.position, mesh.pipeline_ranks, torch.float32)
-        self._channels, self._mesh = make_channels(method, workload, mesh), mesh
-        self._step = AcSgdStep(module, self._channels, workload)
+    def __init__(self, method: Method, workload: Workload, transport: GlooTransport) -> None:
+        rank, stages = transport.mesh.position, transport.mesh.pipeline_ranks
+        module = workload.module(rank, stages, torch.float32)
+        wires = [_wire(method, workload, transport, *place) for place in _places(rank, stages)]
+        self._step = AcSgdStep(module, wires, workload, transport)
         self._optimizer = workload.optimizer(module)
 
     def step(self, number: int, ids_S: Tensor) -> None:
         """Run one step."""
-        self._step.run(self._mesh, number, ids_S)
+        self._step.run(number, ids_S)
         _update(self._optimizer)
 
     def take_sent(self) -> int:
         """Bytes sent since the last call, headers included."""
-        return sum(channel.take_traffic().nbytes for channel in self._channels.all())
+        return self._step.take_sent()
 
     def take_compute(self) -> None:
         """Not measured."""
@@ -194,10 +205,13 @@ class AcSgdRunner:
 class TorchRunner:
     """torch.distributed.pipelining as it comes."""
 
-    def __init__(self, method: Method, workload: Workload, mesh: Mesh) -> None:
+    def __init__(self, method: Method, workload: Workload, transport: GlooTransport) -> None:
+        mesh = transport.mesh
         rank, stages = mesh.position, mesh.pipeline_ranks
         module = workload.module(rank, stages, method.dtype)
-        stage = PipelineStage(module, rank, stages, torch.device("cpu"), group=mesh.forward)
+        stage = PipelineStage(
+            module, rank, stages, torch.device("cpu"), group=transport.pipeline_group
+        )
         kind = getattr(schedules, f"Schedule{method.schedule}")
         self._schedule = kind(stage, workload.microbatches, loss_fn=workload.loss)
         self._mesh, self._workload = mesh, workload
@@ -234,45 +248,39 @@ def _update(optimizer: torch.optim.Optimizer | None) -> None:
         optimizer.zero_grad(set_to_none=True)
 
 
-def make_channels(method: Method, workload: Workload, mesh: Mesh) -> Channels:
-    """This rank's ends of the cuts beside its stage."""
-    rank = mesh.position
-    places: Sequence[tuple[tuple[int, int], int]] = (
-        ((rank - 1, rank), FORWARD),
-        ((rank, rank + 1), FORWARD),
-        ((rank, rank + 1), BACKWARD),
-        ((rank - 1, rank), BACKWARD),
-    )
-    return Channels(*(_group_channel(method, workload, mesh, *place) for place in places))
+def _places(rank: int, stages: int) -> Sequence[tuple[int, int, int]]:
+    """(upper stage, direction, number of stages) of activations in, out, gradients in, out."""
+    places = ((rank - 1, FORWARD), (rank, FORWARD), (rank, BACKWARD), (rank - 1, BACKWARD))
+    return [(*place, stages) for place in places]
 
 
-def make_channel(
-    method: Method, workload: Workload, *, link: Link, cut: int, direction: int
-) -> Channel:
-    """One end of one direction of a cut, with the boundary of the method."""
+def make_codec(method: Method, workload: Workload, *, cut: int, direction: int) -> MessageCodec:
+    """One direction of a cut, with the boundary of the method."""
     spec = method.forward if direction == FORWARD else method.backward
     key = cut << 32 | direction
-    return Channel(
+    return MessageCodec(
         cut=cut,
         direction=direction,
-        link=link,
         boundaries=build_boundary(spec, width=workload.boundary[-1], key=key),
         run_id=RUN_ID,
         coding="none" if isinstance(spec, RawConfig) else spec.coding,
     )
 
 
-def _group_channel(
-    method: Method, workload: Workload, mesh: Mesh, stages: tuple[int, int], direction: int
-) -> Channel | None:
-    """This rank's end of the cut between two stages; None at the ends of the pipeline."""
-    upper, lower = stages
-    if upper < 0 or lower >= mesh.pipeline_ranks:
+def _wire(
+    method: Method,
+    workload: Workload,
+    transport: GlooTransport,
+    upper: int,
+    direction: int,
+    stages: int,
+) -> tuple[MessageCodec, GlooLink] | None:
+    """Codec and link of the cut below a stage; None at the ends of the pipeline."""
+    if upper < 0 or upper + 1 >= stages:
         return None
-    link = GroupLink(
-        group=mesh.forward if direction == FORWARD else mesh.backward,
-        peer=lower if mesh.position == upper else upper,
-        channel=lower,
-        name=f"{method.name}: stage {upper} - stage {lower}",
+    link = transport.link(
+        upper + 1 if transport.mesh.position == upper else upper,
+        FIRST_CUT + 2 * upper + direction,
+        f"{method.name}: stage {upper} - stage {upper + 1}",
     )
-    return make_channel(method, workload, link=link, cut=lower, direction=direction)
+    return make_codec(method, workload, cut=upper + 1, direction=direction), link

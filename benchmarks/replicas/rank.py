@@ -19,15 +19,17 @@ from benchmarks.links.ranks import SetRate
 from benchmarks.links.runners import Method as Cuts
 from benchmarks.links.runners import ThinPipeRunner
 from benchmarks.links.workloads import PaperShape
-from thinpipe.gradcomp.peers import GroupPeers
 from thinpipe.gradcomp.registry import load_method, parse_options
-from thinpipe.pipeline.mesh import Mesh, build_mesh
-from thinpipe.pipeline.wire.header import HEADER_NBYTES, Header
+from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.comm.gloo_peers import CHUNK_NBYTES
+from thinpipe.pipeline.comm.link import Link
+from thinpipe.pipeline.comm.transport import CLOCK
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, ExchangeHeader
 from thinpipe.pipeline.wire.thread import Worker
 
 _TIMEOUT_S = 300.0
 _MARGIN_S = 0.1
-_PING_SLOT, _PING_NBYTES = 7, 64
+_PING_NBYTES = 64
 
 
 @dataclass(frozen=True)
@@ -74,18 +76,18 @@ class RankResult:
 class _Runner:
     """One method on one rank."""
 
-    def __init__(self, method: Method, plan: Plan, mesh: Mesh) -> None:
-        generator = torch.Generator().manual_seed(mesh.rank)
+    def __init__(self, method: Method, plan: Plan, transport: GlooTransport) -> None:
+        generator = torch.Generator().manual_seed(transport.mesh.rank)
         self._weight = nn.Parameter(torch.zeros(plan.parameters))
         self._update_N = 1e-3 * torch.randn(plan.parameters, generator=generator)
         options = parse_options(method.name, method.options)
-        peers = GroupPeers(mesh.exchange)
+        peers = transport.peers(transport.mesh.same_stage)
         self.sync = load_method(method.name).build(options, [self._weight], peers)
         self._plan, self._number = plan, 0
         self._pipeline = None
         if plan.shape is not None:
             assert method.cuts is not None
-            self._pipeline = ThinPipeRunner(method.cuts, plan.shape, mesh)
+            self._pipeline = ThinPipeRunner(method.cuts, plan.shape, transport)
 
     def step(self) -> None:
         """Compute, exchange, optimize."""
@@ -122,19 +124,19 @@ def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
     Before the measured steps every method makes two, so that codecs are compiled, memories are
     warm and a delayed exchange is under way.
     """
-    mesh = build_mesh(plan.pipeline_ranks, 2, timeout_s=_TIMEOUT_S)
+    transport = GlooTransport(plan.pipeline_ranks, 2, timeout_s=_TIMEOUT_S)
     results = []
     for method in plan.methods:
-        runner = _Runner(method, plan, mesh)
+        runner = _Runner(method, plan, transport)
         for rate_bps in plan.rates:
-            if mesh.rank == 0:
+            if transport.mesh.rank == 0:
                 set_rate(rate_bps)
-            _together(mesh)
+            _together(transport)
             for _ in range(2):
                 runner.step()
             runner.sync.state_dict()
             before, _ = runner.take_sent()
-            steps_s = tuple(_timed(runner, mesh) for _ in range(plan.steps))
+            steps_s = tuple(_timed(runner, transport) for _ in range(plan.steps))
             runner.sync.state_dict()  # waits for what is under way
             after, cut = runner.take_sent()
             results.append(
@@ -146,24 +148,24 @@ def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
                     cut // plan.steps,
                 )
             )
-            if mesh.rank == 0:
+            if transport.mesh.rank == 0:
                 print(f"{method.label} at {rate_bps}: {[round(s, 3) for s in steps_s]} s")
-        _together(mesh)
+        _together(transport)
     return results
 
 
-def _timed(runner: _Runner, mesh: Mesh) -> float:
+def _timed(runner: _Runner, transport: GlooTransport) -> float:
     """Seconds of a step; steps follow each other at once, as they do in training."""
     begin_s = time.perf_counter()
     runner.step()
     # replicas wait for each other inside the exchange; ranks of a method without one do here
-    mesh.share(torch.zeros(1, dtype=torch.float64))
+    transport.share(torch.zeros(1), "world")
     return time.perf_counter() - begin_s
 
 
-def _together(mesh: Mesh) -> None:
+def _together(transport: GlooTransport) -> None:
     now = torch.tensor([time.perf_counter()], dtype=torch.float64)
-    begin_s = float(mesh.share(now).max()) + _MARGIN_S
+    begin_s = float(transport.share(now, "world").max()) + _MARGIN_S
     time.sleep(max(0.0, begin_s - time.perf_counter()))
 
 
@@ -178,34 +180,41 @@ def ping_host(host: int, chunks: Sequence[int], nbytes: int, pings: int) -> dict
 
 def ping_rank(chunks: Sequence[int], nbytes: int, pings: int) -> dict[int, list[float]]:
     """As `ping_host`, as one of two ranks of the default group."""
-    mesh = build_mesh(1, 2, timeout_s=_TIMEOUT_S)
     found: dict[int, list[float]] = {}
-    for chunk_nbytes in chunks:
-        busy = None
-        _together(mesh)
+    for number, chunk_nbytes in enumerate(chunks):
+        transport = GlooTransport(
+            1, 2, timeout_s=_TIMEOUT_S, chunk_nbytes=chunk_nbytes or CHUNK_NBYTES
+        )
+        rank, busy = transport.mesh.rank, None
+        _together(transport)
         if chunk_nbytes:
-            message = torch.zeros(HEADER_NBYTES + nbytes, dtype=torch.uint8)
-            Header(0, 0, 0, 0, 0, 0, mesh.rank, 0, nbytes).write(message)
-            peers = GroupPeers(mesh.exchange, chunk_nbytes=chunk_nbytes)
+            message = torch.zeros(EXCHANGE_HEADER_NBYTES + nbytes, dtype=torch.uint8)
+            ExchangeHeader(0, 0, 0, number, 0, rank, 0, length=nbytes).write(message)
+            peers = transport.peers([0, 1])
             worker = Worker("gradcomp")
-            busy = worker.submit(partial(peers.exchange, {1 - mesh.rank: message}, nbytes))
+            busy = worker.submit(
+                partial(peers.exchange, {1 - rank: message}, sources=[1 - rank], capacity=nbytes)
+            )
             time.sleep(0.2)
-        found[chunk_nbytes] = [_ping(mesh) for _ in range(pings)]
+        links = [transport.link(1 - rank, CLOCK + way, "ping") for way in (0, 1)]
+        found[chunk_nbytes] = [_ping(links, rank, ping) for ping in range(pings)]
         if busy is not None:
             busy.result()
     return found
 
 
-def _ping(mesh: Mesh) -> float:
-    """Both ranks send at once and wait for the other's message."""
-    group: dist.ProcessGroup = mesh.replicas_group
-    mine, theirs = torch.zeros(_PING_NBYTES), torch.zeros(_PING_NBYTES)
+def _ping(links: Sequence[Link], rank: int, number: int) -> float:
+    """One rank sends and waits for the other's answer."""
+    message = torch.zeros(_PING_NBYTES, dtype=torch.uint8)
+    for link in links:
+        link.begin_pass(number)
+    links[1 - rank].expect(0, message.numel())
     begin_s = time.perf_counter()
     for source in (0, 1):  # there, and back
-        if mesh.rank == source:
-            dist.send(mine, group=group, group_dst=1 - source, tag=_PING_SLOT)
+        if rank == source:
+            links[rank].send(0, message)
         else:
-            dist.recv(theirs, group=group, group_src=source, tag=_PING_SLOT)
+            links[1 - rank].take(0)
     return time.perf_counter() - begin_s
 
 

@@ -23,6 +23,7 @@ from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.schedule import stage_to_rank
+from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def parts_of(folder: Path, *, replica: int) -> list[str]:
 
 def place_of(channel: Channel) -> str:
     """Name of a direction of a cut."""
-    return f"cut-{channel.cut}.{('forward', 'backward')[channel.direction]}"
+    return f"cut-{channel.codec.cut}.{DIRECTIONS[channel.codec.direction]}"
 
 
 def module_of(stage: Any) -> nn.Module:
@@ -201,11 +202,10 @@ def _fill_memories(built: Built, boundaries: Mapping[str, Any]) -> None:
 
     With another number of replicas they hold samples that are now another's: nobody asks for them.
     """
-    for stage in built.stages:
-        for channel in stage.channels.all():
-            known = boundaries.get(place_of(channel))
-            if known is not None:
-                channel.boundaries["train"].load_state_dict(known)
+    for channel in built.engine.channels:
+        known = boundaries.get(place_of(channel))
+        if known is not None:
+            channel.codec.training.load_state_dict(known)
 
 
 def moved_samples(before: int, now: int) -> tuple[int, int]:

@@ -61,7 +61,7 @@ class RunFolder:
         everyone = [session.mesh.rank == 0, session.mesh.rank > 0 and session.local_rank == 0]
         for is_my_turn in everyone:  # the first rank first: other hosts may have the same disk
             problem = self._try(session.run_id, resume=resume) if is_my_turn else None
-            problems = [text for text in gather_json(session.mesh, problem) if text]
+            problems = [text for text in gather_json(session.transport, problem) if text]
             if problems:
                 raise ConfigError(problems[0])
 

@@ -54,7 +54,7 @@ def agree_to_resume(session: Session, root: Path, resume: Resume) -> Resume:
         saved = checkpoint.latest(root) is not None
     except CheckpointError:
         saved = True  # restoring will say what is wrong with it
-    told = gather_json(session.mesh, [*resume, saved])
+    told = gather_json(session.transport, [*resume, saved])
     asked = [Resume(*answer) for *answer, _ in told if answer[0]]
     required = any(answer.required for answer in asked)
     if not asked or not (required or any(saved for *_, saved in told)):
@@ -82,17 +82,16 @@ class Checkpoints:
 
         Each rank writes its part; the first rank of each host writes the manifest and publishes.
         """
-        mesh = self.session.mesh
         if self.session.local_rank == 0:
             checkpoint.begin(self.root, step)
-        gather_json(mesh, "folder is there")
+        gather_json(self.session.transport, "folder is there")
         folder = checkpoint.partial_folder(self.root, step)
         mine = checkpoint.write_part(folder, self._part, _collect(self.built))
-        parts = [Part(**fields) for fields in gather_json(mesh, asdict(mine))]
+        parts = [Part(**fields) for fields in gather_json(self.session.transport, asdict(mine))]
         if self.session.local_rank == 0:
             checkpoint.finish(self.root, step, parts=parts, meta=self.facts)
             checkpoint.prune(self.root, self.keep)
-        gather_json(mesh, "published")
+        gather_json(self.session.transport, "published")
 
     def restore(self, step: int | None) -> int:
         """Restore a step, by default the newest that all ranks have; return how many are done.
@@ -106,7 +105,7 @@ class Checkpoints:
         except CheckpointError as error:
             newest, problem = None, str(error)
         self._refuse_together(problem)
-        step = min(found or 0 for found in gather_json(self.session.mesh, newest))
+        step = min(found or 0 for found in gather_json(self.session.transport, newest))
         folder = self.root / f"step-{step}"
         try:
             if step == 0:
@@ -132,7 +131,7 @@ class Checkpoints:
 
     def _refuse_together(self, problem: str | None) -> None:
         """Raise on every rank what went wrong on one, so that none waits for another."""
-        problems = [text for text in gather_json(self.session.mesh, problem) if text]
+        problems = [text for text in gather_json(self.session.transport, problem) if text]
         if problems:
             raise CheckpointError(problems[0])
 
@@ -185,9 +184,8 @@ def _collect(built: Built) -> dict[str, Any]:
         "engine": built.engine.state_dict(),
         "sync": built.sync.state_dict(),
         "boundaries": {
-            place_of(channel): channel.boundaries["train"].state_dict()
-            for stage in built.stages
-            for channel in stage.channels.all()
+            place_of(channel): channel.codec.training.state_dict()
+            for channel in built.engine.channels
         },
         "rng": torch.random.get_rng_state(),
         "gpu_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
@@ -210,12 +208,12 @@ def _global_model(built: Built) -> dict[str, Any] | None:
 def _distribute(built: Built, state: Mapping[str, Any]) -> None:
     for stage in built.stages:
         module_of(stage).load_state_dict(state["model"][str(stage.stage_index)])
-        for channel in stage.channels.all():
-            found = state["boundaries"].get(place_of(channel))
-            if found is not None:
-                channel.boundaries["train"].load_state_dict(found)
-            elif channel.memory is not None:
-                _log.warning("%s: nothing was saved of it; its samples are new", place_of(channel))
+    for channel in built.engine.channels:
+        found = state["boundaries"].get(place_of(channel))
+        if found is not None:
+            channel.codec.training.load_state_dict(found)
+        elif channel.codec.memory is not None:
+            _log.warning("%s: nothing was saved of it; its samples are new", place_of(channel))
     built.optimizer.load_state_dict(state["optimizer"])
     built.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
     built.engine.load_state_dict(state["engine"])

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.distributed.handshake import (
     agree,
@@ -24,8 +25,10 @@ from thinpipe.launch.distributed.handshake import (
     versions,
 )
 from thinpipe.pipeline.comm.errors import TransportError
-from thinpipe.pipeline.comm.link import is_transport_error, transport_reason
-from thinpipe.pipeline.mesh import Mesh, build_mesh
+from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.comm.gloo_peers import CHUNK_NBYTES
+from thinpipe.pipeline.comm.transport import Transport
+from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.wire.header import DesyncError
 
 _TERMINATION_GRACE_S = 5.0
@@ -36,9 +39,14 @@ class Session:
     """What a rank knows of the others."""
 
     store: Store
-    mesh: Mesh
+    transport: Transport
     run_id: int
     local_rank: int
+
+    @property
+    def mesh(self) -> Mesh:
+        """Where this rank stands."""
+        return self.transport.mesh
 
     @property
     def writes_run_folder(self) -> bool:
@@ -116,22 +124,30 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
     timeout = timedelta(seconds=wait_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     try:
-        mesh = build_mesh(
-            config.pipeline.pipeline_ranks, config.pipeline.replicas, timeout_s=wait_s
+        transport = GlooTransport(
+            config.pipeline.pipeline_ranks,
+            config.pipeline.replicas,
+            timeout_s=wait_s,
+            chunk_nbytes=_chunk_nbytes(config),
         )
-        yield Session(store, mesh, run_id, int(os.environ.get("LOCAL_RANK", "0")))
-        dist.barrier(group=mesh.control)  # nobody leaves while another still needs its links
+        yield Session(store, transport, run_id, int(os.environ.get("LOCAL_RANK", "0")))
+        transport.close()
     except Exception as error:
         account = _tell_others(store, rank, world, error)
-        if isinstance(error, DesyncError | TransportError) or is_transport_error(error):
+        if isinstance(error, DesyncError | TransportError):
             raise PeerError(account) from error
         raise
     dist.destroy_process_group()
 
 
+def _chunk_nbytes(config: RunConfig) -> int:
+    options = config.method_options
+    return 1024 * options.chunk_kib if isinstance(options, ExchangeOptions) else CHUNK_NBYTES
+
+
 def _tell_others(store: Store, rank: int, world: int, error: Exception) -> str:
     """This rank's account of a failure, and what the first other rank says of it."""
-    own = transport_reason(error) if is_transport_error(error) else str(error).strip()
+    own = str(error).strip()
     try:
         report_failure(store, rank, own)
         others = other_failures(store, rank, world)

@@ -49,19 +49,19 @@ def decide_cuts(config: RunConfig, session: Session, *, resume: bool, say: bool)
     if not config.pipeline.auto_cuts:
         return config
     saved = _saved_cuts(config) if resume else None
-    found = [cuts for cuts in gather_json(session.mesh, saved) if cuts is not None]
+    found = [cuts for cuts in gather_json(session.transport, saved) if cuts is not None]
     if found:
         return config.with_cuts(found[0])
     measured_here = _measure(config) if session.local_rank == 0 else None
     told = [measured_here, _room(config), spare_core(_ranks_here())]
-    measured, limits, spare = _by_stage(config, gather_json(session.mesh, told))
+    measured, limits, spare = _by_stage(config, gather_json(session.transport, told))
     cuts, problem = None, None
     if session.mesh.rank == 0:  # which measures the codecs, again alone
         try:
             cuts = find_cuts(config, even_out(measured), memory_limit=limits, spare_cores=spare)
         except ValueError as error:
             problem = str(error)
-    cuts, problem = gather_json(session.mesh, [cuts, problem])[0]
+    cuts, problem = gather_json(session.transport, [cuts, problem])[0]
     if problem is not None:
         raise ValueError(problem)
     decided = config.with_cuts(cuts)

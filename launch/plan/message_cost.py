@@ -9,8 +9,7 @@ from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
 from thinpipe.launch.plan.profile import microbatch_shape
 from thinpipe.launch.plan.simulate import Message
 from thinpipe.launch.report.metrics import DIRECTIONS, Direction
-from thinpipe.pipeline.comm.channel import Channel
-from thinpipe.pipeline.comm.link import LoopbackLink
+from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.config import RawConfig, StatelessConfig
 
 Spec = ForwardConfig | BackwardConfig
@@ -56,12 +55,10 @@ def measure_message(
     What memory-based and entropy-coded messages weigh depends on the values; these are Gaussian,
     with little change from visit to visit.
     """
-    link = LoopbackLink()
     sender, receiver = (
-        Channel(
+        MessageCodec(
             cut=1,
             direction=direction,
-            link=link,
             boundaries=build_boundary(spec, width=shape_BTD[-1], key=direction),
             run_id=0,
             coding="none" if isinstance(spec, RawConfig) else spec.coding,
@@ -71,18 +68,17 @@ def measure_message(
     x_BTD = torch.randn(shape_BTD)
     encode_s, decode_s, nbytes = [], [], 0
     for number in range(_REPEATS + 1):
-        for channel in (sender, receiver):
-            channel.begin_pass(number, step=number, mode="train")
-        receiver.expect(0, shape_BTD)
+        for codec in (sender, receiver):
+            codec.begin_pass(step=number, mode="train")
         x_BTD = x_BTD + 0.1 * torch.randn(shape_BTD)
         ids_B = torch.arange(shape_BTD[0]) + (0 if known else number * shape_BTD[0])
         start_s = time.perf_counter()
-        sender.send(0, x_BTD, ids_B)
-        sent_s = time.perf_counter()
-        receiver.receive(0, shape_BTD, ids_B)
-        decode_s.append(time.perf_counter() - sent_s)
-        encode_s.append(sent_s - start_s)
-        nbytes = sender.take_traffic().nbytes
-        for channel in (sender, receiver):
-            channel.finish_step(keep=True)
+        message = sender.encode(0, x_BTD, ids_B)
+        encoded_s = time.perf_counter()
+        receiver.decode(0, message, ids_B, shape_BTD)
+        decode_s.append(time.perf_counter() - encoded_s)
+        encode_s.append(encoded_s - start_s)
+        nbytes = message.numel()
+        for codec in (sender, receiver):
+            codec.finish_step(keep=True)
     return Message(nbytes, min(encode_s[1:]), min(decode_s[1:]))

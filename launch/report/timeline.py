@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from thinpipe.launch.distributed.clock import seconds_ahead
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.report.metrics import TimelineEvent, WireCount
-from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.comm.transport import Transport
 from thinpipe.pipeline.schedule import ScheduleName
 from thinpipe.pipeline.stage import ComputeEvent
 
@@ -64,12 +64,12 @@ def read_timeline(folder: Path) -> Timeline:
 
 
 def gather_events(
-    mesh: Mesh, events: Sequence[ComputeEvent], start_s: float
+    transport: Transport, events: Sequence[ComputeEvent], start_s: float
 ) -> list[TimelineEvent]:
     """What all ranks did in a step that this rank began at `start_s`; every rank calls it alike."""
-    ahead_s = seconds_ahead(mesh)
+    ahead_s = seconds_ahead(transport)
     own = [(e.stage, e.kind, e.microbatch, e.start_s - ahead_s, e.end_s - ahead_s) for e in events]
-    everyone = gather_json(mesh, {"start_s": start_s - ahead_s, "events": own})
+    everyone = gather_json(transport, {"start_s": start_s - ahead_s, "events": own})
     first_s = min(told["start_s"] for told in everyone)
     return [
         TimelineEvent(rank, stage, kind, m, begin_s - first_s, end_s - first_s)

@@ -3,32 +3,39 @@
 import time
 
 import torch
-import torch.distributed as dist
+
+from thinpipe.pipeline.comm.link import Link
+from thinpipe.pipeline.comm.transport import RATE, Transport
 
 _NBYTES, _TRIES = 1 << 20, 2  # the first one opens TCP's window
-_TAG = 1  # below every tag of `thinpipe.pipeline.comm.link`
 
 
-def measure_rate(group: dist.ProcessGroup, peer: int, *, sending: bool) -> float | None:
-    """Bytes per second from the sending end to the other; both ends call it, the sender is told.
+def measure_rate(transport: Transport, peer: int, *, sending: bool) -> float | None:
+    """Bytes per second from the sending end to the other; both ends call it.
 
     A megabyte is timed until the peer has it, less a round trip. Blocks for about two of them.
     """
+    name = f"rate measurement, rank {transport.mesh.rank} and rank {peer}"
+    data, answers = (transport.link(peer, RATE + way, name) for way in (0, 1))
     round_trip_s, best_s = (
-        min(_exchange(group, peer, nbytes, sending=sending) for _ in range(_TRIES))
-        for nbytes in (1, _NBYTES)
+        min(_exchange(data, answers, number, nbytes, sending=sending) for number in numbers)
+        for nbytes, numbers in ((1, range(_TRIES)), (_NBYTES, range(_TRIES, 2 * _TRIES)))
     )
+    answers.begin_pass(2 * _TRIES)  # waits until all are on their way
     return _NBYTES / max(best_s - round_trip_s, best_s / 10) if sending else None
 
 
-def _exchange(group: dist.ProcessGroup, peer: int, nbytes: int, *, sending: bool) -> float:
+def _exchange(data: Link, answers: Link, number: int, nbytes: int, *, sending: bool) -> float:
     """Seconds from the first byte sent to the answer."""
-    message, answer = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+    for link in (data, answers):
+        link.begin_pass(number)
     start_s = time.perf_counter()
     if sending:
-        dist.send(message, group=group, group_dst=peer, tag=_TAG)
-        dist.recv(answer, group=group, group_src=peer, tag=_TAG)
+        answers.expect(0, 1)
+        data.send(0, torch.zeros(nbytes, dtype=torch.uint8))
+        answers.take(0)
     else:
-        dist.recv(message, group=group, group_src=peer, tag=_TAG)
-        dist.send(answer, group=group, group_dst=peer, tag=_TAG)
+        data.expect(0, nbytes)
+        data.take(0)
+        answers.send(0, torch.zeros(1, dtype=torch.uint8))
     return time.perf_counter() - start_s

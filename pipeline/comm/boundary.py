@@ -44,11 +44,27 @@ class Memory(Protocol):
         """Give back what is held; the memory is not used again."""
 
 
+@dataclass(frozen=True)
+class MessagePlan:
+    """What both ends know of a message before it exists.
+
+    `capacity` is the most payload bytes it can have, `known_B` says which samples are remembered,
+    and `checksum` stands for what is remembered of them (0 without a memory).
+    """
+
+    ids_B: Tensor
+    shape_BTD: torch.Size
+    step: int
+    capacity: int
+    known_B: Tensor | None = None
+    checksum: int = 0
+
+
 class Boundary(Protocol):
     """Turns the activations (or gradients) of one microbatch into a payload, and back.
 
-    It may remember samples: then both ends of the cut hold equal state, and `nbytes` depends only
-    on that state. What a step learns is kept apart until `finish_step`, so that a step that was
+    It may remember samples: then both ends of the cut hold equal state, and plans depend only on
+    that state. What a step learns is kept apart until `finish_step`, so that a step that was
     skipped or failed leaves nothing behind.
     """
 
@@ -68,19 +84,19 @@ class Boundary(Protocol):
     def error_meter(self) -> ErrorMeter:
         """What it measures of what it encodes."""
 
-    def nbytes(self, shape_BTD: torch.Size, ids_B: Tensor) -> int:
-        """Exact payload bytes; both ends compute the same."""
-
     def capacity(self, shape_BTD: torch.Size) -> int:
-        """The most that `nbytes` can be for this shape, whatever was remembered."""
+        """The most payload bytes of this shape, whatever is remembered."""
 
-    def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:
-        """Fill `wire` (uint8 in host memory, `nbytes` long), from whichever device `x_BTD` is on.
+    def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
+        """Look up the samples of a message, once; both ends find the same."""
 
-        What was queued there is done when it returns.
+    def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
+        """Write the payload to `wire` (uint8 in host memory), return its length.
+
+        `x_BTD` may be on any device; what was queued there is done when it returns.
         """
 
-    def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
+    def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
         """Fill `out_BTD`, on whichever device, with what the peer sent; may only queue that."""
 
     def finish_step(self, *, keep: bool) -> None:
@@ -115,17 +131,17 @@ class Stateless:
     def memory(self) -> None:
         """It has none."""
 
-    def nbytes(self, shape_BTD: torch.Size, ids_B: Tensor) -> int:
-        """Exact payload bytes."""
-        return self.capacity(shape_BTD)
+    def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
+        """All messages of a shape are alike."""
+        return MessagePlan(ids_B, shape_BTD, step, self.capacity(shape_BTD))
 
     def capacity(self, shape_BTD: torch.Size) -> int:
         """All messages of a shape are equally long."""
         return shape_BTD[0] * self.codec.nbytes(shape_BTD[1:].numel())
 
-    def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:
+    def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
         """Fill `wire`; noise is keyed by step and sample."""
-        noise = Noise(self.key, step, ids_B)
+        noise = Noise(self.key, plan.step, plan.ids_B)
         rows = x_BTD.shape[0]
         x_BN = x_BTD.detach().reshape(rows, -1)
         self.error_meter.count(known=0, first_visits=rows)
@@ -136,8 +152,9 @@ class Stateless:
                 decoded_1N = torch.empty(1, x_BN.shape[1], device=x_BN.device)
                 self.codec.decode(wire_BW[:1], decoded_1N)
                 self.error_meter.measure(x_BN[:1], decoded_1N)
+        return plan.capacity
 
-    def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
+    def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
         """Fill `out_BTD`."""
         rows = out_BTD.shape[0]
         near = brought_to(out_BTD.device, wire)

@@ -1,23 +1,54 @@
-"""One end of one direction of a cut: a boundary's payload, under a header, over a link."""
+"""The two ends of a channel, one direction of a cut; each owns the thread that codes its messages.
 
-import math
+An outgoing end encodes and sends behind the compute, in the order in which the schedule hands
+tensors over. An incoming end takes, checks and decodes ahead of it, in the order in which the
+schedule will ask. The schedule's thread waits for decoded values only, and at the end of a pass for
+what is still to be encoded; between passes both ends are idle, and what they hold can be read.
+"""
+
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.comm.boundary import Boundary, Memory
+from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.comm.first_error import FirstError
 from thinpipe.pipeline.comm.link import Link
-from thinpipe.pipeline.wire.entropy import CODING_IDS, Coder, Coding, expand
-from thinpipe.pipeline.wire.header import HEADER_NBYTES, Header, coding_and_length, crc32
-from thinpipe.pipeline.wire.pinned import host_bytes
+from thinpipe.pipeline.comm.message import MessageCodec, Mode
+from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
+from thinpipe.pipeline.wire.thread import Worker
 
-FORWARD, BACKWARD = 0, 1
+_AHEAD = 2
+"""Decoded microbatches that may wait for the schedule: one that is ready when it asks, and one more
+to even out work of unequal length. Decoded values take many times the memory of messages."""
 
-Mode = Literal["train", "eval", "eval_compressed"]
+Record = Callable[[Literal["encode", "decode", "wait"], int, float, float], None]
+"""Takes what was done, for which microbatch, and from when to when (`time.perf_counter`)."""
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """What every rank knows of a microbatch before it arrives."""
+
+    shape_BTD: torch.Size
+    samples: Samples
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One run of the schedule, number `number` of the run, as a part of optimizer step `step`."""
+
+    number: int
+    step: int
+    mode: Mode
+    microbatches: Sequence[Microbatch]
+    first_error: FirstError
 
 
 @dataclass
@@ -29,147 +60,118 @@ class Traffic:
     values: int = 0
 
 
-@dataclass
-class Channel:
-    """Sends or receives the microbatches of one direction of the cut before layer `cut`.
+class OutgoingChannel:
+    """Encodes and sends the microbatches of a pass."""
 
-    `boundaries` holds one boundary per mode it can run in. Values are coded on `device`, where
-    receivers get tensors of `dtype`.
-    Payloads are entropy-coded by `coding` where that makes them shorter, except in plain
-    evaluation; "auto" does so where it is quicker at `link_rate` (bytes per second). From `level` 1
-    on, which both ends set between two steps, training goes through one of `fallbacks` instead.
-    `arrived_s` is when the last message was there (`time.perf_counter`).
-    """
+    def __init__(self, codec: MessageCodec, link: Link) -> None:
+        self.codec = codec
+        self._link, self._stream = link, SideStream(codec.device)
+        self._worker = _worker(codec, link, "send")
+        self._traffic = Traffic()
+        self._last: Future[None] | None = None
 
-    cut: int
-    direction: int
-    link: Link
-    boundaries: Mapping[Mode, Boundary]
-    run_id: int
-    device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
-    dtype: torch.dtype = torch.float32
-    coding: Coding = "none"
-    link_rate: float = math.inf
-    fallbacks: Sequence[Boundary] = ()
-    level: int = 0
-    sent: Traffic = field(default_factory=Traffic)
-    arrived_s: float = 0.0
-    _mode: Mode = "train"
-    _step: int = 0
+    def begin_pass(self, this: Pass, record: Record) -> None:
+        """Be ready to send."""
+        self._link.begin_pass(this.number)
+        self.codec.begin_pass(step=this.step, mode=this.mode)
+        self._pass, self._record, self._last = this, record, None
 
-    def __post_init__(self) -> None:
-        self._compress = Coder(self.link_rate if self.coding == "auto" else 0.0)
+    def send(self, m: int, x_BTD: Tensor) -> None:
+        """Encode and send behind the schedule, which must not change `x_BTD` before `end_pass`.
 
-    def begin_pass(self, number: int, *, step: int, mode: Mode) -> None:
-        """Start pass `number` of the run, as a part of optimizer step `step`."""
-        self.link.begin_pass(number)
-        self._mode, self._step = mode, step
-
-    def expect(self, microbatch: int, shape_BTD: torch.Size) -> None:
-        """Post the receive of a microbatch.
-
-        The buffer holds the longest message there can be: gloo ends a process that is sent more
-        than it posted, and two ends whose memories differ are to get a `DesyncError` instead.
+        Raises what an earlier message raised.
         """
-        self.link.expect(microbatch, HEADER_NBYTES + self._boundary.capacity(shape_BTD))
+        # the schedule may detach its own in place
+        job = partial(self._send, m, x_BTD.detach(), self._stream.now())
+        if self._worker is None:
+            job()
+            return
+        self._pass.first_error.check()
+        self._last = self._pass.first_error.watch(self._worker.submit(job))
 
-    def send(self, microbatch: int, x_BTD: Tensor, ids_B: Tensor) -> None:
-        """Encode and send; returns before the bytes are gone."""
-        length = self._boundary.nbytes(x_BTD.shape, ids_B)
-        message = host_bytes(HEADER_NBYTES + length, self.device)
-        self._boundary.encode(x_BTD, ids_B, message[HEADER_NBYTES:], step=self._step)
-        coding, message = self._shorten(message)
-        length = message.numel() - HEADER_NBYTES
-        self._header(microbatch, ids_B, length, coding).write(message)
-        self.link.send(microbatch, message)
-        self.sent.nbytes += message.numel()
-        self.sent.messages += 1
-        self.sent.values += x_BTD.numel()
+    def end_pass(self) -> None:
+        """Wait until everything is encoded and on its way."""
+        if self._last is not None:
+            self._pass.first_error.wait_for(self._last)
 
-    def receive(self, microbatch: int, shape_BTD: torch.Size, ids_B: Tensor) -> Tensor:
-        """Wait for a microbatch, check its header, decode it.
+    def take_traffic(self) -> Traffic:
+        """Return what was sent, and count from zero."""
+        taken, self._traffic = self._traffic, Traffic()
+        return taken
+
+    def _send(self, m: int, x_BTD: Tensor, computed: CudaEvent) -> None:
+        if computed is not None:
+            computed.synchronize()  # so that what is recorded is the codec's time
+        with self._stream.after(None):
+            start = time.perf_counter()
+            message = self.codec.encode(m, x_BTD, self._pass.microbatches[m].samples.ids_B)
+            self._link.send(m, message)
+            self._record("encode", m, start, time.perf_counter())
+        self._traffic.nbytes += message.numel()
+        self._traffic.messages += 1
+        self._traffic.values += x_BTD.numel()
+
+
+class IncomingChannel:
+    """Takes, checks and decodes the microbatches of a pass."""
+
+    def __init__(self, codec: MessageCodec, link: Link) -> None:
+        self.codec = codec
+        self._link, self._stream = link, SideStream(codec.device)
+        self._worker = _worker(codec, link, "receive")
+        self._coming: deque[int] = deque()
+        self._jobs: dict[int, Future[tuple[Tensor, CudaEvent]]] = {}
+
+    def begin_pass(self, this: Pass, record: Record, order: Sequence[int]) -> None:
+        """Post all receives; `order` is that in which `receive` will be called.
+
+        Nothing is waited for before the first `receive`: a link reports a peer that is silent for
+        too long, and in the first half of a pass every peer has reason to send no gradients.
+        """
+        self._link.begin_pass(this.number)
+        self.codec.begin_pass(step=this.step, mode=this.mode)
+        self._pass, self._record = this, record
+        for m in order:
+            self._link.expect(m, self.codec.capacity(this.microbatches[m].shape_BTD))
+        self._coming, self._jobs = deque(order), {}
+
+    def receive(self, m: int) -> Tensor:
+        """Wait for a microbatch.
 
         Raises:
             TransportError: the peer is gone.
             DesyncError: the message is not the expected one.
             CodingError: its payload does not expand to the expected size.
         """
-        nbytes = self._boundary.nbytes(shape_BTD, ids_B)
-        message = self.link.take(microbatch)
-        self.arrived_s = time.perf_counter()
-        coding, length = self._form(message, nbytes)
-        message = message[: HEADER_NBYTES + length]
-        self._header(microbatch, ids_B, length, coding).check(message)
-        payload = message[HEADER_NBYTES:]
-        if coding:
-            payload = host_bytes(nbytes, self.device)
-            expand(message[HEADER_NBYTES:], payload)
-        out_BTD = torch.empty(shape_BTD, dtype=self.dtype, device=self.device)
-        self._boundary.decode(payload, ids_B, out_BTD)
-        return out_BTD
+        if self._worker is None:
+            return self._stream.hand_over(*self._take(m))
+        first_error = self._pass.first_error
+        while self._coming and len(self._jobs) <= _AHEAD:
+            coming = self._coming.popleft()
+            job = self._worker.submit(partial(self._take, coming))
+            self._jobs[coming] = first_error.watch(job)
+        start = time.perf_counter()
+        x_BTD, decoded = first_error.wait_for(self._jobs.pop(m))
+        self._record("wait", m, start, time.perf_counter())
+        return self._stream.hand_over(x_BTD, decoded)
 
-    def finish_step(self, *, keep: bool) -> None:
-        """Tell the training boundary that the step is over."""
-        self.boundaries["train"].finish_step(keep=keep)
+    def _take(self, m: int) -> tuple[Tensor, CudaEvent]:
+        start = time.perf_counter()
+        known = self._pass.microbatches[m]
+        message = self._link.take(m)
+        arrived = time.perf_counter()
+        with self._stream.after(None):
+            x_BTD = self.codec.decode(m, message, known.samples.ids_B, known.shape_BTD)
+            decoded = self._stream.now()
+        if self._worker is None:
+            self._record("wait", m, start, arrived)
+        self._record("decode", m, arrived, time.perf_counter())
+        return x_BTD, decoded
 
-    def escalate(self, level: int) -> None:
-        """Train at this level from the next step on; above 0 nothing is remembered any more."""
-        self.level = level
-        if level and self.memory is not None:
-            self.memory.room = 0
-            self.memory.restrict(torch.empty(0, dtype=torch.int64), 0)
 
-    @property
-    def memory(self) -> Memory | None:
-        """What the training boundary remembers of samples."""
-        return self.boundaries["train"].memory
+Channel = OutgoingChannel | IncomingChannel
 
-    def take_traffic(self) -> Traffic:
-        """Return what was sent and start counting anew."""
-        taken, self.sent = self.sent, Traffic()
-        return taken
 
-    def take_sums(self) -> list[float]:
-        """What the error_meter of training collected since the last call."""
-        return self._training.error_meter.take()
-
-    @property
-    def _training(self) -> Boundary:
-        return self.fallbacks[self.level - 1] if self.level else self.boundaries["train"]
-
-    @property
-    def _boundary(self) -> Boundary:
-        return self._training if self._mode == "train" else self.boundaries[self._mode]
-
-    def _shorten(self, message: Tensor) -> tuple[int, Tensor]:
-        """The id of the coding used, and the message with its payload in that form."""
-        if self.coding == "none" or self._mode == "eval":
-            return 0, message
-        coded = torch.empty_like(message)
-        length = self._compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:])
-        if length is None:
-            return 0, message
-        return CODING_IDS[self.coding], coded[: HEADER_NBYTES + length]
-
-    def _form(self, message: Tensor, nbytes: int) -> tuple[int, int]:
-        """Coding and length to expect: the peer's, as far as its choice is free."""
-        coding, length = coding_and_length(message)
-        if coding == 0 or coding != CODING_IDS[self.coding]:
-            return 0, nbytes
-        return coding, min(length, nbytes)
-
-    def _header(self, microbatch: int, ids_B: Tensor, length: int, coding: int) -> Header:
-        memory = self._boundary.memory
-        return Header(
-            direction=self.direction,
-            codec_id=self._boundary.codec_id,
-            bits=self._boundary.bits,
-            run_id=self.run_id,
-            step=self._step,
-            cut=self.cut,
-            microbatch=microbatch,
-            ids_crc=crc32(ids_B),
-            length=length,
-            coding=coding,
-            memory_crc=0 if memory is None else crc32(memory.fingerprints(ids_B)),
-        )
+def _worker(codec: MessageCodec, link: Link, what: str) -> Worker | None:
+    """None where both ends take turns on one thread: nothing arrives while one of them waits."""
+    return None if link.in_turns else Worker(f"{what} {codec.name}")

@@ -14,8 +14,9 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.comm.error_stats import ErrorStats
+from thinpipe.pipeline.comm.message import MessageCodec
+from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _log = logging.getLogger(__name__)
 
@@ -86,11 +87,11 @@ class _Track:
 
 
 class Guard:
-    """Judges all directions of all cuts; changes those whose channels are on this rank."""
+    """Judges all directions of all cuts; changes those that end on this rank."""
 
-    def __init__(self, rules: Mapping[CutDirection, Rule], channels: Sequence[Channel]) -> None:
-        """`rules` are the same on every rank, `channels` are those that end on this one."""
-        self._rules, self._channels = dict(rules), list(channels)
+    def __init__(self, rules: Mapping[CutDirection, Rule], codecs: Sequence[MessageCodec]) -> None:
+        """`rules` are the same on every rank, `codecs` are those of this one."""
+        self._rules, self._codecs = dict(rules), list(codecs)
         self._tracks = {place: _Track() for place in self._rules}
 
     def judge(self, signals: Mapping[CutDirection, ErrorStats]) -> list[str]:
@@ -107,7 +108,7 @@ class Guard:
         return {f"{cut}.{way}": asdict(track) for (cut, way), track in self._tracks.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them, and the levels of this rank's channels; unknown directions start anew."""
+        """Restore them, and the levels of this rank's codecs; unknown directions start from scratch."""
         for place in self._tracks:
             saved = state.get(f"{place[0]}.{place[1]}")
             self._tracks[place] = _Track(**saved) if saved else _Track()
@@ -119,23 +120,23 @@ class Guard:
         problem = track.problem(config)
         if problem is None:
             return []
-        where = f"cut {place[0]} {('forward', 'backward')[place[1]]}: {problem}"
+        where = f"cut {place[0]} {DIRECTIONS[place[1]]}: {problem}"
         if config.mode == "act" and track.level < rule.fallbacks:
             self._tracks[place] = _Track(level=track.level + 1)
             self._set_level(place, track.level + 1)
-            return self._say(f"{where}; it goes on stateless, with more bits")
+            return self._warn(f"{where}; it goes on stateless, with more bits")
         if track.warned:
             return []
         track.warned = True
         advice = 'use more bits, or guard.mode = "act"' if config.mode == "warn" else "use raw"
-        return self._say(f"{where}; {advice}")
+        return self._warn(f"{where}; {advice}")
 
     def _set_level(self, place: CutDirection, level: int) -> None:
-        for channel in self._channels:
-            if (channel.cut, channel.direction) == place:
-                channel.escalate(level)
+        for codec in self._codecs:
+            if (codec.cut, codec.direction) == place:
+                codec.escalate(level)
 
     @staticmethod
-    def _say(text: str) -> list[str]:
+    def _warn(text: str) -> list[str]:
         _log.warning("%s", text)
         return [text]

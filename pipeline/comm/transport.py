@@ -3,12 +3,20 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from thinpipe.pipeline.comm.link import Link
+from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES
 
-Scope = Literal["replica", "world"]
-"""Ranks that share a vector: those of this rank's pipeline, or all."""
+Scope = Literal["replica", "stage", "world"]
+"""Ranks that share a vector: those of this rank's pipeline, the replicas of its stages, or all."""
+
+RATE, CLOCK, TIED, FIRST_CUT = 2, 4, 6, 8
+"""Channels of links, two each, one per direction. Those below `FIRST_CUT` reach all ranks, those of
+cuts the ranks of this pipeline."""
 
 
 class Peers(Protocol):
@@ -37,23 +45,43 @@ class Transport(Protocol):
     """Moves bytes between ranks. Made once, by `launch/distributed/session.py`.
 
     No other module calls torch's point-to-point or control functions. Every failure is a
-    `TransportError` that names the edge. `link` and `peers` are called alike by all ranks.
+    `TransportError` that names the edge. All ranks concerned make the same calls in the same order.
     """
 
-    rank: int
-    world_size: int
+    mesh: Mesh
+    pipeline_group: dist.ProcessGroup
+    """The ranks of this rank's pipeline, as torch's stages want to know them; nothing is sent."""
 
-    def link(self, peer: int, channel: int, name: str) -> Link:
-        """One direction to or from a rank; `channel` tells links between the same two apart."""
+    def link(
+        self,
+        peer: int,
+        channel: int,
+        name: str,
+        *,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
+    ) -> Link:
+        """One direction to or from a rank; `channel` tells links between the same two ranks apart.
+
+        `name` is how error messages call the edge, `device` where messages are decoded.
+        """
 
     def peers(self, ranks: Sequence[int]) -> Peers:
         """Exchanges between these ranks, of which this is one."""
 
     def share(self, values: Tensor, scope: Scope) -> Tensor:
-        """Every rank's vector (float64), in one hop: [ranks, values]. Checksummed."""
+        """The vectors (float64) of all ranks in the scope, in their order: [ranks, values].
+
+        Takes one hop, and proves by a checksum that each came as it was sent.
+        """
 
     def gather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order, on all ranks. Checksummed."""
 
     def close(self) -> None:
         """Wait until no rank needs its links any more, and free them."""
+
+
+def shared_nbytes(all_RN: Tensor) -> int:
+    """Bytes that all ranks together sent for what `share` returned."""
+    ranks, values = all_RN.shape
+    return ranks * (ranks - 1) * (8 * values + CHECKSUM_NBYTES)

@@ -36,7 +36,8 @@ _NAMES = (
     *("direction", "codec_id", "bits", "coding", "run_id", "step", "cut", "microbatch", "ids_crc"),
     *("payload_hash", "length", "memory_crc"),
 )
-_DIRECTIONS = ("forward", "backward")
+FORWARD, BACKWARD = 0, 1
+DIRECTIONS = ("forward", "backward")
 
 
 class DesyncError(RuntimeError):
@@ -99,7 +100,7 @@ class Header:
             raise DesyncError(f"{self._place()}: the two ends disagree; " + "; ".join(wrong))
 
     def _place(self) -> str:
-        direction = _DIRECTIONS[self.direction]
+        direction = DIRECTIONS[self.direction]
         return f"cut {self.cut} {direction}, step {self.step}, microbatch {self.microbatch}"
 
 

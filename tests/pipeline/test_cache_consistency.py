@@ -221,7 +221,9 @@ def with_own_budget(rank: int, all_settings: list[Any]) -> Any:
     built.engine.begin(ALL, STEPS[0].ids_B)
     hits = []
     for step, item in enumerate(STEPS):
-        hits.append({c: int(m.known(item.ids_B).sum()) for c, m in memories(built).items()})
+        hits.append(
+            {c: int((m.fingerprints(item.ids_B) != 0).sum()) for c, m in memories(built).items()}
+        )
         built.engine.train_step(item, step)
     return {c: (m.room, len(m), m.digest()) for c, m in memories(built).items()}, hits
 

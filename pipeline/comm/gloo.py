@@ -1,0 +1,140 @@
+"""The Transport over torch process groups (gloo): a group per kind of traffic.
+
+Forward and backward messages of a pipeline travel on groups of their own, so that neither waits
+behind the other; so do control vectors, and exchanges between replicas.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.gloo_link import GlooLink, irecv, isend, lost, wait
+from thinpipe.pipeline.comm.gloo_peers import CHUNK_NBYTES, GlooPeers
+from thinpipe.pipeline.comm.transport import FIRST_CUT, Scope
+from thinpipe.pipeline.mesh import Mesh, check_world
+from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, opened, sealed
+
+
+class GlooTransport:
+    """Everything that leaves this rank, over groups made from the default one."""
+
+    def __init__(
+        self,
+        pipeline_ranks: int,
+        replicas: int,
+        *,
+        timeout_s: float,
+        chunk_nbytes: int = CHUNK_NBYTES,
+    ) -> None:
+        """Make the groups; every rank of the world calls it.
+
+        Raises:
+            ValueError: the world has not pipeline_ranks * replicas ranks.
+            TransportError: a rank did not come within `timeout_s`.
+        """
+        check_world(pipeline_ranks, replicas, dist.get_world_size())
+        self.mesh = Mesh(pipeline_ranks, replicas, dist.get_rank())
+        self._timeout_s, self._chunk_nbytes = timeout_s, chunk_nbytes
+        self.pipeline_group = self._group(self.mesh.pipeline)
+        self._backward = self._group(self.mesh.pipeline)
+        self._control = self._group(range(self.mesh.world_size))
+        self._numbers = [0] * self.mesh.world_size
+        """Of the next control message to and from each rank."""
+
+    def link(
+        self,
+        peer: int,
+        channel: int,
+        name: str,
+        *,
+        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
+    ) -> GlooLink:
+        """Cuts use groups of their own, one per direction."""
+        if channel < FIRST_CUT:
+            return GlooLink(self._control, peer, channel, name, device)
+        group = self._backward if channel % 2 else self.pipeline_group
+        return GlooLink(group, self.mesh.pipeline.index(peer), channel, name, device)
+
+    def peers(self, ranks: Sequence[int]) -> GlooPeers:
+        """Exchanges between these ranks; all of them call it."""
+        groups = (self._group(ranks), self._group(ranks))
+        return GlooPeers(groups, chunk_nbytes=self._chunk_nbytes)
+
+    def share(self, values: Tensor, scope: Scope) -> Tensor:
+        """Every rank sends to every other: gloo's all-gather is a ring of hops, each delayed."""
+        ranks = self._ranks(scope)
+        mine = values.to(torch.float64)
+        found = self._swap(mine.view(torch.uint8), ranks, [8 * len(mine)] * len(ranks))
+        return torch.stack([row.view(torch.float64) for row in found])
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Lengths first, then the bytes."""
+        mine = (
+            torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            if data
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        lengths = self.share(torch.tensor([len(data)], dtype=torch.float64), "world")
+        ranks = range(self.mesh.world_size)
+        found = self._swap(mine, ranks, lengths[:, 0].to(torch.int64).tolist())
+        return [row.numpy().tobytes() for row in found]
+
+    def close(self) -> None:
+        """Nobody leaves while another still needs its links."""
+        self.share(torch.zeros(0, dtype=torch.float64), "world")
+
+    def _swap(self, mine: Tensor, ranks: Sequence[int], lengths: Sequence[int]) -> list[Tensor]:
+        """The bytes of each of these ranks, whose lengths are known."""
+        me, works = self.mesh.rank, []
+        buffers = {
+            peer: torch.empty(length + CHECKSUM_NBYTES, dtype=torch.uint8)
+            for peer, length in zip(ranks, lengths, strict=True)
+            if peer != me
+        }
+        for peer, buffer in buffers.items():
+            edge = self._edge(peer, me)
+            works.append((edge, irecv(buffer, self._control, peer, edge=edge)))
+        for peer in buffers:
+            edge, message = self._edge(me, peer), sealed(mine, self._numbers[peer])
+            works.append((edge, isend(message, self._control, peer, edge=edge)))
+        for edge, work in works:
+            wait(work, edge=edge)
+        return [mine if peer == me else self._opened(buffers[peer], peer) for peer in ranks]
+
+    def _opened(self, message: Tensor, peer: int) -> Tensor:
+        number, self._numbers[peer] = self._numbers[peer], self._numbers[peer] + 1
+        data = opened(message, number)
+        if data is None:
+            raise TransportError(
+                f"{self._edge(peer, self.mesh.rank)}: message {number} is damaged or not the next"
+            )
+        return data
+
+    def _ranks(self, scope: Scope) -> Sequence[int]:
+        mesh = self.mesh
+        return {
+            "replica": mesh.pipeline,
+            "stage": mesh.same_stage,
+            "world": range(mesh.world_size),
+        }[scope]
+
+    @staticmethod
+    def _edge(source: int, target: int) -> str:
+        return f"rank {source} -> rank {target}: lost in an exchange of control messages"
+
+    def _group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        try:
+            group = dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=self._timeout_s),
+                backend="gloo",
+                use_local_synchronization=True,
+            )
+        except RuntimeError as error:
+            raise lost(f"ranks {list(ranks)}: connecting failed", error) from error
+        assert isinstance(group, dist.ProcessGroup)
+        return group

@@ -1,0 +1,117 @@
+"""Links over torch process groups (gloo): tags, preposted receives, clear failures.
+
+gloo moves nothing before the receive is posted, matches by (peer, tag) first in first out, swallows
+a message whose receive was dropped, and cannot abort; hence every receive of a pass is posted
+before any compute, tags are unique within two passes, and every posted receive is taken.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.wire.pinned import host_bytes
+
+MAX_MICROBATCHES = 4096
+
+
+def isend(x: Tensor, group: dist.ProcessGroup, peer: int, *, edge: str, tag: int = 0) -> dist.Work:
+    """Send to a rank of the group; `edge` is how errors call where it goes.
+
+    Raises:
+        TransportError: the peer is gone.
+    """
+    try:
+        work = dist.isend(x, group=group, group_dst=peer, tag=tag)
+    except RuntimeError as error:
+        raise lost(edge, error) from error
+    assert work is not None
+    return work
+
+
+def irecv(x: Tensor, group: dist.ProcessGroup, peer: int, *, edge: str, tag: int = 0) -> dist.Work:
+    """Post a receive from a rank of the group.
+
+    Raises:
+        TransportError: the peer is gone.
+    """
+    try:
+        work = dist.irecv(x, group=group, group_src=peer, tag=tag)
+    except RuntimeError as error:
+        raise lost(edge, error) from error
+    assert work is not None
+    return work
+
+
+def wait(work: dist.Work, *, edge: str) -> None:
+    """Wait for a send or a receive.
+
+    Raises:
+        TransportError: the peer is gone, or silent for longer than the group's timeout.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise lost(edge, error) from error
+
+
+def lost(edge: str, error: RuntimeError) -> TransportError:
+    """The error of an edge, with gloo's first sentence, less the place in its source."""
+    reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
+    return TransportError(f"{edge}: {reason}")
+
+
+@dataclass
+class GlooLink:
+    """A link over a group with tags.
+
+    `channel` must differ between links that share a group and a pair of ranks. `name` is how error
+    messages call the edge, `device` where messages are decoded.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+    channel: int
+    name: str
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
+    in_turns: ClassVar[bool] = False
+    _pass: int = -1
+    _expected: dict[int, tuple[dist.Work, Tensor]] = field(default_factory=dict)
+    _sent: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+
+    def begin_pass(self, number: int) -> None:
+        """Wait for earlier sends; every expected message must have been taken."""
+        for work, _ in self._sent:
+            wait(work, edge=self._edge("sending"))
+        self._sent.clear()
+        assert not self._expected, f"{self.name}: messages {list(self._expected)} were never taken"
+        self._pass = number
+
+    def expect(self, slot: int, nbytes: int) -> None:
+        """Post the receive of a message."""
+        buffer = host_bytes(nbytes, self.device)
+        edge = self._edge(f"waiting for microbatch {slot}")
+        work = irecv(buffer, self.group, self.peer, edge=edge, tag=self._tag(slot))
+        self._expected[slot] = (work, buffer)
+
+    def take(self, slot: int) -> Tensor:
+        """Wait for an expected message."""
+        work, buffer = self._expected.pop(slot)
+        wait(work, edge=self._edge(f"waiting for microbatch {slot}"))
+        return buffer
+
+    def send(self, slot: int, message: Tensor) -> None:
+        """Send without waiting."""
+        edge = self._edge(f"sending microbatch {slot}")
+        work = isend(message, self.group, self.peer, edge=edge, tag=self._tag(slot))
+        self._sent.append((work, message))
+
+    def _edge(self, doing: str) -> str:
+        return f"{self.name}: lost while {doing} (pass {self._pass})"
+
+    def _tag(self, slot: int) -> int:
+        return ((self._pass & 1) << 18 | self.channel) * MAX_MICROBATCHES + slot

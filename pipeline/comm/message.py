@@ -1,0 +1,158 @@
+"""One message of one direction of a cut: a header, then a boundary's payload."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinpipe.pipeline.comm.boundary import Boundary, Memory, MessagePlan
+from thinpipe.pipeline.wire.entropy import CODING_IDS, Coder, Coding, expand
+from thinpipe.pipeline.wire.header import (
+    DIRECTIONS,
+    HEADER_NBYTES,
+    Header,
+    coding_and_length,
+    crc32,
+)
+from thinpipe.pipeline.wire.pinned import host_bytes
+
+Mode = Literal["train", "eval", "eval_compressed"]
+
+
+@dataclass
+class MessageCodec:
+    """Turns microbatches of one direction of the cut before layer `cut` into messages, and back.
+
+    Both ends hold one each, made and called alike. `boundaries` holds one boundary per mode it can
+    run in. Values are coded on `device`, where receivers get tensors of `dtype`. Payloads are
+    entropy-coded by `coding` where that makes them shorter, except in plain evaluation; "auto" does
+    so where it is quicker at `link_rate` (bytes per second). From `level` 1 on, which both ends set
+    between two steps, training goes through one of `fallbacks` instead.
+    """
+
+    cut: int
+    direction: int
+    boundaries: Mapping[Mode, Boundary]
+    run_id: int
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
+    dtype: torch.dtype = torch.float32
+    coding: Coding = "none"
+    link_rate: float = math.inf
+    fallbacks: Sequence[Boundary] = ()
+    level: int = 0
+    _mode: Mode = "train"
+    _step: int = 0
+
+    def __post_init__(self) -> None:
+        self._compress = Coder(self.link_rate if self.coding == "auto" else 0.0)
+
+    def begin_pass(self, *, step: int, mode: Mode) -> None:
+        """Code what belongs to optimizer step `step`."""
+        self._mode, self._step = mode, step
+
+    def capacity(self, shape_BTD: torch.Size) -> int:
+        """The longest that a message can be.
+
+        Receives are posted for so much: gloo ends a process that is sent more than it posted, and
+        two ends whose memories differ are to get a `DesyncError` instead.
+        """
+        return HEADER_NBYTES + self._boundary.capacity(shape_BTD)
+
+    def encode(self, microbatch: int, x_BTD: Tensor, ids_B: Tensor) -> Tensor:
+        """The message (uint8, in host memory)."""
+        plan = self._boundary.plan(ids_B, x_BTD.shape, step=self._step)
+        message = host_bytes(HEADER_NBYTES + plan.capacity, self.device)
+        length = self._boundary.encode(plan, x_BTD, message[HEADER_NBYTES:])
+        coding, message = self._shorten(message[: HEADER_NBYTES + length])
+        self._header(microbatch, plan, message.numel() - HEADER_NBYTES, coding).write(message)
+        return message
+
+    def decode(
+        self, microbatch: int, message: Tensor, ids_B: Tensor, shape_BTD: torch.Size
+    ) -> Tensor:
+        """Check a message and return its values; bytes behind its end are not looked at.
+
+        Raises:
+            DesyncError: it is not the expected one, or damaged.
+            CodingError: its payload does not expand to the expected size.
+        """
+        plan = self._boundary.plan(ids_B, shape_BTD, step=self._step)
+        coding, length = coding_and_length(message)
+        if coding == 0 or coding != CODING_IDS[self.coding]:
+            coding, length = 0, plan.capacity
+        length = min(length, plan.capacity)
+        message = message[: HEADER_NBYTES + length]
+        self._header(microbatch, plan, length, coding).check(message)
+        payload = message[HEADER_NBYTES:]
+        if coding:
+            payload = host_bytes(plan.capacity, self.device)
+            expand(message[HEADER_NBYTES:], payload)
+        out_BTD = torch.empty(shape_BTD, dtype=self.dtype, device=self.device)
+        self._boundary.decode(plan, payload, out_BTD)
+        return out_BTD
+
+    def finish_step(self, *, keep: bool) -> None:
+        """End the step: the training boundary keeps what it learned, or forgets it."""
+        self.training.finish_step(keep=keep)
+
+    def escalate(self, level: int) -> None:
+        """Train at this level from the next step on; above 0 nothing is remembered any more."""
+        self.level = level
+        if level and self.memory is not None:
+            self.memory.room = 0
+            self.memory.restrict(torch.empty(0, dtype=torch.int64), 0)
+
+    @property
+    def name(self) -> str:
+        """The same in every run with this cut."""
+        return f"cut {self.cut} {DIRECTIONS[self.direction]}"
+
+    @property
+    def training(self) -> Boundary:
+        """The boundary that learns, whatever the level."""
+        return self.boundaries["train"]
+
+    @property
+    def memory(self) -> Memory | None:
+        """What the training boundary remembers of samples."""
+        return self.training.memory
+
+    def take_sums(self) -> list[float]:
+        """What was measured of training's values since the last call."""
+        return self._at_level.error_meter.take()
+
+    @property
+    def _at_level(self) -> Boundary:
+        return self.fallbacks[self.level - 1] if self.level else self.training
+
+    @property
+    def _boundary(self) -> Boundary:
+        return self._at_level if self._mode == "train" else self.boundaries[self._mode]
+
+    def _shorten(self, message: Tensor) -> tuple[int, Tensor]:
+        """The id of the coding used, and the message with its payload in that form."""
+        if self.coding == "none" or self._mode == "eval":
+            return 0, message
+        coded = torch.empty_like(message)
+        length = self._compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:])
+        if length is None:
+            return 0, message
+        return CODING_IDS[self.coding], coded[: HEADER_NBYTES + length]
+
+    def _header(self, microbatch: int, plan: MessagePlan, length: int, coding: int) -> Header:
+        return Header(
+            direction=self.direction,
+            codec_id=self._boundary.codec_id,
+            bits=self._boundary.bits,
+            run_id=self.run_id,
+            step=self._step,
+            cut=self.cut,
+            microbatch=microbatch,
+            ids_crc=crc32(plan.ids_B),
+            length=length,
+            coding=coding,
+            memory_crc=plan.checksum,
+        )

@@ -1,0 +1,25 @@
+"""Bytes with a checksum behind them: for messages that have no header of their own."""
+
+import struct
+
+import torch
+import xxhash
+from torch import Tensor
+
+CHECKSUM_NBYTES = 8
+_LAYOUT = struct.Struct("<Q")
+
+
+def sealed(data: Tensor, number: int) -> Tensor:
+    """The bytes of a CPU tensor, then their XXH3-64, seeded with the number of the message."""
+    flat = data.contiguous().view(torch.uint8).flatten()
+    checksum = _LAYOUT.pack(xxhash.xxh3_64_intdigest(flat.numpy().data, seed=number))
+    return torch.cat([flat, torch.frombuffer(bytearray(checksum), dtype=torch.uint8)])
+
+
+def opened(message: Tensor, number: int) -> Tensor | None:
+    """The bytes of a sealed message; None if they are not what was sealed under this number."""
+    data = message[:-CHECKSUM_NBYTES]
+    expected = xxhash.xxh3_64_intdigest(data.numpy().data, seed=number)
+    (found,) = _LAYOUT.unpack(message[-CHECKSUM_NBYTES:].numpy().tobytes())
+    return data if found == expected else None
