@@ -66,15 +66,15 @@ class DeltaBoundary:
     def capacity(self, shape_BTD: torch.Size) -> int:
         """All of them first visits, or all known."""
         numel = shape_BTD[1:].numel()
-        return shape_BTD[0] * max(self._first_visit.nbytes(numel), self._delta.nbytes(numel))
+        return shape_BTD[0] * max(self._first_visit.capacity(numel), self._delta.capacity(numel))
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
         """First visits at their codec's size, known samples at the delta codec's."""
         prints_B = self.memory.fingerprints(ids_B)
         known_B, numel = prints_B != 0, shape_BTD[1:].numel()
         known = int(known_B.sum())
-        nbytes = known * self._delta.nbytes(numel)
-        nbytes += (len(ids_B) - known) * self._first_visit.nbytes(numel)
+        nbytes = known * self._delta.capacity(numel)
+        nbytes += (len(ids_B) - known) * self._first_visit.capacity(numel)
         return MessagePlan(ids_B, shape_BTD, step, nbytes, known_B, crc32(prints_B))
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
@@ -166,7 +166,7 @@ class DeltaBoundary:
         ids_B, numel = plan.ids_B, plan.shape_BTD[1:].numel()
         parts, start = [], 0
         for codec, rows_B in ((self._first_visit, ~plan.known_B), (self._delta, plan.known_B)):
-            rows, width = torch.nonzero(rows_B).flatten().tolist(), codec.nbytes(numel)
+            rows, width = torch.nonzero(rows_B).flatten().tolist(), codec.capacity(numel)
             end = start + len(rows) * width
             parts.append(_Part(rows, ids_B[rows], wire[start:end].view(len(rows), width)))
             start = end

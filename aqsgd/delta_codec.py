@@ -24,7 +24,7 @@ class ChangeCodec(Protocol):
     def bits(self) -> int:
         """Bits per value, scales aside."""
 
-    def nbytes(self, numel: int) -> int:
+    def capacity(self, numel: int) -> int:
         """Exact bytes of a row of `numel` values."""
 
     def encode_change_packed(
@@ -50,9 +50,9 @@ class Composed:
         """The codec's."""
         return self.codec.bits
 
-    def nbytes(self, numel: int) -> int:
+    def capacity(self, numel: int) -> int:
         """The codec's."""
-        return self.codec.nbytes(numel)
+        return self.codec.capacity(numel)
 
     def encode_change_packed(
         self, x_BN: Tensor, memory: PackedMemory, wire_BW: Tensor, *, noise: Noise | None
@@ -85,9 +85,9 @@ class Switching:
         """The delta codec's."""
         return self.delta.bits
 
-    def nbytes(self, numel: int) -> int:
+    def capacity(self, numel: int) -> int:
         """A byte that says which, and room for the longer one."""
-        return 1 + max(self.delta.nbytes(numel), self.anew.nbytes(numel))
+        return 1 + max(self.delta.capacity(numel), self.anew.capacity(numel))
 
     def encode_change_packed(
         self, x_BN: Tensor, memory: PackedMemory, wire_BW: Tensor, *, noise: Noise | None
@@ -121,7 +121,7 @@ class Switching:
     def _slot(self, wire_BW: Tensor, row: int, numel: int) -> Tensor:
         """A row's bytes after the first, as many as its codec uses."""
         codec = self.delta if wire_BW[row, 0] == _DELTA else self.anew
-        return wire_BW[row : row + 1, 1 : 1 + codec.nbytes(numel)]
+        return wire_BW[row : row + 1, 1 : 1 + codec.capacity(numel)]
 
     def _decode_anew(self, wire_1W: Tensor, memory: PackedMemory, out_1N: Tensor) -> Tensor:
         value_1N = torch.empty(out_1N.shape, device=out_1N.device)

@@ -263,7 +263,7 @@ class SampleMemory:
 
     def _fixed_nbytes(self, numel: int, sample: int) -> int:
         """Bytes of a row, which are those of the first."""
-        nbytes = self._codec.nbytes(numel)
+        nbytes = self._codec.capacity(numel)
         self._row_nbytes = self._row_nbytes or nbytes
         if nbytes != self._row_nbytes:
             raise ValueError(

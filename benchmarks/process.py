@@ -72,7 +72,7 @@ def threads(computing: int, *, repetitions: int, width: int) -> Result:
     alone_ms = _milliseconds(lambda: a @ b, repetitions)
     codec, x = Uniform(4, 128), torch.randn(1, 1 << 20)
     memory, fresh = x.bfloat16(), torch.empty(1, 1 << 20, dtype=torch.bfloat16)
-    wire = torch.empty(1, codec.nbytes(1 << 20), dtype=torch.uint8)
+    wire = torch.empty(1, codec.capacity(1 << 20), dtype=torch.uint8)
     codec.encode_change(x, memory, wire, fresh, noise=None)
     stop, encoded = threading.Event(), 0
 

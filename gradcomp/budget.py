@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinpipe.gradcomp.exchange import ExchangeKey, OneRow, gather_all
+from thinpipe.gradcomp.exchange import ExchangeKey, gather_all
 from thinpipe.gradcomp.peers import Peers
 from thinpipe.pipeline.wire.cast import Cast
 
@@ -75,8 +75,8 @@ class Budget:
             TransportError, DesyncError: a replica is gone.
         """
         mine = torch.tensor([self._slot_s, self._rate_bps])
-        key, exact = ExchangeKey(number, _BUCKET), OneRow(Cast("fp32"))
-        told = gather_all(self._peers, key, mine, compressor=exact)
+        key, exact = ExchangeKey(number, _BUCKET), Cast("fp32")
+        told = gather_all(self._peers, key, mine, codec=exact)
         chosen = choose(told, numel=self._numel) or self.choice
         if chosen != self.choice:
             _LOG.info("exchange %d: %s instead of %s", number, chosen, self.choice)

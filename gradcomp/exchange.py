@@ -13,7 +13,6 @@ Axes: N values, n values of a shard, R replicas.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,100 +24,6 @@ from thinpipe.pipeline.wire.pinned import brought_to, host_bytes, written_on
 from thinpipe.pipeline.wire.sparse import SparseCodec
 
 _TO_SERVER, _FROM_SERVER = 0, 1
-
-
-class Compressor(Protocol):
-    """Turns a vector, on any device, into a message of at most `capacity` bytes, and back."""
-
-    @property
-    def codec_id(self) -> int:
-        """Number of the codec in message headers."""
-
-    @property
-    def bits(self) -> int:
-        """Bits per value."""
-
-    def capacity(self, numel: int) -> int:
-        """Most bytes a message of `numel` values can take."""
-
-    def encode(self, x_n: Tensor, wire: Tensor, seen_n: Tensor) -> int:
-        """Write the message (host), return its length; `seen_n` is what the peer will decode."""
-
-    def decode(self, wire: Tensor, out_n: Tensor) -> None:
-        """Write the values of a message."""
-
-    def decode_add(self, wire: Tensor, sum_n: Tensor) -> None:
-        """Add the values of a message to `sum_n` (fp32)."""
-
-
-@dataclass(frozen=True)
-class OneRow:
-    """A codec of rows as a compressor of vectors; its messages have a fixed size."""
-
-    codec: Codec
-
-    @property
-    def codec_id(self) -> int:
-        """Number of the codec in message headers."""
-        return self.codec.codec_id
-
-    @property
-    def bits(self) -> int:
-        """Bits per value."""
-        return self.codec.bits
-
-    def capacity(self, numel: int) -> int:
-        """Bytes of a message."""
-        return self.codec.nbytes(numel)
-
-    def encode(self, x_n: Tensor, wire: Tensor, seen_n: Tensor) -> int:
-        """Write the message, return its length."""
-        with written_on(x_n.device, wire) as near:
-            self.codec.encode(x_n[None], near[None], seen_n[None], noise=None)
-        return wire.numel()
-
-    def decode(self, wire: Tensor, out_n: Tensor) -> None:
-        """Write the values of a message."""
-        self.codec.decode(brought_to(out_n.device, wire)[None], out_n[None])
-
-    def decode_add(self, wire: Tensor, sum_n: Tensor) -> None:
-        """Add the values of a message."""
-        value_n = torch.empty_like(sum_n)
-        self.decode(wire, value_n)
-        sum_n += value_n
-
-
-@dataclass(frozen=True)
-class Sparse:
-    """A sparse codec as a compressor of vectors."""
-
-    codec: SparseCodec
-
-    @property
-    def codec_id(self) -> int:
-        """Number of the codec in message headers."""
-        return 48
-
-    @property
-    def bits(self) -> int:
-        """Bits per kept value."""
-        return self.codec.bits
-
-    def capacity(self, numel: int) -> int:
-        """Most bytes of a message."""
-        return self.codec.capacity(numel)
-
-    def encode(self, x_n: Tensor, wire: Tensor, seen_n: Tensor) -> int:
-        """Write the message, return its length."""
-        return self.codec.encode(x_n, wire, seen_n, room_n=seen_n)
-
-    def decode(self, wire: Tensor, out_n: Tensor) -> None:
-        """Write the values of a message."""
-        self.codec.decode(wire, out_n)
-
-    def decode_add(self, wire: Tensor, sum_n: Tensor) -> None:
-        """Add the values of a message."""
-        self.codec.decode_add(wire, sum_n)
 
 
 @dataclass(frozen=True)
@@ -151,7 +56,7 @@ def reduce_sharded(
     key: ExchangeKey,
     targets: Sequence[Tensor],
     *,
-    compressor: Compressor,
+    codec: Codec,
     finish: Callable[[Tensor], Tensor],
 ) -> Reduced:
     """Sum what the replicas have, shard by shard, compressed on both ways.
@@ -162,17 +67,17 @@ def reduce_sharded(
     Raises:
         TransportError, DesyncError: nothing was changed.
     """
-    frames = _Frames(key, compressor)
+    frames = _Frames(key, codec)
     me = peers.rank
     seen = [torch.empty_like(target) for target in targets]
     messages = [frames.pack(x, s, _TO_SERVER, me) for x, s in zip(targets, seen, strict=True)]
     outgoing = {peer: messages[peer] for peer in _others(peers)}
-    incoming = peers.exchange(outgoing, compressor.capacity(targets[me].numel()))
+    incoming = peers.exchange(outgoing, codec.capacity(targets[me].numel()))
     total_n = frames.total(incoming, seen[me], _TO_SERVER, me)
     answer_n = finish(total_n)
     result_n = torch.empty_like(answer_n)
     message = frames.pack(answer_n, result_n, _FROM_SERVER, me)
-    longest = max(compressor.capacity(target.numel()) for target in targets)
+    longest = max(codec.capacity(target.numel()) for target in targets)
     incoming = peers.exchange(dict.fromkeys(_others(peers), message), longest)
     results = [torch.empty_like(target) for target in targets]
     results[me] = result_n
@@ -182,34 +87,32 @@ def reduce_sharded(
 
 
 def gather_sum(
-    peers: Peers, key: ExchangeKey, target_N: Tensor, *, compressor: Compressor
+    peers: Peers, key: ExchangeKey, target_N: Tensor, *, codec: Codec
 ) -> tuple[Tensor, Tensor]:
     """Sum the replicas' vectors (fp32), each compressed once; (sum, what was sent of ours).
 
     Raises:
         TransportError, DesyncError: nothing was changed.
     """
-    frames = _Frames(key, compressor)
+    frames = _Frames(key, codec)
     seen_N = torch.empty_like(target_N)
     message = frames.pack(target_N, seen_N, _TO_SERVER, peers.rank)
     outgoing = dict.fromkeys(_others(peers), message)
-    incoming = peers.exchange(outgoing, compressor.capacity(target_N.numel()))
+    incoming = peers.exchange(outgoing, codec.capacity(target_N.numel()))
     return frames.total(incoming, seen_N, _TO_SERVER, peers.rank), seen_N
 
 
-def gather_all(
-    peers: Peers, key: ExchangeKey, mine_N: Tensor, *, compressor: Compressor
-) -> list[Tensor]:
+def gather_all(peers: Peers, key: ExchangeKey, mine_N: Tensor, *, codec: Codec) -> list[Tensor]:
     """Every replica's vector (fp32), by rank, as the others see it.
 
     Raises:
         TransportError, DesyncError: nothing was changed.
     """
-    frames = _Frames(key, compressor)
+    frames = _Frames(key, codec)
     found = [torch.empty_like(mine_N) for _ in range(peers.size)]
     message = frames.pack(mine_N, found[peers.rank], _TO_SERVER, peers.rank)
     outgoing = dict.fromkeys(_others(peers), message)
-    for peer, theirs in peers.exchange(outgoing, compressor.capacity(mine_N.numel())).items():
+    for peer, theirs in peers.exchange(outgoing, codec.capacity(mine_N.numel())).items():
         frames.unpack(theirs, found[peer], _TO_SERVER, peer)
     return found
 
@@ -221,15 +124,16 @@ def _others(peers: Peers) -> list[int]:
 @dataclass(frozen=True)
 class _Frames:
     key: ExchangeKey
-    compressor: Compressor
+    codec: Codec
 
     def pack(self, x_n: Tensor, seen_n: Tensor, phase: int, sender: int) -> Tensor:
         """Message with header and payload; an empty vector has no payload."""
-        longest = HEADER_NBYTES + self.compressor.capacity(x_n.numel())
+        longest = HEADER_NBYTES + self.codec.capacity(x_n.numel())
         message = host_bytes(longest, x_n.device)
         length = 0
         if x_n.numel():
-            length = self.compressor.encode(x_n, message[HEADER_NBYTES:], seen_n)
+            with written_on(x_n.device, message[HEADER_NBYTES:]) as near:
+                length = self.codec.encode(x_n[None], near[None], seen_n[None])
         message = message[: HEADER_NBYTES + length]
         self._header(phase, sender, length).write(message)
         return message
@@ -237,7 +141,7 @@ class _Frames:
     def unpack(self, message: Tensor, out_n: Tensor, phase: int, sender: int) -> None:
         payload = self._payload(message, phase, sender)
         if out_n.numel():
-            self.compressor.decode(payload, out_n)
+            self.codec.decode(brought_to(out_n.device, payload)[None], out_n[None])
 
     def _payload(self, message: Tensor, phase: int, sender: int) -> Tensor:
         length = coding_and_length(message)[1]
@@ -259,14 +163,22 @@ class _Frames:
                 continue
             payload = self._payload(incoming[sender], phase, sender)
             if total_n.numel():
-                self.compressor.decode_add(payload, total_n)
+                self._add(payload, total_n)
         return total_n
+
+    def _add(self, payload: Tensor, total_n: Tensor) -> None:
+        if isinstance(self.codec, SparseCodec):  # visits the kept values only
+            self.codec.decode_add(payload, total_n)
+            return
+        value_n = torch.empty_like(total_n)
+        self.codec.decode(brought_to(total_n.device, payload)[None], value_n[None])
+        total_n += value_n
 
     def _header(self, phase: int, sender: int, length: int) -> Header:
         return Header(
             direction=phase,
-            codec_id=self.compressor.codec_id,
-            bits=self.compressor.bits,
+            codec_id=self.codec.codec_id,
+            bits=self.codec.bits,
             run_id=0,  # a process group belongs to one run
             step=self.key.step,
             cut=self.key.bucket,

@@ -39,7 +39,7 @@ def mid_rise(x_BN: Tensor, bits: int, group: int) -> Tensor:
 
 def through(codec: Uniform, x_BN: Tensor) -> tuple[Tensor, Tensor]:
     """(what is sent, what is decoded)."""
-    wire_BW = torch.empty(x_BN.shape[0], codec.nbytes(x_BN.shape[1]), dtype=torch.uint8)
+    wire_BW = torch.empty(x_BN.shape[0], codec.capacity(x_BN.shape[1]), dtype=torch.uint8)
     seen_BN = torch.empty_like(x_BN)
     codec.encode(x_BN, wire_BW, seen_BN, noise=None)
     return wire_BW, seen_BN

@@ -114,9 +114,9 @@ class Ours:
     def encode(self, step: int) -> Tensor:
         """Draw the subset and write the replica's message."""
         subset = self._subset(step)
-        change, seen = self._value[: subset.size], self._seen[: subset.size]
+        change = self._value[: subset.size]
         subset.gather(self._x, change, self._base)
-        return self._wire[: self._codec.encode(change, self._wire, room_n=seen)]
+        return self._wire[: self._codec.encode(change, self._wire)]
 
     def mean(self, messages: Sequence[Tensor], count: int, step: int) -> Tensor:
         """The server's answer to the step's message from `count` replicas, and its error."""
@@ -127,7 +127,7 @@ class Ours:
             self._codec.decode_add(messages[step], total)
         subset.gather(self._error, left)
         left += total.div_(count)
-        length = self._codec.encode(left, self._wire, seen, room_n=total)
+        length = self._codec.encode(left, self._wire, seen)
         subset.scatter(left.sub_(seen), self._error)
         return self._wire[:length]
 

@@ -62,7 +62,7 @@ def crossing(text: Tensor, steps: int) -> dict[str, Tensor]:
 
 def error(codec: Uniform | Hadamard, x_BN: Tensor) -> tuple[float, Tensor]:
     """|decoded - x| / |x|, and the bytes [B, W]."""
-    wire_BW = torch.empty(x_BN.shape[0], codec.nbytes(x_BN.shape[1]), dtype=torch.uint8)
+    wire_BW = torch.empty(x_BN.shape[0], codec.capacity(x_BN.shape[1]), dtype=torch.uint8)
     seen_BN = torch.empty_like(x_BN)
     codec.encode(x_BN, wire_BW, seen_BN, noise=None)
     return float((seen_BN - x_BN).norm() / x_BN.norm()), wire_BW

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.exchange import ExchangeKey, OneRow, reduce_sharded
+from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.peers import Peers
 from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.codec import Codec
 
 REPLICAS_EQUAL = True
 
@@ -25,8 +26,8 @@ class Config(ExchangeOptions):
 class AllReduce:
     """A reducer whose servers send the sum of what they got."""
 
-    def __init__(self, peers: Peers, compressor: OneRow) -> None:
-        self._peers, self._compressor = peers, compressor
+    def __init__(self, peers: Peers, codec: Codec) -> None:
+        self._peers, self._codec = peers, codec
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Sum, with one rounding on each way."""
@@ -34,7 +35,7 @@ class AllReduce:
             self._peers,
             key,
             flat_N.tensor_split(self._peers.size),
-            compressor=self._compressor,
+            codec=self._codec,
             finish=lambda total_n: total_n,
         )
         return torch.cat(reduced.results)
@@ -52,5 +53,5 @@ class AllReduce:
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
     """Make the method."""
-    reducer = AllReduce(peers, OneRow(Cast(config.format)))
+    reducer = AllReduce(peers, Cast(config.format))
     return GradientSync(parameters, peers, reducer, config.bucket_nbytes)

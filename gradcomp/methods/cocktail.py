@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.budget import Budget, Choice
-from thinpipe.gradcomp.exchange import ExchangeKey, OneRow, Sparse, reduce_sharded
+from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
 from thinpipe.gradcomp.global_copy import SharedBucket
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.methods.allreduce import AllReduce
@@ -117,7 +117,7 @@ class Cocktail:
         buckets = make_buckets(parameters, nbytes) if peers.size > 1 else ()
         self._buckets = [SharedBucket(bucket) for bucket in buckets]
         self._shards = [_shards(bucket.local_N, peers) for bucket in self._buckets]
-        warmup = AllReduce(peers, OneRow(Cast("fp32")))
+        warmup = AllReduce(peers, Cast("fp32"))
         self._warmup = GradientSync(
             parameters if config.warmup_steps else (), peers, warmup, nbytes
         )
@@ -267,7 +267,7 @@ class Cocktail:
             self._peers,
             ExchangeKey(number, bucket.index, digest),
             [_moved(bucket, shard.part, M) for shard, M in zip(shards, subsets, strict=True)],
-            compressor=Sparse(SparseCodec(choice.topk, choice.bits, config.group)),
+            codec=SparseCodec(choice.topk, choice.bits, config.group),
             finish=lambda total_n: total_n.div_(size).add_(error_n),
         )
         return _Update(subsets, reduced.seen, reduced.results, reduced.left_n)

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.exchange import ExchangeKey, OneRow, reduce_sharded
+from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
 from thinpipe.gradcomp.feedback import Residuals
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
@@ -113,7 +113,7 @@ class PowerSGD:
             self._peers,
             key,
             flat_N.tensor_split(self._peers.size),
-            compressor=OneRow(Cast("fp32")),
+            codec=Cast("fp32"),
             finish=lambda total_n: total_n,
         )
         parts = torch.split(torch.cat(reduced.results), [tensor.numel() for tensor in tensors])

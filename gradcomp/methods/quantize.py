@@ -12,11 +12,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.exchange import ExchangeKey, OneRow, reduce_sharded
+from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
 from thinpipe.gradcomp.feedback import Residuals
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.uniform import Uniform
 
 REPLICAS_EQUAL = True
@@ -32,8 +33,8 @@ class Config(ExchangeOptions):
 class Quantize:
     """A reducer with a residual per bucket and one per shard served."""
 
-    def __init__(self, peers: Peers, compressor: OneRow) -> None:
-        self._peers, self._compressor, self._residuals = peers, compressor, Residuals()
+    def __init__(self, peers: Peers, codec: Codec) -> None:
+        self._peers, self._codec, self._residuals = peers, codec, Residuals()
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Sum of what was quantized, quantized."""
@@ -42,7 +43,7 @@ class Quantize:
             self._peers,
             key,
             target_N.tensor_split(self._peers.size),
-            compressor=self._compressor,
+            codec=self._codec,
             finish=lambda total_n: self._residuals.add_to(f"served-{bucket.index}", total_n),
         )
         self._residuals.leave(f"sent-{bucket.index}", target_N - torch.cat(reduced.seen))
@@ -64,5 +65,5 @@ class Quantize:
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
     """Make the method."""
-    reducer = Quantize(peers, OneRow(Uniform(config.bits, config.group)))
+    reducer = Quantize(peers, Uniform(config.bits, config.group))
     return GradientSync(parameters, peers, reducer, config.bucket_nbytes)

@@ -10,11 +10,12 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.exchange import ExchangeKey, Sparse, gather_sum
+from thinpipe.gradcomp.exchange import ExchangeKey, gather_sum
 from thinpipe.gradcomp.feedback import Residuals
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.sparse import SparseCodec
 
 REPLICAS_EQUAL = True
@@ -35,13 +36,13 @@ class Config(ExchangeOptions):
 class TopK:
     """A reducer with a residual per bucket."""
 
-    def __init__(self, peers: Peers, compressor: Sparse) -> None:
-        self._peers, self._compressor, self._residuals = peers, compressor, Residuals()
+    def __init__(self, peers: Peers, codec: Codec) -> None:
+        self._peers, self._codec, self._residuals = peers, codec, Residuals()
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Sum of what was sent."""
         target_N = self._residuals.add_to(f"{bucket.index}", flat_N)
-        total_N, seen_N = gather_sum(self._peers, key, target_N, compressor=self._compressor)
+        total_N, seen_N = gather_sum(self._peers, key, target_N, codec=self._codec)
         self._residuals.leave(f"{bucket.index}", target_N.sub_(seen_N))
         return total_N
 
@@ -60,5 +61,5 @@ class TopK:
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
     """Make the method."""
-    reducer = TopK(peers, Sparse(SparseCodec(config.fraction, config.bits)))
+    reducer = TopK(peers, SparseCodec(config.fraction, config.bits))
     return GradientSync(parameters, peers, reducer, config.bucket_nbytes)

@@ -67,7 +67,7 @@ def row_nbytes(config: RunConfig, cut: int) -> int:
     if not isinstance(forward, AqsgdConfig):
         return 0
     numel = config.data.sequence_length * config.model.width
-    return build_codec(forward.memory, config.model.width).nbytes(numel)
+    return build_codec(forward.memory, config.model.width).capacity(numel)
 
 
 def room(config: RunConfig, position: int) -> int | None:

@@ -137,7 +137,7 @@ class Stateless:
 
     def capacity(self, shape_BTD: torch.Size) -> int:
         """All messages of a shape are equally long."""
-        return shape_BTD[0] * self.codec.nbytes(shape_BTD[1:].numel())
+        return shape_BTD[0] * self.codec.capacity(shape_BTD[1:].numel())
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
         """Fill `wire`; noise is keyed by step and sample."""

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinpipe.pipeline.comm.gloo_link import irecv, isend, wait
-from thinpipe.pipeline.wire.header import HEADER_NBYTES as EXCHANGE_HEADER_NBYTES
-from thinpipe.pipeline.wire.header import DesyncError, coding_and_length
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, payload_nbytes
+from thinpipe.pipeline.wire.header import DesyncError
 
 CHUNK_NBYTES = 256 * 1024
 
@@ -66,7 +66,7 @@ class GlooPeers:
 
     def _receive(self, peer: int, capacity: int) -> Tensor:
         chunk = self._take(peer)
-        length = coding_and_length(chunk)[1]
+        length = payload_nbytes(chunk)
         if length > capacity:
             raise DesyncError(
                 f"{_edge(peer, self.rank)}: a payload of {length} bytes, where at most {capacity} "

@@ -108,7 +108,7 @@ class Guard:
         return {f"{cut}.{way}": asdict(track) for (cut, way), track in self._tracks.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them, and the levels of this rank's codecs; unknown directions start from scratch."""
+        """Restore them, and the levels of this rank's codecs; others start from scratch."""
         for place in self._tracks:
             saved = state.get(f"{place[0]}.{place[1]}")
             self._tracks[place] = _Track(**saved) if saved else _Track()

@@ -38,7 +38,7 @@ class Cast:
         """The format's torch dtype."""
         return _DTYPES[self.format]
 
-    def nbytes(self, numel: int) -> int:
+    def capacity(self, numel: int) -> int:
         """Exact bytes of a row of `numel` values."""
         return numel * self.dtype.itemsize
 
@@ -49,12 +49,13 @@ class Cast:
         seen_BN: Tensor | None = None,
         *,
         noise: Noise | None = None,
-    ) -> None:
+    ) -> int:
         """Write the rows' bytes; deterministic, so `noise` is not used."""
         cast_BN = x_BN.to(self.dtype).contiguous()
         wire_BW.copy_(cast_BN.view(torch.uint8))
         if seen_BN is not None:
             seen_BN.copy_(cast_BN)
+        return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
         """Write the rows' values; the copy aligns bytes that start anywhere in a message."""

@@ -1,4 +1,4 @@
-"""The Codec contract: rows of values to rows of bytes, without memory of past calls.
+"""The Codec contract: values to bytes and back, without memory of past calls.
 
 Axes: B rows (samples), N values per row, W bytes per row.
 """
@@ -23,11 +23,13 @@ class Noise:
 
 
 class Codec(Protocol):
-    """Turns each row of values into a row of bytes of known size, and back.
+    """Turns each row of values into a row of bytes, and back. A vector is one row.
 
-    Rows are independent: a row's bytes do not depend on what else is in the batch. `encode`
-    writes every byte of `wire_BW`; with `seen_BN` it also writes what the peer's `decode` will
-    produce, bit for bit. NaN or infinity never decodes to something finite that hides the fault.
+    Rows are independent: a row's bytes do not depend on what else is in the batch. `encode` returns
+    how many bytes of each row it wrote, counted from the row's start: `capacity` for codecs of
+    fixed size, at most that for others (`SparseCodec`), which take one row at a time. With
+    `seen_BN` it also writes what the peer's `decode` will produce, bit for bit. NaN or infinity
+    never decodes to something finite that hides the fault. All tensors are on one device.
     """
 
     @property
@@ -38,13 +40,18 @@ class Codec(Protocol):
     def bits(self) -> int:
         """Bits per value, scales aside."""
 
-    def nbytes(self, numel: int) -> int:
-        """Exact bytes of a row of `numel` values."""
+    def capacity(self, numel: int) -> int:
+        """Most bytes that a row of `numel` values can take; exact for codecs of fixed size."""
 
     def encode(
-        self, x_BN: Tensor, wire_BW: Tensor, seen_BN: Tensor | None = None, *, noise: Noise | None
-    ) -> None:
-        """Write the rows' bytes to `wire_BW` (uint8)."""
+        self,
+        x_BN: Tensor,
+        wire_BW: Tensor,
+        seen_BN: Tensor | None = None,
+        *,
+        noise: Noise | None = None,
+    ) -> int:
+        """Write the rows' bytes to `wire_BW` (uint8); only stochastic codecs need `noise`."""
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
         """Write the rows' values to `out_BN` (any floating dtype)."""

@@ -82,7 +82,7 @@ class Hadamard:
         """Number of the codec in message headers."""
         return 17
 
-    def nbytes(self, numel: int) -> int:
+    def capacity(self, numel: int) -> int:
         """Exact bytes of a row; bits that move between tiles do not change them."""
         tiles = self._tiles(numel)
         return 3 * _map_nbytes(tiles) + tiles * (_SCALE_NBYTES + self.bits * self.tile // 8)
@@ -94,7 +94,7 @@ class Hadamard:
         seen_BN: Tensor | None = None,
         *,
         noise: Noise | None = None,
-    ) -> None:
+    ) -> int:
         """Write the rows' bytes; deterministic, so `noise` is not used."""
         plan = self._plan(x_BN)
         order_BK = plan.order()
@@ -111,6 +111,7 @@ class Hadamard:
         wire_BW[:, self._scales(tiles)] = scale_BK.view(torch.uint8)
         if seen_BN is not None:
             self.decode(wire_BW, seen_BN)
+        return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
         """Write the rows' values."""

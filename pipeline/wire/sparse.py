@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.entropy import Coding, CodingError, compress, expand
 from thinpipe.pipeline.wire.kernels import Backend
 from thinpipe.pipeline.wire.kernels.sparse import SparseKernels, load_sparse_kernels
@@ -60,6 +61,11 @@ class SparseCodec:
         if self.group < 1:
             raise ValueError(f"group = {self.group}: a scale is for at least 1 value")
 
+    @property
+    def codec_id(self) -> int:
+        """Number of the codec in message headers."""
+        return 48
+
     def kept(self, numel: int) -> int:
         """How many of `numel` values a message holds: the nearest count, but at least one."""
         return min(numel, max(1, round(self._share * numel)))
@@ -73,16 +79,19 @@ class SparseCodec:
         x_n: Tensor,
         wire: Tensor,
         seen_n: Tensor | None = None,
-        room_n: Tensor | None = None,
+        *,
+        noise: Noise | None = None,
     ) -> int:
-        """Write the message to the start of `wire` (uint8, CPU) and return its length.
+        """Write the message of one row, or vector, to the start of `wire` and return its length.
 
         `seen_n` receives what the peer will decode, bit for bit: zero where nothing was kept. The
-        vector is fp32, bf16 or fp16. `room_n` (fp32) is overwritten, which saves an allocation.
+        vector is fp32, bf16 or fp16, and `wire` (uint8) on any device. Deterministic, so `noise` is
+        not used.
 
         Raises:
             ValueError: `wire` is shorter than `capacity`, or `seen_n` is of another size.
         """
+        x_n, wire = x_n.flatten(), wire.view(-1)
         if seen_n is not None and seen_n.numel() != x_n.numel():
             raise ValueError(f"seen has {seen_n.numel()} values: the vector has {x_n.numel()}")
         sizes = self._sizes(x_n.numel())
@@ -91,10 +100,10 @@ class SparseCodec:
                 f"wire has {wire.numel()} bytes: a message of {x_n.numel()} values can take "
                 f"{_HEAD + sum(sizes)}"
             )
-        x_n = x_n.detach().float().contiguous()
-        mask_M, kept_1k = self._selected(x_n, sizes.mask, room_n)
+        x_n, seen_n = x_n.detach().float(), None if seen_n is None else seen_n.view(-1)
+        mask_M, kept_1k = self._selected(x_n, sizes.mask, _scratch(seen_n, x_n))
         values = mask_M.new_empty(1, sizes.scales + sizes.codes)
-        self._values.encode(kept_1k, values, None if seen_n is None else kept_1k, noise=None)
+        self._values.encode(kept_1k, values, None if seen_n is None else kept_1k)
         if seen_n is not None:
             self._place(mask_M, kept_1k[0], seen_n)
         scales, codes = torch.split(values[0].cpu(), list(sizes[1:]))
@@ -108,6 +117,7 @@ class SparseCodec:
         Raises:
             CodingError: the bytes are damaged, or those of another number of values.
         """
+        out_n = out_n.view(-1)
         self._place(*self._read(wire, out_n), out_n)
 
     def decode_add(self, wire: Tensor, sum_n: Tensor) -> None:
@@ -117,6 +127,7 @@ class SparseCodec:
             ValueError: `sum_n` is not fp32 and contiguous.
             CodingError: the bytes are damaged, or those of another number of values.
         """
+        sum_n = sum_n.view(-1)
         if sum_n.dtype != torch.float32 or not sum_n.is_contiguous():
             raise ValueError(f"a sum in {sum_n.dtype}: use a contiguous one in torch.float32")
         mask_M, kept_k = self._read(wire, sum_n)
@@ -142,7 +153,7 @@ class SparseCodec:
         kept = self.kept(numel)
         scales = 2 * -(-kept // self.group) if self.bits <= 8 else 0
         mask = 0 if kept == numel else -(-numel // 8)
-        return _Sizes(mask, scales, self._values.nbytes(kept) - scales)
+        return _Sizes(mask, scales, self._values.capacity(kept) - scales)
 
     def _selected(
         self, x_n: Tensor, mask_nbytes: int, room_n: Tensor | None
@@ -186,7 +197,7 @@ class SparseCodec:
 
     def _read(self, wire: Tensor, out_n: Tensor) -> tuple[Tensor, Tensor]:
         """Mask, empty if all values are kept, and the kept values, on the device of `out_n`."""
-        sizes = self._sizes(out_n.numel())
+        sizes, wire = self._sizes(out_n.numel()), wire.view(-1).cpu()
         mask_length, codes_length = _lengths(wire, sizes)
         lengths = [_HEAD, mask_length, sizes.scales, codes_length]
         _, mask, scales, codes = torch.split(wire[: sum(lengths)], lengths)
@@ -199,6 +210,13 @@ class SparseCodec:
         _get(codes, values_1W[0, sizes.scales :])
         self._values.decode(values_1W.to(out_n.device), kept_1k)
         return mask_M.to(out_n.device), kept_1k[0]
+
+
+def _scratch(seen_n: Tensor | None, x_n: Tensor) -> Tensor | None:
+    """`seen_n` before it is written, if the selection can work in it: that saves an allocation."""
+    if seen_n is None or seen_n.dtype != torch.float32 or seen_n.data_ptr() == x_n.data_ptr():
+        return None
+    return seen_n
 
 
 class _Sizes(NamedTuple):

@@ -93,7 +93,7 @@ class Uniform:
         """Number of the codec in message headers."""
         return 16
 
-    def nbytes(self, numel: int) -> int:
+    def capacity(self, numel: int) -> int:
         """Exact bytes of a row: b * ceil(N / 8) of codes and one scale per group."""
         return self._scale_nbytes(numel) + self.bits * -(-numel // 8)
 
@@ -117,9 +117,9 @@ class Uniform:
         wire_BW: Tensor,
         seen_BN: Tensor | None = None,
         *,
-        noise: Noise | None,
+        noise: Noise | None = None,
         blocks: range | None = None,
-    ) -> None:
+    ) -> int:
         """Write the rows' bytes; `noise` is needed if and only if `stochastic`.
 
         `blocks` limits this to a part of each row: the bytes `parts` names and the values of
@@ -136,6 +136,7 @@ class Uniform:
         self._write_scales(codes, wire_BW, blocks, x_BN.shape[1])
         if seen_BN is not None:
             self._dequantize(codes, seen_BN, blocks)
+        return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor, *, blocks: range | None = None) -> None:
         """Write the rows' values, or those of some blocks."""

@@ -80,7 +80,7 @@ def test_a_change_that_is_no_smaller_is_not_sent() -> None:
     assert sent_near.numel() == sent_far.numel()
     alone = torch.empty_like(x.flatten(1))
     codec = Hadamard(4)
-    wire = torch.empty(1, codec.nbytes(96), dtype=torch.uint8)
+    wire = torch.empty(1, codec.capacity(96), dtype=torch.uint8)
     codec.encode(-x.flatten(1), wire, alone)
     assert torch.equal(far.flatten(1), alone)
     assert (near - 1.1 * x).norm() < 0.02 * x.norm()
@@ -105,7 +105,7 @@ def test_tiles_code_a_change_with_a_smaller_error() -> None:
     found = {}
     for name in ("uniform", "tiles"):
         codec = AqsgdConfig(bits=2, delta=name).change_codec(64)
-        wire = torch.empty(2, codec.nbytes(4096), dtype=torch.uint8)
+        wire = torch.empty(2, codec.capacity(4096), dtype=torch.uint8)
         stored = memory.view(torch.uint8)  # an fp32 memory's bytes
         ends = [PackedMemory(Cast("fp32"), stored, torch.full_like(stored, 255)) for _ in range(2)]
         out = torch.full_like(x, torch.nan)
@@ -119,10 +119,10 @@ def test_tiles_code_a_change_with_a_smaller_error() -> None:
 
 def test_sizes_are_exact() -> None:
     codec = Switching(Composed(Hadamard(3)), Hadamard(5))
-    assert codec.nbytes(640) == 1 + Hadamard(5).nbytes(640)
+    assert codec.capacity(640) == 1 + Hadamard(5).capacity(640)
     spec = AutoConfig(bits=3)
     end = build_delta(spec, width=WIDTH, key=0)
-    first = Hadamard(5).nbytes(96)
+    first = Hadamard(5).capacity(96)
     assert end.nbytes(torch.Size((2, *SHAPE)), torch.tensor([1, 2])) == 2 * first
 
 

@@ -36,7 +36,7 @@ def make_end(tmp_path: Path) -> Iterator[MakeEnd]:
         spec = AqsgdConfig(bits=3, memory=form)
         store: Any = RamStore()
         if tier == "disk":
-            nbytes = build_codec(form, WIDTH).nbytes(TOKENS * WIDTH)
+            nbytes = build_codec(form, WIDTH).capacity(TOKENS * WIDTH)
             store = DiskStore(late(RowFile(tmp_path, nbytes), len(opened)))
         opened.append(build_delta(spec, width=WIDTH, key=3, store=store, room=room))
         return opened[-1]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.gradcomp.replicas import all_of
 from tests.ranks import Ranks
-from thinpipe.gradcomp.exchange import ExchangeKey, OneRow, reduce_sharded
+from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
 from thinpipe.gradcomp.peers import GroupPeers, local_peers
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.wire.cast import Cast
@@ -93,7 +93,7 @@ def die_in_exchange(rank: int, account: Path) -> None:
             peers,
             ExchangeKey(0, 0, 1),
             targets,
-            compressor=OneRow(Cast("fp32")),
+            codec=Cast("fp32"),
             finish=lambda x: x,
         )
     account.write_text(f"{time.monotonic() - begin:.1f} {caught.value}")
@@ -118,7 +118,7 @@ def test_an_exchange_of_another_step_is_noticed() -> None:
                 peer,
                 ExchangeKey(step, 0),
                 torch.zeros(4).tensor_split(2),
-                compressor=OneRow(Cast("fp32")),
+                codec=Cast("fp32"),
                 finish=lambda total_n: total_n,
             )
         return str(caught.value)

@@ -53,7 +53,7 @@ def test_a_payload_that_cannot_be_shortened_travels_as_it_is() -> None:
     receiver.expect(0, SHAPE)
     sender.send(0, x, IDS)
     assert receiver.receive(0, SHAPE, IDS).sub(x).abs().max() < 0.01
-    assert sender.sent.nbytes == HEADER_NBYTES + 4 * full.nbytes(32 * 64)
+    assert sender.sent.nbytes == HEADER_NBYTES + 4 * full.capacity(32 * 64)
 
 
 def test_plain_evaluation_is_not_coded() -> None:
@@ -97,7 +97,7 @@ def test_the_sender_decides_by_its_link_and_the_receiver_follows(
         sender.send(microbatch, values(microbatch), IDS)
         assert torch.isfinite(receiver.receive(microbatch, SHAPE, IDS)).all()
         sizes.append(sender.take_traffic().nbytes)
-    full = HEADER_NBYTES + 4 * QUANTIZED.nbytes(32 * 64)
+    full = HEADER_NBYTES + 4 * QUANTIZED.capacity(32 * 64)
     assert (sizes[2] < 0.6 * full) == coded
     assert (sizes[2] == full) != coded
 

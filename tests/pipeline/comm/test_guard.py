@@ -34,7 +34,7 @@ def test_a_stateless_boundary_measures_its_error() -> None:
     end = Stateless(Hadamard(4))
     encode(end, x, [1, 2, 3])
     codec, decoded = Hadamard(4), torch.empty(1, 128)
-    codec.encode(x[:1].flatten(1), torch.empty(1, codec.nbytes(128), dtype=torch.uint8), decoded)
+    codec.encode(x[:1].flatten(1), torch.empty(1, codec.capacity(128), dtype=torch.uint8), decoded)
     found = error_stats(end.error_meter.take())
     assert (found.known, found.first_visits, found.change) == (0, 3, None)
     expected = float((decoded - x[:1].flatten(1)).norm() / x[0].norm())

@@ -10,7 +10,7 @@ from thinpipe.pipeline.wire.cast import Cast, CastFormat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_seen_is_what_the_peer_decodes(name: CastFormat, dtype: torch.dtype) -> None:
     codec, x = Cast(name), torch.randn(3, 37).to(dtype)
-    message = torch.zeros(5 + 3 * codec.nbytes(37), dtype=torch.uint8)
+    message = torch.zeros(5 + 3 * codec.capacity(37), dtype=torch.uint8)
     wire = message[5:].view(3, -1)  # starts at an odd byte
     seen, out = torch.empty_like(x), torch.empty_like(x)
     codec.encode(x, wire, seen)
@@ -23,7 +23,7 @@ def test_seen_is_what_the_peer_decodes(name: CastFormat, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
 def test_no_rows_and_no_values_are_fine(name: CastFormat, shape: tuple[int, int]) -> None:
     codec, x = Cast(name), torch.empty(shape)
-    wire, out = torch.empty(shape[0], codec.nbytes(shape[1]), dtype=torch.uint8), x.clone()
+    wire, out = torch.empty(shape[0], codec.capacity(shape[1]), dtype=torch.uint8), x.clone()
     codec.encode(x, wire, out)
     codec.decode(wire, out)
 

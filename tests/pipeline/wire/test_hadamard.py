@@ -31,7 +31,7 @@ def bursts(count: int, numel: int, seed: int = 0) -> torch.Tensor:
 
 def through(codec: Hadamard | Uniform, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What the peer decodes and what the sender says it decodes."""
-    wire = torch.full((x.shape[0], codec.nbytes(x.shape[1])), 0xAA, dtype=torch.uint8)
+    wire = torch.full((x.shape[0], codec.capacity(x.shape[1])), 0xAA, dtype=torch.uint8)
     seen, out = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
     codec.encode(x, wire, seen, noise=None)
     codec.decode(wire, out)
@@ -44,9 +44,9 @@ def error(codec: Hadamard | Uniform, x: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_nbytes_is_maps_scales_and_codes(bits: int) -> None:
-    assert Hadamard(bits).nbytes(64 * 64) == 3 * 8 + 2 * 64 + 8 * bits * 64
-    assert Hadamard(bits, 16).nbytes(17) == 3 * 1 + 2 * 2 + 2 * bits * 2
-    assert Hadamard(bits, 256).nbytes(0) == 0
+    assert Hadamard(bits).capacity(64 * 64) == 3 * 8 + 2 * 64 + 8 * bits * 64
+    assert Hadamard(bits, 16).capacity(17) == 3 * 1 + 2 * 2 + 2 * bits * 2
+    assert Hadamard(bits, 256).capacity(0) == 0
 
 
 @given(
@@ -76,7 +76,7 @@ def test_backends_make_the_same_bytes_and_values(bits: int) -> None:
     backends: tuple[Backend, ...] = ("reference", "numba")
     for name in backends:
         codec = Hadamard(bits, backend=name)
-        wire = torch.full((3, codec.nbytes(5000)), 0xAA, dtype=torch.uint8)
+        wire = torch.full((3, codec.capacity(5000)), 0xAA, dtype=torch.uint8)
         out = torch.full_like(x, torch.inf)
         codec.encode(x, wire)
         codec.decode(wire, out)

@@ -41,7 +41,7 @@ class Replicas:
     def encoded(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Message, and what it decodes to."""
         seen = torch.full_like(x, torch.nan)
-        length = self.codec.encode(x, self.room, seen, torch.empty_like(x))
+        length = self.codec.encode(x, self.room, seen)
         return self.room[:length].clone(), seen
 
     def sent(self, subset: Subset) -> list[tuple[torch.Tensor, torch.Tensor]]:

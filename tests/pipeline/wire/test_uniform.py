@@ -24,7 +24,7 @@ def through(
     codec: Uniform, x: torch.Tensor, noise: Noise | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the peer decodes and what the sender says it decodes."""
-    wire = torch.full((x.shape[0], codec.nbytes(x.shape[1])), 0xAA, dtype=torch.uint8)
+    wire = torch.full((x.shape[0], codec.capacity(x.shape[1])), 0xAA, dtype=torch.uint8)
     seen, out = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
     codec.encode(x, wire, seen, noise=noise)
     codec.decode(wire, out)
@@ -43,10 +43,10 @@ def test_seen_is_what_the_peer_decodes(bits: int, scale_per: ScalePer, scale_dty
 
 @pytest.mark.parametrize("bits", BITS)
 def test_nbytes_is_codes_and_scales(bits: int) -> None:
-    assert Uniform(bits, "token", width=16).nbytes(16 * 10) == bits * 20 + 2 * 10
-    assert Uniform(bits, "channel", width=16, scale_dtype="fp32").nbytes(160) == bits * 20 + 64
-    assert Uniform(bits, 64).nbytes(1001) == bits * 126 + 2 * 16
-    assert Uniform(bits, "tensor").nbytes(1001) == bits * 126 + 2
+    assert Uniform(bits, "token", width=16).capacity(16 * 10) == bits * 20 + 2 * 10
+    assert Uniform(bits, "channel", width=16, scale_dtype="fp32").capacity(160) == bits * 20 + 64
+    assert Uniform(bits, 64).capacity(1001) == bits * 126 + 2 * 16
+    assert Uniform(bits, "tensor").capacity(1001) == bits * 126 + 2
 
 
 @pytest.mark.parametrize("bits", range(3, 9))
@@ -207,9 +207,9 @@ def test_a_stored_memory_changes_as_if_it_were_decoded(
 ) -> None:
     delta = Uniform(3, delta_per, width=24)
     values, x = rows(2, 24 * 70), rows(2, 24 * 70) + 0.1 * rows(2, 24 * 70, 1)
-    old = torch.empty(2, memory.nbytes(24 * 70), dtype=torch.uint8)
+    old = torch.empty(2, memory.capacity(24 * 70), dtype=torch.uint8)
     memory.encode(values, old, values, noise=None)
-    expected = torch.empty(2, delta.nbytes(24 * 70), dtype=torch.uint8)
+    expected = torch.empty(2, delta.capacity(24 * 70), dtype=torch.uint8)
     unpacked, kept = torch.empty_like(x), torch.empty_like(old)
     delta.encode_change(x, values, expected, unpacked, noise=None)
     memory.encode(unpacked, kept, noise=None)
@@ -226,9 +226,9 @@ def test_a_stored_memory_changes_as_if_it_were_decoded(
 
 def test_a_memory_that_changes_as_a_whole_is_not_changed_in_parts() -> None:
     memory, delta = Uniform(8, "channel", width=64), Uniform(4, 64)
-    old = torch.zeros(1, memory.nbytes(4096), dtype=torch.uint8)
+    old = torch.zeros(1, memory.capacity(4096), dtype=torch.uint8)
     packed = PackedMemory(memory, old, torch.empty_like(old))
-    wire = torch.zeros(1, delta.nbytes(4096), dtype=torch.uint8)
+    wire = torch.zeros(1, delta.capacity(4096), dtype=torch.uint8)
     with pytest.raises(ValueError, match="change as whole rows"):
         delta.encode_change_packed(rows(1, 4096), packed, wire, noise=None, blocks=range(2))
     with pytest.raises(ValueError, match="change as whole rows"):
@@ -239,7 +239,7 @@ def test_a_memory_that_changes_as_a_whole_is_not_changed_in_parts() -> None:
 def test_a_row_can_be_sent_in_parts(scale_per: ScalePer) -> None:
     """Each part's bytes are complete once its `encode` returns, and are all that it needs."""
     codec, numel = Uniform(4, scale_per, width=256), 5 * 1024 + 100
-    x, whole = rows(2, numel), torch.empty(2, codec.nbytes(numel), dtype=torch.uint8)
+    x, whole = rows(2, numel), torch.empty(2, codec.capacity(numel), dtype=torch.uint8)
     codec.encode(x, whole, noise=None)
     wire, arrived = torch.full_like(whole, 9), torch.full_like(whole, 0)
     seen, out, expected = (torch.full_like(x, torch.nan) for _ in range(3))
@@ -258,7 +258,7 @@ def test_a_row_can_be_sent_in_parts(scale_per: ScalePer) -> None:
 
 def test_parts_of_rows_that_are_turned_are_refused() -> None:
     codec = Uniform(4, "channel", width=64)
-    wire = torch.empty(1, codec.nbytes(4096), dtype=torch.uint8)
+    wire = torch.empty(1, codec.capacity(4096), dtype=torch.uint8)
     with pytest.raises(ValueError, match="a channel's values lie all over the row"):
         codec.encode(rows(1, 4096), wire, noise=None, blocks=range(2))
 
