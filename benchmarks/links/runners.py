@@ -131,9 +131,14 @@ class ThinPipeRunner:
         mesh = transport.mesh
         rank, stages = mesh.position, mesh.pipeline_ranks
         module = workload.module(rank, stages, torch.float32)
-        ends = [_wire(method, workload, transport, *place) for place in _places(rank, stages)]
-        kinds = (IncomingChannel, OutgoingChannel, IncomingChannel, OutgoingChannel)
-        channels = Channels(*(end and kind(*end) for kind, end in zip(kinds, ends, strict=True)))
+        wires = [_wire(method, workload, transport, *place) for place in _places(rank, stages)]
+        inputs, outputs, gradients_in, gradients_out = wires
+        channels = Channels(
+            inputs and IncomingChannel(*inputs),
+            outputs and OutgoingChannel(*outputs),
+            gradients_in and IncomingChannel(*gradients_in),
+            gradients_out and OutgoingChannel(*gradients_out),
+        )
         self._stage = CompressedStage(
             module, rank, stages, channels=channels, group=transport.pipeline_group
         )

@@ -1,8 +1,8 @@
-"""The fixed header of every message, and the error when two ends disagree.
+"""The header of a message over a cut, and the error when two ends disagree.
 
 gloo takes a message shorter than the posted receive without a word and ends the process on a
 longer one; receives are therefore posted for the longest message there can be, and this header,
-which tells the length that was meant, is checked before a byte is used. 52 bytes, little endian:
+which holds the length that was meant, is checked before a byte is used. 52 bytes, little endian:
 
     offset  bytes  field
     0       4      magic "TPW2"
@@ -22,20 +22,14 @@ which tells the length that was meant, is checked before a byte is used. 52 byte
 
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
-HEADER_NBYTES = 52
-
-_LAYOUT = struct.Struct("<4sBBBBQQIIIIQI")
-_MAGIC = b"TPW2"
-_NAMES = (
-    *("direction", "codec_id", "bits", "coding", "run_id", "step", "cut", "microbatch", "ids_crc"),
-    *("payload_hash", "length", "memory_crc"),
-)
 FORWARD, BACKWARD = 0, 1
 DIRECTIONS = ("forward", "backward")
 
@@ -44,9 +38,76 @@ class DesyncError(RuntimeError):
     """Two ends of a link disagree about a message: the state of one of them is not as it should."""
 
 
+class Layout(NamedTuple):
+    """The bytes of one kind of header: its magic, then fields in order, `payload_hash` included."""
+
+    magic: bytes
+    packing: struct.Struct
+    names: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a header."""
+        return self.packing.size
+
+    def write(self, message: Tensor, fields: Mapping[str, int]) -> None:
+        """Fill the header of `message` (uint8: header, then payload) from the payload it holds."""
+        fields = {**fields, "payload_hash": self._payload_hash(message)}
+        packed = self.packing.pack(self.magic, *(fields[name] for name in self.names))
+        message[: self.nbytes] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+    def read(self, message: Tensor) -> dict[str, int]:
+        """The fields of a message; nothing has been checked yet."""
+        values = self.packing.unpack(bytes(message[: self.nbytes].numpy()))[1:]
+        return dict(zip(self.names, values, strict=True))
+
+    def check(
+        self,
+        message: Tensor,
+        expected: Mapping[str, int],
+        *,
+        place: str,
+        words: Mapping[str, str] | None = None,
+    ) -> None:
+        """Compare a message with what this end expects; `words` are for fields in errors.
+
+        Raises:
+            DesyncError: naming the place and each field that differs, with both sides' values.
+        """
+        magic = bytes(message[: len(self.magic)].numpy())
+        if magic != self.magic:
+            raise DesyncError(f"{place}: not a ThinPipe message (magic {magic!r})")
+        sent = self.read(message)
+        wrong = [
+            f"{(words or {}).get(name, name)}: peer sent {sent[name]}, expected {value}"
+            for name, value in expected.items()
+            if sent[name] != value
+        ]
+        if not wrong and self._payload_hash(message) != sent["payload_hash"]:
+            wrong = ["payload: its checksum differs from the header's, bytes were damaged"]
+        if wrong:
+            raise DesyncError(f"{place}: the two ends disagree; " + "; ".join(wrong))
+
+    def _payload_hash(self, message: Tensor) -> int:
+        """XXH3 takes a tenth of the time of CRC-32, which showed in the step on fast links."""
+        return xxhash.xxh3_64_intdigest(message[self.nbytes :].numpy().data) & 0xFFFFFFFF
+
+
+_LAYOUT = Layout(
+    b"TPW2",
+    struct.Struct("<4sBBBBQQIIIIQI"),
+    (
+        *("direction", "codec_id", "bits", "coding", "run_id", "step", "cut", "microbatch"),
+        *("ids_crc", "payload_hash", "length", "memory_crc"),
+    ),
+)
+
+HEADER_NBYTES = _LAYOUT.nbytes
+
+
 @dataclass(frozen=True)
 class Header:
-    """What a message says about itself; both ends compute all but the payload's hash alike."""
+    """What a message is; both ends compute all but the payload's hash alike."""
 
     direction: int
     codec_id: int
@@ -62,22 +123,7 @@ class Header:
 
     def write(self, message: Tensor) -> None:
         """Fill the header of `message` (uint8: header, then payload) from the payload it holds."""
-        packed = _LAYOUT.pack(
-            _MAGIC,
-            self.direction,
-            self.codec_id,
-            self.bits,
-            self.coding,
-            self.run_id,
-            self.step,
-            self.cut,
-            self.microbatch,
-            self.ids_crc,
-            _payload_hash(message),
-            self.length,
-            self.memory_crc,
-        )
-        message[:HEADER_NBYTES] = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        _LAYOUT.write(message, asdict(self))
 
     def check(self, message: Tensor) -> None:
         """Compare the header of a received message with what this end expects.
@@ -85,36 +131,17 @@ class Header:
         Raises:
             DesyncError: naming each field that differs, with both sides' values.
         """
-        fields = _LAYOUT.unpack(bytes(message[:HEADER_NBYTES].numpy()))
-        if fields[0] != _MAGIC:
-            raise DesyncError(f"{self._place()}: not a ThinPipe message (magic {fields[0]!r})")
-        got = dict(zip(_NAMES, fields[1:], strict=True))
-        wrong = [
-            f"{name}: peer sent {got[name]}, expected {value}"
-            for name, value in asdict(self).items()
-            if got[name] != value
-        ]
-        if not wrong and _payload_hash(message) != got["payload_hash"]:
-            wrong = ["payload: its checksum differs from the header's, bytes were damaged"]
-        if wrong:
-            raise DesyncError(f"{self._place()}: the two ends disagree; " + "; ".join(wrong))
-
-    def _place(self) -> str:
         direction = DIRECTIONS[self.direction]
-        return f"cut {self.cut} {direction}, step {self.step}, microbatch {self.microbatch}"
+        place = f"cut {self.cut} {direction}, step {self.step}, microbatch {self.microbatch}"
+        _LAYOUT.check(message, asdict(self), place=place)
 
 
 def coding_and_length(message: Tensor) -> tuple[int, int]:
-    """What a message says about the form of its payload; nothing has been checked yet."""
-    got = dict(zip(_NAMES, _LAYOUT.unpack(bytes(message[:HEADER_NBYTES].numpy()))[1:], strict=True))
-    return got["coding"], got["length"]
+    """How the payload of a message is coded, and its length; nothing has been checked yet."""
+    sent = _LAYOUT.read(message)
+    return sent["coding"], sent["length"]
 
 
 def crc32(values: Tensor, start: int = 0) -> int:
     """CRC-32 of a CPU tensor's bytes, going on from `start`, the CRC of what comes before them."""
     return zlib.crc32(values.contiguous().view(torch.uint8).numpy().data, start)
-
-
-def _payload_hash(message: Tensor) -> int:
-    """XXH3 takes a tenth of the time of CRC-32, which showed in the step on fast links."""
-    return xxhash.xxh3_64_intdigest(message[HEADER_NBYTES:].numpy().data) & 0xFFFFFFFF
