@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.gradcomp.exchange import ExchangeKey, gather_all
-from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 
 _LOG = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError, Header, coding_and_length
 from thinpipe.pipeline.wire.pinned import brought_to, host_bytes, written_on
@@ -72,13 +72,13 @@ def reduce_sharded(
     seen = [torch.empty_like(target) for target in targets]
     messages = [frames.pack(x, s, _TO_SERVER, me) for x, s in zip(targets, seen, strict=True)]
     outgoing = {peer: messages[peer] for peer in _others(peers)}
-    incoming = peers.exchange(outgoing, codec.capacity(targets[me].numel()))
+    incoming = peers.exchange(outgoing, list(outgoing), codec.capacity(targets[me].numel()))
     total_n = frames.total(incoming, seen[me], _TO_SERVER, me)
     answer_n = finish(total_n)
     result_n = torch.empty_like(answer_n)
     message = frames.pack(answer_n, result_n, _FROM_SERVER, me)
     longest = max(codec.capacity(target.numel()) for target in targets)
-    incoming = peers.exchange(dict.fromkeys(_others(peers), message), longest)
+    incoming = _to_all(peers, message, longest)
     results = [torch.empty_like(target) for target in targets]
     results[me] = result_n
     for peer, answer in incoming.items():
@@ -97,8 +97,7 @@ def gather_sum(
     frames = _Frames(key, codec)
     seen_N = torch.empty_like(target_N)
     message = frames.pack(target_N, seen_N, _TO_SERVER, peers.rank)
-    outgoing = dict.fromkeys(_others(peers), message)
-    incoming = peers.exchange(outgoing, codec.capacity(target_N.numel()))
+    incoming = _to_all(peers, message, codec.capacity(target_N.numel()))
     return frames.total(incoming, seen_N, _TO_SERVER, peers.rank), seen_N
 
 
@@ -111,10 +110,15 @@ def gather_all(peers: Peers, key: ExchangeKey, mine_N: Tensor, *, codec: Codec) 
     frames = _Frames(key, codec)
     found = [torch.empty_like(mine_N) for _ in range(peers.size)]
     message = frames.pack(mine_N, found[peers.rank], _TO_SERVER, peers.rank)
-    outgoing = dict.fromkeys(_others(peers), message)
-    for peer, theirs in peers.exchange(outgoing, codec.capacity(mine_N.numel())).items():
+    capacity = codec.capacity(mine_N.numel())
+    for peer, theirs in _to_all(peers, message, capacity).items():
         frames.unpack(theirs, found[peer], _TO_SERVER, peer)
     return found
+
+
+def _to_all(peers: Peers, message: Tensor, capacity: int) -> dict[int, Tensor]:
+    others = _others(peers)
+    return peers.exchange(dict.fromkeys(others, message), others, capacity)
 
 
 def _others(peers: Peers) -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket, Readiness, device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey
-from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 

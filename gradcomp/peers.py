@@ -8,11 +8,8 @@ replica, and that is all a pipeline message can find ahead of it; the price is o
 chunk.
 """
 
-import queue
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -22,25 +19,6 @@ from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError, coding_and_length
 
 CHUNK_NBYTES = 256 * 1024
-
-
-class Peers(Protocol):
-    """This replica's end of the exchange between `size` replicas. Not thread-safe."""
-
-    rank: int
-    size: int
-    bytes_sent: int
-    """Bytes handed to the network so far, headers included."""
-
-    def exchange(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
-        """Send every other replica its message (uint8), return theirs by rank.
-
-        All replicas call it alike. Payloads are at most `capacity` bytes long.
-
-        Raises:
-            TransportError: a replica is gone, or silent for longer than the group's timeout.
-            DesyncError: a message is longer than it can be.
-        """
 
 
 Groups = tuple[dist.ProcessGroup, dist.ProcessGroup]
@@ -68,16 +46,16 @@ class GroupPeers:
         self.bytes_sent = 0
         self._groups, self._chunk_nbytes = groups, chunk_nbytes
 
-    def exchange(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
+    def exchange(
+        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
+    ) -> dict[int, Tensor]:
         """Send everything at once; receive in rotation, so that replicas serve different ones."""
         works = []
-        for distance in range(1, self.size):
-            peer = (self.rank + distance) % self.size
+        for peer in sorted(outgoing, key=lambda peer: (peer - self.rank) % self.size):
             chunks = torch.split(outgoing[peer], self._chunk_nbytes)
             works += [(peer, self._send(peer, chunk)) for chunk in chunks]
         incoming = {}
-        for distance in range(1, self.size):
-            peer = (self.rank - distance) % self.size
+        for peer in sorted(sources, key=lambda peer: (self.rank - peer) % self.size):
             incoming[peer] = self._receive(peer, capacity)
         for peer, work in works:
             self._wait(work, self.rank, peer)
@@ -122,46 +100,6 @@ class GroupPeers:
             work.wait()
         except RuntimeError as error:
             raise _lost(source, target, error) from error
-
-
-@dataclass
-class LocalPeers:
-    """Replicas in one process, each on a thread of its own while it exchanges.
-
-    For experiments and tests: the same messages as between processes, without a network.
-    """
-
-    rank: int
-    size: int
-    mailboxes: dict[tuple[int, int], "queue.SimpleQueue[Tensor]"]
-    timeout_s: float = 60.0
-    bytes_sent: int = 0
-
-    def exchange(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
-        """Hand the messages over and wait for those of the others."""
-        for peer, message in outgoing.items():
-            self.mailboxes[self.rank, peer].put(message.clone())
-            self.bytes_sent += message.numel()
-        return {peer: self._receive(peer, capacity) for peer in outgoing}
-
-    def _receive(self, peer: int, capacity: int) -> Tensor:
-        try:
-            message = self.mailboxes[peer, self.rank].get(timeout=self.timeout_s)
-        except queue.Empty:
-            raise TransportError(
-                f"replica {peer} -> replica {self.rank}: nothing came in {self.timeout_s} s"
-            ) from None
-        _payload_nbytes(message, peer, self.rank, capacity)
-        return message
-
-
-def local_peers(size: int, *, timeout_s: float = 60.0) -> list[LocalPeers]:
-    """Both ends of everything, one element per replica."""
-    edges = [(source, target) for source in range(size) for target in range(size)]
-    mailboxes: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {
-        edge: queue.SimpleQueue() for edge in edges
-    }
-    return [LocalPeers(rank, size, mailboxes, timeout_s) for rank in range(size)]
 
 
 def _payload_nbytes(start: Tensor, source: int, target: int, capacity: int) -> int:

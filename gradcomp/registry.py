@@ -9,7 +9,7 @@ from pydantic import AliasChoices, BaseModel
 from torch import nn
 
 from thinpipe.gradcomp import methods
-from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
 

@@ -189,12 +189,10 @@ def ping_rank(chunks: Sequence[int], nbytes: int, pings: int) -> dict[int, list[
         _together(transport)
         if chunk_nbytes:
             message = torch.zeros(EXCHANGE_HEADER_NBYTES + nbytes, dtype=torch.uint8)
-            ExchangeHeader(0, 0, 0, number, 0, rank, 0, length=nbytes).write(message)
+            ExchangeHeader(0, 0, 0, number, 0, rank).write(message)
             peers = transport.peers([0, 1])
             worker = Worker("gradcomp")
-            busy = worker.submit(
-                partial(peers.exchange, {1 - rank: message}, sources=[1 - rank], capacity=nbytes)
-            )
+            busy = worker.submit(partial(peers.exchange, {1 - rank: message}, [1 - rank], nbytes))
             time.sleep(0.2)
         links = [transport.link(1 - rank, CLOCK + way, "ping") for way in (0, 1)]
         found[chunk_nbytes] = [_ping(links, rank, ping) for ping in range(pings)]

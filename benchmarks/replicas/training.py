@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.fidelity.finetuning import Corpus, Scale, Weights
-from thinpipe.gradcomp.peers import local_peers
+from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.registry import load_method, parse_options
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler

@@ -41,7 +41,7 @@ from thinpipe.gradcomp.global_copy import SharedBucket
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.methods.allreduce import AllReduce
 from thinpipe.gradcomp.options import ExchangeOptions
-from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.sparse import SparseCodec
 from thinpipe.pipeline.wire.stream import CudaEvent, SideStream

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.comm.transport import Peers
 
 REPLICAS_EQUAL = False
 

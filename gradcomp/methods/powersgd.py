@@ -24,7 +24,7 @@ from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
 from thinpipe.gradcomp.feedback import Residuals
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
-from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 
 _Named = tuple[str, list[Tensor]]

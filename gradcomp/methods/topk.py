@@ -14,7 +14,7 @@ from thinpipe.gradcomp.exchange import ExchangeKey, gather_sum
 from thinpipe.gradcomp.feedback import Residuals
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
-from thinpipe.gradcomp.peers import Peers
+from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.sparse import SparseCodec
 

@@ -1,0 +1,73 @@
+"""What replicas exchange in tests, over any kind of `Peers`, and what they must find."""
+
+import torch
+from torch import Tensor
+
+from thinpipe.gradcomp.exchange import (
+    ExchangeKey,
+    gather_all,
+    gather_sum,
+    reduce_sharded,
+)
+from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.header import HEADER_NBYTES, Header
+
+EXACT = Cast("fp32")
+
+
+def message(nbytes: int, seed: int) -> Tensor:
+    """A valid message with random payload."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randint(256, (HEADER_NBYTES + nbytes,), generator=generator).to(torch.uint8)
+    Header(0, 1, 32, 0, 0, 0, 0, 0, nbytes).write(whole)
+    return whole
+
+
+def vector(rank: int) -> Tensor:
+    """A replica's 100 values, which no two servers can share evenly among three."""
+    return torch.randn(100, generator=torch.Generator().manual_seed(rank))
+
+
+def total(size: int) -> Tensor:
+    """The sum over the replicas, in their order."""
+    return sum(map(vector, range(size)), torch.zeros(100))
+
+
+def sharded(peers: Peers, step: int = 0) -> Tensor:
+    """The sum, each shard made by its server."""
+    targets = vector(peers.rank).tensor_split(peers.size)
+    key = ExchangeKey(step, 0)
+    reduced = reduce_sharded(peers, key, targets, codec=EXACT, finish=lambda total_n: total_n)
+    return torch.cat(reduced.results)
+
+
+def summed(peers: Peers) -> Tensor:
+    """The sum, made by every replica."""
+    return gather_sum(peers, ExchangeKey(1, 0), vector(peers.rank), codec=EXACT)[0]
+
+
+def gathered(peers: Peers) -> list[Tensor]:
+    """All vectors."""
+    return gather_all(peers, ExchangeKey(2, 0), vector(peers.rank), codec=EXACT)
+
+
+def along_ring(peers: Peers) -> dict[int, Tensor]:
+    """Pass a message on to the next replica."""
+    following, before = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
+    return peers.exchange({following: message(50, peers.rank)}, [before], 50)
+
+
+def check_primitives(size: int, rank: int, found: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+    """All replicas found the same bits."""
+    by_server, by_all, vectors = found
+    assert torch.equal(by_server, total(size))
+    assert torch.equal(by_all, total(size))
+    assert all(torch.equal(one, vector(rank)) for rank, one in enumerate(vectors))
+
+
+def check_ring(size: int, rank: int, found: dict[int, Tensor]) -> None:
+    """Each has the message of the one before it, and no other."""
+    before = (rank - 1) % size
+    assert list(found) == [before]
+    assert torch.equal(found[before], message(50, before))

@@ -1,0 +1,58 @@
+"""Exchanges between replicas in one process."""
+
+import pytest
+
+from tests.gradcomp.exchanges import (
+    along_ring,
+    check_primitives,
+    check_ring,
+    gathered,
+    message,
+    sharded,
+    summed,
+)
+from tests.gradcomp.replicas import all_of
+from thinpipe.gradcomp.local_peers import LocalPeers, local_peers
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.wire.header import DesyncError
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_all_replicas_find_the_same(size: int) -> None:
+    peers = local_peers(size)
+    found = all_of(peers, lambda peer: (sharded(peer), summed(peer), gathered(peer)))
+    for rank, one in enumerate(found):
+        check_primitives(size, rank, one)
+
+
+def test_replicas_may_exchange_with_neighbors_only() -> None:
+    peers = local_peers(4)
+    for _ in range(2):
+        for rank, found in enumerate(all_of(peers, along_ring)):
+            check_ring(4, rank, found)
+    assert {peer.bytes_sent for peer in peers} == {2 * message(50, 0).numel()}
+
+
+def test_an_exchange_of_another_step_is_noticed() -> None:
+    def of_another_step(peer: LocalPeers) -> str:
+        with pytest.raises(DesyncError) as caught:
+            sharded(peer, step=peer.rank)
+        return str(caught.value)
+
+    first, second = all_of(local_peers(2), of_another_step)
+    assert "exchange with replica 1" in first
+    assert "step: peer sent 1, expected 0" in first
+    assert "step: peer sent 0, expected 1" in second
+
+
+def test_a_silent_peer_is_named() -> None:
+    first, _ = local_peers(2, timeout_s=0.1)
+    with pytest.raises(TransportError, match=r"replica 1 -> replica 0: no message in 0\.1 s"):
+        first.exchange({1: message(4, 0)}, [1], 4)
+
+
+def test_a_message_longer_than_it_can_be_is_refused() -> None:
+    first, second = local_peers(2)
+    second.exchange({0: message(400, 0)}, [], 0)
+    with pytest.raises(DesyncError, match="replica 1 -> replica 0: a payload of 400 bytes"):
+        first.exchange({}, [1], 300)
