@@ -2,9 +2,10 @@
 
 import importlib
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+import torch
 from pydantic import AliasChoices, BaseModel
 from torch import nn
 
@@ -14,7 +15,10 @@ from thinpipe.pipeline.replica_sync import ReplicaSync
 
 
 class Method(Protocol):
-    """What a method's file holds."""
+    """What a method's file holds.
+
+    It may also hold `optimizer(config, parameters, train)`, which returns an optimizer or None.
+    """
 
     Config: type[BaseModel]
     REPLICAS_EQUAL: bool
@@ -22,6 +26,27 @@ class Method(Protocol):
 
     def build(self, config: Any, parameters: Sequence[nn.Parameter], peers: Peers) -> ReplicaSync:
         """Make the exchange of one rank; `peers` are the replicas of its stages."""
+
+
+class TrainOptions(Protocol):
+    """What a run's settings say of the optimizer."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate after warm-up."""
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Of Adam."""
+
+    @property
+    def weight_decay(self) -> float:
+        """Decoupled from the gradient."""
+
+
+_MakeOptimizer = Callable[
+    [BaseModel, Sequence[nn.Parameter], TrainOptions], torch.optim.Optimizer | None
+]
 
 
 def method_names() -> list[str]:
@@ -39,6 +64,14 @@ def load_method(name: str) -> Method:
         known = ", ".join(method_names())
         raise ValueError(f'gradcomp.method = "{name}": no such method; there are: {known}')
     return cast(Method, importlib.import_module(f"thinpipe.gradcomp.methods.{name}"))
+
+
+def build_optimizer(
+    name: str, options: BaseModel, parameters: Sequence[nn.Parameter], train: TrainOptions
+) -> torch.optim.Optimizer | None:
+    """The optimizer that a method brings along, or None: most work with any."""
+    make = getattr(load_method(name), "optimizer", None)
+    return None if make is None else cast(_MakeOptimizer, make)(options, parameters, train)
 
 
 def option_aliases(name: str) -> dict[str, str]:
