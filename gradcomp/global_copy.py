@@ -11,6 +11,7 @@ from torch import Tensor
 
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.pipeline.wire.header import crc32
+from thinpipe.pipeline.wire.subset import Subset
 
 
 class SharedBucket:
@@ -53,6 +54,30 @@ class SharedBucket:
                     "exchange was built; load weights in place (load_state_dict without assign)"
                 )
 
+    def moved(self, part: slice, subset: Subset) -> Tensor:
+        """How far the subset's parameters are from the global copy."""
+        moved_n = torch.empty(subset.size, device=self.local_N.device)
+        subset.gather(self.local_N[part], moved_n, self.global_N[part])
+        if self.lost_N is not None:
+            moved_n += gathered(subset, self.lost_N[part])
+        return moved_n
+
+    def apply(self, part: slice, subset: Subset, seen_n: Tensor, result_n: Tensor) -> None:
+        """Add `result_n` to the global copy; parameters keep what `seen_n` lacks of their move.
+
+        They are put together from the new global copy: where nothing lacks, they are equal to it.
+        """
+        if self.lost_N is None:
+            subset.apply_exchanged(seen_n, result_n, self.local_N[part], self.global_N[part])
+            return
+        left_n = self.moved(part, subset).sub_(seen_n)
+        global_n = gathered(subset, self.global_N[part]).add_(result_n)
+        local_n = left_n.add_(global_n)
+        subset.scatter(global_n, self.global_N[part])
+        rounded_n = local_n.to(self.local_N.dtype).float()
+        subset.scatter(local_n - rounded_n, self.lost_N[part])
+        subset.scatter(rounded_n, self.local_N[part])
+
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
         """Inside, the parameters are the global ones."""
@@ -66,3 +91,10 @@ class SharedBucket:
     def _views(self, flat_N: Tensor) -> Sequence[Tensor]:
         parts = torch.split(flat_N, [parameter.numel() for parameter in self._parameters])
         return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
+
+def gathered(subset: Subset, x_N: Tensor) -> Tensor:
+    """Values of the subset, in fp32."""
+    out_n = torch.empty(subset.size, device=x_N.device)
+    subset.gather(x_N, out_n)
+    return out_n

@@ -48,6 +48,8 @@ class GradientSync:
     """
 
     replicas_equal = True
+    leaves = "gradients"
+    loss_scope = "global"
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], peers: Peers, reducer: Reducer, nbytes: int
@@ -65,6 +67,10 @@ class GradientSync:
     def bytes_sent(self) -> int:
         """Bytes this rank has sent so far, headers included."""
         return self._peers.bytes_sent
+
+    def due(self, step: int) -> bool:
+        """Every step applies the sum over all replicas."""
+        return True
 
     def begin_step(self, passes: int) -> None:
         """Buckets are exchanged from here on, as they become ready."""
@@ -89,6 +95,9 @@ class GradientSync:
         """Parameters moved alike; nothing to exchange."""
         self._reducer.keep()
 
+    def finish(self) -> None:
+        """Nothing is under way between steps."""
+
     def global_parameters(self) -> AbstractContextManager[None]:
         """All replicas are the global model."""
         return nullcontext()
@@ -108,13 +117,13 @@ class GradientSync:
                 parameter.grad = torch.zeros_like(parameter)
         key = ExchangeKey(self._step, bucket.index)
         # the thread must not keep the sync itself alive
-        reducer, lane, computed = self._reducer, self._side_stream, self._side_stream.now()
+        reducer, side_stream, computed = self._reducer, self._side_stream, self._side_stream.now()
 
         def reduce() -> tuple[Tensor, CudaEvent]:
-            with lane.after(computed):
+            with side_stream.after(computed):
                 gradients = [
                     p.grad.flatten().float() for p in bucket.parameters if p.grad is not None
                 ]
-                return reducer.reduce(bucket, torch.cat(gradients), key), lane.now()
+                return reducer.reduce(bucket, torch.cat(gradients), key), side_stream.now()
 
         self._waiting.append((bucket, self._worker.submit(reduce)))

@@ -11,8 +11,9 @@ from typing import Any, Literal, Protocol
 class ReplicaSync(Protocol):
     """Exchanges what replicas must share.
 
-    If an exchange fails, the call that needs it raises a `TransportError`, and parameters are as
-    before the exchange.
+    If an exchange fails, each call that waits for it raises a `TransportError` or `DesyncError`,
+    and parameters are as before the exchange. So a failure is raised before anything is evaluated
+    or saved.
     """
 
     replicas_equal: bool
@@ -40,19 +41,21 @@ class ReplicaSync(Protocol):
         """Parameters moved; exchange them here if the method does. Not called if they did not."""
 
     def finish(self) -> None:
-        """Apply what is still under way, or raise its failure.
+        """Apply what is still under way.
 
-        Called before evaluation, checkpoints and the end of training; every replica calls it alike.
+        Every replica calls it when the last step is done, before the last evaluation and
+        checkpoint. Not before others: an exchange applied early would change training.
         """
 
     def global_parameters(self) -> AbstractContextManager[None]:
         """Inside, parameters are those of the one model that all replicas stand for.
 
-        Where replicas differ, evaluation and what is to be used after training need it.
+        Where replicas differ, evaluation and what is to be used after training need it. What is
+        under way is waited for, not applied: training goes on as without this call.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart."""
+        """What must survive a restart. Waits as `global_parameters` does, and changes nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; parameters were restored before."""

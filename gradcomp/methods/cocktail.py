@@ -24,7 +24,7 @@ Axes: N values of a bucket, n values of a shard or of its subset.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.budget import Budget, Choice
 from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
-from thinpipe.gradcomp.global_copy import SharedBucket
+from thinpipe.gradcomp.global_copy import SharedBucket, gathered
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.methods.allreduce import AllReduce
 from thinpipe.gradcomp.options import ExchangeOptions
@@ -58,8 +58,7 @@ class Config(ExchangeOptions):
     """`subset` of the parameters take turns, the largest `topk` of them are sent, `bits` each.
 
     `local_steps` optimizer steps lie between exchanges; the first `warmup_steps` average gradients
-    exactly instead. With `budget = "auto"` subset, topk and bits are chosen anew as the run goes,
-    so that the exchange just fits beside forward and backward. The names of the authors'
+    exactly instead. With `budget = "auto"` subset, topk and bits are chosen as the run goes, so that the exchange just fits beside forward and backward. The names of the authors'
     environment variables are accepted too.
     """
 
@@ -109,6 +108,8 @@ class Cocktail:
     """A `ReplicaSync` that exchanges parameters instead of gradients."""
 
     replicas_equal = REPLICAS_EQUAL
+    leaves = "gradients"
+    loss_scope = "global"
 
     def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers, config: Config) -> None:
         """Parameters become views of flat vectors; they keep their values."""
@@ -124,12 +125,10 @@ class Cocktail:
         start = Choice(config.subset, config.topk, config.bits)
         self._budget = Budget(peers, start, sum(b.local_N.numel() for b in self._buckets))
         self._launched_s = 0.0
-        self._worker, self._side_stream = (
-            Worker("gradcomp"),
-            SideStream(device_of(self._parameters)),
-        )
+        self._worker = Worker("gradcomp")
+        self._side_stream = SideStream(device_of(self._parameters))
         self._pending: Future[tuple[list[_Update], CudaEvent]] | None = None
-        self._owed = False  # an exchange that a restored run has to start again
+        self._owed = False  # a restored run makes the exchange that was under way again
         self._captured = False
         self._steps, self._exchanges = 0, 0
 
@@ -137,6 +136,14 @@ class Cocktail:
     def bytes_sent(self) -> int:
         """Bytes this rank has sent so far, headers included."""
         return self._peers.bytes_sent
+
+    def due(self, step: int) -> bool:
+        """All steps, also those between exchanges.
+
+        The loss is divided by the tokens of all replicas, gradients are clipped by the norm over
+        all, and a step counts on all replicas or on none: exchanges are numbered by steps.
+        """
+        return True
 
     def begin_step(self, passes: int) -> None:
         """The first step finds replicas equal: what they hold becomes the global model."""
@@ -167,21 +174,27 @@ class Cocktail:
             if not self._config.delayed:
                 self._join()
 
+    def finish(self) -> None:
+        """Wait for the exchange under way and apply it."""
+        if self._owed:
+            self._launch()
+        self._join()
+
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Inside, parameters are g."""
-        self._rest()
+        """Inside, parameters are g, without the exchange under way."""
+        self._wait()
         with ExitStack() as stack, torch.no_grad():
             for bucket in self._buckets if self._captured else ():
                 stack.enter_context(bucket.swapped_in())
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """g, e and counters. An exchange under way is not saved: it can be made again.
+        """g, e and counters. An exchange under way is waited for, but neither applied nor saved.
 
-        It is waited for, so that what is saved is saved at rest.
+        A restored run makes it again, from the same parameters: saving changes nothing.
         """
-        self._rest()
+        self._wait()
         return {
             "steps": self._steps,
             "exchanges": self._exchanges,
@@ -196,7 +209,7 @@ class Cocktail:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self._rest()
+        self._wait()
         self._pending, self._owed = None, state["owed"]
         self._steps, self._exchanges = state["steps"], state["exchanges"]
         self._captured = state["captured"]
@@ -217,10 +230,10 @@ class Cocktail:
     def _warming_up(self) -> bool:
         return self._steps < self._config.warmup_steps
 
-    def _rest(self) -> None:
-        """Wait until the communication thread no longer reads parameters."""
+    def _wait(self) -> None:
+        """Wait until the communication thread no longer reads parameters, or raise its failure."""
         if self._pending is not None:
-            wait([self._pending])
+            self._pending.result()
 
     def _capture(self) -> None:
         for bucket in self._buckets:
@@ -262,11 +275,11 @@ class Cocktail:
         ]
         own, own_subset = shards[self._peers.rank], subsets[self._peers.rank]
         assert own.error_n is not None
-        error_n = _gathered(own_subset, own.error_n)
+        error_n = gathered(own_subset, own.error_n)
         reduced = reduce_sharded(
             self._peers,
             ExchangeKey(number, bucket.index, digest),
-            [_moved(bucket, shard.part, M) for shard, M in zip(shards, subsets, strict=True)],
+            [bucket.moved(shard.part, M) for shard, M in zip(shards, subsets, strict=True)],
             codec=SparseCodec(choice.topk, choice.bits, config.group),
             finish=lambda total_n: total_n.div_(size).add_(error_n),
         )
@@ -277,16 +290,16 @@ class Cocktail:
         if self._pending is None:
             return
         self._budget.slot(time.perf_counter() - self._launched_s)
-        updates, there = self._pending.result()
+        updates, finished = self._pending.result()
         # the memory of updates is used again by the next exchange, which waits for what is queued
-        self._side_stream.wait(there)
+        self._side_stream.wait(finished)
         self._pending = None
         self._exchanges += 1
         with torch.no_grad():
             for bucket, shards, update in zip(self._buckets, self._shards, updates, strict=True):
                 for server, shard in enumerate(shards):
                     seen_n, result_n = update.seen[server], update.results[server]
-                    _apply(bucket, shard.part, update.subsets[server], seen_n, result_n)
+                    bucket.apply(shard.part, update.subsets[server], seen_n, result_n)
                 own_error_n = shards[self._peers.rank].error_n
                 assert own_error_n is not None
                 update.subsets[self._peers.rank].scatter(update.left_n, own_error_n)
@@ -300,38 +313,6 @@ def _shards(local_N: Tensor, peers: Peers) -> list[_Shard]:
         shards.append(_Shard(slice(start, start + len(part_n)), error_n))
         start += len(part_n)
     return shards
-
-
-def _gathered(subset: Subset, x_n: Tensor) -> Tensor:
-    """Values of the subset, in fp32."""
-    out_n = torch.empty(subset.size, device=x_n.device)
-    subset.gather(x_n, out_n)
-    return out_n
-
-
-def _moved(bucket: SharedBucket, part: slice, subset: Subset) -> Tensor:
-    """How far the subset's parameters are from the global copy."""
-    moved_n = torch.empty(subset.size, device=bucket.local_N.device)
-    subset.gather(bucket.local_N[part], moved_n, bucket.global_N[part])
-    if bucket.lost_N is not None:
-        moved_n += _gathered(subset, bucket.lost_N[part])
-    return moved_n
-
-
-def _apply(
-    bucket: SharedBucket, part: slice, subset: Subset, seen_n: Tensor, result_n: Tensor
-) -> None:
-    """Step 3 of one shard: x is put together from the new g, so that nothing left is nothing."""
-    if bucket.lost_N is None:
-        subset.apply_exchanged(seen_n, result_n, bucket.local_N[part], bucket.global_N[part])
-        return
-    left_n = _moved(bucket, part, subset).sub_(seen_n)
-    global_n = _gathered(subset, bucket.global_N[part]).add_(result_n)
-    local_n = left_n.add_(global_n)
-    subset.scatter(global_n, bucket.global_N[part])
-    rounded_n = local_n.to(bucket.local_N.dtype).float()
-    subset.scatter(local_n - rounded_n, bucket.lost_N[part])
-    subset.scatter(rounded_n, bucket.local_N[part])
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Cocktail:

@@ -25,7 +25,13 @@ class NoExchange:
     """Leaves gradients and parameters as they are."""
 
     replicas_equal = REPLICAS_EQUAL
+    leaves = "gradients"
+    loss_scope = "replica"
     bytes_sent = 0
+
+    def due(self, step: int) -> bool:
+        """No step waits for other replicas."""
+        return False
 
     def begin_step(self, passes: int) -> None:
         """Nothing is exchanged."""
@@ -34,6 +40,9 @@ class NoExchange:
         """Nothing is exchanged."""
 
     def after_step(self) -> None:
+        """Nothing is exchanged."""
+
+    def finish(self) -> None:
         """Nothing is exchanged."""
 
     def global_parameters(self) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ Backward passes run one after the other; where a method exchanges, every replica
 its own. Data depends on replica and step alone.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.peers import Peers, local_peers
+from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.registry import load_method, parse_options
+from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
 
@@ -28,7 +30,7 @@ def make_net(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 def flat(net: nn.Module) -> Tensor:
     """All parameters in one new vector."""
-    return torch.cat([parameter.detach().flatten().float() for parameter in net.parameters()])
+    return torch.cat([p.detach().flatten().float().cpu() for p in net.parameters()])
 
 
 def all_of(values: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:
@@ -48,16 +50,32 @@ class Replicas:
         *,
         peers: Sequence[Peers] | None = None,
         dtype: torch.dtype = torch.float32,
-        lr: float = 0.05,
+        device: str = "cpu",
     ) -> None:
-        self.nets = [make_net(dtype=dtype) for _ in range(size)]
         self.peers = peers or local_peers(size, timeout_s=10)
+        self._method, self._options = method, parse_options(method, options)
+        self._dtype, self._device = dtype, device
+        self.step_number = 0
+        self._build()
+
+    def _build(self) -> None:
+        method = load_method(self._method)
+        self.nets = [make_net(dtype=self._dtype).to(self._device) for _ in self.peers]
         self.syncs: list[ReplicaSync] = [
-            load_method(method).build(parse_options(method, options), list(net.parameters()), peer)
+            method.build(self._options, list(net.parameters()), peer)
             for net, peer in zip(self.nets, self.peers, strict=True)
         ]
-        self.optimizers = [torch.optim.AdamW(net.parameters(), lr=lr) for net in self.nets]
-        self.step_number = 0
+        self.optimizers = [torch.optim.AdamW(net.parameters(), lr=0.05) for net in self.nets]
+
+    def restart(self) -> None:
+        """Save everything, and go on from it in new objects."""
+        owners = (self.nets, self.optimizers, self.syncs)
+        saved = copy.deepcopy([[one.state_dict() for one in each] for each in owners])
+        self._build()
+        owners = (self.nets, self.optimizers, self.syncs)
+        for each, states in zip(owners, saved, strict=True):
+            for one, state in zip(each, states, strict=True):
+                one.load_state_dict(state)
 
     def step(self) -> None:
         """One optimizer step of every replica."""
@@ -72,7 +90,8 @@ class Replicas:
             sync.begin_step(1)
             generator = torch.Generator().manual_seed(1000 * self.step_number + rank)
             dtype = next(net.parameters()).dtype
-            loss = net(torch.randn(4, 6, generator=generator).to(dtype)).square().sum()
+            x = torch.randn(4, 6, generator=generator).to(self._device, dtype)
+            loss = net(x).square().sum()
             (loss / (4 * len(self.nets))).backward()
         self.step_number += 1
 
@@ -81,6 +100,10 @@ class Replicas:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+    def finish(self) -> None:
+        """End training."""
+        all_of(self.syncs, lambda sync: sync.finish())
 
     def parameters(self) -> list[Tensor]:
         """The parameters of every replica as a vector."""

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,16 +11,19 @@ import torch
 from torch import Tensor
 
 from tests.gradcomp.replicas import Replicas, all_of
-from thinpipe.gradcomp.peers import LocalPeers, local_peers
+from thinpipe.gradcomp.local_peers import LocalPeers, local_peers
 from thinpipe.gradcomp.registry import method_names
 from thinpipe.pipeline.comm.errors import TransportError
 
 METHODS = [name for name in method_names() if name != "none"]
 
 
+CUT = "replica 1 -> replica 0: cut"
+
+
 @dataclass
-class HearingPeers(LocalPeers):
-    """Waits for a message for as long as no replica has failed, and then no longer."""
+class PatientPeers(LocalPeers):
+    """Waits for messages until a replica has failed, and then for `timeout_s`."""
 
     failed: threading.Event = field(default_factory=threading.Event)
 
@@ -38,7 +41,7 @@ class HearingPeers(LocalPeers):
 class FailingPeers:
     """Fails in exchange number `fail_at`, before or after its messages have left."""
 
-    inner: HearingPeers
+    inner: PatientPeers
     fail_at: int = -1
     late: bool = False
     calls: int = 0
@@ -55,37 +58,54 @@ class FailingPeers:
     def bytes_sent(self) -> int:
         return self.inner.bytes_sent
 
-    def exchange(self, outgoing: Mapping[int, Tensor], capacity: int) -> dict[int, Tensor]:
+    def exchange(
+        self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
+    ) -> dict[int, Tensor]:
         self.calls += 1
         if self.calls != self.fail_at:
-            return self.inner.exchange(outgoing, capacity)
+            return self.inner.exchange(outgoing, sources, capacity)
         if self.late:
-            self.inner.exchange(outgoing, capacity)
+            self.inner.exchange(outgoing, sources, capacity)
         self.inner.failed.set()
-        raise TransportError("replica 1 -> replica 0: cut")
+        raise TransportError(CUT)
 
 
-def outcome(sync: Any, name: str) -> str:
-    try:
-        getattr(sync, name)()
-    except TransportError as error:
-        return str(error)
-    return "done"
+def outcomes(replicas: Replicas, call: Callable[[Any], Any]) -> list[str]:
+    """What `call` raises on each replica, or "done"."""
+
+    def outcome(sync: Any) -> str:
+        try:
+            call(sync)
+        except TransportError as error:
+            return str(error)
+        return "done"
+
+    return all_of(replicas.syncs, outcome)
+
+
+def global_copies(replicas: Replicas) -> list[Tensor]:
+    syncs: list[Any] = replicas.syncs
+    return [torch.cat([bucket.global_N for bucket in sync._buckets]) for sync in syncs]
 
 
 def start(method: str, options: dict[str, Any]) -> tuple[Replicas, FailingPeers]:
     """Three replicas after a good step; the second one's end can be made to fail."""
     failed = threading.Event()
     peers: list[Any] = [
-        HearingPeers(rank, 3, peer.mailboxes, timeout_s=0.1, failed=failed)
+        PatientPeers(rank, 3, peer.mailboxes, timeout_s=0.1, failed=failed)
         for rank, peer in enumerate(local_peers(3))
     ]
     peers[1] = FailingPeers(peers[1])
     replicas = Replicas(3, method, {"bucket_mb": 1e-4, **options}, peers=peers)
     replicas.step()
-    with_pending = [sync.state_dict() for sync in replicas.syncs]  # waits for what is under way
-    assert with_pending
+    wait(replicas)
     return replicas, peers[1]
+
+
+def wait(replicas: Replicas) -> None:
+    """Until no exchange is under way."""
+    for sync in replicas.syncs:
+        sync.state_dict()
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -97,12 +117,12 @@ def test_gradients_that_did_not_arrive_move_nothing(method: str, call: int, late
     failing.fail_at, failing.late = per_step + min(call, per_step), late
     before = replicas.parameters()
     replicas.backward()
-    told = all_of(replicas.syncs, lambda sync: outcome(sync, "before_step"))
-    assert told[1] == "replica 1 -> replica 0: cut"
+    first = outcomes(replicas, lambda sync: sync.before_step())
+    assert first[1] == CUT
     for old, new in zip(before, replicas.parameters(), strict=True):
         assert torch.equal(old, new)
-    again = all_of(replicas.syncs, lambda sync: outcome(sync, "before_step"))
-    assert again[1] == told[1]  # it does not go on as if nothing had been
+    again = outcomes(replicas, lambda sync: sync.before_step())
+    assert again[1] == first[1]  # it does not go on as if nothing had been
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -112,20 +132,40 @@ def test_cocktail_is_before_or_after_an_exchange(delayed: bool, call: int, late:
     options = {"subset": 1.0, "topk": 0.5, "delayed": delayed}
     replicas, failing = start("cocktail", options)
     replicas.step()
-    [sync.state_dict() for sync in replicas.syncs]
+    wait(replicas)
     assert failing.calls == 2 * 4  # two buckets, two ways each
     failing.fail_at, failing.late = failing.calls + call, late
     replicas.backward()
     all_of(replicas.syncs, lambda sync: sync.before_step())
     replicas.optimize()
-    before, global_before = replicas.parameters(), replicas.global_parameters()
-    told = all_of(replicas.syncs, lambda sync: outcome(sync, "after_step"))
+    before, global_before = replicas.parameters(), global_copies(replicas)
+    found = outcomes(replicas, lambda sync: sync.after_step())
     if delayed:
-        assert set(told) == {"done"}
-        told = all_of(replicas.syncs, lambda sync: outcome(sync, "before_step"))
-    assert told[1] == "replica 1 -> replica 0: cut"
-    for rank in (r for r in range(3) if told[r] != "done"):
+        assert set(found) == {"done"}
+        found = outcomes(replicas, lambda sync: sync.before_step())
+    assert found[1] == CUT
+    for rank in (r for r in range(3) if found[r] != "done"):
         assert torch.equal(before[rank], replicas.parameters()[rank])
-        assert torch.equal(global_before[rank], replicas.global_parameters()[rank])
-    late_enough = [rank for rank in range(3) if told[rank] == "done"]
+        assert torch.equal(global_before[rank], global_copies(replicas)[rank])
+    late_enough = [rank for rank in range(3) if found[rank] == "done"]
     assert not late_enough or (call == 4 and late)  # its last messages had left
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda sync: sync.global_parameters().__enter__(),
+        lambda sync: sync.state_dict(),
+        lambda sync: sync.finish(),
+    ],
+    ids=["evaluation", "checkpoint", "end"],
+)
+def test_a_failed_last_exchange_is_raised(call: Callable[[Any], Any]) -> None:
+    replicas, failing = start("cocktail", {"subset": 1.0})
+    failing.fail_at = failing.calls + 1
+    replicas.step()
+    before = replicas.parameters()
+    assert outcomes(replicas, call)[1] == CUT
+    assert outcomes(replicas, call)[1] == CUT
+    for old, new in zip(before, replicas.parameters(), strict=True):
+        assert torch.equal(old, new)

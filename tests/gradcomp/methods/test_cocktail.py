@@ -168,6 +168,22 @@ def test_the_delayed_form_equals_a_simulation() -> None:
         )
 
 
+def test_finish_applies_the_last_exchange() -> None:
+    replicas, simulated = Replicas(3, "cocktail", SMALL), Simulated(3, SMALL)
+    for step in range(5):
+        replicas.step()
+        simulated.step(step)
+    before = replicas.global_parameters()[0]
+    replicas.finish()
+    simulated.apply()
+    after, *others = replicas.global_parameters()
+    assert not torch.equal(before, after)
+    assert all(torch.equal(after, other) for other in others)
+    torch.testing.assert_close(after, simulated.g, rtol=1e-5, atol=1e-5)
+    for found, net in zip(replicas.parameters(), simulated.nets, strict=True):
+        torch.testing.assert_close(found, flat(net), rtol=1e-5, atol=1e-5)
+
+
 def test_warm_up_averages_gradients_and_keeps_replicas_equal() -> None:
     replicas = Replicas(2, "cocktail", {**SMALL, "warmup_steps": 3})
     plain = Replicas(2, "allreduce", {})
@@ -232,7 +248,7 @@ def test_parameters_that_moved_elsewhere_are_noticed() -> None:
 def sent_bits(options: dict[str, Any], numel: int = 1_000_000) -> float:
     """Bits that a replica sends per parameter in a step of two replicas, both ways."""
     from thinpipe.gradcomp.methods.cocktail import build
-    from thinpipe.gradcomp.peers import local_peers
+    from thinpipe.gradcomp.local_peers import local_peers
 
     peers = local_peers(2)
     syncs = [
