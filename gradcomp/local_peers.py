@@ -50,5 +50,3 @@ def local_peers(size: int, *, timeout_s: float = 60.0) -> list[LocalPeers]:
         edge: queue.SimpleQueue() for edge in edges
     }
     return [LocalPeers(rank, size, mailboxes, timeout_s) for rank in range(size)]
-
-

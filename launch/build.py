@@ -11,7 +11,7 @@ from torch import nn
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.aqsgd.disk import DiskStore, RowFile
 from thinpipe.aqsgd.store import RamStore, Store
-from thinpipe.gradcomp.registry import load_method
+from thinpipe.gradcomp.registry import build_optimizer, load_method
 from thinpipe.launch.components import Built, build_blocks, build_boundary, build_objective
 from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
 from thinpipe.launch.config.toml import ConfigError
@@ -88,12 +88,7 @@ def build(
         for stage in wiring.stages
     ]
     parameters = list(dict.fromkeys(p for m in modules.values() for p in trainable(m)))
-    optimizer = torch.optim.AdamW(
-        parameters,
-        lr=config.train.lr,
-        betas=config.train.betas,
-        weight_decay=config.train.weight_decay,
-    )
+    optimizer = _optimizer(config, parameters)
     sync = _sync(config, parameters, transport)
     engine = PipelineEngine(
         stages,
@@ -156,6 +151,16 @@ def _tie(config: RunConfig, modules: dict[int, StageModule]) -> nn.Parameter | N
         return None
     trained = [weight for weight in weights if weight is not None and weight.requires_grad]
     return trained[0] if trained else None  # what LoRA freezes stays equal by itself
+
+
+def _optimizer(config: RunConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    own = build_optimizer(config.method, config.method_options, parameters, config.train)
+    return own or torch.optim.AdamW(
+        parameters,
+        lr=config.train.lr,
+        betas=config.train.betas,
+        weight_decay=config.train.weight_decay,
+    )
 
 
 def _sync(

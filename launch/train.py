@@ -181,6 +181,8 @@ class _Run:
         start = time.perf_counter()
         totals = self._built.engine.train_step(batch, step, self._ids(step + 1))
         self._built.lr_schedule.step()
+        if step + 1 == self._steps:
+            self._built.sync.finish()
         elapsed = time.perf_counter() - start
         if timeline:
             events = gather_events(self._session.transport, self._built.engine.take_events(), start)

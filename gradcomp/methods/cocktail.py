@@ -58,8 +58,9 @@ class Config(ExchangeOptions):
     """`subset` of the parameters take turns, the largest `topk` of them are sent, `bits` each.
 
     `local_steps` optimizer steps lie between exchanges; the first `warmup_steps` average gradients
-    exactly instead. With `budget = "auto"` subset, topk and bits are chosen as the run goes, so that the exchange just fits beside forward and backward. The names of the authors'
-    environment variables are accepted too.
+    exactly instead. With `budget = "auto"` subset, topk and bits are chosen as the run goes, so
+    that the exchange just fits beside forward and backward. The names of the authors' environment
+    variables are accepted too.
     """
 
     model_config = ConfigDict(populate_by_name=True)

@@ -31,11 +31,11 @@ def visit(
     sender: DeltaBoundary, receiver: DeltaBoundary, x: torch.Tensor, ids: list[int], step: int = 0
 ) -> torch.Tensor:
     ids_B = torch.tensor(ids)
-    nbytes = sender.nbytes(x.shape, ids_B)
-    assert nbytes == receiver.nbytes(x.shape, ids_B)
-    wire, out = torch.empty(nbytes, dtype=torch.uint8), torch.empty_like(x)
-    sender.encode(x, ids_B, wire, step=step)
-    receiver.decode(wire, ids_B, out)
+    plan, other_plan = (end.plan(ids_B, x.shape, step=step) for end in (sender, receiver))
+    assert (plan.capacity, plan.checksum) == (other_plan.capacity, other_plan.checksum)
+    wire, out = torch.empty(plan.capacity, dtype=torch.uint8), torch.empty_like(x)
+    assert sender.encode(plan, x, wire) == plan.capacity
+    receiver.decode(other_plan, wire, out)
     for end in (sender, receiver):
         end.finish_step(keep=True)
     return out
@@ -73,9 +73,12 @@ def test_nbytes_counts_first_visits_and_changes() -> None:
     sender, receiver = ends(bits=3, first_visit=8)
     numel, tokens = SHAPE[0] * SHAPE[1], SHAPE[0]
     shape, ids = torch.Size((3, *SHAPE)), torch.tensor([5, 6, 7])
-    assert sender.nbytes(shape, ids) == 3 * (numel + 2 * tokens)
+    assert sender.plan(ids, shape, step=0).capacity == 3 * (numel + 2 * tokens)
     visit(sender, receiver, torch.randn(1, *SHAPE), [6])
-    assert sender.nbytes(shape, ids) == 2 * (numel + 2 * tokens) + 3 * numel // 8 + 2 * tokens
+    assert (
+        sender.plan(ids, shape, step=0).capacity
+        == 2 * (numel + 2 * tokens) + 3 * numel // 8 + 2 * tokens
+    )
 
 
 def test_repeated_visits_approach_the_value() -> None:
@@ -116,9 +119,10 @@ def test_a_step_that_is_not_kept_leaves_nothing_behind() -> None:
     visit(sender, receiver, torch.randn(2, *SHAPE), [1, 2])
     before = sender.memory.digest()
     x, ids = torch.randn(2, *SHAPE), torch.tensor([2, 3])
-    wire = torch.empty(sender.nbytes(x.shape, ids), dtype=torch.uint8)
-    sender.encode(x, ids, wire, step=1)
-    receiver.decode(wire, ids, torch.empty_like(x))
+    plan = sender.plan(ids, x.shape, step=1)
+    wire = torch.empty(plan.capacity, dtype=torch.uint8)
+    sender.encode(plan, x, wire)
+    receiver.decode(receiver.plan(ids, x.shape, step=1), wire, torch.empty_like(x))
     for end in (sender, receiver):
         end.finish_step(keep=False)
         assert end.memory.digest() == before
@@ -166,12 +170,11 @@ def slow_down(built: Built) -> None:
     """Make every send, receive and access to the disk of this rank take a random time."""
     dice = random.Random(id(built))
     slow: list[tuple[Any, str]] = []
-    for stage in built.stages:
-        for channel in stage.channels.all():
-            slow += [(channel.link, "send"), (channel.link, "take")]
-            store = getattr(channel.memory, "_store", None)
-            if isinstance(store, DiskStore):
-                slow += [(store._file, "read"), (store._file, "write")]
+    for channel in built.engine.channels:
+        slow += [(channel._link, "send"), (channel._link, "take")]
+        store = getattr(channel.codec.memory, "_store", None)
+        if isinstance(store, DiskStore):
+            slow += [(store._file, "read"), (store._file, "write")]
     for owner, name in slow:
         method = getattr(owner, name)
 
@@ -198,11 +201,10 @@ def digests_after_steps(rank: int, run: Any) -> list[dict[int, str]]:
 def memory_digests(built: Built) -> dict[int, str]:
     """Digest of the memory at each cut this rank touches."""
     found = {}
-    for stage in built.stages:
-        for channel in stage.channels.all():
-            boundary = channel.boundaries["train"]
-            if isinstance(boundary, DeltaBoundary):
-                found[channel.cut] = boundary.memory.digest()
+    for channel in built.engine.channels:
+        boundary = channel.codec.training
+        if isinstance(boundary, DeltaBoundary):
+            found[channel.codec.cut] = boundary.memory.digest()
     return found
 
 

@@ -30,11 +30,14 @@ def exchange(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the receiver gets, and the message."""
     ids_B = torch.tensor(ids)
-    nbytes = ends[0].nbytes(x.shape, ids_B)
-    assert nbytes == ends[1].nbytes(x.shape, ids_B)
-    wire, out = torch.full((nbytes,), 0xAA, dtype=torch.uint8), torch.full_like(x, torch.nan)
-    ends[0].encode(x, ids_B, wire, step=0)
-    ends[1].decode(wire, ids_B, out)
+    plans = [end.plan(ids_B, x.shape, step=0) for end in ends]
+    assert plans[0].capacity == plans[1].capacity
+    wire, out = (
+        torch.full((plans[0].capacity,), 0xAA, dtype=torch.uint8),
+        torch.full_like(x, torch.nan),
+    )
+    ends[0].encode(plans[0], x, wire)
+    ends[1].decode(plans[1], wire, out)
     for end in ends:
         end.finish_step(keep=keep)
     return out, wire
@@ -123,7 +126,7 @@ def test_sizes_are_exact() -> None:
     spec = AutoConfig(bits=3)
     end = build_delta(spec, width=WIDTH, key=0)
     first = Hadamard(5).capacity(96)
-    assert end.nbytes(torch.Size((2, *SHAPE)), torch.tensor([1, 2])) == 2 * first
+    assert end.plan(torch.tensor([1, 2]), torch.Size((2, *SHAPE)), step=0).capacity == 2 * first
 
 
 def test_data_that_is_seen_once_is_not_remembered() -> None:

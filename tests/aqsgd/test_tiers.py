@@ -81,9 +81,10 @@ def step(
     for x, out, part in zip(*parts, strict=True):
         if len(part):
             assert sender.memory.fingerprints(part).equal(receiver.memory.fingerprints(part))
-            wire = torch.empty(sender.nbytes(x.shape, part), dtype=torch.uint8)
-            sender.encode(x, part, wire, step=number)
-            receiver.decode(wire, part, out)
+            plans = [end.plan(part, x.shape, step=number) for end in ends]
+            wire = torch.empty(plans[0].capacity, dtype=torch.uint8)
+            sender.encode(plans[0], x, wire)
+            receiver.decode(plans[1], wire, out)
     for end in ends:
         end.finish_step(keep=keep)
     return out_BTD

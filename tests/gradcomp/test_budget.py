@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from tests.gradcomp.replicas import Replicas, all_of
 from thinpipe.gradcomp.budget import CHOICES, Budget, Choice, choose
-from thinpipe.gradcomp.methods.cocktail import Config
 from thinpipe.gradcomp.local_peers import local_peers
+from thinpipe.gradcomp.methods.cocktail import Config
 
 START = Choice(0.1, 0.2, 4)
 

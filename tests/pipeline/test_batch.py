@@ -169,7 +169,8 @@ def test_repeated_masks_keep_changes_small(masks: str, low: float, high: float) 
         torch.manual_seed(0)
         for step, item in enumerate(items):
             built.engine.train_step(item, step)
-            sender: Any = built.stages[0].channels.activations_out.boundaries["train"]  # type: ignore[union-attr]
+            (codec,) = (c.codec for c in built.stages[0].channels.outgoing())
+            sender: Any = codec.training
             seen.append(sender.memory.read(items[0].ids_B, TOKENS * run.model.width).clone())
     change = float((seen[2] - seen[0]).norm() / seen[2].norm())
     assert low < change < high

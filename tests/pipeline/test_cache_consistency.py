@@ -35,8 +35,8 @@ Accident = Callable[[int, Built], None]
 
 def memories(built: Built) -> dict[int, Any]:
     """The memory at each cut of this rank."""
-    channels = [channel for stage in built.stages for channel in stage.channels.all()]
-    return {channel.cut: channel.memory for channel in channels if channel.memory is not None}
+    codecs = [channel.codec for channel in built.engine.channels]
+    return {codec.cut: codec.memory for codec in codecs if codec.memory is not None}
 
 
 def store_of(memory: Any) -> DiskStore:
@@ -248,8 +248,9 @@ def test_a_difference_that_could_not_be_agreed_on_is_not_trained_through() -> No
         built.engine.train_step(STEPS[0], 0)
         receiver = built.stages[1].channels.activations_in
         assert receiver is not None
-        assert isinstance(receiver.memory, SampleMemory)
-        history = receiver.memory._histories[3]
-        receiver.memory._histories[3] = history._replace(generation=history.generation + 1)
+        memory = receiver.codec.memory
+        assert isinstance(memory, SampleMemory)
+        history = memory._histories[3]
+        memory._histories[3] = history._replace(generation=history.generation + 1)
         with pytest.raises(DesyncError, match=r"cut 1 forward, step 1, .*memory_crc: peer sent"):
             built.engine.train_step(STEPS[0], 1)  # nobody said that it would come

@@ -10,7 +10,8 @@ from tests.ranks import Ranks
 from tests.training import WIDTH, batch, config, start, train_steps, weights
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.batch import Batch, Samples
-from thinpipe.pipeline.comm.async_codec import Microbatch
+from thinpipe.pipeline.comm.channel import Microbatch, Pass
+from thinpipe.pipeline.comm.first_error import FirstError
 from thinpipe.pipeline.executor import run_in_order
 from thinpipe.pipeline.schedule import ScheduleName, single_stage_order
 
@@ -34,7 +35,7 @@ def own_steps(
             for ids in item.ids_B.tensor_split(count)
         ]
         stages[rank].has_backward = True
-        stages[rank].begin_pass(step, microbatches, step=step, mode="train")
+        stages[rank].begin_pass(Pass(step, step, "train", microbatches, FirstError()))
         order = single_stage_order(
             run.pipeline.schedule, rank, stages=run.pipeline.stages, microbatches=count
         )
@@ -55,7 +56,7 @@ def own_steps(
         built.optimizer.step()
         built.optimizer.zero_grad()
         for channel in stages[rank].channels.all():
-            channel.finish_step(keep=True)
+            channel.codec.finish_step(keep=True)
     return losses, weights(built)
 
 

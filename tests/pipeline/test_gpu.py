@@ -59,10 +59,9 @@ def test_every_tier_trains_alike_and_both_ends_agree(memory: Any, tmp_path: Any)
         )
         with in_process(run, total_steps=10) as built:
             trained.append([built.engine.train_step(batch([0, 1, 2, 3]), i).loss for i in range(4)])
-            for stage in built.stages:
-                for channel in stage.channels.all():
-                    held: Any = channel.memory
-                    digests |= set() if held is None else {held.digest()}
+            for channel in built.engine.channels:
+                held: Any = channel.codec.memory
+                digests |= set() if held is None else {held.digest()}
             built.engine.close()
     assert len(digests) == 1
     assert all(other == trained[0] for other in trained)

@@ -20,7 +20,7 @@ from benchmarks.links.workloads import PaperShape, Training, Workload
 from tests.ranks import Ranks
 from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.launch.plan.simulate import Message
-from thinpipe.pipeline.mesh import build_mesh
+from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 
 SMALL = PaperShape(tokens=4, width=16, microbatches=4, forward_s=0.001, backward_s=0.002)
@@ -70,7 +70,7 @@ def test_a_message_of_a_known_sample_has_the_bits_of_its_method() -> None:
 def forwards_ahead(rank: int, depth: int) -> int:
     """Forwards of a stage before its first backward."""
     method = replace(BY_NAME["fp32"], depth=depth)
-    runner = ThinPipeRunner(method, SMALL, build_mesh(2, 1, timeout_s=30))
+    runner = ThinPipeRunner(method, SMALL, GlooTransport(2, 1, timeout_s=30))
     runner.step(1, torch.arange(SMALL.microbatches))
     computed = [event.kind for event in runner._events if event.kind in ("F", "B")]
     return computed.index("B")

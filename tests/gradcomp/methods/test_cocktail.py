@@ -247,8 +247,8 @@ def test_parameters_that_moved_elsewhere_are_noticed() -> None:
 
 def sent_bits(options: dict[str, Any], numel: int = 1_000_000) -> float:
     """Bits that a replica sends per parameter in a step of two replicas, both ways."""
-    from thinpipe.gradcomp.methods.cocktail import build
     from thinpipe.gradcomp.local_peers import local_peers
+    from thinpipe.gradcomp.methods.cocktail import build
 
     peers = local_peers(2)
     syncs = [

@@ -7,8 +7,8 @@ import torch
 from tests.gradcomp.replicas import Replicas, all_of
 from thinpipe.gradcomp.buckets import make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey
-from thinpipe.gradcomp.methods.quantize import Quantize
 from thinpipe.gradcomp.local_peers import local_peers
+from thinpipe.gradcomp.methods.quantize import Quantize
 from thinpipe.pipeline.wire.uniform import Uniform
 
 

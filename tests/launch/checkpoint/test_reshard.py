@@ -73,10 +73,9 @@ def common_weights(built: Built) -> dict[str, Tensor]:
 def known_samples(built: Built) -> dict[int, int]:
     """How many of the first batch's samples each own cut's forward memory knows."""
     return {
-        channel.cut: int((channel.memory.fingerprints(BATCHES[0].ids_B) != 0).sum())
-        for stage in built.stages
-        for channel in stage.channels.all()
-        if channel.memory is not None
+        codec.cut: int((codec.memory.fingerprints(BATCHES[0].ids_B) != 0).sum())
+        for codec in (channel.codec for channel in built.engine.channels)
+        if codec.memory is not None
     }
 
 

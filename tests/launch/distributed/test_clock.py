@@ -4,7 +4,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from thinpipe.launch.distributed import clock
-from thinpipe.pipeline.mesh import build_mesh
+from thinpipe.pipeline.comm.gloo import GlooTransport
 
 pytestmark = pytest.mark.dist
 
@@ -21,7 +21,7 @@ class _SkewedTime:
 
 def _measure(rank: int) -> float:
     clock.time = _SkewedTime(100.0 * rank)  # type: ignore[assignment]
-    return clock.seconds_ahead(build_mesh(3, 1, timeout_s=120))
+    return clock.seconds_ahead(GlooTransport(3, 1, timeout_s=120))
 
 
 def test_clocks_are_compared_with_the_first_rank() -> None:

@@ -22,7 +22,7 @@ from thinpipe.launch.distributed.handshake import (
     report_failure,
     versions,
 )
-from thinpipe.pipeline.mesh import build_mesh
+from thinpipe.pipeline.comm.gloo import GlooTransport
 
 pytestmark = pytest.mark.dist
 
@@ -149,8 +149,8 @@ def test_failures_are_told_to_the_others(ranks: Ranks) -> None:
 
 
 def tell(rank: int) -> list[object]:
-    mesh = build_mesh(3, 1, timeout_s=120)
-    return gather_json(mesh, {"rank": rank, "text": "ä" * 10 * rank})
+    transport = GlooTransport(3, 1, timeout_s=120)
+    return gather_json(transport, {"rank": rank, "text": "ä" * 10 * rank})
 
 
 def test_json_of_any_length_reaches_everyone(ranks: Ranks) -> None:
@@ -160,11 +160,11 @@ def test_json_of_any_length_reaches_everyone(ranks: Ranks) -> None:
 
 def wrong_world(rank: int) -> str:
     with pytest.raises(ValueError, match="2 processes were started") as caught:
-        build_mesh(3, 1, timeout_s=120)
+        GlooTransport(3, 1, timeout_s=120)
     return str(caught.value)
 
 
-def test_a_mesh_of_the_wrong_size_is_refused(ranks: Ranks) -> None:
+def test_a_world_of_the_wrong_size_is_refused(ranks: Ranks) -> None:
     assert "start that many" in ranks(2, wrong_world)[0]
 
 

@@ -21,7 +21,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.plan.auto_cuts import decide_cuts, even_out, find_cuts
 from thinpipe.launch.plan.profile import BlockCost
-from thinpipe.pipeline.mesh import build_mesh
+from thinpipe.pipeline.comm.gloo import GlooTransport
 
 __all__ = ["run_file"]
 
@@ -110,7 +110,7 @@ def _decide(rank: int) -> tuple[int, ...]:
         train={"batch_size": 64},
     )
     store: Any = None
-    session = Session(store, build_mesh(3, 1, timeout_s=60), 7, local_rank=rank)
+    session = Session(store, GlooTransport(3, 1, timeout_s=60), 7, local_rank=rank)
     return decide_cuts(run, session, resume=False, say=False).pipeline.cuts
 
 

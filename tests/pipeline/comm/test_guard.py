@@ -26,7 +26,8 @@ PLACE = (2, 0)
 
 def encode(end: Boundary, x: torch.Tensor, ids: list[int]) -> None:
     ids_B = torch.tensor(ids)
-    end.encode(x, ids_B, torch.empty(end.nbytes(x.shape, ids_B), dtype=torch.uint8), step=0)
+    plan = end.plan(ids_B, x.shape, step=0)
+    end.encode(plan, x, torch.empty(plan.capacity, dtype=torch.uint8))
 
 
 def test_a_stateless_boundary_measures_its_error() -> None:
@@ -130,9 +131,8 @@ def guarded() -> Any:
 
 def levels(built: Built, totals: StepTotals) -> tuple[Any, ...]:
     places = {
-        (channel.cut, channel.direction): (channel.level, channel.boundaries["train"].bits)
-        for stage in built.stages
-        for channel in stage.channels.all()
+        (codec.cut, codec.direction): (codec.level, codec.training.bits)
+        for codec in (channel.codec for channel in built.engine.channels)
     }
     return places, totals.notes, [(wire.error_stats, wire.nbytes) for wire in totals.wire]
 
@@ -149,9 +149,8 @@ def _train_and_restore(rank: int) -> tuple[list[float], list[Any]]:
     for step in range(10):
         if step == 5:
             state = built.engine.state_dict()
-            for stage in built.stages:
-                for channel in stage.channels.all():
-                    channel.level = 0
+            for channel in built.engine.channels:
+                channel.codec.level = 0
             built.engine.load_state_dict({"pass": state["pass"]})
             built.engine.load_state_dict(state)
         totals = built.engine.train_step(batch([*range(8)]), step)
@@ -208,8 +207,8 @@ def test_a_cut_that_leaves_aqsgd_gives_its_memory_back(tmp_path: Path, tier: str
 
 
 def memories(built: Built) -> list[SampleMemory]:
-    channels = [channel for stage in built.stages for channel in stage.channels.all()]
-    return [c.memory for c in channels if isinstance(c.memory, SampleMemory)]
+    memories = [channel.codec.memory for channel in built.engine.channels]
+    return [memory for memory in memories if isinstance(memory, SampleMemory)]
 
 
 def space_taken(built: Built) -> int:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from tests.ranks import Ranks
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.pipeline.comm.boundary import Stateless, raw
-from thinpipe.pipeline.comm.channel import FORWARD, Channel
 from thinpipe.pipeline.comm.errors import TransportError
-from thinpipe.pipeline.comm.link import GroupLink, LoopbackLink
+from thinpipe.pipeline.comm.gloo_link import GlooLink
+from thinpipe.pipeline.comm.link import LoopbackLink
+from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
-from thinpipe.pipeline.wire.header import DesyncError
+from thinpipe.pipeline.wire.header import FORWARD, DesyncError
 
 pytestmark = pytest.mark.dist
 
@@ -38,26 +39,29 @@ class SameSize(Cast):
 IDS = torch.tensor([4, 9])
 
 
-def channel(rank: int, **changes: Any) -> Channel:
+def link_to(rank: int) -> GlooLink:
     assert dist.group.WORLD is not None
-    link = GroupLink(dist.group.WORLD, 1 - rank, channel=1, name="stage 0 -> stage 1")
+    link = GlooLink(dist.group.WORLD, rank, channel=1, name="stage 0 -> stage 1")
+    link.begin_pass(0)
+    return link
+
+
+def codec(**changes: Any) -> MessageCodec:
     settings: dict[str, Any] = {"cut": 6, "run_id": 5, "boundaries": {"train": raw()}} | changes
-    made = Channel(direction=FORWARD, link=link, **settings)
-    made.begin_pass(0, step=settings.pop("step", 0), mode="train")
-    return made
+    return MessageCodec(direction=FORWARD, **settings)
 
 
 def exchange(rank: int, receiver: dict[str, Any], ids: torch.Tensor) -> str:
     """Rank 0 sends a microbatch; rank 1 expects what `receiver` and `ids` say."""
+    link = link_to(1 - rank)
     if rank == 0:
-        made = channel(rank)
-        made.send(0, torch.ones(SHAPE), IDS)
-        made.link.begin_pass(1)
+        link.send(0, codec().encode(0, torch.ones(SHAPE), IDS))
+        link.begin_pass(1)
         return "sent"
-    made = channel(rank, **receiver)
-    made.expect(0, SHAPE)
+    made = codec(**receiver)
+    link.expect(0, made.capacity(SHAPE))
     try:
-        made.receive(0, SHAPE, ids)
+        made.decode(0, link.take(0), ids, SHAPE)
     except DesyncError as error:
         return str(error)
     return "received"
@@ -86,21 +90,22 @@ def test_a_wrong_frame_is_refused_with_both_values(
 def forgetful(rank: int, who: int) -> str:
     """Two visits under AQ-SGD; before the second, one end loses its memory."""
     boundary = build_delta(AqsgdConfig(bits=2), width=SHAPE[-1], key=0)
-    made = channel(rank, boundaries={"train": boundary})
+    link, made = link_to(1 - rank), codec(boundaries={"train": boundary})
     for visit in range(2):
-        made.begin_pass(visit, step=visit, mode="train")
+        link.begin_pass(visit)
+        made.begin_pass(step=visit, mode="train")
         if visit == 1 and rank == who:
             boundary.load_state_dict(build_delta(AqsgdConfig(), width=8, key=0).state_dict())
         try:
             if rank == 0:
-                made.send(0, torch.ones(SHAPE), IDS)
+                link.send(0, made.encode(0, torch.ones(SHAPE), IDS))
             else:
-                made.expect(0, SHAPE)
-                made.receive(0, SHAPE, IDS)
+                link.expect(0, made.capacity(SHAPE))
+                made.decode(0, link.take(0), IDS, SHAPE)
         except DesyncError as error:
             return str(error)
         boundary.finish_step(keep=True)
-    made.link.begin_pass(2)
+    link.begin_pass(2)
     return "no error"
 
 
@@ -113,14 +118,14 @@ def test_a_lost_memory_is_a_desync_not_a_crash(
 
 
 def peer_dies(rank: int, account: Path) -> None:
-    made = channel(rank)
+    link = link_to(1 - rank)
     if rank == 1:
         time.sleep(0.3)
         os._exit(9)
-    made.expect(0, SHAPE)
     start = time.monotonic()
     try:
-        made.receive(0, SHAPE, IDS)
+        link.expect(0, 100)
+        link.take(0)
     except TransportError as error:
         account.write_text(f"{error} after {time.monotonic() - start:.1f} s")
 
@@ -137,7 +142,7 @@ def test_a_dead_peer_is_noticed_in_seconds_and_the_edge_named(ranks: Ranks, tmp_
 def flood(rank: int) -> list[float]:
     """Messages sent in one order and taken in another, over two passes."""
     assert dist.group.WORLD is not None
-    link = GroupLink(dist.group.WORLD, 1 - rank, channel=3, name="edge")
+    link = GlooLink(dist.group.WORLD, 1 - rank, channel=3, name="edge")
     found = []
     for number in range(2):
         link.begin_pass(number)

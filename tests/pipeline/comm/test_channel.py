@@ -19,14 +19,15 @@ from tests.ranks import Ranks
 from tests.training import ZERO_BUBBLE, batch, config, start
 from thinpipe.launch.components import Built
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.comm.async_codec import FirstError, Microbatch
-from thinpipe.pipeline.comm.boundary import Stateless
-from thinpipe.pipeline.comm.channel import BACKWARD, Channel
+from thinpipe.pipeline.comm.boundary import MessagePlan, Stateless
+from thinpipe.pipeline.comm.channel import Microbatch, OutgoingChannel, Pass
 from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.first_error import FirstError
 from thinpipe.pipeline.comm.link import LoopbackLink
+from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.stage import Channels, CompressedStage, ComputeEvent
 from thinpipe.pipeline.wire.cast import Cast
-from thinpipe.pipeline.wire.header import HEADER_NBYTES
+from thinpipe.pipeline.wire.header import BACKWARD, HEADER_NBYTES
 
 PAUSE_S = 0.03
 COUNT = 6
@@ -38,15 +39,15 @@ class Slow(Stateless):
 
     fails_at: int | None = None
 
-    def encode(self, x_BTD: Tensor, ids_B: Tensor, wire: Tensor, *, step: int) -> None:
+    def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
         time.sleep(PAUSE_S)
-        if self.fails_at is not None and self.fails_at in ids_B:
+        if self.fails_at is not None and self.fails_at in plan.ids_B:
             raise ValueError(f"sample {self.fails_at} cannot be coded")
-        super().encode(x_BTD, ids_B, wire, step=step)
+        return super().encode(plan, x_BTD, wire)
 
-    def decode(self, wire: Tensor, ids_B: Tensor, out_BTD: Tensor) -> None:
+    def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
         time.sleep(PAUSE_S)
-        super().decode(wire, ids_B, out_BTD)
+        super().decode(plan, wire, out_BTD)
 
 
 def slow_run(
@@ -66,7 +67,7 @@ def slow_run(
     )
     (stage,) = built.stages
     for channel in stage.channels.all():
-        channel.boundaries = {"train": Slow(Cast("fp32"), fails_at=fails_at)}
+        channel.codec.boundaries = {"train": Slow(Cast("fp32"), fails_at=fails_at)}
     module: Any = stage.submod
     module.register_forward_hook(lambda *_: time.sleep(pause_s))
     return built
@@ -170,12 +171,12 @@ class Kept(LoopbackLink):
 def split_backward(rank: int) -> tuple[Tensor, Tensor]:
     """Gradients of two inputs, and those that were sent for them."""
     link, shape = Kept(), torch.Size((1, 3, 4))
-    channel = Channel(1, BACKWARD, link, {"train": Slow(Cast("fp32"))}, run_id=0)
-    channels = Channels(gradients_out=channel)
+    codec = MessageCodec(1, BACKWARD, {"train": Slow(Cast("fp32"))}, run_id=0)
+    channels = Channels(gradients_out=OutgoingChannel(codec, link))
     stage = CompressedStage(WithOffset(), 1, 3, channels=channels, group=dist.group.WORLD)
     stage.has_backward = True
     known = [Microbatch(shape, Samples(torch.tensor([m]))) for m in (0, 1)]
-    stage.begin_pass(0, known, step=0, mode="train")
+    stage.begin_pass(Pass(0, 0, "train", known, FirstError()))
     stage._prepare_forward_infra(2, ())
     gradients = []
     for m in (0, 1):
@@ -206,7 +207,7 @@ COMPUTE_FAILS = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from tests.pipeline.comm.test_async_codec import slow_run
+from tests.pipeline.comm.test_channel import slow_run
 from tests.training import batch
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 2)
@@ -216,7 +217,7 @@ dist.barrier()
 calls = []
 def hook(*_):
     calls.append(0)
-    if rank == 1:  # its courier waits for the second microbatch, which rank 0 never sends
+    if rank == 1:  # its channel waits for the second microbatch, which rank 0 never sends
         raise ArithmeticError("compute failed")
     if len(calls) == 2:
         sys.stdin.read()
@@ -226,7 +227,7 @@ built.engine.train_step(batch(list(range(6))), 0)
 
 
 @pytest.mark.dist
-def test_waiting_couriers_do_not_keep_a_failed_rank_from_ending(tmp_path: Path) -> None:
+def test_waiting_channels_do_not_keep_a_failed_rank_from_ending(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     root = str(Path(__file__).parents[3])
     upper, lower = (
@@ -250,7 +251,7 @@ def test_waiting_couriers_do_not_keep_a_failed_rank_from_ending(tmp_path: Path) 
     assert "compute failed" in told
 
 
-def test_an_alarm_ends_every_wait() -> None:
+def test_the_first_error_ends_every_wait() -> None:
     first_error, silent, failing = FirstError(), Future[int](), Future[int]()
     first_error.watch(silent)
     first_error.watch(failing)
