@@ -137,7 +137,8 @@ class CacheConsistency:
     def _per_end(self, all_WN: Tensor, count: int = 1) -> Tensor:
         """[R, C, E, B]: of the ranks of a pipeline, only one holds any given end."""
         pipeline_ranks, cuts = self._transport.mesh.pipeline_ranks, all_WN.shape[1] // (2 * count)
-        return all_WN.reshape(-1, pipeline_ranks, cuts, 2, count).sum(1)
+        replicas = all_WN.shape[0] // pipeline_ranks
+        return all_WN.reshape(replicas, pipeline_ranks, cuts, 2, count).sum(1)
 
 
 def _differ(prints_RCEB: Tensor) -> Tensor:
