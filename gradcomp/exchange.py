@@ -19,11 +19,14 @@ from torch import Tensor
 
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.codec import Codec
-from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError, Header, coding_and_length
+from thinpipe.pipeline.wire.exchange_header import (
+    EXCHANGE_HEADER_NBYTES,
+    FROM_SERVER,
+    TO_SERVER,
+    ExchangeHeader,
+)
 from thinpipe.pipeline.wire.pinned import brought_to, host_bytes, written_on
 from thinpipe.pipeline.wire.sparse import SparseCodec
-
-_TO_SERVER, _FROM_SERVER = 0, 1
 
 
 @dataclass(frozen=True)
@@ -70,19 +73,19 @@ def reduce_sharded(
     frames = _Frames(key, codec)
     me = peers.rank
     seen = [torch.empty_like(target) for target in targets]
-    messages = [frames.pack(x, s, _TO_SERVER, me) for x, s in zip(targets, seen, strict=True)]
+    messages = [frames.pack(x, s, TO_SERVER, me) for x, s in zip(targets, seen, strict=True)]
     outgoing = {peer: messages[peer] for peer in _others(peers)}
     incoming = peers.exchange(outgoing, list(outgoing), codec.capacity(targets[me].numel()))
-    total_n = frames.total(incoming, seen[me], _TO_SERVER, me)
+    total_n = frames.total(incoming, seen[me], TO_SERVER, me)
     answer_n = finish(total_n)
     result_n = torch.empty_like(answer_n)
-    message = frames.pack(answer_n, result_n, _FROM_SERVER, me)
+    message = frames.pack(answer_n, result_n, FROM_SERVER, me)
     longest = max(codec.capacity(target.numel()) for target in targets)
     incoming = _to_all(peers, message, longest)
     results = [torch.empty_like(target) for target in targets]
     results[me] = result_n
     for peer, answer in incoming.items():
-        frames.unpack(answer, results[peer], _FROM_SERVER, peer)
+        frames.unpack(answer, results[peer], FROM_SERVER, peer)
     return Reduced(seen, results, answer_n - result_n)
 
 
@@ -96,9 +99,9 @@ def gather_sum(
     """
     frames = _Frames(key, codec)
     seen_N = torch.empty_like(target_N)
-    message = frames.pack(target_N, seen_N, _TO_SERVER, peers.rank)
+    message = frames.pack(target_N, seen_N, TO_SERVER, peers.rank)
     incoming = _to_all(peers, message, codec.capacity(target_N.numel()))
-    return frames.total(incoming, seen_N, _TO_SERVER, peers.rank), seen_N
+    return frames.total(incoming, seen_N, TO_SERVER, peers.rank), seen_N
 
 
 def gather_all(peers: Peers, key: ExchangeKey, mine_N: Tensor, *, codec: Codec) -> list[Tensor]:
@@ -109,10 +112,10 @@ def gather_all(peers: Peers, key: ExchangeKey, mine_N: Tensor, *, codec: Codec) 
     """
     frames = _Frames(key, codec)
     found = [torch.empty_like(mine_N) for _ in range(peers.size)]
-    message = frames.pack(mine_N, found[peers.rank], _TO_SERVER, peers.rank)
+    message = frames.pack(mine_N, found[peers.rank], TO_SERVER, peers.rank)
     capacity = codec.capacity(mine_N.numel())
     for peer, theirs in _to_all(peers, message, capacity).items():
-        frames.unpack(theirs, found[peer], _TO_SERVER, peer)
+        frames.unpack(theirs, found[peer], TO_SERVER, peer)
     return found
 
 
@@ -132,14 +135,14 @@ class _Frames:
 
     def pack(self, x_n: Tensor, seen_n: Tensor, phase: int, sender: int) -> Tensor:
         """Message with header and payload; an empty vector has no payload."""
-        longest = HEADER_NBYTES + self.codec.capacity(x_n.numel())
+        longest = EXCHANGE_HEADER_NBYTES + self.codec.capacity(x_n.numel())
         message = host_bytes(longest, x_n.device)
         length = 0
         if x_n.numel():
-            with written_on(x_n.device, message[HEADER_NBYTES:]) as near:
+            with written_on(x_n.device, message[EXCHANGE_HEADER_NBYTES:]) as near:
                 length = self.codec.encode(x_n[None], near[None], seen_n[None])
-        message = message[: HEADER_NBYTES + length]
-        self._header(phase, sender, length).write(message)
+        message = message[: EXCHANGE_HEADER_NBYTES + length]
+        self._header(phase, sender).write(message)
         return message
 
     def unpack(self, message: Tensor, out_n: Tensor, phase: int, sender: int) -> None:
@@ -148,15 +151,8 @@ class _Frames:
             self.codec.decode(brought_to(out_n.device, payload)[None], out_n[None])
 
     def _payload(self, message: Tensor, phase: int, sender: int) -> Tensor:
-        length = coding_and_length(message)[1]
-        try:
-            self._header(phase, sender, length).check(message)
-        except DesyncError as error:
-            raise DesyncError(
-                f"exchange with replica {sender} (cut = bucket, microbatch = replica, ids_crc = "
-                f"digest of the global model): {error}"
-            ) from error
-        return message[HEADER_NBYTES:]
+        self._header(phase, sender).check(message)
+        return message[EXCHANGE_HEADER_NBYTES:]
 
     def total(self, incoming: dict[int, Tensor], mine_n: Tensor, phase: int, me: int) -> Tensor:
         """Sum over the replicas, in their order."""
@@ -178,15 +174,13 @@ class _Frames:
         self.codec.decode(brought_to(total_n.device, payload)[None], value_n[None])
         total_n += value_n
 
-    def _header(self, phase: int, sender: int, length: int) -> Header:
-        return Header(
-            direction=phase,
+    def _header(self, phase: int, sender: int) -> ExchangeHeader:
+        return ExchangeHeader(
+            phase=phase,
             codec_id=self.codec.codec_id,
             bits=self.codec.bits,
-            run_id=0,  # a process group belongs to one run
             step=self.key.step,
-            cut=self.key.bucket,
-            microbatch=sender,
-            ids_crc=self.key.digest,
-            length=length,
+            bucket=self.key.bucket,
+            sender=sender,
+            digest=self.key.digest,
         )

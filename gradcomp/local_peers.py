@@ -1,4 +1,4 @@
-"""Replicas in one process: the same messages as between machines, for experiments and tests."""
+"""Replicas in one process, for experiments and tests: real messages, without a network."""
 
 import queue
 from collections.abc import Collection, Mapping
@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinpipe.gradcomp.peers import _payload_nbytes
 from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.wire.exchange_header import payload_nbytes
+from thinpipe.pipeline.wire.header import DesyncError
 
 
 @dataclass
 class LocalPeers:
-    """Replicas in one process, each on a thread of its own while it exchanges.
-
-    For experiments and tests: the same messages as between processes, without a network.
-    """
+    """One of the replicas, which are on threads of their own while they exchange."""
 
     rank: int
     size: int
@@ -39,7 +37,11 @@ class LocalPeers:
             raise TransportError(
                 f"replica {peer} -> replica {self.rank}: no message in {self.timeout_s} s"
             ) from None
-        _payload_nbytes(message, peer, self.rank, capacity)
+        if (length := payload_nbytes(message)) > capacity:
+            raise DesyncError(
+                f"replica {peer} -> replica {self.rank}: a payload of {length} bytes, where at "
+                f"most {capacity} can be"
+            )
         return message
 
 

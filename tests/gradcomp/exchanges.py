@@ -11,7 +11,7 @@ from thinpipe.gradcomp.exchange import (
 )
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
-from thinpipe.pipeline.wire.header import HEADER_NBYTES, Header
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, ExchangeHeader
 
 EXACT = Cast("fp32")
 
@@ -19,8 +19,9 @@ EXACT = Cast("fp32")
 def message(nbytes: int, seed: int) -> Tensor:
     """A valid message with random payload."""
     generator = torch.Generator().manual_seed(seed)
-    whole = torch.randint(256, (HEADER_NBYTES + nbytes,), generator=generator).to(torch.uint8)
-    Header(0, 1, 32, 0, 0, 0, 0, 0, nbytes).write(whole)
+    length = EXCHANGE_HEADER_NBYTES + nbytes
+    whole = torch.randint(256, (length,), generator=generator).to(torch.uint8)
+    ExchangeHeader(0, 1, 32, 0, 0, 0).write(whole)
     return whole
 
 

@@ -40,9 +40,9 @@ def test_an_exchange_of_another_step_is_noticed() -> None:
         return str(caught.value)
 
     first, second = all_of(local_peers(2), of_another_step)
-    assert "exchange with replica 1" in first
-    assert "step: peer sent 1, expected 0" in first
-    assert "step: peer sent 0, expected 1" in second
+    assert first.startswith("exchange 0, bucket 0, message to the server from replica 1: ")
+    assert "exchange: peer sent 1, expected 0" in first
+    assert "exchange: peer sent 0, expected 1" in second
 
 
 def test_a_silent_peer_is_named() -> None:

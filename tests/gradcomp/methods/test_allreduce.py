@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gradcomp.replicas import Replicas, all_of, flat, make_net
-from thinpipe.pipeline.wire.header import HEADER_NBYTES
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 
 PARAMETERS = 53
 
@@ -44,7 +44,7 @@ def test_it_sends_what_a_ring_sends_and_headers(size: int, form: str, nbytes: in
     for _ in range(2):
         replicas.step()
     sent = sum(sync.bytes_sent for sync in replicas.syncs)
-    headers = 2 * size * (size - 1) * HEADER_NBYTES
+    headers = 2 * size * (size - 1) * EXCHANGE_HEADER_NBYTES
     assert sent == 2 * (2 * (size - 1) * nbytes * PARAMETERS + headers)
 
 

@@ -24,10 +24,11 @@ from tests.gradcomp.exchanges import (
     summed,
 )
 from tests.ranks import Ranks, run_ranks
-from thinpipe.gradcomp.peers import GroupPeers
+from thinpipe.pipeline.comm.gloo_peers import GlooPeers
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
+from thinpipe.pipeline.wire.header import DesyncError
 
 pytestmark = pytest.mark.dist
 
@@ -35,10 +36,16 @@ SIZES = [0, 15, 16, 17, 63, 64, 65, 1000]
 SIZE = 3
 
 
-def peers_of(chunk_nbytes: int, timeout_s: float = 120) -> Peers:
-    dist.barrier()  # to make a group has the same timeout
-    groups = [dist.new_group(timeout=timedelta(seconds=timeout_s)) for _ in range(2)]
-    return GroupPeers((groups[0], groups[1]), chunk_nbytes=chunk_nbytes)
+def peers_of(chunk_nbytes: int) -> Peers:
+    assert dist.group.WORLD is not None
+    return GlooPeers((dist.group.WORLD, dist.group.WORLD), chunk_nbytes=chunk_nbytes)
+
+
+def impatient_peers() -> Peers:
+    """Peers that wait for 3 seconds."""
+    dist.barrier()  # making the group has the same timeout
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    return GlooPeers((group, group), chunk_nbytes=256)
 
 
 def exchange_all(rank: int) -> dict[str, Any]:
@@ -49,7 +56,7 @@ def exchange_all(rank: int) -> dict[str, Any]:
         "primitives": (sharded(peers), summed(peers), gathered(peers)),
         "ring": along_ring(peers),
         "too long": send_too_much(peers_of(256)),
-        "silent": wait_for_nothing(peers_of(256, timeout_s=3)),
+        "silent": wait_for_nothing(impatient_peers()),
     }
 
 
@@ -141,5 +148,7 @@ def test_a_chunk_has_room_for_a_header() -> None:
         pass
 
     group: Any = Unused()
-    with pytest.raises(ValueError, match=f"chunk_nbytes = 47: a header takes {HEADER_NBYTES}"):
-        GroupPeers(group, chunk_nbytes=47)
+    with pytest.raises(
+        ValueError, match=f"chunk_nbytes = 47: a header takes {EXCHANGE_HEADER_NBYTES}"
+    ):
+        GlooPeers(group, chunk_nbytes=47)
