@@ -1,6 +1,6 @@
 """What `benchmarks.kernels` runs: a kernel on its buffers, and the floor that moves the same bytes.
 
-Axes: B rows (one per thread), N values per row, R shards.
+Axes: B rows (one per thread), N values per row.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from benchmarks.kernels import floors
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
 
-GROUP, MEMORY_BITS, SHARDS = 128, 8, 4
+GROUP, MEMORY_BITS = 128, 8
 CPU = torch.device("cpu")
 Work = Callable[[int], object]  # runs one row
 
@@ -43,19 +43,11 @@ class Buffers:
         self.x = torch.randn(shape, generator=generator)
         self.memory = (self.x + 0.1 * torch.randn(shape, generator=generator)).bfloat16()
         self.fresh, self.out = torch.zeros_like(self.memory), torch.zeros(shape)
-        self.residual = torch.zeros(shape)
         self.codes, self.old, self.new = (
             self._room(width) for width in (bits, MEMORY_BITS, MEMORY_BITS)
         )
         kernels.quantize(self.x, self.codes, noise=None)
         kernels.quantize(self.memory, self.old, noise=None)
-        self.payload_RBP = torch.zeros(SHARDS, *self.codes.payload_BP.shape, dtype=torch.uint8)
-        self.shards = [
-            self.codes._replace(payload_BP=payload, scale_BK=self.codes.scale_BK.clone())
-            for payload in self.payload_RBP
-        ]
-        for shard in self.shards:
-            kernels.quantize(self.x, shard, noise=None)
 
     def _room(self, bits: int) -> Codes:
         payload = torch.zeros(self.rows, bits * self.numel // 8, dtype=torch.uint8)
@@ -64,7 +56,7 @@ class Buffers:
 
     def outputs(self) -> list[Tensor]:
         """Copies of everything that kernels write."""
-        tensors = (*self.codes[:2], *self.new[:2], self.fresh, self.out, self.residual)
+        tensors = (*self.codes[:2], *self.new[:2], self.fresh, self.out)
         return [tensor.clone() for tensor in tensors]
 
 
@@ -85,7 +77,6 @@ def cases(buffers: Buffers) -> Iterator[Case]:
     yield from _quantizing(buffers)
     yield from _dequantizing(buffers)
     yield from _packed(buffers)
-    yield _mean(buffers)
 
 
 def _noise(rounding: str) -> Noise | None:
@@ -174,19 +165,4 @@ def _packed(buffers: Buffers) -> Iterator[Case]:
                 row_of(codes, b), row_of(old, b), row_of(new, b), buffers.out[b : b + 1]
             )
         ),
-    )
-
-
-def _mean(buffers: Buffers) -> Case:
-    bits, shards, residual = buffers.bits, buffers.payload_RBP.numpy(), words(buffers.residual)
-    p = words(buffers.codes.payload_BP)
-
-    def run(kernels: KernelSet, b: int) -> None:
-        rows = [row_of(shard, b) for shard in buffers.shards]
-        kernels.mean(rows, row_of(buffers.codes, b), buffers.residual[b : b + 1], noise=None)
-
-    return Case(
-        *(f"mean_of_{SHARDS}", bits, "nearest", 8 + (SHARDS + 1) * bits / 8),
-        floor=lambda b: floors.merge(shards[:, b], residual[b], p[b]),
-        run=lambda k: lambda b: run(k, b),
     )

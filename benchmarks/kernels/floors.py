@@ -100,20 +100,3 @@ def apply_packed(payload: Any, memory: Any, fresh: Any, out: Any, bits: Any) -> 
             target = out[block * 1024 + plane * 128 :][:128]
             for i in range(128):
                 target[i] = np.uint32(source[i])
-
-
-@numba.njit(nogil=True)
-def merge(shards: Any, residual: Any, payload: Any) -> None:
-    """Read the payloads of all shards, read and write the residual, write the payload."""
-    block_nbytes = payload.size * 1024 // residual.size
-    for block in range(residual.size // 1024):
-        out = payload[block * block_nbytes :][:block_nbytes]
-        for i in range(out.size):
-            out[i] = shards[0, block * block_nbytes + i]
-        for shard in range(1, len(shards)):
-            source = shards[shard, block * block_nbytes :][:block_nbytes]
-            for i in range(out.size):
-                out[i] ^= source[i]
-        left = residual[block * 1024 :][:1024]
-        for i in range(1024):
-            left[i] = ~left[i]

@@ -9,32 +9,18 @@ Axes: B rows, N values per row, W bytes per row, T tokens, D channels.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypedDict, TypeGuard
+from typing import Literal, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec, Noise
-from thinpipe.pipeline.wire.kernels import (
-    Backend,
-    Codes,
-    KernelSet,
-    check_blocks,
-    load_kernels,
-    part_of,
-    unit_blocks,
-)
+from thinpipe.pipeline.wire.kernels import Backend, Codes, KernelSet, load_kernels
 
 ScalePer = Literal["token", "channel", "tensor"] | int
 
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-class _Options(TypedDict):
-    noise: Noise | None
-    rate: float | None
-    blocks: range | None
 
 
 class PackedMemory(NamedTuple):
@@ -97,20 +83,6 @@ class Uniform:
         """Exact bytes of a row: b * ceil(N / 8) of codes and one scale per group."""
         return self._scale_nbytes(numel) + self.bits * -(-numel // 8)
 
-    def parts(self, numel: int, blocks: range) -> tuple[slice, slice]:
-        """The bytes of a row that some of its blocks fill: of the scales, and of the codes."""
-        part = part_of(blocks, numel, bits=self.bits, group=self._group(numel))
-        size, split = _SCALE_DTYPES[self.scale_dtype].itemsize, self._scale_nbytes(numel)
-        return (
-            slice(part.scales.start * size, part.scales.stop * size),
-            slice(split + part.payload.start, split + part.payload.stop),
-        )
-
-    def unit(self, numel: int, memory: "Uniform | None" = None) -> int:
-        """Blocks after which a row can be cut without working on any group twice."""
-        groups = [codec._group(numel) for codec in (self, memory) if codec is not None]
-        return unit_blocks(numel, *groups)
-
     def encode(
         self,
         x_BN: Tensor,
@@ -118,30 +90,22 @@ class Uniform:
         seen_BN: Tensor | None = None,
         *,
         noise: Noise | None = None,
-        blocks: range | None = None,
     ) -> int:
         """Write the rows' bytes; `noise` is needed if and only if `stochastic`.
 
-        `blocks` limits this to a part of each row: the bytes `parts` names and the values of
-        those blocks in `seen_BN`, which needs a part that begins at multiples of `unit`.
-
         Raises:
-            ValueError: stochastic without noise, or a part that cannot be.
+            ValueError: stochastic without noise.
         """
+        codes, noise = self._new_codes(x_BN, wire_BW), self._used(noise)
+        self._kernels(x_BN).quantize(self._to_groups(x_BN), codes, noise=noise, rate=self.rate)
+        _write_scales(codes, wire_BW)
         if seen_BN is not None:
-            check_blocks(blocks, x_BN.shape[1], unit=self.unit(x_BN.shape[1]))
-        codes, kernels = self._new_codes(x_BN, wire_BW), self._kernels(x_BN)
-        options = self._options(noise, blocks)
-        kernels.quantize(self._to_groups(x_BN), codes, **options)
-        self._write_scales(codes, wire_BW, blocks, x_BN.shape[1])
-        if seen_BN is not None:
-            self._dequantize(codes, seen_BN, blocks)
+            self._dequantize(codes, seen_BN)
         return wire_BW.shape[1]
 
-    def decode(self, wire_BW: Tensor, out_BN: Tensor, *, blocks: range | None = None) -> None:
-        """Write the rows' values, or those of some blocks."""
-        self._whole_rows_only(blocks)
-        self._dequantize(self._received(wire_BW, out_BN), out_BN, blocks)
+    def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
+        """Write the rows' values."""
+        self._dequantize(self._received(wire_BW, out_BN), out_BN)
 
     def encode_change(
         self,
@@ -151,37 +115,30 @@ class Uniform:
         fresh_BN: Tensor,
         *,
         noise: Noise | None,
-        blocks: range | None = None,
     ) -> Tensor:
         """Encode x - memory and write what memory becomes to `fresh_BN`, in one pass.
 
         The bytes and values are those of `encode` of the difference, and an addition in fp32.
         Returns, bool [B], whether all of a row's new memory is finite.
         """
-        options = self._options(noise, blocks)
         if self.scale_per == "channel":
             change_BN = x_BN.float() - memory_BN.float()
             self.encode(change_BN, wire_BW, noise=noise)
             return self.decode_change(wire_BW, memory_BN, fresh_BN, change_BN)
-        codes, kernels = self._new_codes(x_BN, wire_BW), self._kernels(x_BN)
-        finite_B = kernels.delta_encode(x_BN, memory_BN, codes, fresh_BN, **options)
-        self._write_scales(codes, wire_BW, blocks, x_BN.shape[1])
+        codes, noise = self._new_codes(x_BN, wire_BW), self._used(noise)
+        finite_B = self._kernels(x_BN).delta_encode(
+            x_BN, memory_BN, codes, fresh_BN, noise=noise, rate=self.rate
+        )
+        _write_scales(codes, wire_BW)
         return finite_B
 
     def decode_change(
-        self,
-        wire_BW: Tensor,
-        memory_BN: Tensor,
-        fresh_BN: Tensor,
-        out_BN: Tensor,
-        *,
-        blocks: range | None = None,
+        self, wire_BW: Tensor, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
     ) -> Tensor:
         """Write memory + change to `out_BN`, and to `fresh_BN` rounded to the memory's format.
 
         Returns, bool [B], whether all of a row's new memory is finite.
         """
-        self._whole_rows_only(blocks)
         if self.scale_per == "channel":
             value_BN = torch.empty(out_BN.shape, device=out_BN.device)
             self.decode(wire_BW, value_BN)
@@ -189,17 +146,11 @@ class Uniform:
             out_BN.copy_(value_BN)
             fresh_BN.copy_(value_BN)
             return torch.isfinite(fresh_BN).all(1)
-        codes, kernels = self._received(wire_BW, out_BN), self._kernels(out_BN)
-        return kernels.delta_decode(codes, memory_BN, fresh_BN, out_BN, blocks=blocks)
+        codes = self._received(wire_BW, out_BN)
+        return self._kernels(out_BN).delta_decode(codes, memory_BN, fresh_BN, out_BN)
 
     def encode_change_packed(
-        self,
-        x_BN: Tensor,
-        memory: PackedMemory,
-        wire_BW: Tensor,
-        *,
-        noise: Noise | None,
-        blocks: range | None = None,
+        self, x_BN: Tensor, memory: PackedMemory, wire_BW: Tensor, *, noise: Noise | None
     ) -> Tensor:
         """`encode_change` on memories as they are stored, in one pass over their bytes.
 
@@ -207,65 +158,45 @@ class Uniform:
         to `memory.fresh_BW`. Returns, bool [B], whether all of a row's memory + change is finite.
         """
         codec, old_BW, fresh_BW = memory
-        options = self._options(noise, blocks)
         if isinstance(codec, Cast):
             old_BN, fresh_BN = old_BW.view(codec.dtype), fresh_BW.view(codec.dtype)
-            return self.encode_change(x_BN, old_BN, wire_BW, fresh_BN, noise=noise, blocks=blocks)
-        if not self._fuses_with(codec, blocks):
+            return self.encode_change(x_BN, old_BN, wire_BW, fresh_BN, noise=noise)
+        if not self._fuses_with(codec):
             value_BN = torch.empty(x_BN.shape, device=x_BN.device)
             codec.decode(old_BW, value_BN)
             finite_B = self.encode_change(x_BN, value_BN, wire_BW, value_BN, noise=noise)
             codec.encode(value_BN, fresh_BW, noise=None)
             return finite_B
-        codes, kernels = self._new_codes(x_BN, wire_BW), self._kernels(x_BN)
+        codes, noise = self._new_codes(x_BN, wire_BW), self._used(noise)
         old, fresh = codec._received(old_BW, x_BN), codec._new_codes(x_BN, fresh_BW)
-        finite_B = kernels.packed_delta_encode(x_BN, old, codes, fresh, **options)
-        self._write_scales(codes, wire_BW, blocks, x_BN.shape[1])
-        codec._write_scales(fresh, fresh_BW, blocks, x_BN.shape[1])
+        finite_B = self._kernels(x_BN).packed_delta_encode(
+            x_BN, old, codes, fresh, noise=noise, rate=self.rate
+        )
+        _write_scales(codes, wire_BW)
+        _write_scales(fresh, fresh_BW)
         return finite_B
 
-    def decode_change_packed(
-        self,
-        wire_BW: Tensor,
-        memory: PackedMemory,
-        out_BN: Tensor,
-        *,
-        blocks: range | None = None,
-    ) -> Tensor:
+    def decode_change_packed(self, wire_BW: Tensor, memory: PackedMemory, out_BN: Tensor) -> Tensor:
         """`decode_change` on memories as they are stored: the receiver's side."""
         codec, old_BW, fresh_BW = memory
         if isinstance(codec, Cast):
             old_BN, fresh_BN = old_BW.view(codec.dtype), fresh_BW.view(codec.dtype)
-            return self.decode_change(wire_BW, old_BN, fresh_BN, out_BN, blocks=blocks)
-        if not self._fuses_with(codec, blocks):
+            return self.decode_change(wire_BW, old_BN, fresh_BN, out_BN)
+        if not self._fuses_with(codec):
             value_BN = torch.empty(out_BN.shape, device=out_BN.device)
             codec.decode(old_BW, value_BN)
             finite_B = self.decode_change(wire_BW, value_BN, value_BN, out_BN)
             codec.encode(value_BN, fresh_BW, noise=None)
             return finite_B
-        codes, kernels = self._received(wire_BW, out_BN), self._kernels(out_BN)
+        codes = self._received(wire_BW, out_BN)
         old, fresh = codec._received(old_BW, out_BN), codec._new_codes(out_BN, fresh_BW)
-        finite_B = kernels.packed_delta_decode(codes, old, fresh, out_BN, blocks=blocks)
-        codec._write_scales(fresh, fresh_BW, blocks, out_BN.shape[1])
+        finite_B = self._kernels(out_BN).packed_delta_decode(codes, old, fresh, out_BN)
+        _write_scales(fresh, fresh_BW)
         return finite_B
 
-    def _fuses_with(self, codec: Codec, blocks: range | None) -> TypeGuard["Uniform"]:
-        """Whether one pass can do it all; parts of rows need that."""
-        one_pass = isinstance(codec, Uniform) and "channel" not in (self.scale_per, codec.scale_per)
-        if blocks is not None and not one_pass:
-            raise ValueError(f"blocks = {blocks}: memories stored by {codec} change as whole rows")
-        return one_pass
-
-    def _options(self, noise: Noise | None, blocks: range | None) -> _Options:
-        self._whole_rows_only(blocks)
-        return {"noise": self._used(noise), "rate": self.rate, "blocks": blocks}
-
-    def _whole_rows_only(self, blocks: range | None) -> None:
-        if blocks is not None and self.scale_per == "channel":
-            raise ValueError(
-                f'blocks = {blocks} with scale_per = "channel": a channel\'s values lie all over '
-                "the row; use whole rows, or a scale per token"
-            )
+    def _fuses_with(self, codec: Codec) -> TypeGuard["Uniform"]:
+        """Whether one pass over the bytes of the memory can do it all."""
+        return isinstance(codec, Uniform) and "channel" not in (self.scale_per, codec.scale_per)
 
     def _used(self, noise: Noise | None) -> Noise | None:
         if self.stochastic and noise is None:
@@ -291,16 +222,9 @@ class Uniform:
         codes.scale_BK.view(torch.uint8).copy_(wire_BW[:, : self._scale_nbytes(out_BN.shape[1])])
         return codes
 
-    def _write_scales(
-        self, codes: Codes, wire_BW: Tensor, blocks: range | None, numel: int
-    ) -> None:
-        scale_BS = codes.scale_BK.view(torch.uint8)
-        written = slice(scale_BS.shape[1]) if blocks is None else self.parts(numel, blocks)[0]
-        wire_BW[:, written] = scale_BS[:, written]
-
-    def _dequantize(self, codes: Codes, out_BN: Tensor, blocks: range | None) -> None:
+    def _dequantize(self, codes: Codes, out_BN: Tensor) -> None:
         if self.scale_per != "channel":
-            self._kernels(out_BN).dequantize(codes, out_BN, blocks=blocks)
+            self._kernels(out_BN).dequantize(codes, out_BN)
             return
         turned_BN = torch.empty_like(out_BN)
         self._kernels(out_BN).dequantize(codes, turned_BN)
@@ -324,3 +248,8 @@ class Uniform:
             return max(numel, 1)
         assert self.width is not None
         return self.width if self.scale_per == "token" else max(numel // self.width, 1)
+
+
+def _write_scales(codes: Codes, wire_BW: Tensor) -> None:
+    scale_BS = codes.scale_BK.view(torch.uint8)
+    wire_BW[:, : scale_BS.shape[1]] = scale_BS

@@ -21,24 +21,17 @@ Variable rate: with `rate` = c, a group's step is c * rms, positive and rounded 
 format, and values beyond the levels are clipped before they are rounded. The squares are added in
 fp32, value e of a group to sum e % 64, in order; then sums i and i + 32 are added, i and i + 16,
 down to one. rms is sqrt(sum / values); where the sum overflows the group counts as not finite.
-
-Block ranges: a row can be worked on in parts, blocks [first, last), in any order and by any number
-of threads: the parts' bytes are those of the whole. A group belongs to the part it begins in, which
-writes its scale. Where groups lie across parts, `fresh_BN` must not be `memory_BN`.
 """
 
+import functools
 import importlib
-import math
-from collections.abc import Sequence
+from types import ModuleType
 from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
-
-BLOCK = 1024
-PLANES = 8
 
 Backend = Literal["auto", "reference", "numba", "triton"]
 
@@ -58,26 +51,19 @@ class Codes(NamedTuple):
     group: int
 
 
-class RowKernels(Protocol):
-    """Functions on one set of codes; all outputs are preallocated and fully written.
+class KernelSet(Protocol):
+    """What every backend offers; all outputs are preallocated and fully written.
 
     Axes: B rows, N values. Values are fp32, bf16 or fp16; so are memories. `x_BN` and `out_BN` may
     have any strides, rows of memories are contiguous. Rounds stochastically if `noise` is given.
-    `blocks` limits the work to a part of each row.
     """
 
     def quantize(
-        self,
-        x_BN: Tensor,
-        codes: Codes,
-        *,
-        noise: Noise | None,
-        rate: float | None = None,
-        blocks: range | None = None,
+        self, x_BN: Tensor, codes: Codes, *, noise: Noise | None, rate: float | None = None
     ) -> None:
         """Fill `codes`."""
 
-    def dequantize(self, codes: Codes, out_BN: Tensor, *, blocks: range | None = None) -> None:
+    def dequantize(self, codes: Codes, out_BN: Tensor) -> None:
         """Write the values that codes and scales stand for."""
 
     def delta_encode(
@@ -89,7 +75,6 @@ class RowKernels(Protocol):
         *,
         noise: Noise | None,
         rate: float | None = None,
-        blocks: range | None = None,
     ) -> Tensor:
         """Quantize x - memory and write memory + change, in the memory's format, to `fresh_BN`.
 
@@ -98,22 +83,9 @@ class RowKernels(Protocol):
         """
 
     def delta_decode(
-        self,
-        codes: Codes,
-        memory_BN: Tensor,
-        fresh_BN: Tensor,
-        out_BN: Tensor,
-        *,
-        blocks: range | None = None,
+        self, codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
     ) -> Tensor:
         """The receiver's side: also writes memory + change, not rounded to memory, to `out_BN`."""
-
-
-class KernelSet(RowKernels, Protocol):
-    """What every backend offers: also functions that combine several codes of a row.
-
-    These take only parts that begin and end at multiples of `unit_blocks`.
-    """
 
     def packed_delta_encode(
         self,
@@ -124,7 +96,6 @@ class KernelSet(RowKernels, Protocol):
         *,
         noise: Noise | None,
         rate: float | None = None,
-        blocks: range | None = None,
     ) -> Tensor:
         """`delta_encode` on a memory that is itself quantized, to nearest.
 
@@ -133,81 +104,14 @@ class KernelSet(RowKernels, Protocol):
         """
 
     def packed_delta_decode(
-        self,
-        codes: Codes,
-        memory: Codes,
-        fresh: Codes,
-        out_BN: Tensor,
-        *,
-        blocks: range | None = None,
+        self, codes: Codes, memory: Codes, fresh: Codes, out_BN: Tensor
     ) -> Tensor:
         """The receiver's side of `packed_delta_encode`."""
-
-    def mean(
-        self,
-        shards: Sequence[Codes],
-        codes: Codes,
-        residual_BN: Tensor,
-        *,
-        noise: Noise | None,
-        blocks: range | None = None,
-    ) -> None:
-        """Quantize the mean of `shards` plus `residual_BN` (fp32), which becomes what was lost.
-
-        target = fp32(1 / n) * (shards[0] + shards[1] + ...) + residual, added in fp32 in this
-        order; codes = quantize(target); residual = target - dequantize(codes).
-        """
-
-
-def check_blocks(blocks: range | None, numel: int, *, unit: int = 1) -> range:
-    """Return the range, by default all blocks of a row.
-
-    Raises:
-        ValueError: it is not inside the row, or begins or ends between multiples of `unit`.
-    """
-    count = -(-numel // BLOCK)
-    if blocks is None:
-        return range(count)
-    inside = 0 <= blocks.start <= blocks.stop <= count and blocks.step == 1
-    if not inside:
-        raise ValueError(f"blocks = {blocks}: a row of {numel} values has blocks 0 to {count}")
-    if blocks.start % unit or (blocks.stop % unit and blocks.stop != count):
-        raise ValueError(
-            f"blocks = {blocks}: groups and blocks meet every {unit} blocks; begin and end there"
-        )
-    return blocks
 
 
 def with_contiguous_rows(t_BN: Tensor) -> Tensor:
     """The tensor itself if the values of a row lie side by side, else a copy in which they do."""
     return t_BN if t_BN.stride(1) == 1 else t_BN.contiguous()
-
-
-class Part(NamedTuple):
-    """Where some blocks of a row lie: their values, payload bytes and scales (by number)."""
-
-    values: slice
-    payload: slice
-    scales: slice
-
-
-def part_of(blocks: range | None, numel: int, *, bits: int, group: int) -> Part:
-    """What belongs to a part of a row; raises what `check_blocks` raises."""
-    part = check_blocks(blocks, numel)
-    first, last = part.start * BLOCK, min(part.stop * BLOCK, numel)
-    lanes = BLOCK // PLANES
-    return Part(
-        slice(first, last),
-        slice(
-            part.start * lanes * bits, part.start * lanes * bits + bits * -(-(last - first) // 8)
-        ),
-        slice(-(-first // group), -(-last // group)),
-    )
-
-
-def unit_blocks(numel: int, *groups: int) -> int:
-    """The fewest blocks after which a block and groups of all these sizes begin; at most a row."""
-    return max(1, min(math.lcm(BLOCK, *groups) // BLOCK, -(-numel // BLOCK)))
 
 
 def load_kernels(backend: Backend, device: torch.device) -> KernelSet:
@@ -220,5 +124,10 @@ def load_kernels(backend: Backend, device: torch.device) -> KernelSet:
         chosen = {"cuda": "triton", "cpu": "numba"}.get(device.type, "reference")
     else:
         chosen = backend
-    module = importlib.import_module(f"thinpipe.pipeline.wire.kernels.{_MODULES[chosen]}")
-    return cast(KernelSet, module)
+    return cast(KernelSet, backend_module(_MODULES[chosen]))
+
+
+@functools.cache
+def backend_module(name: str) -> ModuleType:
+    """A module of this package, which is looked for once: codecs ask at every message."""
+    return importlib.import_module(f"thinpipe.pipeline.wire.kernels.{name}")

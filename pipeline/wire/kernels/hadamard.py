@@ -8,13 +8,12 @@ and a product with 1 / R, a power of two. Sums of two fp32 values round once wha
 and no product precedes them that it could fuse, so every backend makes the same bits.
 """
 
-import importlib
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.wire.kernels import Backend
+from thinpipe.pipeline.wire.kernels import Backend, backend_module
 
 TILES = (16, 64, 256)
 
@@ -58,5 +57,4 @@ def load_tile_kernels(backend: Backend, device: torch.device) -> TileKernels:
         chosen = {"cuda": "triton", "cpu": "numba"}.get(device.type, "reference")
     else:
         chosen = backend
-    module = importlib.import_module(f"thinpipe.pipeline.wire.kernels.{_MODULES[chosen]}")
-    return cast(TileKernels, module)
+    return cast(TileKernels, backend_module(_MODULES[chosen]))

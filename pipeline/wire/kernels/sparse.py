@@ -4,14 +4,13 @@ A mask holds value e in bit e % 8 of byte e // 8; bits past the last value are 0
 a vector, n chosen by a subset, R its runs, M = ceil(n / 8) mask bytes, k values kept of the n.
 """
 
-import importlib
 from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.wire.kernels import Backend
+from thinpipe.pipeline.wire.kernels import Backend, backend_module
 
 _MODULES = {"reference": "reference.sparse", "numba": "cpu.sparse"}
 
@@ -81,5 +80,4 @@ def load_sparse_kernels(backend: Backend, device: torch.device) -> SparseKernels
     chosen = ("numba" if device.type == "cpu" else "reference") if backend == "auto" else backend
     if chosen not in _MODULES:
         raise ValueError(f'backend = "{backend}": sparse kernels are "reference" and "numba"')
-    module = importlib.import_module(f"thinpipe.pipeline.wire.kernels.{_MODULES[chosen]}")
-    return cast(SparseKernels, module)
+    return cast(SparseKernels, backend_module(_MODULES[chosen]))

@@ -224,45 +224,6 @@ def test_a_stored_memory_changes_as_if_it_were_decoded(
     assert torch.equal(fresh, kept)
 
 
-def test_a_memory_that_changes_as_a_whole_is_not_changed_in_parts() -> None:
-    memory, delta = Uniform(8, "channel", width=64), Uniform(4, 64)
-    old = torch.zeros(1, memory.capacity(4096), dtype=torch.uint8)
-    packed = PackedMemory(memory, old, torch.empty_like(old))
-    wire = torch.zeros(1, delta.capacity(4096), dtype=torch.uint8)
-    with pytest.raises(ValueError, match="change as whole rows"):
-        delta.encode_change_packed(rows(1, 4096), packed, wire, noise=None, blocks=range(2))
-    with pytest.raises(ValueError, match="change as whole rows"):
-        delta.decode_change_packed(wire, packed, rows(1, 4096), blocks=range(2))
-
-
-@pytest.mark.parametrize("scale_per", ["token", "tensor", 64])
-def test_a_row_can_be_sent_in_parts(scale_per: ScalePer) -> None:
-    """Each part's bytes are complete once its `encode` returns, and are all that it needs."""
-    codec, numel = Uniform(4, scale_per, width=256), 5 * 1024 + 100
-    x, whole = rows(2, numel), torch.empty(2, codec.capacity(numel), dtype=torch.uint8)
-    codec.encode(x, whole, noise=None)
-    wire, arrived = torch.full_like(whole, 9), torch.full_like(whole, 0)
-    seen, out, expected = (torch.full_like(x, torch.nan) for _ in range(3))
-    codec.decode(whole, expected)
-    unit = codec.unit(numel)
-    for start in range(0, 6, 2 * unit):
-        part = range(start, min(start + 2 * unit, 6))
-        codec.encode(x, wire, seen, noise=None, blocks=part)
-        for sent in codec.parts(numel, part):
-            arrived[:, sent] = wire[:, sent]
-        codec.decode(arrived, out, blocks=part)
-        assert torch.equal(out[:, : 1024 * part.stop], expected[:, : 1024 * part.stop])
-    assert torch.equal(arrived, whole)
-    assert torch.equal(seen, expected)
-
-
-def test_parts_of_rows_that_are_turned_are_refused() -> None:
-    codec = Uniform(4, "channel", width=64)
-    wire = torch.empty(1, codec.capacity(4096), dtype=torch.uint8)
-    with pytest.raises(ValueError, match="a channel's values lie all over the row"):
-        codec.encode(rows(1, 4096), wire, noise=None, blocks=range(2))
-
-
 @pytest.mark.parametrize("rate", [0.4, 1.0])
 def test_a_rate_makes_codes_that_need_fewer_bits(rate: float) -> None:
     """The entropy of the levels is about log2(4 / rate) bits, and the error that of the step."""

@@ -12,7 +12,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import compiled, float_of
+from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
+from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import float_of
 from thinpipe.pipeline.wire.kernels.reference.hadamard import LARGEST_TURNED
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check

@@ -95,6 +95,12 @@ def _load_scale(scale: Any, start: Any, fp32: Any) -> Any:
 
 
 @njit
+def blocks_of(numel: Any) -> Any:
+    """How many blocks a row has."""
+    return (numel + BLOCK - 1) // BLOCK
+
+
+@njit
 def _block_bounds(block: Any, numel: Any) -> Any:
     """First value, end and lanes of a block."""
     first = block * BLOCK
@@ -104,7 +110,9 @@ def _block_bounds(block: Any, numel: Any) -> Any:
 
 @njit
 def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any, part: Any) -> Any:
-    """Quantize x - memory in some blocks; returns the largest bit pattern of the new memory.
+    """Quantize x - memory in some blocks, which begin with a group.
+
+    Returns the largest bit pattern of the new memory.
 
     `into` = (payload, scales), both with their places; `rule` = (numel, bits, group, scales are
     fp32, rate or 0); `noise` = (room for a block, key, row number, step); `part` = (first block,
@@ -122,7 +130,7 @@ def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any
         while at < last:
             k = at // group
             start, end = k * group, min((k + 1) * group, last)
-            if at == start or at == first_block * BLOCK:
+            if at == start:
                 size, x_at, m_at = min(group, numel - start), x[1] + start, memory[1] + start
                 if rate > 0:
                     total = sum_of_squares(x[0], memory[0], x_at, m_at, size)
@@ -130,8 +138,7 @@ def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any
                 else:
                     high, low = extremes(x[0], memory[0], x_at, m_at, size)
                     step = _extreme_step(high, low, half, fp32, random is not None)
-                if at == start:
-                    _store_scale(scale[0], scale[1] + k * scale_nbytes, step, fp32)
+                _store_scale(scale[0], scale[1] + k * scale_nbytes, step, fp32)
                 inverse = np.float32(1.0) / step if abs(step) > 0 else np.float32(0.0)
             x_at, m_at, f_at, count = x[1] + at, memory[1] + at, fresh[1] + at, end - at
             if inverse == 0:

@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 from torch import Tensor
 
+from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 from thinpipe.pipeline.wire.kernels.cpu.llvm.run_ir import (
     CHUNK,
     expand_chunk,
@@ -18,7 +19,6 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.run_ir import (
     settle_run,
     take_run,
 )
-from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import compiled
 from thinpipe.pipeline.wire.kernels.cpu.topk import select_top
 from thinpipe.pipeline.wire.kernels.cpu.uniform import _STORED_AS
 

@@ -18,7 +18,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import compiled
+from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
 _LANES = 16
 _SAMPLE, _STRIDE = 64, 64  # 64 neighbours are looked at, 63 times as many are skipped

@@ -4,7 +4,7 @@ Arrays travel as flat windows with a row stride. What combines several codes of 
 of whole groups and whole blocks, whose values stay in the caches in between.
 """
 
-from collections.abc import Sequence
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,14 +14,16 @@ from numba import config, njit
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.kernels import Codes, check_blocks, unit_blocks, with_contiguous_rows
-from thinpipe.pipeline.wire.kernels.cpu.llvm.vector_ir import (
-    add_scaled,
-    bytes_at,
-    compiled,
-    subtract,
+from thinpipe.pipeline.wire.kernels import Codes, with_contiguous_rows
+from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
+from thinpipe.pipeline.wire.kernels.cpu.rows import (
+    BLOCK,
+    INFINITY,
+    ROOM,
+    blocks_of,
+    decode_row,
+    encode_row,
 )
-from thinpipe.pipeline.wire.kernels.cpu.rows import BLOCK, INFINITY, ROOM, decode_row, encode_row
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from thinpipe.pipeline.wire.kernels import KernelSet, cpu
@@ -46,26 +48,19 @@ if "x86" in binding.get_process_triple():  # without F16C, fp16 ends the process
         )
 
 
-def quantize(
-    x_BN: Tensor,
-    codes: Codes,
-    *,
-    noise: Noise | None,
-    rate: float | None = None,
-    blocks: range | None = None,
-) -> None:
+def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None, rate: float | None = None) -> None:
     """Fill `codes`; see `KernelSet.quantize`."""
     rows, numel = x_BN.shape
     into, words = _code_windows(codes, numel, rate), _words(noise, rows)
-    _encode(_readable(x_BN), _NOTHING, _kept(None, rows), into, words, _ends(blocks, numel))
+    _encode(_readable(x_BN), _NOTHING, _kept(None, rows), into, words)
 
 
-def dequantize(codes: Codes, out_BN: Tensor, *, blocks: range | None = None) -> None:
+def dequantize(codes: Codes, out_BN: Tensor) -> None:
     """Write the values of codes and scales; see `KernelSet.dequantize`."""
     rows, numel = out_BN.shape
     source, into_BN = _code_windows(codes, numel), _writable(out_BN)
-    _decode(source, _NOTHING, _kept(None, rows), _window(into_BN), _ends(blocks, numel))
-    _hand_over(into_BN, out_BN, blocks)
+    _decode(source, _NOTHING, _kept(None, rows), _window(into_BN))
+    _hand_over(into_BN, out_BN)
 
 
 def delta_encode(
@@ -76,29 +71,21 @@ def delta_encode(
     *,
     noise: Noise | None,
     rate: float | None = None,
-    blocks: range | None = None,
 ) -> Tensor:
     """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
     rows, numel = x_BN.shape
     fresh, memory, words = _kept(fresh_BN, rows), _window(memory_BN), _words(noise, rows)
     into = _code_windows(codes, numel, rate)
-    _encode(_readable(x_BN), memory, fresh, into, words, _ends(blocks, numel))
+    _encode(_readable(x_BN), memory, fresh, into, words)
     return torch.from_numpy(fresh[2])
 
 
-def delta_decode(
-    codes: Codes,
-    memory_BN: Tensor,
-    fresh_BN: Tensor,
-    out_BN: Tensor,
-    *,
-    blocks: range | None = None,
-) -> Tensor:
+def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
     """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
     rows, numel = out_BN.shape
     fresh, into_BN, source = _kept(fresh_BN, rows), _writable(out_BN), _code_windows(codes, numel)
-    _decode(source, _window(memory_BN), fresh, _window(into_BN), _ends(blocks, numel))
-    _hand_over(into_BN, out_BN, blocks)
+    _decode(source, _window(memory_BN), fresh, _window(into_BN))
+    _hand_over(into_BN, out_BN)
     return torch.from_numpy(fresh[2])
 
 
@@ -110,64 +97,31 @@ def packed_delta_encode(
     *,
     noise: Noise | None,
     rate: float | None = None,
-    blocks: range | None = None,
 ) -> Tensor:
     """`delta_encode` on quantized memories; see `KernelSet.packed_delta_encode`."""
     rows, numel = x_BN.shape
-    finite, spans = np.empty(rows, np.bool_), _spans(blocks, numel, memory, codes, fresh)
+    finite, unit = np.empty(rows, np.bool_), _span(numel, memory, codes, fresh)
     delta, words = _code_windows(codes, numel, rate), _words(noise, rows)
     old, new = _code_windows(memory, numel), _code_windows(fresh, numel)
-    _packed_encode(_readable(x_BN), old, delta, new, words, finite, spans)
+    _packed_encode(_readable(x_BN), old, delta, new, words, finite, unit)
     return torch.from_numpy(finite)
 
 
-def packed_delta_decode(
-    codes: Codes,
-    memory: Codes,
-    fresh: Codes,
-    out_BN: Tensor,
-    *,
-    blocks: range | None = None,
-) -> Tensor:
+def packed_delta_decode(codes: Codes, memory: Codes, fresh: Codes, out_BN: Tensor) -> Tensor:
     """`delta_decode` on quantized memories; see `KernelSet.packed_delta_decode`."""
     rows, numel = out_BN.shape
-    finite, spans = np.empty(rows, np.bool_), _spans(blocks, numel, memory, codes, fresh)
+    finite, unit = np.empty(rows, np.bool_), _span(numel, memory, codes, fresh)
     old, delta, new = (_code_windows(each, numel) for each in (memory, codes, fresh))
     into_BN = _writable(out_BN)
-    _packed_decode(delta, old, new, _window(into_BN), finite, spans)
-    _hand_over(into_BN, out_BN, blocks)
+    _packed_decode(delta, old, new, _window(into_BN), finite, unit)
+    _hand_over(into_BN, out_BN)
     return torch.from_numpy(finite)
 
 
-def mean(
-    shards: Sequence[Codes],
-    codes: Codes,
-    residual_BN: Tensor,
-    *,
-    noise: Noise | None,
-    blocks: range | None = None,
-) -> None:
-    """Quantize the mean of shards and residual; see `KernelSet.mean`."""
-    assert shards, "a mean needs at least one shard"
-    rows, numel = residual_BN.shape
-    spans = _spans(blocks, numel, codes, *shards)
-    words, into = _words(noise, rows), _code_windows(codes, numel)
-    windows = [_code_windows(shard, numel) for shard in shards]
-    places = np.array([_addresses(window) for window in windows], np.int64)
-    rules = np.array([window[2][1:4] for window in windows], np.int64)
-    _mean(places, rules, into, _window(residual_BN), words, rows, spans)
-
-
-def _ends(blocks: range | None, numel: int) -> tuple[int, int]:
-    part = check_blocks(blocks, numel)
-    return part.start, part.stop
-
-
-def _spans(blocks: range | None, numel: int, *codes: Codes) -> tuple[int, int, int]:
-    """First block, end, and blocks per span."""
-    unit = unit_blocks(numel, *(each.group for each in codes))
-    part = check_blocks(blocks, numel, unit=unit)
-    return part.start, part.stop, unit
+def _span(numel: int, *codes: Codes) -> int:
+    """The fewest blocks after which a block and groups of all codes begin; at most a row."""
+    together = math.lcm(BLOCK, *(each.group for each in codes))
+    return max(1, min(together // BLOCK, -(-numel // BLOCK)))
 
 
 def _readable(x_BN: Tensor) -> _Window:
@@ -182,11 +136,9 @@ def _writable(out_BN: Tensor) -> Tensor:
     return torch.empty(out_BN.shape)
 
 
-def _hand_over(into_BN: Tensor, out_BN: Tensor, blocks: range | None) -> None:
+def _hand_over(into_BN: Tensor, out_BN: Tensor) -> None:
     if into_BN.data_ptr() != out_BN.data_ptr():
-        part = check_blocks(blocks, out_BN.shape[1])
-        values = slice(part.start * BLOCK, part.stop * BLOCK)
-        out_BN[:, values].copy_(into_BN[:, values])
+        out_BN.copy_(into_BN)
 
 
 def _window(t_BN: Tensor) -> _Window:
@@ -209,12 +161,6 @@ def _code_windows(
     scale = _window(codes.scale_BK.view(torch.uint8))
     rule = (numel, codes.bits, codes.group, fp32, np.float32(rate or 0.0))
     return _window(codes.payload_BP), scale, rule
-
-
-def _addresses(windows: Any) -> tuple[int, int, int, int]:
-    """Address and row distance of payload and scales."""
-    (payload, payload_row), (scale, scale_row), _ = windows
-    return payload.ctypes.data, payload_row, scale.ctypes.data, scale_row
 
 
 def _kept(fresh_BN: Tensor | None, rows: int) -> tuple[Any, int, Any]:
@@ -240,9 +186,9 @@ def _row_of(codes: Any, row: Any) -> Any:
 
 
 @compiled
-def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any, ends: Any) -> Any:
+def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any) -> Any:
     random, key, noise_step, row_numbers = noise
-    part = (ends[0], ends[1], np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
+    part = (0, blocks_of(into[2][0]), np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
     for row in range(len(fresh[2])):
         largest = encode_row(
             (x[0], row * x[1]),
@@ -257,8 +203,8 @@ def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any, ends: Any) -
 
 
 @compiled
-def _decode(source: Any, memory: Any, fresh: Any, out: Any, ends: Any) -> Any:
-    part = (ends[0], ends[1], np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
+def _decode(source: Any, memory: Any, fresh: Any, out: Any) -> Any:
+    part = (0, blocks_of(source[2][0]), np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
     for row in range(len(fresh[2])):
         largest = decode_row(
             _row_of(source, row),
@@ -273,10 +219,10 @@ def _decode(source: Any, memory: Any, fresh: Any, out: Any, ends: Any) -> Any:
 
 @compiled
 def _packed_encode(
-    x: Any, old: Any, delta: Any, new: Any, noise: Any, finite: Any, spans: Any
+    x: Any, old: Any, delta: Any, new: Any, noise: Any, finite: Any, unit: Any
 ) -> Any:
     random, key, noise_step, row_numbers = noise
-    first_block, last_block, unit = spans
+    last_block = blocks_of(delta[2][0])
     codes, spread = np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)
     values = np.empty(unit * BLOCK, np.float32)
     for row in range(len(finite)):
@@ -285,7 +231,7 @@ def _packed_encode(
         sources = _row_of(old, row)
         changes = _row_of(delta, row)
         targets = _row_of(new, row)
-        for first in range(first_block, last_block, unit):
+        for first in range(0, last_block, unit):
             part = (first, min(first + unit, last_block), codes, spread)
             here = (values, -first * BLOCK)
             decode_row(sources, old[2], (None, 0), (None, 0), here, part)
@@ -296,8 +242,8 @@ def _packed_encode(
 
 
 @compiled
-def _packed_decode(delta: Any, old: Any, new: Any, out: Any, finite: Any, spans: Any) -> Any:
-    first_block, last_block, unit = spans
+def _packed_decode(delta: Any, old: Any, new: Any, out: Any, finite: Any, unit: Any) -> Any:
+    last_block = blocks_of(delta[2][0])
     codes, spread = np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)
     values, zero = np.empty(unit * BLOCK, np.float32), np.uint64(0)
     for row in range(len(finite)):
@@ -305,7 +251,7 @@ def _packed_decode(delta: Any, old: Any, new: Any, out: Any, finite: Any, spans:
         sources = _row_of(old, row)
         changes = _row_of(delta, row)
         targets = _row_of(new, row)
-        for first in range(first_block, last_block, unit):
+        for first in range(0, last_block, unit):
             part = (first, min(first + unit, last_block), codes, spread)
             here = (values, -first * BLOCK)
             decode_row(sources, old[2], (None, 0), (None, 0), here, part)
@@ -313,36 +259,6 @@ def _packed_decode(delta: Any, old: Any, new: Any, out: Any, finite: Any, spans:
             finite[row] &= largest < INFINITY
             plain = (None, zero, zero, zero)
             encode_row(here, (None, 0), (None, 0), targets, new[2], plain, part)
-
-
-@compiled
-def _mean(
-    places: Any, rules: Any, into: Any, residual: Any, noise: Any, rows: Any, spans: Any
-) -> Any:
-    random, key, noise_step, row_numbers = noise
-    first_block, last_block, unit = spans
-    numel, inverse = into[2][0], np.float32(1.0 / len(places))
-    codes, spread = np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)
-    total, seen = np.empty(unit * BLOCK, np.float32), np.empty(unit * BLOCK, np.float32)
-    for row in range(rows):
-        number = (random, key, row_numbers[row], noise_step)
-        targets = _row_of(into, row)
-        for first in range(first_block, last_block, unit):
-            part = (first, min(first + unit, last_block), codes, spread)
-            here, count = (total, -first * BLOCK), min(unit * BLOCK, numel - first * BLOCK)
-            for i in range(len(places)):
-                payload = (bytes_at(places[i, 0]), row * places[i, 1])
-                scale = (bytes_at(places[i, 2]), row * places[i, 3])
-                rule = (numel, rules[i, 0], rules[i, 1], rules[i, 2], np.float32(0.0))
-                if i == 0:
-                    decode_row((payload, scale), rule, (None, 0), (None, 0), here, part)
-                else:
-                    decode_row((payload, scale), rule, here, (None, 0), here, part)
-            left_at = row * residual[1] + first * BLOCK
-            add_scaled(total, inverse, residual[0], left_at, count)
-            encode_row(here, (None, 0), (None, 0), targets, into[2], number, part)
-            decode_row(targets, into[2], (None, 0), (None, 0), (seen, here[1]), part)
-            subtract(total, seen, residual[0], left_at, count)
 
 
 if TYPE_CHECKING:

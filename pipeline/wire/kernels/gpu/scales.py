@@ -60,12 +60,11 @@ def _rms_step(sums, count, rate, FP32: tl.constexpr):
     return _stored_step(step, ~finite, total < 0, FP32)
 
 
-@triton.jit(do_not_specialize=["first_group", "rate"])
+@triton.jit(do_not_specialize=["rate"])
 def scale_kernel(
     x_ptr,
     m_ptr,
     scale_ptr,
-    first_group,
     numel,
     x_row,
     m_row,
@@ -78,11 +77,11 @@ def scale_kernel(
     DELTA: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Store the steps of groups from `first_group` on; CHUNK is 64 if they follow the rms."""
+    """Store the steps of groups; CHUNK is 64 if they follow the rms."""
     GROUPS: tl.constexpr = 1024 // CHUNK
     FP32: tl.constexpr = scale_ptr.dtype.element_ty == tl.float32
     row = tl.program_id(1).to(tl.int64)
-    group = first_group + tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
+    group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     high = tl.zeros((GROUPS,), tl.int32)
     low = tl.zeros((GROUPS,), tl.int32)
     sums = tl.zeros((GROUPS, CHUNK), tl.float32)

@@ -8,7 +8,6 @@ codes are composed: a GPU's memory is far faster than the links, and launches ar
 Products and sums must round once each on every device: launches say `enable_fp_fusion=False`.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.kernels import Codes, check_blocks, part_of, with_contiguous_rows
+from thinpipe.pipeline.wire.kernels import Codes, with_contiguous_rows
 from thinpipe.pipeline.wire.kernels.gpu.scales import difference, scale_kernel
-from thinpipe.pipeline.wire.kernels.reference import composed
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from thinpipe.pipeline.wire.kernels import KernelSet, gpu
@@ -30,21 +28,14 @@ _INFINITY = tl.constexpr(0x7F800000)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
-def quantize(
-    x_BN: Tensor,
-    codes: Codes,
-    *,
-    noise: Noise | None,
-    rate: float | None = None,
-    blocks: range | None = None,
-) -> None:
+def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None, rate: float | None = None) -> None:
     """Fill `codes`; see `KernelSet.quantize`."""
-    _encode(x_BN, (None, None), codes, noise=noise, rate=rate, blocks=blocks)
+    _encode(x_BN, (None, None), codes, noise=noise, rate=rate)
 
 
-def dequantize(codes: Codes, out_BN: Tensor, *, blocks: range | None = None) -> None:
+def dequantize(codes: Codes, out_BN: Tensor) -> None:
     """Write the values of codes and scales; see `KernelSet.dequantize`."""
-    _decode(codes, (None, None), out_BN, blocks)
+    _decode(codes, (None, None), out_BN)
 
 
 def delta_encode(
@@ -55,22 +46,14 @@ def delta_encode(
     *,
     noise: Noise | None,
     rate: float | None = None,
-    blocks: range | None = None,
 ) -> Tensor:
     """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
-    return _encode(x_BN, (memory_BN, fresh_BN), codes, noise=noise, rate=rate, blocks=blocks)
+    return _encode(x_BN, (memory_BN, fresh_BN), codes, noise=noise, rate=rate)
 
 
-def delta_decode(
-    codes: Codes,
-    memory_BN: Tensor,
-    fresh_BN: Tensor,
-    out_BN: Tensor,
-    *,
-    blocks: range | None = None,
-) -> Tensor:
+def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
     """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
-    return _decode(codes, (memory_BN, fresh_BN), out_BN, blocks)
+    return _decode(codes, (memory_BN, fresh_BN), out_BN)
 
 
 def packed_delta_encode(
@@ -81,43 +64,22 @@ def packed_delta_encode(
     *,
     noise: Noise | None,
     rate: float | None = None,
-    blocks: range | None = None,
 ) -> Tensor:
     """`delta_encode` on quantized memories; see `KernelSet.packed_delta_encode`."""
-    composed.check_unit(blocks, x_BN.shape[1], memory, codes, fresh)
-    value_BN = composed.unpacked(dequantize, memory, x_BN)
-    kept = (value_BN, value_BN)
-    finite_B = _encode(x_BN, kept, codes, noise=noise, rate=rate, blocks=blocks)
-    quantize(value_BN, fresh, noise=None, blocks=blocks)
+    value_BN = torch.empty(x_BN.shape, device=x_BN.device)
+    dequantize(memory, value_BN)
+    finite_B = _encode(x_BN, (value_BN, value_BN), codes, noise=noise, rate=rate)
+    quantize(value_BN, fresh, noise=None)
     return finite_B
 
 
-def packed_delta_decode(
-    codes: Codes,
-    memory: Codes,
-    fresh: Codes,
-    out_BN: Tensor,
-    *,
-    blocks: range | None = None,
-) -> Tensor:
+def packed_delta_decode(codes: Codes, memory: Codes, fresh: Codes, out_BN: Tensor) -> Tensor:
     """`delta_decode` on quantized memories; see `KernelSet.packed_delta_decode`."""
-    composed.check_unit(blocks, out_BN.shape[1], memory, codes, fresh)
-    value_BN = composed.unpacked(dequantize, memory, out_BN)
-    finite_B = _decode(codes, (value_BN, value_BN), out_BN, blocks)
-    quantize(value_BN, fresh, noise=None, blocks=blocks)
+    value_BN = torch.empty(out_BN.shape, device=out_BN.device)
+    dequantize(memory, value_BN)
+    finite_B = _decode(codes, (value_BN, value_BN), out_BN)
+    quantize(value_BN, fresh, noise=None)
     return finite_B
-
-
-def mean(
-    shards: Sequence[Codes],
-    codes: Codes,
-    residual_BN: Tensor,
-    *,
-    noise: Noise | None,
-    blocks: range | None = None,
-) -> None:
-    """Quantize the mean of shards and residual; see `KernelSet.mean`."""
-    composed.mean((quantize, dequantize), shards, codes, residual_BN, noise=noise, blocks=blocks)
 
 
 def _encode(
@@ -127,45 +89,34 @@ def _encode(
     *,
     noise: Noise | None,
     rate: float | None,
-    blocks: range | None,
 ) -> Tensor:
     """`kept` = (memory, fresh)."""
     payload_BP, scale_BK, bits, group = codes
     rows, numel = x_BN.shape
     x_BN = with_contiguous_rows(x_BN)
     m_BN, f_BN = (x_BN if tensor is None else _memory(tensor) for tensor in kept)
-    part = part_of(blocks, numel, bits=bits, group=group)
-    step_BK = scale_BK if blocks is None else torch.empty_like(scale_BK)
     finite_B = torch.ones(rows, dtype=torch.int32, device=x_BN.device)
     flags = {"BITS": bits, "GROUP": group, "DELTA": kept[0] is not None}
     flags["STOCHASTIC"] = noise is not None
-    strides = (x_BN.stride(0), m_BN.stride(0), step_BK.stride(0))
+    strides = (x_BN.stride(0), m_BN.stride(0), scale_BK.stride(0))
     chunk = _SUMS if rate is not None else min(_BLOCK, triton.next_power_of_2(group))
-    first_group = part.values.start // group
-    count = triton.cdiv(part.values.stop - first_group * group, group * (_BLOCK // chunk))
-    if rows and count > 0:
-        places = (first_group, numel, *strides, rate or 0.0)
-        scale_kernel[(count, rows)](
-            x_BN,
-            m_BN,
-            step_BK,
-            *places,
+    if rows and numel:
+        scale_kernel[(triton.cdiv(numel, group * (_BLOCK // chunk)), rows)](
+            *(x_BN, m_BN, scale_BK, numel, *strides, rate or 0.0),
             CHUNK=chunk,
             RMS=rate is not None,
             **flags,
             enable_fp_fusion=False,
         )
     key, step, row_B = _words(noise, finite_B)
-    for first, count, full in _launches(rows, numel, blocks):
+    for first, count, full in _launches(rows, numel):
         _encode_kernel[(count, rows)](
-            *(x_BN, m_BN, step_BK, payload_BP, f_BN, finite_B, row_B),
+            *(x_BN, m_BN, scale_BK, payload_BP, f_BN, finite_B, row_B),
             *(first, numel, *strides, payload_BP.stride(0), f_BN.stride(0), key, step),
             **flags,
             FULL=full,
             enable_fp_fusion=False,
         )
-    if blocks is not None:
-        scale_BK[:, part.scales] = step_BK[:, part.scales]
     return finite_B.bool()
 
 
@@ -173,7 +124,6 @@ def _decode(
     codes: Codes,
     kept: tuple[Tensor | None, Tensor | None],
     out_BN: Tensor,
-    blocks: range | None,
 ) -> Tensor:
     payload_BP, scale_BK, bits, group = codes
     rows, numel = out_BN.shape
@@ -182,7 +132,7 @@ def _decode(
     finite_B = torch.ones(rows, dtype=torch.int32, device=out_BN.device)
     tensors = (payload_BP, scale_BK, m_BN, f_BN, into_BN)
     strides = [tensor.stride(0) for tensor in tensors]
-    for first, count, full in _launches(rows, numel, blocks):
+    for first, count, full in _launches(rows, numel):
         _decode_kernel[(count, rows)](
             *(*tensors, finite_B, first, numel, *strides),
             BITS=bits,
@@ -201,11 +151,10 @@ def _memory(memory_BN: Tensor) -> Tensor:
     return memory_BN
 
 
-def _launches(rows: int, numel: int, blocks: range | None) -> list[tuple[int, int, bool]]:
+def _launches(rows: int, numel: int) -> list[tuple[int, int, bool]]:
     """(first block, number of blocks, whether they are full) of each launch."""
-    part, full = check_blocks(blocks, numel), numel // _BLOCK
-    whole = range(part.start, min(part.stop, full))
-    launches = [(whole.start, len(whole), True), (full, int(part.stop > full), False)]
+    full = numel // _BLOCK
+    launches = [(0, full, True), (full, int(numel > full * _BLOCK), False)]
     return [launch for launch in launches if launch[1] and rows]
 
 

@@ -3,7 +3,6 @@
 Axes: B rows, N values, K groups, G values per group, P payload bytes, L lanes of a block.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.kernels import Codes, part_of
-from thinpipe.pipeline.wire.kernels.reference import composed
+from thinpipe.pipeline.wire.kernels import Codes
 
 if TYPE_CHECKING:  # a backend that drifts fails the type check
     from thinpipe.pipeline.wire.kernels import KernelSet, reference
@@ -24,14 +22,7 @@ _SMALLEST_NORMAL = 2.0**-126
 _SUMS = 64
 
 
-def quantize(
-    x_BN: Tensor,
-    codes: Codes,
-    *,
-    noise: Noise | None,
-    rate: float | None = None,
-    blocks: range | None = None,
-) -> None:
+def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None, rate: float | None = None) -> None:
     """Fill `codes`; see `KernelSet.quantize`."""
     payload_BP, scale_BK, bits, group = codes
     numel = x_BN.shape[1]
@@ -49,18 +40,16 @@ def quantize(
     y_BN = y_BN.clamp(-half, half - 1)
     q_BN = y_BN.round() if noise is None else _round_stochastic(y_BN, noise)
     code_BN = (q_BN + half).to(torch.uint8)
-    part = part_of(blocks, numel, bits=bits, group=group)
-    payload_BP[:, part.payload] = _pack(code_BN, bits)[:, part.payload]
-    scale_BK[:, part.scales] = step_BK[:, part.scales]
+    payload_BP.copy_(_pack(code_BN, bits))
+    scale_BK.copy_(step_BK)
 
 
-def dequantize(codes: Codes, out_BN: Tensor, *, blocks: range | None = None) -> None:
+def dequantize(codes: Codes, out_BN: Tensor) -> None:
     """Write the values of codes and scales; see `KernelSet.dequantize`."""
     code_BN = _unpack(codes.payload_BP, codes.bits, out_BN.shape[1])
     q_BKG = _grouped(code_BN.float() - (1 << (codes.bits - 1)), codes.group)
     value_BKG = q_BKG * codes.scale_BK.float().unsqueeze(-1)
-    values = _values(blocks, out_BN)
-    out_BN[:, values] = value_BKG.flatten(1)[:, values].to(out_BN.dtype)
+    out_BN.copy_(value_BKG.flatten(1)[:, : out_BN.shape[1]])
 
 
 def delta_encode(
@@ -71,34 +60,21 @@ def delta_encode(
     *,
     noise: Noise | None,
     rate: float | None = None,
-    blocks: range | None = None,
 ) -> Tensor:
     """Quantize x - memory and write memory + change; see `KernelSet.delta_encode`."""
-    change_BN, bits, group = x_BN.float() - memory_BN.float(), codes.bits, codes.group
-    whole = Codes(torch.empty_like(codes[0]), torch.empty_like(codes[1]), bits, group)
-    quantize(change_BN, whole, noise=noise, rate=rate)
-    part = part_of(blocks, x_BN.shape[1], bits=bits, group=group)
-    codes.payload_BP[:, part.payload] = whole.payload_BP[:, part.payload]
-    codes.scale_BK[:, part.scales] = whole.scale_BK[:, part.scales]
-    return delta_decode(whole, memory_BN, fresh_BN, torch.empty_like(change_BN), blocks=blocks)
+    change_BN = x_BN.float() - memory_BN.float()
+    quantize(change_BN, codes, noise=noise, rate=rate)
+    return delta_decode(codes, memory_BN, fresh_BN, change_BN)
 
 
-def delta_decode(
-    codes: Codes,
-    memory_BN: Tensor,
-    fresh_BN: Tensor,
-    out_BN: Tensor,
-    *,
-    blocks: range | None = None,
-) -> Tensor:
+def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor) -> Tensor:
     """Write memory + change to both outputs; see `KernelSet.delta_decode`."""
     change_BN = torch.empty(out_BN.shape, device=out_BN.device)
-    dequantize(codes, change_BN, blocks=blocks)
-    values = _values(blocks, out_BN)
-    value_BV = memory_BN[:, values].float() + change_BN[:, values]
-    out_BN[:, values] = value_BV.to(out_BN.dtype)
-    fresh_BN[:, values] = value_BV.to(fresh_BN.dtype)
-    return torch.isfinite(fresh_BN[:, values]).all(1)
+    dequantize(codes, change_BN)
+    value_BN = memory_BN.float() + change_BN
+    out_BN.copy_(value_BN)
+    fresh_BN.copy_(value_BN)
+    return torch.isfinite(fresh_BN).all(1)
 
 
 def packed_delta_encode(
@@ -109,46 +85,22 @@ def packed_delta_encode(
     *,
     noise: Noise | None,
     rate: float | None = None,
-    blocks: range | None = None,
 ) -> Tensor:
     """`delta_encode` on quantized memories; see `KernelSet.packed_delta_encode`."""
-    composed.check_unit(blocks, x_BN.shape[1], memory, codes, fresh)
-    value_BN = composed.unpacked(dequantize, memory, x_BN)
-    finite_B = delta_encode(x_BN, value_BN, codes, value_BN, noise=noise, rate=rate, blocks=blocks)
-    quantize(value_BN, fresh, noise=None, blocks=blocks)
+    value_BN = torch.empty(x_BN.shape, device=x_BN.device)
+    dequantize(memory, value_BN)
+    finite_B = delta_encode(x_BN, value_BN, codes, value_BN, noise=noise, rate=rate)
+    quantize(value_BN, fresh, noise=None)
     return finite_B
 
 
-def packed_delta_decode(
-    codes: Codes,
-    memory: Codes,
-    fresh: Codes,
-    out_BN: Tensor,
-    *,
-    blocks: range | None = None,
-) -> Tensor:
+def packed_delta_decode(codes: Codes, memory: Codes, fresh: Codes, out_BN: Tensor) -> Tensor:
     """`delta_decode` on quantized memories; see `KernelSet.packed_delta_decode`."""
-    composed.check_unit(blocks, out_BN.shape[1], memory, codes, fresh)
-    value_BN = composed.unpacked(dequantize, memory, out_BN)
-    finite_B = delta_decode(codes, value_BN, value_BN, out_BN, blocks=blocks)
-    quantize(value_BN, fresh, noise=None, blocks=blocks)
+    value_BN = torch.empty(out_BN.shape, device=out_BN.device)
+    dequantize(memory, value_BN)
+    finite_B = delta_decode(codes, value_BN, value_BN, out_BN)
+    quantize(value_BN, fresh, noise=None)
     return finite_B
-
-
-def mean(
-    shards: Sequence[Codes],
-    codes: Codes,
-    residual_BN: Tensor,
-    *,
-    noise: Noise | None,
-    blocks: range | None = None,
-) -> None:
-    """Quantize the mean of shards and residual; see `KernelSet.mean`."""
-    composed.mean((quantize, dequantize), shards, codes, residual_BN, noise=noise, blocks=blocks)
-
-
-def _values(blocks: range | None, t_BN: Tensor) -> slice:
-    return part_of(blocks, t_BN.shape[1], bits=1, group=1).values
 
 
 def _grouped(x_BN: Tensor, group: int) -> Tensor:

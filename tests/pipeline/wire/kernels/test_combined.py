@@ -1,14 +1,10 @@
-"""Kernels on packed memories, several shards and parts of rows, against what they stand for."""
-
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+"""Kernels on packed memories, and steps that follow the rms, against what they stand for."""
 
 import pytest
 import torch
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels, unit_blocks
+from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
 
 CPU = torch.device("cpu")
 REFERENCE, NUMBA = load_kernels("reference", CPU), load_kernels("numba", CPU)
@@ -92,7 +88,7 @@ def test_a_packed_memory_that_would_not_be_finite_is_reported(
 
 
 def test_both_ends_hold_equal_packed_memories_after_many_steps() -> None:
-    """Backends and splits differ between the ends, and from step to step."""
+    """Backends differ between the ends, and from step to step."""
     generator, numel = torch.Generator().manual_seed(3), 5 * 1024 + 300
     start = filled(torch.randn(2, numel, generator=generator), 8, 256)
     ends = [start, Codes(*(t.clone() for t in start[:2]), *start[2:])]
@@ -102,138 +98,12 @@ def test_both_ends_hold_equal_packed_memories_after_many_steps() -> None:
         sender, receiver = ((REFERENCE, NUMBA), (NUMBA, REFERENCE))[step % 2]
         noise, delta = Noise(3, step, torch.tensor([1, 2])), room(numel, 3, 128)
         fresh, out = [room(numel, 8, 256) for _ in ends], torch.full_like(x, torch.nan)
-        for part in (range(step % 5, 6), range(step % 5)):
-            sender.packed_delta_encode(x, ends[0], delta, fresh[0], noise=noise, blocks=part)
-        for part in (range(2), range(2, 6)):
-            receiver.packed_delta_decode(delta, ends[1], fresh[1], out, blocks=part)
+        sender.packed_delta_encode(x, ends[0], delta, fresh[0], noise=noise)
+        receiver.packed_delta_decode(delta, ends[1], fresh[1], out)
         assert same([*fresh[0][:2]], [*fresh[1][:2]])
         ends = fresh
         error.append(float((out - x).norm() / x.norm()))
     assert error[-1] < 0.02 < 0.2 < error[0]
-
-
-def mean_of(shards: list[torch.Tensor], residual: torch.Tensor, n: float) -> torch.Tensor:
-    total = shards[0]
-    for shard in shards[1:]:
-        total = total + shard
-    return total * torch.tensor(1.0 / n) + residual
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-@pytest.mark.parametrize(("numel", "group"), [(9, 4), (1500, 100), (6144, 128)])
-def test_the_mean_of_shards_is_quantized_and_what_is_lost_is_kept(
-    count: int, numel: int, group: int
-) -> None:
-    for bits in range(1, 9):
-        noise = NOISE if bits % 3 == 2 else None
-        shards = [filled(rows(numel, i), bits, group * (1 + i % 2)) for i in range(count)]
-        values = [torch.empty(2, numel) for _ in shards]
-        for shard, value in zip(shards, values, strict=True):
-            REFERENCE.dequantize(shard, value)
-        target = mean_of(values, 0.1 * rows(numel, 50), count)
-        expected, seen = room(numel, bits, group), torch.empty(2, numel)
-        REFERENCE.quantize(target, expected, noise=noise)
-        REFERENCE.dequantize(expected, seen)
-        for kernels in (REFERENCE, NUMBA):
-            codes, residual = room(numel, bits, group), 0.1 * rows(numel, 50)
-            kernels.mean(shards, codes, residual, noise=noise)
-            assert same([*codes[:2], residual], [*expected[:2], target - seen]), f"{bits} bits"
-
-
-Work = Callable[[KernelSet, range | None], Found]
-
-
-def works(numel: int, group: int) -> list[tuple[int, Callable[[], Work]]]:
-    """(blocks per unit, maker of fresh outputs and what fills them)."""
-    x, memory = rows(numel, 1), rows(numel, 2).bfloat16()
-    old, shards = filled(rows(numel, 3), 8, 96), [filled(rows(numel, i), 4, 64) for i in (4, 5)]
-
-    def plain() -> Work:
-        codes, fresh = room(numel, 3, group), torch.full_like(memory, torch.nan)
-        out = torch.full_like(x, torch.nan)
-
-        def run(kernels: KernelSet, blocks: range | None) -> Found:
-            kernels.delta_encode(x, memory, codes, fresh, noise=NOISE, blocks=blocks)
-            kernels.dequantize(shards[0], out, blocks=blocks)
-            return [*codes[:2], fresh, out]
-
-        return run
-
-    def packed() -> Work:
-        codes, fresh = room(numel, 4, group), room(numel, 8, 96)
-
-        def run(kernels: KernelSet, blocks: range | None) -> Found:
-            kernels.packed_delta_encode(x, old, codes, fresh, noise=NOISE, rate=0.8, blocks=blocks)
-            return [*codes[:2], *fresh[:2]]
-
-        return run
-
-    def mean() -> Work:
-        codes, residual = room(numel, 5, group), rows(numel, 6)
-
-        def run(kernels: KernelSet, blocks: range | None) -> Found:
-            kernels.mean(shards, codes, residual, noise=None, blocks=blocks)
-            return [*codes[:2], residual]
-
-        return run
-
-    return [
-        (1, plain),
-        (unit_blocks(numel, group, 96), packed),
-        (unit_blocks(numel, group, 64), mean),
-    ]
-
-
-def split(numel: int, unit: int, seed: int) -> list[range]:
-    """Parts of a row in random order, cut at random multiples of `unit`."""
-    count, generator = -(-numel // 1024), torch.Generator().manual_seed(seed)
-    places = torch.arange(unit, count, unit)
-    chosen = places[torch.rand(len(places), generator=generator) < 0.5].tolist()
-    cuts = [0, *chosen, count]
-    parts = [range(a, b) for a, b in pairwise(cuts)]
-    return [parts[i] for i in torch.randperm(len(parts), generator=generator).tolist()]
-
-
-@pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
-@pytest.mark.parametrize(("numel", "group"), [(13 * 1024 + 77, 128), (9000, 300), (7000, 10_000)])
-def test_any_split_of_a_row_gives_the_same_bytes(
-    kernels: KernelSet, numel: int, group: int
-) -> None:
-    for unit, make in works(numel, group):
-        expected = make()(REFERENCE, None)
-        for seed in range(4):
-            run = make()
-            for part in split(numel, unit, seed):
-                found = run(kernels, part)
-            assert same(found, expected)
-
-
-def test_any_number_of_threads_gives_the_same_bytes() -> None:
-    numel, group = 200 * 1024 + 9, 128
-    for unit, make in works(numel, group):
-        expected = make()(NUMBA, None)
-        for threads in (2, 3):
-            run = make()
-            with ThreadPoolExecutor(threads) as pool:
-                parts = split(numel, unit, threads)
-                found = list(pool.map(lambda part, run=run: run(NUMBA, part), parts))[-1]
-            assert same(found, expected)
-
-
-@pytest.mark.parametrize("blocks", [range(-1, 2), range(1, 9), range(3, 2), range(0, 4, 2)])
-@pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
-def test_a_part_outside_the_row_is_refused(kernels: KernelSet, blocks: range) -> None:
-    with pytest.raises(ValueError, match="a row of 5000 values has blocks 0 to 5"):
-        kernels.quantize(rows(5000, 0), room(5000, 4, 64), noise=None, blocks=blocks)
-
-
-@pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
-def test_a_part_that_cuts_a_packed_group_is_refused(kernels: KernelSet) -> None:
-    old, fresh = filled(rows(6144, 0), 8, 768), room(6144, 8, 768)
-    with pytest.raises(ValueError, match="meet every 3 blocks"):
-        kernels.packed_delta_encode(
-            rows(6144, 1), old, room(6144, 4, 64), fresh, noise=None, blocks=range(2, 6)
-        )
 
 
 @pytest.mark.parametrize("group", [1, 64, 100, 768, 5000])

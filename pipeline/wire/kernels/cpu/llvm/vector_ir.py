@@ -9,16 +9,13 @@ bf16, int16 is fp16. Passing None for an optional array removes its code.
 Nothing here is fused or reordered: products and sums round once each, as the reference's do.
 """
 
-import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
-from numba.np.arrayobj import populate_array
 
 LANES = 64
 
@@ -28,23 +25,8 @@ _NBYTES = {types.float32: 4, types.uint16: 2, types.int16: 2, types.uint8: 1}
 _AHEAD = 1024  # values: while a group is computed, the next block's cache lines are on their way
 _FORMATS = {types.float32: _F32, types.uint16: I16, types.int16: _F16, types.uint8: I8}
 
-_SOURCE = hashlib.sha256(
-    b"".join(path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
-).hexdigest()[:12]
-
 Value = Any  # an llvmlite value; llvmlite has no type hints
 Builder = Any
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile on first use, without the GIL, and cache on disk.
-
-    numba finds cached code by file and qualified name, and looks for changes in that file only.
-    With a digest of all kernel sources in the name, code from another version is never found.
-    """
-    function.__qualname__ = f"{function.__qualname__}_{_SOURCE}"
-    wrapped: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy")(function)
-    return wrapped
 
 
 def vector(element: Value, lanes: int) -> Value:
@@ -359,62 +341,6 @@ def apply_group(typing: Any, codes: Any, memory: Any, fresh: Any, out: Any, at: 
         return kept.largest()
 
     return types.uint32(codes, memory, fresh, out, at), codegen
-
-
-@intrinsic
-def add_scaled(typing: Any, total: Any, factor: Any, term: Any, start: Any, count: Any) -> Any:
-    """total := factor * total + term; `start` is where `term` begins."""
-
-    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        total_op = _Operand(context, b, (total, args[0]), I64(0))
-        term_op = _Operand(context, b, (term, args[2]), args[3])
-        factors = splat(b, args[1])
-
-        def body(index: Value, mask: Value) -> None:
-            scaled = b.fmul(factors, total_op.values(index, mask))
-            value = b.fadd(scaled, term_op.values(index, mask))
-            store(b, value, total_op.at(index), mask)
-
-        _steps(b, args[4], body)
-        return context.get_dummy_value()
-
-    return types.void(total, types.float32, term, types.int64, types.int64), codegen
-
-
-@intrinsic
-def subtract(typing: Any, one: Any, other: Any, out: Any, start: Any, count: Any) -> Any:
-    """out := one - other; `start` is where `out` begins."""
-
-    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        one_op = _Operand(context, b, (one, args[0]), I64(0))
-        other_op = _Operand(context, b, (other, args[1]), I64(0))
-        out_op = _Operand(context, b, (out, args[2]), args[3])
-
-        def body(index: Value, mask: Value) -> None:
-            value = b.fsub(one_op.values(index, mask), other_op.values(index, mask))
-            store(b, value, out_op.at(index), mask)
-
-        _steps(b, args[4], body)
-        return context.get_dummy_value()
-
-    return types.void(one, other, out, types.int64, types.int64), codegen
-
-
-@intrinsic
-def bytes_at(typing: Any, address: Any) -> Any:
-    """The bytes from an address on, as an array that says it is empty."""
-
-    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        array = context.make_array(signature.return_type)(context, b)
-        data = b.inttoptr(args[0], ir.PointerType(I8))
-        empty = cgutils.pack_array(b, [I64(0)])
-        strides = cgutils.pack_array(b, [I64(1)])
-        populate_array(
-            array, data=data, shape=empty, strides=strides, itemsize=I64(1), meminfo=None
-        )
-        return array._getvalue()
-
-    return types.Array(types.uint8, 1, "C")(types.int64), codegen
 
 
 @intrinsic

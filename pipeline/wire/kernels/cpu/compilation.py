@@ -1,0 +1,54 @@
+"""Compiling kernels with numba, and keeping the machine code on disk."""
+
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+
+_PACKAGE = "thinpipe.pipeline.wire.kernels"
+_FOLDER = Path(__file__).parents[1]
+_IMPORT = re.compile(r"^\s*(?:from|import) ([\w.]+)(?: import (?:\(([\w\s,]*)\)|([\w ,]*)))?", re.M)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile on first use, without the GIL, and cache on disk.
+
+    numba finds cached code by file and qualified name, and looks for changes in that file only.
+    With a digest of all that the file imports in the name, code from another version is never
+    found, and an edit of a kernel discards only what depends on it.
+    """
+    function.__qualname__ = f"{function.__qualname__}_{source_digest(function.__module__)}"
+    wrapped: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy")(function)
+    return wrapped
+
+
+@functools.cache
+def source_digest(module: str, folder: Path = _FOLDER) -> str:
+    """Digest of a kernel module's source and of those of the kernel modules that it imports."""
+    found, left = dict[str, str](), [module]
+    while left:
+        path = _path(name := left.pop(), folder)
+        if path is not None and name not in found:
+            found[name] = path.read_text()
+            left += _imported(found[name])
+    sources = "".join(found[name] for name in sorted(found))
+    return hashlib.sha256(sources.encode()).hexdigest()[:12]
+
+
+def _path(module: str, folder: Path) -> Path | None:
+    """The file of a kernel module, None if the name is that of something else."""
+    if module != _PACKAGE and not module.startswith(f"{_PACKAGE}."):
+        return None
+    stem = folder.joinpath(*module.removeprefix(_PACKAGE).split("."))
+    return next((p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.is_file()), None)
+
+
+def _imported(source: str) -> Iterator[str]:
+    """Names that may be those of modules; `from a import b` may import either of a and a.b."""
+    for module, several, one in _IMPORT.findall(source):
+        yield module
+        yield from (f"{module}.{name}" for name in re.findall(r"\w+", several or one))
