@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import tomli_w
+import tomlkit
 from matplotlib.figure import Figure
 
 from benchmarks.harness import environment, format_table
@@ -187,7 +187,7 @@ def _train(out: Path, name: str, run: Mapping[str, Any]) -> Path:
     """
     folder, file = out / "runs" / name, out / f"{name}.toml"
     place = {"name": name, "folder": str(folder), **run.get("run", {})}
-    settings = tomli_w.dumps({**run, "run": place, "checkpoint": {"keep": 1}})
+    settings = tomlkit.dumps({**run, "run": place, "checkpoint": {"keep": 1}})
     if not (folder / "report.html").exists():
         shutil.rmtree(folder, ignore_errors=True)
         file.write_text(settings)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tomli_w
+import tomlkit
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -316,7 +316,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def write_config(config: RunConfig, path: Path) -> None:
     """Write the resolved config as TOML; reading it back gives an equal one."""
     fields = config.model_dump(mode="json", exclude_none=True)
-    path.write_text(tomli_w.dumps(fields))
+    path.write_text(tomlkit.dumps(fields))
 
 
 def _check_cuts(pipeline: PipelineConfig, layers: int) -> None:

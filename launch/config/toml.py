@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import tomli_w
+import tomlkit
 from pydantic import BaseModel, ValidationError
 
 from thinpipe.launch.config.errors import explain
@@ -50,7 +50,7 @@ def toml_value(value: Any) -> str:
         return f"{{ {', '.join(given)} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
-    return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()
+    return tomlkit.item(value).as_string()
 
 
 def top_keys(path: Path) -> set[str]:

@@ -1,25 +1,25 @@
 """Writes planned cuts and boundaries into a run file, whose comments and order stay as they are.
 
-The text is edited: the value of `pipeline.cuts` is replaced, `[[boundary]]` tables are replaced by
-new ones at the end. No comment is lost: those of the old tables come first there and are said to be
-theirs, and one on a line that goes gets a line of its own. The result must read back as what was
-meant, or nothing is written.
+No comment is lost: those of a value that is replaced follow the new one on its line, those of
+replaced `[[boundary]]` tables come first in the new ones, under a heading.
 """
 
 import os
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import tomli_w
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
 
 from thinpipe.launch.config.toml import ConfigError, toml_value
 
-_HEADER = re.compile(r"^\s*\[")
-_OLD = "# comments of the boundaries that were here before:"
-_CUTS = re.compile(r"^\s*(?:pipeline\.)?(?:cuts|stages)\s*=")
+_OLD = "# comments of the previous boundaries:"
+_COMMENT = re.compile(r"#.*")
+"""In the values that are replaced: none of them can contain a #."""
 
 
 def apply_plan(
@@ -28,23 +28,24 @@ def apply_plan(
     """Put the cuts, and the boundary tables if there are any, into the run file.
 
     Raises:
-        ConfigError: the file is written in a way that cannot be edited; says what to do by hand.
+        ConfigError: the edited file would not read back as intended; nothing is written.
     """
     text = path.read_text()
-    wanted = tomllib.loads(text)
-    pipeline = {k: v for k, v in wanted.get("pipeline", {}).items() if k != "stages"}
-    wanted["pipeline"] = pipeline | {"cuts": list(cuts)}
+    expected = tomllib.loads(text)
+    pipeline = {k: v for k, v in expected.get("pipeline", {}).items() if k != "stages"}
+    expected["pipeline"] = pipeline | {"cuts": list(cuts)}
     if boundaries is not None:
-        wanted["boundary"] = [dict(boundary) for boundary in boundaries]
-    edited = _edit(text, cuts, boundaries)
+        expected["boundary"] = [dict(boundary) for boundary in boundaries]
     try:
-        found = tomllib.loads(edited)
-    except tomllib.TOMLDecodeError:
-        found = {}
-    if found != wanted:
+        edited = _edit(text, cuts, boundaries)
+        is_right = tomllib.loads(edited) == expected
+    except (TOMLKitError, tomllib.TOMLDecodeError):
+        is_right = False
+    if not is_right:
+        tables = {key: expected[key] for key in ("pipeline", "boundary") if key in expected}
         raise ConfigError(
-            f"{path}: written in a way that --apply cannot edit; put this into it yourself:\n"
-            + tomli_w.dumps({key: wanted[key] for key in ("pipeline", "boundary") if key in wanted})
+            f"{path}: --apply cannot edit this file; put this into it by hand:\n"
+            + tomlkit.dumps(tables)
         )
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(edited)
@@ -52,84 +53,33 @@ def apply_plan(
 
 
 def _edit(text: str, cuts: Sequence[int], boundaries: Sequence[Mapping[str, Any]] | None) -> str:
-    lines, comments = text.splitlines(), list[str]()
+    document = tomlkit.parse(text)
+    pipeline: Any = document.setdefault("pipeline", tomlkit.table())
+    replaced = [item for key, item in pipeline.items() if key in ("cuts", "stages")]
+    lines = "\n".join(item.as_string() + item.trivia.comment for item in replaced)
+    comments = _COMMENT.findall(lines)
+    pipeline.pop("stages", None)
+    pipeline["cuts"] = list(cuts)
+    if comments:
+        pipeline["cuts"].comment("  ".join(comments).removeprefix("# "))
     if boundaries is not None:
-        lines, comments = _without_boundaries(lines)
-    kept = _with_cuts(lines, f"cuts = {list(cuts)}", has_cuts=_has_cuts(text))
-    while kept and not kept[-1].strip():
-        kept.pop()
-    body = "\n".join(kept) + "\n"
-    if boundaries is None:
-        return body
-    old = [comment for comment in comments if comment.strip() != _OLD]
-    return "\n".join([body, *([_OLD, *old] if old else []), boundary_text(boundaries)])
+        old = tomlkit.dumps({"boundary": document.get("boundary", [])})
+        document["boundary"] = _boundaries(old, boundaries)
+    return document.as_string().rstrip("\n") + "\n"
 
 
-def _without_boundaries(lines: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The other lines, and the comments of boundary tables; those right above a table are its."""
-    kept, comments, last = list[str](), list[str](), list[str]()
-    inside = False
-    for line in lines:
-        if line.lstrip().startswith("#"):
-            last.append(line)
-            continue
-        if _HEADER.match(line):
-            inside = line.strip().startswith(("[[boundary]]", "[boundary."))
-        if inside:
-            comments += [*last, *_own_line(_parts(line)[1])]
-        else:
-            kept += [*last, line]
-        last = []
-    (comments if inside else kept).extend(last)
-    return kept, comments
+def _boundaries(old: str, boundaries: Sequence[Mapping[str, Any]]) -> Any:
+    """The new tables, with the comments of the old ones.
 
-
-def _with_cuts(lines: Sequence[str], new_cuts: str, *, has_cuts: bool) -> list[str]:
-    kept: list[str] = []
-    section, placed, brackets = "", False, 0
-    for line in lines:
-        code, comment = _parts(line)
-        if brackets > 0:  # the rest of a list that is replaced
-            brackets += _open_brackets(code)
-            kept += _own_line(comment)
-            continue
-        if _HEADER.match(line):
-            section = code.strip()
-        at_cuts = _CUTS.match(line)
-        prefix = "pipeline." if section == "" else ""
-        if not at_cuts or not _is_pipeline(section, line):
-            kept.append(line)
-            if section == "[pipeline]" and _HEADER.match(line) and not has_cuts:
-                kept.append(new_cuts)
-                placed = True
-            continue
-        brackets = _open_brackets(code)
-        kept += _own_line(comment) if placed else [prefix + new_cuts + comment]
-        placed = True
-    return kept if placed else [*kept, "", "[pipeline]", new_cuts]
-
-
-def _is_pipeline(section: str, line: str) -> bool:
-    return section == "[pipeline]" or (not section and line.lstrip().startswith("pipeline."))
-
-
-def _has_cuts(text: str) -> bool:
-    pipeline = tomllib.loads(text).get("pipeline", {})
-    return bool(pipeline.keys() & {"cuts", "stages"})
-
-
-def _parts(line: str) -> tuple[str, str]:
-    """Code, and the comment with the space before it: no value that is replaced can hold a #."""
-    code = line.split("#")[0].rstrip() if "#" in line else line
-    return code, line[len(code) :]
-
-
-def _own_line(comment: str) -> list[str]:
-    return [comment.strip()] if comment else []
-
-
-def _open_brackets(code: str) -> int:
-    return code.count("[") - code.count("]")
+    Comments after the last value of the old ones belong to the table that follows them in the file.
+    """
+    lines = old.splitlines()
+    after = list(takewhile(lambda line: line.strip()[:1] in ("", "#"), reversed(lines)))[::-1]
+    comments = _COMMENT.findall("\n".join(lines[: len(lines) - len(after)]))
+    heading = [_OLD, *comments] if comments and _OLD not in comments else comments
+    head, _, rest = boundary_text(boundaries).partition("\n")
+    tables = [head, *heading, rest.rstrip("\n"), *(after or [""])]
+    return tomlkit.parse("\n".join(tables) + "\n")["boundary"]
 
 
 def boundary_text(boundaries: Sequence[Mapping[str, Any]]) -> str:

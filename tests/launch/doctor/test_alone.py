@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-import tomli_w
+import tomlkit
 from typer.testing import CliRunner
 
 from tests.huggingface import saved_model, section
@@ -55,7 +55,7 @@ def test_frozen_weights_have_neither_gradients_nor_adam(
     tree = {"run": {"folder": f"{tmp_path}/run"}, "model": model, "boundary": raw}
     path = tmp_path / "run.toml"
     path.write_text(
-        tomli_w.dumps(tree | {"pipeline": {"cuts": [2]}, "data": {"sequence_length": 9}})
+        tomlkit.dumps(tree | {"pipeline": {"cuts": [2]}, "data": {"sequence_length": 9}})
     )
     _, said = doctor(path, "--rdzv", f"127.0.0.1:{free_port()}")
     (need,) = re.findall(r"weights, gradients and Adam need (\S+) GB", said)
