@@ -6,7 +6,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,9 +15,10 @@ from thinpipe.launch.checkpoint.export_hf import ExportDtype, export
 from thinpipe.launch.checkpoint.files import CheckpointError
 from thinpipe.launch.checkpoint.run_folder import check_folder
 from thinpipe.launch.checkpoint.state import Resume, after_restart, saved_so_far
-from thinpipe.launch.config.cli_options import USAGE_ERROR, SetOption, run_app
+from thinpipe.launch.config.cli_options import SetOption, refuse, run_app
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.corpus import check_data
 from thinpipe.launch.distributed.elastic import (
     Nodes,
     end_with_parent,
@@ -42,7 +43,7 @@ from thinpipe.launch.plan.cli import plan
 from thinpipe.launch.plan.memory_budget import check_memory, plan_memory, show_memory
 from thinpipe.launch.plan.trace import trace_run
 from thinpipe.launch.shaped.cli import shaped
-from thinpipe.launch.train import check_data, train_rank
+from thinpipe.launch.train import train_rank
 from thinpipe.pipeline.models.build import check_model
 
 app = typer.Typer(
@@ -125,7 +126,7 @@ def train(  # noqa: PLR0913  # one parameter per option
         if step is not None and not resume:
             raise ConfigError(f"--step = {step}: goes with --resume; add it, or leave out --step")
     except ConfigError as error:
-        _refuse(error)
+        refuse(error)
     if dry_run:
         _show_memory(config, resume=resume)
         return
@@ -156,7 +157,7 @@ def trace(
         delay_s = parse_time(delay, "--delay")
         told = trace_run(folder, out or folder / "trace.json", rate_bps=rate_bps, delay_s=delay_s)
     except (ValueError, OSError) as error:
-        _refuse(error)
+        refuse(error)
     print(told)
 
 
@@ -178,7 +179,7 @@ def export_model(
     try:
         notes = export(run_folder, out, step=step, dtype=dtype)
     except (ValueError, OSError) as error:
-        _refuse(error)
+        refuse(error)
     else:
         typer.echo("\n".join([f"{out}: {notes[0]}", *notes[1:]]))
 
@@ -218,7 +219,7 @@ def launch_on_hosts(
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads on: end, and thereby all hosts
         sys.exit(run_commands(hosts, commands))
     except ValueError as error:
-        _refuse(error)
+        refuse(error)
 
 
 app.command()(plan)
@@ -241,7 +242,7 @@ def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
         check_memory(config, len(corpus.train), range(config.world_size))
         _check_resume(config, resume=resume)
     except (ValueError, OSError, ImportError) as error:
-        _refuse(error)
+        refuse(error)
     return run_local(sys.argv[1:], config.world_size, max_restarts=max_restarts)
 
 
@@ -261,7 +262,7 @@ def _show_memory(config: RunConfig, *, resume: bool) -> None:
         show_memory(Console(highlight=False), config, ends, ranks)
         check_memory(config, sequences, ranks)
     except (ValueError, OSError, ImportError) as error:
-        _refuse(error)
+        refuse(error)
 
 
 def _run_here(config: RunConfig, nodes: Nodes) -> int:
@@ -275,7 +276,7 @@ def _run_here(config: RunConfig, nodes: Nodes) -> int:
         check_data(config)
         return run_node(sys.argv[1:], config.world_size // nodes.count, nodes)
     except (ValueError, OSError, ImportError) as error:
-        _refuse(error)
+        refuse(error)
 
 
 def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
@@ -289,7 +290,7 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
             _say(saved_so_far(config))
         os._exit(FAILED)  # links are broken: a clean-up that talks to peers would hang
     except (ValueError, HandshakeError) as error:
-        _refuse(error)
+        refuse(error)
     except ImportError as error:
         _say(f"rank {os.environ['RANK']}: {explain(error)}")
         os._exit(FAILED)
@@ -303,12 +304,6 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
         _say(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}")
         os._exit(FAILED)
     return 0
-
-
-def _refuse(error: Exception) -> NoReturn:
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        _say(f"error: {explain(error)}")
-    sys.exit(USAGE_ERROR)
 
 
 def _say(text: str) -> None:

@@ -5,7 +5,7 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -15,8 +15,7 @@ from thinpipe.launch.checkpoint.run_folder import RunFolder, check_folder
 from thinpipe.launch.checkpoint.state import Checkpoints, Resume, agree_to_resume
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data import load as data
-from thinpipe.launch.data.sample_set import SampleSet
+from thinpipe.launch.corpus import Corpus, check_data
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.distributed.elastic import rank_threads
 from thinpipe.launch.distributed.handshake import versions
@@ -45,24 +44,6 @@ from thinpipe.launch.report.summary import summarize
 from thinpipe.launch.report.timeline import Timeline, gather_events
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.step_stats import StepTotals
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Training and held-out sequences."""
-
-    train: SampleSet
-    evaluation: SampleSet
-
-    @property
-    def digests(self) -> dict[str, str]:
-        """What peers and resumed runs compare: sample ids must mean the same text."""
-        return {"train": self.train.digest, "eval": self.evaluation.digest}
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a user should know of how the samples were made."""
-        return tuple(dict.fromkeys((*self.train.notes, *self.evaluation.notes)))
 
 
 def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
@@ -99,25 +80,6 @@ def _ranks_here() -> range:
     """The ranks on this host, which launchers number one after the other."""
     first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def check_data(config: RunConfig) -> Corpus:
-    """Load the data; the launcher does so too, so that errors appear before ranks are started.
-
-    Raises:
-        ValueError, OSError, ImportError: there is no such text, or not enough of it.
-    """
-    model = config.model
-    corpus = Corpus(
-        *data.load(config.data, seed=config.run.seed, vocab=model.vocab, classes=model.classes or 2)
-    )
-    if len(corpus.train) < config.train.batch_size:
-        raise ConfigError(
-            f"train.batch_size = {config.train.batch_size}, but there are {len(corpus.train)} "
-            f"training samples (data.train_sequences = {config.data.train_sequences!r}); use a "
-            "smaller batch or more data"
-        )
-    return corpus
 
 
 class _Run:

@@ -1,4 +1,4 @@
-"""What commands have in common: `--set`, and how they refuse what makes no sense to them."""
+"""What commands have in common: `--set`, and how they report wrong arguments."""
 
 import os
 import sys
@@ -9,6 +9,7 @@ import typer
 from pydantic import ValidationError
 
 from thinpipe.launch.config.errors import remedy
+from thinpipe.launch.host.packages import explain
 
 USAGE_ERROR = 2
 
@@ -28,10 +29,18 @@ def run_app(
     try:
         sys.exit(app(arguments, prog_name=program, standalone_mode=False))
     except _Refused as error:
-        text = _explain(error)
-        if text and os.environ.get("LOCAL_RANK", "0") == "0":
-            os.write(2, f"error: {text}\n".encode())
-        sys.exit(USAGE_ERROR)
+        _end(_explain(error))
+
+
+def refuse(error: Exception) -> NoReturn:
+    """Report a user's error, once for all ranks of this host, and end the process."""
+    _end(explain(error))
+
+
+def _end(text: str) -> NoReturn:
+    if text and os.environ.get("LOCAL_RANK", "0") == "0":
+        sys.stderr.write(f"error: {text}\n")  # a whole line: ranks share the terminal
+    sys.exit(USAGE_ERROR)
 
 
 def _explain(error: Any) -> str:

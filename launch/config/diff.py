@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from thinpipe.launch.config.run import BoundaryConfig, ForwardConfig, boundary_at
 from thinpipe.launch.config.toml import toml_value
+from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _MAY_CHANGE = (
     *("run.name", "eval.", "checkpoint."),
@@ -87,7 +88,7 @@ def _boundary(config: Mapping[str, Any], cut: int) -> BoundaryConfig:
 
 def _boundary_changes(before: BoundaryConfig, now: BoundaryConfig) -> Iterator[Change]:
     """Settings of a cut; of what is of another kind, the whole table."""
-    for direction in ("forward", "backward"):
+    for direction in DIRECTIONS:
         specs = [getattr(boundary, direction) for boundary in (before, now)]
         tables = [spec.model_dump(mode="json") for spec in specs]
         if specs[0].kind == specs[1].kind:

@@ -50,7 +50,8 @@ def toml_value(value: Any) -> str:
         return f"{{ {', '.join(given)} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(toml_value, value))}]"
-    return tomlkit.item(value).as_string()
+    text: str = tomlkit.item(value).as_string()
+    return text
 
 
 def top_keys(path: Path) -> set[str]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from thinpipe.launch.config.cli_options import USAGE_ERROR, SetOption
+from thinpipe.launch.config.cli_options import SetOption, refuse
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.doctor.checks import check_all, names_of
 from thinpipe.launch.doctor.finding import Finding, problem
@@ -55,8 +55,7 @@ def doctor(
             raise ValueError(f"--save = {save}: no such folder; make it, or name another")
         endpoint = parse_endpoint(rdzv or "127.0.0.1:29500")
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(USAGE_ERROR)
+        refuse(error)
     examination = _Examination(config, nnodes, window_s=seconds, wait_s=wait)
     try:
         findings = examination.run(console, endpoint, save)

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.corpus import check_data
 from thinpipe.launch.distributed.handshake import versions
 from thinpipe.launch.doctor.finding import Finding, ok, problem, warning
 from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.plan.memory_budget import needs, plan_memory
-from thinpipe.launch.train import check_data
+from thinpipe.launch.plan.profile import checkpoint_nbytes, training_nbytes
 from thinpipe.pipeline.models.build import stage_counts
 
-_WEIGHT_BYTES, _GRADIENT_BYTES, _ADAM_BYTES = 4, 4, 8  # per parameter, in fp32
 _SYSCTL = Path("/proc/sys/net/ipv4")
 
 
@@ -122,8 +122,7 @@ def _room(config: RunConfig, where: str, nnodes: int) -> list[Finding]:
     """Memory and disk, against what this host's share of the model needs at least."""
     share = config.pipeline.replicas / nnodes
     held, trained = stage_counts(config.model, config.pipeline.cuts)
-    memory, saved = free_memory(), _WEIGHT_BYTES * held + _ADAM_BYTES * trained
-    need = share * (saved + _GRADIENT_BYTES * trained)
+    memory, need = free_memory(), share * training_nbytes(held, trained)
     counted = "weights, gradients and Adam"
     sequences, wrong = _sequences(config, where)
     ends = plan_memory(config, sequences) if sequences else []
@@ -139,7 +138,7 @@ def _room(config: RunConfig, where: str, nnodes: int) -> list[Finding]:
         findings = [*wrong, problem(where, text, remedy)]
     folder = next(p for p in (config.run.path, *config.run.path.parents) if p.exists())
     copies = config.checkpoint.keep + 1  # a new one is complete before an old one goes
-    disk, need = shutil.disk_usage(folder).free, share * saved * copies
+    disk, need = shutil.disk_usage(folder).free, share * copies * checkpoint_nbytes(held, trained)
     if disk < need:
         findings.append(
             problem(

@@ -4,15 +4,11 @@ gloo publishes the address of one interface (GLOO_SOCKET_IFNAME); without that v
 whatever the host's own name resolves to, which on many systems is 127.0.1.1.
 """
 
-import fcntl
 import ipaddress
 import socket
-import struct
 from dataclasses import dataclass
 
-_SIOCGIFADDR = 0x8915
-_SIOCGIFMTU = 0x8921
-_NAME_BYTES = 16
+import psutil
 
 
 @dataclass(frozen=True)
@@ -30,18 +26,12 @@ class Interface:
 
 
 def interfaces() -> dict[str, Interface]:
-    """All of this host's that have an IPv4 address, by name."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            request = name.encode().ljust(40, b"\0")
-            try:
-                reply = fcntl.ioctl(asking, _SIOCGIFADDR, request)
-            except OSError:
-                continue  # it has no address
-            address = socket.inet_ntoa(reply[_NAME_BYTES + 4 : _NAME_BYTES + 8])
-            mtu = fcntl.ioctl(asking, _SIOCGIFMTU, request)[_NAME_BYTES : _NAME_BYTES + 4]
-            found[name] = Interface(name, address, struct.unpack("i", mtu)[0])
+    """This host's interfaces that have an IPv4 address, by name."""
+    found, addresses = {}, psutil.net_if_addrs()
+    for name, stats in psutil.net_if_stats().items():
+        ipv4 = [a.address for a in addresses.get(name, ()) if a.family == socket.AF_INET]
+        if ipv4:
+            found[name] = Interface(name, ipv4[0], stats.mtu)
     return found
 
 

@@ -42,7 +42,9 @@ def apply_plan(
     except (TOMLKitError, tomllib.TOMLDecodeError):
         is_right = False
     if not is_right:
-        tables = {key: expected[key] for key in ("pipeline", "boundary") if key in expected}
+        tables: dict[str, Any] = {
+            key: expected[key] for key in ("pipeline", "boundary") if key in expected
+        }
         raise ConfigError(
             f"{path}: --apply cannot edit this file; put this into it by hand:\n"
             + tomlkit.dumps(tables)

@@ -1,15 +1,14 @@
 """`thinpipe plan run.toml`: where to cut, what a step will take, how many bits the links carry."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 
-from thinpipe.launch.config.cli_options import USAGE_ERROR, SetOption
+from thinpipe.launch.config.cli_options import SetOption, refuse
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.distributed.elastic import keep_freed_memory, rank_threads
 from thinpipe.launch.host.links import parse_rate, parse_time
@@ -67,7 +66,7 @@ def plan(  # noqa: PLR0913  # one parameter per option
             cuts = list(config.pipeline.cuts)
             console.print(f"written to {config_path}: cuts {cuts}{bits}", soft_wrap=True)
     except ValueError as error:
-        _refuse(error)
+        refuse(error)
 
 
 def _plan(
@@ -160,8 +159,3 @@ def _fields(spec: Spec) -> dict[str, Any]:
     """As a run file says it, with the bits in any case."""
     fields = spec.model_dump(mode="json", include={"bits", "format"})
     return {"kind": spec.kind} | fields | spec.model_dump(mode="json", exclude_defaults=True)
-
-
-def _refuse(error: Exception) -> NoReturn:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(USAGE_ERROR)

@@ -56,7 +56,7 @@ class Needs:
     ram: int
     disk: int
     device: int
-    ram_free: int | None
+    ram_free: int
     disk_free: int
     device_free: int | None
 
@@ -127,7 +127,7 @@ def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs
         ram=ram,
         disk=held if tier == "disk" else 0,
         device=_busiest(at_once) if tier == "device" else 0,
-        ram_free=_ram_free(),
+        ram_free=free_memory(),
         disk_free=shutil.disk_usage(_existing(memory_folder(config))).free,
         device_free=free_gpu_memory() if tier == "device" else None,
     )
@@ -164,7 +164,7 @@ def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> Non
             f"{format_bytes(found.disk_free)} free; set memory.folder to a larger disk, "
             "memory.budget to less, or the boundaries' memory to 8 or 4"
         )
-    if found.ram_free is not None and found.ram > found.ram_free:
+    if found.ram > found.ram_free:
         raise ConfigError(
             f"memories take {format_bytes(found.ram)} of RAM on this host, a copy for checkpoints "
             f'included, but {format_bytes(found.ram_free)} are free; use memory.tier = "disk", '
@@ -221,8 +221,7 @@ def _totals(config: RunConfig, ends: list[End], ranks: range) -> Iterator[str]:
         rows, making = format_bytes(found.rows), format_bytes(found.ram - 2 * found.rows)
         parts = f"{rows} of rows, {rows} for their copy while a checkpoint is saved, {making} of "
         parts += "rows in the making"
-    free = "unknown" if found.ram_free is None else format_bytes(found.ram_free)
-    yield f"RAM {format_bytes(found.ram)} of {free} free ({parts})"
+    yield f"RAM {format_bytes(found.ram)} of {format_bytes(found.ram_free)} free ({parts})"
 
 
 def memory_folder(config: RunConfig) -> Path:
@@ -261,12 +260,6 @@ def _busiest(nbytes: Sequence[int]) -> int:
     """Bytes of the GPU that most falls to: ranks of a host share its GPUs in turn."""
     gpus = max(1, gpu_count())
     return max((sum(nbytes[gpu::gpus]) for gpu in range(gpus)), default=0)
-
-
-def _ram_free() -> int | None:
-    """Bytes that can be had without swapping; None where the system does not say."""
-    free = free_memory()
-    return None if free == math.inf else int(free)
 
 
 def _existing(folder: Path) -> Path:

@@ -7,12 +7,10 @@ from itertools import pairwise
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.message_cost import MessageMeter
 from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.profile import BlockCost, microbatch_count
+from thinpipe.launch.plan.profile import BlockCost, microbatch_count, training_nbytes
 from thinpipe.launch.plan.simulate import Message, SimulatedStep, StepModel, simulate
 from thinpipe.launch.report.metrics import WireKey
 from thinpipe.pipeline.schedule import single_stage_order
-
-_FROZEN_BYTES, _TRAINED_BYTES = 4, 12  # weight; gradient and two moments of Adam, each fp32
 
 Blocks = Sequence[Sequence[BlockCost]]
 """[stage][block]: every block on the device of that stage."""
@@ -102,7 +100,7 @@ def stage_costs(config: RunConfig, blocks: Blocks) -> list[StageCost]:
 
 def block_memory(config: RunConfig, stage: int, block: BlockCost) -> int:
     """Bytes of a block in a stage: its parameters' and those of the microbatches in flight."""
-    weights = _FROZEN_BYTES * block.parameters + _TRAINED_BYTES * block.trained
+    weights = training_nbytes(block.parameters, block.trained)
     return weights + in_flight(config, stage) * block.activations
 
 

@@ -24,7 +24,7 @@ from thinpipe.pipeline.timing import Stopwatch
 _LEAST_ROUNDS, _LEAST_S = 5, 0.5  # of each block
 _MOST_S = 3.0
 """Of all blocks, for more rounds where other work disturbs them."""
-_TRAINED_BYTES = 16  # of a parameter: weight, gradient and two moments of Adam, each fp32
+_WEIGHT_NBYTES, _GRADIENT_NBYTES, _ADAM_NBYTES = 4, 4, 8  # of a parameter; Adam: two moments
 
 _Shapes = tuple[torch.Size, ...]
 """Of a block's parameters."""
@@ -49,6 +49,16 @@ class BlockCost:
         """The same on a device that is `speed` times as fast."""
         seconds = (self.forward_s / speed, self.backward_s / speed, self.optimizer_s / speed)
         return BlockCost(*seconds, self.parameters, self.trained, self.activations)
+
+
+def training_nbytes(parameters: int, trained: int) -> int:
+    """Bytes of fp32 weights, and of gradients and Adam's moments for those that are trained."""
+    return checkpoint_nbytes(parameters, trained) + _GRADIENT_NBYTES * trained
+
+
+def checkpoint_nbytes(parameters: int, trained: int) -> int:
+    """The same without gradients, which no checkpoint holds."""
+    return _WEIGHT_NBYTES * parameters + _ADAM_NBYTES * trained
 
 
 def samples_at_once(config: RunConfig) -> int:
@@ -108,8 +118,8 @@ def _groups(config: RunConfig, kinds: list[_Shapes]) -> list[list[_Shapes]]:
     """All at once if half of the free memory holds their weights, otherwise each alone."""
     on_cpu = choose_device(config.pipeline.device).type == "cpu"
     free = free_memory() if on_cpu else free_gpu_memory() or 0
-    nbytes = _TRAINED_BYTES * sum(math.prod(shape) for kind in kinds for shape in kind)
-    return [kinds] if nbytes < free / 2 else [[kind] for kind in kinds]
+    numel = sum(math.prod(shape) for kind in kinds for shape in kind)
+    return [kinds] if training_nbytes(numel, numel) < free / 2 else [[kind] for kind in kinds]
 
 
 def _take_turns(benches: Sequence["_Bench"]) -> str | None:

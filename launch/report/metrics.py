@@ -18,11 +18,12 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-Direction: TypeAlias = Literal["forward", "backward"]
+from thinpipe.pipeline.wire.header import DIRECTIONS as DIRECTIONS  # passed on to reports
+from thinpipe.pipeline.wire.header import Direction as Direction
+
 WireKey: TypeAlias = tuple[int, Direction]
 """One direction of one cut. A cut is named by the first layer after it."""
 
-DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 EARLIER_CUT = "earlier cut"
 """The method of a cut that a run had before it was resumed at others."""

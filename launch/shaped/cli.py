@@ -2,13 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinpipe.launch.config.cli_options import USAGE_ERROR, run_app
+from thinpipe.launch.config.cli_options import refuse, run_app
 from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec, format_rate, links
 from thinpipe.launch.shaped import control
 from thinpipe.launch.shaped.commands import run_command
@@ -71,7 +71,7 @@ def shaped(  # noqa: PLR0913  # one parameter per option
                 _print_probe(network)
             sys.exit(run_command(network, command, show) if command else 0)
     except (ValueError, ShapedError) as error:
-        _refuse(error)
+        refuse(error)
 
 
 set_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -92,7 +92,7 @@ def set_rates(
         change = control.Change(rate=rate, up=up, down=down, pairs=pair or [])
         print(control.request(change, run))
     except ValueError as error:
-        _refuse(error)
+        refuse(error)
 
 
 def _announce(network: ShapedNetwork) -> None:
@@ -124,8 +124,3 @@ def _cells(link: LinkProbe) -> list[str]:
         f"{link.round_trip_s * 1e3:.2f} ms",
         f"{link.nominal_round_trip_s * 1e3:g} ms",
     ]
-
-
-def _refuse(error: Exception) -> NoReturn:
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    sys.exit(USAGE_ERROR)

@@ -24,14 +24,16 @@ import struct
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
 FORWARD, BACKWARD = 0, 1
-DIRECTIONS = ("forward", "backward")
+Direction = Literal["forward", "backward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+"""By their number in a header."""
 
 
 class DesyncError(RuntimeError):

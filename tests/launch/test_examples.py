@@ -10,7 +10,7 @@ import torch
 from tests.ranks import Ranks
 from tests.training import share, start
 from thinpipe.launch.config.run import RunConfig, load_config
-from thinpipe.launch.train import check_data
+from thinpipe.launch.corpus import check_data
 from thinpipe.pipeline.batch import Batch
 
 ROOT = Path(__file__).parents[2]

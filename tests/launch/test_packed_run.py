@@ -17,9 +17,9 @@ from thinpipe.launch.checkpoint.reshard import parameter_names
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.corpus import check_data
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.distributed.session import Session
-from thinpipe.launch.train import check_data
 
 STEPS, SAVED = 8, 5  # an epoch has 4 steps: memories are warm when the run is saved
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.corpus import check_data
 from thinpipe.launch.report.metrics import read_metrics
-from thinpipe.launch.train import check_data
 
 ROOT = Path(__file__).parents[2]
 CLASSIFICATION = ROOT / "examples/classification.toml"

@@ -52,7 +52,7 @@ lr = 1e-3
     assert edited.startswith(
         '# my run\n[pipeline]\ncuts = [2, 5] # found by "plan"  # that\'s all hosts\nschedule'
     )
-    assert f"[[boundary]]\n{OLD}\n# all links\n# two slow ones\n# \"simple\" and" in edited
+    assert f'[[boundary]]\n{OLD}\n# all links\n# two slow ones\n# "simple" and' in edited
     assert edited.endswith("\n\n# how\n[train]         # the rest\nlr = 1e-3\n")
     assert edited.count("#") == text.count("#") + 1
 
