@@ -1,4 +1,4 @@
-"""What benchmarks share: where a number comes from, JSON lines, quantiles, tables."""
+"""Shared by benchmarks: environment of a measurement, JSON lines, quantiles, tables."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from thinpipe.launch.distributed.handshake import versions
@@ -26,7 +27,7 @@ def environment() -> dict[str, Any]:
             "cpu": _cpu_name(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
-            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30),
         },
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -35,7 +36,7 @@ def environment() -> dict[str, Any]:
 class Records:
     """Appends a benchmark's results to a file of JSON lines; without a path they are dropped.
 
-    Every line holds `config`, `environment` and `result`, so that it can be read alone.
+    Every line has `config`, `environment` and `result`, and can be read alone.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -72,10 +73,10 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a Markdown table with aligned columns: the first to the left, numbers to the right.
+    """Rows as a Markdown table with aligned columns: the first to the left, the others to the right.
 
     Raises:
-        ValueError: a row has not as many cells as there are heads.
+        ValueError: the number of cells of a row is not that of heads.
     """
     for row in rows:
         if len(row) != len(heads):
@@ -93,7 +94,7 @@ def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _revision() -> str:
-    """Commit, with a mark when the tree differs from it; "unknown" outside a checkout."""
+    """Commit, marked dirty if the tree differs from it; "unknown" outside a checkout."""
     command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=10"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)

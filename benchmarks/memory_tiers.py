@@ -1,13 +1,13 @@
-"""What the disk tier costs a step, and how many samples a memory that is too small still finds.
+"""Step time with memories on disk, and hit rates of memories that do not hold all samples.
 
     python -m benchmarks.memory_tiers --json out.jsonl
 
 Times whole training steps of a pipeline in one process (`launch/single_process.py`: every end of
-every cut has its memory, as on ranks of their own) with memories in RAM and on disk, in turns,
+every cut has its memory, as on ranks of their own) with memories in RAM and on disk, alternating,
 after an epoch that fills them. The losses of both must be equal. Hit rates are counted on real
-memories of small rows under the order of real epochs, beside least-recently-used on the same
-visits. Takes less than two minutes on an idle core. Sizes at GPT2-XL's shape are computed: nothing
-of them is allocated.
+memories of small rows with the order of real epochs, and compared with least-recently-used on the
+same visits. Takes less than two minutes on an idle core. Sizes at GPT2-XL's shape are computed
+without allocating them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ TIERS = ("ram", "disk")
 
 @dataclass(frozen=True)
 class Scale:
-    """Size of the timed run. `rounds` is how often the tiers take turns."""
+    """Size of the timed run. `rounds`: how often each tier is timed."""
 
     samples: int = 96
     batch: int = 16
@@ -82,10 +82,10 @@ def steps(scale: Scale, tier: str, folder: Path) -> tuple[list[float], list[floa
 
 
 def compare_tiers(scale: Scale, folder: Path, records: Records) -> str:
-    """Time both tiers in turns; returns a table.
+    """Time both tiers, alternating; returns a table.
 
     Raises:
-        RuntimeError: a tier trained differently.
+        RuntimeError: the losses of the tiers differ.
     """
     seconds: dict[str, list[float]] = {tier: [] for tier in TIERS}
     losses: dict[str, list[float]] = {}
@@ -110,23 +110,23 @@ def compare_tiers(scale: Scale, folder: Path, records: Records) -> str:
 
 
 def hit_rates(samples: int, epochs: int, records: Records) -> str:
-    """Samples found again after the first epoch, by room; returns a table."""
+    """Hit rates after the first epoch by capacity; returns a table."""
     sampler = EpochSampler(samples, batch_size=16, replicas=1, replica=0, seed=0)
     rows = []
     for part in (1 / 10, 1 / 4, 1 / 3, 1 / 2, 3 / 4, 1):
-        room = round(part * samples)
-        ours, lru = _found_again(sampler, epochs, room)
+        capacity = round(part * samples)
+        ours, lru = _count_hits(sampler, epochs, capacity)
         visits = samples * (epochs - 1)
         result = {"held": ours / visits, "lru": lru / visits}
-        records.add({"samples": samples, "epochs": epochs, "room": room}, result)
+        records.add({"samples": samples, "epochs": epochs, "capacity": capacity}, result)
         rows.append([f"{part:.0%}", f"{ours / visits:.1%}", f"{lru / visits:.1%}"])
-    return format_table(["room", "found again", "least recently used"], rows)
+    return format_table(["capacity", "hits", "hits of LRU"], rows)
 
 
 def sizes(samples: int, records: Records) -> str:
-    """Bytes of memories per rank of GPT2-XL in 8 stages, beside the published code's; a table.
+    """Bytes of memories per rank of GPT2-XL in 8 stages, compared with the published code; a table.
 
-    That keeps, on every rank, a row for what came in and one for what went out, in fp16.
+    That stores a row for received and one for sent activations on every rank, in fp16.
     """
     tokens, width, stages = 1024, 1600, 8
     published = samples * 2 * tokens * width * 2
@@ -150,12 +150,12 @@ def sizes(samples: int, records: Records) -> str:
             for cell in (format_bytes(ours), f"1/{published / ours:.2f}")
         ]
         rows.append([str(memory), format_bytes(published), *cells])
-    heads = ("memory", "published", "end rank", "to it", "middle rank", "to it ")
+    heads = ("memory", "published", "end rank", "ratio", "middle rank", "ratio ")
     return format_table(heads, rows)
 
 
-def _found_again(sampler: EpochSampler, epochs: int, room: int) -> tuple[int, int]:
-    memory, recent = SampleMemory(Cast("fp32"), room=room), OrderedDict[int, None]()
+def _count_hits(sampler: EpochSampler, epochs: int, capacity: int) -> tuple[int, int]:
+    memory, recent = SampleMemory(Cast("fp32"), room=capacity), OrderedDict[int, None]()
     ours = lru = 0
     for step in range(epochs * sampler.steps_per_epoch):
         ids = sampler.ids(step)
@@ -169,7 +169,7 @@ def _found_again(sampler: EpochSampler, epochs: int, room: int) -> tuple[int, in
         for sample in ids.tolist():
             recent.pop(sample, None)
             recent[sample] = None
-            if len(recent) > room:
+            if len(recent) > capacity:
                 recent.popitem(last=False)
     return ours, lru
 

@@ -1,10 +1,10 @@
-"""What the settings of a rank's process are worth: malloc's thresholds, and a core for messages.
+"""Effect of a rank's process settings: malloc's thresholds, and a core left for messages.
 
     python -m benchmarks.process --json process.jsonl
 
-Each setting runs in processes of its own, in turns. "malloc": plain operations on large tensors and
-a training step, with glibc as it is and after `keep_freed_memory`. "threads": matrix products while
-another thread encodes changes all the time, by how many threads torch computes with.
+Each setting runs in processes of its own, in rotation. "malloc": plain operations on large tensors
+and a training step, with glibc's defaults and after `keep_freed_memory`. "threads": matrix products
+while another thread encodes changes continuously, by the number of torch's threads.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def malloc(kept: bool, *, repetitions: int, width: int) -> Result:
 
 
 def threads(computing: int, *, repetitions: int, width: int) -> Result:
-    """Matrix products beside an encoding thread, and without it."""
+    """Matrix products with and without a concurrent encoding thread."""
     torch.set_num_threads(computing)
     a, b = torch.randn(2 * width, 2 * width), torch.randn(2 * width, 2 * width)
     alone_ms = _milliseconds(lambda: a @ b, repetitions)
@@ -96,7 +96,7 @@ def threads(computing: int, *, repetitions: int, width: int) -> Result:
     }
 
 
-def run_apart(kind: str, setting: int, options: argparse.Namespace) -> Result:
+def run_isolated(kind: str, setting: int, options: argparse.Namespace) -> Result:
     """One measurement in a fresh process."""
     sizes = [str(number) for number in (options.repetitions, options.width)]
     command = [sys.executable, "-m", "benchmarks.process", "--one", kind, str(setting), *sizes]
@@ -106,11 +106,11 @@ def run_apart(kind: str, setting: int, options: argparse.Namespace) -> Result:
 
 
 def measure(kind: str, settings: list[int], options: argparse.Namespace) -> None:
-    """All settings in turns; prints and records the medians."""
+    """Measure all settings in rotation; print and record the medians."""
     found: dict[int, list[Result]] = {setting: [] for setting in settings}
     for _ in range(options.rounds):
         for setting in settings:
-            found[setting].append(run_apart(kind, setting, options))
+            found[setting].append(run_isolated(kind, setting, options))
     names = list(found[settings[0]][0])
     lines = []
     for setting, results in found.items():
@@ -122,7 +122,7 @@ def measure(kind: str, settings: list[int], options: argparse.Namespace) -> None
 
 
 def main() -> None:
-    """The command line; `--one` is how it starts itself."""
+    """The command line; it starts itself with `--one`."""
     if sys.argv[1:2] == ["--one"]:
         kind, *numbers = sys.argv[2:]
         setting, repetitions, width = map(int, numbers)

@@ -1,11 +1,11 @@
-"""Peak memory of building one stage of a large model, and the files it opens.
+"""Peak memory of building one stage of a large model, and the files that it opens.
 
     python -m benchmarks.stage_memory                      # GPT2-XL's shape, random weights
     python -m benchmarks.stage_memory --write xl           # the same from fp32 shards, 6.2 GB
     python -m benchmarks.stage_memory --model examples/models/gpt2 --stages 2
 
-Each stage is built in a process of its own. With a folder that holds weights, the stage reads them.
-The process without a stage is the floor: Python, torch, transformers and the model laid out.
+Each stage is built in its own process, and reads its weights if the folder has any. The process
+without a stage is the baseline: Python, torch, transformers and the model on the meta device.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def measure(folder: Path, stage: int | None, stages: int) -> dict[str, float]:
 
 
 def _peak_kib() -> int:
-    """Most resident memory since this program began; getrusage would count the parent's too."""
+    """Peak resident memory of this program; getrusage would include the parent's."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0])
 

@@ -16,7 +16,7 @@ from thinpipe.launch.components import Built, build_blocks, build_boundary, buil
 from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.device import choose_device, make_repeatable
-from thinpipe.launch.plan.memory_budget import memory_folder, room, row_nbytes
+from thinpipe.launch.plan.memory_budget import memory_folder, row_nbytes, sample_capacity
 from thinpipe.pipeline.comm.bandwidth import measure_rate
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless
 from thinpipe.pipeline.comm.channel import IncomingChannel, OutgoingChannel
@@ -241,7 +241,7 @@ class _ChannelMaker:
                 width=self.config.model.width,
                 key=self.config.run.seed | (2 * cut + direction) << 32,
                 store=self._store(cut) if isinstance(spec, AqsgdConfig) else None,
-                room=room(self.config, self._position()),
+                room=sample_capacity(self.config, self._position()),
             ),
             run_id=self.run_id,
             device=self.device,

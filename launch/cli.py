@@ -142,10 +142,11 @@ def train(  # noqa: PLR0913  # one parameter per option
 def trace(
     folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Of a finished run.")],
     rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Of the links of the foretold step: 100mbit.")
+        str | None,
+        typer.Option(metavar="RATE", help="Rate of the links of the simulated step: 100mbit."),
     ] = None,
     delay: Annotated[
-        str, typer.Option(metavar="TIME", help="Of the links of the foretold step, one way: 20ms.")
+        str, typer.Option(metavar="TIME", help="One-way delay of these links: 20ms.")
     ] = "0ms",
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="By default RUN_FOLDER/trace.json.")

@@ -71,7 +71,7 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
         folder = RunFolder(config.run.path)
         folder.claim(session, resume=resume.wanted)
         shows = session.local_rank == show
-        config = decide_cuts(config, session, resume=resume.wanted, say=shows)
+        config = decide_cuts(config, session, resume=resume.wanted, log=shows)
         _Run(config, corpus, session, stop).train(resume, show=show)
         folder.release()
 

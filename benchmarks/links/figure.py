@@ -1,4 +1,4 @@
-"""The picture of the link benchmark: speed of every method at every rate, beside its bound."""
+"""The figure of the link benchmark: speed of every method at every rate, with its bound."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ _OURS = ("#9ecae1", "#6baed6", "#3182bd", "#31a354", "#006d2c")
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Write a PNG: one panel for each number of stages and delay.
 
-    Bars are measured speeds, black marks what the schedule could reach.
+    Bars are measured speeds, black marks the bounds of the schedules.
     """
     panels = sorted({(row.stages, row.delay_s) for row in rows})
     figure = Figure(figsize=(10, 4.2 * len(panels)), layout="constrained")

@@ -1,10 +1,10 @@
 """`python -m benchmarks.links.planner`: the step `thinpipe plan` predicts beside the measured one.
 
 Two forms on emulated networks (`launch/shaped/`). "slept": the paper-shaped stages of
-`benchmarks.links.workloads` with times of our choosing, real codecs and links. "real": a small
-transformer on one core per stage, whose blocks the hosts measure themselves. Beside it, the cuts of
-`cuts = "auto"` and of torchgpipe's balancer. With a delay, hosts run with
-net.ipv4.tcp_slow_start_after_idle = 0, as plan presumes.
+`benchmarks.links.workloads` with chosen times, real codecs and links. "real": a small transformer on
+one core per stage, whose blocks the hosts measure themselves. Also compares the cuts of
+`cuts = "auto"` with those of torchgpipe's balancer. With a delay, hosts run with
+net.ipv4.tcp_slow_start_after_idle = 0, as plan assumes.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def stages(self) -> int:
-        """Hosts that it needs."""
+        """Number of hosts."""
         return len(self.stage_s) or 2
 
 
@@ -89,7 +89,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """Seconds: foretold, and the median of the measured steps."""
+    """Seconds: predicted, and the median of the measured steps."""
 
     predicted_s: float
     measured_s: float
@@ -98,12 +98,12 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """Foretold over measured, less one."""
+        """Predicted over measured, minus one."""
         return self.predicted_s / self.measured_s - 1
 
 
 def measure(case: Case, shape: PaperShape, steps: int) -> Outcome:
-    """Foretell and measure one case."""
+    """Predict and measure one case."""
     spec = NetworkSpec.of(case.stages, case.rate, delay=f"{case.delay_s}s")
     links = Network.uniform(case.stages, parse_rate(case.rate), case.delay_s)
     config = _run_config(case, shape)
@@ -118,7 +118,7 @@ def measure(case: Case, shape: PaperShape, steps: int) -> Outcome:
         )
     all_steps = [rank[0].steps_s for rank in ranks]
     # these stages have no weights and share no losses: only the pipeline itself is compared
-    return _outcome(predicted, predicted.played.step_s, all_steps)
+    return _outcome(predicted, predicted.simulated.step_s, all_steps)
 
 
 def _slept(
@@ -130,7 +130,7 @@ def _slept(
 
 
 def _keep_rate(_: float | None) -> None:
-    """The network has its rate from the start."""
+    """The network is created with its rate."""
 
 
 def _measure_real(config: RunConfig, spec: NetworkSpec, links: Network, steps: int) -> Outcome:
@@ -141,7 +141,7 @@ def _measure_real(config: RunConfig, spec: NetworkSpec, links: Network, steps: i
 
 
 def _real(host: int, config: RunConfig, steps: int) -> tuple[list[BlockCost], tuple[float, ...]]:
-    """As one host: measure the blocks while the others do, then train."""
+    """Run on one host: measure the blocks at the same time as the others, then train."""
     _SLOW_START.write_text("0")
     dist.init_process_group("gloo", timeout=timedelta(seconds=_LIMIT_S))
     transport = GlooTransport(config.pipeline.stages, 1, timeout_s=_LIMIT_S)
@@ -152,7 +152,7 @@ def _real(host: int, config: RunConfig, steps: int) -> tuple[list[BlockCost], tu
     text_BT = torch.randint(256, (samples, tokens + 1), generator=torch.manual_seed(0))
     batch = Batch(text_BT[:, :-1], text_BT[:, 1:].contiguous(), torch.arange(samples))
     times_s = []
-    for step in range(steps + 2):  # two that are not counted: first visits, then warm
+    for step in range(steps + 2):  # two discarded: first visits, then a warm-up
         dist.barrier()
         begin_s = time.perf_counter()
         engine.train_step(batch, step)
@@ -165,7 +165,7 @@ def _real(host: int, config: RunConfig, steps: int) -> tuple[list[BlockCost], tu
 def _outcome(
     prediction: Prediction, predicted_s: float, ranks_s: Sequence[Sequence[float]]
 ) -> Outcome:
-    steps_s = tuple(max(moments) for moments in zip(*ranks_s, strict=True))
+    steps_s = tuple(max(times_s) for times_s in zip(*ranks_s, strict=True))
     return Outcome(predicted_s, statistics.median(steps_s), steps_s, prediction.bubble)
 
 
@@ -217,13 +217,13 @@ def _arguments() -> argparse.Namespace:
     names = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="+", default=names, choices=names, metavar="NAME")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each case")
-    parser.add_argument("--small", action="store_true", help="short sequences: to try it out")
+    parser.add_argument("--small", action="store_true", help="short sequences, for a quick try")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Foretell, measure, print."""
+    """Predict, measure, print."""
     arguments = _arguments()
     torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
     shape = PaperShape(tokens=128, width=256, microbatches=4) if arguments.small else PaperShape()

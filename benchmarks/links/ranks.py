@@ -21,12 +21,12 @@ _SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")  # of a host,
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank saw of a method at one rate.
+    """One rank's measurements of a method at one rate.
 
-    `steps_s` are from the common start to this rank's end. `first_visit_s` is the step in which no
-    sample was known, None for methods without memory. `nbytes` are those that the rank sent in one
-    later step, our headers included. `compute_s` is the median forward and backward of its stage,
-    None where the runtime does not tell.
+    `steps_s` are from the common start to this rank's end. `first_visit_s` is the step of first
+    visits, None for methods without memory. `nbytes` is what the rank sent in one later step, our
+    headers included. `compute_s` is the median forward and backward of its stage,
+    None if the runtime does not report it.
     """
 
     method: str
@@ -41,8 +41,8 @@ class RankResult:
 class Plan:
     """What all ranks measure, in this order: every rate, every method, that many steps.
 
-    Rates and delay are those of the links; `dilation` is how much slower they are than what they
-    stand for. With `keep_window` TCP on the emulated hosts does not start slowly after a pause.
+    Rates and delay are those of the emulated links; `dilation` is how much slower they are than
+    the nominal ones. `keep_window` disables TCP slow start after idle on the emulated hosts.
     """
 
     workload: Workload
@@ -71,7 +71,7 @@ def run_host(host: int, plan: Plan, set_rate: SetRate) -> list[RankResult]:
 def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
     """Measure as one rank of the default group; rank 0 calls `set_rate` and prints steps.
 
-    Before the first rate every method runs a step that is not counted.
+    Before the first rate every method runs a step that is discarded.
     """
     transport = GlooTransport(dist.get_world_size(), 1, timeout_s=_TIMEOUT_S)
     bench = _RankBench(transport, plan)
@@ -95,7 +95,7 @@ class _RankBench:
         self._number = 0
 
     def ids(self, number: int) -> Tensor:
-        """Samples that were not met before, for each number."""
+        """Samples of their own for each number."""
         samples = self._plan.workload.microbatches * self._plan.workload.boundary[0]
         return torch.arange(samples) + number * samples
 
@@ -123,6 +123,6 @@ class _RankBench:
         return time.perf_counter() - begin_s
 
     def wait_for_all(self) -> float:
-        """When the last rank came here; the hosts share this machine's clock."""
+        """When the last rank arrived; the hosts share this machine's clock."""
         now = torch.tensor([time.perf_counter()], dtype=torch.float64)
         return float(self._transport.share(now, "world").max())

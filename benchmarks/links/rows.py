@@ -1,21 +1,17 @@
-"""Rows of the link benchmark: what the ranks saw, beside what the schedule could reach."""
+"""Rows of the link benchmark: measured steps beside the best that the schedule can reach."""
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from benchmarks.links.ranks import RankResult
-from benchmarks.links.runners import Method, make_codec
+from benchmarks.links.runners import Method
 from benchmarks.links.workloads import PaperShape, Workload
 from thinpipe.launch.host.links import PAYLOAD_SHARE
+from thinpipe.launch.plan.message_cost import measure_message
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.simulate import Message, StepModel, simulate
 from thinpipe.pipeline.wire.header import BACKWARD, FORWARD
-
-_CODEC_REPEATS = 7
 
 Messages = tuple[Message, Message]
 """Activations and gradients of a method."""
@@ -28,16 +24,16 @@ Compute = tuple[tuple[float, float], ...]
 class Row:
     """One method on one network; rates in bit/s (None: unlimited), times in seconds.
 
-    `rate_bps` and `delay_s` are those of the links; multiplied and divided by `dilation` they are
-    those that they stand for. `depth` is that of Deep1F1B; other schedules have none.
+    `rate_bps` and `delay_s` are those of the emulated links; nominal rates are `dilation` times
+    higher, nominal delays lower. `depth` is that of Deep1F1B; other schedules have none.
     `compute_s` is the forward and backward of a microbatch by stage.
-    `step_s` is the median of `steps_s`, `first_visit_s` the step in which no sample was known.
+    `step_s` is the median of `steps_s`, `first_visit_s` the step of first visits.
     `bound_s` is the simulated step, with codec times measured in this run and links that carry TCP
     data at 0.956 of their rate (the rest is headers). `utilization` is the data through the busiest
     uplink over what it could carry in a step; `wire_bytes` is what all stages sent in one.
     `encode_s` and `decode_s` are for activations and gradients. `probe` is achieved over nominal
-    rate of an empty link, `load` the load average over a minute before the run. `keep_window`
-    is whether TCP was told not to start slowly after a pause.
+    rate of an idle link, `load` the load average over a minute before the run. `keep_window`
+    is whether TCP slow start after idle was disabled.
     """
 
     form: str
@@ -69,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What is known of a row besides the ranks' results."""
+    """Conditions of a row besides the ranks' results."""
 
     stages: int
     delay_s: float
@@ -80,33 +76,17 @@ class Circumstances:
 
 
 def measure_messages(method: Method, workload: Workload) -> Messages:
-    """Sizes of the messages of known samples, and the median seconds that their ends compute.
+    """Sizes of the messages of known samples, and the seconds to encode and decode them.
 
     torch's own pipelining sends tensors as they are.
     """
     if method.runtime == "torch":
         message = Message(workload.boundary.numel() * method.dtype.itemsize)
         return message, message
-    return _measure(method, workload, FORWARD), _measure(method, workload, BACKWARD)
-
-
-def _measure(method: Method, workload: Workload, direction: int) -> Message:
-    size = workload.boundary
-    ids_B = torch.arange(size[0])
-    sender, receiver = (make_codec(method, workload, cut=1, direction=direction) for _ in range(2))
-    encode_s, decode_s = [], []
-    for _ in range(_CODEC_REPEATS + 1):
-        x_BTD = torch.randn(size)
-        begin_s = time.perf_counter()
-        message = sender.encode(0, x_BTD, ids_B)
-        sent_s = time.perf_counter()
-        receiver.decode(0, message, ids_B, size)
-        decode_s.append(time.perf_counter() - sent_s)
-        encode_s.append(sent_s - begin_s)
-        nbytes = message.numel()
-        sender.finish_step(keep=True)
-        receiver.finish_step(keep=True)
-    return Message(nbytes, statistics.median(encode_s[1:]), statistics.median(decode_s[1:]))
+    return (
+        measure_message(method.forward, workload.boundary, FORWARD),
+        measure_message(method.backward, workload.boundary, BACKWARD),
+    )
 
 
 def bound_s(
@@ -118,7 +98,7 @@ def bound_s(
     rate_bps: float | None,
     delay_s: float,
 ) -> float:
-    """Step time that the method's schedule could reach."""
+    """The best step time of the method's schedule."""
     cuts = len(compute) - 1
     model = StepModel(
         schedule=method.schedule,
@@ -134,7 +114,7 @@ def bound_s(
 
 
 def compute_of(workload: Workload, ranks: Sequence[RankResult]) -> Compute | None:
-    """What the stages computed: as slept, or as measured in these results, if it was."""
+    """Compute times of the stages: as slept, or as measured in these results, if they were."""
     if isinstance(workload, PaperShape):
         return ((workload.forward_s, workload.backward_s),) * len(ranks)
     measured = [rank.compute_s for rank in ranks if rank.compute_s is not None]
@@ -150,9 +130,9 @@ def make_row(
     compute: Compute,
     at: Circumstances,
 ) -> Row:
-    """Join what the ranks saw of a method at a rate."""
+    """Combine the ranks' results of a method at a rate."""
     rate_bps = ranks[0].rate_bps
-    steps_s = tuple(max(moments) for moments in zip(*(r.steps_s for r in ranks), strict=True))
+    steps_s = tuple(max(times_s) for times_s in zip(*(r.steps_s for r in ranks), strict=True))
     step_s = statistics.median(steps_s)
     firsts = [rank.first_visit_s for rank in ranks if rank.first_visit_s is not None]
     busiest = max(rank.nbytes for rank in ranks)
@@ -188,17 +168,17 @@ def make_row(
 
 
 def with_references(rows: Sequence[Row]) -> list[Row]:
-    """Fill in the speeds of the same method without a limit, and of ours with fp32 on this link."""
+    """Add the speeds of the same method without a limit, and of ours with fp32 on this link."""
 
-    def place(row: Row) -> tuple[object, ...]:
+    def conditions(row: Row) -> tuple[object, ...]:
         return (row.form, row.stages, row.microbatches, row.depth, row.delay_s, row.keep_window)
 
-    speeds = {(*place(row), row.rate_bps, row.method): row.tokens_per_s for row in rows}
+    speeds = {(*conditions(row), row.rate_bps, row.method): row.tokens_per_s for row in rows}
     return [
         replace(
             row,
-            unthrottled_tokens_per_s=speeds.get((*place(row), None, row.method)),
-            fp32_tokens_per_s=speeds.get((*place(row), row.rate_bps, "fp32")),
+            unthrottled_tokens_per_s=speeds.get((*conditions(row), None, row.method)),
+            fp32_tokens_per_s=speeds.get((*conditions(row), row.rate_bps, "fp32")),
         )
         for row in rows
     ]

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.links`: one training step over slow links, method beside method.
+"""`python -m benchmarks.links`: compares methods by their training step over slow links.
 
 On an emulated network (`thinpipe shaped`), in one of two forms (`benchmarks.links.workloads`):
 paper-shaped, with slept compute, or real training of a small decoder on links slowed down as much
-as its stages are slower than the paper's. Our stage with several boundaries, AC-SGD's way of
-running a step, and torch's own pipelining as it comes. Every row has the measured step, the step
-that the schedule could reach on that link (`launch/plan/simulate.py`), and what an empty link did.
+as its stages are slower than the paper's. Methods are our stage with several boundaries, AC-SGD's
+runtime, and torch's own pipelining. Every row has the measured step, the best step of the schedule
+on that link (`launch/plan/simulate.py`), and the measured rate of an idle link.
 """
 
 import argparse
@@ -53,7 +53,7 @@ _HEADS = (
 
 
 def measure_network(plan: Plan, stages: int, messages: dict[Method, Messages]) -> list[Row]:
-    """Everything in the plan, on a network of that many hosts."""
+    """Measure everything in the plan on a network of that many hosts."""
     load = os.getloadavg()[0]
     spec = NetworkSpec.of(stages, delay=f"{plan.delay_s}s")
     with ShapedNetwork(spec) as network:
@@ -72,7 +72,7 @@ def measure_network(plan: Plan, stages: int, messages: dict[Method, Messages]) -
     rows, known = [], dict[float | None, Compute]()
     for ranks in zip(*by_rank, strict=True):
         method, rate_bps = by_name[ranks[0].method], ranks[0].rate_bps
-        # runtimes that do not tell what they computed are given what ours did at this rate
+        # runtimes that do not report compute times get those of ours at this rate
         compute = compute_of(plan.workload, ranks) or known[rate_bps]
         known.setdefault(rate_bps, compute)
         at = Circumstances(
@@ -148,7 +148,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--keep-window",
         action="store_true",
-        help="hosts with net.ipv4.tcp_slow_start_after_idle = 0; matters where there is a delay",
+        help="set net.ipv4.tcp_slow_start_after_idle = 0 on the hosts; matters with a delay",
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--figure", type=Path, metavar="FILE")
@@ -187,7 +187,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 
 
 def main() -> None:
-    """Measure, print the table, write what was asked for."""
+    """Measure, print the table, write the requested files."""
     arguments = _arguments()
     torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
     keep_freed_memory()  # as every rank of a run does

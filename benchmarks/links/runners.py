@@ -1,7 +1,7 @@
-"""The methods of the link benchmark, and one rank's end of each.
+"""The methods of the link benchmark, and one rank's part of each.
 
-Ours is wired as `launch/build.py` does it; torch's own pipelining is used as it comes; AC-SGD's
-way of running a step is in `benchmarks.links.acsgd_way`.
+Ours is set up as in `launch/build.py`; torch's own pipelining is used unchanged; AC-SGD's runtime
+is in `benchmarks.links.acsgd_step`.
 
 Axes: B samples of a microbatch, T tokens, D channels, S samples of a step.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from benchmarks.links.acsgd_way import AcSgdStep
+from benchmarks.links.acsgd_step import AcSgdStep
 from benchmarks.links.workloads import Workload
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.launch.components import build_boundary
@@ -39,7 +39,7 @@ _RAW = RawConfig()
 
 @dataclass(frozen=True)
 class Method:
-    """One way to run the step: a runtime, a schedule, and what its boundaries do.
+    """A method: a runtime, a schedule, and its boundaries.
 
     torch's runtime has no boundaries: it sends tensors of `dtype`. `depth` is that of Deep1F1B.
     """
@@ -104,10 +104,10 @@ METHODS = (
 
 
 class Runner(Protocol):
-    """One rank's end of a method."""
+    """One rank's part of a method."""
 
     def step(self, number: int, ids_S: Tensor) -> None:
-        """Run one step; all ranks call it alike."""
+        """Run one step; a collective."""
 
     def take_sent(self) -> int:
         """Bytes sent since the last call."""
@@ -125,7 +125,7 @@ def make_runner(method: Method, workload: Workload, transport: GlooTransport) ->
 
 
 class ThinPipeRunner:
-    """Our stage over our links, as a training run builds them."""
+    """Our stage and links, as in a training run."""
 
     def __init__(self, method: Method, workload: Workload, transport: GlooTransport) -> None:
         mesh = transport.mesh
@@ -155,7 +155,7 @@ class ThinPipeRunner:
         self._events: list[ComputeEvent] = []
 
     def step(self, number: int, ids_S: Tensor) -> None:
-        """Run one step and let the boundaries keep what they learned."""
+        """Run one step and commit the boundaries' memories."""
         microbatches = [
             Microbatch(self._workload.boundary, Samples(ids_B))
             for ids_B in ids_S.tensor_split(self._workload.microbatches)
@@ -184,7 +184,7 @@ class ThinPipeRunner:
 
 
 class AcSgdRunner:
-    """AC-SGD's runtime over our messages."""
+    """AC-SGD's runtime with our messages."""
 
     def __init__(self, method: Method, workload: Workload, transport: GlooTransport) -> None:
         rank, stages = transport.mesh.position, transport.mesh.pipeline_ranks
@@ -208,7 +208,7 @@ class AcSgdRunner:
 
 
 class TorchRunner:
-    """torch.distributed.pipelining as it comes."""
+    """torch.distributed.pipelining, unchanged."""
 
     def __init__(self, method: Method, workload: Workload, transport: GlooTransport) -> None:
         mesh = transport.mesh
@@ -259,19 +259,6 @@ def _places(rank: int, stages: int) -> Sequence[tuple[int, int, int]]:
     return [(*place, stages) for place in places]
 
 
-def make_codec(method: Method, workload: Workload, *, cut: int, direction: int) -> MessageCodec:
-    """One direction of a cut, with the boundary of the method."""
-    spec = method.forward if direction == FORWARD else method.backward
-    key = cut << 32 | direction
-    return MessageCodec(
-        cut=cut,
-        direction=direction,
-        boundaries=build_boundary(spec, width=workload.boundary[-1], key=key),
-        run_id=RUN_ID,
-        coding="none" if isinstance(spec, RawConfig) else spec.coding,
-    )
-
-
 def _wire(
     method: Method,
     workload: Workload,
@@ -288,4 +275,13 @@ def _wire(
         FIRST_CUT + 2 * upper + direction,
         f"{method.name}: stage {upper} - stage {upper + 1}",
     )
-    return make_codec(method, workload, cut=upper + 1, direction=direction), link
+    spec = method.forward if direction == FORWARD else method.backward
+    key = (upper + 1) << 32 | direction
+    codec = MessageCodec(
+        cut=upper + 1,
+        direction=direction,
+        boundaries=build_boundary(spec, width=workload.boundary[-1], key=key),
+        run_id=RUN_ID,
+        coding="none" if isinstance(spec, RawConfig) else spec.coding,
+    )
+    return codec, link

@@ -1,4 +1,4 @@
-"""What the link benchmark trains: compute slept at published times, or a small decoder for real.
+"""Workloads of the link benchmark: slept compute at published times, or a small real decoder.
 
 Axes: B samples of a microbatch, T tokens, D channels, M microbatches, S samples of a step (M x B).
 """
@@ -23,11 +23,11 @@ _WARM, _TIMED = 2, 7
 
 
 class Workload(Protocol):
-    """One training step, cut into stages. Samples are named by ids, which may be any numbers."""
+    """One training step, divided into stages. Sample ids may be any numbers."""
 
     @property
     def form(self) -> Form:
-        """How rows call it."""
+        """Its name in rows."""
 
     @property
     def boundary(self) -> torch.Size:
@@ -38,7 +38,7 @@ class Workload(Protocol):
         """M."""
 
     def module(self, stage: int, stages: int, wire: torch.dtype) -> nn.Module:
-        """A stage that takes and gives tensors of that type at its cuts."""
+        """A stage with inputs and outputs of that type at its cuts."""
 
     def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
         """Inputs of the first stage and targets of the last."""
@@ -47,11 +47,11 @@ class Workload(Protocol):
         """Loss of one microbatch."""
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer | None:
-        """What moves a stage's parameters after a step, if anything does."""
+        """The optimizer of a stage's parameters, if it has any."""
 
 
 class _Sleep(torch.autograd.Function):
-    """Takes as long as a stage, and returns values of the right shape."""
+    """Sleeps as long as a stage computes, and returns values of the right shape."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, x_BTD: Tensor, stage: "SleptStage") -> Tensor:
@@ -67,14 +67,16 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleptStage(nn.Module):
-    """A stage whose compute is slept. The last one returns one number, for a loss that is free."""
+    """A stage that sleeps instead of computing. The last one returns one number for its loss."""
 
     def __init__(self, shape: "PaperShape", *, is_last: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.shape, self._calls = shape, 0
         self.weight = nn.Parameter(torch.zeros(1))
         size = torch.Size((1, 1)) if is_last else shape.boundary
-        self._outputs = [torch.randn(size).to(dtype) for _ in range(3)]  # no sample stands still
+        self._outputs = [
+            torch.randn(size).to(dtype) for _ in range(3)
+        ]  # activations change between visits
         self.gradient_BTD = torch.randn(shape.boundary).to(dtype)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -83,7 +85,7 @@ class SleptStage(nn.Module):
         return y_BTD
 
     def next_output(self) -> Tensor:
-        """A tensor of its own over one of three buffers."""
+        """A new tensor over one of three buffers."""
         self._calls += 1
         return self._outputs[self._calls % 3].detach()
 
@@ -92,8 +94,8 @@ class SleptStage(nn.Module):
 class PaperShape:
     """GPT2-XL on V100-class devices: boundaries of 1024 x 1600 values, one sample per microbatch.
 
-    All is real but the compute, which is slept: two processor cores suffice for several stages, and
-    schedule, overlap, codec and link are what is measured. Seconds are those of one microbatch.
+    Everything is real except compute, which is slept: two cores suffice for several stages, and
+    schedule, overlap, codecs and links are measured. Seconds are per microbatch.
     """
 
     tokens: int = 1024
@@ -114,15 +116,15 @@ class PaperShape:
         return SleptStage(self, is_last=stage == stages - 1, dtype=wire)
 
     def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers that nobody looks at."""
+        """Unused values."""
         return torch.zeros(len(ids_S), 1), torch.zeros(len(ids_S), 1)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """A loss that is free."""
+        """A loss without compute."""
         return (output.float() - target).sum()
 
     def optimizer(self, module: nn.Module) -> None:
-        """Nothing moves."""
+        """There is nothing to train."""
         return
 
 
@@ -141,7 +143,7 @@ class _CastEnds(nn.Module):
 
 @dataclass(frozen=True)
 class Training:
-    """A byte-level decoder on the source of Python's standard library, all of it real.
+    """Real training of a byte-level decoder on the source of Python's standard library.
 
     Stages on small processors are slower than the paper's, so links are slowed down by the same
     factor (`dilation`): where the transfer of an fp32 boundary took as long as half of a

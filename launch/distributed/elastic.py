@@ -21,7 +21,7 @@ from thinpipe.launch.distributed import rendezvous
 from thinpipe.launch.host.interfaces import (
     interface_to,
     interfaces,
-    is_here,
+    is_own_address,
     parse_endpoint,
     reachable_address,
 )
@@ -88,7 +88,7 @@ def run_node(arguments: Sequence[str], processes: int, nodes: Nodes) -> int:
     settings: dict[str, object] = {"join_timeout": max(1, int(nodes.join_s))}
     settings["read_timeout"] = max(60, int(nodes.join_s))  # its host may come late
     if not chosen.is_loopback:  # torch's own guess needs a host name that resolves
-        settings["is_host"] = str(is_here(address))
+        settings["is_host"] = str(is_own_address(address))
     rendezvous.register()
     config = LaunchConfig(
         min_nodes=nodes.count,

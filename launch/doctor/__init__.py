@@ -1,5 +1,5 @@
-"""`thinpipe doctor`: hosts examine themselves and each other before a run.
+"""`thinpipe doctor`: checks the hosts of a run and the links between them before it starts.
 
-`host` looks at one host, `meeting` brings them together, `links` measures every pair, `checks`
-turns the facts into findings, `report` shows them.
+`host` inspects one host, `group` connects the hosts, `links` measures every link, `checks` compares
+hosts and links, `report` prints the results.
 """

@@ -1,25 +1,25 @@
-"""Findings from the facts of all hosts and links: pure, so that every host finds the same."""
+"""Checks that compare hosts and links: pure, so that every host has the same results."""
 
 import math
 import statistics
 from collections.abc import Sequence
 
 from thinpipe.launch.distributed.handshake import differences
-from thinpipe.launch.doctor.finding import Finding, ok, problem, warning
-from thinpipe.launch.doctor.host import HostFacts
-from thinpipe.launch.doctor.links import LinkFacts
+from thinpipe.launch.doctor.host import HostInfo
+from thinpipe.launch.doctor.links import LinkInfo
+from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host.links import format_rate
 
 _SLOW_SHARE = 1 / 3
 _CLOCK_S = 1.0
 _FAR_S = 0.005
 _BUFFER_SHARE = 0.35
-"""Of a socket buffer's limit, what data in flight gets before the rest of the kernel's accounting
-takes hold: 4 MB held one stream to 200 Mbit/s at a round trip of 100 ms, which is 2.5 MB."""
+"""Share of a socket buffer's limit that is usable for data in flight: 4 MB limited one stream to
+200 Mbit/s at a round trip of 100 ms, which is 2.5 MB."""
 
 
-def check_all(hosts: Sequence[HostFacts], links: Sequence[LinkFacts]) -> list[Finding]:
-    """Everything that shows only when hosts are compared."""
+def check_all(hosts: Sequence[HostInfo], links: Sequence[LinkInfo]) -> list[CheckResult]:
+    """All checks that need several hosts."""
     names = names_of(hosts)
     return [
         *_same(hosts),
@@ -32,8 +32,8 @@ def check_all(hosts: Sequence[HostFacts], links: Sequence[LinkFacts]) -> list[Fi
     ]
 
 
-def names_of(hosts: Sequence[HostFacts]) -> list[str]:
-    """Host names; with the address where two have one name."""
+def names_of(hosts: Sequence[HostInfo]) -> list[str]:
+    """Host names; with the address if several hosts have the same name."""
     names = [host.name for host in hosts]
     return [
         host.name if names.count(host.name) == 1 else f"{host.name}/{host.address}:{host.port}"
@@ -41,8 +41,8 @@ def names_of(hosts: Sequence[HostFacts]) -> list[str]:
     ]
 
 
-def _same(hosts: Sequence[HostFacts]) -> list[Finding]:
-    first, findings = hosts[0], []
+def _same(hosts: Sequence[HostInfo]) -> list[CheckResult]:
+    first, results = hosts[0], []
     for other in hosts[1:]:
         for what, theirs, ours in (
             ("versions", other.versions, first.versions),
@@ -55,32 +55,32 @@ def _same(hosts: Sequence[HostFacts]) -> list[Finding]:
                     if what == "config"
                     else "install the same versions on all hosts (constraints.txt)"
                 )
-                findings.append(problem(other.name, text, remedy))
-    return findings or [ok("all", "same versions and config")]
+                results.append(problem(other.name, text, remedy))
+    return results or [ok("all", "same versions and config")]
 
 
 def _open(
-    hosts: Sequence[HostFacts], names: Sequence[str], links: Sequence[LinkFacts]
-) -> list[Finding]:
+    hosts: Sequence[HostInfo], names: Sequence[str], links: Sequence[LinkInfo]
+) -> list[CheckResult]:
     closed = [link for link in links if link.closed]
     if not closed:
         return [ok("all", "every host can connect to every other")] if links else []
-    findings = []
+    results = []
     for link in closed:
         source, target = hosts[link.source], hosts[link.target]
-        findings.append(
+        results.append(
             problem(
                 f"{names[link.source]} -> {names[link.target]}",
                 f"cannot connect to {target.address}, port {target.port} ({link.closed})",
                 f"let {target.name} accept all TCP ports from {source.address} (ufw allow from "
-                f"{source.address}), see that there is a route, and that {target.interface} is "
+                f"{source.address}), check that there is a route, and that {target.interface} is "
                 f"the right interface of {target.name}",
             )
         )
-    return findings
+    return results
 
 
-def _clocks(names: Sequence[str], links: Sequence[LinkFacts]) -> list[Finding]:
+def _clocks(names: Sequence[str], links: Sequence[LinkInfo]) -> list[CheckResult]:
     return [
         warning(
             names[link.target],
@@ -93,22 +93,22 @@ def _clocks(names: Sequence[str], links: Sequence[LinkFacts]) -> list[Finding]:
     ]
 
 
-def _mtu(names: Sequence[str], links: Sequence[LinkFacts]) -> list[Finding]:
+def _mtu(names: Sequence[str], links: Sequence[LinkInfo]) -> list[CheckResult]:
     known = [link for link in links if link.path_mtu]
     largest = max((link.path_mtu for link in known), default=0)
     return [
         warning(
             f"{names[link.source]} -> {names[link.target]}",
             f"packets of {link.path_mtu} bytes at most, {largest} elsewhere",
-            "a VPN or tunnel on the way is usual; if it is none of yours, set the interfaces to "
-            "the same MTU (ip link set dev IF mtu N)",
+            "usual with a VPN or tunnel; otherwise set all interfaces to the same MTU "
+            "(ip link set dev IF mtu N)",
         )
         for link in known
         if link.path_mtu < largest
     ]
 
 
-def _rates(names: Sequence[str], links: Sequence[LinkFacts]) -> list[Finding]:
+def _rates(names: Sequence[str], links: Sequence[LinkInfo]) -> list[CheckResult]:
     rates = [link.rate_bps for link in links if not link.closed]
     if len(rates) < 2:
         return []
@@ -116,10 +116,10 @@ def _rates(names: Sequence[str], links: Sequence[LinkFacts]) -> list[Finding]:
     return [
         warning(
             f"{names[link.source]} -> {names[link.target]}",
-            f"{format_rate(link.rate_bps)}, {usual / link.rate_bps:.1f} times slower than usual "
-            "here",
-            "fewer bits at the cut it carries (`thinpipe plan --network`), hosts in another "
-            "order, or see what else uses it",
+            f"{format_rate(link.rate_bps)}, {usual / link.rate_bps:.1f} times slower than the "
+            "median link",
+            "use fewer bits at its cut (`thinpipe plan --network`), change the order of hosts, or "
+            "find out what else uses the link",
         )
         for link in links
         if not link.closed and link.rate_bps < _SLOW_SHARE * usual
@@ -127,10 +127,10 @@ def _rates(names: Sequence[str], links: Sequence[LinkFacts]) -> list[Finding]:
 
 
 def _buffers(
-    hosts: Sequence[HostFacts], names: Sequence[str], links: Sequence[LinkFacts]
-) -> list[Finding]:
-    """A stream cannot have more in flight than its sockets hold."""
-    findings = []
+    hosts: Sequence[HostInfo], names: Sequence[str], links: Sequence[LinkInfo]
+) -> list[CheckResult]:
+    """A stream cannot have more data in flight than fits its socket buffers."""
+    results = []
     for link in links:
         in_flight = link.rate_bps * link.round_trip_s / 8
         limits = (
@@ -141,28 +141,28 @@ def _buffers(
             if link.closed or not limit or in_flight < _BUFFER_SHARE * limit:
                 continue
             enough = 1 << math.ceil(math.log2(max(16 * in_flight, 8e6)))
-            findings.append(
+            results.append(
                 warning(
                     where,
-                    f"net.ipv4.{name} ends at {limit} bytes, which holds the way "
+                    f"net.ipv4.{name} allows at most {limit} bytes, which limits "
                     f"{names[link.source]} -> {names[link.target]} to "
                     f"{format_rate(link.rate_bps)} at a round trip of "
                     f"{link.round_trip_s * 1e3:.3g} ms",
                     f"sysctl -w net.ipv4.{name}='4096 131072 {enough}'",
                 )
             )
-    return findings
+    return results
 
 
-def _slow_start(hosts: Sequence[HostFacts], links: Sequence[LinkFacts]) -> list[Finding]:
+def _slow_start(hosts: Sequence[HostInfo], links: Sequence[LinkInfo]) -> list[CheckResult]:
     far = {link.source for link in links if link.round_trip_s > _FAR_S}
     return [
         warning(
             host.name,
-            "net.ipv4.tcp_slow_start_after_idle = 1: after each pause between messages TCP starts "
-            "slowly; with 50 ms of delay that doubled a step",
+            "net.ipv4.tcp_slow_start_after_idle = 1: TCP returns to slow start after each pause "
+            "between messages; with 50 ms of delay that doubled a step",
             "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
         )
-        for place, host in enumerate(hosts)
-        if host.slow_start_after_idle and place in far
+        for index, host in enumerate(hosts)
+        if host.slow_start_after_idle and index in far
     ]

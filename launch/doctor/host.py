@@ -1,4 +1,4 @@
-"""What one host says of itself: interface, kernel settings, room, versions, config."""
+"""Inspects one host: interface, kernel settings, memory and disk, versions, config."""
 
 import ipaddress
 import os
@@ -14,7 +14,7 @@ import torch
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.distributed.handshake import versions
-from thinpipe.launch.doctor.finding import Finding, ok, problem, warning
+from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.resources import free_memory
@@ -26,8 +26,8 @@ _SYSCTL = Path("/proc/sys/net/ipv4")
 
 
 @dataclass(frozen=True)
-class HostFacts:
-    """One host, JSON-able. Sizes in bytes; `port` is where it listens during the examination."""
+class HostInfo:
+    """One host, JSON-able. Sizes in bytes; `port` is where it listens while links are measured."""
 
     name: str
     address: str
@@ -39,14 +39,14 @@ class HostFacts:
     slow_start_after_idle: bool
     versions: Mapping[str, str]
     config: Mapping[str, Any]
-    findings: list[dict[str, Any]] = field(default_factory=list)
+    results: list[dict[str, Any]] = field(default_factory=list)
 
 
-def examine(config: RunConfig, chosen: Interface, *, port: int, nnodes: int) -> HostFacts:
-    """Everything that can be seen without the other hosts; `chosen` is the interface to use."""
+def inspect_host(config: RunConfig, chosen: Interface, *, port: int, nnodes: int) -> HostInfo:
+    """Inspect this host without the others; `chosen` is the interface to use."""
     name = socket.gethostname()
-    findings = [*_room(config, name, nnodes), _devices(name)]
-    return HostFacts(
+    results = [*_capacity(config, name, nnodes), _devices(name)]
+    return HostInfo(
         name=name,
         address=chosen.address,
         port=port,
@@ -57,31 +57,31 @@ def examine(config: RunConfig, chosen: Interface, *, port: int, nnodes: int) -> 
         slow_start_after_idle=_sysctl("tcp_slow_start_after_idle", "1") == "1",
         versions=versions(),
         config=config.shared(),
-        findings=[finding.as_json() for finding in findings],
+        results=[result.as_json() for result in results],
     )
 
 
-def choose_interface(rendezvous: str) -> tuple[Interface, list[Finding]]:
-    """The interface that gloo will use to reach the other hosts, and what is wrong with it.
+def choose_interface(rendezvous: str) -> tuple[Interface, list[CheckResult]]:
+    """The interface that gloo will use to reach the other hosts, and whether it is right.
 
-    `rendezvous` is an address. Where GLOO_SOCKET_IFNAME is no use, the one that leads there is
-    taken, so that the examination can go on.
+    `rendezvous` is an address. If GLOO_SOCKET_IFNAME is unusable, the interface that leads to it is
+    used, so that the remaining checks can run.
 
     Raises:
-        ValueError: no interface leads there.
+        ValueError: no interface leads to the rendezvous.
     """
     where, known = socket.gethostname(), interfaces()
     right = interface_to(rendezvous)
     wanted = os.environ.get("GLOO_SOCKET_IFNAME")
     remedy = f"export GLOO_SOCKET_IFNAME={right.name}"
     if wanted is None:
-        return right, _without_a_name(where, right, remedy)
+        return right, _check_own_name(where, right, remedy)
     names = ", ".join(sorted(known))
     if wanted not in known:
         return right, [
             problem(
                 where,
-                f"GLOO_SOCKET_IFNAME = {wanted!r}: {_not_an_interface(wanted)}; there are {names}",
+                f"GLOO_SOCKET_IFNAME = {wanted!r}: {_why_not_an_interface(wanted)}; there are {names}",
                 remedy,
             )
         ]
@@ -89,12 +89,12 @@ def choose_interface(rendezvous: str) -> tuple[Interface, list[Finding]]:
         text = f"GLOO_SOCKET_IFNAME = {wanted!r}: reaches this host only"
         return right, [problem(where, text, remedy)]
     if wanted != right.name:
-        text = f"GLOO_SOCKET_IFNAME = {wanted!r}, but the way to {rendezvous} is {right.name}"
+        text = f"GLOO_SOCKET_IFNAME = {wanted!r}, but {right.name} leads to {rendezvous}"
         return known[wanted], [warning(where, text, remedy)]
     return right, [ok(where, f"interface {right.name}, {right.address}, MTU {right.mtu}")]
 
 
-def _without_a_name(where: str, right: Interface, remedy: str) -> list[Finding]:
+def _check_own_name(where: str, right: Interface, remedy: str) -> list[CheckResult]:
     try:
         own = socket.gethostbyname(where)
     except OSError:
@@ -104,22 +104,22 @@ def _without_a_name(where: str, right: Interface, remedy: str) -> list[Finding]:
     text = (
         f"GLOO_SOCKET_IFNAME is not set, and the host's own name {where} "
         + (f"resolves to {own}" if own else "does not resolve")
-        + "; `thinpipe train --nnodes` finds the interface by itself, torchrun does not"
+        + "; `thinpipe train --nnodes` chooses the interface itself, torchrun does not"
     )
     return [warning(where, text, remedy)]
 
 
-def _not_an_interface(text: str) -> str:
+def _why_not_an_interface(text: str) -> str:
     try:
         ipaddress.ip_address(text)
     except ValueError:
         wrong = set(text) & set("^,=")
-        return "gloo wants the name of one interface" if wrong else "no such interface"
-    return "gloo wants an interface's name, not its address"
+        return "gloo expects the name of one interface" if wrong else "no such interface"
+    return "gloo expects an interface's name, not its address"
 
 
-def _room(config: RunConfig, where: str, nnodes: int) -> list[Finding]:
-    """Memory and disk, against what this host's share of the model needs at least."""
+def _capacity(config: RunConfig, where: str, nnodes: int) -> list[CheckResult]:
+    """Memory and disk, against the minimum for this host's share of the model."""
     share = config.pipeline.replicas / nnodes
     held, trained = stage_counts(config.model, config.pipeline.cuts)
     memory, need = free_memory(), share * training_nbytes(held, trained)
@@ -132,15 +132,15 @@ def _room(config: RunConfig, where: str, nnodes: int) -> list[Finding]:
     if memories:
         need, counted = need + memories, f"{counted} and AQ-SGD's memories"
     text = f"{memory / 1e9:.3g} GB of memory free; {counted} need {need / 1e9:.3g} GB"
-    findings = [*wrong, ok(where, text)]
+    results = [*wrong, ok(where, text)]
     if memory < need:
-        remedy = "use more hosts, a smaller model or memory.budget, or end what else runs here"
-        findings = [*wrong, problem(where, text, remedy)]
+        remedy = "use more hosts, a smaller model or memory.budget, or stop other processes"
+        results = [*wrong, problem(where, text, remedy)]
     folder = next(p for p in (config.run.path, *config.run.path.parents) if p.exists())
-    copies = config.checkpoint.keep + 1  # a new one is complete before an old one goes
+    copies = config.checkpoint.keep + 1  # the oldest is deleted after the new one is complete
     disk, need = shutil.disk_usage(folder).free, share * copies * checkpoint_nbytes(held, trained)
     if disk < need:
-        findings.append(
+        results.append(
             problem(
                 where,
                 f"{folder} has {disk / 1e9:.3g} GB free; {copies} checkpoints need "
@@ -149,12 +149,12 @@ def _room(config: RunConfig, where: str, nnodes: int) -> list[Finding]:
             )
         )
     else:
-        findings.append(ok(where, f"{disk / 1e9:.3g} GB of disk free for run.folder"))
-    return findings
+        results.append(ok(where, f"{disk / 1e9:.3g} GB of disk free for run.folder"))
+    return results
 
 
-def _sequences(config: RunConfig, where: str) -> tuple[int, list[Finding]]:
-    """How many samples there are to train on, which "all" leaves to the data."""
+def _sequences(config: RunConfig, where: str) -> tuple[int, list[CheckResult]]:
+    """Number of training samples; with "all" the data are read for it."""
     if config.data.train_sequences != "all":
         return config.data.train_sequences, []
     try:
@@ -163,7 +163,7 @@ def _sequences(config: RunConfig, where: str) -> tuple[int, list[Finding]]:
         return 0, [problem(where, explain(error), "")]
 
 
-def _devices(where: str) -> Finding:
+def _devices(where: str) -> CheckResult:
     if not torch.cuda.is_available():
         return ok(where, f"{os.cpu_count()} processor cores, no GPU")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

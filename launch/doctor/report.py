@@ -1,4 +1,4 @@
-"""The examination's result: a table of findings, the links as a matrix, a file and a picture."""
+"""Prints the results of all checks and the links as a matrix; writes a file and a picture."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,26 +6,26 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from thinpipe.launch.doctor.finding import Finding
-from thinpipe.launch.doctor.links import LinkFacts
+from thinpipe.launch.doctor.links import LinkInfo
+from thinpipe.launch.doctor.result import CheckResult
 from thinpipe.launch.host.links import PAYLOAD_SHARE, format_rate
 from thinpipe.launch.plan.network import Network, Rate
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
-def show_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """All of them, the worst last, where a terminal shows them."""
+def show_results(console: Console, results: Sequence[CheckResult]) -> None:
+    """Print all results, the worst last, so that they stay visible in a terminal."""
     order = list(_STYLES)
-    for finding in sorted(findings, key=lambda f: order.index(f.level)):
-        head = f"[{_STYLES[finding.level]}]{finding.level:7}[/] {finding.where}: "
+    for result in sorted(results, key=lambda f: order.index(f.level)):
+        head = f"[{_STYLES[result.level]}]{result.level:7}[/] {result.where}: "
         console.print(head, end="", highlight=False)
-        console.print(finding.text, markup=False, highlight=False, soft_wrap=True)
-        if finding.remedy:
-            console.print(f"        -> {finding.remedy}", markup=False, soft_wrap=True)
+        console.print(result.text, markup=False, highlight=False, soft_wrap=True)
+        if result.remedy:
+            console.print(f"        -> {result.remedy}", markup=False, soft_wrap=True)
 
 
-def show_links(console: Console, names: Sequence[str], links: Sequence[LinkFacts]) -> None:
+def show_links(console: Console, names: Sequence[str], links: Sequence[LinkInfo]) -> None:
     """Rate and round trip: a row per sender, a column per receiver."""
     table = Table("from \\ to", *names, title="payload rate, round trip", title_justify="left")
     by_pair = {(link.source, link.target): link for link in links}
@@ -35,10 +35,10 @@ def show_links(console: Console, names: Sequence[str], links: Sequence[LinkFacts
     console.print(table)
 
 
-def as_network(hosts: int, links: Sequence[LinkFacts]) -> Network:
-    """What `plan` reads. Rates count headers too; a link that is closed is as slow as can be said.
+def as_network(hosts: int, links: Sequence[LinkInfo]) -> Network:
+    """The network as `plan` reads it. Rates include headers; a closed link gets the lowest rate.
 
-    One way is taken as half of a round trip.
+    Latency is half of a round trip.
     """
     rates: list[list[Rate]] = [[None] * hosts for _ in range(hosts)]
     delays = [[0.0] * hosts for _ in range(hosts)]
@@ -49,8 +49,8 @@ def as_network(hosts: int, links: Sequence[LinkFacts]) -> Network:
     return Network(tuple(map(tuple, rates)), tuple(map(tuple, delays)))
 
 
-def draw_links(path: Path, names: Sequence[str], links: Sequence[LinkFacts]) -> None:
-    """The matrix as a picture: the darker, the slower."""
+def draw_links(path: Path, names: Sequence[str], links: Sequence[LinkInfo]) -> None:
+    """Draw the matrix: the darker, the slower."""
     from matplotlib.figure import Figure
 
     size = len(names)
@@ -72,7 +72,7 @@ def draw_links(path: Path, names: Sequence[str], links: Sequence[LinkFacts]) -> 
     figure.savefig(path, dpi=120)
 
 
-def _cell(link: LinkFacts | None) -> str:
+def _cell(link: LinkInfo | None) -> str:
     if link is None:
         return ""
     if link.closed:

@@ -1,1 +1,1 @@
-"""What one machine is: devices, cores, interfaces, packages, and its links."""
+"""This machine: devices, memory, load, interfaces and packages; descriptions of its links."""

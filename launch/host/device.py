@@ -13,10 +13,10 @@ from thinpipe.pipeline.config import DeviceName
 
 
 def choose_device(name: DeviceName) -> torch.device:
-    """Device of `pipeline.device`: ranks of a host share its GPUs in turn, by LOCAL_RANK.
+    """Device of `pipeline.device`: GPUs are assigned round-robin by LOCAL_RANK.
 
     Raises:
-        ValueError: CUDA is asked for and not there, or triton is missing.
+        ValueError: CUDA is requested but not available, or triton is missing.
     """
     if name == "cpu" or (name == "auto" and not gpu_count()):
         return torch.device("cpu")
@@ -28,16 +28,16 @@ def choose_device(name: DeviceName) -> torch.device:
     missing = _missing_for_triton()
     if missing is not None:
         raise ValueError(
-            f"pipeline.device: a GPU codes messages with triton, which needs {missing}; "
+            f"pipeline.device: messages are encoded on a GPU with triton, which needs {missing}; "
             'or use pipeline.device = "cpu"'
         )
     return _own_gpu()
 
 
 def make_repeatable(device: torch.device) -> None:
-    """Have torch compute the same bits again, as a resume must; without this, only a CPU does.
+    """Make torch deterministic, as a resume requires; a CPU is without this.
 
-    Operations of a GPU that have no such form warn. Call it before the device computes.
+    GPU operations without a deterministic version warn. Call it before the device is used.
     """
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -46,9 +46,9 @@ def make_repeatable(device: torch.device) -> None:
 
 
 def _missing_for_triton() -> str | None:
-    """What this host lacks for triton, which compiles what launches its kernels; None if nothing.
+    """What triton needs to compile its launchers and this host lacks; None if nothing.
 
-    It looks for the compiler and the headers where `triton/runtime/build.py` does.
+    Looks for the compiler and the headers in the same places as `triton/runtime/build.py`.
     """
     if importlib.util.find_spec("triton") is None:
         return f"its package; run {install('triton>=3.6')}"
@@ -66,7 +66,7 @@ def gpu_count() -> int:
 
 
 def free_gpu_memory() -> int | None:
-    """Bytes that this rank's GPU can still give out; None where there is none."""
+    """Free bytes of this rank's GPU; None on a host without GPUs."""
     return torch.cuda.mem_get_info(_own_gpu())[0] if gpu_count() else None
 
 

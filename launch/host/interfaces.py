@@ -1,7 +1,7 @@
-"""Which of this host's network interfaces leads to another host.
+"""This host's network interfaces, and which of them leads to another host.
 
-gloo publishes the address of one interface (GLOO_SOCKET_IFNAME); without that variable it takes
-whatever the host's own name resolves to, which on many systems is 127.0.1.1.
+gloo publishes the address of one interface (GLOO_SOCKET_IFNAME); without that variable, the
+address that the host's own name resolves to, which on many systems is 127.0.1.1.
 """
 
 import ipaddress
@@ -21,7 +21,7 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether its address means this host to every host."""
+        """Whether only this host can reach its address."""
         return ipaddress.ip_address(self.address).is_loopback
 
 
@@ -39,7 +39,7 @@ def resolve(host: str) -> str:
     """IPv4 address of a name, or the address itself.
 
     Raises:
-        ValueError: the name cannot be resolved; says what to do.
+        ValueError: the name cannot be resolved.
     """
     try:
         return socket.gethostbyname(host)
@@ -51,10 +51,10 @@ def resolve(host: str) -> str:
 
 
 def reachable_address(host: str) -> str:
-    """`resolve`, for the host where machines meet: one that only this host can use is refused.
+    """`resolve`, for an address that other hosts must be able to reach.
 
     Raises:
-        ValueError: also if a name stands for 127.x here, as Debian lets a host's own name do.
+        ValueError: also if a name resolves to 127.x, as a host's own name does on Debian.
     """
     address = resolve(host)
     by_name = host != "localhost" and not host.startswith("127.")
@@ -66,37 +66,39 @@ def reachable_address(host: str) -> str:
     return address
 
 
-def is_here(address: str) -> bool:
+def is_own_address(address: str) -> bool:
     """Whether an address is one of this host's."""
     return address in {found.address for found in interfaces().values()}
 
 
 def interface_to(address: str) -> Interface:
-    """The interface through which an address is reached; for our own, the one that has it.
+    """The interface that an address is reached through; for an own address, the one that has it.
 
     Raises:
-        ValueError: no interface leads there.
+        ValueError: no interface has a route to it.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            asking.connect((address, 9))  # sends nothing: it asks the routing table
+            probe.connect((address, 9))  # sends nothing, only looks up the route
         except OSError as error:
             raise ValueError(
-                f"{address}: no interface of this host leads there ({error.strerror}); is the "
+                f"{address}: no interface of this host has a route to it ({error.strerror}); is the "
                 "network, or the VPN, up?"
             ) from None
-        own = asking.getsockname()[0]
+        own = probe.getsockname()[0]
     for found in interfaces().values():
         if found.address == own:
             return found
-    raise ValueError(f"{address}: reached from {own}, which no interface has; use plain IPv4")
+    raise ValueError(
+        f"{address}: reached from {own}, which is not the address of an interface; use plain IPv4"
+    )
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
     """`host0:29500` as name and port.
 
     Raises:
-        ValueError: it is not written like that.
+        ValueError: it does not have that form.
     """
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:

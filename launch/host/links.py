@@ -1,4 +1,4 @@
-"""What an emulated network looks like: hosts, rates, delays; read from text and JSON."""
+"""Description of a network: hosts, rates and delays, parsed from text and JSON."""
 
 import json
 import math
@@ -10,12 +10,12 @@ from pathlib import Path
 MAX_HOSTS = 64
 MIN_RATE_BPS = 8_000.0
 MAX_RATE_BPS = 30e9
-"""tbf counts 32-bit bytes per second, and a core forwards about this much anyway."""
+"""tbf stores 32-bit bytes per second, and a core forwards about this much anyway."""
 MAX_DELAY_S = 10.0
 MTU = 1500
 FRAME_BYTES = MTU + 14
 PAYLOAD_SHARE = 1448 / FRAME_BYTES
-"""Of a link's rate, what TCP data can use: the rest is Ethernet, IP and TCP headers."""
+"""Share of a link's rate for TCP payload: the rest is Ethernet, IP and TCP headers."""
 
 _RATE_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
 _TIME_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -35,9 +35,9 @@ class NetworkSpec:
     up_bps: Rates
     down_bps: Rates
     pair_bps: Mapping[Pair, float] = field(default_factory=dict)
-    """Limit of one direction (from, to)."""
+    """Limits by direction (from, to)."""
     delay_s: Mapping[Pair, float] = field(default_factory=dict)
-    """One way, (from, to); absent means none."""
+    """One-way delays by direction (from, to); absent means none."""
 
     @classmethod
     def of(
@@ -51,15 +51,15 @@ class NetworkSpec:
         pairs: Sequence[str] = (),
         matrix: Path | None = None,
     ) -> "NetworkSpec":
-        """Read a network from what a user writes: `of(4, "100mbit", delay="20ms")`.
+        """Parse a network from command-line values: `of(4, "100mbit", delay="20ms")`.
 
-        `rate` holds for every up- and downlink; `up` and `down` (one rate, or one per host, with
+        `rate` is that of every up- and downlink; `up` and `down` (one rate, or one per host, with
         commas) replace it; `delay` is one way; `matrix` is a JSON file with `rate_bps` and
         `latency_s`, lists of one row per sender; `pairs` are like `"0,1=20mbit"`, both directions,
-        and replace what the matrix says; `"0,1=none"` lifts its limit.
+        and override the matrix; `"0,1=none"` removes a limit.
 
         Raises:
-            ValueError: a value is not understood or out of range, or a host does not exist.
+            ValueError: a value is invalid or out of range, or a host does not exist.
         """
         table = _read_matrix(matrix) if matrix is not None else _Matrix(None, {}, {})
         hosts = _known_hosts(hosts, table, matrix)
@@ -82,7 +82,7 @@ class NetworkSpec:
         down: str | None = None,
         pairs: Sequence[str] = (),
     ) -> "NetworkSpec":
-        """The same network with other rates; `0,1=none` lifts the limit of a pair.
+        """The same network with other rates; `0,1=none` removes the limit of a pair.
 
         Raises:
             ValueError: as `of`.
@@ -97,7 +97,7 @@ class NetworkSpec:
         )
 
     def rate_bps(self, source: int, target: int) -> float | None:
-        """What the way from `source` to `target` allows, in bit/s; `None`: nothing limits it."""
+        """The lowest limit between `source` and `target` in bit/s; `None`: unlimited."""
         limits = (
             self.up_bps[source],
             self.pair_bps.get((source, target)),
@@ -167,7 +167,7 @@ def _delay_in_range(seconds: float, where: str) -> float:
 def _known_hosts(hosts: int | None, table: _Matrix, matrix: Path | None) -> int:
     hosts = hosts if hosts is not None else table.hosts
     if hosts is None:
-        raise ValueError("--hosts is missing: say how many hosts to emulate, or give a --matrix")
+        raise ValueError("--hosts is missing: give the number of hosts to emulate, or a --matrix")
     if not 1 <= hosts <= MAX_HOSTS:
         raise ValueError(f"--hosts = {hosts}: use 1 to {MAX_HOSTS}")
     if table.hosts not in (None, hosts):
@@ -185,15 +185,15 @@ def _rates(text: str, hosts: int, where: str) -> Rates:
 def _with_pairs(
     limits: Mapping[Pair, float], texts: Sequence[str], hosts: int
 ) -> dict[Pair, float]:
-    """`limits`, with what `--pair` changes or lifts."""
-    asked = _parse_pairs(texts, hosts)
-    for (a, b), bps in asked.items():
+    """`limits`, changed by `--pair`."""
+    changes = _parse_pairs(texts, hosts)
+    for (a, b), bps in changes.items():
         if bps is None and not limits.keys() & {(a, b), (b, a)}:
             raise ValueError(
-                f"--pair = '{a},{b}=none': these two have no limit of their own to lift; what "
-                "limits them are their up- and downlinks (--rate, --up, --down)"
+                f"--pair = '{a},{b}=none': this pair has no limit of its own to remove; it is "
+                "limited by its up- and downlinks (--rate, --up, --down)"
             )
-    return {pair: bps for pair, bps in {**limits, **asked}.items() if bps is not None}
+    return {pair: bps for pair, bps in {**limits, **changes}.items() if bps is not None}
 
 
 def _parse_pairs(texts: Sequence[str], hosts: int) -> dict[Pair, float | None]:
@@ -204,9 +204,11 @@ def _parse_pairs(texts: Sequence[str], hosts: int) -> dict[Pair, float | None]:
             raise ValueError(f"--pair = {text!r}: write two hosts and a rate, such as 0,1=20mbit")
         a, b = int(match[1]), int(match[2])
         if a == b or max(a, b) >= hosts:
-            raise ValueError(f"--pair = {text!r}: name two different hosts from 0 to {hosts - 1}")
+            raise ValueError(f"--pair = {text!r}: use two different hosts from 0 to {hosts - 1}")
         if (a, b) in pairs:
-            raise ValueError(f"--pair = {text!r}: hosts {a} and {b} are named twice; say it once")
+            raise ValueError(
+                f"--pair = {text!r}: hosts {a} and {b} are given twice; give them once"
+            )
         pairs[a, b] = pairs[b, a] = parse_rate(match[3], "--pair")
     return pairs
 
@@ -216,8 +218,8 @@ def _read_matrix(path: Path) -> _Matrix:
         content = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(
-            f"--matrix = {path}: {error.strerror}; correct the path, or have `thinpipe doctor "
-            "--save` write one"
+            f"--matrix = {path}: {error.strerror}; correct the path, or write one with `thinpipe "
+            "doctor --save`"
         ) from error
     except ValueError as error:
         raise ValueError(f"--matrix = {path}: not JSON ({error})") from error
@@ -239,7 +241,7 @@ def _read_matrix(path: Path) -> _Matrix:
 
 
 def _cells(rows: object, hosts: int, where: str) -> dict[Pair, float]:
-    """The numbers off the diagonal; `null` is left out."""
+    """The numbers off the diagonal without `null`."""
     if not isinstance(rows, list) or any(
         not isinstance(row, list) or len(row) != hosts for row in rows
     ):

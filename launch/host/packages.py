@@ -1,4 +1,4 @@
-"""What to do about a package that is not installed. Imports none itself."""
+"""How to install a missing package. Imports none of them."""
 
 import importlib.util
 import shlex
@@ -11,11 +11,11 @@ EXTRAS: Mapping[str, str] = {
     "tokenizers": "hf",
     "transformers": "hf",
 }
-"""Packages that only some runs need, and the extra of ThinPipe that brings each."""
+"""Optional packages, and the extra of ThinPipe that installs each."""
 
 
 def explain(error: Exception) -> str:
-    """An error as one line for a user; a package that is missing with what installs it."""
+    """An error as one line; for a missing package, with the command that installs it."""
     package = (getattr(error, "name", None) or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or not package:
         return str(error)
@@ -29,12 +29,12 @@ def explain(error: Exception) -> str:
 
 
 def install(requirement: str) -> str:
-    """The command that installs into the environment of this process, whichever is active."""
+    """The command that installs into the environment of this process."""
     return f"`{shlex.join([sys.executable, '-m', 'pip', 'install', requirement])}`"
 
 
 def require(package: str) -> None:
-    """See that a process to be started will find a package.
+    """Check that a package is installed, before a process that imports it is started.
 
     Raises:
         ModuleNotFoundError: it is not installed.

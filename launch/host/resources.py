@@ -1,4 +1,6 @@
-"""Memory that this machine has free, and how busy its cores have been."""
+"""Memory that this machine has free, and how busy other processes keep its cores."""
+
+import time
 
 import psutil
 
@@ -11,7 +13,19 @@ def free_memory() -> int:
     return available
 
 
-def busy_s() -> float:
-    """Core seconds that this machine has been busy since it was started."""
-    times = psutil.cpu_times()
-    return sum(getattr(times, kind, 0.0) for kind in _BUSY)
+class BackgroundLoad:
+    """Measures what other processes on this machine have computed since this was made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def cores(self) -> float:
+        """How many cores other processes have kept busy on average."""
+        wall_s, busy_s, own_s = (b - a for a, b in zip(self._start, self._now(), strict=True))
+        return max(0.0, busy_s - own_s) / wall_s
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        times = psutil.cpu_times()
+        busy_s = sum(getattr(times, kind, 0.0) for kind in _BUSY)
+        return time.perf_counter(), busy_s, time.process_time()

@@ -1,1 +1,1 @@
-"""Planning before a run: `simulate` foretells one training step, event by event."""
+"""Planning before a run: `simulate` predicts one training step, event by event."""

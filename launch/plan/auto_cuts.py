@@ -1,7 +1,7 @@
-"""`cuts = "auto"`: every machine measures the blocks, all ranks agree on the best cuts.
+"""`cuts = "auto"`: every machine measures the blocks, and all ranks use the best cuts.
 
-One rank of a machine measures for all there, as ranks that compete for cores would find anything;
-machines do so at the same time.
+One rank of a machine measures for all of its ranks: ranks that compete for cores would measure
+noise. Machines measure at the same time.
 """
 
 import logging
@@ -30,21 +30,21 @@ from thinpipe.pipeline.schedule import stage_to_rank
 
 _log = logging.getLogger(__name__)
 _MEMORY_SHARE = 0.9
-"""Of the memory that is free now, what stages may take."""
-
+"""Share of the memory that is free now that stages may use."""
 
 _NOISE = 1.15
-"""Costs up to so many times another are taken as equal to it: a busy machine varies as much."""
+"""Costs within this factor count as equal: a busy machine varies as much."""
 
 
-def decide_cuts(config: RunConfig, session: Session, *, resume: bool, say: bool) -> RunConfig:
-    """The config with its cuts; all ranks call it alike and get the same. `say` it on this rank.
+def decide_cuts(config: RunConfig, session: Session, *, resume: bool, log: bool) -> RunConfig:
+    """The config with its cuts; a collective with the same result on all ranks.
 
-    A resumed run keeps the cuts of its checkpoint. Links are not measured here: messages are as
-    long at every cut of these models, so a link is as slow wherever the cut is.
+    With `log` this rank logs them. A resumed run keeps the cuts of its checkpoint. Links are not
+    measured here: messages are equally long at every cut of these models, so a link is equally
+    slow wherever the cut is.
 
     Raises:
-        ValueError: on every rank, if the memory of the machines does not suffice.
+        ValueError: on every rank, if the machines have too little memory.
     """
     if not config.pipeline.auto_cuts:
         return config
@@ -53,19 +53,19 @@ def decide_cuts(config: RunConfig, session: Session, *, resume: bool, say: bool)
     if found:
         return config.with_cuts(found[0])
     measured_here = _measure(config) if session.local_rank == 0 else None
-    told = [measured_here, _room(config), spare_core(_ranks_here())]
-    measured, limits, spare = _by_stage(config, gather_json(session.transport, told))
+    own = [measured_here, _memory_per_rank(config), spare_core(_ranks_here())]
+    measured, limits, spare = _by_stage(config, gather_json(session.transport, own))
     cuts, problem = None, None
-    if session.mesh.rank == 0:  # which measures the codecs, again alone
+    if session.mesh.rank == 0:  # the only one that measures the codecs
         try:
-            cuts = find_cuts(config, even_out(measured), memory_limit=limits, spare_cores=spare)
+            cuts = find_cuts(config, smooth_noise(measured), memory_limit=limits, spare_cores=spare)
         except ValueError as error:
             problem = str(error)
     cuts, problem = gather_json(session.transport, [cuts, problem])[0]
     if problem is not None:
         raise ValueError(problem)
     decided = config.with_cuts(cuts)
-    if say:
+    if log:
         stages = stage_costs(decided, measured)
         times = ", ".join(format_duration(s.forward_s + s.backward_s) for s in stages)
         cuts_now = list(decided.pipeline.cuts)
@@ -73,29 +73,29 @@ def decide_cuts(config: RunConfig, session: Session, *, resume: bool, say: bool)
     return decided
 
 
-def even_out(blocks: Blocks) -> Blocks:
-    """The same without what may be noise: machines alike, then blocks alike, get equal seconds."""
+def smooth_noise(blocks: Blocks) -> Blocks:
+    """Give equal seconds to machines, then blocks, whose times differ by no more than noise."""
     totals_s = [sum(map(_seconds, row)) for row in blocks]
-    rows = [blocks[stand_in] for stand_in in _stand_ins(totals_s)]
+    rows = [blocks[representative] for representative in _representatives(totals_s)]
     return [
         [
             replace(block, forward_s=row[like].forward_s, backward_s=row[like].backward_s)
-            for block, like in zip(row, _stand_ins(list(map(_seconds, row))), strict=True)
+            for block, like in zip(row, _representatives(list(map(_seconds, row))), strict=True)
         ]
         for row in rows
     ]
 
 
-def _stand_ins(seconds: Sequence[float]) -> list[int]:
-    """For each, the place of the least one that it cannot be told from."""
-    stand_ins = [0] * len(seconds)
-    order = sorted(range(len(seconds)), key=lambda place: seconds[place])
+def _representatives(seconds: Sequence[float]) -> list[int]:
+    """For each time, the index of the least one that it equals within the noise."""
+    representatives = [0] * len(seconds)
+    order = sorted(range(len(seconds)), key=lambda index: seconds[index])
     least = order[0]
-    for place in order:
-        if seconds[place] > _NOISE * seconds[least]:
-            least = place
-        stand_ins[place] = least
-    return stand_ins
+    for index in order:
+        if seconds[index] > _NOISE * seconds[least]:
+            least = index
+        representatives[index] = least
+    return representatives
 
 
 def _seconds(block: BlockCost) -> float:
@@ -103,9 +103,9 @@ def _seconds(block: BlockCost) -> float:
 
 
 def _measure(config: RunConfig) -> list[dict[str, Any]]:
-    """Of several rounds the least: what else a machine does only adds.
+    """The least of several rounds, as interference only adds time.
 
-    Ranks that will share a core, or a GPU, will each take so much longer.
+    Ranks that share a core or a GPU are assumed to take that much longer.
     """
     on_cpu = choose_device(config.pipeline.device).type == "cpu"
     cores = torch.get_num_threads() / usable_cores()
@@ -116,17 +116,17 @@ def _measure(config: RunConfig) -> list[dict[str, Any]]:
     return [asdict(block.on(1 / crowding)) for block in measured.costs]
 
 
-def _room(config: RunConfig) -> float:
-    """Bytes that each rank of this host has for its stages, on its GPU or in RAM."""
+def _memory_per_rank(config: RunConfig) -> float:
+    """Free bytes for the stages of each rank of this host, on its GPU or in RAM."""
     if choose_device(config.pipeline.device).type == "cpu":
         return free_memory() / _ranks_here()
-    here = free_gpu_memory()
-    assert here is not None, "it was chosen"
-    return here / math.ceil(_ranks_here() / gpu_count())
+    free = free_gpu_memory()
+    assert free is not None, "a GPU was chosen"
+    return free / math.ceil(_ranks_here() / gpu_count())
 
 
 def spare_core(ranks: int) -> bool:
-    """Whether so many ranks on this machine have cores for their codecs beside their compute."""
+    """Whether this many ranks on this machine leave cores for their codecs."""
     return has_spare_core(usable_cores(), ranks, torch.get_num_threads())
 
 
@@ -138,13 +138,13 @@ def find_cuts(
     memory_limit: Sequence[float] | None = None,
     spare_cores: Sequence[bool] | None = None,
 ) -> tuple[int, ...]:
-    """The best cuts for `config.pipeline.stages`, whatever its cuts are.
+    """The best cuts for `config.pipeline.stages`; its own cuts do not count.
 
-    `spare_cores` says of each stage whether it codes beside its compute; by default its machine is
-    taken to be like this one.
+    `spare_cores`: for each stage, whether its codecs have cores of their own; by default as on
+    this machine.
 
     Raises:
-        ValueError: no way to cut fits the memory.
+        ValueError: no cuts fit the memory.
     """
     stages = config.pipeline.stages
     if stages == 1:
@@ -160,8 +160,8 @@ def _problem(
     memory_limit: Sequence[float] | None,
     spare_cores: Sequence[bool],
 ) -> Problem:
-    """A link is busy with the slower of its two directions. Where no core is to spare, a stage in
-    the middle encodes and decodes twice on top of its compute, the ends once.
+    """A cut costs the slower of its two directions. Without a spare core, a stage in the middle
+    encodes and decodes twice on top of its compute, the first and last stage once.
     """
     stages, count = config.pipeline.stages, len(blocks[0])
     messages, first = measure_messages(config), config.pipeline.cuts[0]
@@ -185,10 +185,10 @@ def _problem(
 
 
 def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[float], list[bool]]:
-    """Costs and memory of each stage: those of the slowest and the smallest of its replicas; and
-    whether all of them have a spare core.
+    """Costs and memory of each stage: the slowest and the smallest of its replicas; and whether
+    all of them have a spare core.
 
-    `everyone` is what each rank told; the first rank of a machine told for the others there.
+    `everyone` has what each rank sent; only the first rank of a machine sent costs.
     """
     by_rank: list[tuple[list[BlockCost], float, bool]] = []
     for costs, memory, has_spare in everyone:
@@ -198,14 +198,16 @@ def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[
     ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
     blocks, limits, spare = [], [], []
     for stage in range(pipeline.stages):
-        told = [
+        of_replicas = [
             by_rank[replica * pipeline.pipeline_ranks + ranks[stage]]
             for replica in range(pipeline.replicas)
         ]
-        blocks.append(max((row for row, *_ in told), key=lambda row: sum(map(_seconds, row))))
+        blocks.append(
+            max((row for row, *_ in of_replicas), key=lambda row: sum(map(_seconds, row)))
+        )
         on_rank = list(ranks.values()).count(ranks[stage])
-        limits.append(_MEMORY_SHARE * min(memory for _, memory, _ in told) / on_rank)
-        spare.append(all(has_spare for *_, has_spare in told))
+        limits.append(_MEMORY_SHARE * min(memory for _, memory, _ in of_replicas) / on_rank)
+        spare.append(all(has_spare for *_, has_spare in of_replicas))
     return blocks, limits, spare
 
 
@@ -217,7 +219,7 @@ def _saved_cuts(config: RunConfig) -> list[int] | None:
             return None
         meta = checkpoint.read_manifest(root / f"step-{newest}").meta
     except CheckpointError:
-        return None  # restoring will say what is wrong with it
+        return None  # restoring reports what is wrong with it
     cuts: list[int] = meta["config"]["pipeline"]["cuts"]
     return cuts
 

@@ -1,10 +1,10 @@
-"""Bits per cut: the highest fidelity whose transfer hides under compute.
+"""Bits per cut: the highest fidelity whose transfer overlaps with compute.
 
-All start at the fewest bits; then whichever has the least fidelity is raised by one notch, again
-and again, as long as every uplink, downlink and link still carries a microbatch's messages in the
-time that the slowest stage computes one. Of the choices on that way the last is taken that is
-foretold to be no slower than what the run file says, and at most 5 % slower than the fastest: what
-hides once the pipeline is full does not hide while it fills, nor behind a delay.
+All directions start at the fewest bits; then the one with the least fidelity is raised one level,
+repeatedly, as long as every uplink, downlink and link carries a microbatch's messages in the time
+that the slowest stage computes one. Of the allocations on that path the last one is taken whose
+predicted step is no longer than with the run file's own settings, and at most 5 % longer than the
+shortest: what overlaps once the pipeline is full does not while it fills, nor behind a delay.
 """
 
 import math
@@ -29,9 +29,9 @@ _FORWARD: tuple[Spec, ...] = (
     *_CASTS,
 )
 _FORWARD_ONCE: tuple[Spec, ...] = (*(StatelessConfig(bits=bits) for bits in (4, 5, 6, 7)), *_CASTS)
-"""Where no sample is seen again: changes have no history."""
+"""In a single epoch, where no sample has a previous activation to send the change of."""
 _TILES_LACK = 2
-"""Bits: forward 5 with backward 4 costs less loss than 4 with 6, in fewer bytes (see "One epoch" in
+"""Bits. Forward 5 with backward 4 reaches a lower loss than 4 with 6, in fewer bytes (see "One epoch" in
 benchmarks/results/aqsgd_beyond_cpu_202611.md).
 """
 _BACKWARD: tuple[Spec, ...] = (
@@ -41,96 +41,96 @@ _BACKWARD: tuple[Spec, ...] = (
 )
 
 
-class Offer(NamedTuple):
-    """What could be sent, and its message."""
+class Candidate(NamedTuple):
+    """A possible setting of one direction, and its message."""
 
     spec: Spec
     message: Message
 
 
-Offers = Mapping[WireKey, Sequence[Offer]]
+Candidates = Mapping[WireKey, Sequence[Candidate]]
 """By cut and direction, the least fidelity first."""
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to send at every cut and direction, with its message. `hidden` is whether even that
-    fits into the time of a microbatch; `slot_s` is that time.
+    """A setting for every cut and direction, with its message. `overlaps` is whether the transfers
+    fit into the compute time of a microbatch, `slot_s`.
     """
 
     specs: Mapping[WireKey, Spec]
     messages: Mapping[WireKey, Message]
-    hidden: bool
+    overlaps: bool
     slot_s: float
 
 
 def recommend(
     config: RunConfig, blocks: Blocks, prediction: Prediction, network: Network
 ) -> tuple[Recommendation, Prediction] | None:
-    """Choose for every cut of `config`, with the step that follows; `prediction` is that of the
-    run file. None where nothing is as fast as what the run file says.
+    """A recommendation for `config` with its predicted step; `prediction` is that of the run file.
+    None if nothing is as fast as the run file's own settings.
     """
-    offers = measure_offers(config)
+    candidates = measure_candidates(config)
     slot_s = max(stage.forward_s + stage.backward_s for stage in prediction.stages)
     found = [
-        (choice, predict(config, blocks, choice.messages, network))
-        for choice in choices(config.pipeline.cuts, offers, network, slot_s=slot_s)
+        (advice, predict(config, blocks, advice.messages, network))
+        for advice in allocate_bits(config.pipeline.cuts, candidates, network, slot_s=slot_s)
     ]
     limit_s = min(prediction.step_s, _AS_FAST * min(step.step_s for _, step in found))
     return next((pair for pair in reversed(found) if pair[1].step_s <= limit_s), None)
 
 
-def measure_offers(config: RunConfig) -> Offers:
-    """Every rung for each cut and direction."""
+def measure_candidates(config: RunConfig) -> Candidates:
+    """Every level of fidelity for each cut and direction."""
     measure = MessageMeter(config)
     forward = _FORWARD if config.train.epochs > 1 else _FORWARD_ONCE
-    offers: dict[WireKey, list[Offer]] = {}
+    candidates: dict[WireKey, list[Candidate]] = {}
     for cut in config.pipeline.cuts:
         at_cut = config.boundary_at(cut)
-        down = [_like(at_cut.forward, rung) for rung in forward]
-        up = [_like(at_cut.backward, rung) for rung in _BACKWARD]
-        offers[cut, "forward"] = [Offer(spec, measure(spec, "forward")) for spec in down]
-        offers[cut, "backward"] = [Offer(spec, measure(spec, "backward")) for spec in up]
-    return offers
+        down = [_like(at_cut.forward, spec) for spec in forward]
+        up = [_like(at_cut.backward, spec) for spec in _BACKWARD]
+        candidates[cut, "forward"] = [Candidate(spec, measure(spec, "forward")) for spec in down]
+        candidates[cut, "backward"] = [Candidate(spec, measure(spec, "backward")) for spec in up]
+    return candidates
 
 
-def _like(configured: Spec, rung: Spec) -> Spec:
-    """The rung, with the run file's other settings of a codec of that kind.
+def _like(configured: Spec, level: Spec) -> Spec:
+    """The level, with the run file's other settings of a codec of that kind.
 
-    Changes go in plain groups: tiles do not have every rung.
+    `delta` is left at its default: tiles do not support every level.
     """
-    if configured.kind != rung.kind:
-        return rung
+    if configured.kind != level.kind:
+        return level
     kept = configured.model_dump(exclude={"bits", "format", "rate", "delta"})
-    return type(rung).model_validate(kept | rung.model_dump(exclude_unset=True))
+    return type(level).model_validate(kept | level.model_dump(exclude_unset=True))
 
 
-def choices(
-    cuts: Sequence[int], offers: Offers, network: Network, *, slot_s: float
+def allocate_bits(
+    cuts: Sequence[int], candidates: Candidates, network: Network, *, slot_s: float
 ) -> list[Recommendation]:
-    """Raise fidelities as far as the links carry them in `slot_s`, one microbatch's compute."""
+    """Raise fidelities while links carry a microbatch within `slot_s`; return the whole path."""
     payload = network.payload()
-    fallbacks = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
+    levels = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
 
     def fits(trial: Mapping[WireKey, int]) -> bool:
-        nbytes = {key: offers[key][rung].message.nbytes for key, rung in trial.items()}
+        nbytes = {key: candidates[key][level].message.nbytes for key, level in trial.items()}
         return _busiest_s(cuts, nbytes, payload) <= slot_s
 
-    hidden, path = fits(fallbacks), [fallbacks]
-    open_keys = set(fallbacks) if hidden else set()
+    overlaps, path = fits(levels), [levels]
+    open_keys = set(levels) if overlaps else set()
     while open_keys:
-        key = min(open_keys, key=lambda k: (_bits(offers[k][fallbacks[k]].spec), k[1], k[0]))
-        raised = {**fallbacks, key: fallbacks[key] + 1}
-        if raised[key] < len(offers[key]) and fits(raised):
-            fallbacks = raised
-            path.append(fallbacks)
+        key = min(open_keys, key=lambda k: (_bits(candidates[k][levels[k]].spec), k[1], k[0]))
+        raised = {**levels, key: levels[key] + 1}
+        if raised[key] < len(candidates[key]) and fits(raised):
+            levels = raised
+            path.append(levels)
         else:
             open_keys.discard(key)
     return [
         Recommendation(
-            {key: offers[key][rung].spec for key, rung in chosen.items()},
-            {key: offers[key][rung].message for key, rung in chosen.items()},
-            hidden,
+            {key: candidates[key][level].spec for key, level in chosen.items()},
+            {key: candidates[key][level].message for key, level in chosen.items()},
+            overlaps,
             slot_s,
         )
         for chosen in path
@@ -156,7 +156,7 @@ def _busiest_s(cuts: Sequence[int], nbytes: Mapping[WireKey, int], payload: Netw
 
 
 def _bits(spec: Spec) -> float:
-    """A measure of fidelity: bits per value, of an entropy coder those it leaves.
+    """A measure of fidelity: bits per value, after entropy coding.
 
     Tiles count for less, as whole activations need more bits than gradients.
     """

@@ -1,4 +1,4 @@
-"""`thinpipe plan run.toml`: where to cut, what a step will take, how many bits the links carry."""
+"""`thinpipe plan run.toml`: where to cut, how long a step takes, how many bits links can carry."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,8 +19,8 @@ from thinpipe.launch.plan.message_cost import Spec
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import Blocks, measure_messages, predict, stage_costs
 from thinpipe.launch.plan.profile import measure_blocks
-from thinpipe.launch.plan.remedies import show_remedies
 from thinpipe.launch.plan.simulate import check_simulated
+from thinpipe.launch.plan.suggestions import show_suggestions
 from thinpipe.launch.plan.tables import show_plan, show_recommendation
 
 
@@ -28,15 +28,19 @@ def plan(  # noqa: PLR0913  # one parameter per option
     config_path: Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The run to plan.")],
     overrides: SetOption = None,
     network: Annotated[
-        Path | None, typer.Option(metavar="NET.JSON", help="Links, as doctor measured them.")
+        Path | None, typer.Option(metavar="NET.JSON", help="Links, as measured by doctor.")
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Of every link instead: 100mbit.")
+        str | None, typer.Option(metavar="RATE", help="Rate of every link: 100mbit.")
     ] = None,
-    delay: Annotated[str | None, typer.Option(metavar="TIME", help="One way: 20ms.")] = None,
+    delay: Annotated[
+        str | None, typer.Option(metavar="TIME", help="One-way delay of every link: 20ms.")
+    ] = None,
     speeds: Annotated[
         str | None,
-        typer.Option(metavar="S0,S1,..", help="Speed of each stage's machine; this one is 1."),
+        typer.Option(
+            metavar="S0,S1,..", help="Speed of each stage's machine relative to this one."
+        ),
     ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="GB0,GB1,..", help="Memory of each stage's machine.")
@@ -45,9 +49,9 @@ def plan(  # noqa: PLR0913  # one parameter per option
         bool, typer.Option("--apply", help="Write cuts and bits into the run file.")
     ] = False,
 ) -> None:
-    """Measure the blocks, cut the model, foretell a step, and advise on bits per cut.
+    """Measure the blocks, predict a training step, and recommend bits per cut.
 
-    With `cuts = "auto"` (and `stages`) the best cuts are found, otherwise those given are shown.
+    With `cuts = "auto"` (and `stages`) it also finds the best cuts.
     """
     console = Console()
     try:
@@ -61,8 +65,8 @@ def plan(  # noqa: PLR0913  # one parameter per option
             known_links = network is not None or rate is not None
             tables = _tables(config, advice) if advice and known_links else None
             apply_plan(config_path, config.pipeline.cuts, tables)
-            why_not = "none are recommended" if known_links else "give links, --rate or --network"
-            bits = " and bits" if tables else f"; bits stay as they are: {why_not}"
+            why_not = "none are recommended" if known_links else "give --rate or --network"
+            bits = " and bits" if tables else f"; bits unchanged: {why_not}"
             cuts = list(config.pipeline.cuts)
             console.print(f"written to {config_path}: cuts {cuts}{bits}", soft_wrap=True)
     except ValueError as error:
@@ -77,7 +81,7 @@ def _plan(
     *,
     limits: Sequence[float] | None,
 ) -> tuple[RunConfig, Recommendation | None]:
-    """Show the plan; return the config with its cuts, and what to send where there are any."""
+    """Print the plan; return the config with its cuts, and the recommended bits if there are any."""
     limits_nbytes = [1e9 * limit for limit in limits] if limits else None
     if config.pipeline.auto_cuts:
         config = config.with_cuts(
@@ -96,20 +100,20 @@ def _plan(
         return config, None
     found = recommend(config, blocks, prediction, network)
     if found is None:
-        console.print("recommended: the run file's own bits; no others are foretold to be as fast")
+        console.print("recommended: the run file's own bits; no others are predicted to be as fast")
     else:
         advice, prediction = found
         show_recommendation(console, advice, prediction, network)
-    show_remedies(console, config, blocks, prediction, network)
+    show_suggestions(console, config, blocks, prediction, network)
     if found is None:
         return config, None
-    console.print("recommended, to put into the run file as --apply does:")
+    console.print("recommended; --apply writes this to the run file:")
     console.print(boundary_text(_tables(config, found[0])), markup=False, soft_wrap=True)
     return config, found[0]
 
 
 def _blocks(console: Console, config: RunConfig, speeds: Sequence[float] | None) -> Blocks:
-    """Measured here, with the threads and the memory of a rank that has its machine to itself."""
+    """Measured here, with the threads and malloc settings of a rank that is alone on its machine."""
     keep_freed_memory()
     torch.set_num_threads(rank_threads(1))
     here = measure_blocks(config)
@@ -120,12 +124,14 @@ def _blocks(console: Console, config: RunConfig, speeds: Sequence[float] | None)
 
 
 def _links(ranks: int, path: Path | None, rate: str | None, delay: str | None) -> Network:
-    """Links between the ranks of a pipeline; without any option they are unlimited."""
+    """Links between the ranks of a pipeline; unlimited by default."""
     if path is None:
         rate_bps = parse_rate(rate, "--rate") if rate else None
         return Network.uniform(ranks, rate_bps, parse_time(delay, "--delay") if delay else 0.0)
     if rate or delay:
-        raise ValueError(f"--network = {path}: says rates and delays; leave out --rate and --delay")
+        raise ValueError(
+            f"--network = {path}: already has rates and delays; leave out --rate and --delay"
+        )
     return Network.read(path).for_ranks(ranks)
 
 
@@ -137,12 +143,14 @@ def _numbers(text: str | None, where: str, stages: int) -> list[float] | None:
     except ValueError:
         numbers = []
     if not numbers or min(numbers) <= 0 or len(numbers) not in (1, stages):
-        raise ValueError(f"{where} = {text!r}: give one positive number, or {stages} with commas")
+        raise ValueError(
+            f"{where} = {text!r}: give one positive number, or {stages} separated by commas"
+        )
     return numbers * stages if len(numbers) == 1 else numbers
 
 
 def _tables(config: RunConfig, advice: Recommendation) -> list[dict[str, Any]]:
-    """Boundary tables: one for all cuts where they are alike, otherwise one for each."""
+    """Boundary tables: a single one if all cuts are alike, otherwise one for each."""
     tables: list[dict[str, Any]] = []
     for cut in config.pipeline.cuts:
         guard = config.boundary_at(cut).guard.model_dump(mode="json", exclude_defaults=True)
@@ -156,6 +164,6 @@ def _tables(config: RunConfig, advice: Recommendation) -> list[dict[str, Any]]:
 
 
 def _fields(spec: Spec) -> dict[str, Any]:
-    """As a run file says it, with the bits in any case."""
+    """The fields of a run file; defaults are left out, except bits and format."""
     fields = spec.model_dump(mode="json", include={"bits", "format"})
     return {"kind": spec.kind} | fields | spec.model_dump(mode="json", exclude_defaults=True)

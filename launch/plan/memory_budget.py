@@ -1,7 +1,7 @@
-"""What AQ-SGD's memories take, before anything starts: bytes per cut, end and rank.
+"""How much memory AQ-SGD needs, computed before a run starts: bytes per cut, end and rank.
 
-A rank's budget is divided so that each end of a cut on it holds equally many samples; of the two
-ends of a cut the one with less room counts. In RAM, the rows that a step makes count too.
+A rank's budget is divided so that each end of a cut on it holds equally many samples; the smaller
+capacity of the two ends of a cut counts. In RAM, the rows that a step writes count too.
 """
 
 import math
@@ -24,12 +24,12 @@ from thinpipe.pipeline.config import build_codec
 from thinpipe.pipeline.schedule import stage_to_rank
 
 _ROWS_IN_FLIGHT = 4
-"""With rows on disk, for each sample of a step: old, new, the next step's, and on its way there."""
+"""Per sample of a step with rows on disk: old, new, prefetched, and being written."""
 
 
 @dataclass(frozen=True)
 class End:
-    """The memory at one end of a cut. `held` samples fit, of `samples` that a replica visits."""
+    """The memory at one end of a cut: it holds `held` of the `samples` that a replica visits."""
 
     cut: int
     side: Literal["sender", "receiver"]
@@ -46,10 +46,10 @@ class End:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that memories take on one host, beside those that are free there.
+    """Bytes that memories need on one host, and those that are free there.
 
-    A checkpoint packs the `rows`, if they are in RAM or on a GPU, into one more copy, which `ram`
-    includes. `device` is for the GPU that most of it falls to.
+    `ram` includes the copy of the `rows` that a checkpoint makes if they are in RAM or on a GPU.
+    `device` is for the GPU that needs most.
     """
 
     rows: int
@@ -62,7 +62,7 @@ class Needs:
 
 
 def row_nbytes(config: RunConfig, cut: int) -> int:
-    """Bytes that one sample takes at one end of a cut; 0 where nothing is remembered."""
+    """Bytes per sample at one end of a cut; 0 for boundaries without a memory."""
     forward = config.boundary_at(cut).forward
     if not isinstance(forward, AqsgdConfig):
         return 0
@@ -70,24 +70,24 @@ def row_nbytes(config: RunConfig, cut: int) -> int:
     return build_codec(forward.memory, config.model.width).capacity(numel)
 
 
-def room(config: RunConfig, position: int) -> int | None:
+def sample_capacity(config: RunConfig, position: int) -> int | None:
     """Samples that the budget of a rank holds at each of its ends; None without a budget.
 
     Raises:
-        ConfigError: it is too small for a single one.
+        ConfigError: it is too small for a single sample.
     """
     budget = config.memory.budget
     per_sample = _per_sample(config, position)
     if budget is None or not per_sample:
         return None
-    in_the_making = 0 if config.memory.tier == "disk" else _batch(config)
-    samples = budget // per_sample - in_the_making
+    in_progress = 0 if config.memory.tier == "disk" else _batch(config)
+    samples = budget // per_sample - in_progress
     if samples < 1:
         most = max(_per_sample(config, at) for _, _, at in _ends(config))
         raise ConfigError(
             f"memory.budget = {format_bytes(budget)}: a sample takes {format_bytes(per_sample)} on "
-            f"pipeline rank {position}, and {in_the_making} are in the making in each step; use "
-            f"{_rounded_up((in_the_making + 1) * most)} or more, the boundaries' memory at 8 or 4 "
+            f"pipeline rank {position}, and {in_progress} more are written during a step; use "
+            f"{_rounded_up((in_progress + 1) * most)} or more, the boundaries' memory at 8 or 4 "
             "bits, or another kind of boundary"
         )
     return samples
@@ -100,28 +100,28 @@ def plan_memory(config: RunConfig, sequences: int) -> list[End]:
         ConfigError: the budget is too small for a single sample.
     """
     samples = sequences // config.pipeline.replicas
-    places = _ends(config)
-    rooms = {position: room(config, position) for _, _, position in places}
+    locations = _ends(config)
+    capacities = {at: sample_capacity(config, at) for _, _, at in locations}
     ends = []
-    for cut, side, position in places:
-        both = [rooms[at] for other, _, at in places if other == cut]
-        held = min([samples, *(fits for fits in both if fits is not None)])
+    for cut, side, position in locations:
+        both = [capacities[at] for other, _, at in locations if other == cut]
+        held = min([samples, *(capacity for capacity in both if capacity is not None)])
         if row_nbytes(config, cut):
             ends.append(End(cut, side, position, row_nbytes(config, cut), samples, held))
     return ends
 
 
 def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs:
-    """What the memories of these ranks, all on this host, take of it."""
-    rows, making = [], []
+    """What the memories of these ranks need, all on this host."""
+    rows, written = [], []
     for rank in ranks:
         here = [end for end in ends if end.position == rank % config.pipeline.pipeline_ranks]
         rows.append(sum(end.nbytes for end in here))
-        making.append(_batch(config) * sum(end.row_nbytes for end in here))
-    held, batch = sum(rows), sum(making)
+        written.append(_batch(config) * sum(end.row_nbytes for end in here))
+    held, batch = sum(rows), sum(written)
     tier = config.memory.tier
     ram = {"disk": _ROWS_IN_FLIGHT * batch, "device": held}.get(tier, 2 * held + batch)
-    at_once = [sum(both) for both in zip(rows, making, strict=True)]
+    at_once = [sum(both) for both in zip(rows, written, strict=True)]
     return Needs(
         rows=held,
         ram=ram,
@@ -145,10 +145,10 @@ def _check_device(config: RunConfig) -> None:
 
 
 def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> None:
-    """Refuse to start what cannot be held on this host by these ranks.
+    """Check that this host has enough memory and disk for these ranks.
 
     Raises:
-        ConfigError, ValueError: naming what is too small or not there, and the remedy.
+        ConfigError, ValueError: naming what is too small or missing, and the remedy.
     """
     _check_device(config)
     found = needs(config, plan_memory(config, sequences), ranks)
@@ -173,24 +173,24 @@ def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> Non
 
 
 def memory_notices(ends: Iterable[End]) -> list[str]:
-    """What a user should know of a budget that does not hold all samples."""
+    """Notices about budgets that do not hold all samples."""
     return [
         f"note: cut {end.cut} remembers {end.held:,} of {end.samples:,} samples, as memory.budget "
-        "allows; the others are sent like new ones at every visit"
+        "allows; the others are sent as first visits every time"
         for end in ends
         if end.side == "sender" and end.held < end.samples
     ]
 
 
 def show_memory(console: Console, config: RunConfig, ends: list[End], ranks: range) -> None:
-    """The plan for a person, with what this host has if these ranks are on it."""
+    """Print the plan, and what this host has free if all these ranks run on it."""
     if config.pipeline.auto_cuts:
         console.print(
-            f'pipeline.cuts = "auto": where the {config.pipeline.stages - 1} cuts lie is measured '
-            "when the run starts, or by `thinpipe plan`; all take the same"
+            f'pipeline.cuts = "auto": the {config.pipeline.stages - 1} cuts are chosen when the run '
+            "starts, or by `thinpipe plan`; all need the same memory"
         )
     if not ends:
-        console.print("no memories: no link carries AQ-SGD")
+        console.print("no memories: no boundary uses AQ-SGD")
         return
     table = Table(title=f"memories of a replica, tier {config.memory.tier}", title_justify="left")
     for name in ("cut", "end", "rank", "per sample", "held", "bytes"):
@@ -212,26 +212,26 @@ def _totals(config: RunConfig, ends: list[End], ranks: range) -> Iterator[str]:
     found = needs(config, ends, ranks)
     if config.memory.tier == "disk":
         yield f"disk {format_bytes(found.disk)} of {format_bytes(found.disk_free)} free;"
-        parts = "rows on their way"
+        parts = "rows being read and written"
     elif config.memory.tier == "device":
         gpu = "unknown" if found.device_free is None else format_bytes(found.device_free)
         yield f"GPU {format_bytes(found.device)} of {gpu} free;"
         parts = "a copy of the rows while a checkpoint is saved"
     else:
-        rows, making = format_bytes(found.rows), format_bytes(found.ram - 2 * found.rows)
-        parts = f"{rows} of rows, {rows} for their copy while a checkpoint is saved, {making} of "
-        parts += "rows in the making"
+        rows, written = format_bytes(found.rows), format_bytes(found.ram - 2 * found.rows)
+        parts = f"{rows} of rows, {rows} for a copy while a checkpoint is saved, {written} of "
+        parts += "rows written during a step"
     yield f"RAM {format_bytes(found.ram)} of {format_bytes(found.ram_free)} free ({parts})"
 
 
 def memory_folder(config: RunConfig) -> Path:
-    """Where the disk tier has its files."""
+    """Folder for the files of the disk tier."""
     folder = config.memory.folder
     return config.run.path if folder is None else Path(folder).expanduser().resolve()
 
 
 def _ends(config: RunConfig) -> list[tuple[int, Literal["sender", "receiver"], int]]:
-    """(cut, side, rank in the pipeline) wherever two ranks meet."""
+    """(cut, side, rank in the pipeline) of every cut between two ranks."""
     pipeline = config.pipeline
     ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
     found: list[tuple[int, Literal["sender", "receiver"], int]] = []
@@ -247,7 +247,7 @@ def _per_sample(config: RunConfig, position: int) -> int:
 
 
 def _rounded_up(nbytes: int) -> str:
-    """Three digits of it, so that it can be written as a size that is no smaller."""
+    """Rounded up to three digits, as a size that a run file can contain."""
     step = max(1, 10 ** (len(str(nbytes)) - 3))
     return format_bytes(math.ceil(nbytes / step) * step)
 
@@ -257,7 +257,7 @@ def _batch(config: RunConfig) -> int:
 
 
 def _busiest(nbytes: Sequence[int]) -> int:
-    """Bytes of the GPU that most falls to: ranks of a host share its GPUs in turn."""
+    """Bytes on the busiest GPU: local ranks are assigned to GPUs round-robin."""
     gpus = max(1, gpu_count())
     return max((sum(nbytes[gpu::gpus]) for gpu in range(gpus)), default=0)
 

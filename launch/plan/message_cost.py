@@ -1,4 +1,4 @@
-"""Messages of a microbatch: their bytes, and the seconds that their two ends compute."""
+"""Messages of a microbatch: their bytes, and the seconds to encode and decode them."""
 
 import time
 
@@ -18,7 +18,7 @@ _REPEATS = 5
 
 
 def describe(spec: Spec) -> str:
-    """`aqsgd 4-bit`, `direct 8-bit zstd`; a rate, as in `direct rate 0.5`, is always coded."""
+    """`aqsgd 4-bit`, `direct 8-bit zstd`; `direct rate 0.5` implies entropy coding."""
     if isinstance(spec, RawConfig):
         return f"{spec.kind} {spec.format}"
     if not isinstance(spec, StatelessConfig) and spec.rate is not None:
@@ -27,9 +27,9 @@ def describe(spec: Spec) -> str:
 
 
 class MessageMeter:
-    """Messages of a run's microbatches; settings that are the same are measured once.
+    """Measures messages of a run's microbatches; each setting once.
 
-    In a run of one epoch every visit of a sample is the first.
+    In a run of one epoch every visit of a sample is its first.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -37,7 +37,7 @@ class MessageMeter:
         self._measured: dict[str, Message] = {}
 
     def __call__(self, spec: Spec, direction: Direction) -> Message:
-        """The message that a boundary of this setting sends."""
+        """The message of a boundary with this setting."""
         key = f"{direction} {spec!r}"
         if key not in self._measured:
             self._measured[key] = measure_message(
@@ -49,11 +49,10 @@ class MessageMeter:
 def measure_message(
     spec: Spec, shape_BTD: torch.Size, direction: int, *, known: bool = True
 ) -> Message:
-    """Send a microbatch through real channels, of `known` samples or of new ones each time; the
-    least of several times.
+    """Send a microbatch through real channels several times; return the least times.
 
-    What memory-based and entropy-coded messages weigh depends on the values; these are Gaussian,
-    with little change from visit to visit.
+    With `known` the samples were visited before, otherwise each is new. The size of entropy-coded
+    messages depends on the values; these are Gaussian and change little between visits.
     """
     sender, receiver = (
         MessageCodec(

@@ -1,6 +1,6 @@
-"""The network of a run: rates and latencies between its hosts, from numbers or a measured file.
+"""The network of a run: rates and latencies between its hosts, uniform or measured.
 
-The file is what `thinpipe doctor` writes and `thinpipe shaped --matrix` replays: `rate_bps` (bit/s
+`thinpipe doctor` writes network files and `thinpipe shaped --matrix` emulates them: `rate_bps` (bit/s
 on the wire, headers included, of each link alone) and `latency_s` (one way), a row per sender.
 """
 
@@ -21,7 +21,7 @@ Rate = float | None
 class Network:
     """Links between hosts: [from][to], `rate_bps` and one-way `latency_s`.
 
-    A host's uplink is as fast as its fastest link, and all it sends shares it; likewise its
+    A host's uplink is as fast as its fastest link and shared by all that it sends; likewise its
     downlink.
     """
 
@@ -30,7 +30,7 @@ class Network:
 
     @classmethod
     def uniform(cls, hosts: int, rate_bps: Rate = None, latency_s: float = 0.0) -> Self:
-        """The same between any two of `hosts`."""
+        """Equal links between all hosts."""
         rates = tuple(
             tuple(None if i == j else rate_bps for j in range(hosts)) for i in range(hosts)
         )
@@ -44,7 +44,7 @@ class Network:
         """Read a network file.
 
         Raises:
-            ValueError: naming the file and what is wrong in it.
+            ValueError: names the file and the error in it.
         """
         try:
             spec = NetworkSpec.of(matrix=path)
@@ -67,15 +67,15 @@ class Network:
         return len(self.rate_bps)
 
     def for_ranks(self, ranks: int) -> "Network":
-        """Links between ranks, as many on each host, in order; within a host they are free.
+        """Links between ranks, equally many on each host, in order; unlimited within a host.
 
         Raises:
-            ValueError: the ranks cannot be shared evenly by the hosts.
+            ValueError: the ranks cannot be divided evenly among the hosts.
         """
         if ranks % self.hosts:
             raise ValueError(
-                f"the network has {self.hosts} hosts, which cannot share {ranks} ranks evenly; "
-                "give a network with one host per rank, or a number of hosts that divides it"
+                f"the network has {self.hosts} hosts, among which {ranks} ranks cannot be "
+                "divided evenly; use a network with one host per rank, or a divisor of that"
             )
         of = [rank // (ranks // self.hosts) for rank in range(ranks)]
         pairs = [[(i, j, i == j) for j in of] for i in of]
@@ -85,7 +85,7 @@ class Network:
         )
 
     def payload(self) -> "Network":
-        """What TCP data can use of each link: the rest is headers."""
+        """The same network with rates of TCP payload, without headers."""
         rates = tuple(
             tuple(None if bps is None else bps * PAYLOAD_SHARE for bps in row)
             for row in self.rate_bps
@@ -93,20 +93,20 @@ class Network:
         return Network(rates, self.latency_s)
 
     def link_s(self, source: int, target: int, nbytes: int) -> float:
-        """Seconds that the link itself is busy with `nbytes`."""
+        """Seconds to send `nbytes` over the link alone."""
         return seconds(nbytes, self.rate_bps[source][target])
 
     def uplink_s(self, host: int, nbytes: int) -> float:
-        """Seconds that a host's uplink is busy with `nbytes`."""
+        """Seconds to send `nbytes` through a host's uplink."""
         return seconds(nbytes, _fastest([self.rate_bps[host][j] for j in self._others(host)]))
 
     def downlink_s(self, host: int, nbytes: int) -> float:
-        """Seconds that a host's downlink is busy with `nbytes`."""
+        """Seconds to receive `nbytes` through a host's downlink."""
         return seconds(nbytes, _fastest([self.rate_bps[i][host] for i in self._others(host)]))
 
     @property
-    def slowest_latency_s(self) -> float:
-        """The longest way between two hosts."""
+    def highest_latency_s(self) -> float:
+        """The highest latency between two hosts."""
         return max((self.latency_s[i][j] for i, j in links(self.hosts)), default=0.0)
 
     def _others(self, host: int) -> list[int]:

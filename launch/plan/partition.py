@@ -1,13 +1,14 @@
 """Where to cut a chain of blocks: the exact minimum of the slowest stage or link.
 
-A pipeline in steady state is as slow as its slowest part, so the bottleneck is minimised over all
-ways to cut: a stage's compute (its device's own times, with codecs that take from it) and a cut's
-transfer. Of the many cuts that reach that minimum, one with the least total is taken: it fills the
-pipeline fastest. Both are dynamic programmes over (stage, last block), O(stages x blocks^2).
+A pipeline in steady state is as slow as its slowest part, so the bottleneck over all stages and
+links is minimised: a stage's compute (on its own device, plus codecs that share its cores) and a
+link's transfer. Of the many cuts that reach that minimum, one with the least total is taken: it
+fills the pipeline fastest. Both are dynamic programs over (stage, last block),
+O(stages x blocks^2).
 
-torchgpipe.balance solves a neighbouring problem by a heuristic ("Block Partitions of Sequences",
-Barany and Grinberg 2013): it knows no links, devices or memory, and 30 equal blocks in 8 stages
-come out as seven times 3 and one 9.
+torchgpipe.balance solves a related problem by a heuristic ("Block Partitions of Sequences",
+Barany and Grinberg 2013): it ignores links, devices and memory, and cuts 30 equal blocks for 8
+stages into seven times 3 and one 9.
 """
 
 import math
@@ -18,11 +19,11 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Problem:
-    """What each way to cut costs; rows are stages, in the order of the pipeline.
+    """The costs of stages and cuts; rows are stages, in the order of the pipeline.
 
     `compute_s[s][k]` is block k on the device of stage s, `fixed_s[s]` what the stage computes
-    wherever it is cut. `cut_s[s][k]` is how long the link behind stage s is busy when stage s + 1
-    begins with block k (entry 0 is not used). `memory[s][k]` bytes count against `memory_limit[s]`.
+    in any case. `cut_s[s][k]` is the transfer time of the link after stage s if stage s + 1 begins
+    with block k (entry 0 is not used). `memory[s][k]` bytes count against `memory_limit[s]`.
 
     Raises:
         ValueError: there are fewer blocks than stages.
@@ -53,7 +54,7 @@ class Problem:
 
 
 def bottleneck_s(problem: Problem, cuts: Sequence[int]) -> float:
-    """The slowest stage or link when stages begin at `cuts`; infinite where memory is lacking."""
+    """Time of the slowest stage or link; infinite if a stage does not fit its memory."""
     bounds = (0, *cuts, problem.blocks)
     loads = [_Loads(problem, stage) for stage in range(problem.stages)]
     stages = [load(bounds[s], bounds[s + 1]) for s, load in enumerate(loads)]
@@ -62,25 +63,25 @@ def bottleneck_s(problem: Problem, cuts: Sequence[int]) -> float:
 
 
 def best_cuts(problem: Problem) -> tuple[int, ...]:
-    """First blocks of the stages after the first, with the least bottleneck.
+    """The cuts with the least bottleneck: first blocks of all stages but the first.
 
     Raises:
-        ValueError: no way to cut fits the memory.
+        ValueError: no cuts fit the memory.
     """
     least_s, _ = _search(problem, max, ceiling_s=math.inf)
     if least_s == math.inf:
         need = min(sum(row) for row in problem.memory)
         raise ValueError(
-            f"the {problem.blocks} blocks need {need / 1e9:.3g} GB together, which "
-            f"{problem.stages} stages with {', '.join(_gigabytes(problem.memory_limit))} GB cannot "
-            "hold in this order; use more stages, fewer microbatches in flight or smaller batches"
+            f"the {problem.blocks} blocks need {need / 1e9:.3g} GB in total, which do not fit "
+            f"{problem.stages} stages with {', '.join(_gigabytes(problem.memory_limit))} GB in this "
+            "order; use more stages, fewer microbatches in flight or smaller batches"
         )
     _, cuts = _search(problem, lambda a, b: a + b, ceiling_s=least_s)
     return cuts
 
 
 class _Loads:
-    """Seconds of one stage by its range of blocks; infinite where they do not fit."""
+    """Seconds of one stage by its range of blocks; infinite if they do not fit its memory."""
 
     def __init__(self, problem: Problem, stage: int) -> None:
         self._compute_s = [0.0, *accumulate(problem.compute_s[stage])]
@@ -96,7 +97,7 @@ class _Loads:
 def _search(
     problem: Problem, combine: Callable[[float, float], float], *, ceiling_s: float
 ) -> tuple[float, tuple[int, ...]]:
-    """Least combination of all stages and links, none of which may exceed the ceiling."""
+    """The least combined time of all stages and links, none of which may exceed the ceiling."""
 
     def allowed(seconds: float) -> float:
         return seconds if seconds <= ceiling_s else math.inf

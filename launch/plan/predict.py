@@ -1,4 +1,4 @@
-"""What a step of a run costs: stages, messages and network put together and played through."""
+"""Predicts a step of a run from the costs of its stages and messages, and its network."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,22 +34,22 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run's step, foretold. `free_s` is the step if links were unlimited; `bubble` is the part
-    of a step in which ranks neither compute forward nor backward, the mean over ranks.
+    """The predicted step of a run. `unlimited_s` is the step with unlimited links; `bubble` is the
+    share of a step in which ranks compute neither forward nor backward, averaged over ranks.
     """
 
     stages: tuple[StageCost, ...]
     messages: Mapping[WireKey, Message]
-    played: SimulatedStep
+    simulated: SimulatedStep
     step_s: float
-    free_s: float
+    unlimited_s: float
     bubble: float
 
 
 def predict(
     config: RunConfig, blocks: Blocks, messages: Mapping[WireKey, Message], network: Network
 ) -> Prediction:
-    """Play a step of `config`. `network` joins its ranks, in bit/s on the wire.
+    """Simulate a step of `config`. `network` connects its ranks, in bit/s on the wire.
 
     Raises:
         ValueError: the schedule has several stages per rank, or the network is of another size.
@@ -67,19 +67,19 @@ def predict(
         depth=config.pipeline.depth,
     )
     parts = config.train.accumulate
-    played = simulate(model)
+    simulated = simulate(model)
     optimizer_s = max(stage.optimizer_s for stage in stages)
-    # what ends a step: every rank tells every other its losses, then all move their weights
-    step_s = parts * played.step_s + network.slowest_latency_s + optimizer_s
-    free_s = parts * simulate(replace(model, network=None)).step_s + optimizer_s
+    # a step ends with an exchange of losses between all ranks, then the optimizer
+    step_s = parts * simulated.step_s + network.highest_latency_s + optimizer_s
+    unlimited_s = parts * simulate(replace(model, network=None)).step_s + optimizer_s
     per_microbatch_s = sum(stage.forward_s + stage.backward_s for stage in stages)
     busy_s = parts * model.microbatches * per_microbatch_s
     bubble = 1 - busy_s / (step_s * len(stages))
-    return Prediction(tuple(stages), messages, played, step_s, free_s, bubble)
+    return Prediction(tuple(stages), messages, simulated, step_s, unlimited_s, bubble)
 
 
 def stage_costs(config: RunConfig, blocks: Blocks) -> list[StageCost]:
-    """Every stage of `config.pipeline.cuts`."""
+    """Costs of every stage of `config.pipeline.cuts`."""
     bounds = (0, *config.pipeline.cuts, len(blocks[0]))
     costs = []
     for stage, (first, stop) in enumerate(pairwise(bounds)):
@@ -99,7 +99,7 @@ def stage_costs(config: RunConfig, blocks: Blocks) -> list[StageCost]:
 
 
 def block_memory(config: RunConfig, stage: int, block: BlockCost) -> int:
-    """Bytes of a block in a stage: its parameters' and those of the microbatches in flight."""
+    """Bytes of a block in a stage: parameters, and activations of the microbatches in flight."""
     weights = training_nbytes(block.parameters, block.trained)
     return weights + in_flight(config, stage) * block.activations
 
@@ -108,7 +108,7 @@ def in_flight(config: RunConfig, stage: int) -> int:
     """The most microbatches whose activations a stage holds at once."""
     pipeline = config.pipeline
     if pipeline.pipeline_ranks < pipeline.stages:
-        return microbatch_count(config)  # several stages per rank: torch's orders, at most all
+        return microbatch_count(config)  # several stages per rank, in torch's order: at most all
     order = single_stage_order(
         pipeline.schedule,
         stage,

@@ -4,6 +4,8 @@ Blocks with the same parameters' shapes are measured once. Axes: B samples, T to
 """
 
 import math
+import os
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,8 +16,8 @@ from torch import Tensor
 from thinpipe.launch.components import build_blocks, build_objective
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.device import choose_device, free_gpu_memory
-from thinpipe.launch.host.resources import free_memory
-from thinpipe.launch.plan.disturbance import OtherWork, disturbance, undisturbed
+from thinpipe.launch.host.resources import BackgroundLoad, free_memory
+from thinpipe.launch.report.metrics import format_duration
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
 from thinpipe.pipeline.schedule import fit_microbatches
@@ -23,7 +25,13 @@ from thinpipe.pipeline.timing import Stopwatch
 
 _LEAST_ROUNDS, _LEAST_S = 5, 0.5  # of each block
 _MOST_S = 3.0
-"""Of all blocks, for more rounds where other work disturbs them."""
+"""Of all blocks, for more rounds on a busy machine."""
+_WIDE = 1.5
+"""Ratio of upper to lower quartile from which timings of the same work vary too much."""
+_IDLE_CORES = 0.25
+"""What other processes keep busy on an idle machine, at most."""
+_ALIKE = 1.15
+"""Rounds up to this many times the shortest ran without interference."""
 _WEIGHT_NBYTES, _GRADIENT_NBYTES, _ADAM_NBYTES = 4, 4, 8  # of a parameter; Adam: two moments
 
 _Shapes = tuple[torch.Size, ...]
@@ -62,12 +70,12 @@ def checkpoint_nbytes(parameters: int, trained: int) -> int:
 
 
 def samples_at_once(config: RunConfig) -> int:
-    """Samples that a replica sends through its pipeline before it accumulates or steps."""
+    """Samples in one pass of a replica's pipeline, before it accumulates or steps."""
     return config.train.batch_size // (config.pipeline.replicas * config.train.accumulate)
 
 
 def microbatch_count(config: RunConfig) -> int:
-    """Microbatches that those samples really make."""
+    """Microbatches that those samples are divided into."""
     return fit_microbatches(
         config.pipeline.schedule,
         wanted=config.pipeline.microbatches,
@@ -84,26 +92,32 @@ def microbatch_shape(config: RunConfig) -> torch.Size:
 
 @dataclass(frozen=True)
 class Measured:
-    """Cost of every block, in order, and what to tell of other work that may have spoiled it."""
+    """Cost of every block, in order, and a warning if other processes interfered."""
 
     costs: list[BlockCost]
     warning: str | None
 
 
-def measure_blocks(
-    config: RunConfig, typical: Callable[[Sequence[float]], float] = undisturbed
-) -> Measured:
-    """Take the `typical` one of several rounds after a dropped one.
+def steady_median(rounds_s: Sequence[float]) -> float:
+    """The median of the rounds that took little longer than the shortest."""
+    least_s = min(rounds_s)
+    return statistics.median(round_s for round_s in rounds_s if round_s <= _ALIKE * least_s)
 
-    Blocks take turns, so that what else a machine does slows all of them alike; one after the other
-    where memory does not hold them at once.
+
+def measure_blocks(
+    config: RunConfig, typical: Callable[[Sequence[float]], float] = steady_median
+) -> Measured:
+    """Time every block: the `typical` of several rounds after a discarded one.
+
+    Blocks are timed in rotation, so that background load slows all of them alike; one after the
+    other where memory does not hold them at once.
     """
     shapes = [_shapes(config, first) for first in range(config.model.layers)]
     found: dict[_Shapes, BlockCost] = {}
     warnings = []
     for group in _groups(config, list(dict.fromkeys(shapes))):
         benches = [_Bench(config, shapes.index(kind)) for kind in group]
-        warnings.append(_take_turns(benches))
+        warnings.append(_time_in_rotation(benches))
         found |= {kind: bench.cost(typical) for kind, bench in zip(group, benches, strict=True)}
         del benches
     return Measured([found[kind] for kind in shapes], next(filter(None, warnings), None))
@@ -115,34 +129,58 @@ def _shapes(config: RunConfig, first: int) -> _Shapes:
 
 
 def _groups(config: RunConfig, kinds: list[_Shapes]) -> list[list[_Shapes]]:
-    """All at once if half of the free memory holds their weights, otherwise each alone."""
+    """All at once if half of the free memory holds their weights, otherwise one by one."""
     on_cpu = choose_device(config.pipeline.device).type == "cpu"
     free = free_memory() if on_cpu else free_gpu_memory() or 0
     numel = sum(math.prod(shape) for kind in kinds for shape in kind)
     return [kinds] if training_nbytes(numel, numel) < free / 2 else [[kind] for kind in kinds]
 
 
-def _take_turns(benches: Sequence["_Bench"]) -> str | None:
-    """Repeat the rounds of all, and say what disturbed them."""
+def _time_in_rotation(benches: Sequence["_Bench"]) -> str | None:
+    """Repeat the rounds of all; return a warning if other processes interfered."""
     for bench in benches:
-        bench.take_turn()
+        bench.run_round()
         bench.rounds.clear()
-    others = OtherWork()
+    background = BackgroundLoad()
     while True:
         for bench in benches:
-            bench.take_turn()
+            bench.run_round()
         rounds_s = [[sum(times_s) for times_s in bench.rounds] for bench in benches]
         spent_s = sum(map(sum, rounds_s))
         if len(rounds_s[0]) < _LEAST_ROUNDS or spent_s < _LEAST_S * len(benches):
             continue
-        threads = torch.get_num_threads()
-        warning = disturbance(rounds_s, others=others.cores(), threads=threads)
+        warning = interference_warning(
+            rounds_s, background_cores=background.cores(), threads=torch.get_num_threads()
+        )
         if warning is None or spent_s >= _MOST_S:
             return warning
 
 
+def interference_warning(
+    rounds_s: Sequence[Sequence[float]], *, background_cores: float, threads: int
+) -> str | None:
+    """A warning if timings are unreliable: they vary widely, or cores were shared.
+
+    `rounds_s` are the rounds of each of several pieces of work, `threads` those that ran them.
+    """
+    cores = os.cpu_count() or 1
+    oversubscribed = threads + background_cores > cores + _IDLE_CORES
+    quartiles = [statistics.quantiles(rounds, n=4, method="inclusive") for rounds in rounds_s]
+    if not oversubscribed and all(upper <= _WIDE * lower for lower, _, upper in quartiles):
+        return None
+    spreads = [(min(rounds), q[2]) for rounds, q in zip(rounds_s, quartiles, strict=True)]
+    least_s, upper_s = max(spreads, key=lambda spread: spread[1] / spread[0])
+    too_long = max(upper_s / least_s, (threads + background_cores) / cores)
+    return (
+        f"other processes keep {background_cores:.1f} of this machine's {cores} cores busy, and "
+        f"timings of the same block vary from {format_duration(least_s)} to "
+        f"{format_duration(upper_s)}: they may be {too_long:.1f} times too long; run again on an "
+        "idle machine"
+    )
+
+
 class _Bench:
-    """One block, with an optimizer of its own, fed with numbers of the right shape."""
+    """One block with an optimizer of its own and random inputs of the right shape."""
 
     def __init__(self, config: RunConfig, first: int) -> None:
         self._config = config
@@ -170,7 +208,7 @@ class _Bench:
             forward_s, backward_s, optimizer_s, parameters, trained, self._activations()
         )
 
-    def take_turn(self) -> None:
+    def run_round(self) -> None:
         marks = [self._watch.mark()]
         output = self._forward()
         marks.append(self._watch.mark())
@@ -181,8 +219,8 @@ class _Bench:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
         marks.append(self._watch.mark())
-        moments_s = self._watch.seconds(marks)
-        forward_s, backward_s, optimizer_s = (b - a for a, b in pairwise(moments_s))
+        times_s = self._watch.seconds(marks)
+        forward_s, backward_s, optimizer_s = (b - a for a, b in pairwise(times_s))
         self.rounds.append((forward_s, backward_s, optimizer_s))
 
     def _forward(self) -> Tensor:

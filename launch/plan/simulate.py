@@ -1,14 +1,14 @@
-"""One training step foretold as events, from the schedule's order of work and a network.
+"""Discrete-event simulation of one training step, from the schedule's order and a network.
 
-What is modelled is the best that the schedule can do: a rank works whenever its next piece of work
-has its input. Beside that it encodes and decodes, with one thread for each direction of each of its
-cuts, one message after the other. A message leaves as soon as it is encoded. It passes its sender's
-uplink, the link between the two and its receiver's downlink, each first in first out; a stage in
-the middle sends activations and gradients through one uplink.
+It models the best that the schedule can do: a rank starts its next action as soon as the input has
+arrived. Encoding and decoding overlap with that, on one thread for each direction of each cut, one
+message after the other. A message is sent as soon as it is encoded. It passes its sender's uplink,
+the link, and its receiver's downlink, each first in first out; a stage in the middle sends
+activations and gradients through the same uplink.
 
-So `step_s` is what a measured step is to be compared with: it contains pipeline bubbles, transfers
-and codecs, but no copies, wake-ups, protocol headers or contention for processors, and decoding may
-run ahead of the schedule without limit.
+So `step_s` is a lower bound to compare measured steps with: it contains pipeline bubbles, transfers
+and codecs, but no copies, wake-ups, protocol headers or contention for cores, and decoding may run
+ahead of the schedule without limit.
 """
 
 import heapq
@@ -32,11 +32,11 @@ class Message:
 
 @dataclass(frozen=True)
 class StepModel:
-    """What a step consists of.
+    """The parts of a step.
 
     `forward_s` and `backward_s` are seconds per microbatch, one for each stage; `activations` and
-    `gradients` have one message for each cut. `network` joins the ranks, in bit/s of payload; None
-    is one without limits. The schedule is one with a single stage per rank.
+    `gradients` have one message for each cut. `network` connects the ranks, in bit/s of payload;
+    None is unlimited. The schedule is one with a single stage per rank.
 
     Raises:
         ValueError: a sequence does not fit the number of stages.
@@ -58,8 +58,8 @@ class StepModel:
             found = len(getattr(self, name))
             if found != length:
                 raise ValueError(
-                    f"{name} has {found} entries, but forward_s makes {self.stages} stages: "
-                    f"give {length}"
+                    f"{name} has {found} entries, but forward_s has {self.stages} stages: "
+                    f"pass {length}"
                 )
 
     @property
@@ -70,7 +70,7 @@ class StepModel:
 
 @dataclass(frozen=True)
 class TransferEvent:
-    """A message on its way, in seconds since the step began.
+    """The transfer of a message, in seconds since the step began.
 
     `start_s` is when its first byte leaves, `end_s` when its last one arrives. `cut` is the stage
     before the cut.
@@ -85,7 +85,7 @@ class TransferEvent:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A foretold step, with the kinds of events that a measured one has."""
+    """A simulated step, with events of the same kinds as a measured one."""
 
     step_s: float
     events: tuple[TimelineEvent, ...]
@@ -93,7 +93,7 @@ class SimulatedStep:
 
 
 def simulate(model: StepModel) -> SimulatedStep:
-    """Play one step that begins with all ranks and links idle.
+    """Simulate one step that begins with all ranks and links idle.
 
     Raises:
         ValueError: the schedule has several stages per rank, or the network has another
@@ -102,7 +102,7 @@ def simulate(model: StepModel) -> SimulatedStep:
     check_simulated(model.schedule)
     if model.network is not None and model.network.hosts != model.stages:
         raise ValueError(
-            f"network has {model.network.hosts} hosts for {model.stages} stages: give one for "
+            f"network has {model.network.hosts} hosts for {model.stages} stages: pass one for "
             "each (Network.for_ranks)"
         )
     simulation = _Simulation(model)
@@ -113,7 +113,7 @@ def simulate(model: StepModel) -> SimulatedStep:
 
 
 def check_simulated(schedule: ScheduleName) -> None:
-    """Refuse a schedule that is not simulated.
+    """Check that a schedule can be simulated.
 
     Raises:
         ValueError: it has several stages per rank.
@@ -126,22 +126,22 @@ def check_simulated(schedule: ScheduleName) -> None:
 
 
 @dataclass(frozen=True)
-class _Parcel:
-    """A message between two ranks; `needed_by` is the work that waits for it."""
+class _Transfer:
+    """A message between two ranks; `needed_by` is the action that waits for it."""
 
     source: int
     target: int
     message: Message
     needed_by: Action
 
-    def transfer(self, start_s: float, end_s: float) -> TransferEvent:
+    def event(self, start_s: float, end_s: float) -> TransferEvent:
         direction: Direction = "forward" if self.needed_by.kind == "F" else "backward"
         cut, m = min(self.source, self.target), self.needed_by.microbatch
         return TransferEvent(cut, direction, m, start_s, end_s)
 
 
 class _Simulation:
-    """A queue of things that happen at a time; each may put new ones into the queue."""
+    """A queue of events by time; handling one may add others."""
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
@@ -161,7 +161,7 @@ class _Simulation:
         self.transfers: list[TransferEvent] = []
         self.idle_since_s = [0.0 for _ in stages]
         self._busy = [False for _ in stages]
-        self._coder_free_s: dict[tuple[str, int, str], float] = {}
+        self._codec_free_s: dict[tuple[str, int, str], float] = {}
         self._up_free_s = [0.0 for _ in stages]
         self._down_free_s = [0.0 for _ in stages]
         self._link_free_s: dict[tuple[int, int], float] = {}
@@ -170,20 +170,20 @@ class _Simulation:
         self._count = 0
 
     def run(self) -> None:
-        """Play until nothing is left to happen."""
+        """Handle events until the queue is empty."""
         for stage in range(self._model.stages):
-            self._work(stage, 0.0)
+            self._start_next(stage, 0.0)
         while self._queue:
-            now_s, _, happen = heapq.heappop(self._queue)
-            happen(now_s)
-        assert not any(self._orders), "the schedule waits for messages that nobody sends"
+            now_s, _, handle = heapq.heappop(self._queue)
+            handle(now_s)
+        assert not any(self._orders), "the schedule waits for messages that are never sent"
 
-    def _at(self, when_s: float, happen: Callable[[float], None]) -> None:
+    def _enqueue(self, when_s: float, handle: Callable[[float], None]) -> None:
         self._count += 1  # equal times: first in, first out
-        heapq.heappush(self._queue, (when_s, self._count, happen))
+        heapq.heappush(self._queue, (when_s, self._count, handle))
 
-    def _work(self, stage: int, now_s: float) -> None:
-        """Start the stage's next piece of work, if it is idle and has the input."""
+    def _start_next(self, stage: int, now_s: float) -> None:
+        """Start the stage's next action, if it is idle and has the input."""
         if self._busy[stage] or not self._orders[stage]:
             return
         action = self._orders[stage][-1]
@@ -197,53 +197,53 @@ class _Simulation:
         times_s = self._model.forward_s if action.kind == "F" else self._model.backward_s
         end_s = now_s + times_s[stage]
         self._record(action, action.kind, now_s, end_s)
-        self._at(end_s, lambda done_s: self._finish(action, outgoing, done_s))
+        self._enqueue(end_s, lambda done_s: self._finish(action, outgoing, done_s))
 
-    def _finish(self, action: Action, outgoing: _Parcel | None, now_s: float) -> None:
+    def _finish(self, action: Action, outgoing: _Transfer | None, now_s: float) -> None:
         self._busy[action.stage], self.idle_since_s[action.stage] = False, now_s
         if outgoing is not None:
-            done_s = self._code("encode", action, outgoing.message.encode_s, now_s)
-            self._at(done_s, lambda sent_s: self._send(outgoing, sent_s))
-        self._work(action.stage, now_s)
+            done_s = self._run_codec("encode", action, outgoing.message.encode_s, now_s)
+            self._enqueue(done_s, lambda sent_s: self._send(outgoing, sent_s))
+        self._start_next(action.stage, now_s)
 
-    def _code(
+    def _run_codec(
         self, kind: Literal["encode", "decode"], action: Action, seconds: float, now_s: float
     ) -> float:
-        """When the thread of this direction is done with what `action` left or needs."""
-        coder = (kind, action.stage, action.kind)
-        start_s = max(now_s, self._coder_free_s.get(coder, 0.0))
-        self._coder_free_s[coder] = start_s + seconds
+        """When the codec thread of this direction has finished the message of `action`."""
+        codec = (kind, action.stage, action.kind)
+        start_s = max(now_s, self._codec_free_s.get(codec, 0.0))
+        self._codec_free_s[codec] = start_s + seconds
         self._record(action, kind, start_s, start_s + seconds)
         return start_s + seconds
 
-    def _send(self, parcel: _Parcel, now_s: float) -> None:
-        source, target = link = parcel.source, parcel.target
+    def _send(self, transfer: _Transfer, now_s: float) -> None:
+        source, target = link = transfer.source, transfer.target
         up_s = max(now_s, self._up_free_s[source])
-        self._up_free_s[source] = up_s + self._network.uplink_s(source, parcel.message.nbytes)
+        self._up_free_s[source] = up_s + self._network.uplink_s(source, transfer.message.nbytes)
         start_s = max(up_s, self._link_free_s.get(link, 0.0))
-        self._link_free_s[link] = start_s + self._network.link_s(*link, parcel.message.nbytes)
-        self._at(
+        self._link_free_s[link] = start_s + self._network.link_s(*link, transfer.message.nbytes)
+        self._enqueue(
             start_s + self._network.latency_s[source][target],
-            lambda first_s: self._deliver(parcel, start_s, first_s),
+            lambda first_s: self._deliver(transfer, start_s, first_s),
         )
 
-    def _deliver(self, parcel: _Parcel, start_s: float, first_s: float) -> None:
+    def _deliver(self, transfer: _Transfer, start_s: float, first_s: float) -> None:
         """The first byte reaches the downlink of the target."""
-        nbytes, target = parcel.message.nbytes, parcel.target
+        nbytes, target = transfer.message.nbytes, transfer.target
         free_s = max(first_s, self._down_free_s[target]) + self._network.downlink_s(target, nbytes)
         self._down_free_s[target] = free_s
-        end_s = max(free_s, first_s + self._network.link_s(parcel.source, target, nbytes))
-        self.transfers.append(parcel.transfer(start_s, end_s))
-        self._at(end_s, lambda now_s: self._arrive(parcel, now_s))
+        end_s = max(free_s, first_s + self._network.link_s(transfer.source, target, nbytes))
+        self.transfers.append(transfer.event(start_s, end_s))
+        self._enqueue(end_s, lambda now_s: self._arrive(transfer, now_s))
 
-    def _arrive(self, parcel: _Parcel, now_s: float) -> None:
-        done_s = self._code("decode", parcel.needed_by, parcel.message.decode_s, now_s)
-        self._at(done_s, lambda ready_s: self._give(parcel.needed_by, ready_s))
+    def _arrive(self, transfer: _Transfer, now_s: float) -> None:
+        done_s = self._run_codec("decode", transfer.needed_by, transfer.message.decode_s, now_s)
+        self._enqueue(done_s, lambda ready_s: self._input_ready(transfer.needed_by, ready_s))
 
-    def _give(self, action: Action, now_s: float) -> None:
+    def _input_ready(self, action: Action, now_s: float) -> None:
         """The input of `action` is decoded."""
         self._ready.add(action)
-        self._work(action.stage, now_s)
+        self._start_next(action.stage, now_s)
 
     def _incoming(self, action: Action) -> Message | None:
         if action.kind == "F":
@@ -251,14 +251,14 @@ class _Simulation:
         last = action.stage == self._model.stages - 1
         return None if last else self._model.gradients[action.stage]
 
-    def _outgoing(self, action: Action) -> _Parcel | None:
+    def _outgoing(self, action: Action) -> _Transfer | None:
         target = action.stage + (1 if action.kind == "F" else -1)
         if not 0 <= target < self._model.stages:
             return None
         needed_by = Action(action.kind, target, action.microbatch)
         message = self._incoming(needed_by)
         assert message is not None
-        return _Parcel(action.stage, target, message, needed_by)
+        return _Transfer(action.stage, target, message, needed_by)
 
     def _record(
         self,

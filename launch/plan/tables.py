@@ -27,30 +27,30 @@ def show_plan(
         for cut in config.pipeline.cuts:
             at_cut = config.boundary_at(cut)
             specs |= {(cut, "forward"): at_cut.forward, (cut, "backward"): at_cut.backward}
-        console.print(_cuts(specs, prediction.messages, network, "sent at each cut"))
+        console.print(_cuts(specs, prediction.messages, network, "messages at each cut"))
     console.print(
         f"predicted step {format_duration(prediction.step_s)}, bubble {prediction.bubble:.0%}; "
-        f"{format_duration(prediction.free_s)} if links were unlimited"
+        f"{format_duration(prediction.unlimited_s)} with unlimited links"
     )
     threads = torch.get_num_threads()
     named = "1 thread" if threads == 1 else f"{threads} threads"
-    notes = [f"each stage on a machine of its own with {named}"]
+    notes = [f"each stage on its own machine with {named}"]
     wanted, count = config.pipeline.microbatches, microbatch_count(config)
     if count != wanted:
         notes.append(
             f"{count} microbatches, not {wanted}: a replica has {samples_at_once(config)} samples "
-            "at a time"
+            "per pass"
         )
-    if network.slowest_latency_s:
-        way = format_duration(network.slowest_latency_s)
-        notes.append(f"the longest way between two ranks takes {way}, on top of transfers")
-    if network.slowest_latency_s > 0.005:
+    if network.highest_latency_s:
+        latency = format_duration(network.highest_latency_s)
+        notes.append(f"the highest latency between two ranks is {latency}, on top of transfers")
+    if network.highest_latency_s > 0.005:
         notes.append(
-            "this holds with net.ipv4.tcp_slow_start_after_idle = 0 on every host; with 1 each "
-            "pause costs round trips"
+            "this assumes net.ipv4.tcp_slow_start_after_idle = 0 on every host; with 1 each pause "
+            "costs round trips"
         )
     if config.pipeline.replicas > 1:
-        notes.append("the exchange between replicas is not foretold")
+        notes.append("the exchange between replicas is not included")
     for note in notes:
         console.print(f"note: {note}")
 
@@ -58,13 +58,13 @@ def show_plan(
 def show_recommendation(
     console: Console, advice: Recommendation, prediction: Prediction, network: Network
 ) -> None:
-    """What to send, and the step with it."""
+    """The recommended settings, and the predicted step with them."""
     console.print(_cuts(advice.specs, advice.messages, network, "recommended"))
-    if not advice.hidden:
+    if not advice.overlaps:
         console.print(
-            "even the fewest bits do not hide under the "
-            f"{format_duration(advice.slot_s)} that a microbatch computes: fewer stages, larger "
-            "microbatches of wider models or faster links would"
+            "even with the fewest bits, transfers take longer than the "
+            f"{format_duration(advice.slot_s)} of compute per microbatch: use fewer stages, larger "
+            "microbatches, wider models or faster links"
         )
     console.print(
         f"predicted step {format_duration(prediction.step_s)}, bubble {prediction.bubble:.0%}"

@@ -1,8 +1,8 @@
-"""A step as a trace for Perfetto or chrome://tracing, and the same step foretold beside it.
+"""A measured step and its simulation as a trace for Perfetto or chrome://tracing.
 
-Format: "Trace Event Format" of the Chromium project. Every rank is a process with a track for what
-it computes, one for its waits and as many for its codecs as work at once; a message is a span of
-its own, from when it was sent to when it was used.
+Format: "Trace Event Format" of the Chromium project. Every rank is a process with a track for
+compute, one for waits and as many for codecs as run at once; a message is an async span from when
+it was sent to when it was used.
 """
 
 import json
@@ -25,9 +25,9 @@ _US = 1e6
 
 
 def trace_run(folder: Path, out: Path, *, rate_bps: float | None, delay_s: float) -> str:
-    """Write a run's trace and say what is in it.
+    """Write a run's trace; return a summary of it.
 
-    The foretold step is one on links of `rate_bps` (None: unlimited) and `delay_s` one way.
+    The simulated step has links of `rate_bps` (None: unlimited) and `delay_s` one way.
 
     Raises:
         ValueError: the run has no timeline, or `out` cannot be written.
@@ -36,21 +36,20 @@ def trace_run(folder: Path, out: Path, *, rate_bps: float | None, delay_s: float
     step_s = max(event.end_s for event in timeline.events)
     try:
         network = Network.uniform(timeline.pipeline_ranks, rate_bps, delay_s)
-        simulated = foretell(timeline, network)
+        simulated = predict_step(timeline, network)
         links = f"{format_rate(rate_bps)} and {format_duration(delay_s)} one way"
-        told = f"foretold {format_duration(simulated.step_s)} on links of {links}"
+        predicted = f"predicted {format_duration(simulated.step_s)} on links of {links}"
     except ValueError as error:
-        simulated, told = None, f"not foretold: {error}"
+        simulated, predicted = None, f"not predicted: {error}"
     try:
         write_trace(out, timeline, simulated, title=f"step {timeline.step} of {folder}")
     except OSError as error:
         raise ValueError(
-            f"--out = {out}: cannot be written: {error.strerror}; name a file in a folder that is "
-            "there"
+            f"--out = {out}: cannot be written: {error.strerror}; name a file in an existing folder"
         ) from error
     return (
         f"{out}: step {timeline.step}, measured {format_duration(step_s)} on the links of "
-        f"the run, {told}\n"
+        f"the run, {predicted}\n"
         "open it in https://ui.perfetto.dev or chrome://tracing"
     )
 
@@ -58,19 +57,19 @@ def trace_run(folder: Path, out: Path, *, rate_bps: float | None, delay_s: float
 def write_trace(
     path: Path, timeline: Timeline, simulated: SimulatedStep | None, *, title: str
 ) -> None:
-    """Write the measured step and, as further processes, the foretold one."""
+    """Write the measured step and, as further processes, the simulated one."""
     events = _processes("", 0, timeline.events)
     if timeline.pipeline_ranks == len(timeline.cuts) + 1 and timeline.accumulate == 1:
         events += _messages(transfers(timeline), 0)
     if simulated is not None:
-        events += _processes("foretold: ", _SIMULATED, simulated.events)
+        events += _processes("predicted: ", _SIMULATED, simulated.events)
         events += _messages(simulated.transfers, _SIMULATED)
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}
     path.write_text(json.dumps(trace))
 
 
-def foretell(timeline: Timeline, network: Network) -> SimulatedStep:
-    """The step that the schedule could reach with the compute, codecs and bytes of this one.
+def predict_step(timeline: Timeline, network: Network) -> SimulatedStep:
+    """The best step of the schedule with the compute, codecs and bytes of the measured one.
 
     Raises:
         ValueError: the schedule has several stages per rank, or the step accumulates.
@@ -78,7 +77,7 @@ def foretell(timeline: Timeline, network: Network) -> SimulatedStep:
     if timeline.accumulate > 1:
         raise ValueError(
             f"train.accumulate = {timeline.accumulate}: only steps that run the schedule once are "
-            "foretold"
+            "simulated"
         )
     stages = range(len(timeline.cuts) + 1)
     seconds = _medians(timeline)
@@ -96,9 +95,9 @@ def foretell(timeline: Timeline, network: Network) -> SimulatedStep:
 
 
 def transfers(timeline: Timeline) -> list[TransferEvent]:
-    """The messages of the first replica, from sent to used; one stage per rank."""
-    sent = {place: event.end_s for place, event in _codec_events(timeline, "encode").items()}
-    used = {place: event.start_s for place, event in _codec_events(timeline, "decode").items()}
+    """Transfers of the first replica, from sent to used; one stage per rank."""
+    sent = {key: event.end_s for key, event in _codec_events(timeline, "encode").items()}
+    used = {key: event.start_s for key, event in _codec_events(timeline, "decode").items()}
     return [
         TransferEvent(cut, direction, m, sent[cut, direction, m], used[cut, direction, m])
         for cut, direction, m in sorted(sent)
@@ -120,7 +119,7 @@ def _message(
 
 
 def _medians(timeline: Timeline) -> dict[tuple[str, int], float]:
-    """Median seconds by kind and stage; of the codec by kind with direction, and cut."""
+    """Median seconds by kind and stage; of codecs by kind with direction, and cut."""
     spans: dict[tuple[str, int], list[float]] = defaultdict(list)
     for event in timeline.events:
         if event.computes:
@@ -128,14 +127,13 @@ def _medians(timeline: Timeline) -> dict[tuple[str, int], float]:
     for kind in ("encode", "decode"):
         for (cut, direction, _), event in _codec_events(timeline, kind).items():
             spans[f"{kind} {direction}", cut].append(event.end_s - event.start_s)
-    found = {place: median(times_s) for place, times_s in spans.items()}
-    return defaultdict(float, found)
+    return defaultdict(float, {key: median(times_s) for key, times_s in spans.items()})
 
 
 def _codec_events(timeline: Timeline, kind: str) -> dict[tuple[int, Direction, int], TimelineEvent]:
     """Events of the first replica by (cut after this stage, direction, microbatch).
 
-    A stage in the middle works twice on a microbatch: first for its activation, then its gradient.
+    A stage in the middle has two events per microbatch: first of its activation, then its gradient.
     """
     last, found = len(timeline.cuts), dict[tuple[int, Direction, int], TimelineEvent]()
     seen: set[tuple[int, int]] = set()
@@ -202,7 +200,7 @@ def _span(event: TimelineEvent, process: int, track: int) -> dict[str, Any]:
 
 
 def _messages(sent: Sequence[TransferEvent], first: int) -> list[dict[str, Any]]:
-    """Two marks for each message, at its sender."""
+    """An async span (two events) for each message, at its sender."""
     marks = []
     for number, event in enumerate(sent):
         what = "activation" if event.direction == "forward" else "gradient"

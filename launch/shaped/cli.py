@@ -1,4 +1,4 @@
-"""`thinpipe shaped`: a command on every emulated host; `thinpipe shaped set` while it runs."""
+"""`thinpipe shaped`: runs a command on every emulated host; `thinpipe shaped set` changes rates."""
 
 import sys
 from pathlib import Path
@@ -17,17 +17,20 @@ from thinpipe.launch.shaped.network import ShapedNetwork
 from thinpipe.launch.shaped.probe import LinkProbe, probe_link
 
 RateOption = Annotated[
-    str | None, typer.Option(metavar="RATE", help="Of every up- and downlink: 100mbit, or none.")
+    str | None,
+    typer.Option(metavar="RATE", help="Rate of every up- and downlink: 100mbit, or none."),
 ]
 UpOption = Annotated[
     str | None, typer.Option(metavar="RATES", help="Uplinks: one rate, or one per host, r0,r1,..")
 ]
-DownOption = Annotated[str | None, typer.Option(metavar="RATES", help="Downlinks, likewise.")]
+DownOption = Annotated[
+    str | None, typer.Option(metavar="RATES", help="Downlinks: one rate, or one per host.")
+]
 PairOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="I,J=RATE",
-        help="Between two hosts, both ways; may be repeated. RATE none lifts a limit.",
+        help="Limit between two hosts in both directions; may be repeated. none removes it.",
     ),
 ]
 
@@ -35,26 +38,26 @@ PairOption = Annotated[
 def shaped(  # noqa: PLR0913  # one parameter per option
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- CMD", help="{rank} {host} {addr} {master} are filled in."),
+        typer.Argument(metavar="-- CMD", help="{rank} {host} {addr} {master} are replaced."),
     ] = None,
-    hosts: Annotated[int | None, typer.Option(help="How many hosts to emulate.")] = None,
+    hosts: Annotated[int | None, typer.Option(help="Number of hosts to emulate.")] = None,
     rate: RateOption = None,
-    delay: Annotated[str | None, typer.Option(metavar="TIME", help="One way: 20ms.")] = None,
+    delay: Annotated[str | None, typer.Option(metavar="TIME", help="One-way delay: 20ms.")] = None,
     up: UpOption = None,
     down: DownOption = None,
     pair: PairOption = None,
     matrix: Annotated[
         Path | None,
-        typer.Option(metavar="NET.JSON", help="rate_bps, latency_s: a row per sender."),
+        typer.Option(metavar="NET.JSON", help="Links with rate_bps, latency_s: a row per sender."),
     ] = None,
     show: Annotated[
-        int | None, typer.Option(metavar="HOST", help="Give the terminal to this host alone.")
+        int | None, typer.Option(metavar="HOST", help="Connect only this host to the terminal.")
     ] = None,
-    probe: Annotated[bool, typer.Option("--probe", help="First measure every link.")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure every link first.")] = False,
 ) -> None:
     """Run a command on emulated hosts behind slow links.
 
-    While it runs, `thinpipe shaped set` changes the rates.
+    `thinpipe shaped set` changes the rates during the run.
     """
     command = command or []
     if command[:1] == ["set"]:
@@ -83,9 +86,11 @@ def set_rates(
     up: UpOption = None,
     down: DownOption = None,
     pair: PairOption = None,
-    run: Annotated[int | None, typer.Option(help="Which run; needed if there are several.")] = None,
+    run: Annotated[
+        int | None, typer.Option(help="Number of the run, if there are several.")
+    ] = None,
 ) -> None:
-    """Change the rates of a run that goes on, from another terminal or from one of its hosts."""
+    """Change the rates of a run, from another terminal or from one of its hosts."""
     try:
         if not (rate or up or down or pair):
             raise ValueError("nothing to change; give --rate, --up, --down or --pair")
@@ -107,12 +112,12 @@ def _announce(network: ShapedNetwork) -> None:
 def _print_probe(network: ShapedNetwork) -> None:
     console = Console(stderr=True)
     table = Table("link", "nominal", "achieved", "ratio", "round trip", "nominal")
-    with console.status("measuring empty links") as status:
+    with console.status("measuring idle links") as status:
         for source, target in links(network.hosts):
             status.update(f"measuring {source} -> {target}")
             table.add_row(*_cells(probe_link(network, source, target)))
     console.print(table)
-    console.print(f"a ratio of {PAYLOAD_SHARE:.3f} is the most: the rest of a frame is headers")
+    console.print(f"at most {PAYLOAD_SHARE:.3f} of a rate is payload: the rest is headers")
 
 
 def _cells(link: LinkProbe) -> list[str]:

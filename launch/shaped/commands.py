@@ -1,4 +1,4 @@
-"""Runs a command on every host and shows what it prints, a line at a time with the host's name."""
+"""Runs a command on every host and prints its output line by line behind the host's name."""
 
 import os
 import signal
@@ -10,9 +10,9 @@ from functools import partial
 from types import FrameType
 from typing import BinaryIO
 
-from thinpipe.launch.shaped.names import environment, fill_in, host_name
+from thinpipe.launch.shaped.names import environment, host_name, substitute
 from thinpipe.launch.shaped.network import ShapedNetwork
-from thinpipe.launch.shaped.ranks import Watch
+from thinpipe.launch.shaped.ranks import ProcessMonitor
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 _INTERRUPT_GRACE_S = 3.0
@@ -21,7 +21,7 @@ _LONGEST_LINE = 65536
 
 
 class StoppedError(Exception):
-    """SIGTERM or SIGHUP: we are asked to end."""
+    """SIGTERM or SIGHUP was received."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"ended by signal {signum}")
@@ -29,53 +29,55 @@ class StoppedError(Exception):
 
 
 def run_command(network: ShapedNetwork, command: Sequence[str], show: int | None = None) -> int:
-    """Run `command` on every host; return its exit code, the first that is not 0 if any.
+    """Run `command` on every host; return its exit code, that of the first failure if any.
 
-    Placeholders and variables are filled in for each host. When one fails, the others are ended.
-    Output is prefixed with `host0| `; but host `show` has the terminal for itself, and of the
-    others only the last lines are shown, if they fail. Ctrl-C and SIGTERM end all in order.
+    Placeholders and variables are replaced for each host. When one fails, the others are stopped.
+    Output is prefixed with `host0| `; but host `show` is connected to the terminal, and of the
+    others only the last lines are printed if they fail. Ctrl-C and SIGTERM stop all gracefully.
 
     Raises:
         ValueError: there is no host `show`.
     """
     if show is not None and not 0 <= show < network.hosts:
         raise ValueError(f"--show = {show}: use a host from 0 to {network.hosts - 1}")
-    watch = Watch()
+    monitor = ProcessMonitor()
     kept: dict[int, deque[bytes]] = {}
-    with _ended_by_signals():
+    with _stopped_by_signals():
         try:
             for host in range(network.hosts):
                 if host == show:
-                    watch.process(
+                    monitor.process(
                         host, network.start(host, partial(_exec, command, host, network=network))
                     )
                     continue
                 kept[host] = deque(maxlen=_KEPT_LINES)
                 sinks = _sinks(host, kept[host] if show is not None else None)
-                _start_piped(network, watch, command=command, host=host, sinks=sinks)
-            failed = watch.wait()
+                _start_piped(network, monitor, command=command, host=host, sinks=sinks)
+            failed = monitor.wait()
         except (KeyboardInterrupt, StoppedError) as stop:
-            return _end(watch, stop)
+            return _stop(monitor, stop)
     if failed is None:
         return 0
     if show is not None and failed != show:
         _write(sys.stderr.buffer, b"".join(kept[failed]))
-    code = watch.codes[failed]
-    sys.stderr.write(f"{host_name(failed)} ended with exit code {code}; the others were ended\n")
+    code = monitor.codes[failed]
+    sys.stderr.write(f"{host_name(failed)} exited with code {code}; the others were stopped\n")
     return code
 
 
-def _end(watch: Watch, stop: KeyboardInterrupt | StoppedError) -> int:
-    """Let the commands end; after Ctrl-C, which they got as well, leave them a moment for it."""
+def _stop(monitor: ProcessMonitor, stop: KeyboardInterrupt | StoppedError) -> int:
+    """Stop the commands; after Ctrl-C, which they received as well, with a grace period."""
     interrupted = isinstance(stop, KeyboardInterrupt)
-    watch.end(after_s=_INTERRUPT_GRACE_S if interrupted else 0.0)
-    with suppress(KeyboardInterrupt, StoppedError):  # asked twice: closing the network kills them
-        watch.wait()
+    monitor.end(after_s=_INTERRUPT_GRACE_S if interrupted else 0.0)
+    with suppress(
+        KeyboardInterrupt, StoppedError
+    ):  # a second signal: closing the network kills them
+        monitor.wait()
     return 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else stop.signum)
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
+def _stopped_by_signals() -> Iterator[None]:
     def stop(signum: int, _: FrameType | None) -> None:
         raise StoppedError(signum)
 
@@ -89,7 +91,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 def _start_piped(
     network: ShapedNetwork,
-    watch: Watch,
+    monitor: ProcessMonitor,
     *,
     command: Sequence[str],
     host: int,
@@ -98,22 +100,22 @@ def _start_piped(
     pipes = [os.pipe() for _ in sinks]
     inputs = [os.open(os.devnull, os.O_RDONLY), *(send for _, send in pipes)]
     pid = network.start(host, partial(_exec, command, host, network=network, inputs=inputs))
-    watch.process(host, pid)
+    monitor.process(host, pid)
     for descriptor in inputs:
         os.close(descriptor)
     for (receive, _), sink in zip(pipes, sinks, strict=True):
-        watch.stream(receive, sink)
+        monitor.stream(receive, sink)
 
 
 def _exec(
     command: Sequence[str], host: int, *, network: ShapedNetwork, inputs: Sequence[int] = ()
 ) -> int:
-    """The body of a rank: become the command; `inputs` take the place of stdin, stdout, stderr."""
+    """Run in a host: exec the command; `inputs` replace stdin, stdout and stderr."""
     for target, descriptor in enumerate(inputs):
         os.dup2(descriptor, target)
     variables = {"PYTHONUNBUFFERED": "1"} | os.environ | environment(host, network.hosts)
-    arguments = [fill_in(argument, host) for argument in command]
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; a command must not
+    arguments = [substitute(argument, host) for argument in command]
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; commands expect it
     try:
         os.execvpe(arguments[0], arguments, variables)
     except OSError as error:
@@ -122,14 +124,14 @@ def _exec(
 
 
 def _sinks(host: int, keep: deque[bytes] | None) -> list[Callable[[bytes], None]]:
-    """Where a host's stdout and stderr go: to ours, or into `keep`."""
+    """Consumers of a host's stdout and stderr: they print it, or append it to `keep`."""
     outputs = (sys.stdout.buffer, sys.stderr.buffer)
     writes = [keep.append if keep is not None else partial(_write, output) for output in outputs]
     return [_Lines(f"{host_name(host)}| ".encode(), write).take for write in writes]
 
 
 class _Lines:
-    """Cuts a stream into lines and puts a prefix before each."""
+    """Splits a stream into lines and prefixes each."""
 
     def __init__(self, prefix: bytes, write: Callable[[bytes], None]) -> None:
         self._prefix = prefix
@@ -137,7 +139,7 @@ class _Lines:
         self._rest = b""
 
     def take(self, data: bytes) -> None:
-        """Take what arrived; `b""` is the end."""
+        """Consume received bytes; `b""` is the end of the stream."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LONGEST_LINE or (not data and self._rest):
             lines.append(self._rest)

@@ -1,8 +1,8 @@
-"""Changing rates while a run goes on: a small server in the sandbox, and its client.
+"""Changes rates during a run: a small server in the sandbox, and its client.
 
-The server listens on abstract Unix sockets, which leave no file behind and are known per network
-namespace: one where the run was started, and one of the same name inside every host. So a client
-finds its run in /proc/net/unix, from another terminal as well as from a script on a host.
+The server listens on abstract Unix sockets, which leave no files behind and exist per network
+namespace: one where the run was started, and one of the same name inside every host. Clients find
+the run in /proc/net/unix, from another terminal as well as from a script on a host.
 """
 
 import errno
@@ -22,9 +22,9 @@ _NAME = "thinpipe-shaped-"
 _LISTENS = "00010000"  # the kernel's __SO_ACCEPTCON, among the flags of /proc/net/unix
 _LARGEST = 65536
 _TIMEOUT_S = 60.0
-"""Guards against hanging: who is asked may still be building the network, on a busy machine."""
+"""Guards against hanging: a run may still be building its network, on a busy machine."""
 _CLIENT_S = 5.0
-"""How long others wait for a client that has come and does not ask."""
+"""How long other clients wait for one that has connected and sends nothing."""
 _MOST_PAIRS = 6
 
 
@@ -46,7 +46,7 @@ def listen(run: int) -> socket.socket:
 
 
 def answer(server: socket.socket, apply: Callable[[Change], NetworkSpec]) -> None:
-    """Serve one client of `server`: hand its change to `apply`, tell it the outcome."""
+    """Serve one client of `server`: pass its change to `apply`, reply with the outcome."""
     client, _ = server.accept()
     with client:
         client.settimeout(_CLIENT_S)
@@ -57,7 +57,7 @@ def answer(server: socket.socket, apply: Callable[[Change], NetworkSpec]) -> Non
         try:
             message = client.recv(_LARGEST)
             client.send(json.dumps(_reply(message, uid, apply)).encode())
-        except (TimeoutError, ConnectionError):  # the client went away; the run goes on
+        except (TimeoutError, ConnectionError):  # the client disconnected; the run continues
             return
 
 
@@ -96,28 +96,28 @@ def describe(spec: NetworkSpec) -> str:
 
 
 def runs() -> list[int]:
-    """The runs that can be reached from here: their sockets listen."""
+    """The runs that can be reached from this network namespace: their sockets listen."""
     listening = rf"^\S+ \S+ \S+ {_LISTENS} .* @{_NAME}(\d+)$"
     names = re.findall(listening, Path("/proc/net/unix").read_text(), re.MULTILINE)
     return sorted({int(name) for name in names})
 
 
 def request(change: Change, run: int | None = None) -> str:
-    """Change the rates of a run (the only one, when `run` is None); return what holds now.
+    """Change the rates of a run (the only one if `run` is None); return a description of the rates.
 
     Raises:
-        ValueError: no such run, several and none named, or the change is refused.
+        ValueError: no such run, several without `run`, or the change is refused.
     """
     known = runs()
     if run is None and len(known) != 1:
-        found = f"runs {', '.join(map(str, known))}; name one with --run" if known else "no run"
+        found = f"runs {', '.join(map(str, known))}; choose one with --run" if known else "no run"
         raise ValueError(f"thinpipe shaped: found {found}")
     if run is not None and run not in known:
         found = ", ".join(map(str, known)) or "none"
-        raise ValueError(f"--run = {run}: no such run here; running: {found}")
+        raise ValueError(f"--run = {run}: no such run; running: {found}")
     chosen = known[0] if run is None else run
     try:
-        reply = _ask(chosen, json.dumps(change).encode())
+        reply = _send(chosen, json.dumps(change).encode())
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"--run = {chosen}: did not answer: {reason}; has it ended?") from None
@@ -126,7 +126,7 @@ def request(change: Change, run: int | None = None) -> str:
     return str(reply["done"])
 
 
-def _ask(run: int, message: bytes) -> dict[str, str]:
+def _send(run: int, message: bytes) -> dict[str, str]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.settimeout(_TIMEOUT_S)
         client.connect(f"\0{_NAME}{run}")

@@ -1,4 +1,4 @@
-"""The emulated hosts: a network and host-name namespace each, and a link to the common switch."""
+"""Creates emulated hosts: each has network and host-name namespaces and a link to a switch."""
 
 import socket
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from thinpipe.launch.shaped.names import host_address, host_mac, host_name
 from thinpipe.launch.shaped.shaping import Shaper, downlink, uplink
 
 BUFFER_BYTES = 64 << 20
-"""What a TCP connection may hold in flight; the usual 4 MB fill 320 Mbit/s at 100 ms."""
+"""Limit of a TCP connection's data in flight; the default 4 MB allow 320 Mbit/s at 100 ms."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Host:
 
 
 def build_hosts(spec: NetworkSpec) -> list[Host]:
-    """Make the hosts, linked to this network namespace and shaped; they live as long as we do."""
+    """Create the hosts with shaped links to this network namespace; they end with this process."""
     switch_fd, switch = linux.namespace("net"), IPRoute()
     _no_ipv6()
     switch.link("set", index=1, state="up")
@@ -45,22 +45,22 @@ def build_hosts(spec: NetworkSpec) -> list[Host]:
 
 
 def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> str:
-    """Set every link to the rates of `spec`; say which ones the kernel refuses, "" if none."""
+    """Set every link to the rates of `spec`; return errors of the kernel, "" if none."""
     refused = []
     for index, host in enumerate(hosts):
-        for way, shaper, shape in (
+        for direction, shaper, shape in (
             ("uplink", host.up, uplink(spec, index)),
             ("downlink", host.down, downlink(spec, index)),
         ):
             try:
                 shaper.apply(shape)
             except (NetlinkError, OSError) as error:
-                refused.append(f"{way} of {host_name(index)}: {error.args[-1]}")
+                refused.append(f"{direction} of {host_name(index)}: {error.args[-1]}")
     return "; ".join(refused)
 
 
 def _no_ipv6() -> None:
-    """Keep interfaces that come from sending anything unasked."""
+    """Keep new interfaces from sending unsolicited packets."""
     switch = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
     if switch.exists():
         switch.write_text("1")
@@ -81,7 +81,7 @@ def _build_host(
         socket.sethostname(host_name(host))
         net_fd, uts_fd, ip = linux.namespace("net"), linux.namespace("uts"), IPRoute()
         _no_ipv6()
-        port = _plug_in(host, switch, net_fd)
+        port = _connect(host, switch, net_fd)
         if bridge is not None:
             switch.link("set", index=port, master=bridge)
         interface = _configure(spec, host, ip)
@@ -90,8 +90,8 @@ def _build_host(
     return Host(net_fd, uts_fd, ip, Shaper(ip, interface), Shaper(switch, port))
 
 
-def _plug_in(host: int, switch: IPRoute, net_fd: int) -> int:
-    """A cable from the switch's port `h0` to the host's `eth0`."""
+def _connect(host: int, switch: IPRoute, net_fd: int) -> int:
+    """Connect the switch's port `h0` to the host's `eth0`."""
     end = {"ifname": "eth0", "address": host_mac(host), "mtu": MTU, "net_ns_fd": net_fd}
     switch.link("add", ifname=f"h{host}", kind="veth", mtu=MTU, peer=end)
     port: int = switch.link_lookup(ifname=f"h{host}")[0]
@@ -100,7 +100,7 @@ def _plug_in(host: int, switch: IPRoute, net_fd: int) -> int:
 
 
 def _configure(spec: NetworkSpec, host: int, ip: IPRoute) -> int:
-    """Address, route and neighbours; called inside the host's namespace."""
+    """Set address, route and neighbors; called inside the host's namespace."""
     interface: int = ip.link_lookup(ifname="eth0")[0]
     ip.link("set", index=1, state="up")
     ip.addr("add", index=interface, address=host_address(host), prefixlen=24)
@@ -110,7 +110,7 @@ def _configure(spec: NetworkSpec, host: int, ip: IPRoute) -> int:
         for name in ("tcp_wmem", "tcp_rmem"):
             Path(f"/proc/sys/net/ipv4/{name}").write_text(f"4096 131072 {BUFFER_BYTES}")
     for other in range(spec.hosts):
-        if other != host:  # known beforehand, so that no link carries address resolution
+        if other != host:  # static, so that no link carries address resolution
             ip.neigh(
                 "replace",
                 dst=host_address(other),
@@ -122,7 +122,7 @@ def _configure(spec: NetworkSpec, host: int, ip: IPRoute) -> int:
 
 
 def _use_cubic(host: int, ip: IPRoute, interface: int) -> None:
-    """Same congestion control everywhere; by route, as the sysctl may refuse it in a namespace."""
+    """The same congestion control on every host; by route, as the sysctl may be read-only."""
     if "cubic" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text():
         return
     ip.route(

@@ -1,4 +1,4 @@
-"""The Linux calls behind an emulated host: namespaces, mounts, a life tied to a parent's."""
+"""Linux calls for emulated hosts: namespaces, mounts, processes that die with their parent."""
 
 import ctypes
 import os
@@ -24,16 +24,16 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ShapedError(RuntimeError):
-    """The emulated network cannot be made, or broke; the message says what to do."""
+    """The emulated network could not be created, or failed; the message has the remedy."""
 
 
 def unshare(flags: int) -> None:
-    """Put this process into new namespaces (for `NEW_PID`: its next children)."""
+    """Move this process into new namespaces (for `NEW_PID`: its next children)."""
     _check("unshare", _libc.unshare(flags))
 
 
 def setns(namespace_fd: int, flag: int) -> None:
-    """Move this process into the namespace that `namespace_fd` stands for."""
+    """Move this process into the namespace of the descriptor `namespace_fd`."""
     _check("setns", _libc.setns(namespace_fd, flag))
 
 
@@ -43,12 +43,12 @@ def namespace(kind: str) -> int:
 
 
 def make_mounts_private() -> None:
-    """Keep what is mounted from here on out of other mount namespaces."""
+    """Hide later mounts from other mount namespaces."""
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
 
 
 def mount_proc() -> None:
-    """Mount /proc anew, to show this process's pid namespace."""
+    """Mount a new /proc, which shows this process's pid namespace."""
     _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
 
 
@@ -58,19 +58,19 @@ def mount_tmpfs(folder: str) -> None:
 
 
 def bind(source: str, target: str) -> None:
-    """Show the file `source` in place of the file `target`."""
+    """Bind-mount the file `source` over the file `target`."""
     _mount(source, target, None, _MS_BIND)
 
 
 def unmount(folder: str) -> None:
-    """Take a mount out of sight; what still uses it keeps it."""
+    """Detach a mount; processes that use it keep it."""
     _check(f"umount {folder}", _libc.umount2(folder.encode(), _MNT_DETACH))
 
 
-def die_with(parent_pidfd: int) -> None:
-    """Have the kernel kill this process when its parent, `parent_pidfd`, ends however it ends."""
+def die_with_parent(parent_pidfd: int) -> None:
+    """Have the kernel kill this process when its parent, `parent_pidfd`, exits for any reason."""
     _check("prctl", _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
-    if has_ended(parent_pidfd):  # before we asked
+    if has_ended(parent_pidfd):  # before prctl
         os._exit(1)
 
 

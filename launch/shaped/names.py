@@ -1,4 +1,4 @@
-"""How hosts are called: names, addresses, and the files that let every program resolve them."""
+"""Names and addresses of hosts, and the files with which programs resolve them."""
 
 import os
 import tempfile
@@ -25,9 +25,9 @@ def host_mac(host: int) -> str:
 
 
 def environment(host: int, hosts: int) -> dict[str, str]:
-    """The variables a program finds: its place, also in torch's names, and the interface to use.
+    """Environment of a host's programs: rank, also in torch's names, and the interface to use.
 
-    The NCCL ones keep it from going around the link through shared memory or peer copies.
+    The NCCL variables disable shared memory and peer copies, which would bypass the link.
     """
     return {
         "SHAPED_RANK": str(host),
@@ -49,8 +49,8 @@ def environment(host: int, hosts: int) -> dict[str, str]:
     }
 
 
-def fill_in(argument: str, host: int) -> str:
-    """Replace `{rank}`, `{host}`, `{addr}` and `{master}`; other braces stay."""
+def substitute(argument: str, host: int) -> str:
+    """Replace `{rank}`, `{host}`, `{addr}` and `{master}`; other braces are kept."""
     values = {
         "{rank}": str(host),
         "{host}": host_name(host),
@@ -63,12 +63,12 @@ def fill_in(argument: str, host: int) -> str:
 
 
 def mount_names(hosts: int) -> None:
-    """Let host names resolve in this mount namespace, at once and without a name server.
+    """Make host names resolve in this mount namespace without a name server.
 
-    A resolver that waits for a server nobody can reach costs torchrun a minute per look-up.
+    Waiting for an unreachable name server costs torchrun a minute per look-up.
     """
     lines = ["127.0.0.1 localhost"]
-    for host in range(hosts):  # the second line answers those who ask for IPv6
+    for host in range(hosts):  # the second line is for IPv6 look-ups
         address, name = host_address(host), host_name(host)
         lines += [f"{address} {name}", f"::ffff:{address} {name}"]
     files = {
@@ -84,5 +84,5 @@ def mount_names(hosts: int) -> None:
         source.write_text(text)
         source.chmod(0o644)
         linux.bind(str(source), os.path.realpath(target))
-    linux.unmount(folder)  # the bound files stay; nothing of it is left on the disk
+    linux.unmount(folder)  # the bound files stay; nothing is left on the disk
     os.rmdir(folder)

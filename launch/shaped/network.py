@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -17,7 +16,7 @@ from thinpipe.launch.host.packages import require
 from thinpipe.launch.shaped import control, linux
 from thinpipe.launch.shaped.linux import ShapedError
 from thinpipe.launch.shaped.names import environment, host_name
-from thinpipe.launch.shaped.ranks import Watch, start
+from thinpipe.launch.shaped.ranks import ProcessMonitor, start
 
 T = TypeVar("T")
 
@@ -26,21 +25,21 @@ _CLOSE_S = 10.0
 
 
 class HostError(ShapedError):
-    """What ran on a host failed; the message holds its traceback."""
+    """A function failed on a host; the message has its traceback."""
 
 
 class ShapedNetwork:
-    """Emulated hosts joined by slow links; they and all that runs on them end with `close`.
+    """Emulated hosts connected by slow links; `close` ends them and all of their processes.
 
-    Host i is called `host0`, `host1`, ... and reaches the others at `10.77.0.<i + 1>`, over a real
-    TCP/IP stack of its own. Also ends when this process does, however it does.
+    The hosts are `host0`, `host1`, ... at `10.77.0.1`, `10.77.0.2`, ..., each with its own TCP/IP
+    stack. They also end when this process exits for any reason.
     """
 
     def __init__(self, spec: NetworkSpec) -> None:
-        """Build the network; takes about half a second.
+        """Create the network; takes about half a second.
 
         Raises:
-            ShapedError: the system does not allow it or lacks something; says what to do.
+            ShapedError: the system does not allow it or lacks a feature.
             ModuleNotFoundError: pyroute2 is not installed.
         """
         if sys.platform != "linux":
@@ -50,7 +49,7 @@ class ShapedNetwork:
         self._spec = spec
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._keeper = _start_keeper(spec, theirs.fileno())
+            self._supervisor = _start_supervisor(spec, theirs.fileno())
         descriptors = self._receive_descriptors()
         shared = len(descriptors) - 2 * spec.hosts
         flags = [flag for _, flag in linux.SHARED[-shared:]]  # without the first when root
@@ -59,8 +58,8 @@ class ShapedNetwork:
 
     @property
     def run_id(self) -> int:
-        """What `thinpipe shaped set --run` calls this network."""
-        return self._keeper.pid
+        """The number of this network for `thinpipe shaped set --run`."""
+        return self._supervisor.pid
 
     def __enter__(self) -> Self:
         return self
@@ -74,16 +73,18 @@ class ShapedNetwork:
         self.close()
 
     def close(self) -> None:
-        """End everything that runs on the hosts, then the hosts."""
+        """End all processes on the hosts, then the hosts."""
         if self._socket.fileno() < 0:
             return
-        self._socket.shutdown(socket.SHUT_RDWR)  # closing is not enough: forks hold it too
+        self._socket.shutdown(
+            socket.SHUT_RDWR
+        )  # closing is not enough: forked processes hold it too
         self._socket.close()
         try:
-            self._keeper.wait(_CLOSE_S)
+            self._supervisor.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            self._keeper.wait()
+            self._supervisor.kill()
+            self._supervisor.wait()
         for descriptor in [fd for fd, _ in self._shared] + self._own:
             os.close(descriptor)
         self._shared, self._own = [], []
@@ -101,32 +102,32 @@ class ShapedNetwork:
         hosts: Sequence[int] | None = None,
         timeout_s: float | None = None,
     ) -> list[T]:
-        """Call `function(host)` on every host (or on `hosts`) at once; return what they return.
+        """Call `function(host)` on every host (or on `hosts`) concurrently; return the results.
 
-        Each call is in a process forked from this one, so nothing is imported again; results are
-        pickled. `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and the like are set for torch.distributed.
+        Each call runs in a process forked from this one, so nothing is imported again; results
+        are pickled. `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and the like are set for torch.distributed.
 
         Raises:
-            HostError: a call raised or its process died; the others are ended.
-            TimeoutError: after `timeout_s`; all are ended.
+            HostError: a call raised or its process died; the others are stopped.
+            TimeoutError: after `timeout_s`; all are stopped.
         """
         hosts = range(self.hosts) if hosts is None else hosts
-        watch = Watch()
+        monitor = ProcessMonitor()
         answers = {host: bytearray() for host in hosts}
         try:
             for host, answer in answers.items():
                 receive, send = os.pipe()
                 body = partial(_call, function, host, hosts=self.hosts, send=send)
-                watch.process(host, self.start(host, body))
+                monitor.process(host, self.start(host, body))
                 os.close(send)
-                watch.stream(receive, answer.extend)
-            failed = watch.wait(timeout_s)
+                monitor.stream(receive, answer.extend)
+            failed = monitor.wait(timeout_s)
         except BaseException:
-            watch.end()
-            watch.wait()
+            monitor.end()
+            monitor.wait()
             raise
         if failed is not None:
-            raise HostError(_failure(failed, watch.codes[failed], answers[failed]))
+            raise HostError(_failure(failed, monitor.codes[failed], answers[failed]))
         return [pickle.loads(answer) for answer in answers.values()]
 
     def set_rates(
@@ -140,7 +141,7 @@ class ShapedNetwork:
         """Change rates while traffic flows, also from inside `run`; as in `NetworkSpec.of`.
 
         Raises:
-            ValueError: a rate is not understood or out of range.
+            ValueError: a rate is invalid or out of range.
         """
         change = control.Change(rate=rate, up=up, down=down, pairs=list(pairs))
         control.request(change, self.run_id)
@@ -148,7 +149,7 @@ class ShapedNetwork:
 
     @property
     def spec(self) -> NetworkSpec:
-        """The network as built, with the rates that this process set since."""
+        """The network as created, with the rates that this process has set since."""
         return self._spec
 
     def _receive_descriptors(self) -> list[int]:
@@ -158,31 +159,28 @@ class ShapedNetwork:
         )
         if not descriptors:
             self._socket.close()
-            code = self._keeper.wait()
-            raise ShapedError(message.decode() or f"the sandbox ended with exit code {code}")
+            code = self._supervisor.wait()
+            raise ShapedError(message.decode() or f"the sandbox exited with code {code}")
         return list(descriptors)
 
 
-def _start_keeper(spec: NetworkSpec, socket_fd: int) -> "subprocess.Popen[bytes]":
-    package = str(Path(__file__).parents[2])
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+def _start_supervisor(spec: NetworkSpec, socket_fd: int) -> "subprocess.Popen[bytes]":
     arguments = [str(os.getpid()), str(socket_fd)]
-    keeper = subprocess.Popen(
+    supervisor = subprocess.Popen(
         [sys.executable, "-P", "-m", "thinpipe.launch.shaped.sandbox", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         pass_fds=[socket_fd],
-        env=os.environ | {"PYTHONPATH": path},
-        start_new_session=True,  # a terminal's Ctrl-C is for the run; we end the sandbox ourselves
+        start_new_session=True,  # Ctrl-C goes to the run only; we end the sandbox
     )
-    assert keeper.stdin is not None
-    with keeper.stdin as pipe:
+    assert supervisor.stdin is not None
+    with supervisor.stdin as pipe:
         pickle.dump(spec, pipe)
-    return keeper
+    return supervisor
 
 
 def _call(function: Callable[[int], object], host: int, *, hosts: int, send: int) -> int:
-    """The body of a rank: call, and write the pickled result or the text of the error."""
+    """Run in a host: call, and write the pickled result or the traceback."""
     os.environ.update(environment(host, hosts))
     try:
         answer, code = pickle.dumps(function(host)), 0
@@ -196,6 +194,6 @@ def _call(function: Callable[[int], object], host: int, *, hosts: int, send: int
 
 
 def _failure(host: int, code: int, answer: bytearray) -> str:
-    how = f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
+    how = f"was killed by signal {code - 128}" if code > 128 else f"exited with code {code}"
     text = answer.decode(errors="replace")
     return f"{host_name(host)}:\n{text}" if text else f"{host_name(host)} {how}"

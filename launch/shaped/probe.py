@@ -1,12 +1,12 @@
-"""What an empty link achieves: payload per second and round trip, link after link."""
+"""Measures payload rate and round-trip time of idle links, one at a time."""
 
 import socket
 import time
 from dataclasses import dataclass
 from functools import partial
 
-from thinpipe.launch.host import tcp_probe as flow
 from thinpipe.launch.host.links import FRAME_BYTES, NetworkSpec
+from thinpipe.launch.host.tcp_probe import answer_pings, flood, payload_bps, ping
 from thinpipe.launch.shaped.names import host_address
 from thinpipe.launch.shaped.network import ShapedNetwork
 
@@ -17,25 +17,25 @@ _SHORTEST_S, _LONGEST_S = 0.4, 5.0
 
 @dataclass(frozen=True)
 class LinkProbe:
-    """One direction of a link: what was asked for and what TCP got."""
+    """One direction of a link: nominal rate and delay, and those that TCP achieved."""
 
     source: int
     target: int
     nominal_bps: float | None
     """Bits per second on the wire; `None`: unlimited."""
     achieved_bps: float
-    """Payload bits per second: at most 0.956 of nominal, the rest being headers."""
+    """Payload bits per second: at most 0.956 of nominal; the rest is headers."""
     nominal_round_trip_s: float
     round_trip_s: float
 
     @property
     def ratio(self) -> float | None:
-        """Achieved over nominal; `None` where the link is unlimited."""
+        """Achieved over nominal; `None` if the link is unlimited."""
         return None if self.nominal_bps is None else self.achieved_bps / self.nominal_bps
 
 
 def probe_link(network: ShapedNetwork, source: int, target: int) -> LinkProbe:
-    """Measure the way from `source` to `target` while nothing else runs."""
+    """Measure the link from `source` to `target` while nothing else runs."""
     nominal_bps = network.spec.rate_bps(source, target)
     round_trip_s = _round_trip_s(network.spec, source, target)
     window_s = _window_s(nominal_bps, round_trip_s)
@@ -61,15 +61,15 @@ def _measure(
     """On `source` (0, round trip); on `target` (payload rate, 0)."""
     if host == source:
         with _connect(host_address(target)) as link:
-            round_trip_s = flow.ping(link)
-            flow.flood(link)
+            round_trip_s = ping(link)
+            flood(link)
             return 0.0, round_trip_s
     with socket.create_server((host_address(host), _PORT)) as server:
         server.settimeout(_CONNECT_S)
         link, _ = server.accept()
     with link:
-        flow.answer_pings(link)
-        return flow.payload_bps(link, warm_up_s, window_s), 0.0
+        answer_pings(link)
+        return payload_bps(link, warm_up_s, window_s), 0.0
 
 
 def _connect(address: str) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Processes inside the hosts: started by forking, watched, and ended together."""
+"""Processes inside the hosts: forked, monitored, and stopped together."""
 
 import os
 import selectors
@@ -13,20 +13,20 @@ from typing import NoReturn
 from thinpipe.launch.shaped import linux
 
 GRACE_S = 10.0
-"""How long a process has to end after it was asked to, before it is killed."""
+"""Time between SIGTERM and SIGKILL."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _CHUNK = 65536
 _DRAIN_S = 2.0
 
 Namespaces = Sequence[tuple[int, int]]
-"""(descriptor, flag) of what to enter, in this order."""
+"""(descriptor, flag) of the namespaces to enter, in this order."""
 
 
 def start(namespaces: Namespaces, body: Callable[[], int]) -> int:
-    """Fork a process into `namespaces` that calls `body` and exits with what it returns.
+    """Fork a process into `namespaces` that calls `body` and exits with its result.
 
-    Returns the process to wait for: it stands for the one inside (a pid namespace is entered by
-    being born into it), passes SIGTERM on and ends with the same code, 128 + n for signal n.
+    Returns the process to wait for, a proxy of the one inside (only a new child can be in another
+    pid namespace): it forwards SIGTERM and exits with the same code, 128 + n for signal n.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -34,33 +34,35 @@ def start(namespaces: Namespaces, body: Callable[[], int]) -> int:
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
-        _stand_in(namespaces, body)
+        _run_proxy(namespaces, body)
     return pid
 
 
-def _stand_in(namespaces: Namespaces, body: Callable[[], int]) -> NoReturn:
-    """Live as long as the process inside; the sandbox ends that one when our parent is gone."""
+def _run_proxy(namespaces: Namespaces, body: Callable[[], int]) -> NoReturn:
+    """Fork the process inside and wait for it; the sandbox kills it when our parent has exited."""
     inside = 0
 
-    def pass_on(signum: int, _: FrameType | None) -> None:
+    def forward(signum: int, _: FrameType | None) -> None:
         if not inside:
             os._exit(128 + signum)
         os.kill(inside, signum)
 
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the one inside too
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # a terminal sends it to the process inside too
         for signum in _ENDING:
-            signal.signal(signum, pass_on)
+            signal.signal(signum, forward)
         folder = os.getcwd()
         myself = os.pidfd_open(os.getpid())
         for descriptor, flag in namespaces:
             linux.setns(descriptor, flag)
         os.chdir(folder)  # a mount namespace is entered at its root
-        # a new process of Python forgets what comes before it is ready; what is blocked waits
+        # a forked Python loses signals until its interpreter is ready; blocked ones stay pending
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         inside = os.fork()
         if inside == 0:
-            linux.die_with(myself)
+            linux.die_with_parent(myself)
             for signum in _ENDING:
                 signal.signal(signum, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
@@ -74,32 +76,32 @@ def _stand_in(namespaces: Namespaces, body: Callable[[], int]) -> NoReturn:
     os._exit(1)
 
 
-class Watch:
-    """Waits for processes and reads what they write; when one fails, ends the others."""
+class ProcessMonitor:
+    """Waits for processes and reads their output; when one fails, stops the others."""
 
     def __init__(self) -> None:
         self.codes: dict[int, int] = {}
-        """Exit codes by host, of those that ended."""
+        """Exit codes by host, of finished processes."""
         self._alive: dict[int, tuple[int, int]] = {}
         self._selector = selectors.DefaultSelector()
         self._terminate_at = self._kill_at = float("inf")
         self._failed: int | None = None
 
     def process(self, host: int, pid: int) -> None:
-        """Watch a process from `start`."""
+        """Monitor a process from `start`."""
         self._alive[host] = pid, os.pidfd_open(pid)
         self._selector.register(self._alive[host][1], selectors.EVENT_READ, (self._reap, host))
 
     def stream(self, descriptor: int, take: Callable[[bytes], None]) -> None:
-        """Hand what arrives on a pipe to `take`, and `b""` at its end; closes the pipe then."""
+        """Pass data from a pipe to `take`, and `b""` at its end; then close the pipe."""
         os.set_blocking(descriptor, False)
         self._selector.register(descriptor, selectors.EVENT_READ, (self._read, (descriptor, take)))
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait until all have ended; return the host that failed first, or None.
+        """Wait until all have exited; return the host that failed first, or None.
 
         Raises:
-            TimeoutError: after `timeout_s`; the processes go on.
+            TimeoutError: after `timeout_s`; the processes continue.
         """
         limit = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
         while self._alive:
@@ -111,13 +113,13 @@ class Watch:
             self._step(None if until == float("inf") else max(0.0, until - now))
         limit = time.monotonic() + _DRAIN_S
         while self._selector.get_map() and self._step(0) and time.monotonic() < limit:
-            pass  # what they wrote last; what they left running may keep a pipe open, or busy
+            pass  # the last output; processes left running may keep a pipe open, or busy
         for key in list(self._selector.get_map().values()):
             self._forget(key.fd)
         return self._failed
 
     def end(self, after_s: float = 0.0) -> None:
-        """Ask all to end in a while, and kill those that do not."""
+        """Send SIGTERM to all after a while, and SIGKILL after a grace period."""
         self._terminate_at = time.monotonic() + after_s
         self._kill_at = self._terminate_at + GRACE_S
 

@@ -1,8 +1,8 @@
-"""Delays: a layer-2 switch in user space that holds each frame for as long as its way takes.
+"""Delays: a layer-2 switch in user space that holds each frame for the delay of its link.
 
-It stands where a run without delays has a kernel bridge. One packet socket per port; frames keep
+It replaces the kernel bridge of networks without delays. One packet socket per port; frames keep
 their offload header (`PACKET_VNET_HDR`), so that a 16 KB packet costs one receive and one send.
-Rates stay with the kernel's token buckets, on either side.
+Rates are limited by the kernel's token buckets on either side.
 """
 
 import heapq
@@ -24,7 +24,7 @@ _LARGEST_FRAME = 70_000
 _BUFFER_BYTES = 16 << 20
 _BATCH = 64
 _MAC = slice(10, 16)
-"""Where the destination stands: after 10 bytes of offload header."""
+"""Position of the destination address: after 10 bytes of offload header."""
 
 
 def open_port(interface: str) -> socket.socket:
@@ -37,7 +37,7 @@ def open_port(interface: str) -> socket.socket:
         (socket.SO_SNDBUF, _SO_SNDBUFFORCE),
     ):
         port.setsockopt(socket.SOL_SOCKET, usual, _BUFFER_BYTES)
-        with suppress(PermissionError):  # a normal user keeps what the system's limit allows
+        with suppress(PermissionError):  # a normal user gets the system's limit
             port.setsockopt(socket.SOL_SOCKET, beyond_limit, _BUFFER_BYTES)
     port.bind((interface, _ETH_P_ALL))
     port.setblocking(False)
@@ -45,7 +45,7 @@ def open_port(interface: str) -> socket.socket:
 
 
 class Relay:
-    """Frames on their way: taken from ports, due at a time, sent to other ports."""
+    """Receives frames on ports and sends each to its target port when it is due."""
 
     def __init__(self, spec: NetworkSpec, ports: Sequence[socket.socket]) -> None:
         self._delay_s = spec.delay_s
@@ -58,7 +58,7 @@ class Relay:
         self._count = 0
 
     def run(self) -> None:
-        """Forward for ever."""
+        """Forward forever."""
         while True:
             self._send_due()
             timeout = max(0.0, self._waiting[0][0] - time.monotonic()) if self._waiting else None
@@ -80,7 +80,7 @@ class Relay:
             except BlockingIOError:
                 return
             target = self._targets.get(frame[_MAC])
-            if target is None:  # hosts know each other's addresses; nothing else has to arrive
+            if target is None:  # hosts know each other's addresses; other frames are dropped
                 continue
             due = time.monotonic() + self._delay_s.get((source, target), 0.0)
             self._count += 1

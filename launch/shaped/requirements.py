@@ -1,4 +1,4 @@
-"""What the emulated network needs from the kernel, and what to do where it is missing."""
+"""Kernel features of emulated networks, and remedies for missing ones."""
 
 import errno
 
@@ -10,18 +10,18 @@ from thinpipe.launch.shaped.linux import ShapedError
 from thinpipe.launch.shaped.relay import open_port
 
 NO_NAMESPACES = (
-    "this system does not let us make network namespaces ({reason}). Run as root, or allow user "
+    "this system does not allow network namespaces ({reason}). Run as root, or allow user "
     "namespaces: sysctl user.max_user_namespaces=10000; on Debian also "
     "kernel.unprivileged_userns_clone=1; on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0; "
     "in a container start it with --cap-add SYS_ADMIN --cap-add NET_ADMIN"
 )
 NO_MOUNTS = (
-    "this system does not let us mount inside a namespace of our own ({reason}). On Ubuntu: sysctl "
+    "this system does not allow mounts inside a namespace ({reason}). On Ubuntu: sysctl "
     "kernel.apparmor_restrict_unprivileged_userns=0; in a container start it with --security-opt "
     "systempaths=unconfined --security-opt apparmor=unconfined, or run outside of it"
 )
 _REMEDIES = {
-    "veth": "virtual cables: modprobe veth, or a kernel with CONFIG_VETH",
+    "veth": "virtual links: modprobe veth, or a kernel with CONFIG_VETH",
     "bridge": "a switch: modprobe bridge, or a kernel with CONFIG_BRIDGE",
     "tbf": "rates: modprobe sch_tbf, or a kernel with CONFIG_NET_SCH_TBF",
     "htb": "rates per pair: modprobe sch_htb, or a kernel with CONFIG_NET_SCH_HTB",
@@ -33,7 +33,7 @@ _LOOPBACK = 1
 
 
 def needs(spec: NetworkSpec) -> list[str]:
-    """The kernel's pieces that a network is made of."""
+    """The kernel features that a network uses."""
     limited = spec.pair_bps or any(bps is not None for bps in spec.up_bps + spec.down_bps)
     return [
         "veth",
@@ -43,27 +43,27 @@ def needs(spec: NetworkSpec) -> list[str]:
     ]
 
 
-def check(pieces: list[str], ip: IPRoute) -> None:
-    """Try each piece in this network namespace and leave nothing of it.
+def check(features: list[str], ip: IPRoute) -> None:
+    """Try each feature in this network namespace and leave nothing of it.
 
     Raises:
-        ShapedError: names every piece that the kernel lacks, with its remedy.
+        ShapedError: names every feature that the kernel lacks, with its remedy.
     """
-    lacking = [piece for piece in pieces if not _works(piece, ip)]
+    lacking = [feature for feature in features if not _works(feature, ip)]
     if lacking:
-        text = "; ".join(f"{piece} ({_REMEDIES[piece]})" for piece in lacking)
+        text = "; ".join(f"{feature} ({_REMEDIES[feature]})" for feature in lacking)
         raise ShapedError(f"this kernel lacks {text}")
 
 
-def _works(piece: str, ip: IPRoute) -> bool:
+def _works(feature: str, ip: IPRoute) -> bool:
     try:
-        if piece == "packet":
+        if feature == "packet":
             open_port("lo").close()
-        elif piece in ("veth", "bridge"):
-            ip.link("add", ifname="attempt", kind=piece)
+        elif feature in ("veth", "bridge"):
+            ip.link("add", ifname="attempt", kind=feature)
             ip.link("del", index=ip.link_lookup(ifname="attempt")[0])
         else:
-            _try_queue(piece, ip)
+            _try_queue(feature, ip)
     except NetlinkError as error:
         if error.code not in _NOT_THERE:
             raise
@@ -75,15 +75,15 @@ def _works(piece: str, ip: IPRoute) -> bool:
     return True
 
 
-def _try_queue(piece: str, ip: IPRoute) -> None:
-    kind = "htb" if piece == "u32" else piece
+def _try_queue(feature: str, ip: IPRoute) -> None:
+    kind = "htb" if feature == "u32" else feature
     options: dict[str, dict[str, object]] = {
         "tbf": {"rate": 10**6, "burst": 3000, "latency": "50ms"},
         "htb": {"handle": 0x10000, "default": 2},
     }
     ip.tc("add", kind, _LOOPBACK, root=True, **options[kind])
     try:
-        if piece == "u32":
+        if feature == "u32":
             ip.tc(
                 "add-filter",
                 "u32",

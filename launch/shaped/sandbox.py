@@ -1,10 +1,10 @@
 """The process that owns an emulated network; `network.py` starts it.
 
-Everything lives in namespaces without a name: two runs cannot collide, and the kernel clears all
-away when they lose their last process. A keeper stays outside and watches the owner of the run;
-the first process inside (1 of the pid namespace) builds the network and serves changes. When it
-ends, the kernel kills every process of every host. It ends when the owner closes its socket, when
-the keeper does, and the keeper ends it when the owner is gone, killed or not.
+Everything is in unnamed namespaces: runs cannot collide, and the kernel removes them with their
+last process. A supervisor outside waits for the owner of the run; the first process inside (pid 1
+of the namespace) creates the network and serves rate changes. When that exits, the kernel kills
+every process of every host. It exits when the owner closes its socket or the supervisor exits, and
+the supervisor kills it when the owner has exited for any reason.
 """
 
 import os
@@ -29,10 +29,10 @@ from thinpipe.launch.shaped.relay import Relay, open_port
 
 
 def main() -> None:
-    """Keep a network for the process that started us: spec on stdin, answers on a socket."""
+    """Supervise a network for the parent process: spec on stdin, replies on a socket."""
     owner, owner_socket = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
     spec: NetworkSpec = pickle.load(sys.stdin.buffer)
-    owner_pidfd, keeper_pidfd = os.pidfd_open(owner), os.pidfd_open(os.getpid())
+    owner_pidfd, own_pidfd = os.pidfd_open(owner), os.pidfd_open(os.getpid())
     if os.getppid() != owner:
         sys.exit(1)
     run = os.getpid()
@@ -44,8 +44,8 @@ def main() -> None:
         sys.exit(1)
     inside = os.fork()
     if inside == 0:
-        linux.die_with(keeper_pidfd)
-        _rule(spec, owner_socket, server=server, run=run, with_user=with_user)
+        linux.die_with_parent(own_pidfd)
+        _run_inside(spec, owner_socket, server=server, run=run, with_user=with_user)
     owner_socket.close()
     select.select([owner_pidfd, os.pidfd_open(inside)], [], [])
     os.kill(inside, signal.SIGKILL)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _isolate() -> bool:
-    """New namespaces for our children; whether a user namespace was needed to be allowed to."""
+    """Create namespaces for our children; return whether that needed a user namespace."""
     kinds = linux.NEW_MOUNT | linux.NEW_NET | linux.NEW_UTS | linux.NEW_IPC | linux.NEW_PID
     uid, gid = os.geteuid(), os.getegid()
     try:
@@ -71,11 +71,13 @@ def _isolate() -> bool:
     return True
 
 
-def _rule(
+def _run_inside(
     spec: NetworkSpec, owner: socket.socket, *, server: socket.socket, run: int, with_user: bool
 ) -> NoReturn:
-    """As process 1 of the sandbox: build, report, serve changes until the owner is done."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans end up here; nobody waits for them
+    """Process 1 of the sandbox: create the network, report, serve changes until the owner exits."""
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # orphans become our children; the kernel reaps them
     try:
         hosts = _build(spec)
         servers = [server, *_listen_on(hosts, run)]
@@ -84,7 +86,7 @@ def _rule(
         owner.send(str(error).encode())
         os._exit(1)
     except BaseException:
-        owner.send(f"cannot build the network:\n{traceback.format_exc()}".encode())
+        owner.send(f"cannot create the network:\n{traceback.format_exc()}".encode())
         os._exit(1)
     kinds = [kind for kind, _ in linux.SHARED if with_user or kind != "user"]
     descriptors = [linux.namespace(kind) for kind in kinds]
@@ -133,7 +135,7 @@ def _start_relay(spec: NetworkSpec) -> int:
 def _serve(
     spec: NetworkSpec, hosts: list[Host], servers: list[socket.socket], *, until: list[int]
 ) -> None:
-    """Serve changes until one of the descriptors `until` has something to say: its end."""
+    """Serve changes until one of the descriptors `until` becomes readable, at its end."""
     by_descriptor = {server.fileno(): server for server in servers}
 
     def apply(change: control.Change) -> NetworkSpec:
@@ -155,19 +157,19 @@ def _change(before: NetworkSpec, changed: NetworkSpec, hosts: list[Host]) -> Non
     """Switch to the rates of `changed`; if some are refused, back to those of `before`.
 
     Raises:
-        ShapedError: says which rates hold.
+        ShapedError: names the refused rates and those in force.
     """
     try:
         with IPRoute() as ip:
             requirements.check(requirements.needs(changed), ip)
     except (NetlinkError, OSError) as error:
         raise ShapedError(
-            f"the kernel does not say what it can: {error}; no rate was changed"
+            f"cannot query the kernel's features: {error}; no rate was changed"
         ) from error
     refused = shape_hosts(changed, hosts)
     if refused:
         stuck = shape_hosts(before, hosts)
-        now = f"and now those of before too ({stuck})" if stuck else "those of before hold"
+        now = f"and also the previous ones ({stuck})" if stuck else "the previous ones are in force"
         raise ShapedError(f"the kernel refuses these rates ({refused}); {now}")
 
 

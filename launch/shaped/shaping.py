@@ -1,4 +1,4 @@
-"""Rates: the queueing disciplines (token buckets) on the two ends of a host's link."""
+"""Rate limits: queueing disciplines (token buckets) on the two ends of a host's link."""
 
 import errno
 import socket
@@ -12,23 +12,23 @@ from thinpipe.launch.host.links import FRAME_BYTES, MAX_RATE_BPS, NetworkSpec
 from thinpipe.launch.shaped.names import host_address
 
 QUEUE_S = 0.05
-"""How long a packet waits at most in a full queue before it is dropped, in seconds."""
+"""Length of a full queue in seconds; further packets are dropped."""
 _BURST_S, _LARGEST_BURST = 0.0004, 16384
 _DEFAULT_GSO = 65536
 _HANDLE, _TOP, _FIRST, _REST = 0x10000, 0x1, 0x2, 0xFFF
 """htb's handle; its classes: the whole host, towards host 0, everything else."""
-_TRICKLE_BPS = 8_000.0
-"""What a class may send without borrowing: next to nothing, so a host's own rate bounds the sum."""
+_BASE_BPS = 8_000.0
+"""Rate of a class without borrowing: almost nothing, so that the host's own rate limits the sum."""
 
 _BUSY = (errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ENOMEM)
 _PAUSES_S = (0.0, 0.05, 0.2, 0.5)
-"""Before another try, where the kernel is busy."""
+"""Pauses before retries while the kernel is busy."""
 _NOTHING_THERE = (errno.ENOENT, errno.EINVAL)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Limits of one interface in bit/s: of everything, and towards some hosts."""
+    """Limits of one interface in bit/s: of all traffic, and of traffic to some hosts."""
 
     rate_bps: float | None = None
     towards_bps: tuple[tuple[int, float], ...] = ()
@@ -40,32 +40,32 @@ class Shape:
 
 
 def uplink(spec: NetworkSpec, host: int) -> Shape:
-    """What a host's own interface must keep to."""
+    """Limits of a host's own interface."""
     towards = sorted((j, bps) for (i, j), bps in spec.pair_bps.items() if i == host)
     return Shape(spec.up_bps[host], tuple(towards))
 
 
 def downlink(spec: NetworkSpec, host: int) -> Shape:
-    """What the other end of a host's link must keep to."""
+    """Limits of the switch's end of a host's link."""
     return Shape(spec.down_bps[host])
 
 
 class Shaper:
-    """Keeps one interface to a `Shape`, which may change while traffic flows."""
+    """Limits one interface to a `Shape`, which may change while traffic flows."""
 
     def __init__(self, ip: IPRoute, interface: int) -> None:
         self._ip = ip
         self._interface = interface
         self._shape: Shape | None = Shape()
-        """None after a change that failed: anything may be there."""
+        """None after a failed change: the state of the kernel is unknown."""
 
     def apply(self, shape: Shape) -> None:
-        """Switch to other limits; without losing packets unless limits come or go.
+        """Change the limits; without losing packets unless limits are added or removed.
 
-        Where that fails, make them from nothing, and try again while the kernel is busy.
+        If that fails, set them up from scratch, and retry while the kernel is busy.
 
         Raises:
-            NetlinkError: the kernel refuses; the next call, whatever its limits, begins anew.
+            NetlinkError: the kernel refuses; the next call sets up its limits from scratch.
         """
         if shape == self._shape:
             return
@@ -115,7 +115,7 @@ class Shaper:
         )
 
     def _tree(self, shape: Shape, verb: str) -> None:
-        """A class per limited destination and one for the rest, all within the host's own rate."""
+        """A class per limited destination and one for all others, within the host's own rate."""
         top_bps = shape.rate_bps or MAX_RATE_BPS
         if verb == "add":
             self._ip.tc("add", "htb", self._interface, _HANDLE, root=True, default=_REST)
@@ -142,10 +142,10 @@ class Shaper:
         )
 
     def _leaf(self, verb: str, minor: int, bps: float) -> None:
-        self._class(verb, minor, rate_bps=min(_TRICKLE_BPS, bps), ceil_bps=bps)
+        self._class(verb, minor, rate_bps=min(_BASE_BPS, bps), ceil_bps=bps)
         self._ip.tc(
             "replace",
-            "tbf",  # as a queue with a length in bytes: full speed, so it never holds a packet
+            "tbf",  # only as a queue with a length in bytes: its rate never delays a packet
             self._interface,
             (0x1000 | minor) << 16,
             parent=_HANDLE | minor,
@@ -168,10 +168,10 @@ class Shaper:
 
 
 def gso_bytes(bps: float | None) -> int:
-    """The largest packet the host's TCP may build: 0.4 ms of the rate.
+    """The largest segment that TCP may build (GSO): 0.4 ms of the rate.
 
-    A bucket smaller than such a packet splits each in software, at ten times the cost; a bucket
-    made larger instead would let that much pass for free after every pause.
+    A bucket smaller than a segment makes the kernel split it in software, at ten times the cost; a
+    larger bucket would let that much pass unlimited after every pause.
     """
     if bps is None:
         return _DEFAULT_GSO
@@ -179,12 +179,12 @@ def gso_bytes(bps: float | None) -> int:
 
 
 def burst_bytes(bps: float) -> int:
-    """The size of a token bucket: one packet as TCP builds it, and a frame."""
+    """The size of a token bucket: one segment as TCP builds it, and a frame."""
     return gso_bytes(bps) + FRAME_BYTES + 86
 
 
 def _structure(shape: Shape) -> str:
-    """What must be torn down and rebuilt when it differs."""
+    """Structure of the queues: if it differs, they are set up from scratch."""
     if shape.towards_bps:
         return "tree " + " ".join(str(host) for host, _ in shape.towards_bps)
     return "open" if shape.rate_bps is None else "bucket"

@@ -1,7 +1,6 @@
-"""What one host finds out by itself, and before it waits for others."""
+"""Checks of one host, and errors before it waits for others."""
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -27,22 +26,20 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_ranks_that_hosts_cannot_share_are_refused_without_waiting(run_file: Path) -> None:
-    start_s = time.monotonic()
-    code, said = doctor(run_file, "--nnodes", "2", "--wait", "60")
+def test_wrong_numbers_of_hosts_are_refused_without_waiting(run_file: Path) -> None:
+    code, output = doctor(run_file, "--nnodes", "2", "--wait", "86400")  # would hang
     assert code == 2
-    assert "--nnodes = 2: 3 ranks (stages x replicas) cannot be shared evenly" in said
-    code, said = doctor(run_file, "--nnodes", "3")
+    assert "--nnodes = 2: 3 ranks (stages x replicas) cannot be divided evenly" in output
+    code, output = doctor(run_file, "--nnodes", "3")
     assert code == 2
-    assert "--nnodes = 3: say where they meet: --rdzv host0:29500" in said
-    assert time.monotonic() - start_s < 60
+    assert "--nnodes = 3: give one of the hosts: --rdzv host0:29500" in output
 
 
-def test_memory_is_counted_with_what_is_counted(run_file: Path, tmp_path: Path) -> None:
+def test_needed_memory_is_reported_with_its_parts(run_file: Path, tmp_path: Path) -> None:
     saved = tmp_path / "net.json"
-    _, said = doctor(run_file, "--rdzv", f"127.0.0.1:{free_port()}", "--save", str(saved))
-    assert "GB of memory free; weights, gradients and Adam and AQ-SGD's memories need 0." in said
-    assert f"written: {saved}, {saved.with_suffix('.png')}" in said
+    _, output = doctor(run_file, "--rdzv", f"127.0.0.1:{free_port()}", "--save", str(saved))
+    assert "GB of memory free; weights, gradients and Adam and AQ-SGD's memories need 0." in output
+    assert f"written: {saved}, {saved.with_suffix('.png')}" in output
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
@@ -57,19 +54,19 @@ def test_frozen_weights_have_neither_gradients_nor_adam(
     path.write_text(
         tomlkit.dumps(tree | {"pipeline": {"cuts": [2]}, "data": {"sequence_length": 9}})
     )
-    _, said = doctor(path, "--rdzv", f"127.0.0.1:{free_port()}")
-    (need,) = re.findall(r"weights, gradients and Adam need (\S+) GB", said)
+    _, output = doctor(path, "--rdzv", f"127.0.0.1:{free_port()}")
+    (need,) = re.findall(r"weights, gradients and Adam need (\S+) GB", output)
     held, trained = stage_counts(HuggingFaceConfig.model_validate(model), (2,))
     assert trained < 0.2 * held if lora else trained == held
     assert float(need) == pytest.approx((4 * held + 12 * trained) / 1e9, rel=0.005)
 
 
 def counted(run_file: Path, *settings: str) -> tuple[int, str, str]:
-    """Exit code, GB of memory that are needed, and all that was said."""
+    """Exit code, GB of memory that are needed, and the output."""
     words = [word for setting in settings for word in ("--set", setting)]
-    code, said = doctor(run_file, "--rdzv", f"127.0.0.1:{free_port()}", *words)
-    found = re.search(r"and AQ-SGD's memories need (\S+) GB", said)
-    return code, found[1] if found else "", said
+    code, output = doctor(run_file, "--rdzv", f"127.0.0.1:{free_port()}", *words)
+    found = re.search(r"and AQ-SGD's memories need (\S+) GB", output)
+    return code, found[1] if found else "", output
 
 
 def test_memories_of_all_samples_are_counted_by_reading_the_data(
@@ -83,6 +80,6 @@ def test_memories_of_all_samples_are_counted_by_reading_the_data(
     assert code == 0
     assert counted(run_file, *data, "data.train_sequences=all")[:2] == (0, need)
     text.unlink()
-    code, need, said = counted(run_file, *data, "data.train_sequences=all")
+    code, need, output = counted(run_file, *data, "data.train_sequences=all")
     assert (code, need) == (1, "")
-    assert f"data.path = '{text}': no such file or folder" in said
+    assert f"data.path = '{text}': no such file or folder" in output

@@ -1,4 +1,4 @@
-"""Three emulated hosts, one fault after the other: each is found, named and has its remedy."""
+"""Three emulated hosts with one fault after the other: each is reported with its remedy."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ SYSCTL = Path("/proc/sys/net/ipv4")
 
 @dataclass(frozen=True)
 class Host:
-    """What is wrong on a host, and how its doctor is called."""
+    """Faults of a host, and the options of its doctor."""
 
     options: tuple[str, ...] = ()
     environment: Mapping[str, str | None] | None = None
@@ -33,11 +33,11 @@ class Host:
     unreachable: int | None = None
 
 
-WELL = Host(sysctls={"tcp_slow_start_after_idle": "0"})
+HEALTHY = Host(sysctls={"tcp_slow_start_after_idle": "0"})
 
 
 @dataclass(frozen=True)
-class Said:
+class Outcome:
     code: int
     text: str
 
@@ -46,7 +46,7 @@ class Said:
 def net() -> Iterator[ShapedNetwork]:
     """40 Mbit/s and 20 ms there and back; ten times slower between host0 and host2.
 
-    A network per test, as tests leave routes and settings of the kernel behind in it.
+    A network per test, as tests change routes and kernel settings in it.
     """
     try:
         network = ShapedNetwork(NetworkSpec.of(3, "40mbit", delay="10ms", pairs=["0,2=4mbit"]))
@@ -56,17 +56,17 @@ def net() -> Iterator[ShapedNetwork]:
         yield network
 
 
-def examined(net: ShapedNetwork, tmp_path: Path, hosts: list[Host], *more: str) -> list[Said]:
+def diagnose(net: ShapedNetwork, tmp_path: Path, hosts: list[Host], *more: str) -> list[Outcome]:
     run = tmp_path / "run.toml"
     run.write_text(f"[run]\nfolder = '{tmp_path}/run'\n[pipeline]\ncuts = [2, 4]\n")
     common = ["doctor", str(run), "--nnodes", "3", "--rdzv", "host0:29500"]
 
-    def doctor(host: int) -> Said:
+    def doctor(host: int) -> Outcome:
         _prepare(hosts[host])
         arguments = [*common, "--seconds", "0.3", *more, *hosts[host].options]
         arguments += ["--save", str(tmp_path / f"net{host}.json")]
         done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-        return Said(done.exit_code, " ".join(done.output.split()))
+        return Outcome(done.exit_code, " ".join(done.output.split()))
 
     return net.run(doctor, timeout_s=120)
 
@@ -85,14 +85,14 @@ def _prepare(host: Host) -> None:
 
 
 def test_a_slow_link_is_found_and_the_network_saved(net: ShapedNetwork, tmp_path: Path) -> None:
-    found = examined(net, tmp_path, [Host(), WELL, WELL])
-    assert [said.code for said in found] == [0, 0, 0], found
-    for said in found:
-        assert "warning host0 -> host2: 3." in said.text, said.text
-        assert "times slower than usual here -> fewer bits at the cut it carries" in said.text
-        assert "host0: net.ipv4.tcp_slow_start_after_idle = 1" in said.text
-        assert "host1: net.ipv4.tcp_slow_start_after_idle" not in said.text
-        assert "every host can connect to every other" in said.text
+    found = diagnose(net, tmp_path, [Host(), HEALTHY, HEALTHY])
+    assert [outcome.code for outcome in found] == [0, 0, 0], found
+    for outcome in found:
+        assert "warning host0 -> host2: " in outcome.text, outcome.text
+        assert "times slower than the median link -> use fewer bits at its cut" in outcome.text
+        assert "host0: net.ipv4.tcp_slow_start_after_idle = 1" in outcome.text
+        assert "host1: net.ipv4.tcp_slow_start_after_idle" not in outcome.text
+        assert "every host can connect to every other" in outcome.text
     network = Network.read(tmp_path / "net1.json")
     rates = {(i, j): (network.rate_bps[i][j] or 0) / 1e6 for i, j in [(0, 1), (1, 2), (2, 0)]}
     assert rates == {(0, 1): pytest.approx(40, rel=0.2), (1, 2): pytest.approx(40, rel=0.2)} | {
@@ -102,10 +102,10 @@ def test_a_slow_link_is_found_and_the_network_saved(net: ShapedNetwork, tmp_path
     assert (tmp_path / "net1.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_what_is_wrong_with_a_host_is_told_to_all(net: ShapedNetwork, tmp_path: Path) -> None:
+def test_problems_of_a_host_are_reported_on_all(net: ShapedNetwork, tmp_path: Path) -> None:
     disk = tmp_path / "small"
     disk.mkdir()
-    found = examined(
+    found = diagnose(
         net,
         tmp_path,
         [
@@ -121,40 +121,40 @@ def test_what_is_wrong_with_a_host_is_told_to_all(net: ShapedNetwork, tmp_path: 
             ),
         ],
     )
-    assert [said.code for said in found] == [1, 1, 1], found
-    for said in found:
+    assert [outcome.code for outcome in found] == [1, 1, 1], found
+    for outcome in found:
         for text in (
             "problem host0: GLOO_SOCKET_IFNAME = 'lo': reaches this host only "
             "-> export GLOO_SOCKET_IFNAME=eth0",
-            "problem host2: GLOO_SOCKET_IFNAME = '10.77.0.3': gloo wants an interface's name, "
+            "problem host2: GLOO_SOCKET_IFNAME = '10.77.0.3': gloo expects an interface's name, "
             "not its address; there are eth0, lo -> export GLOO_SOCKET_IFNAME=eth0",
             "problem host2: config: train.lr = 0.5, host0 has 0.001 -> copy one run file",
-            "warning host1: net.ipv4.tcp_wmem ends at 32768 bytes",
+            "warning host1: net.ipv4.tcp_wmem allows at most 32768 bytes",
             "-> sysctl -w net.ipv4.tcp_wmem='4096 131072 8388608'",
             f"problem host1: {disk} has 6.55e-05 GB free; 3 checkpoints need",
             "-> free some space, put run.folder on another disk",
         ):
-            assert text in said.text, said.text
+            assert text in outcome.text, outcome.text
 
 
-def test_hosts_that_cannot_meet_say_why(net: ShapedNetwork, tmp_path: Path) -> None:
+def test_hosts_that_cannot_connect_report_the_reason(net: ShapedNetwork, tmp_path: Path) -> None:
     nowhere = Host(options=("--rdzv", "nowhere:29500"))
     closed = Host(options=("--rdzv", "host0:29501"))
-    waiting, unresolved, refused = examined(
+    waiting, unresolved, refused = diagnose(
         net, tmp_path, [Host(), nowhere, closed], "--wait", "1.5"
     )
     assert (waiting.code, unresolved.code, refused.code) == (1, 1, 1)
-    assert "1 of 3 hosts came to 10.77.0.1:29500" in waiting.text
+    assert "1 of 3 hosts joined at 10.77.0.1:29500" in waiting.text
     assert "nowhere: this host cannot resolve the name" in unresolved.text
     assert "add a line with its address to /etc/hosts" in unresolved.text
     assert "10.77.0.1:29501 cannot be reached from host2: Connection refused" in refused.text
     assert "ufw allow 29501/tcp" in refused.text
 
 
-def test_a_way_that_is_closed_is_named(net: ShapedNetwork, tmp_path: Path) -> None:
-    found = examined(net, tmp_path, [Host(), Host(unreachable=2), Host()])
-    for said in found:
-        assert said.code == 1
-        assert "problem host1 -> host2: cannot connect to 10.77.0.3" in said.text
-        assert "let host2 accept all TCP ports from 10.77.0.2" in said.text
-        assert "problem host0" not in said.text
+def test_a_blocked_link_is_reported(net: ShapedNetwork, tmp_path: Path) -> None:
+    found = diagnose(net, tmp_path, [Host(), Host(unreachable=2), Host()])
+    for outcome in found:
+        assert outcome.code == 1
+        assert "problem host1 -> host2: cannot connect to 10.77.0.3" in outcome.text
+        assert "let host2 accept all TCP ports from 10.77.0.2" in outcome.text
+        assert "problem host0" not in outcome.text

@@ -1,4 +1,4 @@
-"""Which device a rank gets, and what is said where it cannot have it."""
+"""The device of a rank, and errors where it is not available."""
 
 import re
 from pathlib import Path
@@ -10,14 +10,14 @@ from thinpipe.launch.host import device
 from thinpipe.launch.host.device import choose_device
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about hosts without a GPU")
-def test_without_a_gpu_it_is_the_cpu_and_cuda_is_refused() -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
     assert choose_device("auto") == choose_device("cpu") == torch.device("cpu")
     with pytest.raises(ValueError, match="torch finds no GPU on this host; install a CUDA build"):
         choose_device("cuda")
 
 
-def test_ranks_share_the_gpus_of_a_host_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_assigned_to_ranks_round_robin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "gpu_count", lambda: 2)
     monkeypatch.setattr(device, "_missing_for_triton", lambda: None)
     for local_rank, index in enumerate([0, 1, 0]):
@@ -26,20 +26,20 @@ def test_ranks_share_the_gpus_of_a_host_in_turn(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("lost", ["package", "compiler", "headers"])
-def test_what_triton_lacks_is_named_before_a_run_starts(
+def test_missing_requirements_of_triton_are_reported(
     lost: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(device, "gpu_count", lambda: 1)
     monkeypatch.setattr(device.importlib.util, "find_spec", lambda _: lost != "package" or None)
     monkeypatch.setenv("CC", "cc")
-    said = "-m pip install 'triton>=3.6'`"
+    message = "-m pip install 'triton>=3.6'`"
     if lost == "compiler":
         monkeypatch.delenv("CC")
         monkeypatch.setenv("PATH", str(tmp_path))
-        said = "a C compiler; install gcc or clang, or set CC"
+        message = "a C compiler; install gcc or clang, or set CC"
     elif lost == "headers":
         monkeypatch.setattr(device.sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
-        said = f"{tmp_path / 'Python.h'}; install Python's headers"
-    with pytest.raises(ValueError, match=re.escape(said)):
+        message = f"{tmp_path / 'Python.h'}; install Python's headers"
+    with pytest.raises(ValueError, match=re.escape(message)):
         choose_device("auto")
     assert choose_device("cpu") == torch.device("cpu")

@@ -5,7 +5,7 @@ import pytest
 
 from thinpipe.launch.host.links import NetworkSpec, format_rate, parse_rate, parse_time
 from thinpipe.launch.shaped.control import describe
-from thinpipe.launch.shaped.names import environment, fill_in
+from thinpipe.launch.shaped.names import environment, substitute
 from thinpipe.launch.shaped.shaping import gso_bytes
 
 
@@ -59,17 +59,17 @@ def test_up_and_down_replace_the_rate() -> None:
         ({"hosts": 2, "pairs": ["0-1=1mbit"]}, "--pair = '0-1=1mbit'"),
         ({"hosts": 2, "pairs": ["0,2=1mbit"]}, "from 0 to 1"),
         ({"hosts": 2, "pairs": ["1,1=1mbit"]}, "two different hosts"),
-        ({"hosts": 2, "pairs": ["0,1=1mbit", "1,0=2mbit"]}, "hosts 1 and 0 are named twice"),
-        ({"hosts": 2, "rate": "1mbit", "pairs": ["0,1=none"]}, "no limit of their own to lift"),
+        ({"hosts": 2, "pairs": ["0,1=1mbit", "1,0=2mbit"]}, "hosts 1 and 0 are given twice"),
+        ({"hosts": 2, "rate": "1mbit", "pairs": ["0,1=none"]}, "no limit of its own to remove"),
         ({"hosts": 2, "pairs": ["0,1="]}, "--pair = ''.*or none"),
     ],
 )
-def test_what_does_not_fit_is_refused(arguments: dict[str, object], message: str) -> None:
+def test_inconsistent_options_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NetworkSpec.of(**arguments)  # type: ignore[arg-type]
 
 
-def test_a_change_keeps_what_it_does_not_name() -> None:
+def test_a_change_keeps_all_other_limits() -> None:
     spec = NetworkSpec.of(3, "100mbit", pairs=["0,1=20mbit", "1,2=30mbit"], delay="5ms")
     changed = spec.changed(up="50mbit", pairs=["0,1=none"])
     assert changed.up_bps == (50e6,) * 3
@@ -88,13 +88,13 @@ def test_a_matrix_gives_each_direction_its_rate_and_delay(tmp_path: Path) -> Non
     assert spec.delay_s == {(0, 1): 0.01, (1, 0): 0.03}
 
 
-def test_a_pair_replaces_or_lifts_what_the_matrix_says(tmp_path: Path) -> None:
+def test_a_pair_overrides_or_removes_a_limit_of_the_matrix(tmp_path: Path) -> None:
     path = tmp_path / "net.json"
     path.write_text('{"rate_bps": [[0, 2e7, null], [null, 0, 3e7], [4e7, 5e7, 0]]}')
     spec = NetworkSpec.of(rate="100mbit", matrix=path, pairs=["0,1=none", "1,2=6mbit"])
     assert spec.pair_bps == {(1, 2): 6e6, (2, 1): 6e6, (2, 0): 4e7}
     assert spec.rate_bps(0, 1) == 100e6, "up- and downlinks stay"
-    with pytest.raises(ValueError, match="'0,1=none': these two have no limit of their own"):
+    with pytest.raises(ValueError, match="'0,1=none': this pair has no limit of its own"):
         spec.changed(pairs=["0,1=none"])
 
 
@@ -127,18 +127,18 @@ def test_a_matrix_of_another_size_is_refused(tmp_path: Path) -> None:
         NetworkSpec.of(matrix=tmp_path / "absent.json")
 
 
-def test_placeholders_are_filled_in_and_other_braces_stay() -> None:
+def test_placeholders_are_replaced_and_other_braces_stay() -> None:
     text = '{rank} {host} {addr} {master} {"a": {}}'
-    assert fill_in(text, 1) == '1 host1 10.77.0.2 10.77.0.1 {"a": {}}'
+    assert substitute(text, 1) == '1 host1 10.77.0.2 10.77.0.1 {"a": {}}'
 
 
-def test_torch_finds_its_place_in_the_environment() -> None:
+def test_the_environment_has_the_variables_of_torch() -> None:
     variables = environment(1, 4)
     assert variables["RANK"] == variables["SHAPED_RANK"] == "1"
     assert (variables["WORLD_SIZE"], variables["MASTER_ADDR"]) == ("4", "10.77.0.1")
 
 
-def test_rates_are_described_as_people_write_them() -> None:
+def test_rates_are_formatted_with_units() -> None:
     assert format_rate(1.5e9) == "1.5 Gbit/s"
     spec = NetworkSpec.of(2, up="10mbit", down="20mbit", pairs=["0,1=500kbit"])
     assert describe(spec) == "up 10 Mbit/s; down 20 Mbit/s; 0->1 500 kbit/s; 1->0 500 kbit/s"

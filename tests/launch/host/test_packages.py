@@ -1,4 +1,4 @@
-"""A package that is not installed is one line in every command: what it is, and what brings it."""
+"""Every command reports a missing package in one line, with the command that installs it."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def without(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command where a package cannot be imported, nor in the processes that it starts."""
     (folder / "sitecustomize.py").write_text(HIDE)
-    paths = (str(folder), str(Path(__file__).parents[3]))
+    paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, "-P", "-m", "thinpipe.launch", *map(str, arguments)],
         capture_output=True,
@@ -61,8 +61,8 @@ def test_remedies_are_for_the_environment_that_runs(monkeypatch: pytest.MonkeyPa
 
 def test_what_all_commands_need(run_file: Path) -> None:
     done = without("zstandard", run_file.parent, *command("trace", run_file))
-    said = f"error: the package 'zstandard' is not installed; run {install('zstandard')}\n"
-    assert (done.returncode, done.stderr) == (2, said)
+    message = f"error: the package 'zstandard' is not installed; run {install('zstandard')}\n"
+    assert (done.returncode, done.stderr) == (2, message)
 
 
 def huggingface_run(run_file: Path) -> None:
@@ -83,20 +83,20 @@ def test_models_from_a_folder(run_file: Path, package: str, name: str) -> None:
     huggingface_run(run_file)
     done = without(package, run_file.parent, *command(name, run_file))
     assert (done.returncode, done.stdout) == (2, "")
-    said = f"error: the package {package!r} (extra 'hf') is not installed; run {HF}\n"
-    assert done.stderr == said
+    message = f"error: the package {package!r} (extra 'hf') is not installed; run {HF}\n"
+    assert done.stderr == message
 
 
 @pytest.mark.parametrize("arguments", [["--dry-run"], ["--nnodes", "2", "--rdzv", "localhost:1"]])
 @pytest.mark.parametrize("example", ["gpt2_wikitext_small", "bert_cola_small", "gptjt_small"])
 def test_examples_without_a_download(tmp_path: Path, example: str, arguments: list[str]) -> None:
     done = without("transformers", tmp_path, "train", f"examples/{example}.toml", *arguments)
-    said = f"error: the package 'transformers' (extra 'hf') is not installed; run {HF}\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+    message = f"error: the package 'transformers' (extra 'hf') is not installed; run {HF}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
 @pytest.mark.parametrize(
-    ("package", "overrides", "told"),
+    ("package", "overrides", "message"),
     [
         (
             "datasets",
@@ -112,15 +112,15 @@ def test_examples_without_a_download(tmp_path: Path, example: str, arguments: li
     ],
 )
 def test_ranks_that_torchrun_started(
-    run_file: Path, package: str, overrides: list[str], told: str
+    run_file: Path, package: str, overrides: list[str], message: str
 ) -> None:
     huggingface_run(run_file)
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     arguments = command("train", run_file, "pipeline.cuts=[]", *overrides)
-    done = without(package, run_file.parent, *arguments, **place)
+    done = without(package, run_file.parent, *arguments, **environment)
     assert done.returncode in (1, 2)
-    assert done.stderr == f"{told}\n"
+    assert done.stderr == f"{message}\n"
 
 
 @pytest.mark.dist
@@ -128,15 +128,15 @@ def test_pictures_at_the_end_of_a_run(run_file: Path) -> None:
     settings = ("pipeline.cuts=[]", "train.epochs=1")
     done = without("matplotlib", run_file.parent, *command("train", run_file, *settings))
     assert done.returncode == 1
-    said = f"rank 0: the package 'matplotlib' is not installed; run {install('matplotlib')}"
-    assert said in done.stderr
+    message = f"rank 0: the package 'matplotlib' is not installed; run {install('matplotlib')}"
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_emulated_networks(run_file: Path) -> None:
     done = without("pyroute2", run_file.parent, *command("shaped", run_file))
-    said = f"error: the package 'pyroute2' is not installed; run {install('pyroute2')}\n"
-    assert (done.returncode, done.stderr) == (2, said)
+    message = f"error: the package 'pyroute2' is not installed; run {install('pyroute2')}\n"
+    assert (done.returncode, done.stderr) == (2, message)
 
 
 def test_extras_are_those_of_the_package() -> None:

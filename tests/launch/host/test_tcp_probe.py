@@ -1,4 +1,4 @@
-"""What a link is said to be, where one of its ends was kept from the processor."""
+"""Measurements of a link while one of its ends is delayed."""
 
 import socket
 import threading
@@ -32,7 +32,7 @@ def test_one_quick_round_trip_among_slow_ones_is_found() -> None:
         assert far.recv(4, socket.MSG_WAITALL) == b"next"
 
 
-def test_what_waited_before_the_window_is_not_counted() -> None:
+def test_data_received_before_the_window_is_not_counted() -> None:
     near, far = connection()
     enough = threading.Event()
 

@@ -1,4 +1,4 @@
-"""`cuts = "auto"`: settings, and runs that decide for themselves."""
+"""`cuts = "auto"`: settings, the plan, and runs that choose their cuts."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.session import Session
-from thinpipe.launch.plan.auto_cuts import decide_cuts, even_out, find_cuts
+from thinpipe.launch.plan.auto_cuts import decide_cuts, find_cuts, smooth_noise
 from thinpipe.launch.plan.profile import BlockCost
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
@@ -63,7 +63,7 @@ def test_impossible_settings_are_refused(
         load(tmp_path, **pipeline)
 
 
-def test_a_cut_without_a_place_cannot_be_named(run_file: Path) -> None:
+def test_a_boundary_cannot_name_an_automatic_cut(run_file: Path) -> None:
     with pytest.raises(ConfigError, match="no cut has a number yet"):
         load_config(run_file, ["pipeline.cuts=auto", "pipeline.stages=2", "boundary.0.cut=1"])
 
@@ -72,11 +72,11 @@ def block(seconds: float, parameters: int = 1) -> BlockCost:
     return BlockCost(seconds / 4, 3 * seconds / 4, parameters=parameters)
 
 
-def test_what_may_be_noise_counts_as_equal() -> None:
+def test_differences_within_noise_count_as_equal() -> None:
     slightly_slower = [block(1.12, 7), block(1.01), block(1.1), block(1.5, 9)]
     half_as_fast = [block(2.0), block(2.1), block(2.2), block(3.0)]
     fast = [block(1.0, 7), block(1.1), block(1.05), block(1.5, 9)]
-    first, second, third = even_out([slightly_slower, fast, half_as_fast])
+    first, second, third = smooth_noise([slightly_slower, fast, half_as_fast])
     assert first == second == [block(1.0, 7), block(1.0), block(1.0), block(1.5, 9)]
     assert third == [block(2.0), block(2.0), block(2.0), block(3.0)]
 
@@ -88,13 +88,13 @@ def test_codecs_take_from_compute_only_where_cores_are_scarce(
     spare: list[bool], middle: int
 ) -> None:
     run = config(model={"layers": 12}, pipeline={"cuts": "auto", "stages": 3}, boundary=CODED)
-    quick = [block(1e-6)] * 12  # beside which a message of this model takes long to code
+    quick = [block(1e-6)] * 12  # compared with which encoding a message takes long
     first, second = find_cuts(run, [quick] * 3, spare_cores=spare)
     assert second - first == middle
 
 
 @pytest.mark.parametrize(("cores", "cuts"), [(2, 2), (1, 1)])
-def test_plan_takes_all_machines_to_be_like_this_one(
+def test_plan_assumes_that_all_machines_are_like_this_one(
     monkeypatch: pytest.MonkeyPatch, cores: int, cuts: int
 ) -> None:
     monkeypatch.setattr("thinpipe.launch.plan.auto_cuts.usable_cores", lambda: cores)
@@ -111,11 +111,11 @@ def _decide(rank: int) -> tuple[int, ...]:
     )
     store: Any = None
     session = Session(store, GlooTransport(3, 1, timeout_s=60), 7, local_rank=rank)
-    return decide_cuts(run, session, resume=False, say=False).pipeline.cuts
+    return decide_cuts(run, session, resume=False, log=False).pipeline.cuts
 
 
 @pytest.mark.dist
-def test_ranks_of_one_busy_machine_cut_equal_blocks_evenly(ranks: Ranks) -> None:
+def test_ranks_that_share_a_machine_cut_equal_blocks_evenly(ranks: Ranks) -> None:
     (cuts,) = set(ranks(3, _decide))
     assert max(b - a for a, b in pairwise((0, *cuts, 8))) == 3
 
@@ -141,7 +141,7 @@ def test_cuts_are_decided_once_and_kept_at_resume(run_file: Path) -> None:
 
 
 def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two on busy cores wait for each other
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two compete on a busy machine
     text = RUN.format(folder="out", text="text.txt").replace("cuts = [1, 3]", 'cuts = "auto"')
     run_file.write_text(text.replace("microbatches", "stages = 2  # hosts\nmicrobatches"))
     links = ["--rate", "1mbit", "--delay", "20ms"]
@@ -155,22 +155,22 @@ def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch)
     assert "[train]" in run_file.read_text()
     assert f"written to {run_file}: cuts [1] and bits" in done.output
     again = CliRunner().invoke(app, ["plan", str(run_file), "--delay", "20ms", "--apply"])
-    assert "cuts [1]; bits stay as they are: give links, --rate or --network" in again.output
-    assert "the longest way between two ranks takes 20 ms" in " ".join(again.output.split())
+    assert "cuts [1]; bits unchanged: give --rate or --network" in again.output
+    assert "the highest latency between two ranks is 20 ms" in " ".join(again.output.split())
 
 
-@pytest.mark.parametrize(("told", "threads"), [(None, 7), ("3", 3)])
-def test_plan_measures_with_the_threads_of_a_rank_that_has_its_machine_to_itself(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch, told: str | None, threads: int
+@pytest.mark.parametrize(("setting", "threads"), [(None, 7), ("3", 3)])
+def test_plan_measures_with_the_threads_of_a_rank_alone_on_its_machine(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, setting: str | None, threads: int
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if told is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", told)
+    if setting is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", setting)
     monkeypatch.setattr("thinpipe.launch.distributed.elastic.usable_cores", lambda: 8)
     done = CliRunner().invoke(app, ["plan", str(run_file)])
     assert done.exit_code == 0, done.output
     assert torch.get_num_threads() == threads
-    assert f"each stage on a machine of its own with {threads} threads" in done.output
+    assert f"each stage on its own machine with {threads} threads" in done.output
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_plan_measures_with_the_threads_of_a_rank_that_has_its_machine_to_itself
         (["--rate", "fast"], "--rate = 'fast'"),
         (["--network", "nowhere.json"], "nowhere.json"),
         (["--network", "n.json", "--rate", "1mbit"], "leave out --rate"),
-        (["--speeds", "1,2"], "or 3 with commas"),
+        (["--speeds", "1,2"], "or 3 separated by commas"),
         (["--memory", "0.000001"], "stage 0 needs"),
         (["--set", "pipeline.schedule=LoopedBFS", "--set", "pipeline.cuts=[2]"], "one stage per"),
         (["--set", "pipeline.schedule=LoopedBFS", *AUTO, "--rate", "1mbit"], "one stage per"),

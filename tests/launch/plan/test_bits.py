@@ -1,4 +1,4 @@
-"""What is recommended can be put into the run file, and then trains as foretold."""
+"""Recommended settings can be applied to the run file, and training sends what was predicted."""
 
 import tomllib
 from pathlib import Path
@@ -16,10 +16,10 @@ __all__ = ["run_file"]
 
 
 @pytest.mark.dist
-def test_coded_settings_are_applied_and_weigh_what_was_foretold(
+def test_coded_settings_are_applied_and_have_the_predicted_sizes(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two on busy cores wait for each other
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two compete on a busy machine
     monkeypatch.setenv("COLUMNS", "100")
     text = run_file.read_text().replace("width = 16", "width = 64")
     text = text.replace("batch_size = 5", "batch_size = 6").replace("bits = 3", "bits = 8")
@@ -28,15 +28,15 @@ def test_coded_settings_are_applied_and_weigh_what_was_foretold(
     assert done.exit_code == 0, done.output
     for method in ("aqsgd rate 0.8", "direct rate 0.7"):
         assert method in done.output
-    _, _, told = done.output.partition("--apply does:\n")
+    _, _, printed = done.output.partition("to the run file:\n")
     applied = tomllib.loads(run_file.read_text())["boundary"]
-    assert tomllib.loads(told.partition("\nwritten to")[0])["boundary"] == applied
+    assert tomllib.loads(printed.partition("\nwritten to")[0])["boundary"] == applied
     run = load_config(run_file)
     assert run.boundary_at(3).guard.mode == "act"
     trained = thinpipe(run_file)
     assert trained.returncode == 0, trained.stderr
-    foretold = measure_messages(run)
+    predicted = measure_messages(run)
     last = read_metrics(run_file.parent / "run" / "metrics.jsonl")[-1]
     for wire in last.wire:
-        nbytes = foretold[wire.cut, wire.direction].nbytes
+        nbytes = predicted[wire.cut, wire.direction].nbytes
         assert wire.bytes / wire.messages == pytest.approx(nbytes, rel=0.05)

@@ -1,4 +1,4 @@
-"""What memories take is known before a run starts, and refused if it is not there."""
+"""Memory needs are computed before a run starts, which is refused if they exceed what is free."""
 
 import os
 import subprocess
@@ -22,8 +22,8 @@ from thinpipe.launch.plan.memory_budget import (
     memory_notices,
     needs,
     plan_memory,
-    room,
     row_nbytes,
+    sample_capacity,
 )
 from thinpipe.launch.single_process import in_process
 
@@ -60,30 +60,32 @@ def test_bytes_of_gpt2_xl_samples() -> None:
 def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:
     run = xl(4, budget="2GB")
     row, batch = row_nbytes(run, 16), 8
-    assert room(run, 0) == 2_000_000_000 // row - batch
-    assert room(run, 1) == 2_000_000_000 // (2 * row) - batch
+    assert sample_capacity(run, 0) == 2_000_000_000 // row - batch
+    assert sample_capacity(run, 1) == 2_000_000_000 // (2 * row) - batch
     held = {(end.cut, end.side): end.held for end in plan_memory(run, 10_000)}
-    assert set(held.values()) == {room(run, 1)}  # every cut touches the rank in the middle
+    assert set(held.values()) == {
+        sample_capacity(run, 1)
+    }  # every cut touches the rank in the middle
     assert [text.split(" samples,")[0] for text in memory_notices(plan_memory(run, 10_000))] == [
-        f"note: cut {cut} remembers {room(run, 1):,} of 10,000" for cut in (16, 32)
+        f"note: cut {cut} remembers {sample_capacity(run, 1):,} of 10,000" for cut in (16, 32)
     ]
     assert memory_notices(plan_memory(run, 1000)) == []
     on_disk = xl(4, budget="2GB", tier="disk")
-    assert room(on_disk, 0) == 2_000_000_000 // row
+    assert sample_capacity(on_disk, 0) == 2_000_000_000 // row
     found = needs(run, plan_memory(run, 10_000), [1])
     assert found.ram - found.ram // 2 <= 2_000_000_000  # the other half: a checkpoint's copy
 
 
-def test_a_budget_for_not_even_one_sample_names_what_is_needed() -> None:
+def test_a_budget_below_one_sample_names_the_least_budget() -> None:
     with pytest.raises(ConfigError, match=r"memory.budget = 1.00 MB: .* use 14.8 MB or more"):
-        room(xl(4, budget="1MB"), 0)
-    assert room(xl(4, budget="14.8MB"), 0) == 10
-    assert room(xl(4, budget="14.8MB"), 1) == 1  # enough for the rank that needs most
+        sample_capacity(xl(4, budget="1MB"), 0)
+    assert sample_capacity(xl(4, budget="14.8MB"), 0) == 10
+    assert sample_capacity(xl(4, budget="14.8MB"), 1) == 1  # enough for the rank that needs most
 
 
-def test_cuts_without_memory_take_nothing() -> None:
+def test_cuts_without_memories_need_nothing() -> None:
     assert plan_memory(config(), 100) == []
-    assert room(config(memory={"budget": 1}), 0) is None
+    assert sample_capacity(config(memory={"budget": 1}), 0) is None
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_cuts_without_memory_take_nothing() -> None:
         ("device", {"ram_free": 10**9}, "memories take 7.70 GB of RAM"),  # a checkpoint's copy
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_memories_that_do_not_fit_are_refused(
     monkeypatch: pytest.MonkeyPatch, tier: str, free: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(planned, "gpu_count", lambda: 2)
@@ -116,16 +118,16 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("tier", ["pinned", "device"])
-def test_memories_for_a_gpu_are_refused_on_a_host_without(tier: str) -> None:
+def test_gpu_tiers_are_refused_on_a_host_without_gpus(tier: str) -> None:
     run = config(pipeline={"device": "cpu"}, memory={"tier": tier})
     refusal = rf'memory.tier = "{tier}" is for stages on a GPU, but pipeline.device = "cpu"; use'
     with pytest.raises(ConfigError, match=refusal):
         check_memory(run, 8, range(2))
 
 
-def test_a_budget_on_a_gpu_counts_what_a_step_makes() -> None:
+def test_a_budget_on_a_gpu_includes_the_rows_of_a_step() -> None:
     on_gpu = xl(4, budget="2GB", tier="device")
-    assert room(on_gpu, 0) == room(xl(4, budget="2GB"), 0)
+    assert sample_capacity(on_gpu, 0) == sample_capacity(xl(4, budget="2GB"), 0)
     found = needs(on_gpu, plan_memory(on_gpu, 10_000), [1])
     assert found.device <= 2_000_000_000
     assert found.disk == 0
@@ -137,7 +139,7 @@ def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     run = config(
         boundary=[],  # type: ignore[arg-type]
@@ -184,20 +186,20 @@ def dry_run(path: Path, *settings: str) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.split())
 
 
-def test_a_dry_run_says_what_counts_twice(run_file: Path) -> None:
-    _, said = dry_run(run_file)
-    assert "(36.9 kB of rows, 36.9 kB for their copy while a checkpoint is saved, 12.3 kB" in said
+def test_a_dry_run_shows_what_counts_twice(run_file: Path) -> None:
+    _, output = dry_run(run_file)
+    assert "(36.9 kB of rows, 36.9 kB for a copy while a checkpoint is saved, 12.3 kB" in output
 
 
-def test_a_dry_run_shows_no_place_for_cuts_that_have_none(run_file: Path) -> None:
-    _, said = dry_run(run_file, "pipeline.cuts=auto", "pipeline.stages=3")
-    assert "where the 2 cuts lie is measured when the run starts" in said
-    assert said.count("│ auto │") == 4  # every end
+def test_a_dry_run_shows_automatic_cuts_as_auto(run_file: Path) -> None:
+    _, output = dry_run(run_file, "pipeline.cuts=auto", "pipeline.stages=3")
+    assert "the 2 cuts are chosen when the run starts" in output
+    assert output.count("│ auto │") == 4  # every end
 
 
-def test_a_dry_run_without_memories_says_so(run_file: Path) -> None:
+def test_a_dry_run_reports_that_there_are_no_memories(run_file: Path) -> None:
     without = 'boundary=[{forward={kind="direct"}}]'
-    assert dry_run(run_file, without) == (0, "no memories: no link carries AQ-SGD")
+    assert dry_run(run_file, without) == (0, "no memories: no boundary uses AQ-SGD")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,4 +1,4 @@
-"""Settings of a direction by name."""
+"""Names of settings."""
 
 import pytest
 

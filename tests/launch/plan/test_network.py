@@ -10,7 +10,7 @@ from thinpipe.launch.plan.network import Network
 MBIT = 1e6
 
 
-def test_a_file_is_read_back_and_can_be_replayed(tmp_path: Path) -> None:
+def test_a_file_is_read_back_and_can_be_emulated(tmp_path: Path) -> None:
     network = Network(((None, 2 * MBIT), (4 * MBIT, None)), ((0.0, 0.01), (0.02, 0.0)))
     network.write(tmp_path / "net.json")
     assert Network.read(tmp_path / "net.json") == network
@@ -18,19 +18,19 @@ def test_a_file_is_read_back_and_can_be_replayed(tmp_path: Path) -> None:
     assert (replayed.rate_bps(1, 0), replayed.delay_s[1, 0]) == (4 * MBIT, 0.02)
 
 
-def test_ranks_of_one_host_are_joined_without_limits() -> None:
+def test_links_within_a_host_are_unlimited() -> None:
     network = Network.uniform(2, MBIT, 0.01).for_ranks(4)
     assert network.rate_bps[0] == (None, None, MBIT, MBIT)
     assert network.latency_s[3] == (0.01, 0.01, 0.0, 0.0)
-    assert network.uplink_s(0, 125_000) == 0.0  # what stays on the host is as fast as memory
+    assert network.uplink_s(0, 125_000) == 0.0  # within a host
 
 
-def test_headers_take_their_share() -> None:
+def test_payload_rates_exclude_headers() -> None:
     assert Network.uniform(2, MBIT).payload().link_s(0, 1, 125_000) == 1 / PAYLOAD_SHARE
 
 
 def test_wrong_networks_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"3 hosts, which cannot share 4 ranks"):
+    with pytest.raises(ValueError, match=r"3 hosts, among which 4 ranks cannot"):
         Network.uniform(3).for_ranks(4)
     with pytest.raises(ValueError, match=r"--network = .*nowhere"):
         Network.read(tmp_path / "nowhere.json")

@@ -1,4 +1,4 @@
-"""What a plan says of a run, against sums done by hand."""
+"""Predictions and recommendations of a plan, compared with sums done by hand."""
 
 from dataclasses import replace
 from io import StringIO
@@ -10,13 +10,19 @@ from rich.console import Console
 from tests.training import config
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.launch.host.links import PAYLOAD_SHARE
-from thinpipe.launch.plan.bits import Offer, Offers, choices, measure_offers, recommend
+from thinpipe.launch.plan.bits import (
+    Candidate,
+    Candidates,
+    allocate_bits,
+    measure_candidates,
+    recommend,
+)
 from thinpipe.launch.plan.message_cost import describe, measure_message
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import measure_messages, predict, stage_costs
 from thinpipe.launch.plan.profile import BlockCost, measure_blocks, microbatch_shape
-from thinpipe.launch.plan.remedies import show_remedies
 from thinpipe.launch.plan.simulate import Message
+from thinpipe.launch.plan.suggestions import show_suggestions
 from thinpipe.launch.report.metrics import DIRECTIONS, WireKey, format_duration
 from thinpipe.pipeline.config import DirectConfig, RawConfig
 from thinpipe.pipeline.models.transformer import build_layers
@@ -28,13 +34,13 @@ BLOCK = BlockCost(1.0, 2.0, optimizer_s=0.5, parameters=20, trained=5, activatio
 KEYS: list[WireKey] = [(1, "forward"), (1, "backward"), (3, "forward"), (3, "backward")]
 
 
-def test_a_step_is_the_pipeline_then_the_sharing_then_the_optimizer() -> None:
+def test_a_step_is_the_pipeline_then_the_loss_exchange_then_the_optimizer() -> None:
     messages = dict.fromkeys(KEYS, Message(0))
     found = predict(RUN, [[BLOCK] * 4] * 3, messages, Network.uniform(3, None, 0.1))
     # stages of 1, 2, 1 blocks: 3 more turns of the slowest after the first passes through all
-    played_s = 3 * 2.0 + 4.0 + 4 * 0.1 + 8.0 + 3 * 4.0
-    assert found.step_s == pytest.approx(played_s + 0.1 + 2 * 0.5)
-    assert found.free_s == pytest.approx(found.step_s - 5 * 0.1)
+    simulated_s = 3 * 2.0 + 4.0 + 4 * 0.1 + 8.0 + 3 * 4.0
+    assert found.step_s == pytest.approx(simulated_s + 0.1 + 2 * 0.5)
+    assert found.unlimited_s == pytest.approx(found.step_s - 5 * 0.1)
     assert found.bubble == pytest.approx(1 - 4 * 12.0 / (3 * found.step_s))
 
 
@@ -51,7 +57,7 @@ def test_a_step_has_the_microbatches_that_training_fits_to_its_batch(
     )
     assert microbatch_shape(run)[0] == largest
     found = predict(run, [[BLOCK] * 4] * 3, dict.fromkeys(KEYS, Message(0)), Network.uniform(3))
-    assert {event.microbatch for event in found.played.events} == set(range(count))
+    assert {event.microbatch for event in found.simulated.events} == set(range(count))
     assert found.bubble == pytest.approx(1 - accumulate * count * 12.0 / (3 * found.step_s))
     assert stage_costs(run, [[BLOCK] * 4] * 3)[0].memory == 4 * 20 + 12 * 5 + 7 * count
 
@@ -96,17 +102,17 @@ def test_in_one_epoch_every_visit_is_the_first(epochs: int, bits: int) -> None:
 
 
 def test_in_one_epoch_no_change_is_recommended() -> None:
-    once = measure_offers(config(train={"epochs": 1}))[2, "forward"]
-    assert [offer.spec.kind for offer in once] == ["stateless"] * 4 + ["raw"] * 2
-    again = measure_offers(config(train={"epochs": 2}))[2, "forward"]
-    assert {offer.spec.kind for offer in again} == {"aqsgd", "raw"}
+    once = measure_candidates(config(train={"epochs": 1}))[2, "forward"]
+    assert [candidate.spec.kind for candidate in once] == ["stateless"] * 4 + ["raw"] * 2
+    again = measure_candidates(config(train={"epochs": 2}))[2, "forward"]
+    assert {candidate.spec.kind for candidate in again} == {"aqsgd", "raw"}
 
 
 def test_in_one_epoch_activations_get_bits_before_gradients() -> None:
-    offers = measure_offers(config(train={"epochs": 1}))
-    way = choices((2,), offers, Network.uniform(2), slot_s=1.0)
-    told = [[describe(choice.specs[2, direction]) for direction in DIRECTIONS] for choice in way]
-    assert told[:5] == [
+    found = measure_candidates(config(train={"epochs": 1}))
+    path = allocate_bits((2,), found, Network.uniform(2), slot_s=1.0)
+    names = [[describe(advice.specs[2, d]) for d in DIRECTIONS] for advice in path]
+    assert names[:5] == [
         ["stateless 4-bit", "direct rate 0.7"],
         ["stateless 5-bit", "direct rate 0.7"],
         ["stateless 5-bit", "direct rate 0.5"],
@@ -120,8 +126,8 @@ def test_more_fidelity_takes_more_bytes(epochs: int) -> None:
     run = config(
         model={"width": 128}, train={"epochs": epochs}, data={"sequence_length": 12}, pipeline={}
     )
-    for offers in measure_offers(run).values():
-        nbytes = [offer.message.nbytes for offer in offers]
+    for of_direction in measure_candidates(run).values():
+        nbytes = [candidate.message.nbytes for candidate in of_direction]
         assert nbytes == sorted(set(nbytes))
 
 
@@ -129,68 +135,70 @@ def test_other_settings_of_the_run_file_stay_where_they_can() -> None:
     forward = {"kind": "aqsgd", "bits": 2, "memory": 8, "delta": "tiles"}
     backward = {"kind": "direct", "bits": 3, "rounding": "stochastic"}
     run = config(boundary=[{"forward": forward, "backward": backward}])  # type: ignore[arg-type]
-    offers = measure_offers(run)
-    for offer in offers[2, "forward"][:-2]:
-        assert (offer.spec.memory, offer.spec.delta) == (8, "uniform")
-    for offer in offers[2, "backward"][:-2]:
-        assert offer.spec.rounding == "stochastic"
+    found = measure_candidates(run)
+    for candidate in found[2, "forward"][:-2]:
+        assert (candidate.spec.memory, candidate.spec.delta) == (8, "uniform")
+    for candidate in found[2, "backward"][:-2]:
+        assert candidate.spec.rounding == "stochastic"
 
 
 CASTS = {16: RawConfig(format="bf16"), 32: RawConfig(format="fp32")}
 
 
-def fallbacks(kind: type[AqsgdConfig | DirectConfig], nbytes: dict[int, int]) -> list[Offer]:
-    """Offers by their bits."""
-    return [Offer(CASTS.get(bits) or kind(bits=bits), Message(n)) for bits, n in nbytes.items()]
+def candidates(kind: type[AqsgdConfig | DirectConfig], nbytes: dict[int, int]) -> list[Candidate]:
+    """Candidates of one kind by their bits."""
+    return [Candidate(CASTS.get(bits) or kind(bits=bits), Message(n)) for bits, n in nbytes.items()]
 
 
-DOWN = fallbacks(
+DOWN = candidates(
     AqsgdConfig, {2: 20_000, 3: 30_000, 4: 40_000, 6: 60_000, 8: 80_000, 16: 160_000, 32: 320_000}
 )
-UP = fallbacks(DirectConfig, {4: 40_000, 6: 60_000, 8: 80_000, 16: 160_000, 32: 320_000})
-OFFERS: Offers = {(cut, d): DOWN if d == "forward" else UP for cut, d in KEYS}
+UP = candidates(DirectConfig, {4: 40_000, 6: 60_000, 8: 80_000, 16: 160_000, 32: 320_000})
+CANDIDATES: Candidates = {(cut, d): DOWN if d == "forward" else UP for cut, d in KEYS}
 
 
-def test_the_highest_fidelity_that_hides_is_recommended() -> None:
+def test_the_highest_fidelity_that_overlaps_is_recommended() -> None:
     def chosen(slot_s: float) -> list[int]:
-        advice = choices((1,), OFFERS, Network.uniform(2, 8 * MBIT), slot_s=slot_s)[-1]
-        assert advice.hidden == (slot_s >= 0.04)
+        advice = allocate_bits((1,), CANDIDATES, Network.uniform(2, 8 * MBIT), slot_s=slot_s)[-1]
+        assert advice.overlaps == (slot_s >= 0.04)
         return [advice.messages[1, "forward"].nbytes, advice.messages[1, "backward"].nbytes]
 
     assert chosen(1.0) == [320_000, 320_000]  # fp32: nothing to gain from less
     assert chosen(0.1) == [80_000, 80_000]
     assert chosen(0.05) == [40_000, 40_000]
-    assert chosen(0.01) == [20_000, 40_000]  # does not fit, and says so
+    assert chosen(0.01) == [20_000, 40_000]  # does not fit, which is reported
 
 
-def test_nothing_is_recommended_that_is_foretold_to_be_slower() -> None:
+def test_nothing_is_recommended_that_is_predicted_to_be_slower() -> None:
     small = [{"forward": {"kind": "direct", "bits": 2}, "backward": {"kind": "direct", "bits": 4}}]
     run = config(pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]}, boundary=small)  # type: ignore[arg-type]
     network, blocks = Network.uniform(3, 3e3), [[BLOCK] * 4] * 3
     given = predict(run, blocks, measure_messages(run), network)
-    (*_, most) = choices((1, 3), measure_offers(run), network, slot_s=6.0)
-    assert predict(run, blocks, most.messages, network).step_s > 1.1 * given.step_s  # yet it hides
+    (*_, most) = allocate_bits((1, 3), measure_candidates(run), network, slot_s=6.0)
+    assert (
+        predict(run, blocks, most.messages, network).step_s > 1.1 * given.step_s
+    )  # yet it overlaps
     found = recommend(run, blocks, given, network)
     assert found is None or found[1].step_s <= given.step_s
 
 
-def test_a_large_bubble_gets_remedies_that_were_played_through() -> None:
+def test_suggestions_for_a_large_bubble_are_simulated() -> None:
     console, blocks = Console(file=StringIO(), width=80), [[BLOCK] * 4] * 3
     messages = dict.fromkeys(KEYS, Message(0))
     network = Network.uniform(3, None, 0.1)
     given = predict(RUN, blocks, messages, network)
-    show_remedies(console, RUN, blocks, given, network)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"bubble {given.bubble:.0%}; less of it with" in said
+    show_suggestions(console, RUN, blocks, given, network)
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"bubble {given.bubble:.0%}; reduce it with" in output
     more = config(pipeline={"schedule": "Deep1F1B", "microbatches": 8, "cuts": [1, 3]})
     half = [[replace(BLOCK, forward_s=0.5, backward_s=1.0)] * 4] * 3
     best = predict(more, half, messages, network)
-    told = f"step {format_duration(best.step_s)}, bubble {best.bubble:.0%}"
-    assert f"pipeline.microbatches = 8, pipeline.schedule = 'Deep1F1B': {told}" in said
+    result = f"step {format_duration(best.step_s)}, bubble {best.bubble:.0%}"
+    assert f"pipeline.microbatches = 8, pipeline.schedule = 'Deep1F1B': {result}" in output
 
 
 def test_a_stage_in_the_middle_shares_its_uplink() -> None:
-    advice = choices((1, 3), OFFERS, Network.uniform(3, 8 * MBIT), slot_s=0.12)[-1]
+    advice = allocate_bits((1, 3), CANDIDATES, Network.uniform(3, 8 * MBIT), slot_s=0.12)[-1]
     sent = advice.messages
     assert sent[3, "forward"].nbytes + sent[1, "backward"].nbytes <= 120_000
     assert sent[1, "forward"].nbytes + sent[3, "backward"].nbytes <= 120_000
@@ -199,6 +207,6 @@ def test_a_stage_in_the_middle_shares_its_uplink() -> None:
 
 def test_one_slow_link_gets_fewer_bits_than_the_others() -> None:
     rates = ((None, 80 * MBIT, 80 * MBIT), (80 * MBIT, None, 4 * MBIT), (80 * MBIT,) * 2 + (None,))
-    advice = choices((1, 3), OFFERS, Network(rates, ((0.0,) * 3,) * 3), slot_s=0.1)[-1]
+    advice = allocate_bits((1, 3), CANDIDATES, Network(rates, ((0.0,) * 3,) * 3), slot_s=0.1)[-1]
     assert advice.messages[3, "forward"].nbytes == 40_000
     assert advice.messages[1, "forward"].nbytes == 320_000

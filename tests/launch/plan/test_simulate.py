@@ -62,7 +62,7 @@ def test_a_delay_is_paid_once_when_enough_microbatches_are_in_flight() -> None:
     assert simulate(replace(model, schedule="Deep1F1B")).step_s == 28
 
 
-def test_codecs_delay_messages_but_no_work() -> None:
+def test_codecs_delay_messages_but_not_compute() -> None:
     model = two_stages(Message(0, encode_s=0.5, decode_s=0.25))
     assert work(model, 0) == [("F0", 0, 1), ("F1", 1, 2), ("B0", 5.5, 6.5), ("B1", 6.5, 7.5)]
     assert work(model, 1) == [
@@ -73,14 +73,14 @@ def test_codecs_delay_messages_but_no_work() -> None:
     ]
 
 
-def test_each_direction_codes_one_message_after_the_other() -> None:
+def test_the_codec_of_a_direction_handles_one_message_at_a_time() -> None:
     model = two_stages(Message(0, encode_s=3.0, decode_s=4.0))
     codec = [
         (f"{event.kind}{event.microbatch}", event.rank, event.start_s, event.end_s)
         for event in simulate(model).events
         if event.kind in ("encode", "decode") and event.start_s < 12
     ]
-    assert sorted(codec, key=lambda place: place[2]) == [
+    assert sorted(codec, key=lambda event: event[2]) == [
         ("encode0", 0, 1, 4),
         ("encode1", 0, 4, 7),
         ("decode0", 1, 4, 8),
@@ -90,7 +90,7 @@ def test_each_direction_codes_one_message_after_the_other() -> None:
     assert work(model, 0)[2:] == [("B0", 21, 22), ("B1", 25, 26)]
 
 
-def test_the_two_directions_of_a_cut_code_beside_each_other() -> None:
+def test_codecs_of_the_two_directions_run_concurrently() -> None:
     model = two_stages(Message(0, encode_s=2.0, decode_s=2.0), schedule="1F1B")
     spans = {
         (event.kind, event.rank, event.microbatch): event.start_s
@@ -140,7 +140,7 @@ def test_a_slow_link_delays_its_own_messages_and_no_others() -> None:
     assert spans == {(0, 0): (0, 0.5), (0, 1): (0.5, 1), (1, 0): (0.5, 1.5), (1, 1): (1.5, 2.5)}
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_inconsistent_models_are_refused() -> None:
     with pytest.raises(ValueError, match="activations has 2 entries"):
         two_stages(activations=(FREE, FREE))
     with pytest.raises(ValueError, match="3 hosts for 2 stages"):

@@ -6,7 +6,7 @@ import pytest
 
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.simulate import Message, StepModel, simulate
-from thinpipe.launch.plan.trace import foretell, trace_run, transfers, write_trace
+from thinpipe.launch.plan.trace import predict_step, trace_run, transfers, write_trace
 from thinpipe.launch.report.metrics import TimelineEvent, WireCount
 from thinpipe.launch.report.timeline import Timeline, read_timeline
 
@@ -43,9 +43,9 @@ def measured() -> Timeline:
 
 
 @pytest.mark.parametrize("network", [Network.uniform(3), Network.uniform(3, 1e4, 0.5)])
-def test_foretold_step_has_the_times_and_sizes_of_the_measured_one(network: Network) -> None:
+def test_predicted_step_has_the_times_and_sizes_of_the_measured_one(network: Network) -> None:
     expected = simulate(replace(MODEL, network=network.payload()))
-    assert foretell(measured(), network).step_s == pytest.approx(expected.step_s)
+    assert predict_step(measured(), network).step_s == pytest.approx(expected.step_s)
 
 
 def test_messages_are_joined_from_sender_to_receiver() -> None:
@@ -58,20 +58,20 @@ def test_messages_are_joined_from_sender_to_receiver() -> None:
 
 def test_trace_shows_both_steps_rank_by_rank(tmp_path: Path) -> None:
     measured().write(tmp_path)
-    told = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=1e4, delay_s=0.0)
-    assert "step 7, measured" in told
-    assert "s on the links of the run, foretold" in told
-    assert "s on links of 10 kbit/s and 0 ms one way" in told
+    summary = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=1e4, delay_s=0.0)
+    assert "step 7, measured" in summary
+    assert "s on the links of the run, predicted" in summary
+    assert "s on links of 10 kbit/s and 0 ms one way" in summary
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names[1] == "rank 1 (stage 1)"
-    assert names[1001] == "foretold: rank 1 (stage 1)"
+    assert names[1001] == "predicted: rank 1 (stage 1)"
     spans = [e for e in events if e["ph"] == "X" and e["pid"] == 0 and e["cat"] == "F"]
     assert [(e["ts"], e["dur"]) for e in spans] == [(0, 1e6), (1e6, 1e6)]
     assert sum(e["ph"] == "b" for e in events) == sum(e["ph"] == "e" for e in events) == 16
 
 
-def test_codecs_that_work_at_once_are_drawn_apart(tmp_path: Path) -> None:
+def test_concurrent_codecs_are_drawn_on_separate_tracks(tmp_path: Path) -> None:
     at = [("F", 0.0, 4.0), ("encode", 1.0, 3.0), ("decode", 2.0, 5.0), ("encode", 3.0, 4.0)]
     events = tuple(TimelineEvent(0, 0, kind, 0, *span) for kind, *span in at)  # type: ignore[arg-type]
     write_trace(
@@ -84,10 +84,10 @@ def test_codecs_that_work_at_once_are_drawn_apart(tmp_path: Path) -> None:
     assert names == {0: "compute", 2: "codec", 3: "codec"}
 
 
-def test_schedules_that_cannot_be_foretold_still_have_a_trace(tmp_path: Path) -> None:
+def test_schedules_that_cannot_be_simulated_still_have_a_trace(tmp_path: Path) -> None:
     measured().model_copy(update={"schedule": "Interleaved1F1B"}).write(tmp_path)
-    told = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=None, delay_s=0.0)
-    assert "not foretold" in told
+    summary = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=None, delay_s=0.0)
+    assert "not predicted" in summary
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert max(event["pid"] for event in events) == 2
 
@@ -102,7 +102,7 @@ def test_a_run_without_a_timeline_is_refused(tmp_path: Path) -> None:
         read_timeline(tmp_path)
 
 
-def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     measured().write(tmp_path)
     out = tmp_path / "gone" / "trace.json"
     with pytest.raises(ValueError, match=r"--out = .*gone/trace\.json: cannot be written: No such"):

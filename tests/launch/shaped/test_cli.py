@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -33,11 +34,13 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 @contextmanager
 def started(
-    *arguments: str, told: int | BinaryIO = subprocess.DEVNULL
+    *arguments: str, output: int | BinaryIO = subprocess.DEVNULL
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """The command in a process group of its own, killed at the end; `told` gets its stderr."""
+    """The command in a process group of its own, killed at the end."""
     command = [sys.executable, "-c", SHAPED, *arguments]
-    with subprocess.Popen(command, cwd=ROOT, stderr=told, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
+    ) as process:
         try:
             yield process
         finally:
@@ -53,30 +56,23 @@ def until(condition: Callable[[], object], seconds: float = 60) -> None:
 
 def processes(word: str) -> list[int]:
     """Those with an argument `word`."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            arguments = (folder / "cmdline").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if word.encode() in arguments:
-            found.append(int(folder.name))
-    return found
+    running = psutil.process_iter(["cmdline"])
+    return [process.pid for process in running if word in (process.info["cmdline"] or [])]
 
 
 def all_of(terminal: int) -> bytes:
-    """What was written to a terminal that nobody holds any more; closes it."""
+    """What was written to a terminal that is closed on the other side; closes it."""
     with open(terminal, "rb", buffering=0) as source:
         parts = []
-        with suppress(OSError):  # how Linux tells that it is empty
+        with suppress(OSError):  # Linux reports the end like this
             while part := source.read(4096):
                 parts.append(part)
     return b"".join(parts)
 
 
-def test_the_shown_host_has_the_terminal_for_itself() -> None:
+def test_only_the_shown_host_is_connected_to_the_terminal() -> None:
     terminal, theirs = pty.openpty()
-    script = "test {rank} = 1 || { test -t 1 && exit 5; }; echo quiet; sleep 60"
+    script = "test {rank} = 1 || { test -t 1 && exit 5; }; echo quiet; sleep 600"
     command = [sys.executable, "-c", SHAPED, "--hosts", "2", "--show", "0"]
     with subprocess.Popen(
         [*command, "--", "sh", "-c", script], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs
@@ -84,17 +80,17 @@ def test_the_shown_host_has_the_terminal_for_itself() -> None:
         assert process.wait(60) == 5
     os.close(theirs)
     text = all_of(terminal)
-    assert b"host0 ended with exit code 5" in text
+    assert b"host0 exited with code 5" in text
     assert b"quiet" not in text
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_when_it_is_ended(signum: signal.Signals) -> None:
+def test_nothing_is_left_when_it_is_stopped(signum: signal.Signals) -> None:
     mark = str(time.monotonic_ns())
-    script = ("sh", "-c", "sleep 60; true", mark)
+    script = ("sh", "-c", "sleep 600; true", mark)
     with started("--hosts", "2", "--delay", "1ms", "--", *script) as process:
-        until(lambda: len(processes(mark)) == 5)  # this, two scripts and who waits for them
-        until(lambda: len(networks_of(mark)) == 2)  # and not one of them about to start another
+        until(lambda: len(processes(mark)) == 5)  # this, two scripts and their proxies
+        until(lambda: len(networks_of(mark)) == 2)  # none of them is about to fork
         networks = networks_of(mark)
         process.send_signal(signum)
         assert process.wait(60) == (-9 if signum == signal.SIGKILL else 128 + signum)
@@ -121,26 +117,27 @@ def _networks() -> set[str]:
     return found
 
 
-def test_ctrl_c_leaves_commands_time_to_end_by_themselves(tmp_path: Path) -> None:
-    note, ready = tmp_path / "note", [tmp_path / "ready0", tmp_path / "ready1"]
-    script = f"trap 'echo {{rank}} >> {note}; exit 0' INT; touch {tmp_path}/ready{{rank}}; "
-    script += "sleep 60 & wait"
-    with started("--hosts", "2", "--", "sh", "-c", script) as process:
-        until(lambda: all(path.exists() for path in ready))
-        time.sleep(0.3)  # until it watches the last one that it started
+def test_ctrl_c_gives_commands_time_to_exit(tmp_path: Path) -> None:
+    note, output = tmp_path / "note", tmp_path / "output"
+    script = f"trap 'echo {{rank}} >> {note}; exit 0' INT; echo ready; sleep 600 & wait"
+    with (
+        output.open("wb") as out,
+        started("--hosts", "2", "--", "sh", "-c", script, output=out) as process,
+    ):
+        until(lambda: output.read_text().count("| ready") == 2)  # it monitors both
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         assert process.wait(60) == 130
     assert sorted(note.read_text().split()) == ["0", "1"]
 
 
 def test_rates_are_set_from_another_terminal(tmp_path: Path) -> None:
-    told = tmp_path / "told"
+    output = tmp_path / "output"
     with (
-        told.open("wb") as out,
-        started("--hosts", "2", "--rate", "100mbit", "--", "sleep", "60", told=out),
+        output.open("wb") as out,
+        started("--hosts", "2", "--rate", "100mbit", "--", "sleep", "600", output=out),
     ):
-        until(lambda: told.read_text().endswith("\n"))
-        name = told.read_text().split()[-1]
+        until(lambda: output.read_text().endswith("\n"))
+        name = output.read_text().split()[-1]
         change = ["--down", "5mbit", "--pair", "0,1=1mbit"]
         done = CliRunner().invoke(app, ["shaped", "set", "--run", name, *change])
         wrong = CliRunner().invoke(app, ["shaped", "set", "--run", name, "--rate", "fast"])

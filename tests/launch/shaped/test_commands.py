@@ -22,30 +22,32 @@ def test_the_code_of_the_host_that_fails_is_returned_and_the_others_end(
     net: ShapedNetwork, capfd: Capture
 ) -> None:
     assert run_command(net, ["sh", "-c", "test {rank} != 1 || exit 7; exec sleep 60"]) == 7
-    assert "host1 ended with exit code 7; the others were ended" in capfd.readouterr().err
+    assert "host1 exited with code 7; the others were stopped" in capfd.readouterr().err
 
 
-def test_a_signal_counts_as_in_a_shell(net: ShapedNetwork) -> None:
+def test_a_signal_gives_the_exit_code_of_a_shell(net: ShapedNetwork) -> None:
     assert run_command(net, ["sh", "-c", "test {rank} = 2 && kill -9 $$; sleep 60"]) == 137
 
 
-def test_a_command_that_does_not_exist_is_named(net: ShapedNetwork, capfd: Capture) -> None:
+def test_a_missing_command_is_named(net: ShapedNetwork, capfd: Capture) -> None:
     assert run_command(net, ["no-such-program"]) == 127
     assert "| no-such-program: No such file" in capfd.readouterr().err
 
 
-def test_other_hosts_leave_the_shown_one_alone(net: ShapedNetwork, capfd: Capture) -> None:
+def test_only_the_output_of_the_shown_host_is_printed(net: ShapedNetwork, capfd: Capture) -> None:
     assert run_command(net, ["echo", "{host}"], show=1) == 0
     assert capfd.readouterr() == ("host1\n", "")
 
 
-def test_last_words_of_a_hidden_host_are_shown(net: ShapedNetwork, capfd: Capture) -> None:
-    script = "test {rank} = 0 && exec sleep 60; echo so it ends >&2; exit 3"
+def test_the_last_lines_of_a_failed_hidden_host_are_shown(
+    net: ShapedNetwork, capfd: Capture
+) -> None:
+    script = "test {rank} = 0 && exec sleep 60; echo the last line >&2; exit 3"
     assert run_command(net, ["sh", "-c", script], show=0) == 3
-    assert "| so it ends" in capfd.readouterr().err
+    assert "| the last line" in capfd.readouterr().err
 
 
-def test_long_output_and_an_unfinished_line_arrive_whole(
+def test_long_output_and_an_unfinished_line_are_complete(
     net: ShapedNetwork, capfd: Capture
 ) -> None:
     assert run_command(net, ["sh", "-c", "seq 20000; printf end"]) == 0
@@ -55,7 +57,7 @@ def test_long_output_and_an_unfinished_line_arrive_whole(
     assert mine == [*map(str, range(1, 20001)), "end"]
 
 
-def test_what_a_command_leaves_running_does_not_hold_us_up(net: ShapedNetwork) -> None:
+def test_processes_left_running_by_a_command_are_not_waited_for(net: ShapedNetwork) -> None:
     assert run_command(net, ["sh", "-c", "sleep 60 & exit 0"]) == 0
     assert run_command(net, ["sh", "-c", "test {rank} != 0 || yes & exit 0"]) == 0
 

@@ -1,10 +1,10 @@
-"""A step as AC-SGD's published runtime takes it, over our codecs and messages.
+"""A training step of AC-SGD's published runtime, with our codecs and messages.
 
 GPipe with a barrier of all ranks before, between and after the two halves. A receive is posted when
-the message before it has been decoded; receiving with decoding, computing, and encoding with
-sending run beside each other (three CUDA streams there, three threads here). First visits are sent
-in full precision. Read in `GpipeAsync` of github.com/DS3Lab/AC-SGD at 95a0f2e. Our kernels stand in
-for its torch operations, which are ten and more times slower, so what is compared is the runtime.
+the previous message has been decoded; receiving with decoding, computing, and encoding with sending
+run concurrently (three CUDA streams there, three threads here). First visits are sent in full
+precision. After `GpipeAsync` of github.com/DS3Lab/AC-SGD at 95a0f2e. Our kernels replace its torch
+operations, which are ten and more times slower, so that only the runtimes are compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Wire = tuple[MessageCodec, Link]
 
 
 class AcSgdStep:
-    """One rank's end; all ranks call `run` alike."""
+    """One rank's part; `run` is a collective."""
 
     def __init__(
         self,

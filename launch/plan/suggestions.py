@@ -1,4 +1,4 @@
-"""What would shorten a step of which much is bubble: changes of the run, played through."""
+"""Changes to a run that shorten a step with a large pipeline bubble, each simulated."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,25 +15,25 @@ from thinpipe.launch.report.metrics import format_duration
 _LARGE_BUBBLE, _WORTH_IT, _SHOWN = 0.3, 0.95, 3
 
 
-def show_remedies(
+def show_suggestions(
     console: Console, config: RunConfig, blocks: Blocks, prediction: Prediction, network: Network
 ) -> None:
-    """Where the bubble is large, the changes that make the step shorter, the best first."""
+    """If the bubble is large, print the changes that shorten the step most."""
     if prediction.bubble <= _LARGE_BUBBLE:
         return
     tried = [
         (change, _with(config, change, blocks, prediction, network)) for change in _changes(config)
     ]
     good = [pair for pair in tried if pair[1].step_s < _WORTH_IT * prediction.step_s]
-    console.print(f"bubble {prediction.bubble:.0%}; less of it with")
+    console.print(f"bubble {prediction.bubble:.0%}; reduce it with")
     shown: dict[str, str] = {}
     for change, step in sorted(good, key=lambda pair: (pair[1].step_s, len(pair[0]))):
         named = ", ".join(f"pipeline.{key} = {value!r}" for key, value in change.items())
-        told = f"step {format_duration(step.step_s)}, bubble {step.bubble:.0%}"
-        shown.setdefault(told, named)  # of equals, that which changes least
-    for told, named in list(shown.items())[:_SHOWN]:
-        console.print(f"  {named}: {told}", markup=False, soft_wrap=True)
-    console.print("  fewer stages, if the machines' memory suffices")
+        result = f"step {format_duration(step.step_s)}, bubble {step.bubble:.0%}"
+        shown.setdefault(result, named)  # of equals, the one that changes least
+    for result, named in list(shown.items())[:_SHOWN]:
+        console.print(f"  {named}: {result}", markup=False, soft_wrap=True)
+    console.print("  fewer stages, if the machines have enough memory")
     console.print("  a larger train.batch_size in more microbatches")
 
 
@@ -54,7 +54,7 @@ def _with(
     prediction: Prediction,
     network: Network,
 ) -> Prediction:
-    """The step after a change, if a microbatch's seconds and bytes go with its samples."""
+    """Predict the step after a change, with seconds and bytes in proportion to samples."""
     changed = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=change)})
     share = microbatch_shape(changed)[0] / microbatch_shape(config)[0]
     smaller = [
