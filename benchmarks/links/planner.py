@@ -1,9 +1,9 @@
 """`python -m benchmarks.links.planner`: the step `thinpipe plan` predicts beside the measured one.
 
 Two forms on emulated networks (`launch/shaped/`). "slept": the paper-shaped stages of
-`benchmarks.links.workloads` with chosen times, real codecs and links. "real": a small transformer on
-one core per stage, whose blocks the hosts measure themselves. Also compares the cuts of
-`cuts = "auto"` with those of torchgpipe's balancer. With a delay, hosts run with
+`benchmarks.links.workloads` with chosen times, real codecs and links. "real": a small transformer
+on one core per stage, whose blocks the hosts measure themselves. Also compares the cuts of `cuts =
+"auto"` with those of torchgpipe's balancer. With a delay, hosts run with
 net.ipv4.tcp_slow_start_after_idle = 0, as plan assumes.
 """
 

@@ -1,7 +1,8 @@
 """The network of a run: rates and latencies between its hosts, uniform or measured.
 
-`thinpipe doctor` writes network files and `thinpipe shaped --matrix` emulates them: `rate_bps` (bit/s
-on the wire, headers included, of each link alone) and `latency_s` (one way), a row per sender.
+`thinpipe doctor` writes network files and `thinpipe shaped --matrix` emulates them: `rate_bps`
+(bit/s on the wire, headers included, of each link alone) and `latency_s` (one way), a row per
+sender.
 """
 
 import json
