@@ -12,10 +12,10 @@ from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.aqsgd.disk import DiskStore, RowFile
 from thinpipe.aqsgd.store import RamStore, Store
 from thinpipe.gradcomp.registry import build_optimizer, load_method
-from thinpipe.launch.components import Built, build_blocks, build_boundary, build_objective
+from thinpipe.launch.components import Built, build_boundary, build_objective, build_stage
 from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.host.device import choose_device, make_repeatable
+from thinpipe.launch.host.device import choose_devices, make_repeatable
 from thinpipe.launch.plan.memory_budget import memory_folder, row_nbytes, sample_capacity
 from thinpipe.pipeline.comm.bandwidth import measure_rate
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless
@@ -27,6 +27,7 @@ from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
 from thinpipe.pipeline.config import RawConfig
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
 from thinpipe.pipeline.models.build import StageModule, trainable
+from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import build_schedule, stage_to_rank
 from thinpipe.pipeline.stage import Channels, CompressedStage
@@ -72,9 +73,10 @@ def build(
     if config.pipeline.auto_cuts:
         raise ValueError('pipeline.cuts = "auto": not decided here; give the cuts')
     wiring = wiring or _rank_wiring(config, transport)
-    device = choose_device(config.pipeline.device)
+    devices = _devices(config)
+    device = devices[0]
     make_repeatable(device)
-    modules = {stage: _module(config, stage, device) for stage in wiring.stages}
+    modules = {stage: build_stage(config, stage, devices) for stage in wiring.stages}
     shared = _tie(config, modules)
     stages = [
         CompressedStage(
@@ -136,17 +138,19 @@ def _fallbacks(spec: ForwardConfig | BackwardConfig) -> list[Boundary]:
     return [Stateless(Hadamard(bits)) for bits in dict.fromkeys(fallbacks) if bits > spec.bits]
 
 
-def _module(config: RunConfig, stage: int, device: torch.device) -> StageModule:
-    bounds = (0, *config.pipeline.cuts, config.model.layers)
-    return build_blocks(config, bounds[stage], bounds[stage + 1], device=device)
+def _devices(config: RunConfig) -> list[torch.device]:
+    return choose_devices(config.pipeline.device, config.pipeline.devices_per_rank)
 
 
-def _tie(config: RunConfig, modules: dict[int, StageModule]) -> nn.Parameter | None:
+def _tie(
+    config: RunConfig, modules: Mapping[int, StageModule | LocalPipeline]
+) -> nn.Parameter | None:
     """Share the tied weight between stages of this rank, or return the copy to keep equal."""
     first, last = modules.get(0), modules.get(config.pipeline.stages - 1)
     ends = [stage for stage in (first, last) if stage is not None]
     weights = [stage.tied_weight() for stage in ends]
     if len(ends) == 2 and weights[0] is not None:
+        assert not isinstance(ends[1], LocalPipeline), "refused by the config"
         ends[1].share_tied_weight(weights[0])
         return None
     trained = [weight for weight in weights if weight is not None and weight.requires_grad]
@@ -203,7 +207,7 @@ def _link_rates(
 
 
 def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> Channels:
-    make = _ChannelMaker(config, wiring, stage, run_id, choose_device(config.pipeline.device))
+    make = _ChannelMaker(config, wiring, stage, run_id, _devices(config)[0])
     return Channels(
         activations_in=make(IncomingChannel, stage - 1, FORWARD),
         activations_out=make(OutgoingChannel, stage, FORWARD),
@@ -288,7 +292,7 @@ class _TransportLinks:
             f"stage {source[0]} (rank {source[1]}) -> stage {target[0]} (rank {target[1]}), "
             f"cut {cut} {DIRECTIONS[direction]}"
         )
-        device = choose_device(self.config.pipeline.device)
+        device = _devices(self.config)[0]
         return self.transport.link(peer, FIRST_CUT + 2 * upper + direction, name, device=device)
 
 

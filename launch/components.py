@@ -3,6 +3,7 @@
 What planners and checkpoints need without building a rank; `launch/build.py` joins them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from thinpipe.pipeline.config import DirectConfig, StatelessConfig, build_codec
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.loss import Classification, NextToken, Objective
 from thinpipe.pipeline.models.build import StageModule, build_model
+from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.stage import CompressedStage
 
@@ -63,6 +65,21 @@ def build_boundary(
         return {"train": tiles, "eval": raw(), "eval_compressed": tiles}
     cast = raw(spec.format)
     return {"train": cast, "eval": raw(), "eval_compressed": cast}
+
+
+def build_stage(
+    config: RunConfig, stage: int, devices: Sequence[torch.device]
+) -> StageModule | LocalPipeline:
+    """The module of a stage, spread over the devices if there are several."""
+    bounds = (0, *config.pipeline.cuts, config.model.layers)
+    first, stop = bounds[stage], bounds[stage + 1]
+    if len(devices) == 1:
+        return build_blocks(config, first, stop, device=devices[0])
+
+    def build_part(first: int, stop: int, device: torch.device) -> StageModule:
+        return build_blocks(config, first, stop, device=device)
+
+    return LocalPipeline(build_part, first, stop, devices=devices)
 
 
 def build_blocks(

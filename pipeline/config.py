@@ -26,6 +26,8 @@ class PipelineConfig(BaseModel):
     zero-bubble ones) share the stages among `ranks`, by default half as many as there are stages.
     `depth` is how many more microbatches per hop Deep1F1B keeps in flight than 1F1B.
     `device = "auto"` is a GPU where a host has one; ranks of a host share its GPUs in turn.
+    `devices_per_rank` spreads the blocks of each stage over that many GPUs with torchgpipe; then
+    no two ranks share one.
     `peer_timeout_s` is how long a silent peer is waited for; one that is gone is noticed at once.
     """
 
@@ -39,6 +41,7 @@ class PipelineConfig(BaseModel):
     ranks: int | None = Field(None, ge=1)
     precision: Precision = "fp32"
     device: DeviceName = "auto"
+    devices_per_rank: int = Field(1, ge=1)
     peer_timeout_s: float = Field(300.0, gt=0)
     auto_cuts: Annotated[bool, Field(exclude=True)] = False
     """Set by `cuts = "auto"`: cuts 1, 2, ... stand in until they are decided."""

@@ -174,7 +174,7 @@ def saved_so_far(config: RunConfig) -> str:
 
 
 def _collect(built: Built) -> dict[str, Any]:
-    device = built.stages[0].device
+    gpu_rng = [torch.cuda.get_rng_state(device) for device in _gpus(built)]
     return {
         "model": {str(s.stage_index): module_of(s).state_dict() for s in built.stages},
         "global_model": _global_model(built),
@@ -188,8 +188,15 @@ def _collect(built: Built) -> dict[str, Any]:
             for channel in built.engine.channels
         },
         "rng": torch.random.get_rng_state(),
-        "gpu_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "gpu_rng": torch.stack(gpu_rng) if gpu_rng else None,
     }
+
+
+def _gpus(built: Built) -> list[torch.device]:
+    """Those that hold parameters, the first one first."""
+    modules = [module_of(stage) for stage in built.stages]
+    devices = dict.fromkeys(p.device for module in modules for p in module.parameters())
+    return [device for device in devices if device.type == "cuda"]
 
 
 def _global_model(built: Built) -> dict[str, Any] | None:
@@ -219,6 +226,6 @@ def _distribute(built: Built, state: Mapping[str, Any]) -> None:
     built.engine.load_state_dict(state["engine"])
     built.sync.load_state_dict(state["sync"])
     torch.random.set_rng_state(state["rng"])
-    device = built.stages[0].device
-    if device.type == "cuda" and state.get("gpu_rng") is not None:
-        torch.cuda.set_rng_state(state["gpu_rng"], device)
+    if state.get("gpu_rng") is not None:
+        for device, rng in zip(_gpus(built), state["gpu_rng"], strict=False):
+            torch.cuda.set_rng_state(rng, device)

@@ -10,7 +10,8 @@ from thinpipe.pipeline.wire.header import DIRECTIONS
 _MAY_CHANGE = (
     *("run.name", "eval.", "checkpoint."),
     *(f"pipeline.{name}" for name in ("cuts", "ranks", "replicas", "schedule", "depth")),
-    *(f"pipeline.{name}" for name in ("microbatches", "device", "peer_timeout_s")),
+    *(f"pipeline.{name}" for name in ("microbatches", "device")),
+    *(f"pipeline.{name}" for name in ("devices_per_rank", "peer_timeout_s")),
 )
 _EPOCHS = "train.epochs"
 _MOST = 8

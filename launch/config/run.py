@@ -29,6 +29,7 @@ from pydantic import (
 
 from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig, MemoryConfig
 from thinpipe.gradcomp.registry import load_method, method_names, option_aliases, parse_options
+from thinpipe.launch.config.devices import check_devices
 from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.model import (
     ModelSection,
@@ -278,6 +279,7 @@ class RunConfig(BaseModel):
             ranks=self.pipeline.pipeline_ranks,
             microbatches=self.pipeline.microbatches,
         )
+        check_devices(self.pipeline, self.model)
         _check_boundaries(self.boundary, self.pipeline)
         _check_sizes(self)
         _check_task(self)

@@ -34,6 +34,29 @@ def choose_device(name: DeviceName) -> torch.device:
     return _own_gpu()
 
 
+def choose_devices(name: DeviceName, per_rank: int) -> list[torch.device]:
+    """Devices of a rank: with several, no two ranks of a host share a GPU."""
+    if per_rank == 1 or choose_device(name).type == "cpu":
+        return [choose_device(name)] * per_rank
+    first = per_rank * _local_rank()
+    return [torch.device("cuda", first + index) for index in range(per_rank)]
+
+
+def check_gpus(name: DeviceName, per_rank: int, ranks_here: int) -> None:
+    """Check that this host has as many GPUs as its ranks need.
+
+    Raises:
+        ValueError: there are too few, or `choose_device` refuses.
+    """
+    needed = per_rank * ranks_here
+    if per_rank > 1 and choose_device(name).type == "cuda" and needed > gpu_count():
+        raise ValueError(
+            f"pipeline.devices_per_rank = {per_rank}: {ranks_here} ranks on this host need "
+            f"{needed} GPUs and it has {gpu_count()}; use fewer devices per rank, or start fewer "
+            "ranks here"
+        )
+
+
 def make_repeatable(device: torch.device) -> None:
     """Make torch deterministic, as a resume requires; a CPU is without this.
 
@@ -65,10 +88,14 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def free_gpu_memory() -> int | None:
-    """Free bytes of this rank's GPU; None on a host without GPUs."""
-    return torch.cuda.mem_get_info(_own_gpu())[0] if gpu_count() else None
+def free_gpu_memory(per_rank: int = 1) -> int | None:
+    """Free bytes of this rank's first GPU; None on a host without GPUs."""
+    return torch.cuda.mem_get_info(_own_gpu(per_rank))[0] if gpu_count() else None
 
 
-def _own_gpu() -> torch.device:
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % gpu_count())
+def _own_gpu(per_rank: int = 1) -> torch.device:
+    return torch.device("cuda", per_rank * _local_rank() % gpu_count())
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))

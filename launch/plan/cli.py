@@ -57,6 +57,11 @@ def plan(  # noqa: PLR0913  # one parameter per option
     try:
         config = load_config(config_path, overrides or [])
         check_simulated(config.pipeline.schedule)
+        if config.pipeline.devices_per_rank > 1:
+            raise ValueError(
+                f"pipeline.devices_per_rank = {config.pipeline.devices_per_rank}: blocks are "
+                "measured on one device; plan with --set pipeline.devices_per_rank=1"
+            )
         links = _links(config.pipeline.pipeline_ranks, network, rate, delay)
         blocks = _blocks(console, config, _numbers(speeds, "--speeds", config.pipeline.stages))
         limits = _numbers(memory, "--memory", config.pipeline.stages)

@@ -17,7 +17,7 @@ from rich.table import Table
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.host.device import choose_device, free_gpu_memory, gpu_count
+from thinpipe.launch.host.device import check_gpus, choose_device, free_gpu_memory, gpu_count
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.report.metrics import format_bytes
 from thinpipe.pipeline.config import build_codec
@@ -126,10 +126,10 @@ def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs
         rows=held,
         ram=ram,
         disk=held if tier == "disk" else 0,
-        device=_busiest(at_once) if tier == "device" else 0,
+        device=_busiest(at_once, config.pipeline.devices_per_rank) if tier == "device" else 0,
         ram_free=free_memory(),
         disk_free=shutil.disk_usage(_existing(memory_folder(config))).free,
-        device_free=free_gpu_memory() if tier == "device" else None,
+        device_free=free_gpu_memory(config.pipeline.devices_per_rank) if tier == "device" else None,
     )
 
 
@@ -150,6 +150,8 @@ def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> Non
     Raises:
         ConfigError, ValueError: naming what is too small or missing, and the remedy.
     """
+    ranks = list(ranks)
+    check_gpus(config.pipeline.device, config.pipeline.devices_per_rank, len(ranks))
     _check_device(config)
     found = needs(config, plan_memory(config, sequences), ranks)
     if found.device_free is not None and found.device > found.device_free:
@@ -256,9 +258,9 @@ def _batch(config: RunConfig) -> int:
     return config.train.batch_size // config.pipeline.replicas
 
 
-def _busiest(nbytes: Sequence[int]) -> int:
+def _busiest(nbytes: Sequence[int], per_rank: int) -> int:
     """Bytes on the busiest GPU: local ranks are assigned to GPUs round-robin."""
-    gpus = max(1, gpu_count())
+    gpus = max(1, gpu_count() // per_rank)
     return max((sum(nbytes[gpu::gpus]) for gpu in range(gpus)), default=0)
 
 

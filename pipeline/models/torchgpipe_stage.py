@@ -1,76 +1,128 @@
-"""torchgpipe inside one host: a stage whose module is spread over the host's own devices.
+"""A stage whose blocks are spread over several devices of one host, with torchgpipe.
 
 torchgpipe (Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models",
-2020) runs GPipe over the devices of one process; between hosts the pipeline is ours. Its balancer
-is here too, as the baseline of planners.
+2020) runs GPipe over the devices of one process; between hosts the pipeline is ours.
+
+Axes: B samples.
 """
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torchgpipe import GPipe
-from torchgpipe.balance import balance_by_time
+
+from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.models.build import StageModule
+
+StageBuilder = Callable[[int, int, torch.device], StageModule]
+"""(first block, block after the last, device) -> the stage that holds them."""
 
 
 class LocalPipeline(nn.Module):
-    """Consecutive layers over several devices of this host, as one module.
+    """Blocks `first` to `stop - 1` over several devices, with the parameters of the plain stage.
 
-    `balance` says how many layers each device gets; input and output live on the first device. It
-    runs under schedules with a whole backward only: torchgpipe cannot split input and weight
-    gradients, as the zero-bubble schedules do.
+    Names and order of parameters are those of the stage on one device, so checkpoints are alike.
+    Input and output are on the first device. A microbatch is split into as many chunks as there are
+    devices, so that devices work at the same time. torchgpipe cannot split the backward pass into
+    input and weight gradients, as zero-bubble schedules do.
     """
 
     whole_backward_only = True
+    wants_samples = True
 
     def __init__(
-        self,
-        layers: Sequence[nn.Module],
-        *,
-        devices: Sequence[torch.device | str],
-        balance: Sequence[int],
-        chunks: int,
-        checkpoint: Literal["never", "except_last", "always"] = "never",
+        self, build: StageBuilder, first: int, stop: int, *, devices: Sequence[torch.device]
     ) -> None:
-        """`chunks` is the number of microbatches inside this host.
-
-        Raises:
-            ValueError: the balance does not fit the layers or the devices.
-        """
+        """The range must hold a block for each device, and no weight that two devices use."""
         super().__init__()
-        if sum(balance) != len(layers) or len(balance) != len(devices) or min(balance) < 1:
-            raise ValueError(
-                f"balance = {list(balance)}: {len(layers)} layers on {len(devices)} devices need "
-                f"{len(devices)} numbers of 1 or more that add up to {len(layers)}"
-            )
-        self._device = torch.device(devices[0])
-        self.pipeline = GPipe(
-            nn.Sequential(*layers),
-            list(balance),
-            devices=[torch.device(device) for device in devices],
-            chunks=chunks,
-            checkpoint=checkpoint,
+        ranges = pairwise(even_bounds(first, stop, len(devices)))
+        stages = [build(*blocks, device) for blocks, device in zip(ranges, devices, strict=True)]
+        whole = build(first, stop, torch.device("meta"))
+        _place_tensors(whole, stages)
+        for name, child in whole.named_children():
+            self.add_module(name, child)
+        # The rest is hidden from torch, which would find the parameters under further names.
+        self._parts = tuple(_Part(stage) for stage in stages)
+        self._devices = tuple(devices)
+        gpipe = GPipe(
+            nn.Sequential(*self._parts, _Output()),
+            [1] * (len(stages) - 1) + [2],
+            devices=devices,
+            chunks=len(devices),
+            checkpoint="never",
         )
+        self._run = gpipe.forward
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the layers; `x` and the result are on the first device."""
-        out: Tensor = self.pipeline(x)
-        return out.to(self._device)
+    def forward(self, x: Tensor, samples: Samples) -> Tensor:
+        """Map input to output as the stage on one device does; never returns a view."""
+        device_type = self._devices[0].type
+        autocast = torch.is_autocast_enabled(device_type)
+        for part in self._parts:
+            part.autocast_dtype = torch.get_autocast_dtype(device_type) if autocast else None
+        out: Any = self._run((x, *_to_tensors(samples)))
+        on_first: Tensor = out.to(self._devices[0])
+        return on_first
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of the parts too."""
+        for part in self._parts:
+            part.train(mode)
+        return super().train(mode)
+
+    def tied_weight(self) -> nn.Parameter | None:
+        """Return the weight this stage shares with another one; None when there is none here."""
+        weights = [part.stage.tied_weight() for part in self._parts]
+        return next((weight for weight in weights if weight is not None), None)
 
 
-def torchgpipe_balance(
-    layers: Sequence[nn.Module], sample: Tensor, *, partitions: int, timeout_s: float = 1.0
-) -> list[int]:
-    """Layers per partition as torchgpipe's `balance_by_time` sees it.
+def even_bounds(first: int, stop: int, parts: int) -> list[int]:
+    """Bounds of `parts` ranges of blocks whose lengths differ by at most one."""
+    return [first + (stop - first) * part // parts for part in range(parts + 1)]
 
-    Its profiler has no warm-up, and the first layer's first call can take many times its usual
-    time, so one run over all layers is made and thrown away. It knows nothing of links.
+
+class _Part(nn.Module):
+    """One device's blocks, as torchgpipe calls them: samples go along as tensors.
+
+    torchgpipe calls it in a thread of its own, which does not inherit autocast.
     """
-    model = nn.Sequential(*layers)
-    model(sample)
-    model.zero_grad()
-    found: list[int] = balance_by_time(
-        partitions, model, sample, timeout=timeout_s, device=sample.device
-    )
-    return found
+
+    def __init__(self, stage: StageModule) -> None:
+        super().__init__()
+        self.stage = stage
+        self.autocast_dtype: torch.dtype | None = None
+
+    def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, *known = given
+        enabled = self.autocast_dtype is not None
+        with torch.autocast(x.device.type, self.autocast_dtype, enabled=enabled):
+            return (self.stage(x, _to_samples(known)), *known)
+
+
+class _Output(nn.Module):
+    """Drops what went along."""
+
+    def forward(self, given: tuple[Tensor, ...]) -> Tensor:
+        return given[0]
+
+
+def _to_tensors(samples: Samples) -> tuple[Tensor, ...]:
+    """What torchgpipe can split by samples and copy between devices; [B, 0] stands for None."""
+    nothing = samples.ids_B.new_empty(len(samples.ids_B), 0)
+    masks = (samples.mask_BT, samples.segments_BT, samples.prefix_BT)
+    return (samples.ids_B, *(nothing if mask is None else mask for mask in masks))
+
+
+def _to_samples(tensors: Sequence[Tensor]) -> Samples:
+    ids_B, *masks = tensors
+    return Samples(ids_B, *(mask if mask.shape[1] else None for mask in masks))
+
+
+def _place_tensors(whole: nn.Module, stages: Sequence[nn.Module]) -> None:
+    """Put the parameters and buffers of the parts in place of those of the whole."""
+    for stage in stages:
+        for name, tensor in chain(stage.named_parameters(), stage.named_buffers()):
+            owner, _, own_name = name.rpartition(".")
+            setattr(whole.get_submodule(owner), own_name, tensor)

@@ -112,6 +112,25 @@ def test_ranks_train_what_one_process_does(ranks: Ranks, tmp_path: Path) -> None
     assert results[0][2][0] == pytest.approx(expected_losses, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("name", "more"), [("gpt2", {"lora": {"rank": 2}}), ("opt", {}), ("bert", {})]
+)
+def test_stages_may_be_spread_over_devices(name: str, more: dict[str, Any], tmp_path: Path) -> None:
+    saved_model(name, tmp_path / name)
+    run = run_config(section(name, tmp_path / name, **more))
+    base = run.model_dump(exclude_none=True)
+    (losses, expected), (found, split) = (
+        in_one_process(RunConfig.model_validate({**base, "pipeline": {**pipeline}}))
+        for pipeline in (
+            {**base["pipeline"], "microbatches": 8, "devices_per_rank": devices}
+            for devices in (1, 2)
+        )
+    )
+    assert found == losses
+    assert list(split) == list(expected)
+    assert all(torch.equal(split[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.dist
 def test_an_exact_tie_that_lora_freezes_is_not_exchanged(ranks: Ranks, tmp_path: Path) -> None:
     saved_model("gpt2", tmp_path / "gpt2")

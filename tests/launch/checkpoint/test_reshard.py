@@ -141,6 +141,26 @@ def test_training_goes_on_bit_for_bit_at_another_pipeline_degree(
 
 
 @pytest.mark.dist
+def test_training_goes_on_bit_for_bit_with_other_devices_per_rank(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    one, two = (
+        run_config([2], boundary=AQSGD, pipeline={"microbatches": 8, "devices_per_rank": devices})
+        for devices in (1, 2)
+    )
+    through = ranks(2, train, one, str(tmp_path / "other"))
+    for before, now in ((one, two), (two, one)):
+        folder = str(tmp_path / str(now.pipeline.devices_per_rank))
+        saved = ranks(2, _save, before, folder)
+        resumed = ranks(2, _resume, now, folder)
+        restored = [result["restored"] for result in resumed]
+        assert_equal(joined(restored, "optimizer"), joined(saved, "optimizer"))
+        assert all(result["known"] == {2: 8} for result in restored)
+        assert resumed[0]["losses"] == through[0]["losses"][3:]
+        assert_equal(joined(resumed, "weights"), joined(through, "weights"))
+
+
+@pytest.mark.dist
 def test_a_schedule_with_several_stages_per_rank_is_resumed_from(
     ranks: Ranks, tmp_path: Path
 ) -> None:

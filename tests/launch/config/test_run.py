@@ -104,6 +104,27 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
             "[pipeline]\ncuts = [2]\nschedule = 'Interleaved1F1B'\nranks = 2",
             ["Interleaved1F1B", "2 stages on 2 ranks"],
         ),
+        (
+            "[pipeline]\ndevices_per_rank = 2\n"
+            "cuts = [2, 4, 6]\nschedule = 'InterleavedZeroBubble'",
+            ["devices_per_rank = 2", "InterleavedZeroBubble", "torchgpipe cannot"],
+        ),
+        (
+            "[pipeline]\ncuts = 'auto'\nstages = 2\ndevices_per_rank = 2",
+            ['pipeline.cuts = "auto" measures blocks on one device'],
+        ),
+        (
+            "[pipeline]\nreplicas = 2\ndevices_per_rank = 2",
+            ["pipeline.replicas = 2", "use one replica"],
+        ),
+        (
+            "[pipeline]\ncuts = [6]\ndevices_per_rank = 3",
+            ["stage 1 has 2 of the model's layers", "every device needs one"],
+        ),
+        (
+            "[model]\ntie_embeddings = 'exact'\n[pipeline]\ndevices_per_rank = 2",
+            ["embedding and head are one weight on this rank"],
+        ),
         ("[pipeline]\ncuts = [2]\nranks = 1", ["Deep1F1B", "one stage per rank"]),
         ("[data]\nsequence_length = 999", ["data.sequence_length = 999", "model.context = 128"]),
         (

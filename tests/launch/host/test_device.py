@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from thinpipe.launch.host import device
-from thinpipe.launch.host.device import choose_device
+from thinpipe.launch.host.device import check_gpus, choose_device, choose_devices
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -23,6 +23,22 @@ def test_gpus_are_assigned_to_ranks_round_robin(monkeypatch: pytest.MonkeyPatch)
     for local_rank, index in enumerate([0, 1, 0]):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         assert choose_device("auto") == torch.device("cuda", index)
+
+
+def test_ranks_with_several_gpus_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "gpu_count", lambda: 4)
+    monkeypatch.setattr(device, "_missing_for_triton", lambda: None)
+    for local_rank, indices in enumerate([[0, 1], [2, 3]]):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        expected = [torch.device("cuda", index) for index in indices]
+        assert choose_devices("auto", 2) == expected
+    check_gpus("auto", 2, ranks_here=2)
+    check_gpus("auto", 1, ranks_here=9)
+    refusal = "devices_per_rank = 2: 3 ranks on this host need 6 GPUs and it has 4"
+    with pytest.raises(ValueError, match=refusal):
+        check_gpus("auto", 2, ranks_here=3)
+    assert choose_devices("cpu", 2) == [torch.device("cpu")] * 2
+    check_gpus("cpu", 2, ranks_here=9)
 
 
 @pytest.mark.parametrize("lost", ["package", "compiler", "headers"])

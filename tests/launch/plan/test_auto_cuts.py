@@ -181,6 +181,7 @@ def test_plan_measures_with_the_threads_of_a_rank_alone_on_its_machine(
         (["--network", "n.json", "--rate", "1mbit"], "leave out --rate"),
         (["--speeds", "1,2"], "or 3 separated by commas"),
         (["--memory", "0.000001"], "stage 0 needs"),
+        (["--set", "pipeline.devices_per_rank=2", "--set", "pipeline.cuts=[2]"], "on one device"),
         (["--set", "pipeline.schedule=LoopedBFS", "--set", "pipeline.cuts=[2]"], "one stage per"),
         (["--set", "pipeline.schedule=LoopedBFS", *AUTO, "--rate", "1mbit"], "one stage per"),
     ],

@@ -107,7 +107,7 @@ def test_memories_that_do_not_fit_are_refused(
 ) -> None:
     monkeypatch.setattr(planned, "gpu_count", lambda: 2)
     monkeypatch.setattr(planned, "choose_device", lambda _: torch.device("cuda", 0))
-    monkeypatch.setattr(planned, "free_gpu_memory", lambda: 10**12)
+    monkeypatch.setattr(planned, "free_gpu_memory", lambda _: 10**12)
 
     def on_a_small_host(*args: Any) -> Needs:
         return replace(needs(*args), **free)
@@ -115,6 +115,13 @@ def test_memories_that_do_not_fit_are_refused(
     monkeypatch.setattr(planned, "needs", on_a_small_host)
     with pytest.raises(ConfigError, match=message):
         check_memory(xl(4, tier=tier), 2344, range(3))
+
+
+def test_a_gpu_holds_the_memories_of_the_ranks_that_use_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planned, "gpu_count", lambda: 4)
+    assert [planned._busiest([5, 3, 4], per_rank) for per_rank in (1, 2, 4)] == [5, 9, 12]
 
 
 @pytest.mark.parametrize("tier", ["pinned", "device"])

@@ -1,100 +1,108 @@
-"""torchgpipe as a stage's module, as an oracle for gradients, and as a balancer."""
+"""torchgpipe inside a stage: gradients, samples, precision, and runs with `devices_per_rank`."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from tests.ranks import Ranks
-from tests.training import batch, config, share, single_process, start, train_steps
-from thinpipe.launch.build import engine_options
+from tests.training import batch, config, train_steps
+from thinpipe.launch.components import build_stage
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.batch import Batch, Samples
 from thinpipe.pipeline.engine import PipelineEngine
-from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline, torchgpipe_balance
-from thinpipe.pipeline.models.transformer import build_layers
+from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline, even_bounds
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
+CPU = torch.device("cpu")
 BATCHES = [batch(list(range(8))), batch([9, 11, 13, 15, 17, 19])]
-CPUS = ["cpu", "cpu"]
+SINGLES = [batch([0, 1, 2, 3]), batch([9, 11, 13, 15])]
+"""One sample for each microbatch, which torchgpipe then does not split."""
 
 
-def layers_of(run: RunConfig, first: int, stop: int) -> list[nn.Module]:
-    return [build_layers(run.model, i, i + 1, seed=0, device="cpu") for i in range(first, stop)]
+def spread(devices: int = 2, **sections: dict[str, Any]) -> RunConfig:
+    pipeline = {"devices_per_rank": devices, **sections.pop("pipeline", {})}
+    return config(pipeline=pipeline, **sections)
 
 
-def test_gradients_agree_with_torchgpipe() -> None:
+def both(run: RunConfig, stage: int = 0) -> tuple[Any, Any]:
+    """A stage on one device and on as many as the run has."""
+    return tuple(build_stage(run, stage, [CPU] * n) for n in (1, run.pipeline.devices_per_rank))
+
+
+def gradients(module: Any, item: Batch, samples: Samples) -> dict[str, torch.Tensor]:
+    logits = module(item.inputs_BT, samples)
+    F.cross_entropy(logits.flatten(0, 1), item.targets.flatten()).backward()
+    return {name: p.grad for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_agree_with_torchgpipe(masked: bool) -> None:
     """The same batch through torchgpipe and through one module: GPipe's semantics as oracle."""
-    run = config()
-    oracle = LocalPipeline(layers_of(run, 0, 4), devices=CPUS, balance=[2, 2], chunks=4)
     item = BATCHES[0]
-    tokens = item.targets.numel()
-    loss = F.cross_entropy(
-        oracle(item.inputs_BT).flatten(0, 1), item.targets.flatten(), reduction="sum"
+    halves = (torch.arange(item.inputs_BT.shape[1]) > 5).expand_as(item.inputs_BT).long()
+    samples = Samples(item.ids_B, segments_BT=halves if masked else None)
+    found, expected = (
+        gradients(module, item, samples) for module in both(spread(3, pipeline={"cuts": []}))
     )
-    (loss / tokens).backward()
-    whole = build_layers(run.model, 0, 4, seed=0, device="cpu")
-    for inputs, targets in zip(
-        item.inputs_BT.tensor_split(4), item.targets.tensor_split(4), strict=True
-    ):
-        part = F.cross_entropy(whole(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
-        (part / tokens).backward()
-    gradients = {n.split(".", 4)[4]: p.grad for n, p in oracle.named_parameters()}
-    for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-5, atol=1e-6)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-def train_with_local(rank: int, run: RunConfig, batches: list[Batch]) -> list[float]:
-    """Two ranks; each one's module is a torchgpipe pipeline over two (CPU) devices."""
-    built = start(run)
-    module: Any = LocalPipeline(
-        layers_of(run, 2 * rank, 2 * rank + 2), devices=CPUS, balance=[1, 1], chunks=2
-    )
-    built.stages[0].submod = module
-    engine = PipelineEngine(
-        built.stages,
-        built.engine.mesh,
-        engine_options(run),
-        optimizer=torch.optim.AdamW(
-            module.parameters(), lr=run.train.lr, weight_decay=run.train.weight_decay
-        ),
-        sync=built.sync,
-    )
-    return [engine.train_step(share(item, 0, 1), step).loss for step, item in enumerate(batches)]
+def test_names_order_and_places_of_tensors_are_those_of_the_plain_stage() -> None:
+    plain, split = both(spread(pipeline={"cuts": []}))
+    assert [*split.state_dict()] == [*plain.state_dict()]
+    assert [n for n, _ in split.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    split.load_state_dict({name: torch.ones_like(w) for name, w in plain.state_dict().items()})
+    assert all(bool((p == 1).all()) for part in split._parts for p in part.parameters())
+
+
+def test_parts_follow_the_mode_and_autocast_of_the_caller() -> None:
+    plain, split = both(spread(model={"dropout": 0.5}))
+    item = BATCHES[0]
+    assert all(not part.stage.training for part in split.eval()._parts)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(
+            split(item.inputs_BT, item.samples), plain.eval()(item.inputs_BT, item.samples)
+        )
+    assert all(part.stage.training for part in split.train()._parts)
+
+
+def test_ranges_differ_by_at_most_a_block() -> None:
+    assert even_bounds(3, 10, 3) == [3, 5, 7, 10]
+    assert even_bounds(0, 2, 2) == [0, 1, 2]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Deep1F1B"])
-def test_a_stage_may_be_a_torchgpipe_pipeline(ranks: Ranks, schedule: str) -> None:
-    run = config(pipeline={"schedule": schedule}, train={"clip_norm": 0})
-    found, _ = ranks(2, train_with_local, run, BATCHES)
-    expected, _ = single_process(run, BATCHES)
-    assert found == pytest.approx(expected, rel=1e-5)
-    (plain, _, _), _ = ranks(2, train_steps, run, BATCHES)
-    assert found == pytest.approx(plain, rel=1e-5)
+@pytest.mark.parametrize(
+    ("schedule", "precision"), [("GPipe", "fp32"), ("1F1B", "fp32"), ("Deep1F1B", "bf16")]
+)
+def test_training_equals_one_device_per_rank(ranks: Ranks, schedule: str, precision: str) -> None:
+    """Bit for bit where a microbatch has one sample; chunks of several are summed one by one."""
+    settings = {"schedule": schedule, "precision": precision}
+    for plain, split in zip(
+        *(ranks(2, train_both, spread(n, pipeline=settings)) for n in (1, 2)), strict=True
+    ):
+        assert split[0] == plain[0]
+        assert split[1].keys() == plain[1].keys()
+        assert all(torch.equal(split[1][name], weight) for name, weight in plain[1].items())
+        assert split[2] == pytest.approx(plain[2], rel=1e-5 if precision == "fp32" else 1e-3)
+
+
+def train_both(
+    rank: int, run: RunConfig
+) -> tuple[list[float], dict[str, torch.Tensor], list[float]]:
+    """Losses and weights of microbatches of one sample, then losses of larger ones."""
+    losses, found, _ = train_steps(rank, run, SINGLES)
+    return losses, found, train_steps(rank, run, BATCHES)[0]
 
 
 def test_zero_bubble_with_torchgpipe_is_refused() -> None:
-    run = config()
-    module = LocalPipeline(layers_of(run, 0, 2), devices=CPUS, balance=[1, 1], chunks=2)
+    module = both(spread())[1]
+    assert isinstance(module, LocalPipeline)
     with pytest.raises(ValueError, match=r"ZBVZeroBubble.*torchgpipe"):
         PipelineEngine.check_modules("ZBVZeroBubble", [module])
     PipelineEngine.check_modules("GPipe", [module])
-
-
-@pytest.mark.parametrize("balance", [[1, 2], [2], [0, 2]])
-def test_a_balance_that_does_not_fit_is_refused(balance: list[int]) -> None:
-    with pytest.raises(ValueError, match="balance = "):
-        LocalPipeline([nn.Identity(), nn.Identity()], devices=CPUS, balance=balance, chunks=1)
-
-
-def test_torchgpipes_balancer_covers_all_layers() -> None:
-    run = config()
-    found = torchgpipe_balance(
-        layers_of(run, 0, 4), BATCHES[0].inputs_BT, partitions=2, timeout_s=0.2
-    )
-    assert sum(found) == 4
-    assert len(found) == 2
