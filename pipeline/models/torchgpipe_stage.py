@@ -86,7 +86,8 @@ def even_bounds(first: int, stop: int, parts: int) -> list[int]:
 class _Part(nn.Module):
     """One device's blocks, as torchgpipe calls them: samples go along as tensors.
 
-    torchgpipe calls it in a thread of its own, which does not inherit autocast.
+    torchgpipe calls it in a new thread, which inherits neither autocast nor, before torch is asked
+    for it, the number of threads: matrix products would take every core.
     """
 
     def __init__(self, stage: StageModule) -> None:
@@ -95,6 +96,7 @@ class _Part(nn.Module):
         self.autocast_dtype: torch.dtype | None = None
 
     def forward(self, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        torch.get_num_threads()  # applies it to this thread
         x, *known = given
         enabled = self.autocast_dtype is not None
         with torch.autocast(x.device.type, self.autocast_dtype, enabled=enabled):
