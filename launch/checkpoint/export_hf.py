@@ -24,7 +24,7 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import family_of
 from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
 from thinpipe.pipeline.models.hf.shards import SINGLE, write_shards
-from thinpipe.pipeline.models.hf.stage import lay_out
+from thinpipe.pipeline.models.hf.stage import build_on_meta
 from thinpipe.pipeline.models.hf.weights import Sources, tied_names
 
 _log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def _trained(folder: Path, config: RunConfig, model: HuggingFaceConfig) -> dict[
             tensors |= {name.removeprefix(_PREFIX): tensor for name, tensor in stage.items()}
     if model.lora is None:
         return tensors
-    return merge_lora(tensors, model.lora, inputs_first=stores_inputs_first(lay_out(model)))
+    return merge_lora(tensors, model.lora, inputs_first=stores_inputs_first(build_on_meta(model)))
 
 
 class _Export:
@@ -107,7 +107,7 @@ class _Export:
         self, model: HuggingFaceConfig, tensors: Mapping[str, Tensor], dtype: ExportDtype
     ) -> None:
         self._model, self._tensors, self._dtype = model, tensors, dtype
-        self._whole = lay_out(model)
+        self._whole = build_on_meta(model)
         self._on_disk: dict[str, str] = {}
         self._files: dict[str, str] = {}
         self._dtypes: dict[str, torch.dtype] = {}

@@ -1,8 +1,8 @@
-"""Which tokens see which: causal or not, padding, packed examples, prefixes.
+"""Which tokens attend to which: causal or not, padding, packed examples, prefixes.
 
 Every stage makes its own masks from what it knows of the samples; none crosses a link.
 
-Axes: B samples, T tokens, Q asking tokens, K answering tokens.
+Axes: B samples, T tokens, Q query tokens, K key tokens.
 """
 
 import torch
@@ -11,30 +11,30 @@ from torch import Tensor
 from thinpipe.pipeline.batch import Samples
 
 
-def visible(
+def attention_mask(
     samples: Samples | None, tokens: int, *, causal: bool, device: torch.device
 ) -> Tensor | None:
-    """Boolean [B, 1, Q, K]: whether token q sees token k; None when `causal` says it all.
+    """Boolean [B, 1, Q, K]: whether token q attends to token k; None where `causal` suffices.
 
-    A prefix token sees all of the prefix of its example (Tay et al., "UL2: Unifying Language
-    Learning Paradigms", 2022). Padding is seen by nobody; a padding token sees at least itself, so
-    that its softmax is defined.
+    A prefix token attends to the whole prefix of its example (Tay et al., "UL2: Unifying Language
+    Learning Paradigms", 2022). No token attends to padding, except that every token attends to
+    itself, so that its softmax is defined.
     """
     if samples is None or samples.plain:
         return None
     prefix_BT, segments_BT, mask_BT = samples.prefix_BT, samples.segments_BT, samples.mask_BT
-    home = samples.ids_B.device
-    seen = torch.ones(len(samples.ids_B), tokens, tokens, dtype=torch.bool, device=home)
+    sample_device = samples.ids_B.device
+    mask = torch.ones(len(samples.ids_B), tokens, tokens, dtype=torch.bool, device=sample_device)
     if causal:
-        seen = seen.tril()
+        mask = mask.tril()
     if prefix_BT is not None:
-        seen |= (prefix_BT[:, :, None] != 0) & (prefix_BT[:, None, :] != 0)
+        mask |= (prefix_BT[:, :, None] != 0) & (prefix_BT[:, None, :] != 0)
     if segments_BT is not None:
-        seen &= segments_BT[:, :, None] == segments_BT[:, None, :]
+        mask &= segments_BT[:, :, None] == segments_BT[:, None, :]
     if mask_BT is not None:
-        seen &= mask_BT[:, None, :] != 0
-    seen |= torch.eye(tokens, dtype=torch.bool, device=home)
-    return seen[:, None].to(device)
+        mask &= mask_BT[:, None, :] != 0
+    mask |= torch.eye(tokens, dtype=torch.bool, device=sample_device)
+    return mask[:, None].to(device)
 
 
 def positions(samples: Samples | None, tokens: int, *, device: torch.device) -> Tensor:

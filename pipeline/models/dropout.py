@@ -1,10 +1,10 @@
-"""Dropout whose masks may repeat: the same sample at the same place is dropped alike every time.
+"""Dropout whose masks may repeat: a sample at the same site loses the same elements every time.
 
 AQ-SGD sends how much an activation changed since the sample's last visit. With fresh masks most of
 an activation changes at every visit; with a mask that depends on the sample alone, only training
-moves it. A mask here is a function of run seed, layer, place, sample id and position, computed by
+moves it. A mask here is a function of run seed, layer, site, sample id and position, computed by
 hashing a counter, so it depends neither on cut, microbatch and schedule nor on the device, and
-computing a block again under activation checkpointing meets the same mask.
+computing a block again under activation checkpointing gives the same mask.
 
 Axes: B samples, T tokens, D width, H heads.
 """
@@ -23,19 +23,19 @@ _WORD = 1 << 32
 
 
 class Dropout(nn.Module):
-    """Dropout at one place of one layer; its masks are drawn from torch's generator or repeated."""
+    """Dropout at one site of one layer; its masks are drawn from torch's generator or repeated."""
 
     def __init__(
-        self, rate: float, masks: DropoutMasks, *, seed: int, layer: int, place: DropoutSite
+        self, rate: float, masks: DropoutMasks, *, seed: int, layer: int, site: DropoutSite
     ):
         super().__init__()
         self.rate, self.masks = rate, masks
-        digest = hashlib.sha256(f"dropout/{seed}/{layer}/{place}".encode()).digest()
+        digest = hashlib.sha256(f"dropout/{seed}/{layer}/{site}".encode()).digest()
         self._key = (_signed(digest[:4]), _signed(digest[4:8]))
 
     @property
     def repeats(self) -> bool:
-        """Whether this forward has to know the samples."""
+        """Whether this forward needs the ids of its samples."""
         return self.training and self.rate > 0 and self.masks == "repeated"
 
     def forward(self, x: Tensor, ids_B: Tensor | None) -> Tensor:
@@ -49,7 +49,7 @@ class Dropout(nn.Module):
         if ids_B is None:
             raise ValueError(
                 'model.dropout_masks = "repeated": the masks belong to samples and this stage was '
-                'not told which they are; call it with samples, or use "random"'
+                'called without their ids; call it with samples, or use "random"'
             )
         keep = keep_mask(ids_B.to(x.device), x.shape[1:], rate=self.rate, key=self._key)
         return x * torch.where(keep, 1 / (1 - self.rate), 0.0).to(x.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.models.attention import positions, visible
+from thinpipe.pipeline.models.attention import attention_mask, positions
 from thinpipe.pipeline.models.dropout import Dropout, DropoutMasks, DropoutSite
 
 _INIT_STD = 0.02
@@ -66,7 +66,7 @@ class TransformerConfig(BaseModel):
         classifies = self.task == "classification"
         if classifies and self.classes is None:
             raise ValueError(
-                'task = "classification": how many labels there are is not known; set classes'
+                'task = "classification": the number of labels is missing; set classes'
             )
         if classifies and self.tie_embeddings == "exact":
             raise ValueError(
@@ -86,11 +86,11 @@ class TransformerConfig(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Known:
-    """What the blocks of a stage are told in one forward."""
+class _SampleInfo:
+    """What all blocks of a stage need of the samples in one forward."""
 
     ids_B: Tensor | None
-    seen_B1TT: Tensor | None
+    mask_B1TT: Tensor | None
 
 
 class _Attention(nn.Module):
@@ -103,35 +103,35 @@ class _Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
-    def forward(self, x_BTD: Tensor, known: _Known) -> Tensor:
+    def forward(self, x_BTD: Tensor, info: _SampleInfo) -> Tensor:
         samples, tokens, width = x_BTD.shape
         qkv = self.qkv(x_BTD).view(samples, tokens, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         if self.dropout.repeats:
-            mixed = self._mix(query, key, value, known=known)
+            attended = self._attend(query, key, value, info=info)
         else:
-            mixed = F.scaled_dot_product_attention(
+            attended = F.scaled_dot_product_attention(
                 query,
                 key,
                 value,
-                attn_mask=known.seen_B1TT,
+                attn_mask=info.mask_B1TT,
                 dropout_p=self.dropout.rate if self.training else 0.0,
-                is_causal=self.causal and known.seen_B1TT is None,
+                is_causal=self.causal and info.mask_B1TT is None,
             )
-        out_BTD: Tensor = self.out(mixed.transpose(1, 2).reshape(samples, tokens, width))
-        dropped_BTD: Tensor = self.out_dropout(out_BTD, known.ids_B)
+        out_BTD: Tensor = self.out(attended.transpose(1, 2).reshape(samples, tokens, width))
+        dropped_BTD: Tensor = self.out_dropout(out_BTD, info.ids_B)
         return dropped_BTD
 
-    def _mix(self, query: Tensor, key: Tensor, value: Tensor, *, known: _Known) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, info: _SampleInfo) -> Tensor:
         """Attention step by step: the fused kernel draws its own dropout masks."""
         scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
-        seen = known.seen_B1TT
-        if seen is None and self.causal:
-            seen = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
-        if seen is not None:
-            scores = scores.masked_fill(~seen, -math.inf)
-        shares: Tensor = self.dropout(scores.softmax(-1, dtype=torch.float32), known.ids_B)
-        return shares.to(value.dtype) @ value
+        mask = info.mask_B1TT
+        if mask is None and self.causal:
+            mask = torch.ones_like(scores[0, 0], dtype=torch.bool).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)
+        probabilities: Tensor = self.dropout(scores.softmax(-1, dtype=torch.float32), info.ids_B)
+        return probabilities.to(value.dtype) @ value
 
 
 class _FeedForward(nn.Module):
@@ -141,8 +141,8 @@ class _FeedForward(nn.Module):
         self.up = nn.Linear(config.width, 4 * config.width)
         self.out = nn.Linear(4 * config.width, config.width)
 
-    def forward(self, x_BTD: Tensor, known: _Known) -> Tensor:
-        out_BTD: Tensor = self.dropout(self.out(F.gelu(self.up(x_BTD))), known.ids_B)
+    def forward(self, x_BTD: Tensor, info: _SampleInfo) -> Tensor:
+        out_BTD: Tensor = self.dropout(self.out(F.gelu(self.up(x_BTD))), info.ids_B)
         return out_BTD
 
 
@@ -154,9 +154,9 @@ class _Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(config.width)
         self.mlp = _FeedForward(config, layer, seed=seed)
 
-    def forward(self, x_BTD: Tensor, known: _Known) -> Tensor:
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), known)
-        out_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD), known)
+    def forward(self, x_BTD: Tensor, info: _SampleInfo) -> Tensor:
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), info)
+        out_BTD: Tensor = x_BTD + self.mlp(self.mlp_norm(x_BTD), info)
         return out_BTD
 
 
@@ -192,7 +192,7 @@ class TransformerStage(nn.Module):
                 self.classifier = nn.Linear(config.width, config.classes)
 
     def forward(self, x: Tensor, samples: Samples | None = None) -> Tensor:
-        """Map token ids [B, T] (int64, first stage) or hidden states [B, T, D] onwards.
+        """Run the stage on token ids [B, T] (int64, first stage) or hidden states [B, T, D].
 
         Returns hidden states [B, T, D], or on the last stage logits, [B, T, V] or [B, C]; never a
         view, so that schedules may detach the result in place. Without `samples` there is no
@@ -211,10 +211,10 @@ class TransformerStage(nn.Module):
         x_BTD = self._embed(x, samples)
         causal = self.config.task == "language"
         ids_B = None if samples is None else samples.ids_B
-        known = _Known(ids_B, visible(samples, tokens, causal=causal, device=x.device))
+        info = _SampleInfo(ids_B, attention_mask(samples, tokens, causal=causal, device=x.device))
         for block in self.blocks.values():
-            x_BTD = self._run(block, x_BTD, known)
-        return x_BTD if self.final_norm is None else self._answer(self.final_norm(x_BTD), samples)
+            x_BTD = self._run_block(block, x_BTD, info)
+        return x_BTD if self.final_norm is None else self._logits(self.final_norm(x_BTD), samples)
 
     def tied_weight(self) -> nn.Parameter | None:
         """Return the weight this stage shares with another one; None when there is none here.
@@ -223,8 +223,8 @@ class TransformerStage(nn.Module):
         """
         if self.config.tie_embeddings == "untied":
             return None
-        holder = self.token_embedding or self.head
-        return None if holder is None else holder.get_parameter("weight")
+        layer = self.token_embedding or self.head
+        return None if layer is None else layer.get_parameter("weight")
 
     def share_tied_weight(self, weight: nn.Parameter) -> None:
         """Make the head use a weight that another stage of this process holds."""
@@ -234,23 +234,23 @@ class TransformerStage(nn.Module):
     def _embed(self, x: Tensor, samples: Samples | None) -> Tensor:
         if self.token_embedding is None or self.position_embedding is None:
             return x
-        places = positions(samples, x.shape[1], device=x.device)
-        x_BTD = self.token_embedding(x) + self.position_embedding(places)
+        positions_BT = positions(samples, x.shape[1], device=x.device)
+        x_BTD = self.token_embedding(x) + self.position_embedding(positions_BT)
         dropped_BTD: Tensor = self.embedding_dropout(
             x_BTD, None if samples is None else samples.ids_B
         )
         return dropped_BTD
 
-    def _run(self, block: nn.Module, x_BTD: Tensor, known: _Known) -> Tensor:
+    def _run_block(self, block: nn.Module, x_BTD: Tensor, info: _SampleInfo) -> Tensor:
         if self.config.activation_checkpointing and torch.is_grad_enabled():
             out_BTD: Tensor = checkpoint(
-                block, x_BTD, known, use_reentrant=False, preserve_rng_state=self.config.dropout > 0
+                block, x_BTD, info, use_reentrant=False, preserve_rng_state=self.config.dropout > 0
             )
         else:
-            out_BTD = block(x_BTD, known)
+            out_BTD = block(x_BTD, info)
         return out_BTD
 
-    def _answer(self, x_BTD: Tensor, samples: Samples | None) -> Tensor:
+    def _logits(self, x_BTD: Tensor, samples: Samples | None) -> Tensor:
         if self.classifier is None:
             assert self.head is not None, "the last stage has a head"
             logits_BTV: Tensor = self.head(x_BTD)
@@ -267,8 +267,8 @@ class TransformerStage(nn.Module):
         return (x_BTD * real_BT1).sum(1) / real_BT1.sum(1).clamp(min=1)
 
 
-def _dropout(config: TransformerConfig, layer: int, place: DropoutSite, *, seed: int) -> Dropout:
-    return Dropout(config.dropout, config.dropout_masks, seed=seed, layer=layer, place=place)
+def _dropout(config: TransformerConfig, layer: int, site: DropoutSite, *, seed: int) -> Dropout:
+    return Dropout(config.dropout, config.dropout_masks, seed=seed, layer=layer, site=site)
 
 
 def build_layers(
@@ -277,7 +277,7 @@ def build_layers(
     """Build and initialise the stage that holds blocks `first` to `stop - 1` (counted from 0).
 
     Only these layers are allocated. Values depend on the seed and the parameter's name, not on the
-    cut or the device; torch's global random state is neither read nor moved.
+    cut or the device; torch's global random state is neither read nor changed.
 
     Raises:
         ValueError: `first` and `stop` are not a non-empty range of the model's layers.

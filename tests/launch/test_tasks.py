@@ -86,7 +86,7 @@ def test_a_task_without_its_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r'task = "classification", data.label_field = None: cl'):
         load_config(path)
     path.write_text('[model]\ntask = "classification"')
-    with pytest.raises(ValueError, match=r"how many labels there are is not known; set classes"):
+    with pytest.raises(ValueError, match=r"the number of labels is missing; set classes"):
         load_config(path)
 
 

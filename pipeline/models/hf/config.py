@@ -1,4 +1,4 @@
-"""Settings of a Hugging Face model, and what its folder's config.json says of its shape."""
+"""Settings of a Hugging Face model, and its shape, from the config.json of its folder."""
 
 import hashlib
 from functools import cached_property
@@ -33,10 +33,10 @@ class HuggingFaceConfig(BaseModel):
     """A model of the transformers library, from a folder on disk.
 
     `pretrained` is a folder with config.json and safetensors weights; `config` one of which only
-    config.json is read, for random weights; it wins over `pretrained`. `task = "classification"`
-    puts a head of `classes` classes on an encoder. `dropout` replaces every dropout rate of the
-    folder's config. With `tie_embeddings = "exact"` a tied head stays equal to the embedding when
-    a cut separates them; "untied" lets the copies part.
+    config.json is read, for random weights; it takes precedence over `pretrained`. `task =
+    "classification"` puts a head of `classes` classes on an encoder. `dropout` replaces every
+    dropout rate of the folder's config. With `tie_embeddings = "exact"` a tied head stays equal to
+    the embedding when a cut separates them; "untied" lets the copies diverge.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,7 +56,7 @@ class HuggingFaceConfig(BaseModel):
         return folder and str(Path(folder).expanduser().resolve())
 
     @model_validator(mode="after")
-    def _can_be_cut(self) -> "HuggingFaceConfig":
+    def _check(self) -> "HuggingFaceConfig":
         if self.folder is None:
             raise ValueError("pretrained or config: name the model's folder")
         self._check_folder(self.folder)
@@ -84,8 +84,8 @@ class HuggingFaceConfig(BaseModel):
     @property
     def folder(self) -> Path | None:
         """Where config.json is."""
-        place = self.config or self.pretrained
-        return Path(place) if place else None
+        folder = self.config or self.pretrained
+        return Path(folder) if folder else None
 
     @property
     def weights(self) -> Shards | None:
@@ -129,7 +129,7 @@ class HuggingFaceConfig(BaseModel):
         return max((float(rate or 0.0) for rate in rates), default=0.0)
 
     def notices(self, *, cut: bool) -> list[str]:
-        """What a user should know of this model before a run; `cut` says that it is cut."""
+        """Notices and warnings to print before a run; `cut`: whether the model is cut."""
         found = []
         if self.pretrained and self.config:
             found.append(

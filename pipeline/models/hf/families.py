@@ -1,16 +1,16 @@
-"""Where the parts of a Hugging Face model family are: its blocks, and what only its ends hold.
+"""Where a Hugging Face model family has its blocks, and what only its first and last stage need.
 
-A family's own forward runs on every stage, with parts taken out: hidden states enter as
+A family's own forward runs on every stage, with some modules replaced: hidden states enter as
 `inputs_embeds`, so that masks, positions and rotary tables are made on each stage. To add a family:
 
     "gpt2": Family(
         "h",                                              # its list of blocks
-        first={"wte": "absent", "wpe": "zero", "drop": "absent"},  # on the first stage only
-        last={"ln_f": "absent"},                          # on the last stage only
+        first={"wte": "identity", "wpe": "zero", "drop": "identity"},  # on the first stage only
+        last={"ln_f": "identity"},                          # on the last stage only
     ),
 
-Paths start at the base model. `check_passes_through` refuses a family whose remaining parts still
-change the hidden states that they are given.
+Paths start at the base model. `check_passes_through` refuses a family whose other modules change
+hidden states too.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-Substitute = Literal["absent", "none", "zero", "inputs"]
-"""What stands in for a part on the other stages: a module that passes on its input; None, for
-optional parts; a position embedding of zero; an embedding block that passes on `inputs_embeds`."""
+Substitute = Literal["identity", "none", "zero", "inputs"]
+"""What replaces a module on the other stages: the identity; None, if it is optional; a position
+embedding of zero; an embedding block that returns `inputs_embeds`."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Paths from the base model. `shared` parts are used by every stage; `task` is the head's."""
+    """Paths from the base model. `shared` modules are used by every stage; `task` is the head's."""
 
     blocks: str
     first: Mapping[str, Substitute] = field(default_factory=dict)
@@ -36,17 +36,17 @@ class Family:
     task: Literal["language", "classification"] = "language"
 
 
-_GPT2 = Family("h", {"wte": "absent", "wpe": "zero", "drop": "absent"}, {"ln_f": "absent"})
+_GPT2 = Family("h", {"wte": "identity", "wpe": "zero", "drop": "identity"}, {"ln_f": "identity"})
 _BERT = Family("encoder.layer", {"embeddings": "inputs"}, {"pooler": "none"}, task="classification")
 
 _FAMILIES = {
     "gpt2": _GPT2,
     "gpt_neo": _GPT2,
-    "gptj": Family("h", {"wte": "absent", "drop": "absent"}, {"ln_f": "absent"}),
+    "gptj": Family("h", {"wte": "identity", "drop": "identity"}, {"ln_f": "identity"}),
     "opt": Family(
         "decoder.layers",
         {
-            "decoder.embed_tokens": "absent",
+            "decoder.embed_tokens": "identity",
             "decoder.embed_positions": "zero",
             "decoder.project_in": "none",
         },
@@ -64,7 +64,7 @@ _FAMILIES = {
 
 _REMEDY = (
     "train one of {known}, or a family with a base_model_pp_plan (Llama and its relatives), or "
-    "add its blocks, first and last parts to pipeline/models/hf/families.py (five lines)"
+    "add its blocks, first and last modules to pipeline/models/hf/families.py (five lines)"
 )
 
 
@@ -80,14 +80,14 @@ def family_of(config: Any) -> Family:
     blocks = next((name for name in plan if name in ("layers", "h")), None)
     if blocks is None:
         raise ValueError(
-            f"model_type = {config.model_type!r}: where its blocks and its ends are is not known, "
-            f"neither here nor in its transformers config (base_model_pp_plan); {_remedy()}"
+            f"model_type = {config.model_type!r}: its blocks and ends are listed neither here "
+            f"nor in its transformers config (base_model_pp_plan); {_remedy()}"
         )
-    place = plan.index(blocks)
+    at = plan.index(blocks)
     return Family(
         blocks,
-        first={name: "absent" for name in plan[:place]},
-        last={name: "absent" for name in plan[place + 1 :]},
+        first={name: "identity" for name in plan[:at]},
+        last={name: "identity" for name in plan[at + 1 :]},
     )
 
 
@@ -99,15 +99,15 @@ class IndexedBlocks(nn.ModuleList):
         for index in range(first, stop):
             self.add_module(str(index), blocks[index])
 
-    def __getitem__(self, place: Any) -> Any:
+    def __getitem__(self, position: Any) -> Any:
         """The block or blocks at a position, not at an index of the whole model."""
         blocks = list(self._modules.values())
-        return nn.ModuleList(blocks[place]) if isinstance(place, slice) else blocks[place]
+        return nn.ModuleList(blocks[position]) if isinstance(position, slice) else blocks[position]
 
 
-def take_out(base: nn.Module, parts: Mapping[str, Substitute]) -> None:
-    """Replace parts of a base model; optional parts that it lacks stay absent."""
-    for path, substitute in parts.items():
+def replace_modules(base: nn.Module, substitutes: Mapping[str, Substitute]) -> None:
+    """Replace modules of a base model, where it has them."""
+    for path, substitute in substitutes.items():
         parent, _, name = path.rpartition(".")
         owner = base.get_submodule(parent)
         if getattr(owner, name, None) is not None:
@@ -116,10 +116,10 @@ def take_out(base: nn.Module, parts: Mapping[str, Substitute]) -> None:
 
 @torch.no_grad()
 def check_passes_through(model: Any, *, width: int) -> None:
-    """Refuse a base model that has lost its blocks and ends and still changes hidden states.
+    """Refuse a base model that changes hidden states even without its blocks and ends.
 
-    Some families scale embeddings in their forward, or add something at every call: cut, they
-    would compute something else without a word.
+    Some families scale embeddings in their forward, or add something at every call: when cut, they
+    would silently compute something else.
 
     Raises:
         ValueError: the hidden states differ, or the family's forward cannot run without blocks.
@@ -140,7 +140,7 @@ def check_passes_through(model: Any, *, width: int) -> None:
 
 
 def in_table(model_type: str) -> bool:
-    """Whether the family's cut is written down (and tested) here."""
+    """Whether the family is listed (and tested) here."""
     return model_type in _FAMILIES
 
 
@@ -159,13 +159,8 @@ class _InputsAsEmbeddings(nn.Module):
         return inputs_embeds
 
 
-class _Absent(nn.Module):
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD
-
-
 _SUBSTITUTES: dict[Substitute, Any] = {
-    "absent": _Absent,
+    "identity": nn.Identity,
     "none": lambda: None,
     "zero": _ZeroPositions,
     "inputs": _InputsAsEmbeddings,

@@ -11,7 +11,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def seeded(seed: int, name: str) -> Iterator[None]:
-    """Let torch's global generator be one of this seed and name; put it back afterwards."""
+    """Seed torch's global generator by this seed and name; restore it afterwards."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:8], "big", signed=True))

@@ -19,7 +19,7 @@ _ADAPTER = "default"  # peft's own name for the only one
 
 
 def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
-    """Add adapters to the blocks in place and freeze the rest, task heads apart.
+    """Add adapters to the blocks in place and freeze the rest except task heads.
 
     Their random values depend on the seed and their names.
 
@@ -68,10 +68,10 @@ def check_targets(model: Any, config: LoraConfig) -> None:
 
 
 def _no_such_target(model: Any, targets: Sequence[str], missing: Sequence[str]) -> ValueError:
-    there = list(dict.fromkeys(name.rpartition(".")[2] for name in _linear_layers(model)))
+    available = list(dict.fromkeys(name.rpartition(".")[2] for name in _linear_layers(model)))
     return ValueError(
         f"model.lora.targets = {list(targets)}: no linear layers of a block: {list(missing)}; "
-        f"use some of {there}"
+        f"use some of {available}"
     )
 
 
@@ -101,22 +101,22 @@ def merge_lora(
 ) -> dict[str, Tensor]:
     """Weights without adapters: W0 + (alpha / r) B A, under the names of the plain model.
 
-    `inputs_first` says that weights are stored [in, out], as GPT-2's are. A layer that was not
-    trained keeps its bytes.
+    With `inputs_first` weights are stored [I, O], as GPT-2's are. A layer that was not trained
+    keeps its bytes.
     """
     merged = {}
     for name, tensor in tensors.items():
         if ".lora_" in name:
             continue
-        place, dot, kind = name.rpartition(".base_layer.")
+        module, dot, kind = name.rpartition(".base_layer.")
         if dot and kind == "weight":
-            a_RI = tensors[f"{place}.lora_A.{_ADAPTER}.weight"]
-            b_OR = tensors[f"{place}.lora_B.{_ADAPTER}.weight"]
+            a_RI = tensors[f"{module}.lora_A.{_ADAPTER}.weight"]
+            b_OR = tensors[f"{module}.lora_B.{_ADAPTER}.weight"]
             if b_OR.any():
                 change_OI = (b_OR.double() @ a_RI.double()) * (config.alpha / config.rank)
                 change = change_OI.T if inputs_first else change_OI
                 tensor = (tensor.double() + change).to(tensor.dtype)
-        merged[f"{place}.{kind}" if dot else name] = tensor
+        merged[f"{module}.{kind}" if dot else name] = tensor
     return merged
 
 

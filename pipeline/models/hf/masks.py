@@ -5,7 +5,7 @@ four dimensions as it is, and takes positions, so both are made here, as for our
 is listed once `tests/pipeline/models/hf/test_masks.py` shows that an example in a pack gets the
 logits it has alone.
 
-Axes: B samples, T tokens, Q asking tokens, K answering tokens.
+Axes: B samples, T tokens, Q query tokens, K key tokens.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.models.attention import positions, visible
+from thinpipe.pipeline.models.attention import attention_mask, positions
 from thinpipe.pipeline.models.hf.families import family_of
 
 _FAMILIES = (
@@ -39,13 +39,13 @@ def check_masks(config: Any, tokens: int) -> None:
     if reason is not None:
         raise ValueError(
             f"model_type = {config.model_type!r}: {reason}, so packed examples and prefixes are "
-            f"not made for it; {_REMEDY}, or a model of {', '.join(_FAMILIES)}"
+            f"not supported; {_REMEDY}, or a model of {', '.join(_FAMILIES)}"
         )
     for setting, most in _limits(config).items():
         if tokens > most:
             raise ValueError(
                 f"model_type = {config.model_type!r}, {setting} = {most}: sequences of {tokens} "
-                f"tokens are longer, and packed examples and prefixes are not made beyond that; "
+                "tokens are longer, and packed examples and prefixes are not supported there; "
                 f"use a sequence_length of at most {most}, or {_REMEDY}"
             )
 
@@ -53,25 +53,25 @@ def check_masks(config: Any, tokens: int) -> None:
 def mask_inputs(
     samples: Samples, tokens: int, *, attention: str, device: torch.device
 ) -> dict[str, Tensor]:
-    """What a family's forward is given for packed examples or prefixes.
+    """Arguments of a family's forward for packed examples or prefixes.
 
     `attention` is the model's kind of attention, "eager" or "sdpa".
 
     Raises:
         ValueError: another kind; its kernels take no mask of ours.
     """
-    seen_B1QK = visible(samples, tokens, causal=True, device=device)
-    assert seen_B1QK is not None, "there are segments or prefixes"
-    if attention == "eager":  # adds what it is given
+    mask_B1QK = attention_mask(samples, tokens, causal=True, device=device)
+    assert mask_B1QK is not None, "there are segments or prefixes"
+    if attention == "eager":  # adds the mask to its scores
         least = torch.finfo(torch.float32).min
-        seen_B1QK = torch.zeros(seen_B1QK.shape, device=device).masked_fill(~seen_B1QK, least)
+        mask_B1QK = torch.zeros(mask_B1QK.shape, device=device).masked_fill(~mask_B1QK, least)
     elif attention != "sdpa":
         raise ValueError(
             f"attn_implementation = {attention!r}: it takes no masks of packed examples and "
             f'prefixes; use "sdpa" or "eager" in config.json, or {_REMEDY}'
         )
-    places_BT = positions(samples, tokens, device=device).expand(len(samples.ids_B), tokens)
-    return {"attention_mask": seen_B1QK, "position_ids": places_BT}
+    positions_BT = positions(samples, tokens, device=device).expand(len(samples.ids_B), tokens)
+    return {"attention_mask": mask_B1QK, "position_ids": positions_BT}
 
 
 def _refusal(config: Any) -> str | None:
@@ -80,7 +80,7 @@ def _refusal(config: Any) -> str | None:
     if config.model_type == "gpt_neo":
         return "its blocks add causal and local masks of their own"
     if config.model_type not in _FAMILIES:
-        return "nobody has tested that it takes masks and positions from outside"
+        return "it has not been tested with masks and positions of ours"
     if getattr(config, "use_bidirectional_attention", False):
         return "with use_bidirectional_attention it is no causal model"
     return None

@@ -100,7 +100,7 @@ class Shards:
                     yield name, piece
 
     def digest(self) -> str:
-        """SHA-256 of names and places of all tensors: equal on hosts with copies of one model."""
+        """SHA-256 of names and files of all tensors: equal on hosts with copies of one model."""
         text = json.dumps(self.files, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 

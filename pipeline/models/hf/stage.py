@@ -21,7 +21,7 @@ from thinpipe.pipeline.models.hf.families import (
     check_passes_through,
     family_of,
     in_table,
-    take_out,
+    replace_modules,
 )
 from thinpipe.pipeline.models.hf.init import initialise
 from thinpipe.pipeline.models.hf.lora import add_lora, check_targets
@@ -44,7 +44,7 @@ class HuggingFaceStage(nn.Module):
             self._settings["use_cache"] = False
 
     def forward(self, x: Tensor, samples: Samples) -> Tensor:
-        """Map token ids [B, T] (first stage) or hidden states [B, T, D] onwards.
+        """Run the stage on token ids [B, T] (first stage) or hidden states [B, T, D].
 
         Returns hidden states [B, T, D], or on the last stage logits [B, T, V] or [B, C]; never a
         view, so that schedules may detach the result in place.
@@ -100,10 +100,10 @@ def build_stage(
             f"{config.layers} layers; use 0 <= first < stop <= {config.layers}"
         )
     family = family_of(config.transformers_config)
-    model = lay_out(config)
+    model = build_on_meta(config)
     sources = Sources(config.weights, model, family) if config.weights else None
     tied_to = _embedding(model) if config.ties_embeddings else None
-    _keep(model, family, first, stop)
+    _cut(model, family, first, stop)
     if torch.device(device).type != "meta":
         model.to_empty(device="cpu")
         if first == 0 and stop == config.layers:
@@ -112,7 +112,7 @@ def build_stage(
         if sources is not None:
             sources.load(model)
     if stop - first < config.layers:
-        _freeze(model.base_model, family.shared)  # else the copies of the stages would part
+        _freeze(model.base_model, family.shared)  # else the copies would diverge
     if config.activation_checkpointing:
         # the second name is that of older releases
         enable = getattr(model, "activation_checkpointing_enable", None)
@@ -130,7 +130,7 @@ def check_folder(config: HuggingFaceConfig) -> None:
         ValueError: the family cannot be cut, or LoRA finds no layer.
         ShardError: a tensor or file is missing, damaged or of another shape.
     """
-    model = lay_out(config)
+    model = build_on_meta(config)
     if config.weights is not None:
         Sources(config.weights, model, family_of(config.transformers_config)).check()
     if config.lora is not None:
@@ -138,8 +138,8 @@ def check_folder(config: HuggingFaceConfig) -> None:
         add_lora(model, config.lora, seed=0)
 
 
-def lay_out(config: HuggingFaceConfig) -> Any:
-    """The whole model without memory, on the meta device, checked to be one that can be cut."""
+def build_on_meta(config: HuggingFaceConfig) -> Any:
+    """The whole model on the meta device, after checking that it can be cut."""
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     factory: Any = AutoModelForCausalLM
@@ -155,27 +155,27 @@ def lay_out(config: HuggingFaceConfig) -> Any:
 
 
 def _check_plan(factory: Any, settings: Any) -> None:
-    """Run the parts of the model that are no block and belong to no end; they must do nothing."""
+    """Check that the model without blocks and ends returns hidden states unchanged."""
     settings = copy.deepcopy(settings)
     family = family_of(settings)
     with torch.device("meta"):
         model = factory.from_config(settings, dtype=torch.float32)
     base = model.base_model
     _keep_blocks(base, family, 0, 0)
-    take_out(base, {**family.first, **family.last})
+    replace_modules(base, {**family.first, **family.last})
     base.to_empty(device="cpu")
     initialise(base, seed=0, tied_to=None)
     check_passes_through(base, width=settings.hidden_size)
 
 
-def _keep(model: Any, family: Family, first: int, stop: int) -> None:
+def _cut(model: Any, family: Family, first: int, stop: int) -> None:
     base = model.base_model
     whole = len(base.get_submodule(family.blocks))
     _keep_blocks(base, family, first, stop)
     if first > 0:
-        take_out(base, family.first)
+        replace_modules(base, family.first)
     if stop < whole:
-        take_out(base, family.last)
+        replace_modules(base, family.last)
         for name, _ in list(model.named_children()):  # heads: everything beside the base model
             if name != model.base_model_prefix:
                 setattr(model, name, nn.Identity())

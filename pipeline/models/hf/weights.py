@@ -15,13 +15,13 @@ _log = logging.getLogger(__name__)
 
 
 class Sources:
-    """Where the tensors of a whole model are on disk, where they may have other names."""
+    """The files and names that the tensors of a whole model have on disk."""
 
     def __init__(self, shards: Shards, whole: Any, family: Family) -> None:
         """`whole` is the uncut model, which may lie on the meta device.
 
         Raises:
-            ShardError: the folder holds other layers than the config says, or a layout that is
+            ShardError: the folder holds more layers than the config has, or a layout that is
                 converted on loading (merged experts, for example).
         """
         self.shards = shards
@@ -105,7 +105,7 @@ class Sources:
         block = self._blocks.match(name)
         if block is not None and int(block[1]) >= self._layers:
             raise ShardError(
-                f"{self._file(stored)}: holds {stored}, but config.json says that there are only "
+                f"{self._file(stored)}: holds {stored}, but config.json has only "
                 f"{self._layers} layers; use the config.json that belongs to these weights"
             )
 
@@ -114,7 +114,7 @@ class Sources:
         held = [int(found[1]) for known in self.on_disk if (found := self._blocks.match(known))]
         if block is not None and held and int(block[1]) > max(held):
             why = (
-                f"config.json says {self._layers} layers, the files hold {max(held) + 1}; use the "
+                f"config.json has {self._layers} layers, the files hold {max(held) + 1}; use the "
                 "config.json that belongs to these weights"
             )
         else:
@@ -145,7 +145,7 @@ def _parameters(model: nn.Module) -> Any:
 
 
 def _optional_names(whole: Any) -> set[str]:
-    """What a model that was trained for another task need not have: a classifier and its pooler."""
+    """What a model trained for another task may lack: a classifier and its pooler."""
     if not type(whole).__name__.endswith("ForSequenceClassification"):
         return set()
     base = whole.base_model_prefix + "."

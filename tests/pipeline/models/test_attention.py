@@ -3,7 +3,7 @@
 import torch
 
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.models.attention import positions, visible
+from thinpipe.pipeline.models.attention import attention_mask, positions
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 
 IDS = torch.tensor([0])
@@ -11,17 +11,17 @@ CPU = torch.device("cpu")
 
 
 def _rows(samples: Samples, tokens: int, *, causal: bool) -> list[str]:
-    seen = visible(samples, tokens, causal=causal, device=CPU)
+    seen = attention_mask(samples, tokens, causal=causal, device=CPU)
     assert seen is not None
     return ["".join(str(int(bit)) for bit in row) for row in seen[0, 0]]
 
 
 def test_plain_samples_need_no_mask() -> None:
-    assert visible(None, 3, causal=True, device=CPU) is None
-    assert visible(Samples(IDS), 3, causal=False, device=CPU) is None
+    assert attention_mask(None, 3, causal=True, device=CPU) is None
+    assert attention_mask(Samples(IDS), 3, causal=False, device=CPU) is None
 
 
-def test_padding_is_seen_by_nobody_else() -> None:
+def test_no_other_token_attends_to_padding() -> None:
     padded = Samples(IDS, mask_BT=torch.tensor([[1, 1, 0]]))
     assert _rows(padded, 3, causal=False) == ["110", "110", "111"]
     assert _rows(padded, 3, causal=True) == ["100", "110", "111"]
@@ -41,7 +41,7 @@ def test_a_prompt_sees_itself_in_both_directions_and_not_its_neighbour() -> None
     assert _rows(packed, 5, causal=True) == ["11000", "11000", "11100", "00011", "00011"]
 
 
-def test_positions_start_anew_with_every_example() -> None:
+def test_positions_restart_with_every_example() -> None:
     segments_BT = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
     places = positions(Samples(torch.arange(2), segments_BT=segments_BT), 6, device=CPU)
     assert places.tolist() == [[0, 1, 2, 0, 1, 0], [0, 0, 1, 0, 1, 2]]
@@ -52,7 +52,7 @@ def test_masks_are_made_where_the_samples_are() -> None:
     """A device that refuses any operation with a tensor of another stands for a GPU."""
     meta, columns_BT = torch.device("meta"), torch.ones(1, 3, dtype=torch.int64)
     samples = Samples(IDS, columns_BT, columns_BT, columns_BT).to(meta)
-    seen = visible(samples, 3, causal=True, device=meta)
+    seen = attention_mask(samples, 3, causal=True, device=meta)
     assert seen is not None
     assert seen.device == positions(samples, 3, device=meta).device == meta
 

@@ -1,4 +1,4 @@
-"""Repeated masks are functions of seed, layer, place, sample and position, and look random."""
+"""Repeated masks are functions of seed, layer, site, sample and position, and look random."""
 
 import itertools
 
@@ -9,15 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.models.dropout import Dropout, Place, keep_mask
+from thinpipe.pipeline.models.dropout import Dropout, DropoutSite, keep_mask
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 
 _few = settings(max_examples=40)
 SHAPE = torch.Size((6, 8))
 
 
-def _dropout(rate: float = 0.25, seed: int = 1, layer: int = 2, place: Place = "mixed") -> Dropout:
-    return Dropout(rate, "repeated", seed=seed, layer=layer, place=place)
+def _dropout(
+    rate: float = 0.25, seed: int = 1, layer: int = 2, site: DropoutSite = "mixed"
+) -> Dropout:
+    return Dropout(rate, "repeated", seed=seed, layer=layer, site=site)
 
 
 def _dropped(layer: Dropout, ids: list[int]) -> Tensor:
@@ -79,14 +81,14 @@ def test_masks_do_not_depend_on_cut_microbatch_or_recomputation(
             )
 
 
-def test_seed_layer_place_and_sample_change_the_mask() -> None:
+def test_seed_layer_site_and_sample_change_the_mask() -> None:
     masks = [
         _dropped(_dropout(), [5]),
         _dropped(_dropout(), [6]),
         _dropped(_dropout(), [5 + 2**32]),
         _dropped(_dropout(seed=2), [5]),
         _dropped(_dropout(layer=3), [5]),
-        _dropped(_dropout(place="attention"), [5]),
+        _dropped(_dropout(site="attention"), [5]),
     ]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(masks, 2))
 

@@ -73,15 +73,15 @@ def test_a_target_that_is_not_there_is_named(tmp_path: Path, missing: str) -> No
     saved_model("gpt2", tmp_path)
     targets = ["mlp.c_fc", missing]
     config = HuggingFaceConfig(**section("gpt2", tmp_path, lora={"targets": targets}))
-    told = (
+    message = (
         f"model.lora.targets = {targets}: no linear layers of a block: ['{missing}']; "
         "use some of ['c_attn', 'c_proj', 'c_fc']"
     )
-    with pytest.raises(ValueError, match=re.escape(told)):
+    with pytest.raises(ValueError, match=re.escape(message)):
         check_folder(config)
 
 
-def test_a_stage_without_any_target_says_so_in_our_words(tmp_path: Path) -> None:
+def test_a_stage_without_any_target_is_refused_with_our_message(tmp_path: Path) -> None:
     saved_model("gpt2", tmp_path)
     config = HuggingFaceConfig(**section("gpt2", tmp_path, lora={"targets": ["q_proj"]}))
     with pytest.raises(ValueError, match=r"no linear layers of a block: \['q_proj'\]; use some of"):

@@ -206,7 +206,9 @@ def test_what_is_checked_before_a_run() -> None:
         check_masks(settings("gemma3", **WIDE, use_bidirectional_attention=True), 11)
     other = settings("llama")
     other.model_type = "cohere"
-    with pytest.raises(ValueError, match=r"'cohere': nobody has tested .* or a model of gemma"):
+    with pytest.raises(
+        ValueError, match=r"'cohere': it has not been tested .* or a model of gemma"
+    ):
         check_masks(other, 11)
     with pytest.raises(ValueError, match=r"attn_implementation = 'flash_attention_2'.*\"sdpa\""):
         mask_inputs(_samples(), 11, attention="flash_attention_2", device=torch.device("cpu"))

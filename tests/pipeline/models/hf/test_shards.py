@@ -27,7 +27,7 @@ def test_only_files_with_wanted_tensors_are_opened(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in read.items())
 
 
-def test_a_shard_that_the_disk_has_no_room_for_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
     message = r"b\.safetensors: not written: .*; free disk space"
     with pytest.raises(ShardError, match=message), full_disk():
         write_shards(tmp_path, {"w2": torch.ones(5000)}, FILES)
@@ -124,7 +124,7 @@ def change_config(folder: Path, **changes: object) -> HuggingFaceConfig:
 
 def test_a_config_with_other_layers_than_the_files_is_refused(tmp_path: Path) -> None:
     saved_model("gpt2", tmp_path)
-    with pytest.raises(ValueError, match=r"config.json says 9 layers, the files hold 6"):
+    with pytest.raises(ValueError, match=r"config.json has 9 layers, the files hold 6"):
         check_folder(change_config(tmp_path, n_layer=9))
     with pytest.raises(ValueError, match=r"transformer\.h\.4\..*only 4 layers"):
         check_folder(change_config(tmp_path, n_layer=4))

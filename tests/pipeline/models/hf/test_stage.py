@@ -11,7 +11,7 @@ from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.hf import families
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import Family
-from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_stage, lay_out
+from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_on_meta, build_stage
 
 CUTS = ((0, 2), (2, 4), (4, LAYERS))
 TIED = ("gpt2", "gpt2-inverse", "opt", "opt-350m", "gpt-neo", "llama-tied", "gemma", "gemma2")
@@ -158,7 +158,7 @@ def test_parameters_carry_the_names_of_the_whole_model(tmp_path: Path) -> None:
 def test_nothing_is_allocated_for_other_stages(tmp_path: Path) -> None:
     saved_model("llama", tmp_path)
     config = HuggingFaceConfig(**section("llama", tmp_path))
-    whole = sum(parameter.numel() for parameter in lay_out(config).parameters())
+    whole = sum(parameter.numel() for parameter in build_on_meta(config).parameters())
     counts = [sum(p.numel() for p in stage.parameters()) for stage in build("llama", tmp_path)]
     assert sum(counts) == whole
     middle = build("llama", tmp_path, ((2, 4),))[0]
@@ -177,7 +177,9 @@ def test_a_head_tied_to_an_embedding_elsewhere_starts_equal(tmp_path: Path) -> N
     assert whole.tied_weight() is head_of(whole) is embedding_of(whole.model)
 
 
-def test_parts_that_all_stages_share_are_frozen_where_copies_would_part(tmp_path: Path) -> None:
+def test_modules_that_all_stages_share_are_frozen_where_copies_would_diverge(
+    tmp_path: Path,
+) -> None:
     saved_model("deberta", tmp_path)
     frozen = {
         name
@@ -227,11 +229,11 @@ def test_outputs_are_not_views(name: str, tmp_path: Path) -> None:
         x = x.detach_()
 
 
-def test_an_unknown_family_is_told_how_to_be_added(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_family_explains_how_to_add_it(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     AutoConfig.for_model("bloom", n_layer=2, hidden_size=8, n_head=2).save_pretrained(tmp_path)
-    expected = r"config\.json: model_type = 'bloom'.*base_model_pp_plan.*pipeline/families\.py"
+    expected = r"config\.json: model_type = 'bloom'.*base_model_pp_plan.*models/hf/families\.py"
     with pytest.raises(ValueError, match=expected):
         HuggingFaceConfig(config=str(tmp_path))
 
@@ -244,14 +246,14 @@ def test_an_unknown_family_is_told_how_to_be_added(tmp_path: Path) -> None:
             {"n_layer": LAYERS, "hidden_size": 32, "n_head": 4, "vocab_size": VOCAB},
             Family(
                 "h",
-                first={"word_embeddings": "absent", "word_embeddings_layernorm": "absent"},
-                last={"ln_f": "absent"},
+                first={"word_embeddings": "identity", "word_embeddings_layernorm": "identity"},
+                last={"ln_f": "identity"},
             ),
         ),
         (
             "falcon",
             {**MODELS["llama"][1], "multi_query": True},
-            Family("h", first={"word_embeddings": "absent"}, last={"ln_f": "absent"}),
+            Family("h", first={"word_embeddings": "identity"}, last={"ln_f": "identity"}),
         ),
     ],
 )
@@ -263,7 +265,7 @@ def test_an_unknown_family_is_cut_once_its_lines_are_added(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(MODELS, name, (name, values))
-    with pytest.raises(ValueError, match=r"pipeline/families\.py \(five lines\)"):
+    with pytest.raises(ValueError, match=r"pipeline/models/hf/families\.py \(five lines\)"):
         check_against_the_whole_model(name, tmp_path)
     monkeypatch.setitem(families._FAMILIES, name, family)
     check_against_the_whole_model(name, tmp_path)
