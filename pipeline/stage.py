@@ -230,15 +230,14 @@ class CompressedStage(_PipelineStageBase):
         if self.has_backward and self.channels.gradients_out is not None:
             (gradient,) = self.bwd_cache.pop(bwd_chunk_id)
             assert gradient is not None, "the stage's input got no gradient"
-            if self._still_needed(bwd_chunk_id, gradient):
+            if self._shared_with_weights(bwd_chunk_id, gradient):
                 gradient = gradient.clone()
             self.send_gradient(bwd_chunk_id, gradient)
         return []
 
-    def _still_needed(self, m: int, gradient: Tensor) -> bool:
-        """Whether the second half of a split backward has the same memory.
-
-        It becomes a parameter's gradient there, which later microbatches add to in place.
+    def _shared_with_weights(self, m: int, gradient: Tensor) -> bool:
+        """Whether the second half of a split backward turns the same memory into a weight's
+        gradient, which later microbatches add to in place.
         """
         if m not in self.backward_state:
             return False

@@ -148,3 +148,20 @@ def test_no_kernel_starts_threads_and_nothing_forks() -> None:
     forks_first = "thinpipe.launch.shaped"  # its children are made before any thread
     checked = {m: path for m, path in modules().items() if not m.startswith(forks_first)}
     assert {module: _hazards(path) for module, path in checked.items() if _hazards(path)} == {}
+
+
+TRANSPORT = ("isend", "irecv", "send", "recv", "all_reduce", "all_gather", "barrier", "broadcast")
+
+
+def test_only_the_transport_talks_to_other_ranks() -> None:
+    """Whatever else leaves a rank would escape its checks, deadlines and errors."""
+    own = {f"thinpipe.pipeline.comm.{name}" for name in ("gloo", "gloo_link", "gloo_peers")}
+    found = {
+        (module, node.attr)
+        for module, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in TRANSPORT
+        if isinstance(node.value, ast.Name) and node.value.id == "dist"
+    }
+    assert {place for place in found if place[0] not in own} == set()
+    assert {name for _, name in found} == {"isend", "irecv"}

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.pipelining import _utils, schedules
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from thinpipe.pipeline.stage import CompressedStage
@@ -57,6 +58,19 @@ def test_no_other_method_of_the_base_communicates() -> None:
     ours = set(vars(CompressedStage))
     talkers = {name for name, text in source.items() if "dist.P2POp(" in text}
     assert talkers - ours <= {"_get_recv_ops"}, f"{talkers - ours}; {ADVICE}"
+
+
+def test_a_split_backward_keeps_what_its_second_half_needs() -> None:
+    """`_shared_with_weights` reads the gradients in it."""
+    source = inspect.getsource(_PipelineStageBase.backward_one_chunk)
+    kept = source[source.index("self.backward_state[bwd_chunk_id] = (") :].split(")")[0]
+    assert [line.strip(" ,") for line in kept.splitlines()[1:-1]] == [
+        'bwd_kwargs["input_values"]',
+        "param_groups",
+        'bwd_kwargs["stage_output"]',
+        'bwd_kwargs["output_grads"]',
+    ], ADVICE
+    assert 'param_group["grads"][i] = grad_inputs' in inspect.getsource(stage_backward_input)
 
 
 @pytest.mark.parametrize(
