@@ -84,7 +84,7 @@ class PipelineEngine:
         self.check_modules(options.schedule, [stage.submod for stage in stages])
         self._stages = {stage.stage_index: stage for stage in stages}
         self.channels: list[Channel] = [end for stage in stages for end in stage.channels.all()]
-        self._transport, self._options, self.objective = transport, options, options.objective
+        self.transport, self._options, self.objective = transport, options, options.objective
         self._first_error = FirstError()  # stages of a rank wait for each other
         self._optimizer, self._sync, self._tied = optimizer, sync, tied
         self._parameters = _unique_parameters(stages)
@@ -174,7 +174,7 @@ class PipelineEngine:
         own = torch.zeros(self.objective.tally_size, dtype=torch.float64)
         for tally in tallies.values():
             own += tally
-        return tuple(self._transport.share(own, "world").sum(0).tolist())
+        return tuple(self.transport.share(own, "world").sum(0).tolist())
 
     def _eval_tallies(self, batch: Batch, step: int, mode: Mode) -> dict[int, Tensor]:
         """Tallies by microbatch, on the rank of the last stage."""
@@ -271,7 +271,7 @@ class PipelineEngine:
         tokens = torch.tensor([self.objective.count(batch.targets)], dtype=torch.float64)
         computes_loss = any(stage.is_last for stage in self._stages.values())
         if computes_loss and self._sync.loss_scope == "global":
-            tokens = self._transport.share(tokens, "stage").sum(0)
+            tokens = self.transport.share(tokens, "stage").sum(0)
         return max(float(tokens), 1.0)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ class PipelineEngine:
             self._options.schedule,
             wanted=self._options.microbatches,
             samples=samples,
-            ranks=self._transport.mesh.pipeline_ranks,
+            ranks=self.transport.mesh.pipeline_ranks,
         )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

@@ -39,6 +39,7 @@ class Worker:
 
 
 def _run(jobs: "queue.SimpleQueue[_Job | None]") -> None:
+    torch.get_num_threads()  # without it MKL uses every core in a new thread, whatever was set
     failure: BaseException | None = None
     while (item := jobs.get()) is not None:
         job, future = item

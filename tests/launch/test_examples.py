@@ -32,7 +32,7 @@ def _train(rank: int) -> list[list[float]]:
     for name in EXAMPLES:
         run = _small(name, "train.warmup_steps=0", "gradcomp.cocktail.warmup_steps=1")
         built = start(run)
-        replica = built.engine.mesh.replica
+        replica = built.engine.transport.mesh.replica
         batch = share(_first_batch(run), replica, run.pipeline.replicas)
         found.append([built.engine.train_step(batch, step).loss for step in range(STEPS)])
     return found

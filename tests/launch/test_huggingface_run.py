@@ -53,13 +53,13 @@ def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str
     found = []
     for run in runs:
         built = start(run)
-        replica = built.engine.mesh.replica
+        replica = built.engine.transport.mesh.replica
         losses = [
             built.engine.train_step(share(whole, replica, run.pipeline.replicas), step).loss
             for step, whole in enumerate(batches(classes=run.model.classes))
         ]
         store: Any = None
-        session = Session(store, built.engine.mesh, 7, rank)
+        session = Session(store, built.engine.transport, 7, rank)
         facts = {"config": run.shared()}
         Checkpoints(run.run.path / "checkpoints", 2, built, session, facts).save(len(losses))
         if rank == 0:

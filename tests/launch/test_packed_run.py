@@ -73,7 +73,7 @@ class Training:
 
     def __init__(self, rank: int, run: RunConfig) -> None:
         self._corpus, self.built = check_data(run), start(run)
-        mesh = self.built.engine.mesh
+        mesh = self.built.engine.transport.mesh
         self._sampler = EpochSampler(
             len(self._corpus.train),
             batch_size=run.train.batch_size,

@@ -53,7 +53,7 @@ def saved_run(run: RunConfig, *, steps: int) -> Tensor:
         for step in range(steps):
             built.engine.train_step(batch(step, classes=run.model.classes), step)
         store: Any = None
-        session = Session(store, built.engine.mesh, 7, 0)
+        session = Session(store, built.engine.transport, 7, 0)
         root = run.run.path / "checkpoints"
         Checkpoints(root, 2, built, session, {"config": run.shared()}).save(steps)
         write_config(run, run.run.path / "config.toml")

@@ -38,7 +38,7 @@ def run_config(cuts: list[int], **sections: Any) -> RunConfig:
 
 def checkpoints(rank: int, run: RunConfig, root: str, built: Built) -> Checkpoints:
     store: Any = None
-    session = Session(store, built.engine.mesh, 7, rank)
+    session = Session(store, built.engine.transport, 7, rank)
     return Checkpoints(Path(root), 9, built, session, {"config": run.shared(), "data": "same"})
 
 
@@ -90,7 +90,7 @@ def train(
     saved = checkpoints(rank, run, root, built)
     first = saved.restore(None) if resume else 0
     state = outcome(built, [], "\n".join(messages)) if resume else None
-    losses, replica = [], built.engine.mesh.replica
+    losses, replica = [], built.engine.transport.mesh.replica
     for step in range(first, save_at or len(BATCHES)):
         own = batch(BATCHES[step].ids_B[replica :: run.pipeline.replicas].tolist())
         losses.append(built.engine.train_step(own, step).loss)
