@@ -3,11 +3,17 @@
 import os
 import sys
 
+from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.host.packages import explain
+
+_STARTS_NOTHING = {"--dry-run", "--help"}
 
 
 def main() -> None:
     """Run the command line."""
+    trains = sys.argv[1:2] == ["train"] and not _STARTS_NOTHING & {*sys.argv}
+    if trains and "RANK" not in os.environ:
+        fork_server.start()
     try:
         from thinpipe.launch.cli import (
             main as run_command_line,  # imports packages that may be missing

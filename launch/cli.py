@@ -21,12 +21,12 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.distributed.elastic import (
     Nodes,
-    end_with_parent,
     keep_freed_memory,
     run_local,
     run_node,
     started_by_launcher,
 )
+from thinpipe.launch.distributed.fork_server import end_with_parent
 from thinpipe.launch.distributed.handshake import HandshakeError, versions
 from thinpipe.launch.distributed.session import PeerError, TerminatedError
 from thinpipe.launch.distributed.ssh import (
@@ -244,7 +244,7 @@ def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
         _check_resume(config, resume=resume)
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
-    return run_local(sys.argv[1:], config.world_size, max_restarts=max_restarts)
+    return run_local(main, sys.argv[1:], config.world_size, max_restarts=max_restarts)
 
 
 def _check_resume(config: RunConfig, *, resume: bool) -> None:
@@ -275,7 +275,7 @@ def _run_here(config: RunConfig, nodes: Nodes) -> int:
             )
         check_folder(config.run.path)
         check_data(config)
-        return run_node(sys.argv[1:], config.world_size // nodes.count, nodes)
+        return run_node(main, sys.argv[1:], config.world_size // nodes.count, nodes)
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
 

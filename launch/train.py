@@ -110,11 +110,10 @@ class _Run:
 
     def train(self, resume: Resume, *, show: int) -> None:
         start = self._checkpoints.restore(resume.step) if resume.wanted else 0
-        info = _describe(self._config, self._steps)
         # past the first epoch, when memories are warm
         timeline_step = min(self._steps - 1, max(start, self._sampler.steps_per_epoch) + 2)
         with ExitStack() as stack:
-            display = self._open_display(stack, info, show)
+            display = self._open_display(stack, show)
             if start >= self._steps:
                 _note(display, f"all {self._steps} steps are done; nothing to resume")
                 return
@@ -135,7 +134,7 @@ class _Run:
                     _note(display, f"warning: {note}")
                 self._maybe_save(step + 1)
             self._built.engine.close()
-            self._finish(info, display)
+            self._finish(display)
 
     def _step(self, step: int, *, timeline: bool) -> StepRecord:
         batch = self._corpus.train.batch(self._sampler.ids(step))
@@ -214,16 +213,18 @@ class _Run:
         self._records = read_metrics(folder / "metrics.jsonl")  # of the run that is resumed
         return stack.enter_context(writer)
 
-    def _open_display(self, stack: ExitStack, info: RunInfo, show: int) -> Display | None:
+    def _open_display(self, stack: ExitStack, show: int) -> Display | None:
         if self._session.local_rank != show:
             return None
+        info = _describe(self._config, self._steps)
         return stack.enter_context(Display(info, interactive=os.isatty(1)))
 
-    def _finish(self, info: RunInfo, display: Display | None) -> None:
+    def _finish(self, display: Display | None) -> None:
         if not self._records:  # a finished run was resumed, and this host has no metrics of it
             return
         if display is None and not self._session.writes_run_folder:
             return
+        info = _describe(self._config, self._steps)
         summary = summarize(info, self._records)
         if self._session.writes_run_folder:
             from thinpipe.launch.report.html import (

@@ -3,9 +3,8 @@
 import ctypes
 import logging
 import os
-import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -17,7 +16,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from thinpipe.launch.distributed import rendezvous
+from thinpipe.launch.distributed import fork_server, rendezvous
 from thinpipe.launch.host.interfaces import (
     interface_to,
     interfaces,
@@ -25,9 +24,6 @@ from thinpipe.launch.host.interfaces import (
     parse_endpoint,
     reachable_address,
 )
-
-PARENT = "THINPIPE_PARENT"
-"""Environment variable that tells a local rank which process it must not outlive."""
 
 _MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
@@ -51,8 +47,10 @@ class Nodes:
     join_s: float
 
 
-def run_local(arguments: Sequence[str], processes: int, *, max_restarts: int = 0) -> int:
-    """Run `python -P -m thinpipe.launch <arguments>` as that many ranks; return the exit code.
+def run_local(
+    main: Callable[[], None], arguments: Sequence[str], processes: int, *, max_restarts: int = 0
+) -> int:
+    """Call `main` with a command line's arguments as that many ranks; return the exit code.
 
     The ranks talk over loopback. If one fails, the others are ended, and all are started again up
     to `max_restarts` times; if this process is killed, they end too.
@@ -67,12 +65,15 @@ def run_local(arguments: Sequence[str], processes: int, *, max_restarts: int = 0
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=max_restarts,
+        start_method=fork_server.START_METHOD,
     )
-    return _launch(config, arguments)
+    return _launch(config, main, arguments)
 
 
-def run_node(arguments: Sequence[str], processes: int, nodes: Nodes) -> int:
-    """Run this machine's `processes` ranks of a run on several; return the exit code.
+def run_node(
+    main: Callable[[], None], arguments: Sequence[str], processes: int, nodes: Nodes
+) -> int:
+    """Like `run_local`, for this machine's `processes` ranks of a run on several.
 
     It is torchrun with the c10d rendezvous, which also chooses the interface: the one that leads to
     the rendezvous host, unless GLOO_SOCKET_IFNAME names another. Machines are numbered in the
@@ -100,16 +101,19 @@ def run_node(arguments: Sequence[str], processes: int, nodes: Nodes) -> int:
         rdzv_configs=settings,
         local_addr=chosen.address,
         max_restarts=nodes.max_restarts,
+        start_method=fork_server.START_METHOD,
     )
-    return _launch(config, arguments)
+    return _launch(config, main, arguments)
 
 
-def _launch(config: LaunchConfig, arguments: Sequence[str]) -> int:
+def _launch(config: LaunchConfig, main: Callable[[], None], arguments: Sequence[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = str(rank_threads(config.nproc_per_node))
-    os.environ[PARENT] = str(os.getpid())
-    _silence(logging.getLogger("torch.distributed.elastic"))  # ranks say it better
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        _silence(logging.getLogger(name))  # ranks report it better
+    fork_server.start()
+    environment = {"GLOO_SOCKET_IFNAME": os.environ["GLOO_SOCKET_IFNAME"]}
     try:
-        elastic_launch(config, sys.executable)("-P", "-m", "thinpipe.launch", *arguments)
+        elastic_launch(config, _run_rank)(main, environment, *arguments)
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)
@@ -126,6 +130,12 @@ def _launch(config: LaunchConfig, arguments: Sequence[str]) -> int:
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
+
+
+def _run_rank(main: Callable[[], None], environment: Mapping[str, str], *arguments: str) -> None:
+    from thinpipe.launch.distributed.forked import run_rank  # only ranks and their server may
+
+    run_rank(main, environment, *arguments)
 
 
 def _silence(logger: logging.Logger) -> None:
@@ -182,14 +192,3 @@ def keep_freed_memory() -> bool:
         return False
     trim_threshold, mmap_threshold, kept = -1, -3, 1 << 30
     return bool(mallopt(mmap_threshold, kept) and mallopt(trim_threshold, kept))
-
-
-def end_with_parent() -> None:
-    """Ask Linux to end this rank when the process that started it dies, however it dies."""
-    parent = os.environ.get(PARENT)
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it died before we asked
-        sys.exit(1)

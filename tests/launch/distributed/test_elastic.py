@@ -12,6 +12,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from thinpipe.launch.cli import main
 from thinpipe.launch.distributed import elastic as spawn
 from thinpipe.launch.distributed.elastic import (
     has_spare_core,
@@ -114,5 +115,6 @@ def test_machines_that_do_not_meet_are_told_why(
 
     monkeypatch.setattr(os, "environ", {**os.environ})  # what a launcher sets ends with this test
     monkeypatch.setattr(spawn, "elastic_launch", lambda *_: launch)
-    assert run_local(["train"], 1) == 1
+    monkeypatch.setattr(spawn.fork_server, "start", lambda: None)
+    assert run_local(main, ["train"], 1) == 1
     assert said in capfd.readouterr().err

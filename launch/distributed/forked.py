@@ -1,0 +1,37 @@
+"""What runs in the fork server when it starts, and in each rank that it forks.
+
+Only the fork server imports this before there are ranks: importing it ties the process to its
+parent.
+"""
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+
+from thinpipe.launch.distributed.fork_server import (
+    HELD_SIGNALS,
+    PARENT,
+    START_METHOD,
+    end_with_parent,
+    name_process,
+)
+
+if START_METHOD == "forkserver":
+    end_with_parent()
+    os.setsid()  # Ctrl-C in a terminal reaches the launcher alone
+    name_process("thinpipe server")
+    os.environ[PARENT] = str(os.getpid())  # for the ranks
+_PATH = tuple(sys.path)
+
+
+def run_rank(main: Callable[[], None], environment: Mapping[str, str], *arguments: str) -> None:
+    """Call the command line's `main` with these arguments, and these variables changed."""
+    gc.freeze()  # what is imported stays: collections need not look at it
+    os.environ.update(environment)
+    sys.path[:] = _PATH  # not the launcher's, which may hold the user's folder
+    sys.argv = ["thinpipe", *arguments]
+    name_process(f"thinpipe {os.environ['RANK']}")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+    main()
