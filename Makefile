@@ -1,13 +1,16 @@
 # `make train` and `make test` need Python >= 3.11 and nothing else; each makes .venv when missing.
 # `make install` does no more than that.
+# JOBS is how many tests run at a time.
 # PIP_ARGS passes options to pip, for example an index with CPU-only builds of torch.
 
 PYTHON ?= python3
 PIP_ARGS ?=
+JOBS ?= 2
+TESTS := --numprocesses $(JOBS) --dist worksteal
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install train test bench docs check lint format clean
+.PHONY: install train test test-all bench docs check lint format clean
 
 install: .venv/run.stamp
 
@@ -15,7 +18,10 @@ train: .venv/run.stamp
 	$(BIN)/thinpipe train examples/quickstart.toml
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TESTS) -m "not slow"
+
+test-all: .venv/dev.stamp
+	$(BIN)/python -m pytest $(TESTS)
 
 bench: .venv/run.stamp
 	$(BIN)/python -m benchmarks.links
