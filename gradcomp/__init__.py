@@ -1,1 +1,1 @@
-"""What replicas of a stage exchange: one contract (`sync.py`), one file per method (`methods/`)."""
+"""What replicas of a stage exchange: a file per method in `methods/`."""

@@ -82,7 +82,7 @@ class Readiness:
         if self._missing[bucket.index] < 0 and bucket.index < self._next:
             raise RuntimeError(
                 f"bucket {bucket.index} got a gradient of {tuple(parameter.shape)} after it was "
-                "exchanged: more backward passes ran than begin_step was told"
+                "exchanged: more backward passes ran than begin_step was called with"
             )
         while self._next < len(self._buckets) and self._missing[self._next] == 0:
             self._next += 1

@@ -1,4 +1,4 @@
-"""How much to exchange so that it just fits beside the computation.
+"""How much to exchange so that it just overlaps with the computation.
 
 All replicas choose from the same numbers, so they choose alike: the shortest time any of them has
 for an exchange, and the lowest rate at which any of them has made one.
@@ -57,7 +57,7 @@ class Budget:
 
     def slot(self, seconds: float) -> None:
         """Note how long an exchange had before it was waited for."""
-        self._slot_s = _mixed(self._slot_s, seconds)
+        self._slot_s = _smoothed(self._slot_s, seconds)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -66,7 +66,7 @@ class Budget:
         yield
         nbytes, seconds = self._peers.bytes_sent - before, time.perf_counter() - begin_s
         if nbytes:
-            self._rate_bps = _mixed(self._rate_bps, 8 * nbytes / seconds)
+            self._rate_bps = _smoothed(self._rate_bps, 8 * nbytes / seconds)
 
     def agree(self, number: int) -> None:
         """Choose for exchange `number` and those that follow; all replicas call it alike.
@@ -76,25 +76,25 @@ class Budget:
         """
         mine = torch.tensor([self._slot_s, self._rate_bps])
         key, exact = ExchangeKey(number, _BUCKET), Cast("fp32")
-        told = gather_all(self._peers, key, mine, codec=exact)
-        chosen = choose(told, numel=self._numel) or self.choice
+        measured = gather_all(self._peers, key, mine, codec=exact)
+        chosen = choose(measured, numel=self._numel) or self.choice
         if chosen != self.choice:
             _LOG.info("exchange %d: %s instead of %s", number, chosen, self.choice)
             self.choice = chosen
 
 
-def choose(told: Sequence[Tensor], *, numel: int) -> Choice | None:
-    """The most that fits, or the least there is; None before all replicas have measured.
+def choose(measured: Sequence[Tensor], *, numel: int) -> Choice | None:
+    """The most that fits, or the least of all; None before all replicas have measured.
 
-    `told` holds (seconds of the slot, bit/s of exchanges) of every replica.
+    `measured` holds (seconds of the slot, bit/s of exchanges) of every replica.
     """
-    slot_s, rate_bps = torch.stack(list(told)).min(0).values.tolist()
+    slot_s, rate_bps = torch.stack(list(measured)).min(0).values.tolist()
     if not slot_s or not rate_bps:
         return None
-    values = 2 * (len(told) - 1) / len(told) * numel
+    values = 2 * (len(measured) - 1) / len(measured) * numel
     fitting = [c for c, cost in CHOICES.items() if cost * values / rate_bps <= _FILL * slot_s]
     return fitting[-1] if fitting else next(iter(CHOICES))
 
 
-def _mixed(old: float, new: float) -> float:
+def _smoothed(old: float, new: float) -> float:
     return (1 - _SMOOTHING) * old + _SMOOTHING * new if old else new

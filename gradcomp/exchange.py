@@ -89,6 +89,17 @@ def reduce_sharded(
     return Reduced(seen, results, answer_n - result_n)
 
 
+def sum_sharded(peers: Peers, key: ExchangeKey, x_N: Tensor, *, codec: Codec) -> Tensor:
+    """Sum the replicas' vectors (fp32) as `reduce_sharded` does.
+
+    Raises:
+        TransportError, DesyncError: nothing was changed.
+    """
+    targets = x_N.tensor_split(peers.size)
+    reduced = reduce_sharded(peers, key, targets, codec=codec, finish=lambda total_n: total_n)
+    return torch.cat(reduced.results)
+
+
 def gather_sum(
     peers: Peers, key: ExchangeKey, target_N: Tensor, *, codec: Codec
 ) -> tuple[Tensor, Tensor]:

@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
+from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers
@@ -31,14 +30,7 @@ class AllReduce:
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Sum, with one rounding on each way."""
-        reduced = reduce_sharded(
-            self._peers,
-            key,
-            flat_N.tensor_split(self._peers.size),
-            codec=self._codec,
-            finish=lambda total_n: total_n,
-        )
-        return torch.cat(reduced.results)
+        return sum_sharded(self._peers, key, flat_N, codec=self._codec)
 
     def keep(self) -> None:
         """There is no memory."""

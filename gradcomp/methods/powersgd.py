@@ -3,7 +3,7 @@
 Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization", NeurIPS 2019, Algorithm 1 (warm start: Q of the last step). torch's own form of it is
 tied to DistributedDataParallel and its all-reduce; here its sums travel as all others do, over
-`exchange.reduce_sharded` in fp32.
+`exchange.sum_sharded` in fp32.
 
     M   `matrices`   gradient plus residual, one matrix [n, m] per parameter
     P   `P`          M Q, summed over replicas, then orthogonalized
@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
+from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.feedback import Residuals
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
@@ -109,14 +109,8 @@ class PowerSGD:
         if not tensors:
             return []
         flat_N = torch.cat([tensor.flatten() for tensor in tensors])
-        reduced = reduce_sharded(
-            self._peers,
-            key,
-            flat_N.tensor_split(self._peers.size),
-            codec=Cast("fp32"),
-            finish=lambda total_n: total_n,
-        )
-        parts = torch.split(torch.cat(reduced.results), [tensor.numel() for tensor in tensors])
+        total_N = sum_sharded(self._peers, key, flat_N, codec=Cast("fp32"))
+        parts = torch.split(total_N, [tensor.numel() for tensor in tensors])
         return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 

@@ -7,7 +7,7 @@ from thinpipe.gradcomp.exchange import (
     ExchangeKey,
     gather_all,
     gather_sum,
-    reduce_sharded,
+    sum_sharded,
 )
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
@@ -37,10 +37,7 @@ def total(size: int) -> Tensor:
 
 def sharded(peers: Peers, step: int = 0) -> Tensor:
     """The sum, each shard made by its server."""
-    targets = vector(peers.rank).tensor_split(peers.size)
-    key = ExchangeKey(step, 0)
-    reduced = reduce_sharded(peers, key, targets, codec=EXACT, finish=lambda total_n: total_n)
-    return torch.cat(reduced.results)
+    return sum_sharded(peers, ExchangeKey(step, 0), vector(peers.rank), codec=EXACT)
 
 
 def summed(peers: Peers) -> Tensor:
