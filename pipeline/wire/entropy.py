@@ -3,7 +3,7 @@
 zstd level 1 reaches the order-0 entropy of block-planar codes at about a thousand million values
 per second, because a field's bytes lie side by side: with scales, 2.13 bits become 1.70 and 4.13
 become 3.70 on changes of activations. A coded payload's length depends on its values: receives are
-posted at the uncoded size, which is never exceeded, and the header says how long the message is.
+posted at the uncoded size, which is never exceeded, and the header has the message's length.
 """
 
 import math

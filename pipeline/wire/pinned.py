@@ -1,6 +1,6 @@
-"""Bytes between the device that codes them and host memory, where messages are sent from.
+"""Bytes between the device that encodes them and host memory, where messages are sent from.
 
-Host memory is pinned where a GPU codes: copies then need no second one, and can run beside compute.
+Host memory is pinned if the device is a GPU: copies are then direct, and overlap with compute.
 """
 
 import contextlib
@@ -11,15 +11,15 @@ from torch import Tensor
 
 
 def host_bytes(nbytes: int, device: torch.device) -> Tensor:
-    """Room in host memory for bytes that `device` writes or reads."""
+    """A buffer in host memory for bytes that `device` writes or reads."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 @contextlib.contextmanager
 def written_on(device: torch.device, wire: Tensor) -> Iterator[Tensor]:
-    """Yields `wire` (uint8, host), or bytes on `device` that are copied to it when the block ends.
+    """Yield `wire` (uint8, host), or a buffer on `device` that is copied to it when the block ends.
 
-    Once left, everything that the block queued on its stream is done.
+    Then everything that the block queued on its stream has finished.
     """
     if device.type == "cpu":
         yield wire
@@ -30,5 +30,5 @@ def written_on(device: torch.device, wire: Tensor) -> Iterator[Tensor]:
 
 
 def brought_to(device: torch.device, wire: Tensor) -> Tensor:
-    """The bytes of `wire` (host) where `device` can read them, in order with its stream."""
+    """The bytes of `wire` (host) on `device`, copied in the order of its stream."""
     return wire.to(device, non_blocking=True)

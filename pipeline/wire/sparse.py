@@ -9,7 +9,7 @@ leaves. A message of n candidates holds, in order:
     codes                       `Uniform`'s codes of the kept values, or the values in bf16 or fp32
 
 With coding "zstd" mask and codes are entropy-coded, each on its own and only if that makes it
-shorter, which its length tells. zstd's Huffman coder comes within 2 % of the entropy of a random
+shorter, as its length shows. zstd's Huffman coder comes within 2 % of the entropy of a random
 mask (0.722 bits a candidate at a fifth) and finds more in masks that are clustered.
 
 Axes: n candidates, k kept values, M mask bytes, W bytes of a message.
@@ -228,12 +228,12 @@ class _Sizes(NamedTuple):
 
 
 def _lengths(wire: Tensor, sizes: _Sizes) -> tuple[int, int]:
-    """Bytes of mask and codes as the message tells them."""
+    """Bytes of mask and codes as the message has them."""
     mask, codes = (0, 0) if wire.numel() < _HEAD else wire[:_HEAD].clone().view(_LENGTH).tolist()
     fits = 0 <= mask <= sizes.mask and 0 <= codes <= sizes.codes
     if not fits or wire.numel() < _HEAD + mask + sizes.scales + codes:
         raise CodingError(
-            f"a sparse message of {wire.numel()} bytes tells lengths {mask} and {codes}; "
+            f"a sparse message of {wire.numel()} bytes has lengths {mask} and {codes}; "
             f"mask, scales and codes take {tuple(sizes)} bytes"
         )
     return mask, codes

@@ -1,9 +1,8 @@
-"""A thread's own stream on the device that computes, and how it keeps step with the compute.
+"""A thread's own CUDA stream, and how it is ordered with the streams that compute.
 
-On a GPU, what couriers and exchanges code and copy runs on streams of their own. Threads that queue
-compute only record events and queue waits for events: they never wait themselves, and neither does
-compute that does not need the result. On the CPU there are no streams, and nothing here does
-anything.
+On a GPU, codecs and exchanges encode and copy on streams of their own. Threads that queue compute
+only record events and queue waits for events: they never block, and neither does compute that does
+not need the result. On the CPU there are no streams, and all of this is a no-op.
 """
 
 import contextlib
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor
 
 CudaEvent = torch.cuda.Event | None
-"""When a stream has come so far; None on the CPU."""
+"""A point in a stream's work that can be waited for; None on the CPU."""
 
 
 class SideStream:
-    """The stream of one courier, or of one communication thread."""
+    """The stream of one codec or communication thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -26,15 +25,15 @@ class SideStream:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def now(self) -> CudaEvent:
-        """When all that the calling thread has queued is done."""
+        """Record an event behind all that the calling thread has queued."""
         if self._stream is None:
             return None
-        moment: CudaEvent = torch.cuda.current_stream(self._device).record_event()
-        return moment
+        event: CudaEvent = torch.cuda.current_stream(self._device).record_event()
+        return event
 
     @contextlib.contextmanager
-    def after(self, moment: CudaEvent) -> Iterator[None]:
-        """Inside, the calling thread queues on this lane, behind `moment`.
+    def after(self, event: CudaEvent) -> Iterator[None]:
+        """Inside, the calling thread queues on this stream, behind `event`.
 
         Tensors of other streams that are used inside must live until that use is over.
         """
@@ -42,18 +41,18 @@ class SideStream:
             yield
             return
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if moment is not None:
-                self._stream.wait_event(moment)
+            if event is not None:
+                self._stream.wait_event(event)
             yield
 
-    def wait(self, moment: CudaEvent) -> None:
-        """Have what the calling thread queues from here on wait for `moment`, not the thread."""
-        if moment is not None:
-            torch.cuda.current_stream(self._device).wait_event(moment)
+    def wait(self, event: CudaEvent) -> None:
+        """Have what the calling thread queues from now on wait for `event`; it does not block."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
-    def hand_over(self, x: Tensor, there: CudaEvent) -> Tensor:
-        """Return `x`, which was made on this lane, for the calling thread to use and drop."""
-        self.wait(there)
-        if there is not None:
+    def hand_over(self, x: Tensor, done: CudaEvent) -> Tensor:
+        """Return `x`, which was made on this stream, for the calling thread to use and free."""
+        self.wait(done)
+        if done is not None:
             x.record_stream(torch.cuda.current_stream(self._device))
         return x

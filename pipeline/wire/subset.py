@@ -3,8 +3,9 @@
 The vector is cut into runs of neighbouring values. A keyed permutation deals the runs out like a
 deck of cards: step t of a window takes the next a / q of them, going round, where a / q is the
 fraction in lowest terms and a window is q steps. So in a window every coordinate takes part exactly
-a times, never more than ceil(q / a) steps apart, and every window is dealt anew. Only whole runs
-are chosen: memory is read in cache lines, and neighbours, which are of one layer, share scales.
+a times, never more than ceil(q / a) steps apart, and every window is dealt from scratch. Only whole
+runs are chosen: memory is read in cache lines, and neighbours, which are of one layer, share
+scales.
 
 The permutation is a Feistel network with cycle walking (`SparseKernels.deal`). Its round keys are
 Philox4x64-10 numbers, key = seed, counter = (bucket, window): nothing is drawn from a generator
@@ -83,7 +84,7 @@ def random_subset(
 ) -> Subset:
     """The runs of step `step`, out of a vector of `numel` values.
 
-    `seed` has 64 bits and `bucket` tells vectors of one run apart.
+    `seed` has 64 bits and `bucket` numbers the vectors of a run.
 
     Raises:
         ValueError: the fraction is not in (0, 1], or no ratio with a denominator up to 1000.

@@ -15,8 +15,8 @@ _Job = tuple[Callable[[], Any], "Future[Any]"]
 class Worker:
     """Runs jobs in the order in which they were given, on a daemon thread of its own.
 
-    A thread pool would not do: the interpreter waits for its threads at exit, and one that is
-    blocked on a silent peer would keep it waiting. After a job has failed, later ones fail alike.
+    Not a thread pool: the interpreter joins a pool's threads at exit, and one that waits for a dead
+    peer would block it. After a job has failed, later ones fail with the same exception.
     """
 
     def __init__(self, name: str) -> None:

@@ -26,7 +26,7 @@ class SparseKernels(Protocol):
     def deal(self, first: int, runs: int, keys: Sequence[int], chosen_R: Tensor) -> None:
         """Write, rising, what a keyed permutation of 0 .. runs - 1 has from place `first` on.
 
-        Places go round past the last one; `chosen_R` (int64) says by its size how many are taken.
+        Places go round past the last one; as many are taken as `chosen_R` (int64) has places.
         A Feistel network permutes 2^b >= runs numbers, b at least 2: rounds in turn xor the high
         and the low half, which has b // 2 bits, with a hash of the other and the round's 32-bit
         key. Numbers that land outside are sent through again (cycle walking: Black and Rogaway,

@@ -30,7 +30,7 @@ def bursts(count: int, numel: int, seed: int = 0) -> torch.Tensor:
 
 
 def through(codec: Hadamard | Uniform, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the peer decodes and what the sender says it decodes."""
+    """What the peer decodes and what the sender expects it to."""
     wire = torch.full((x.shape[0], codec.capacity(x.shape[1])), 0xAA, dtype=torch.uint8)
     seen, out = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
     codec.encode(x, wire, seen, noise=None)

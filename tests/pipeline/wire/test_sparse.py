@@ -20,7 +20,7 @@ def values(numel: int, seed: int = 0) -> torch.Tensor:
 
 
 def message(codec: SparseCodec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The message's bytes, and what the sender says they decode to."""
+    """The message's bytes, and what the sender expects them to decode to."""
     room = torch.full((codec.capacity(x.numel()) + 9,), 0xAA, dtype=torch.uint8)
     seen = torch.full(x.shape, torch.nan, device=x.device)
     length = codec.encode(x, room[:-9], seen)

@@ -1,7 +1,7 @@
 """The sparse kernels on CPUs, compiled by numba: vectors of a run or of 16 mask bits, no GIL.
 
 A subset costs what its own runs cost: nothing walks over the whole vector. The choice of the
-largest values is in `topk_cpu.py`.
+largest values is in `topk.py`.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from thinpipe.pipeline.wire.kernels.cpu.llvm.run_ir import (
     CHUNK,
     expand_chunk,
     put_run,
-    settle_run,
     take_run,
+    update_run,
 )
 from thinpipe.pipeline.wire.kernels.cpu.topk import select_top
 from thinpipe.pipeline.wire.kernels.cpu.uniform import _STORED_AS
@@ -65,7 +65,7 @@ def apply_exchanged(
     sent_n: Tensor, mean_n: Tensor, start_R: Tensor, run: int, x_N: Tensor, base_N: Tensor
 ) -> None:
     """Move base and x to what all ranks agreed on; see `SparseKernels.apply_exchanged`."""
-    _settle(_flat(sent_n), _flat(mean_n), start_R.numpy(), run, _flat(x_N), _flat(base_N))
+    _apply_exchanged(_flat(sent_n), _flat(mean_n), start_R.numpy(), run, _flat(x_N), _flat(base_N))
 
 
 def _flat(t_N: Tensor) -> Any:
@@ -124,12 +124,12 @@ def _scatter(value: Any, starts: Any, run: Any, out: Any) -> Any:
 
 
 @compiled
-def _settle(sent: Any, mean: Any, starts: Any, run: Any, x: Any, base: Any) -> Any:
+def _apply_exchanged(sent: Any, mean: Any, starts: Any, run: Any, x: Any, base: Any) -> Any:
     done = 0
     for i in range(starts.size):
         start = starts[i]
         count = min(run, x.size - start)
-        settle_run(sent, mean, x, base, (done, done, start, start, count))
+        update_run(sent, mean, x, base, (done, done, start, start, count))
         done += count
 
 

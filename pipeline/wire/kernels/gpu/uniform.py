@@ -5,7 +5,7 @@ per program as a tile of 8 planes and 128 lanes. The last, shorter block of a ro
 own, so that full blocks have constant strides and unmasked, vectorized loads. Functions on several
 codes are composed: a GPU's memory is far faster than the links, and launches are few.
 
-Products and sums must round once each on every device: launches say `enable_fp_fusion=False`.
+Products and sums must round once each on every device: launches set `enable_fp_fusion=False`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What each kernel means, in plain torch on any device; `kernels/__init__.py` tells the layout.
+"""What each kernel means, in plain torch on any device; `kernels/__init__.py` has the layout.
 
 Axes: B rows, N values, K groups, G values per group, P payload bytes, L lanes of a block.
 """
@@ -166,7 +166,7 @@ def _round_up_bf16(scale_BK: Tensor) -> Tensor:
 
 
 def _round_stochastic(y_BN: Tensor, noise: Noise) -> Tensor:
-    """Round to 1 / 65536 of a step, then up with the probability that what is left over says."""
+    """Round to 1 / 65536 of a step, then up with a probability that equals the rest."""
     fixed_BN = (y_BN * 65536.0).round().to(torch.int64)
     return (fixed_BN + uniform16(noise, y_BN.shape[1])) >> 16
 

@@ -41,10 +41,10 @@ def results(name: Any, device: str, case: tuple[int, int, torch.dtype]) -> list[
     return [tensor.cpu() for tensor in (peak, turned, gathered, out)]
 
 
-def differing(name: str, device: str) -> list[str]:
-    """Cases and results that are not the reference's on a CPU, NaNs all alike."""
+def differing(name: str, device: str, step: int = 1) -> list[str]:
+    """Cases (every `step`-th) and results that are not the reference's on a CPU, NaNs all alike."""
     found = []
-    for case in CASES:
+    for case in CASES[::step]:
         expected, got = results("reference", "cpu", case), results(name, device, case)
         found += [
             f"{case}: result {i}"
@@ -125,4 +125,4 @@ def test_what_rotation_makes_worse_or_could_overflow_stays() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit("\n".join(differing("triton", "cpu")) or 0)
+    sys.exit("\n".join(differing("triton", "cpu", step=4)) or 0)  # each tile, size and dtype

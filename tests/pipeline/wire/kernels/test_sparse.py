@@ -45,7 +45,7 @@ def test_dealt_runs_are_the_references(runs: int, part: float) -> None:
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_runs_are_taken_put_and_settled_alike(numel: int, dtype: torch.dtype) -> None:
+def test_runs_are_gathered_scattered_and_updated_alike(numel: int, dtype: torch.dtype) -> None:
     start, size = starts(numel)
     x, base = values(numel).to(dtype), values(numel, 1).to(dtype)
     sent, mean = values(size, 2), values(size, 3)

@@ -195,7 +195,7 @@ def compiled(kernel: Any, capability: int, constants: dict[str, Any]) -> Any:
 
 
 def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """What cuobjdump says: REG, STACK, SHARED, LOCAL."""
+    """What cuobjdump reports: REG, STACK, LOCAL."""
     (folder / "kernel.cubin").write_bytes(cubin)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     text = subprocess.run(

@@ -1,6 +1,6 @@
 """Runs of neighbouring values as numba intrinsics, and kept values between their zeros.
 
-See `vector_ir.py` for the vectors and for how an array's element type tells its format.
+See `vector_ir.py` for the vectors and for which element type stands for which format.
 """
 
 from typing import Any
@@ -80,7 +80,7 @@ def put_run(typing: Any, value: Any, out: Any, at: Any) -> Any:
 
 
 @intrinsic
-def settle_run(typing: Any, sent: Any, mean: Any, x: Any, base: Any, at: Any) -> Any:
+def update_run(typing: Any, sent: Any, mean: Any, x: Any, base: Any, at: Any) -> Any:
     """left = (x - base) - sent; base += mean; x := base + left; `at` = four starts, count."""
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:

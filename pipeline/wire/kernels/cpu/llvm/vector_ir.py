@@ -3,8 +3,8 @@
 Plain numba loops depend on the auto-vectorizer, which misses most of these; explicit vectors run
 2.5 to 3 times faster, compile 9 times faster and are legal on every CPU (LLVM splits them). An
 intrinsic works on `count` consecutive values of flat, C-contiguous arrays, in steps of 64 lanes;
-the last step is masked. The element type of an array tells its format: float32 is fp32, uint16 is
-bf16, int16 is fp16. Passing None for an optional array removes its code.
+the last step is masked. The element type of an array stands for its format: float32 is fp32, uint16
+is bf16, int16 is fp16. Passing None for an optional array removes its code.
 
 Nothing here is fused or reordered: products and sums round once each, as the reference's do.
 """
