@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -70,6 +71,7 @@ def all_of(terminal: int) -> bytes:
     return b"".join(parts)
 
 
+@pytest.mark.slow
 def test_only_the_shown_host_is_connected_to_the_terminal() -> None:
     terminal, theirs = pty.openpty()
     script = "test {rank} = 1 || { test -t 1 && exit 5; }; echo quiet; sleep 600"
@@ -84,6 +86,7 @@ def test_only_the_shown_host_is_connected_to_the_terminal() -> None:
     assert b"quiet" not in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_when_it_is_stopped(signum: signal.Signals) -> None:
     mark = str(time.monotonic_ns())
@@ -117,6 +120,7 @@ def _networks() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_ctrl_c_gives_commands_time_to_exit(tmp_path: Path) -> None:
     note, output = tmp_path / "note", tmp_path / "output"
     script = f"trap 'echo {{rank}} >> {note}; exit 0' INT; echo ready; sleep 600 & wait"
@@ -145,14 +149,25 @@ def test_rates_are_set_from_another_terminal(tmp_path: Path) -> None:
     assert (wrong.exit_code, "--rate = 'fast'" in wrong.output) == (2, True)
 
 
-def test_a_normal_user_may_probe_and_run() -> None:
+@pytest.fixture
+def packages() -> Iterator[str]:
+    """A folder that any user's Python finds our packages through."""
+    folder = Path(tempfile.mkdtemp())
+    sites = [entry for entry in sys.path if "packages" in entry]
+    (folder / "sitecustomize.py").write_text(f"import site\nlist(map(site.addsitedir, {sites}))\n")
+    folder.chmod(0o755)
+    yield os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_a_normal_user_may_probe_and_run(packages: str) -> None:
     prefix, python = _as_normal_user()
-    path = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if "packages" in entry)])
     network = ("--hosts", "2", "--rate", "20mbit", "--delay", "5ms", "--probe")
     script = ("sh", "-c", "cat /proc/self/uid_map; echo >/dev/stdout")
     done = subprocess.run(
         [*prefix, python, "-c", SHAPED, *network, "--", *script],
-        env=os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+        env=os.environ | {"PYTHONPATH": packages, "PYTHONDONTWRITEBYTECODE": "1"},
         cwd="/",
         capture_output=True,
         text=True,

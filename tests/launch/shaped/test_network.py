@@ -49,9 +49,8 @@ def class_bps(_: int) -> list[float]:
     """The ceilings of the classes on this host's link, as the kernel has them."""
     with IPRoute() as ip:
         found = ip.get_classes(index=ip.link_lookup(ifname="eth0")[0])
-        options = [found_class.get_attr("TCA_OPTIONS") for found_class in found]
-        parameters = [option.get_attr("TCA_HTB_PARMS") for option in options]
-        return sorted(8.0 * parameter["ceil"] for parameter in parameters if parameter)
+        options = [c.get_attr("TCA_OPTIONS") for c in found if c.get_attr("TCA_KIND") == "htb"]
+        return sorted(8.0 * option.get_attr("TCA_HTB_PARMS")["ceil"] for option in options)
 
 
 def transfer_s(
