@@ -73,7 +73,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a Markdown table with aligned columns: the first to the left, the others to the right.
+    """Rows as a Markdown table with aligned columns: the first to the left, others to the right.
 
     Raises:
         ValueError: the number of cells of a row is not that of heads.

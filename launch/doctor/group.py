@@ -77,8 +77,8 @@ def join_group(endpoint: tuple[str, int], own: str, hosts: int, *, wait_s: float
         joined = store.add("joined", 0)
         if joined != hosts:
             raise DoctorError(
-                f"{joined} of {hosts} hosts joined at {address}:{port} within {wait_s:.0f} s; start "
-                f"doctor with the same --nnodes on every host at about the same time"
+                f"{joined} of {hosts} hosts joined at {address}:{port} within {wait_s:.0f} s; "
+                f"start doctor with the same --nnodes on every host at about the same time"
             )
         everyone = sorted(json.loads(store.get(f"host/{n}")) for n in range(hosts))
     return HostGroup(store, everyone.index(mine), hosts, is_server, wait_s)

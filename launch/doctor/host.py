@@ -81,7 +81,8 @@ def choose_interface(rendezvous: str) -> tuple[Interface, list[CheckResult]]:
         return right, [
             problem(
                 where,
-                f"GLOO_SOCKET_IFNAME = {wanted!r}: {_why_not_an_interface(wanted)}; there are {names}",
+                f"GLOO_SOCKET_IFNAME = {wanted!r}: {_why_not_an_interface(wanted)}; there are "
+                f"{names}",
                 remedy,
             )
         ]

@@ -82,8 +82,8 @@ def interface_to(address: str) -> Interface:
             probe.connect((address, 9))  # sends nothing, only looks up the route
         except OSError as error:
             raise ValueError(
-                f"{address}: no interface of this host has a route to it ({error.strerror}); is the "
-                "network, or the VPN, up?"
+                f"{address}: no interface of this host has a route to it ({error.strerror}); is "
+                "the network, or the VPN, up?"
             ) from None
         own = probe.getsockname()[0]
     for found in interfaces().values():

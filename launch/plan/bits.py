@@ -30,9 +30,9 @@ _FORWARD: tuple[Spec, ...] = (
 )
 _FORWARD_ONCE: tuple[Spec, ...] = (*(StatelessConfig(bits=bits) for bits in (4, 5, 6, 7)), *_CASTS)
 """In a single epoch, where no sample has a previous activation to send the change of."""
-_TILES_LACK = 2
-"""Bits. Forward 5 with backward 4 reaches a lower loss than 4 with 6, in fewer bytes (see "One epoch" in
-benchmarks/results/aqsgd_beyond_cpu_202611.md).
+_TILE_PENALTY = 2
+"""Bits. Forward 5 with backward 4 reaches a lower loss than 4 with 6, in fewer bytes (see "One
+epoch" in benchmarks/results/aqsgd_beyond_cpu_202611.md).
 """
 _BACKWARD: tuple[Spec, ...] = (
     *(DirectConfig(bits=4, rate=rate, coding="zstd") for rate in (0.7, 0.5)),
@@ -163,5 +163,5 @@ def _bits(spec: Spec) -> float:
     if isinstance(spec, RawConfig):
         return 32 if spec.format == "fp32" else 16
     if isinstance(spec, StatelessConfig):
-        return spec.bits - _TILES_LACK
+        return spec.bits - _TILE_PENALTY
     return spec.bits if spec.rate is None else math.log2(4 / spec.rate)

@@ -86,7 +86,7 @@ def _plan(
     *,
     limits: Sequence[float] | None,
 ) -> tuple[RunConfig, Recommendation | None]:
-    """Print the plan; return the config with its cuts, and the recommended bits if there are any."""
+    """Print the plan; return the config with its cuts, and recommended bits if there are any."""
     limits_nbytes = [1e9 * limit for limit in limits] if limits else None
     if config.pipeline.auto_cuts:
         config = config.with_cuts(
@@ -118,7 +118,7 @@ def _plan(
 
 
 def _blocks(console: Console, config: RunConfig, speeds: Sequence[float] | None) -> Blocks:
-    """Measured here, with the threads and malloc settings of a rank that is alone on its machine."""
+    """Measured here, with threads and malloc settings of a rank that is alone on its machine."""
     keep_freed_memory()
     torch.set_num_threads(rank_threads(1))
     here = measure_blocks(config)

@@ -188,8 +188,8 @@ def show_memory(console: Console, config: RunConfig, ends: list[End], ranks: ran
     """Print the plan, and what this host has free if all these ranks run on it."""
     if config.pipeline.auto_cuts:
         console.print(
-            f'pipeline.cuts = "auto": the {config.pipeline.stages - 1} cuts are chosen when the run '
-            "starts, or by `thinpipe plan`; all need the same memory"
+            f'pipeline.cuts = "auto": the {config.pipeline.stages - 1} cuts are chosen when the '
+            "run starts, or by `thinpipe plan`; all need the same memory"
         )
     if not ends:
         console.print("no memories: no boundary uses AQ-SGD")

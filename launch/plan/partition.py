@@ -73,8 +73,8 @@ def best_cuts(problem: Problem) -> tuple[int, ...]:
         need = min(sum(row) for row in problem.memory)
         raise ValueError(
             f"the {problem.blocks} blocks need {need / 1e9:.3g} GB in total, which do not fit "
-            f"{problem.stages} stages with {', '.join(_gigabytes(problem.memory_limit))} GB in this "
-            "order; use more stages, fewer microbatches in flight or smaller batches"
+            f"{problem.stages} stages with {', '.join(_gigabytes(problem.memory_limit))} GB in "
+            "this order; use more stages, fewer microbatches in flight or smaller batches"
         )
     _, cuts = _search(problem, lambda a, b: a + b, ceiling_s=least_s)
     return cuts

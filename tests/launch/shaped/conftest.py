@@ -11,7 +11,7 @@ from thinpipe.launch.shaped.network import ShapedNetwork
 
 @pytest.fixture(scope="session")
 def net() -> Iterator[ShapedNetwork]:
-    """Three hosts without limits; tests set the rates they need. Skips where namespaces are denied."""
+    """Three hosts without limits; tests set the rates they need. Skips without namespaces."""
     try:
         network = ShapedNetwork(NetworkSpec.of(3))
     except ShapedError as error:
