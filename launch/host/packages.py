@@ -4,6 +4,7 @@ import importlib.util
 import shlex
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 EXTRAS: Mapping[str, str] = {
     "datasets": "datasets",
@@ -14,11 +15,23 @@ EXTRAS: Mapping[str, str] = {
 """Optional packages, and the extra of ThinPipe that installs each."""
 
 
+_OWN = ("thinpipe", "pipeline", "aqsgd", "gradcomp", "launch")
+"""Ours, and the folders of its source: never names of packages to install."""
+
+
 def explain(error: Exception) -> str:
     """An error as one line; for a missing package, with the command that installs it."""
-    package = (getattr(error, "name", None) or "").partition(".")[0]
+    module = getattr(error, "name", None) or ""
+    package = module.partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or not package:
         return str(error)
+    if package in _OWN:
+        return (
+            f"the installation of ThinPipe is damaged (no module {module!r}); install it again, "
+            f"from its source folder or with {install('thinpipe', '--force-reinstall')}"
+        )
+    if (own := _imported_from_here(package)) is not None:
+        return f"{own} was imported in place of the package {package!r}; rename it or move it away"
     extra = EXTRAS.get(package)
     if extra is None:
         return f"the package {package!r} is not installed; run {install(package)}"
@@ -28,9 +41,19 @@ def explain(error: Exception) -> str:
     )
 
 
-def install(requirement: str) -> str:
+def install(requirement: str, *options: str) -> str:
     """The command that installs into the environment of this process."""
-    return f"`{shlex.join([sys.executable, '-m', 'pip', 'install', requirement])}`"
+    return f"`{shlex.join([sys.executable, '-m', 'pip', 'install', *options, requirement])}`"
+
+
+def _imported_from_here(package: str) -> Path | None:
+    """The file of an imported package that lies directly in the current folder: a user's own."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    if file is None:
+        return None
+    path = Path(file).resolve()
+    place = path.parent if path.name == "__init__.py" else path
+    return place if place.parent == Path.cwd() else None
 
 
 def require(package: str) -> None:

@@ -1,5 +1,6 @@
 """Every command reports a missing package in one line, with the command that installs it."""
 
+import importlib
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 from tests.huggingface import saved_model
 from tests.launch.test_train import PATIENCE_S, run_file
 from tests.ports import free_port
-from thinpipe.launch.host.packages import EXTRAS, install
+from thinpipe.launch.host.packages import EXTRAS, explain, install
 
 __all__ = ["run_file"]
 
@@ -25,7 +26,7 @@ for name in os.environ.get("HIDDEN", "").split():
 
 
 def without(
-    package: str, folder: Path, *arguments: object, **environment: str
+    package: str, folder: Path, *arguments: object, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command where a package cannot be imported, nor in the processes that it starts."""
     (folder / "sitecustomize.py").write_text(HIDE)
@@ -35,6 +36,7 @@ def without(
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
+        cwd=cwd,
         env={**os.environ, "HIDDEN": package, "PYTHONPATH": os.pathsep.join(paths), **environment},
     )
 
@@ -57,6 +59,32 @@ def command(name: str, run_file: Path, *overrides: str) -> list[str]:
 def test_remedies_are_for_the_environment_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/my venv/bin/python")
     assert install("thinpipe[hf]") == "`'/my venv/bin/python' -m pip install 'thinpipe[hf]'`"
+
+
+@pytest.mark.parametrize("module", ["thinpipe.launch.gone", "pipeline", "launch.gone"])
+def test_no_package_of_ours_is_to_be_installed_by_name(module: str) -> None:
+    found = explain(ModuleNotFoundError(f"No module named {module!r}", name=module))
+    again = install("thinpipe", "--force-reinstall")
+    assert found == (
+        f"the installation of ThinPipe is damaged (no module {module!r}); install it again, from "
+        f"its source folder or with {again}"
+    )
+
+
+def test_a_module_of_the_user_in_place_of_a_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "datasets.py").write_text("")
+    monkeypatch.setitem(sys.modules, "datasets", None)  # restored at the end
+    del sys.modules["datasets"]
+    with pytest.raises(ModuleNotFoundError) as raised:
+        importlib.import_module("datasets.arrow")
+    assert explain(raised.value) == (
+        f"{tmp_path / 'datasets.py'} was imported in place of the package 'datasets'; rename it or "
+        "move it away"
+    )
 
 
 def test_what_all_commands_need(run_file: Path) -> None:
@@ -125,11 +153,19 @@ def test_ranks_that_torchrun_started(
 
 @pytest.mark.dist
 def test_pictures_at_the_end_of_a_run(run_file: Path) -> None:
+    """A user's own modules beside the run file are neither executed nor named."""
+    folder = run_file.parent
+    for name in ("launch", "pipeline", "thinpipe"):
+        (folder / f"{name}.py").write_text("raise SystemExit('not ours')\n")
+    (folder / "hidden").mkdir()
     settings = ("pipeline.cuts=[]", "train.epochs=1")
-    done = without("matplotlib", run_file.parent, *command("train", run_file, *settings))
+    arguments = command("train", run_file, *settings)
+    done = without("matplotlib", folder / "hidden", *arguments, cwd=folder)
     assert done.returncode == 1
     message = f"rank 0: the package 'matplotlib' is not installed; run {install('matplotlib')}"
     assert message in done.stderr
+    for name in ("not ours", "launch.py", "pipeline.py", "thinpipe.py"):
+        assert name not in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
 
 
