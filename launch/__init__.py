@@ -1,1 +1,1 @@
-"""Configuration, command line, training loop, data, checkpoints and reports: joins the engines."""
+"""Command line, configuration, training loop, data, checkpoints, planning and reports."""

@@ -1,4 +1,4 @@
-"""`thinpipe` and `python -m thinpipe.launch`: a missing package is one line, not a traceback."""
+"""`thinpipe` and `python -m thinpipe.launch`: a missing package is reported in one line."""
 
 import os
 import sys

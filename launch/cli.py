@@ -55,7 +55,7 @@ app = typer.Typer(
 )
 
 ResumeOption = Annotated[
-    bool, typer.Option("--resume", help="Go on from the newest checkpoint in the run folder.")
+    bool, typer.Option("--resume", help="Resume from the newest checkpoint in the run folder.")
 ]
 
 FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
@@ -75,7 +75,7 @@ def _main(
             "--version",
             callback=_show_version,
             is_eager=True,
-            help="Versions, as peers compare them.",
+            help="Print the versions that peers compare, and exit.",
         ),
     ] = False,
 ) -> None:
@@ -84,16 +84,14 @@ def _main(
 
 @app.command()
 def train(  # noqa: PLR0913  # one parameter per option
-    config_path: Annotated[
-        Path, typer.Argument(metavar="RUN.TOML", help="What to train, and how.")
-    ],
+    config_path: Annotated[Path, typer.Argument(metavar="RUN.TOML", help="Run file.")],
     overrides: SetOption = None,
     resume: ResumeOption = False,
     step: Annotated[
-        int | None, typer.Option("--step", help="With --resume: from this step's checkpoint.")
+        int | None, typer.Option("--step", help="With --resume: the checkpoint's step.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what the memories take, and start nothing.")
+        bool, typer.Option("--dry-run", help="Show the size of AQ-SGD's memories, and exit.")
     ] = False,
     show: Annotated[
         int,
@@ -101,30 +99,31 @@ def train(  # noqa: PLR0913  # one parameter per option
             "--show",
             metavar="RANK",
             min=-1,
-            help="Which of this machine's ranks draws progress; -1: none.",
+            help="Local rank that shows progress; -1: none.",
         ),
     ] = 0,
     nnodes: Annotated[
-        int, typer.Option(help="On how many machines; give the same command on each.")
+        int, typer.Option(help="Number of machines; run the same command on each.")
     ] = 1,
     rdzv: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where the machines meet: one of them.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Rendezvous address, on one of the machines."),
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(min=0, help="How often ranks start again after a failure, from a checkpoint."),
+        typer.Option(min=0, help="Restarts after a failure, from the newest checkpoint."),
     ] = 0,
 ) -> None:
-    """Train. Starts all ranks on this machine; under torchrun, runs as the rank it is.
+    """Train. Starts all ranks on this machine, or with --nnodes its share of them.
 
-    With --nnodes it starts this machine's share of the ranks.
+    Under torchrun it runs a single rank.
     """
     try:
         config = load_config(config_path, overrides or [])
         if show >= config.world_size:
             raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
         if step is not None and not resume:
-            raise ConfigError(f"--step = {step}: goes with --resume; add it, or leave out --step")
+            raise ConfigError(f"--step = {step}: needs --resume; add it, or remove --step")
     except ConfigError as error:
         refuse(error)
     if dry_run:
@@ -140,26 +139,28 @@ def train(  # noqa: PLR0913  # one parameter per option
 
 @app.command()
 def trace(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Of a finished run.")],
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a finished run.")],
     rate: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Rate of the links of the simulated step: 100mbit."),
+        typer.Option(metavar="RATE", help="Link rate of the predicted step, as in 100mbit."),
     ] = None,
     delay: Annotated[
-        str, typer.Option(metavar="TIME", help="One-way delay of these links: 20ms.")
+        str,
+        typer.Option(metavar="TIME", help="One-way link delay of the predicted step, as in 20ms."),
     ] = "0ms",
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="By default RUN_FOLDER/trace.json.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Output file; by default RUN_FOLDER/trace.json."),
     ] = None,
 ) -> None:
-    """Write one step of a run as a Perfetto trace, with the step that its schedule could reach."""
+    """Write one step of a run as a Perfetto trace, with the predicted step for comparison."""
     try:
         rate_bps = parse_rate(rate, "--rate") if rate else None
         delay_s = parse_time(delay, "--delay")
-        told = trace_run(folder, out or folder / "trace.json", rate_bps=rate_bps, delay_s=delay_s)
+        report = trace_run(folder, out or folder / "trace.json", rate_bps=rate_bps, delay_s=delay_s)
     except (ValueError, OSError) as error:
         refuse(error)
-    print(told)
+    print(report)
 
 
 @app.command("export")
@@ -167,16 +168,16 @@ def export_model(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the model.")],
     step: Annotated[
-        int | None, typer.Option("--step", help="Which checkpoint, if not the newest.")
+        int | None, typer.Option("--step", help="Step of the checkpoint; by default the newest.")
     ] = None,
     dtype: Annotated[
         ExportDtype,
         typer.Option(
-            "--dtype", metavar="DTYPE", help="Of the weights: source (as they were), fp32, bf16."
+            "--dtype", metavar="DTYPE", help="Of the weights: source (unchanged), fp32, bf16."
         ),
     ] = "source",
 ) -> None:
-    """Write a run's model as a Hugging Face folder. LoRA is merged."""
+    """Export a run's model as a Hugging Face folder. LoRA is merged."""
     try:
         notes = export(run_folder, out, step=step, dtype=dtype)
     except (ValueError, OSError) as error:
@@ -188,22 +189,26 @@ def export_model(
 @app.command("launch")
 def launch_on_hosts(
     hosts_path: Annotated[
-        Path, typer.Argument(metavar="HOSTS.TOML", help="The machines, and how to reach them.")
+        Path, typer.Argument(metavar="HOSTS.TOML", help="The machines and how to reach them.")
     ],
     run: Annotated[
-        str, typer.Argument(metavar="RUN.TOML", help="As found on each machine, from its folder.")
+        str,
+        typer.Argument(metavar="RUN.TOML", help="Run file, relative to each machine's checkout."),
     ],
     overrides: SetOption = None,
     resume: ResumeOption = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check run file and settings, print the commands, no more."),
+        typer.Option(
+            "--dry-run", help="Check run file and settings, print the commands, and exit."
+        ),
     ] = False,
     show: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which machine draws progress: the first.")
+        str | None,
+        typer.Option(metavar="NAME", help="Machine that shows progress; by default the first."),
     ] = None,
 ) -> None:
-    """Train on several machines: starts `thinpipe train` on each, over ssh."""
+    """Train on several machines: runs `thinpipe train` on each, over ssh."""
     settings = [word for override in overrides or [] for word in ("--set", override)]
     try:
         hosts = load_hosts(hosts_path)
@@ -215,9 +220,11 @@ def launch_on_hosts(
                 check_run(hosts, run, overrides or [])
             print("\n\n".join(format_command(command) for command in commands.values()))
             if not here:
-                _say(f"note: {run} is not on this machine, so neither it nor --set was checked")
+                _print_error(
+                    f"note: {run} is not on this machine, so the settings were not checked"
+                )
             return
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # nobody reads on: end, and thereby all hosts
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # output closed: end, and thereby all hosts
         sys.exit(run_commands(hosts, commands))
     except ValueError as error:
         refuse(error)
@@ -249,9 +256,7 @@ def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
 
 def _check_resume(config: RunConfig, *, resume: bool) -> None:
     if resume and not (config.run.path / "checkpoints").is_dir():
-        raise CheckpointError(
-            f"{config.run.path}: no checkpoints to resume from; leave out --resume"
-        )
+        raise CheckpointError(f"{config.run.path}: no checkpoints to resume from; remove --resume")
 
 
 def _show_memory(config: RunConfig, *, resume: bool) -> None:
@@ -286,27 +291,27 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
     try:
         train_rank(config, resume, show=show)
     except PeerError as error:
-        _say(f"rank {os.environ['RANK']}: {error}")
+        _print_error(f"rank {os.environ['RANK']}: {error}")
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _say(saved_so_far(config))
-        os._exit(FAILED)  # links are broken: a clean-up that talks to peers would hang
+            _print_error(saved_so_far(config))
+        os._exit(FAILED)  # links are broken: clean-up that involves peers would hang
     except (ValueError, HandshakeError) as error:
         refuse(error)
     except ImportError as error:
-        _say(f"rank {os.environ['RANK']}: {explain(error)}")
+        _print_error(f"rank {os.environ['RANK']}: {explain(error)}")
         os._exit(FAILED)
     except TerminatedError:
         os._exit(TERMINATED)
     except KeyboardInterrupt:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            _say(saved_so_far(config))
+            _print_error(saved_so_far(config))
         os._exit(INTERRUPTED)
     except Exception:
-        _say(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}")
+        _print_error(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}")
         os._exit(FAILED)
     return 0
 
 
-def _say(text: str) -> None:
-    """Write whole lines at once: the ranks of a machine share its terminal."""
+def _print_error(text: str) -> None:
+    """Write whole lines at once: all ranks of a machine share its terminal."""
     os.write(2, f"{text}\n".encode())

@@ -1,4 +1,4 @@
-"""RunConfig -> the samples of a run, loaded and checked."""
+"""The samples of a run, loaded and checked."""
 
 from dataclasses import dataclass
 
@@ -17,20 +17,20 @@ class Corpus:
 
     @property
     def digests(self) -> dict[str, str]:
-        """What peers and resumed runs compare: sample ids must mean the same text."""
+        """Compared between peers and on resume: sample ids must mean the same samples."""
         return {"train": self.train.digest, "eval": self.evaluation.digest}
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of how the samples were made."""
+        """Notes for the user on how the samples were made."""
         return tuple(dict.fromkeys((*self.train.notes, *self.evaluation.notes)))
 
 
 def check_data(config: RunConfig) -> Corpus:
-    """Load the data; the launcher does so too, so that errors appear before ranks are started.
+    """Load the data; the launcher does too, to report errors before it starts ranks.
 
     Raises:
-        ValueError, OSError, ImportError: there is no such text, or not enough of it.
+        ValueError, OSError, ImportError: data are missing or too short.
     """
     model = config.model
     corpus = Corpus(

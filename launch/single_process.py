@@ -1,8 +1,8 @@
 """All stages of a run in one process: the same boundaries and messages, without a network.
 
-For experiments about what compression does to a model: a stage hands its messages over in memory,
-byte for byte those that would cross the link. Losses, weights and byte counts equal those of the
-run on one rank per stage, random dropout aside (its numbers belong to a process).
+For experiments on compression: messages are passed in memory, byte for byte those that would cross
+the link. Losses, weights and byte counts equal those of the run on one rank per stage, except for
+dropout, whose random numbers depend on the process.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,10 +23,9 @@ from thinpipe.pipeline.stage import CompressedStage
 
 @contextmanager
 def in_process(config: RunConfig, *, total_steps: int) -> Iterator[Built]:
-    """Build every stage of `config` here; `engine` runs them in turns.
+    """Build every stage of `config` here; `engine` runs them in turn.
 
-    torch's stages and collectives want a process group: for the time of the context this process
-    is a world of one.
+    torch's stages and collectives need a process group: within the context, it is this process.
 
     Raises:
         ValueError: several replicas, or a schedule that puts several stages on a rank.
@@ -35,7 +34,7 @@ def in_process(config: RunConfig, *, total_steps: int) -> Iterator[Built]:
     if pipeline.replicas > 1 or pipeline.pipeline_ranks < pipeline.stages:
         raise ValueError(
             f"pipeline.replicas = {pipeline.replicas}, {pipeline.stages} stages on "
-            f"{pipeline.pipeline_ranks} ranks: one process stands for a single pipeline with one "
+            f"{pipeline.pipeline_ranks} ranks: a single process runs one pipeline with one "
             'stage per rank; use replicas = 1 and schedule = "GPipe", "1F1B" or "Deep1F1B"'
         )
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not re-exported
@@ -61,8 +60,8 @@ class _LoopbackLinks:
 class _InOrder:
     """`run_in_order` with the interface of torch's schedules.
 
-    Every stage takes its microbatches in ascending order in both directions, as it does under
-    GPipe, 1F1B and Deep1F1B; nothing else of the order reaches a sum.
+    Every stage takes microbatches in ascending order in both directions, as under GPipe, 1F1B and
+    Deep1F1B; sums depend on nothing else.
     """
 
     def __init__(

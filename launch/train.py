@@ -5,14 +5,13 @@ import platform
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from thinpipe.launch.build import build
 from thinpipe.launch.checkpoint.run_folder import RunFolder, check_folder
-from thinpipe.launch.checkpoint.state import Checkpoints, Resume, agree_to_resume
+from thinpipe.launch.checkpoint.state import Checkpoints, Resume, common_resume
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import Corpus, check_data
@@ -31,25 +30,23 @@ from thinpipe.launch.plan.memory_budget import (
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.report.console import Display
 from thinpipe.launch.report.metrics import (
-    DIRECTIONS,
     MetricsWriter,
     RunInfo,
     StepRecord,
-    TimelineEvent,
-    WireCount,
-    format_repaired,
     read_metrics,
 )
 from thinpipe.launch.report.summary import summarize
 from thinpipe.launch.report.timeline import Timeline, gather_events
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
+from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.step_stats import StepTotals
+from thinpipe.pipeline.wire.header import DIRECTIONS
 
 
 def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
     """Train as one rank of a run, under the environment that torchrun sets.
 
-    The rank with local number `show` draws progress on each host; all ranks know the same numbers.
+    The rank with local rank `show` shows progress on each host; all ranks have the same numbers.
 
     Raises:
         ConfigError, HandshakeError, CheckpointError: the run cannot start.
@@ -66,10 +63,10 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
     facts = {"data": corpus.digests if corpus else None}
     stop = StopFlag()
     with join(config, facts, problem) as session:
-        assert corpus is not None  # a rank with a problem does not get here
-        resume = agree_to_resume(session, config.run.path / "checkpoints", resume)
+        assert corpus is not None  # join raises on every rank if one has a problem
+        resume = common_resume(session, config.run.path / "checkpoints", resume)
         folder = RunFolder(config.run.path)
-        folder.claim(session, resume=resume.wanted)
+        folder.acquire(session, resume=resume.wanted)
         shows = session.local_rank == show
         config = decide_cuts(config, session, resume=resume.wanted, log=shows)
         _Run(config, corpus, session, stop).train(resume, show=show)
@@ -77,7 +74,7 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
 
 
 def _ranks_here() -> range:
-    """The ranks on this host, which launchers number one after the other."""
+    """The ranks on this host, which launchers number consecutively."""
     first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
@@ -110,31 +107,30 @@ class _Run:
 
     def train(self, resume: Resume, *, show: int) -> None:
         start = self._checkpoints.restore(resume.step) if resume.wanted else 0
-        # past the first epoch, when memories are warm
+        # after the first epoch, when AQ-SGD sends changes
         timeline_step = min(self._steps - 1, max(start, self._sampler.steps_per_epoch) + 2)
         with ExitStack() as stack:
             display = self._open_display(stack, show)
             if start >= self._steps:
-                _note(display, f"all {self._steps} steps are done; nothing to resume")
+                display.note(f"all {self._steps} steps are done already")
                 return
             writer = self._open_metrics(stack, start, resume=resume.wanted)
             held = memory_notices(plan_memory(self._config, len(self._corpus.train)))
             for notice in (*self._config.notices(), *self._corpus.notes, *held):
-                _note(display, notice)
-            self._agree_on_memories(start, display)
+                display.note(notice)
+            self._check_memories(start, display)
             for step in range(start, self._steps):
                 self._stop.check()
                 record = self._step(step, timeline=step == timeline_step)
                 self._records.append(record)
                 if writer is not None:
                     writer.write(record)
-                if display is not None:
-                    display.step(record)
+                display.step(record)
                 for note in record.notes:
-                    _note(display, f"warning: {note}")
+                    display.note(f"warning: {note}")
                 self._maybe_save(step + 1)
             self._built.engine.close()
-            self._finish(display)
+            self._finish(display, show)
 
     def _step(self, step: int, *, timeline: bool) -> StepRecord:
         batch = self._corpus.train.batch(self._sampler.ids(step))
@@ -154,18 +150,16 @@ class _Run:
             self._timeline = _timeline(self._config, record, events)
         return record
 
-    def _agree_on_memories(self, start: int, display: Display | None) -> None:
+    def _check_memories(self, start: int, display: Display) -> None:
         try:
             repaired = self._built.engine.begin(self._sampler.all_ids(), self._ids(start))
         except OSError as error:
             raise ConfigError(
                 f"memory.folder = {memory_folder(self._config)}: {error.strerror}; "
-                "make room there, name another folder, or set memory.budget to less"
+                "free disk space, name another folder, or lower memory.budget"
             ) from error
         if repaired:
-            _note(
-                display, f"memories differed and were forgotten: {format_repaired(dict(repaired))}"
-            )
+            display.note_repaired(dict(repaired))
 
     def _ids(self, step: int) -> torch.Tensor:
         """This replica's samples of a step; none after the last."""
@@ -213,35 +207,28 @@ class _Run:
         self._records = read_metrics(folder / "metrics.jsonl")  # of the run that is resumed
         return stack.enter_context(writer)
 
-    def _open_display(self, stack: ExitStack, show: int) -> Display | None:
-        if self._session.local_rank != show:
-            return None
-        info = _describe(self._config, self._steps)
+    def _open_display(self, stack: ExitStack, show: int) -> Display:
+        shows = self._session.local_rank == show
+        info = _describe(self._config, self._steps) if shows else None
         return stack.enter_context(Display(info, interactive=os.isatty(1)))
 
-    def _finish(self, display: Display | None) -> None:
-        if not self._records:  # a finished run was resumed, and this host has no metrics of it
+    def _finish(self, display: Display, show: int) -> None:
+        if not self._records:  # a finished run was resumed where its metrics are not
             return
-        if display is None and not self._session.writes_run_folder:
+        if not self._session.writes_run_folder and self._session.local_rank != show:
             return
         info = _describe(self._config, self._steps)
         summary = summarize(info, self._records)
         if self._session.writes_run_folder:
             from thinpipe.launch.report.html import (
-                write_report,  # takes a second, which a start can spare
+                write_report,  # slow to import
             )
 
             events = self._timeline.events if self._timeline else ()
             write_report(info.folder, info, records=self._records, timeline=events, summary=summary)
             if self._timeline is not None:
                 self._timeline.write(info.folder)
-        if display is not None:
-            display.finish(summary)
-
-
-def _note(display: Display | None, text: str) -> None:
-    if display is not None:
-        display.note(text)
+        display.finish(summary)
 
 
 def _record(
@@ -253,12 +240,6 @@ def _record(
     seconds: float,
     losses: dict[str, float] | None,
 ) -> StepRecord:
-    wire = tuple(
-        WireCount(
-            w.cut, DIRECTIONS[w.direction], w.nbytes, w.messages, w.values, **asdict(w.error_stats)
-        )
-        for w in totals.wire
-    )
     return StepRecord(
         step=step + 1,
         epoch=sampler.epoch(step) + 1,
@@ -266,7 +247,7 @@ def _record(
         tokens_per_s=totals.tokens / seconds,
         step_s=seconds,
         bubble=totals.bubble,
-        wire=wire,
+        wire=totals.wire,
         tokens=totals.tokens,
         grad_norm=totals.grad_norm,
         lr=lr,
@@ -279,7 +260,7 @@ def _record(
     )
 
 
-def _timeline(config: RunConfig, record: StepRecord, events: Sequence[TimelineEvent]) -> Timeline:
+def _timeline(config: RunConfig, record: StepRecord, events: Sequence[ComputeEvent]) -> Timeline:
     pipeline = config.pipeline
     return Timeline(
         step=record.step,

@@ -40,6 +40,7 @@ from thinpipe.pipeline.schedule import (
 from thinpipe.pipeline.stage import CompressedStage, ComputeEvent
 from thinpipe.pipeline.step_stats import RankStep, StepStats, StepTotals
 from thinpipe.pipeline.tied import TiedWeight
+from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 
@@ -162,7 +163,7 @@ class PipelineEngine:
         )
         totals = self._stats.share(own, self._scope(step))
         self._apply(totals)
-        measured = {(wire.cut, wire.direction): wire.error_stats for wire in totals.wire}
+        measured = {(w.cut, DIRECTIONS.index(w.direction)): w for w in totals.wire}
         return replace(totals, notes=tuple(self._guard.judge(measured)))
 
     def eval_step(self, batch: Batch, step: int, *, compressed: bool) -> tuple[float, ...]:

@@ -2,31 +2,36 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
 from thinpipe.pipeline.cache_consistency import CacheConsistency, Repair, Repaired
 from thinpipe.pipeline.comm.channel import Channel, OutgoingChannel
 from thinpipe.pipeline.comm.error_stats import SUMS, ErrorStats, error_stats
 from thinpipe.pipeline.comm.transport import Scope, Transport, shared_nbytes
-from thinpipe.pipeline.stage import COMPUTE_KINDS, ComputeEvent
-from thinpipe.pipeline.wire.header import BACKWARD, FORWARD
+from thinpipe.pipeline.stage import ComputeEvent
+from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD, Direction
 
 _SCALARS = 6
 _COUNTS = 3  # of a direction: bytes, messages, values
 
 
-@dataclass(frozen=True)
-class WireTotal:
-    """One step's traffic of one direction of a cut, over all replicas, and what was measured."""
+@dataclass(frozen=True, kw_only=True)
+class WireTotal(ErrorStats):
+    """One step's traffic of one direction of a cut, over all replicas, and what was measured.
+
+    `nbytes` counts what is really sent, headers included ("bytes" in files); `values` is how many
+    numbers they stand for: 2 and 4 bytes for each give the bf16 and fp32 baselines.
+    """
 
     cut: int
-    direction: int
-    nbytes: int
+    direction: Direction
+    nbytes: Annotated[int, Field(alias="bytes")]
     messages: int
     values: int
-    error_stats: ErrorStats
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class StepStats:
 
     def share(self, step: RankStep, scope: Scope) -> StepTotals:
         """Exchange this rank's numbers for the totals over all ranks in the scope."""
-        busy = math.fsum(e.end_s - e.start_s for e in step.events if e.kind in COMPUTE_KINDS)
+        busy = math.fsum(e.end_s - e.start_s for e in step.events if e.computes)
         sync_bytes, self._sync_bytes = step.sync_bytes - self._sync_bytes, step.sync_bytes
         tokens = step.tokens if self._transport.mesh.position == 0 else 0
         scalars = [step.loss, tokens, step.square_norm, busy, step.seconds, sync_bytes]
@@ -143,4 +148,11 @@ class StepStats:
 
 def _wire_total(cut: int, direction: int, sums: Sequence[float]) -> WireTotal:
     nbytes, messages, values = map(int, sums[:_COUNTS])
-    return WireTotal(cut, direction, nbytes, messages, values, error_stats(sums[_COUNTS:]))
+    return WireTotal(
+        cut=cut,
+        direction=DIRECTIONS[direction],
+        nbytes=nbytes,
+        messages=messages,
+        values=values,
+        **asdict(error_stats(sums[_COUNTS:])),
+    )

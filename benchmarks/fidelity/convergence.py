@@ -1,4 +1,4 @@
-"""Does a model learn as well across compressed cuts? Fine-tuning by AQ-SGD and its baselines.
+"""Loss of fine-tuning across compressed cuts: AQ-SGD and its baselines.
 
     python -m benchmarks.fidelity.convergence --train valid.txt --eval test.txt --seeds 3 \
         --json out.jsonl
@@ -45,7 +45,7 @@ def _tiles(bits: int) -> dict[str, Any]:
 
 
 def _rate(kind: str, forward: float, backward: float, **options: Any) -> dict[str, Any]:
-    """Steps that are so many times a group's rms, both ways, entropy-coded."""
+    """Entropy-coded, with step sizes as multiples of a group's rms."""
     way = {"bits": 4, "coding": "zstd"}
     return {
         "forward": {"kind": kind, **way, "rate": forward, **options},
@@ -93,7 +93,7 @@ _SIZES = {
     "layers": "of the model, each a stage",
     "width": "of the model",
     "tokens": "per sequence",
-    "vocab": "tokens there are: 256 are bytes; more, with --labelled, are learned subwords",
+    "vocab": "size: 256 for bytes; more, with --labelled, for learned subwords",
     "sequences": "or sentences to fine-tune on",
     "batch": "of fine-tuning, in sequences",
     "epochs": "of fine-tuning",

@@ -3,11 +3,11 @@
     python -m benchmarks.fidelity.end_to_end --train valid.txt --eval test.txt --tokenizer gpt2 \
         --out e2e
 
-Everything goes through the command line that users have. On the first seven tenths of the training
+Everything runs through the command line. On the first seven tenths of the training
 text a GPT-2 with random weights and the given tokenizer is trained without compression (2
 processes) and exported. From that folder every method fine-tunes a copy on sequences of the rest
 (4 processes); seeds set the order of the data. Each run has a TOML file and a run folder in
-`--out`; runs that are finished are not repeated.
+`--out`; finished runs are not repeated.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _EXACT = {"method": "allreduce"}
 
 
 def _cocktail(**options: float) -> dict[str, Any]:
-    """A fifth of the parameters takes part in a step, the largest fifth of these is sent."""
+    """A fifth of the parameters per step, of which the largest fifth is sent."""
     return {"method": "cocktail", "cocktail": {"subset": 0.2, "topk": 0.2, "bits": 4, **options}}
 
 
@@ -131,7 +131,7 @@ def prepare(texts: Texts, scale: Scale) -> Path:
 
 
 def fine_tune(texts: Texts, scale: Scale, model: Path, *, method: str, seed: int) -> Outcome:
-    """Train a copy of the model in 4 processes, 2 stages by 2 replicas, and read what it did."""
+    """Train a copy of the model in 4 processes, 2 stages by 2 replicas, and read its metrics."""
     settings = dict(METHODS[method])
     run = {
         "run": {"seed": seed},
@@ -180,10 +180,10 @@ def _data(texts: Texts, scale: Scale, name: str, sequences: int | str) -> dict[s
 
 
 def _train(out: Path, name: str, run: Mapping[str, Any]) -> Path:
-    """Run to the end unless it did already; an interrupted run starts anew.
+    """Train unless it is done already; an interrupted run starts from scratch.
 
     Raises:
-        ValueError: it did so with other settings.
+        ValueError: it was done with other settings.
     """
     folder, file = out / "runs" / name, out / f"{name}.toml"
     place = {"name": name, "folder": str(folder), **run.get("run", {})}
@@ -194,8 +194,8 @@ def _train(out: Path, name: str, run: Mapping[str, Any]) -> Path:
         _thinpipe("train", str(file))
     elif file.read_text() != settings:
         raise ValueError(
-            f"{folder}: finished with the settings of {file}, which are others than those asked "
-            "for; remove the folder or use another --out"
+            f"{folder}: was run with the settings of {file}, which differ from the requested ones; "
+            "remove the folder or use another --out"
         )
     return folder
 
@@ -210,7 +210,7 @@ def _epochs(records: Sequence[StepRecord]) -> tuple[Epoch, ...]:
     """Sum up the steps of every epoch.
 
     Raises:
-        RuntimeError: a step was skipped, so that the run is not what its name says.
+        RuntimeError: a step was skipped, so the run is not comparable.
     """
     skipped = [record.step for record in records if record.skipped]
     if skipped:
@@ -226,7 +226,7 @@ def _epochs(records: Sequence[StepRecord]) -> tuple[Epoch, ...]:
                 loss=fmean([s.loss for s in steps], [s.tokens for s in steps]),
                 held_out=held_out["loss"],
                 held_out_compressed=held_out["loss_compressed"],
-                cut_nbytes=sum(count.bytes for count in wire),
+                cut_nbytes=sum(count.nbytes for count in wire),
                 cut_values=sum(count.values for count in wire),
                 sync_nbytes=sum(step.sync_bytes for step in steps),
             )
@@ -321,7 +321,7 @@ def _total(outcome: Outcome, field: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the comparison, or what of it is not done yet, and print the tables."""
+    """Run the missing runs of the comparison and print the tables."""
     options = _parse(arguments)
     texts = Texts(options.train, options.eval, options.tokenizer, options.out.resolve())
     scale = Scale(

@@ -30,7 +30,6 @@ from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.models.dropout import DropoutMasks
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 from thinpipe.pipeline.step_stats import StepTotals
-from thinpipe.pipeline.wire.header import FORWARD
 
 _EVAL_BATCH = 64
 _BYTES = 256
@@ -78,21 +77,13 @@ class Scale:
     @property
     def model(self) -> TransformerConfig:
         """What is fine-tuned: the decoder, or an encoder with its layers and two classes."""
-        return TransformerConfig(
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-            vocab=self.vocab,
-            context=self.tokens,
-            task=self.task,
-            classes=2 if self.task == "classification" else None,
-            dropout=self.dropout,
-            dropout_masks=self.dropout_masks,
-        )
+        tuned = {"task": self.task, "classes": 2 if self.task == "classification" else None}
+        dropout = {"dropout": self.dropout, "dropout_masks": self.dropout_masks}
+        return TransformerConfig.model_validate(self.pretrained.model_dump() | tuned | dropout)
 
     @property
     def data(self) -> DataConfig:
-        """What is fine-tuned on, but for its place; labelled sentences are in CoLA's columns."""
+        """Data to fine-tune on, without its path; labelled sentences are in CoLA's columns."""
         labelled = self.task == "classification"
         return DataConfig(
             format="tsv" if labelled else "auto",
@@ -141,7 +132,7 @@ def read_corpus(
 ) -> Corpus:
     """Cut the files into sequences; `labelled` are TSV files to fine-tune on and to evaluate on.
 
-    With these, both texts and the acceptable sentences are pretrained on where there are subwords.
+    With subwords, these and both texts are pretrained on.
 
     Raises:
         ValueError: a file is missing or too short.
@@ -279,8 +270,8 @@ def _epoch(totals: Sequence[StepTotals], change: float | None) -> Epoch:
     wire = [part for step in totals for part in step.wire]
     return Epoch(
         loss=sum(step.loss * step.tokens for step in totals) / sum(step.tokens for step in totals),
-        forward_bytes=sum(part.nbytes for part in wire if part.direction == FORWARD),
-        backward_bytes=sum(part.nbytes for part in wire if part.direction != FORWARD),
+        forward_bytes=sum(part.nbytes for part in wire if part.direction == "forward"),
+        backward_bytes=sum(part.nbytes for part in wire if part.direction == "backward"),
         values=sum(part.values for part in wire),
         change=change,
     )
@@ -314,7 +305,7 @@ def _memories(built: Built, *, samples: int, numel: int) -> list[Tensor]:
         if sender.memory.digest() != receiver.memory.digest():
             raise RuntimeError(
                 f"the ends between stages {upper.stage_index} and {lower.stage_index} remember "
-                "different bits; results would mean nothing"
+                "different bits; the results are invalid"
             )
         memories.append(sender.memory.read(ids, numel))
     return memories

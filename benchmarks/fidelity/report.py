@@ -1,8 +1,8 @@
-"""What the convergence benchmark found: its tables (Markdown) and its picture.
+"""Tables (Markdown) and plot of the convergence benchmark.
 
     python -m benchmarks.fidelity.report out.jsonl more.jsonl --plot out.png
 
-Outcomes of several files are put together; every seed needs its baseline.
+Outcomes of several files are merged; every seed needs its baseline.
 """
 
 import argparse
@@ -47,7 +47,7 @@ class Epoch:
 class Outcome:
     """One method with one seed. Held-out losses are in nats, before and after.
 
-    `scores` is what else the evaluations say, such as the accuracy.
+    `scores` are other metrics of the evaluations, such as the accuracy.
     """
 
     method: str
@@ -109,7 +109,7 @@ def relative_table(outcomes: Sequence[Outcome]) -> str:
 
 
 def score_table(outcomes: Sequence[Outcome]) -> str:
-    """What else was scored on held-out samples: by seed without compression, medians with it."""
+    """Other metrics on held-out samples: by seed without compression, medians with it."""
     names = list(dict.fromkeys(name for outcome in outcomes for name in outcome.scores))
     heads = [f"{name}{how}" for name in names for how in (", by seed", ", compressed")]
     rows = []

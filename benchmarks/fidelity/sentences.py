@@ -1,4 +1,4 @@
-"""Text and a tokenizer for pretraining a model that is to judge sentences."""
+"""Text and a tokenizer for pretraining a classifier of sentences."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ _ACCEPTABLE, _LABEL, _TEXT = "1", 1, 3  # CoLA's columns
 
 
 def write_text(path: Path, *, texts: Sequence[Path], labelled: Path) -> None:
-    """Acceptable sentences of `labelled`, one per line, then `texts` in ordinary spelling."""
+    """Acceptable sentences of `labelled`, one per line, then `texts` detokenized."""
     rows = [line.split("\t") for line in labelled.read_text().splitlines()]
     sentences = [row[_TEXT] for row in rows if row[_LABEL] == _ACCEPTABLE]
     path.write_text("\n".join([*sentences, *(_spelled(text.read_text()) for text in texts)]))

@@ -1,1 +1,1 @@
-"""What a run keeps on disk: its folder, checkpoints, resume under another layout, export."""
+"""The run folder and its checkpoints: saving, resuming, resharding, export."""

@@ -1,7 +1,7 @@
-"""A run back to one Hugging Face folder: what `from_pretrained` reads.
+"""Export of a run to a Hugging Face folder that `from_pretrained` reads.
 
-Tensors go back to the names, files and dtypes that they were read from, so a run that has not
-trained gives back the bytes it was given.
+Tensors go back to the names, files and dtypes that they were read from, so the
+export of a run without training steps equals its source byte for byte.
 """
 
 import json
@@ -41,14 +41,14 @@ _COPIED = (
 
 
 def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype) -> list[str]:
-    """Write the model of a checkpoint, by default the newest, to the folder `out`; say what was.
+    """Write the model of a checkpoint, by default the newest, to the folder `out`; return notes.
 
     The checkpoint may be of any number of stages and replicas, but all its parts must be here.
     LoRA is merged. `dtype = "source"` is that of the weights the run started from.
 
     Raises:
-        ConfigError: the run is not of a Hugging Face model, `out` is in use, or a weight does not
-            fit `dtype`.
+        ConfigError: the run is not of a Hugging Face model, `out` is not empty, or a weight
+            overflows `dtype`.
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
     for name, folder in (("RUN_FOLDER", run_folder), ("OUT", out)):
@@ -57,7 +57,7 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
     model = config.model
     if not isinstance(model, HuggingFaceConfig):
         raise ConfigError(
-            f"{run_folder}: trained a model of our own (pipeline/models/transformer.py), for which "
+            f"{run_folder}: trained ThinPipe's own transformer, for which the library "
             "transformers has no class; only runs with model.pretrained or model.config export"
         )
     if out.exists() and any(out.iterdir()):
@@ -66,7 +66,7 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
     root = run_folder / "checkpoints"
     step = checkpoint.latest(root) if step is None else step
     if step is None:
-        raise CheckpointError(f"{root}: nothing was saved yet")
+        raise CheckpointError(f"{root}: no checkpoint was saved yet")
     plain = _trained(root / f"step-{step}", config, model)
     notes = [f"step {step} of {run_folder}"]
     partial = out.with_name(f".{out.name}.partial")
@@ -88,8 +88,8 @@ def _trained(folder: Path, config: RunConfig, model: HuggingFaceConfig) -> dict[
     facts = checkpoint.read_manifest(folder).meta["config"]
     if facts["model"].get("folder") != config.shared()["model"]["folder"]:
         raise CheckpointError(
-            f"{folder}: was trained with another {model.folder}/config.json or weights index; "
-            "put the former ones back"
+            f"{folder}: {model.folder}/config.json or the weights index has changed since; "
+            "restore the original files"
         )
     tensors: dict[str, Tensor] = {}
     for part in parts_of(folder, replica=0):
@@ -101,7 +101,7 @@ def _trained(folder: Path, config: RunConfig, model: HuggingFaceConfig) -> dict[
 
 
 class _Export:
-    """One model on its way to disk."""
+    """Writes one model."""
 
     def __init__(
         self, model: HuggingFaceConfig, tensors: Mapping[str, Tensor], dtype: ExportDtype
@@ -118,26 +118,26 @@ class _Export:
             self._dtypes = model.weights.dtypes(self._on_disk.values())
 
     def write(self, folder: Path) -> list[str]:
-        """Write everything; return notes on what the reader would not expect."""
-        parted = self._parted()
-        copies = tied_names(self._whole).keys() - self._on_disk.keys() - set(parted)
+        """Write everything; return notes on deviations from the source."""
+        untied = self._untied()
+        copies = tied_names(self._whole).keys() - self._on_disk.keys() - set(untied)
         names = [name for name in self._whole.state_dict() if name not in copies]
         stored = {disk: self._cast(name, disk) for name in names if (disk := self._place(name))}
         write_shards(folder, stored, self._file_names(stored))
-        self._write_config(folder, stored, parted=bool(parted))
+        self._write_config(folder, stored, untied=bool(untied))
         assert self._model.folder is not None
         for name in _COPIED:
             if (self._model.folder / name).is_file():
                 shutil.copyfile(self._model.folder / name, folder / name)
         notes = []
-        if parted:
-            notes.append(f"{', '.join(parted)}: trained apart from the embedding, so saved untied")
+        if untied:
+            notes.append(f"{', '.join(untied)}: differs from the embedding, so saved untied")
         unused = self._files.keys() - stored.keys()
         if unused:
             notes.append(f"not part of this model, left out: {', '.join(sorted(unused)[:4])}")
         return notes
 
-    def _parted(self) -> list[str]:
+    def _untied(self) -> list[str]:
         """Tied parameters whose copies are no longer equal."""
         return [
             name
@@ -146,7 +146,7 @@ class _Export:
         ]
 
     def _place(self, name: str) -> str:
-        """Name on disk."""
+        """The tensor's name on disk."""
         if name in self._on_disk:
             return self._on_disk[name]
         from transformers.core_model_loading import revert_weight_conversion
@@ -165,7 +165,7 @@ class _Export:
         return _fitting(tensor, found or tensor.dtype, name)
 
     def _file_names(self, stored: Mapping[str, Tensor]) -> dict[str, str]:
-        """Where the source had it; new tensors, such as a task's head, go to the last file."""
+        """The file of each tensor as in the source; new tensors, such as a head, go to the last."""
         if self._files:
             last = max(self._files.values())
             return {name: self._files.get(name, last) for name in stored}
@@ -182,12 +182,12 @@ class _Export:
             for name, place in places.items()
         }
 
-    def _write_config(self, folder: Path, stored: Mapping[str, Tensor], *, parted: bool) -> None:
-        """The source's config.json, changed only where it would be read wrongly."""
+    def _write_config(self, folder: Path, stored: Mapping[str, Tensor], *, untied: bool) -> None:
+        """The source's config.json, changed only where it no longer applies."""
         assert self._model.folder is not None
         source = (self._model.folder / "config.json").read_text()
         facts = json.loads(source)
-        changes: dict[str, Any] = {"tie_word_embeddings": False} if parted else {}
+        changes: dict[str, Any] = {"tie_word_embeddings": False} if untied else {}
         if self._model.task == "classification":
             config = self._model.transformers_config
             changes |= {"id2label": config.id2label, "label2id": config.label2id}
@@ -209,7 +209,7 @@ def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     cast = tensor.to(dtype)
     if bool(tensor.isfinite().all()) and not bool(cast.isfinite().all()):
         raise ConfigError(
-            f"{name}: holds {float(tensor.abs().max()):.4g}, past the largest number of {dtype}; "
+            f"{name}: holds {float(tensor.abs().max()):.4g}, more than {dtype} can represent; "
             "export with --dtype bf16 or fp32"
         )
     return cast

@@ -1,6 +1,6 @@
-"""Checkpoints: folders `<root>/step-<N>` that are whole, or say what is wrong and what to use.
+"""Checkpoints: folders `<root>/step-<N>`, published atomically and verified when read.
 
-    step-40/stage-0.replica-0.safetensors   one part: what one rank needs to go on
+    step-40/stage-0.replica-0.safetensors   one part: the state of one rank
     step-40/manifest.json                   size and sha256 of every part, and of itself
     latest                                  "step-40"
     .step-50.partial/                       being written; renamed when complete
@@ -30,15 +30,15 @@ from thinpipe.launch.checkpoint.state_file import load_state, save_state
 _FORMAT = 1
 _MANIFEST = "manifest.json"
 _REPLACED = "replaced"
-# What a host meets when another names the folder first: it is gone, or now holds its own target.
-_OVERTAKEN = (errno.ENOENT, errno.EINVAL)
+# What a host gets if another publishes first: the folder is gone, or holds its own target.
+_PUBLISHED_ELSEWHERE = (errno.ENOENT, errno.EINVAL)
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 _HIDDEN = re.compile(r"\.step-(0|[1-9][0-9]*)\..+")
 _PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class CheckpointError(ValueError):
-    """An unusable checkpoint: names the file, what is wrong, and the step to use instead."""
+    """An unusable checkpoint: names the file, the problem, and the step to use instead."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Part:
             )
 
     def path(self, folder: Path) -> Path:
-        """Where the part lies in a checkpoint's folder."""
+        """The part's file in a checkpoint's folder."""
         return folder / f"{self.name}.safetensors"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint says of itself; `meta` is the caller's, as JSON gives it back."""
+    """Description of a complete checkpoint; `meta` is the caller's, read back from JSON."""
 
     step: int
     meta: dict[str, Any]
@@ -74,14 +74,14 @@ def begin(root: Path, step: int) -> Path:
     """Make the empty folder that the parts of `step` are written to, dropping a stale one.
 
     Every host's `begin` must be over before the first `write_part`: hosts that share a file system
-    take each other's folder for a stale one.
+    would take each other's folder for a stale one.
     """
     if step < 0:
         raise ValueError(f"step = {step}: steps count from 0")
     partial = partial_folder(root, step)
     root.mkdir(parents=True, exist_ok=True)
     _discard(partial, step)
-    with contextlib.suppress(FileExistsError):  # whoever takes it away again makes a new one
+    with contextlib.suppress(FileExistsError):  # a host that removes it makes a new one
         partial.mkdir()
     return partial
 
@@ -122,25 +122,25 @@ def read_part(folder: Path, part: str, *, mapped: str | None = None) -> Any:
     if part not in listed:
         raise CheckpointError(
             f"{folder / _MANIFEST}: has no part {part!r}, only {', '.join(listed) or 'none'}; "
-            f"resume with the layout it was saved with; {_offer(folder, part)}"
+            f"resume with the layout it was saved with; {_alternative(folder, part)}"
         )
     path = listed[part].path(folder)
-    wrong = _size_fault(listed[part], folder) or _digest_fault(listed[part], folder)
+    wrong = _size_error(listed[part], folder) or _digest_error(listed[part], folder)
     if wrong:
-        raise CheckpointError(f"{path}: {wrong}; {_offer(folder, part)}")
+        raise CheckpointError(f"{path}: {wrong}; {_alternative(folder, part)}")
     return load_state(path, mapped=mapped)
 
 
 def finish(root: Path, step: int, *, parts: Iterable[Part], meta: Mapping[str, Any]) -> Path:
-    """Seal the folder of `begin`, give it its name, and only then let `latest` name it.
+    """Write the manifest, rename the folder of `begin`, and only then update `latest`.
 
     `parts` lists every part in the folder; parts that other hosts wrote to their own disks may be
     listed too. `meta` must survive JSON. A step saved before is replaced. Of several hosts that
-    finish one step on one file system, the first does the work and the others agree.
+    finish one step on one file system, the first publishes and the others verify.
 
     Raises:
         ValueError: `meta` does not fit JSON, or two parts have one name.
-        CheckpointError: the files are not those of `parts`, or there is nothing to finish.
+        CheckpointError: the files are not those of `parts`, or the folder is missing.
     """
     manifest = Manifest(step, _through_json(meta), tuple(sorted(parts, key=lambda p: p.name)))
     partial, final = partial_folder(root, step), root / _name(step)
@@ -148,7 +148,7 @@ def finish(root: Path, step: int, *, parts: Iterable[Part], meta: Mapping[str, A
         _check_listed(partial, manifest.parts)
         _publish(partial, final, manifest)
     except OSError as error:
-        if error.errno not in _OVERTAKEN:
+        if error.errno not in _PUBLISHED_ELSEWHERE:
             raise
         if not (_is_complete(final) and _load_manifest(final).parts == manifest.parts):
             raise CheckpointError(
@@ -165,12 +165,12 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and verify a checkpoint's manifest.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of a format this version does not know.
+        CheckpointError: it is missing, damaged, or of a format this version does not support.
     """
     try:
         return _load_manifest(folder)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; {_offer(folder)}") from error
+        raise CheckpointError(f"{error}; {_alternative(folder)}") from error
 
 
 def saved_at(folder: Path) -> float:
@@ -179,9 +179,9 @@ def saved_at(folder: Path) -> float:
 
 
 def steps(root: Path) -> list[int]:
-    """The complete steps under `root`, ascending: manifest intact, no part here of the wrong size.
+    """The complete steps under `root`, ascending: manifest intact, no part of the wrong size.
 
-    A part that is not here at all may lie on another host, so it does not count against a step.
+    A part that is missing here may be on another host, so the step still counts as complete.
     """
     if not root.is_dir():
         return []
@@ -190,7 +190,7 @@ def steps(root: Path) -> list[int]:
 
 
 def latest(root: Path) -> int | None:
-    """The step that `latest` names, or None where nothing was ever finished.
+    """The step that `latest` names, or None if no step was ever finished.
 
     Raises:
         CheckpointError: it names a folder that is missing or not complete.
@@ -203,7 +203,7 @@ def latest(root: Path) -> int | None:
     step = _step_of(name)
     if step is None or not _is_complete(root / name):
         raise CheckpointError(
-            f"{pointer}: names {name!r}, which is missing or incomplete; {_offer(pointer)}"
+            f"{pointer}: names {name!r}, which is missing or incomplete; {_alternative(pointer)}"
         )
     return step
 
@@ -211,15 +211,15 @@ def latest(root: Path) -> int | None:
 def prune(root: Path, keep: int) -> None:
     """Remove all but the newest `keep` complete steps and the one that `latest` names.
 
-    Leftovers of unfinished saves go too where they are older than `latest`; a newer one may be
-    in the making. Damaged steps stay for a person to look at.
+    Leftovers of unfinished saves go too where they are older than `latest`; a newer one may
+    be in progress. Damaged steps are kept for inspection.
 
     Raises:
         ValueError: `keep` is below 1.
-        CheckpointError: `latest` names no complete step, so none is safe to remove.
+        CheckpointError: `latest` names no complete step, so none can be removed safely.
     """
     if keep < 1:
-        raise ValueError(f"keep = {keep}: at least one checkpoint must stay; use 1 or more")
+        raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; use 1 or more")
     named = latest(root)
     if named is None:
         return
@@ -237,8 +237,8 @@ def _publish(partial: Path, final: Path, manifest: Manifest) -> None:
     scratch = _hidden(root, manifest.step, "manifest")
     _write_file(partial / _MANIFEST, _render(manifest), scratch=scratch)
     _sync_folder(partial)
-    # Moved inside the folder that takes its place: once another host has given that one its name,
-    # this move fails and cannot take the fresh step away. A crash between the two moves costs this
+    # Moved into the folder that replaces it: once another host has published that one, this move
+    # fails and cannot remove the new step. A crash between the two moves costs this
     # step, not the older ones.
     replaced = partial / _REPLACED
     try:
@@ -255,15 +255,15 @@ def _publish(partial: Path, final: Path, manifest: Manifest) -> None:
 def _check_listed(folder: Path, parts: tuple[Part, ...]) -> None:
     names = [part.name for part in parts]
     if len(set(names)) < len(names):
-        raise ValueError(f"parts = {names}: two have one name; give each rank its own")
+        raise ValueError(f"parts = {names}: duplicate names; give each rank its own")
     unlisted = {path.stem for path in folder.glob("*.safetensors")} - set(names)
     if unlisted:
         raise CheckpointError(
-            f"{folder}: holds {', '.join(sorted(unlisted))}, which finish was not given; pass the "
+            f"{folder}: holds {', '.join(sorted(unlisted))}, which are not in parts; pass the "
             "result of every write_part"
         )
     for part in parts:
-        wrong = _size_fault(part, folder)
+        wrong = _size_error(part, folder)
         if part.path(folder).exists() and wrong:
             raise CheckpointError(f"{part.path(folder)}: {wrong}; begin and write this step again")
 
@@ -272,7 +272,7 @@ def _through_json(meta: Mapping[str, Any]) -> dict[str, Any]:
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(meta), allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"meta = {meta!r}: {error}; pass only what JSON can hold") from error
+        raise ValueError(f"meta = {meta!r}: {error}; pass only JSON values") from error
     return plain
 
 
@@ -291,7 +291,7 @@ def _load_manifest(folder: Path) -> Manifest:
             raise ValueError(f"format {raw['format']} is not the one read here, {_FORMAT}")
         parts = tuple(Part(**part) for part in raw["parts"])
         manifest = Manifest(raw["step"], raw["meta"], parts)
-        # Byte for byte, so that a damaged space or escape is damage like any other.
+        # Compared byte for byte, so that any damage is found, even in white space.
         if text != _render(manifest):
             raise ValueError("its digest differs")
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -301,7 +301,7 @@ def _load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _size_fault(part: Part, folder: Path) -> str | None:
+def _size_error(part: Part, folder: Path) -> str | None:
     try:
         nbytes = part.path(folder).stat().st_size
     except FileNotFoundError:
@@ -311,10 +311,10 @@ def _size_fault(part: Part, folder: Path) -> str | None:
     return f"too long: {nbytes} bytes, not {part.nbytes}" if nbytes > part.nbytes else None
 
 
-def _digest_fault(part: Part, folder: Path) -> str | None:
+def _digest_error(part: Part, folder: Path) -> str | None:
     with part.path(folder).open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return None if sha256 == part.sha256 else f"sha256 is {sha256}, the manifest says {part.sha256}"
+    return None if sha256 == part.sha256 else f"sha256 is {sha256}, the manifest has {part.sha256}"
 
 
 def _is_complete(folder: Path) -> bool:
@@ -322,18 +322,18 @@ def _is_complete(folder: Path) -> bool:
         parts = _load_manifest(folder).parts
     except CheckpointError:
         return False
-    return all(_size_fault(part, folder) in (None, "missing") for part in parts)
+    return all(_size_error(part, folder) in (None, "missing") for part in parts)
 
 
-def _offer(folder: Path, part: str | None = None) -> str:
-    """The advice that ends an error about `folder`: an older step, with `part` whole if given."""
+def _alternative(folder: Path, part: str | None = None) -> str:
+    """The end of an error about `folder`: an older step to use, with `part` intact if given."""
     root, step = folder.parent, _step_of(folder.name)
     for older in reversed(steps(root)):
         good = root / _name(older)
         if step is not None and older >= step:
             continue
         listed = [known for known in _load_manifest(good).parts if known.name == part]
-        if part is None or (listed and not _size_fault(listed[0], good)):
+        if part is None or (listed and not _size_error(listed[0], good)):
             return (
                 f"{_name(older)} is complete: train --resume --step {older}, export --step {older}"
             )
@@ -368,7 +368,7 @@ def _move_if_there(source: Path, target: Path) -> bool:
 
 
 def _discard(folder: Path, step: int) -> None:
-    # Renamed first: a crash halfway through the removal must not leave half a checkpoint in place.
+    # Renamed first: a crash during removal must not leave half a checkpoint under its name.
     aside = _hidden(folder.parent, step, "removed")
     if _move_if_there(folder, aside):
         _remove(aside)
@@ -382,7 +382,7 @@ def _remove(path: Path) -> None:
 
 
 def _write_file(path: Path, text: str, *, scratch: Path) -> None:
-    """Put `text` at `path` in one move; `scratch` is a name nobody else uses on the file system."""
+    """Write `path` atomically; `scratch` is a unique temporary name on the same file system."""
     try:
         with scratch.open("w", encoding="utf-8") as file:
             file.write(text)

@@ -1,8 +1,8 @@
 """Resume under other cuts, another schedule or another number of replicas.
 
-Parts are then read by the names of parameters: weights and optimizer state are exact. A memory is
-kept where its cut and its samples stayed. What else belongs to places (memories of moved cuts, what
-the exchange between replicas remembers, random numbers of dropout) starts anew, and is logged.
+Parts are then read by parameter name: weights and optimizer state are exact. Memories are kept
+where cut and samples stayed. State tied to a position (memories of moved cuts, the replica
+exchange's state, random numbers of dropout) is reset, and that is logged.
 """
 
 import logging
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class Layout(NamedTuple):
-    """Which layers a rank holds, and which samples: `holders[i]` is the rank of stage i."""
+    """How layers and samples are distributed: `holders[i]` is the rank of stage i."""
 
     cuts: tuple[int, ...]
     holders: tuple[int, ...]
@@ -47,8 +47,8 @@ class Layout(NamedTuple):
 
 
 @dataclass
-class Whole:
-    """What one replica knew, by names that do not depend on the cut."""
+class ReplicaState:
+    """The state of one replica, by parameter name."""
 
     model: dict[str, Tensor]
     optimizer: dict[str, dict[str, Any]]
@@ -71,7 +71,7 @@ def parts_of(folder: Path, *, replica: int) -> list[str]:
     return [part.name for part in listed if part.name.startswith(f"replica-{replica}.")]
 
 
-def place_of(channel: Channel) -> str:
+def channel_name(channel: Channel) -> str:
     """Name of a direction of a cut."""
     return f"cut-{channel.codec.cut}.{DIRECTIONS[channel.codec.direction]}"
 
@@ -96,49 +96,49 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
 
     Raises:
         CheckpointError: a part is missing or damaged, a parameter is in none of them, or the two
-            copies of a tied weight have parted and are to be one.
+            copies of a tied weight differ and would become one again.
     """
     source = mesh.replica if before.replicas == now.replicas else 0
-    whole = read_whole(folder, parts_of(folder, replica=source))
+    saved = read_replica(folder, parts_of(folder, replica=source))
     for stage in built.stages:
-        fill_module(module_of(stage), whole.model, folder)
-    cold = _fill_optimizer(built, whole)
+        load_module(module_of(stage), saved.model, folder)
+    stateless = _load_optimizer(built, saved)
     boundaries = _boundaries(folder, replica=mesh.replica % before.replicas)
-    _fill_memories(built, boundaries)
-    built.lr_schedule.last_epoch = whole.first_part["lr_schedule"]["last_epoch"]
-    built.engine.load_state_dict(whole.first_part["engine"])
+    _load_boundaries(built, boundaries)
+    built.lr_schedule.last_epoch = saved.first_part["lr_schedule"]["last_epoch"]
+    built.engine.load_state_dict(saved.first_part["engine"])
     torch.manual_seed(hash((now, mesh.rank, built.lr_schedule.last_epoch)))
-    if cold:
-        _log.warning("rank %d: no optimizer state for %s; it starts at zero", mesh.rank, cold)
+    if stateless:
+        _log.warning("rank %d: no optimizer state for %s; it starts at zero", mesh.rank, stateless)
     if mesh.rank == 0:
-        remembers = any(boundaries.values())
-        _log.warning("%s", "\n".join(_account(folder, before, now, whole, remembers=remembers)))
+        has_memories = any(boundaries.values())
+        _log.warning("%s", "\n".join(_changes(folder, before, now, has_memories=has_memories)))
 
 
 def common_model(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
-    """The weights that all replicas stand for in a part's state, by stage."""
+    """The model of all replicas in a part's state, by stage."""
     found: Mapping[str, Mapping[str, Tensor]] = state["global_model"] or state["model"]
     return found
 
 
-def read_whole(folder: Path, parts: list[str]) -> Whole:
-    """Join the parts of one replica, with the weights that all replicas stand for.
+def read_replica(folder: Path, parts: list[str]) -> ReplicaState:
+    """Join the parts of one replica, with the common model of all replicas.
 
-    Its own weights would not do: an exchange that starts anew takes replicas to be equal.
+    Not with the replica's own weights: a reset exchange assumes that replicas are equal.
 
     Raises:
         CheckpointError: a part is missing or damaged.
     """
-    whole = Whole({}, {}, {}, {})
+    saved = ReplicaState({}, {}, {}, {})
     for part in parts:
         state = checkpoint.read_part(folder, part, mapped=ROWS)
-        whole.first_part = whole.first_part or state
+        saved.first_part = saved.first_part or state
         for stage in common_model(state).values():
-            whole.model.update(stage)
+            saved.model.update(stage)
         for names, entry, group in _by_parameter(state["optimizer"], state["parameters"]):
             for name in names:
-                whole.optimizer[name], whole.groups[name] = entry, group
-    return whole
+                saved.optimizer[name], saved.groups[name] = entry, group
+    return saved
 
 
 def _by_parameter(
@@ -151,84 +151,85 @@ def _by_parameter(
             yield names[index], optimizer["state"].get(index, {}), settings
 
 
-def fill_module(module: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
+def load_module(module: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Load a stage's own tensors; `folder` is for messages.
 
     Raises:
-        CheckpointError: one is missing, or what is one weight here had parted there.
+        CheckpointError: one is missing, or a tied weight has two different values there.
     """
     own = module.state_dict()
     missing = sorted(own.keys() - tensors.keys())
     if missing:
-        raise CheckpointError(f"{folder}: no part holds {', '.join(missing[:4])}")
-    places: dict[int, str] = {}
+        raise CheckpointError(f"{folder}: no part has {', '.join(missing[:4])}")
+    tied: dict[int, str] = {}
     for name, tensor in own.items():
-        twin = places.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
+        twin = tied.setdefault(tensor.data_ptr(), name) if tensor.numel() else name
         if not torch.equal(tensors[name], tensors[twin]):
             raise CheckpointError(
-                f"{folder}: {twin} and {name} were trained as separate weights and differ; here "
-                "they are one: keep a cut between them"
+                f"{folder}: {twin} and {name} were trained as separate weights and differ; with "
+                "this layout they are one: keep a cut between them"
             )
     module.load_state_dict({name: tensors[name] for name in own})
 
 
-def _fill_optimizer(built: Built, whole: Whole) -> list[str]:
-    """Load what is known of every own parameter; return the names without a state."""
+def _load_optimizer(built: Built, saved: ReplicaState) -> list[str]:
+    """Load the saved state of every own parameter; return the names without one."""
     state = built.optimizer.state_dict()
-    names, cold = parameter_names(built), []
+    names, stateless = parameter_names(built), []
     for index, (name, *_) in enumerate(names):
-        entry = whole.optimizer.get(name)
+        entry = saved.optimizer.get(name)
         if entry:
             state["state"][index] = entry
-        elif whole.optimizer:
-            cold.append(name)
+        elif saved.optimizer:
+            stateless.append(name)
     for group in state["param_groups"]:
-        known = [whole.groups[names[i][0]] for i in group["params"] if names[i][0] in whole.groups]
+        known = [saved.groups[names[i][0]] for i in group["params"] if names[i][0] in saved.groups]
         group.update(known[0] if known else {})
     built.optimizer.load_state_dict(state)
-    return cold
+    return stateless
 
 
 def _boundaries(folder: Path, *, replica: int) -> dict[str, Any]:
-    """What the ends of a replica's cuts remembered, by place."""
+    """Boundary states of a replica, by channel."""
     found: dict[str, Any] = {}
     for part in parts_of(folder, replica=replica):
         found.update(checkpoint.read_part(folder, part, mapped=ROWS)["boundaries"])
     return found
 
 
-def _fill_memories(built: Built, boundaries: Mapping[str, Any]) -> None:
-    """Load what belongs to own places.
+def _load_boundaries(built: Built, boundaries: Mapping[str, Any]) -> None:
+    """Load the states of own channels.
 
-    With another number of replicas they hold samples that are now another's: nobody asks for them.
+    With another number of replicas they include samples of other replicas, which are never used.
     """
     for channel in built.engine.channels:
-        known = boundaries.get(place_of(channel))
+        known = boundaries.get(channel_name(channel))
         if known is not None:
             channel.codec.training.load_state_dict(known)
 
 
 def moved_samples(before: int, now: int) -> tuple[int, int]:
-    """How many of how many samples a replica is given that its part of the checkpoint lacks."""
+    """Of how many samples (second number) how many are new to their replica."""
     period = math.lcm(before, now)
     new = sum(sample % before != sample % now % before for sample in range(period))
     return new, period
 
 
-def _account(
-    folder: Path, before: Layout, now: Layout, whole: Whole, *, remembers: bool
-) -> list[str]:
+def _changes(folder: Path, before: Layout, now: Layout, *, has_memories: bool) -> list[str]:
+    """What resharding keeps and what it resets, as log lines."""
     lines = [
         f"{folder} was saved with {before}; this run has {now}: weights and optimizer state are "
-        "read by name; dropout, where there is any, draws other numbers"
+        "read by name; dropout draws different numbers"
     ]
     moved = sorted(set(now.cuts) - set(before.cuts))
-    if moved and remembers:
-        lines.append(f"memories at cuts {moved} start empty: their cuts are new")
+    if moved and has_memories:
+        lines.append(f"memories at cuts {moved} start empty: these cuts are new")
     new, of = moved_samples(before.replicas, now.replicas)
-    if remembers and new:
-        lines.append(f"{new} of every {of} samples are now another replica's: sent like new ones")
+    if has_memories and new:
+        lines.append(
+            f"{new} of every {of} samples moved to another replica and are sent as first visits"
+        )
     if before.replicas > 1:
-        lines.append("what the exchange between replicas remembers starts anew")
+        lines.append("the state of the replica exchange is reset")
         lines.append("all replicas start from the same weights")
     return lines

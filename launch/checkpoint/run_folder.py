@@ -1,4 +1,4 @@
-"""The run folder: claimed by one run at a time, never mixed with an earlier one's."""
+"""The run folder: locked by one run at a time, never mixed with an earlier run's."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ _MARKS = ("config.toml", "metrics.jsonl", "checkpoints", _LOCK)
 
 
 def check_folder(path: Path, name: str = "run.folder") -> None:
-    """Refuse a place where no folder can be, given by the setting or option `name`.
+    """Check that a folder can be at `path`, which comes from the setting or option `name`.
 
     Raises:
         ConfigError: it is a file, or below one.
@@ -34,7 +34,7 @@ def check_folder(path: Path, name: str = "run.folder") -> None:
 
 @dataclass(frozen=True)
 class _Owner:
-    """Who holds a lock, as its file says."""
+    """The owner of a lock, as written in its file."""
 
     run: int
     process: int
@@ -45,38 +45,38 @@ class _Owner:
 
 
 class RunFolder:
-    """Holds a lock on the folder for as long as it lives."""
+    """Locks the folder until `release` or the end of the process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock: TextIOWrapper | None = None
 
-    def claim(self, session: Session, *, resume: bool) -> None:
-        """Make the folder this run's on every host; an earlier run's folder is renamed.
+    def acquire(self, session: Session, *, resume: bool) -> None:
+        """Lock the folder for this run on every host; an earlier run's folder is renamed.
 
         Raises:
-            ConfigError: on every rank, if one host's folder is another live run's, holds other
-                things than a run, or cannot be written.
+            ConfigError: on every rank, if on one host the folder is in use by another run, holds
+                files that are not a run's, or cannot be written.
         """
         everyone = [session.mesh.rank == 0, session.mesh.rank > 0 and session.local_rank == 0]
-        for is_my_turn in everyone:  # the first rank first: other hosts may have the same disk
-            problem = self._try(session.run_id, resume=resume) if is_my_turn else None
+        for my_turn in everyone:  # rank 0 first: hosts may share the disk
+            problem = self._try(session.run_id, resume=resume) if my_turn else None
             problems = [text for text in gather_json(session.transport, problem) if text]
             if problems:
                 raise ConfigError(problems[0])
 
     def release(self) -> None:
-        """Let another run have the folder."""
+        """Unlock the folder."""
         if self._lock is not None:
             self._lock.close()
 
     def _try(self, run: int, *, resume: bool) -> str | None:
         path, me = self._path, _Owner(run, os.getpid(), socket.gethostname())
         try:
-            with contextlib.ExitStack() as until_claimed:
+            with contextlib.ExitStack() as until_acquired:
                 before = _lock(path, me) if (path / _LOCK).exists() else None
                 if before is not None and not resume:
-                    until_claimed.enter_context(before)  # nobody else moves or takes the folder
+                    until_acquired.enter_context(before)  # no other run moves or locks it
                 if path.exists() and any(path.iterdir()) and not resume:
                     if not any((path / mark).exists() for mark in _MARKS):
                         return (
@@ -88,29 +88,29 @@ class RunFolder:
                 self._lock = before if before is not None and resume else _lock(path, me)
         except BlockingIOError:
             owner = _owner(path)
-            if owner is not None and owner.run == run:  # on another host, with the same disk
+            if owner is not None and owner.run == run:  # another host of it, on a shared disk
                 return None
             who = f" ({owner}); end it, or choose another folder" if owner else ""
             return f"run.folder = {path}: another run is using it{who}"
         except OSError as error:
-            return f"run.folder = {path}: {error.strerror}; name one that can be written to"
+            return f"run.folder = {path}: {error.strerror}; choose a writable folder"
         return None
 
 
 def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
-    """The folder's lock with our name in it, held for as long as it is open.
+    """Lock the folder, with this run as its owner, while the returned file is open.
 
-    The system lets go of it when its process ends, however it does.
+    The system releases the lock when the process ends, for whatever reason.
 
     Raises:
         BlockingIOError: another run holds it.
     """
     path = folder / _LOCK
-    file = path.open("a")  # another run's name stays until it lets go
+    file = path.open("a")  # keeps another run's name while it holds the lock
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
-            raise BlockingIOError(errno.EAGAIN, "it was moved by another run")
+            raise BlockingIOError(errno.EAGAIN, "moved by another run")
         file.truncate(0)
         file.write(json.dumps(asdict(me)))
         file.flush()
@@ -122,7 +122,7 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
 
 
 def _owner(folder: Path) -> _Owner | None:
-    """Who holds the folder's lock, where that can be read."""
+    """The owner of the folder's lock, if it can be read."""
     try:
         return _Owner(**json.loads((folder / _LOCK).read_text()))
     except (OSError, ValueError, TypeError):
@@ -134,4 +134,4 @@ def _move_aside(path: Path) -> None:
     while (older := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     path.rename(older)
-    _log.warning("%s held an earlier run; it is now %s", path, older)
+    _log.warning("%s held an earlier run and was renamed to %s", path, older)

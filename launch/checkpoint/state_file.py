@@ -1,7 +1,7 @@
-"""One nested state in one safetensors file: tensors as tensors, the rest as JSON beside them.
+"""A nested state in one safetensors file: tensors as tensors, the rest as JSON metadata.
 
-The tree goes into the file's metadata under `thinpipe.state`. JSON values stand for themselves;
-what JSON lacks is an object with one key: `tuple`, `dict` (pairs, so that keys keep their type),
+The tree goes into the file's metadata under `thinpipe.state`. JSON values are stored as they are;
+other types are an object with one key: `tuple`, `dict` (pairs, so that keys keep their type),
 `bytes` (base64), `float` (inf and nan) and `tensor` (a name in the same file).
 """
 
@@ -47,8 +47,8 @@ def save_state(path: Path, state: object) -> None:
 
     A state is a tensor, None, bool, int, float, str, bytes, or a list, tuple or mapping (keys str
     or int) of states. Tensors that share storage are written once each; strides are not kept.
-    What the host holds beyond `state` is at most one copy of it (tensors that lie on a device,
-    share storage or are not contiguous).
+    Takes at most one more copy of `state` in RAM (of tensors that are on a device, share storage
+    or are not contiguous).
 
     Raises:
         TypeError: a value or key of another type; the message gives its path in the tree.
@@ -63,11 +63,11 @@ def save_state(path: Path, state: object) -> None:
 def load_state(path: Path, *, mapped: str | None = None) -> Any:
     """Rebuild what `save_state` wrote: tensors on the CPU in their own memory, mappings as dicts.
 
-    Tensors under the key `mapped` stay in the file, for those that are larger than memory: copy
+    Tensors under the key `mapped` stay in the file, for those larger than RAM: copy
     what is needed before the file is removed.
 
     Raises:
-        ValueError: the file holds no tree, so something else wrote it.
+        ValueError: the file was not written by `save_state`.
     """
     opened: Any = safe_open(path, framework="pt")  # its methods carry no types
     with opened as file:
@@ -84,14 +84,14 @@ def load_state(path: Path, *, mapped: str | None = None) -> Any:
 
 
 class _Packer:
-    """Turns a state into JSON and puts its tensors aside, each named by its path in the tree."""
+    """Turns a state into JSON and collects its tensors, each named by its path in the tree."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._storages: set[int] = set()
 
     def pack(self, value: object, path: str) -> Any:
-        # Exact types only: a subclass (numpy.float64, IntEnum, torch.Size) would come back as less.
+        # Exact types only: a subclass (numpy.float64, IntEnum, torch.Size) would lose its type.
         if value is None or type(value) in (bool, int, str):
             return value
         if type(value) is float:
@@ -155,7 +155,9 @@ def _unpack(node: Any, take: Callable[[str], Tensor]) -> Any:
             return base64.b64decode(text)
         case {"float": str(text)}:
             return float(text)
-    raise ValueError(f"{_TREE!r} has an entry of unknown kind {sorted(node)}; a newer version's?")
+    raise ValueError(
+        f"{_TREE!r} has an entry of unknown kind {sorted(node)}; written by a newer version?"
+    )
 
 
 def _type_name(value: object) -> str:

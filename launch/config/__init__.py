@@ -1,1 +1,1 @@
-"""Run files: what they may say, how they are read, and errors in them."""
+"""Run files: their settings, how they are read, and how errors in them are reported."""

@@ -1,4 +1,4 @@
-"""What commands have in common: `--set`, and how they report wrong arguments."""
+"""What commands share: the option `--set`, and how usage errors are reported."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ SetOption = Annotated[
 ]
 
 # By its version, typer builds on click or on a copy of it, so the name is not importable.
-_Refused: type[Exception] = typer.BadParameter.__mro__[2]
+_UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 def run_app(
@@ -28,7 +28,7 @@ def run_app(
     """Run a command line, by default this process's, and end the process."""
     try:
         sys.exit(app(arguments, prog_name=program, standalone_mode=False))
-    except _Refused as error:
+    except _UsageError as error:
         _end(_explain(error))
 
 
@@ -44,7 +44,7 @@ def _end(text: str) -> NoReturn:
 
 
 def _explain(error: Any) -> str:
-    """What is wrong and what to do; nothing if help was shown instead."""
+    """The problem and its remedy; empty if help was shown instead."""
     message = error.format_message().rstrip(".")
     wrong = error.__cause__
     if isinstance(wrong, ValidationError):
@@ -52,10 +52,10 @@ def _explain(error: Any) -> str:
         return f"{_name(error.param)} = {detail['input']}: {remedy(detail).rstrip('.')}"
     if near := getattr(error, "possibilities", None):
         return f"{error.option_name}: no such option; did you mean {' or '.join(near)}?"
-    return f"{message}; --help shows what can be given" if message[-1:] not in "?" else message
+    return f"{message}; --help lists arguments and options" if message[-1:] not in "?" else message
 
 
 def _name(parameter: Any) -> str:
-    """An option as it is written, an argument as help shows it."""
+    """An option as typed, an argument as help shows it."""
     written = str(parameter.opts[0])
     return written if written.startswith("-") else str(parameter.metavar)

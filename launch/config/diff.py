@@ -1,4 +1,4 @@
-"""Which settings a resumed run has that its checkpoint was not made with, in words of run files."""
+"""Which settings of a resumed run differ from those of its checkpoint, in run file syntax."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ _MOST = 8
 
 
 class Change(NamedTuple):
-    """A setting as the checkpoint has it, and as this run does; None where it is not set.
+    """A setting in the checkpoint and in this run; None where it is not set.
 
-    `cut` is that of a boundary's setting.
+    `cut` is set for settings of a boundary.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Change(NamedTuple):
 
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """What must be changed back, by `RunConfig.shared` of both runs."""
+    """Settings that must be changed back; both arguments are `RunConfig.shared`."""
     may_change = _may_change(saved)
     tables = ({**config, "boundary": {}} for config in (saved, now))
     found = [change for change in _changes("", *tables) if not change.name.startswith(may_change)]
@@ -40,19 +40,19 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[C
     return found
 
 
-def tell_changes(changes: Sequence[Change]) -> list[str]:
-    """A phrase for each setting, one for a boundary's at several cuts; of many, a count ends it."""
+def describe_changes(changes: Sequence[Change]) -> list[str]:
+    """One phrase per setting (boundaries alike at several cuts share one), cut off at a maximum."""
     cuts: dict[tuple[str, str], list[int]] = {}
     for change in changes:
         at_cuts = cuts.setdefault((change.name, _values(change)), [])
         at_cuts += [] if change.cut is None else [change.cut]
-    told = [f"{_at(at_cuts)}{name}{values}" for (name, values), at_cuts in cuts.items()]
-    more = len(told) - _MOST
-    return told if more <= 0 else [*told[:_MOST], f"{more} more settings changed"]
+    phrases = [f"{_at(at_cuts)}{name}{values}" for (name, values), at_cuts in cuts.items()]
+    more = len(phrases) - _MOST
+    return phrases if more <= 0 else [*phrases[:_MOST], f"{more} more settings changed"]
 
 
-def why_epochs_stay(changes: Sequence[Change]) -> str:
-    """What allows other epochs, where they are among the changes."""
+def epochs_hint(changes: Sequence[Change]) -> str:
+    """When `train.epochs` may differ, if it is among the changes."""
     if all(change.name != _EPOCHS for change in changes):
         return ""
     return (
@@ -62,7 +62,7 @@ def why_epochs_stay(changes: Sequence[Change]) -> str:
 
 
 def _may_change(saved: Mapping[str, Any]) -> tuple[str, ...]:
-    """Beginnings of what may; epochs if neither learning rates nor boundaries depend on them."""
+    """Prefixes of settings that may; epochs if no learning rate and no boundary depends on them."""
     train = saved["train"]
     auto = any(table["forward"]["kind"] == "auto" for table in saved["boundary"])
     free = train["decay"] == "none" and (train["epochs"] > 1 or not auto)
@@ -70,7 +70,7 @@ def _may_change(saved: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _changes(name: str, before: Any, now: Any) -> Iterator[Change]:
-    """Every setting in which tables differ; one run may not have some of them."""
+    """Every setting that differs between two tables; either may lack some."""
     if before == now:
         return
     if not isinstance(before, dict) and not isinstance(now, dict):
@@ -78,8 +78,8 @@ def _changes(name: str, before: Any, now: Any) -> Iterator[Change]:
         return
     tables = [value if isinstance(value, dict) else {} for value in (before, now)]
     for key in sorted(tables[0].keys() | tables[1].keys()):
-        place = f"{name}.{key}" if name else key
-        yield from _changes(place, *(table.get(key) for table in tables))
+        path = f"{name}.{key}" if name else key
+        yield from _changes(path, *(table.get(key) for table in tables))
 
 
 def _boundary(config: Mapping[str, Any], cut: int) -> BoundaryConfig:
@@ -88,7 +88,7 @@ def _boundary(config: Mapping[str, Any], cut: int) -> BoundaryConfig:
 
 
 def _boundary_changes(before: BoundaryConfig, now: BoundaryConfig) -> Iterator[Change]:
-    """Settings of a cut; of what is of another kind, the whole table."""
+    """Changed settings of a cut; the whole table where the kind differs."""
     for direction in DIRECTIONS:
         specs = [getattr(boundary, direction) for boundary in (before, now)]
         tables = [spec.model_dump(mode="json") for spec in specs]

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a file, in the words of the file: key, value, remedy."""
+"""Reports pydantic's validation errors in terms of the file: key, value, remedy."""
 
 import difflib
 import re
@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from thinpipe.launch.config.model import MODEL_TAGS
 
-_WORDS = {
+_REMEDIES = {
     "greater_than": "use a number greater than {gt}",
     "greater_than_equal": "use {ge} or more",
     "less_than": "use a number less than {lt}",
@@ -31,25 +31,30 @@ _WORDS = {
     "byte_size": 'write a size, as in "8GB" or "512MiB"',
     "byte_size_unit": 'write a size, as in "8GB" or "512MiB"',
 }
-_KINDS = {"int": "give a whole number", "float": "give a number", "bool": "use true or false"}
+_TYPE_REMEDIES = {
+    "int": "give a whole number",
+    "float": "give a number",
+    "bool": "use true or false",
+}
 
 
 def explain(error: ValidationError, root: type[BaseModel], *above: str) -> list[str]:
-    """A line for every place in the table of which `root` is the model, `above` its own path."""
-    found: dict[str, list[_Mistake]] = {}
+    """One line per wrong key of the table that `root` models; `above` is the path of that table."""
+    found: dict[str, list[_Problem]] = {}
     for detail in error.errors():
-        mistake = _explain(detail, _find(detail, root, above))
-        found.setdefault(mistake.name, []).append(mistake)
+        problem = _explain(detail, _find(detail, root, above))
+        found.setdefault(problem.name, []).append(problem)
     return [
-        _join(mistakes)
-        for name, mistakes in found.items()
-        if not any(other.startswith(f"{name}.") for other in found)  # of a union: the one it is
+        _join(problems)
+        for name, problems in found.items()
+        if not any(other.startswith(f"{name}.") for other in found)  # the most specific of a union
     ]
 
 
-class _Mistake(NamedTuple):
-    """What is wrong at a place, with its value if that helps, and what to do; `sure` is whether it
-    holds even if another member of a union would not have it.
+class _Problem(NamedTuple):
+    """An error at a key, with its value if that helps, and the remedy.
+
+    `sure`: it applies whichever member of a union was meant.
     """
 
     name: str
@@ -58,18 +63,18 @@ class _Mistake(NamedTuple):
     sure: bool = False
 
 
-def _join(mistakes: Sequence[_Mistake]) -> str:
-    """One line for all that could be done at one place."""
-    chosen = [mistake for mistake in mistakes if mistake.sure] or mistakes
-    remedies = dict.fromkeys(mistake.remedy for mistake in chosen)
+def _join(problems: Sequence[_Problem]) -> str:
+    """One line with all remedies for one key."""
+    chosen = [problem for problem in problems if problem.sure] or problems
+    remedies = dict.fromkeys(problem.remedy for problem in chosen)
     return f"{chosen[0].what}{', or '.join(remedies)}"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where something is wrong: its key as written, and the models that could be there and above.
+    """A wrong key as written, with the models allowed there and one level up.
 
-    pydantic puts names of its own into a location, such as the kind of a boundary.
+    pydantic adds names of its own to a location, such as the kind of a boundary.
     """
 
     name: str
@@ -105,25 +110,25 @@ def _find(detail: ErrorDetails, root: type[BaseModel], path: Sequence[str]) -> _
     return _Place(".".join(kept), here, above, many)
 
 
-def _explain(detail: ErrorDetails, place: _Place) -> _Mistake:
+def _explain(detail: ErrorDetails, place: _Place) -> _Problem:
     kind, name = detail["type"], place.name
     if kind == "extra_forbidden":
-        return _Mistake(name, f"{name}: unknown key; ", _known(place))
+        return _Problem(name, f"{name}: unknown key; ", _known(place))
     if kind == "missing" and not place.key.isdigit():
-        return _Mistake(name, f"{name}: not given; ", _missing(place))
+        return _Problem(name, f"{name}: not given; ", _missing(place))
     if kind == "union_tag_not_found":
         kinds = ", ".join(sorted(map(_tag, place.here)))
-        return _Mistake(name, f"{name}.kind: not given; ", f"use one of {kinds}")
+        return _Problem(name, f"{name}.kind: not given; ", f"use one of {kinds}")
     if kind == "value_error":
         message = remedy(detail)
-        return _Mistake(name, _path_of(message, place), message, sure=True)
+        return _Problem(name, _path_of(message, place), message, sure=True)
     value = detail["ctx"]["tag"] if kind == "union_tag_invalid" else detail["input"]
     key = f"{name}.kind" if kind == "union_tag_invalid" else name
-    return _Mistake(name, f"{key} = {value!r}: ", _remedy(detail, place) + _nearest(value, detail))
+    return _Problem(name, f"{key} = {value!r}: ", _remedy(detail, place) + _nearest(value, detail))
 
 
 def _path_of(message: str, place: _Place) -> str:
-    """What goes before a validator's message, which may begin with "key = value"."""
+    """Prefix for a validator's message, which may begin with "key = value"."""
     key = re.match(r"(\w+) = ", message)
     if key is None or not place.name:
         return f"{place.name}: " if place.name else ""
@@ -144,14 +149,14 @@ def _remedy(detail: ErrorDetails, place: _Place) -> str:
 
 
 def remedy(detail: ErrorDetails) -> str:
-    """What to do about a value, whatever it is a value of."""
+    """The remedy for a wrong value of any setting."""
     kind = detail["type"]
-    words = _WORDS.get(kind) or _KINDS.get(kind.split("_")[0])
-    if words is None:
+    text = _REMEDIES.get(kind) or _TYPE_REMEDIES.get(kind.split("_")[0])
+    if text is None:
         return detail["msg"].removeprefix("Value error, ")
     ctx = detail.get("ctx", {})
     whole = {k: int(v) for k, v in ctx.items() if isinstance(v, float) and v.is_integer()}
-    return words.format(**ctx | whole)
+    return text.format(**ctx | whole)
 
 
 def _known(place: _Place) -> str:
@@ -161,7 +166,7 @@ def _known(place: _Place) -> str:
 
 
 def _nearest(value: Any, detail: ErrorDetails) -> str:
-    """A hint for a word that is none of the allowed ones."""
+    """The nearest allowed value, as a hint."""
     ctx = detail.get("ctx", {})
     allowed = re.findall(r"'([^']+)'", f"{ctx.get('expected', '')}{ctx.get('expected_tags', '')}")
     by_lower = {word.lower(): word for word in allowed}
@@ -177,7 +182,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _tag(model: type[BaseModel]) -> str:
-    """What tells the models of a union apart."""
+    """The discriminator of a model in a union."""
     if "kind" in model.model_fields:
         return str(model.model_fields["kind"].default)
     return next((tag for tag, tagged in MODEL_TAGS.items() if tagged is model), model.__name__)

@@ -1,4 +1,4 @@
-"""The [model] section: our own transformer by its shape, or one of transformers by its folder."""
+"""The [model] section: ThinPipe's transformer by shape, or a Hugging Face model by folder."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any

@@ -1,11 +1,11 @@
 """RunConfig: one TOML file, which may extend another, and dotted overrides; strict.
 
     extends = "base.toml"          # read first; tables are merged, lists are replaced, and a
-                                   # key set to "" is as if base.toml did not say
+                                   # key set to "" removes it from base.toml
     thinpipe train run.toml --set train.lr=1e-3 --set boundary.0.forward.bits=3
-    thinpipe train run.toml --set data.path=           # as if the file did not say
+    thinpipe train run.toml --set data.path=           # removes the key
 
-Unknown names and wrong values are `ConfigError`s that name the place, the value and the remedy.
+Unknown names and wrong values are `ConfigError`s that name the key, the value and the remedy.
 """
 
 import difflib
@@ -49,7 +49,7 @@ from thinpipe.pipeline.models.transformer import TransformerConfig
 from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-_LOCAL: Any = {  # what a host has of disk and RAM; data are compared by their digest
+_LOCAL: Any = {  # paths and memory limits of a host; data are compared by digest
     "run": {"folder"},
     "memory": True,
     "data": {"path": True, "eval_path": True, "tokenizer": True, "sources": {"__all__": {"path"}}},
@@ -58,7 +58,7 @@ _LOCAL: Any = {  # what a host has of disk and RAM; data are compared by their d
 
 
 def _known_names(value: Any) -> Any:
-    """Accept the names that AC-SGD's users know; what else a table says counts before them."""
+    """Accept AC-SGD's names; settings given explicitly take precedence over what a name implies."""
     if not isinstance(value, Mapping):
         return value
     aliases: dict[Any, dict[str, Any]] = {
@@ -66,8 +66,8 @@ def _known_names(value: Any) -> Any:
         "delta": {"kind": "aqsgd"},
         "delta-lowbits": {"kind": "aqsgd", "memory": 8},
     }
-    meant = aliases.get(value.get("kind"))
-    return value if meant is None else {**meant, **value, "kind": meant["kind"]}
+    implied = aliases.get(value.get("kind"))
+    return value if implied is None else {**implied, **value, "kind": implied["kind"]}
 
 
 ForwardConfig = Annotated[
@@ -84,7 +84,7 @@ BackwardConfig = Annotated[
 
 
 class BoundaryConfig(BaseModel):
-    """What crosses a cut, and how. Without `cut` it holds for every cut not named elsewhere.
+    """How a cut is compressed. Without `cut` it applies to every cut that has no table of its own.
 
     The names of AC-SGD are accepted too: `kind = "fixpoint"` is "direct", "delta" is "aqsgd" and
     "delta-lowbits" is "aqsgd" with `memory = 8`.
@@ -105,7 +105,7 @@ def _as_folder(name: str) -> str:
 
 
 class RunSection(BaseModel):
-    """Name, place and seed of a run."""
+    """Name, folder and seed of a run."""
 
     model_config = _STRICT
 
@@ -142,7 +142,7 @@ class TrainConfig(BaseModel):
 
 
 class EvalConfig(BaseModel):
-    """Evaluate on held-out text after every so many epochs, and after the last."""
+    """Evaluate on held-out data every `every_epochs` epochs, and after the last."""
 
     model_config = _STRICT
 
@@ -150,7 +150,7 @@ class EvalConfig(BaseModel):
 
 
 class CheckpointConfig(BaseModel):
-    """Save after every so many epochs, or steps if given, and at the end; keep the newest."""
+    """Save every `every_epochs` epochs (or `every_steps` steps) and at the end; keep the newest."""
 
     model_config = _STRICT
 
@@ -191,20 +191,20 @@ class RunConfig(BaseModel):
         return parse_options(self.method, self.gradcomp.get(self.method, {}))
 
     def with_cuts(self, cuts: Sequence[int]) -> "RunConfig":
-        """The same run cut at these places, in place of `cuts = "auto"`."""
+        """The same run with these cuts instead of `cuts = "auto"`."""
         fields = self.model_dump(exclude_none=True)
         fields["pipeline"]["cuts"] = list(cuts)
         return RunConfig.model_validate(fields)
 
     def boundary_at(self, cut: int) -> BoundaryConfig:
-        """What the run does at a cut; without a second epoch "auto" is stateless."""
+        """The boundary of a cut; in a single epoch "auto" is stateless."""
         found = boundary_at(self.boundary, cut)
         if isinstance(found.forward, AutoConfig) and self.train.epochs == 1:
             return found.model_copy(update={"forward": found.forward.without_memory()})
         return found
 
     def notices(self) -> list[str]:
-        """What a user should know before the run starts: choices made, and what will disappoint."""
+        """Notes and warnings to print before the run starts."""
         found = []
         if isinstance(self.model, HuggingFaceConfig):
             found += self.model.notices(cut=bool(self.pipeline.cuts))
@@ -216,13 +216,13 @@ class RunConfig(BaseModel):
         if self.pipeline.cuts and could_be_tied(self.model) and _keeps_ties(self):
             megabytes = 4 * self.model.vocab * self.model.width / 1e6
             found.append(
-                "note: a cut lies between embedding and head, so they are separate weights; "
+                "note: a cut separates embedding and head, so they are separate weights; "
                 'model.tie_embeddings = "exact" keeps them equal for '
                 f"{megabytes:.3g} MB more each way per step"
             )
         if self.method == "none" and self.pipeline.replicas > 1:
             found.append(
-                'warning: gradcomp.method = "none": replicas train apart; it is meant for timing'
+                'warning: gradcomp.method = "none": replicas never synchronize; for timing only'
             )
         if self.memory.folder is not None and self.memory.tier != "disk":
             found.append(
@@ -243,7 +243,7 @@ class RunConfig(BaseModel):
         return found
 
     def shared(self) -> dict[str, Any]:
-        """All that peers must agree on, JSON-able: all but what a host has of disk and RAM."""
+        """Settings that must be equal on all hosts, JSON-able: all but paths and memory limits."""
         shared = self.model_dump(mode="json", exclude=_LOCAL)
         if isinstance(self.model, HuggingFaceConfig):
             shared["model"]["folder"] = self.model.digest()
@@ -289,14 +289,14 @@ class RunConfig(BaseModel):
 
 
 def boundary_at(boundaries: Sequence[BoundaryConfig], cut: int) -> BoundaryConfig:
-    """The one of a cut: its own, else the one without a cut, else the default."""
+    """The boundary of a cut: its own table, else the one without `cut`, else the default."""
     own = [boundary for boundary in boundaries if boundary.cut == cut]
     general = [boundary for boundary in boundaries if boundary.cut is None]
     return (own + general + [BoundaryConfig()])[0]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run file with what it extends, apply `a.b=c` overrides, check everything.
+    """Read a run file and the files it extends, apply `a.b=c` overrides, check everything.
 
     Raises:
         ConfigError: naming file or override, key, value and remedy.
@@ -304,7 +304,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     keys = top_keys(path)
     if "host" in keys and not keys & RunConfig.model_fields.keys():
         raise ConfigError(
-            f"{path}: this is a hosts file; `thinpipe launch` takes it, before the run file: "
+            f"{path}: this is a hosts file; pass it to `thinpipe launch`, before the run file: "
             "thinpipe launch HOSTS.TOML RUN.TOML"
         )
     aliases = {
@@ -336,11 +336,13 @@ def _check_cuts(pipeline: PipelineConfig, layers: int) -> None:
     for cut in cuts:
         if not 0 < cut < layers:
             raise ValueError(
-                f"pipeline.cuts = {list(cuts)}: {cut} is no place between two of the {layers} "
+                f"pipeline.cuts = {list(cuts)}: {cut} is not between two of the {layers} "
                 f"layers; use values from 1 to {layers - 1}"
             )
     if sorted(set(cuts)) != list(cuts):
-        raise ValueError(f"pipeline.cuts = {list(cuts)}: cuts must rise; write {sorted(set(cuts))}")
+        raise ValueError(
+            f"pipeline.cuts = {list(cuts)}: not in ascending order; write {sorted(set(cuts))}"
+        )
 
 
 def _check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineConfig) -> None:
@@ -348,13 +350,11 @@ def _check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineCo
     for cut in named:
         if cut is not None and pipeline.auto_cuts:
             raise ValueError(
-                f'boundary.cut = {cut}: with pipeline.cuts = "auto" no cut has a number yet; leave '
-                "out cut, or give the cuts"
+                f'boundary.cut = {cut}: with pipeline.cuts = "auto" cuts are not known yet; remove '
+                "cut, or list the cuts"
             )
         if cut is not None and cut not in cuts:
-            raise ValueError(
-                f"boundary.cut = {cut}: there is no such cut; pipeline.cuts = {list(cuts)}"
-            )
+            raise ValueError(f"boundary.cut = {cut}: no such cut; pipeline.cuts = {list(cuts)}")
         if named.count(cut) > 1:
             which = "without a cut" if cut is None else f"for cut {cut}"
             raise ValueError(f"boundary: two tables {which}; merge them")
@@ -402,7 +402,7 @@ def _check_task(config: RunConfig) -> None:
 
 
 def _check_tie(config: RunConfig) -> None:
-    """Two copies of a weight stay equal through equal gradients, not through equal parameters."""
+    """Tied copies stay equal only if all replicas apply equal gradients."""
     pipeline, model = config.pipeline, config.model
     ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
     copies = ranks[0] != ranks[pipeline.stages - 1] and not is_frozen(model)

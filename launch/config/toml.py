@@ -1,6 +1,6 @@
 """Run files: TOML that may extend another, and dotted overrides.
 
-Nothing here knows what the settings are: the model to fill is an argument.
+Independent of what the settings are: the model to fill is an argument.
 """
 
 import tomllib
@@ -18,7 +18,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class ConfigError(ValueError):
-    """A run file or an override says something that cannot be done."""
+    """An invalid run file or override."""
 
 
 def load_as(
@@ -31,7 +31,7 @@ def load_as(
     """`load_config` for a file of another kind.
 
     `aliases` are other dotted names of settings. Each file and override is read with them first, so
-    that what is said later counts, however it is spelt.
+    that later settings override earlier ones under either name.
     """
     tree = _read(path, (), aliases)
     for override in overrides:
@@ -55,7 +55,7 @@ def toml_value(value: Any) -> str:
 
 
 def top_keys(path: Path) -> set[str]:
-    """Keys and tables of a file, by which its kind can be told; none where it cannot be read."""
+    """Top-level keys of a file, which show its kind; empty if it cannot be read."""
     try:
         return set(tomllib.loads(path.read_text()))
     except (OSError, ValueError):
@@ -64,7 +64,7 @@ def top_keys(path: Path) -> set[str]:
 
 def _read(path: Path, seen: tuple[Path, ...], aliases: Mapping[str, str]) -> dict[str, Any]:
     if path.resolve() in seen:
-        raise ConfigError(f"{path}: extends itself, by way of {seen[-1]}")
+        raise ConfigError(f"{path}: extends itself, via {seen[-1]}")
     if path.is_dir():
         raise ConfigError(f"{path}: a folder; name the run file, or a run folder's config.toml")
     try:
@@ -82,7 +82,7 @@ def _read(path: Path, seen: tuple[Path, ...], aliases: Mapping[str, str]) -> dic
 
 
 def _rename(tree: dict[str, Any], aliases: Mapping[str, str], path: Path) -> None:
-    """Give settings their own names."""
+    """Replace aliases by the settings' names."""
     for alias, name in aliases.items():
         *sections, written = alias.split(".")
         table: Any = tree
@@ -112,17 +112,17 @@ def _override(tree: dict[str, Any], text: str, aliases: Mapping[str, str]) -> No
     keys = aliases.get(name.strip(), name.strip()).split(".")
     if not equals or not all(keys):
         raise ConfigError(f"--set {text}: write it as section.key=value, as in train.lr=1e-3")
-    place: Any = tree
+    table: Any = tree
     try:
         for key in keys[:-1]:
-            place = place[int(key)] if isinstance(place, list) else place.setdefault(key, {})
-        last = int(keys[-1]) if isinstance(place, list) else keys[-1]
+            table = table[int(key)] if isinstance(table, list) else table.setdefault(key, {})
+        last = int(keys[-1]) if isinstance(table, list) else keys[-1]
         if value.strip():
-            place[last] = _parse(value.strip())
+            table[last] = _parse(value.strip())
         else:
-            place.pop(last, None)
+            table.pop(last, None)
     except (IndexError, ValueError, TypeError, AttributeError):
-        raise ConfigError(f"--set {text}: there is no {name.strip()} to set") from None
+        raise ConfigError(f"--set {text}: no setting {name.strip()}") from None
 
 
 def _parse(text: str) -> Any:

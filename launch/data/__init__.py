@@ -1,1 +1,1 @@
-"""What a run learns from: texts, rows and data sets become samples with stable ids."""
+"""Training data: text, rows and data sets as samples with stable ids."""

@@ -4,52 +4,44 @@ Axes: N samples, T tokens.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from thinpipe.launch.data.columns import RowFields
 from thinpipe.launch.data.rows import Field, Row
 from thinpipe.launch.data.sample_set import ColumnSet
 from thinpipe.launch.data.tokenizer import Tokenizer
 from thinpipe.pipeline.batch import Batch
 
 
-@dataclass(frozen=True)
-class LabelFields:
-    """Where a row has its text (or two), and its label; `labels` names them, None counts them."""
-
-    text: Field
-    pair: Field | None
-    label: Field
-    labels: Sequence[str] | None
-
-
 def labelled_set(
-    rows: Sequence[Row], fields: LabelFields, tokenizer: Tokenizer, *, length: int, classes: int
+    rows: Sequence[Row], fields: RowFields, tokenizer: Tokenizer, *, length: int, classes: int
 ) -> ColumnSet:
-    """Texts as sequences of `length` tokens with a mask, longer ones cut short.
+    """Texts as sequences of `length` tokens with a mask, longer ones truncated.
 
     Raises:
         ValueError: a row has no text, or a label that is not one of the `classes`.
     """
+    assert fields.text_field is not None, "checked with the config"
+    assert fields.label_field is not None, "checked with the config"
     inputs_NT = torch.zeros(len(rows), length, dtype=torch.int32)
     mask_NT = torch.zeros(len(rows), length, dtype=torch.bool)
     labels = []
-    cut_short = 0
+    truncated = 0
     for number, row in enumerate(rows):
-        other = None if fields.pair is None else row.text(fields.pair)
-        tokens = tokenizer.sample(row.text(fields.text), other)
-        cut_short += len(tokens) > length
+        other = None if fields.pair_field is None else row.text(fields.pair_field)
+        tokens = tokenizer.sample(row.text(fields.text_field), other)
+        truncated += len(tokens) > length
         tokens = tokens[:length]
         inputs_NT[number, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         mask_NT[number, : len(tokens)] = True
-        labels.append(_label(row, fields, classes))
+        labels.append(_label(row, fields.label_field, fields.labels, classes))
     notes = []
-    if cut_short:
+    if truncated:
         notes.append(
-            f"note: {cut_short} of {len(rows)} texts are longer than data.sequence_length = "
-            f"{length} {tokenizer.unit} and are cut short"
+            f"note: {truncated} of {len(rows)} texts are longer than data.sequence_length = "
+            f"{length} {tokenizer.unit} and are truncated"
         )
     return ColumnSet(Batch(inputs_NT, _targets(labels), torch.arange(len(rows)), mask_NT), notes)
 
@@ -58,13 +50,13 @@ def _targets(labels: Sequence[int]) -> Tensor:
     return torch.tensor(labels, dtype=torch.int64)
 
 
-def _label(row: Row, fields: LabelFields, classes: int) -> int:
-    found = row.value(fields.label)
-    where = f"{row.where}: field {fields.label!r} = {found!r}"
-    if fields.labels is not None:
-        numbers: Mapping[str, int] = {name: i for i, name in enumerate(fields.labels)}
+def _label(row: Row, field: Field, labels: Sequence[str] | None, classes: int) -> int:
+    found = row.value(field)
+    where = f"{row.where}: field {field!r} = {found!r}"
+    if labels is not None:
+        numbers: Mapping[str, int] = {name: i for i, name in enumerate(labels)}
         if str(found) not in numbers:
-            raise ValueError(f"{where}: not one of data.labels = {list(fields.labels)}; correct it")
+            raise ValueError(f"{where}: not one of data.labels = {list(labels)}; correct it")
         return numbers[str(found)]
     try:
         number = int(str(found))
@@ -74,7 +66,7 @@ def _label(row: Row, fields: LabelFields, classes: int) -> int:
         ) from None
     if not 0 <= number < classes:
         raise ValueError(
-            f"{where}: model.classes = {classes} leaves labels 0 to {classes - 1}; raise "
+            f"{where}: model.classes = {classes} allows labels 0 to {classes - 1}; raise "
             "model.classes or correct the label"
         )
     return number

@@ -1,4 +1,4 @@
-"""Which fields of a row mean what, and thereby what the samples are."""
+"""What the fields of a row mean, which decides the kind of samples."""
 
 from typing import Literal, Self
 
@@ -14,8 +14,8 @@ class RowFields(BaseModel):
 
     `text_field` alone is running text; with `label_field` (and `pair_field`, a second text) it is
     classified, `labels` naming the classes in order; `prompt_field` and `response_field` are
-    instruction data, where `objective = "prefix"` lets a prompt see all of itself and `packing`
-    puts several examples into a sequence.
+    instruction data, where `objective = "prefix"` makes attention bidirectional within a prompt and
+    `packing` puts several examples into a sequence.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -56,7 +56,7 @@ class RowFields(BaseModel):
 
     @property
     def kind(self) -> Kind:
-        """What the samples are."""
+        """The kind of samples."""
         if self.prompt_field is not None:
             return "instructions"
         return "text" if self.label_field is None else "labelled"

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, by the optional package datasets."""
+"""Data sets of the Hugging Face hub, read with the optional package datasets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ def parse_dataset(dataset: str) -> tuple[str, str]:
 
 
 def read_dataset(dataset: str, fields: Sequence[Field]) -> tuple[list[Row], list[Row] | None]:
-    """Return rows of the training split, and of the first held-out one there is.
+    """Return rows of the training split, and of the validation or test split if there is one.
 
     Raises:
         ImportError: the optional package is not installed.
@@ -46,7 +46,7 @@ def read_dataset(dataset: str, fields: Sequence[Field]) -> tuple[list[Row], list
             if field not in known:
                 raise ValueError(
                     f"data.dataset = {dataset!r}: no column {field!r} in a split '{split}' "
-                    f"(there: {known}); name others in [data], use another data set or export it "
+                    f"(it has {known}); name others in [data], use another data set or export it "
                     "to a file for data.path"
                 )
         columns = {str(field): splits[split][field] for field in fields}

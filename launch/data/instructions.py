@@ -1,7 +1,7 @@
 """Prompts with responses: loss on the response alone, mixtures of files, packing.
 
-Which examples are taken and which share a sequence is drawn once, from the run's seed, and never
-again: a sample id means the same tokens in every epoch, on which AQ-SGD's memories rest.
+Mixing and packing are drawn once, from the run's seed: a sample id must mean the same tokens in
+every epoch, as AQ-SGD's memories are kept by id.
 
 Axes: N sequences, T tokens.
 """
@@ -29,8 +29,8 @@ class Example:
     prompt: int
 
     @property
-    def places(self) -> int:
-        """Tokens it takes in a sequence: all but the last are inputs."""
+    def inputs(self) -> int:
+        """Tokens it takes up in a sequence: all but the last are inputs."""
         return len(self.tokens) - 1
 
 
@@ -47,7 +47,7 @@ class Layout:
 def encode_examples(
     rows: Sequence[Row], prompt: Field, response: Field, *, tokenizer: Tokenizer
 ) -> list[Example]:
-    """Tokens of every row. Nothing is put between prompt and response.
+    """Tokens of every row. Nothing is inserted between prompt and response.
 
     Raises:
         ValueError: a row lacks a field, or it is empty.
@@ -61,7 +61,7 @@ def encode_examples(
 
 
 def mix(sources: Sequence[Sequence[Row]], weights: Sequence[float] | None, seed: int) -> list[Row]:
-    """Rows of all sources, as many of each as its weight says and none twice.
+    """Rows of all sources, as many of each as its weight demands and none twice.
 
     The source that is the shortest for its weight is used up; without weights all are.
     """
@@ -82,13 +82,13 @@ def instruction_set(examples: Sequence[Example], layout: Layout) -> ColumnSet:
     Raises:
         ValueError: every example is longer than a sequence.
     """
-    fitting = [example for example in examples if example.places <= layout.length]
+    fitting = [example for example in examples if example.inputs <= layout.length]
     notes = []
     if len(fitting) < len(examples):
         what = f"data.sequence_length = {layout.length}: {len(examples) - len(fitting)} of "
         what += f"{len(examples)} examples are longer"
         if not fitting:
-            longest = max(example.places for example in examples)
+            longest = max(example.inputs for example in examples)
             raise ValueError(f"{what}; use longer sequences, up to {longest}")
         notes.append(f"note: {what} and are left out")
     groups = _pack(fitting, layout) if layout.packing else [[example] for example in fitting]
@@ -102,12 +102,12 @@ def _pack(examples: Sequence[Example], layout: Layout) -> list[list[Example]]:
     for index in torch.randperm(len(examples), generator=_generator(layout.seed, "pack")).tolist():
         example = examples[index]
         for at, (group, room) in enumerate(open_groups):
-            if example.places <= room:
+            if example.inputs <= room:
                 group.append(example)
-                open_groups[at] = (group, room - example.places)
+                open_groups[at] = (group, room - example.inputs)
                 break
         else:
-            open_groups.append(([example], layout.length - example.places))
+            open_groups.append(([example], layout.length - example.inputs))
         if len(open_groups) > _OPEN:
             fullest = min(range(len(open_groups)), key=lambda at: open_groups[at][1])
             done.append(open_groups.pop(fullest)[0])
@@ -123,10 +123,10 @@ def _columns(groups: Sequence[Sequence[Example]], layout: Layout) -> Batch:
     for number, group in enumerate(groups):
         start = 0
         for segment, example in enumerate(group, start=1):
-            stop = start + example.places
+            stop = start + example.inputs
             tokens = torch.tensor(example.tokens, dtype=torch.int32)
             inputs_NT[number, start:stop] = tokens[:-1]
-            first = max(example.prompt - 1, 0)  # what it is to say after the prompt's last token
+            first = max(example.prompt - 1, 0)  # predicted from the prompt's last token
             targets_NT[number, start + first : stop] = tokens[first + 1 :]
             segments_NT[number, start:stop] = segment
             prefix_NT[number, start : start + example.prompt] = True

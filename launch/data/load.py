@@ -1,4 +1,4 @@
-"""What a run learns from: running text, labelled texts, or prompts with responses.
+"""Training and evaluation samples: running text, labelled texts, or prompts with responses.
 
 `docs/data.md` describes the formats.
 """
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from thinpipe.launch.data import text
-from thinpipe.launch.data.classification import LabelFields, labelled_set
+from thinpipe.launch.data.classification import labelled_set
 from thinpipe.launch.data.columns import RowFields
 from thinpipe.launch.data.hub import parse_dataset, read_dataset
 from thinpipe.launch.data.instructions import Layout, encode_examples, instruction_set, mix
@@ -23,7 +23,7 @@ _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class SourceConfig(BaseModel):
-    """One part of a mixture: as in `data.path`, and its share of the examples beside others."""
+    """One source of a mixture: a path as in `data.path`, and its relative share of the examples."""
 
     model_config = _STRICT
 
@@ -32,13 +32,13 @@ class SourceConfig(BaseModel):
 
 
 class DataConfig(RowFields):
-    """What to train on and how it becomes sequences of `sequence_length` tokens.
+    """Which data to train on, as sequences of `sequence_length` tokens.
 
-    `path` is a file, a folder (with what is below it, hidden names left out) or a glob; `dataset`
+    `path` is a file, a folder (recursively, without hidden files) or a glob; `dataset`
     is `hf:NAME/CONFIG` or `hf:OWNER/NAME/CONFIG`; `sources` are a mixture; without any, the text is
-    the source code of Python's standard library. What is held out is in `eval_path`, or taken
-    from the rest. `max_bytes` limits how much running text is read, `train_sequences = "all"`
-    takes all that there is.
+    the source code of Python's standard library. Evaluation data are in `eval_path`, or held out
+    from the rest. `max_bytes` limits how much running text is read, `train_sequences = "all"` takes
+    all of it.
     """
 
     path: str | None = Field(default=None, min_length=1)
@@ -57,13 +57,13 @@ class DataConfig(RowFields):
         given = {"path": self.path, "dataset": self.dataset, "sources": self.sources}
         named = {name: value for name, value in given.items() if value}
         if len(named) > 1:
-            told = ", ".join(f"{name} = {value!r}" for name, value in named.items())
-            raise ValueError(f"{told}: two sources of text; remove one")
+            listed = ", ".join(f"{name} = {value!r}" for name, value in named.items())
+            raise ValueError(f"{listed}: two sources of text; remove one")
         if self.dataset is not None:
             parse_dataset(self.dataset)
             if self.eval_path is not None or self.format != "auto":
                 raise ValueError(
-                    f"dataset = {self.dataset!r}: brings its held-out split and its format; "
+                    f"dataset = {self.dataset!r}: has its own evaluation split and format; "
                     "remove eval_path and format"
                 )
         if self.eval_path is not None and not named:
@@ -94,7 +94,7 @@ class DataConfig(RowFields):
 
 
 def files(config: DataConfig) -> list[Path]:
-    """What the samples are made of, as far as it lies in files: texts and tokenizer.
+    """The files that samples are read from: texts and tokenizer.
 
     Raises:
         ValueError: a path is missing or matches nothing.
@@ -119,14 +119,13 @@ def files(config: DataConfig) -> list[Path]:
 def load(
     config: DataConfig, *, seed: int = 0, vocab: int | None = None, classes: int = 2
 ) -> tuple[SampleSet, SampleSet]:
-    """Return the training and the evaluation samples, made of texts that do not overlap.
+    """Return the training and the evaluation samples, from texts that do not overlap.
 
     `seed` decides mixtures and packing; `vocab` and `classes` are those of the model.
 
     Raises:
-        ValueError: the path is missing, matches nothing or is empty; a row is not as the
-            settings say; there is too little for the samples asked for; the tokenizer has more
-            tokens than the model.
+        ValueError: the path is missing, matches nothing or is empty; a row does not fit the
+            settings; too few samples; the tokenizer has more tokens than the model.
         ImportError: an optional package is needed and not installed.
     """
     tokenizer = load_tokenizer(config.tokenizer)
@@ -138,7 +137,7 @@ def load(
     if config.kind == "text":
         training, held_out = _read_text(config)
         if not training:
-            raise ValueError(f"{config.source}: the text is empty; name one that holds some bytes")
+            raise ValueError(f"{config.source}: the text is empty; name one with some text")
         return (
             _sequences(training, "train_sequences", config=config, tokenizer=tokenizer),
             _sequences(held_out, "eval_sequences", config=config, tokenizer=tokenizer),
@@ -156,7 +155,7 @@ def _read_text(config: DataConfig) -> tuple[bytes, bytes]:
     held_out: Iterable[bytes] | None = None
     if config.dataset is not None:
         rows, rest = read_dataset(config.dataset, [_text_field(config)])
-        # one document: the end is held out, not every tenth line amid its neighbours
+        # one document: the end is held out, not every tenth line
         training = [b"".join(text.take(_documents(rows, config), config.max_bytes))]
         held_out = None if rest is None else _documents(rest, config)
     else:
@@ -169,7 +168,7 @@ def _read_text(config: DataConfig) -> tuple[bytes, bytes]:
 
 
 def _read_documents(config: DataConfig, path: str | None, setting: str) -> Iterable[bytes]:
-    """What `max_bytes` leaves out is not read."""
+    """Read lazily, so that `max_bytes` also limits what is read."""
     files = text.find_files(path, setting)
     if _format(config, files, f"{setting} = {path!r}") == "text":
         return map(Path.read_bytes, files)
@@ -214,13 +213,15 @@ def _file_rows(config: DataConfig, path: str | None, setting: str) -> list[Row]:
     source = f"{setting} = {path!r}"
     files = text.find_files(path, setting)
     kind = _format(config, files, source)
-    assert kind != "text", "refused with the fields that rows are read for"
+    assert kind != "text", "_format refuses text with fields"
     header = not any(isinstance(field, int) for field in config.fields)
     if kind == "jsonl" and not header:
-        raise ValueError(f"{source}: the fields {config.fields} of JSONL have names; use these")
+        raise ValueError(
+            f"{source}: fields {config.fields}: JSONL has names, not numbers; use these"
+        )
     rows = read_rows(files, kind, header=header)
     if not rows:
-        raise ValueError(f"{source}: no rows there; name a file that holds some")
+        raise ValueError(f"{source}: no rows; name a file that has some")
     return rows
 
 
@@ -232,7 +233,7 @@ def _format(config: DataConfig, files: Sequence[Path], source: str) -> Format:
         kind = find_format(files, source=source, has_fields=bool(config.fields))
     if kind != "text" and not config.fields:
         raise ValueError(
-            f"{source}: {kind} has fields; say which in data.text_field or in data.prompt_field "
+            f"{source}: {kind} has fields; name them in data.text_field or in data.prompt_field "
             'and data.response_field, or set data.format = "text"'
         )
     if kind == "text" and config.fields:
@@ -248,7 +249,7 @@ def _samples(
     length = config.sequence_length
     if not rows:
         raise ValueError(
-            f"{config.source}: fewer than {text.HELD_OUT} rows, of which none can be held out; "
+            f"{config.source}: fewer than {text.HELD_OUT} rows, so none is held out; "
             "set data.eval_path or use more rows"
         )
     if config.prompt_field is not None and config.response_field is not None:
@@ -257,10 +258,7 @@ def _samples(
         )
         prefix = config.objective == "prefix"
         return instruction_set(examples, Layout(length, config.packing, prefix, seed))
-    assert config.text_field is not None, "checked with the config"
-    assert config.label_field is not None, "there is no third kind of rows"
-    fields = LabelFields(config.text_field, config.pair_field, config.label_field, config.labels)
-    return labelled_set(rows, fields, tokenizer, length=length, classes=classes)
+    return labelled_set(rows, config, tokenizer, length=length, classes=classes)
 
 
 def _selected(samples: ColumnSet, setting: str, *, config: DataConfig) -> ColumnSet:
@@ -299,5 +297,5 @@ def _sequences(
     if isinstance(tokenizer, Bytes) and not text.is_utf8(running):
         held_out = setting == "eval_sequences" and config.eval_path is not None
         source = f"data.eval_path = {config.eval_path!r}" if held_out else config.source
-        notes.append(f"note: {source} is not UTF-8 text; its bytes are learnt as they are")
+        notes.append(f"note: {source} is not UTF-8 text; it is read as plain bytes")
     return SequenceSet(windows if chosen is None else windows[chosen], notes)

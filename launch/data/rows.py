@@ -1,4 +1,4 @@
-"""Rows of TSV and JSONL files and of data sets: named or numbered fields, with their place."""
+"""Rows of TSV and JSONL files and of data sets: named or numbered fields, and where they are."""
 
 import json
 import re
@@ -13,15 +13,15 @@ Field = str | int
 RecordFormat = Literal["tsv", "jsonl"]
 Format = Literal["text"] | RecordFormat
 
-_HALF = re.compile("[\ud800-\udfff]")
-"""Halves of pairs that stand for one character in UTF-16; JSON can hold one alone, UTF-8 cannot."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""Surrogates of UTF-16; JSON can hold an unpaired one, UTF-8 cannot."""
 
 _SUFFIXES: Mapping[str, Format] = {".tsv": "tsv", ".jsonl": "jsonl"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One record; `where` is how error messages name it."""
+    """One record; `where` is its location in error messages."""
 
     where: str
     fields: Mapping[Field, Any]
@@ -30,24 +30,24 @@ class Row:
         """Return a field.
 
         Raises:
-            ValueError: it is missing or null, or text that holds what is no character.
+            ValueError: it is missing or null, or text with an unpaired surrogate.
         """
         found = self.fields.get(field)
         if found is None:
             raise ValueError(
-                f"{self.where}: no field {field!r}; there are {list(self.fields)}; "
+                f"{self.where}: no field {field!r} among {list(self.fields)}; "
                 "correct the row or the field's name in [data]"
             )
-        half = _HALF.search(found) if isinstance(found, str) else None
-        if half is not None:
+        surrogate = _SURROGATE.search(found) if isinstance(found, str) else None
+        if surrogate is not None:
             raise ValueError(
-                f"{self.where}: field {field!r} holds {half[0]!r} at {half.start()}, which is half "
-                "a character; correct or remove it"
+                f"{self.where}: field {field!r} holds {surrogate[0]!r} at {surrogate.start()}, an "
+                "unpaired surrogate; correct or remove it"
             )
         return found
 
     def text(self, field: Field) -> str:
-        """Return a field that must be text with something in it."""
+        """Return a field that must be text and not blank."""
         found = self.value(field)
         if not isinstance(found, str) or not found.strip():
             raise ValueError(f"{self.where}: field {field!r} = {found!r}: not text; correct it")
@@ -55,10 +55,10 @@ class Row:
 
 
 def find_format(files: Sequence[Path], *, source: str, has_fields: bool) -> Format:
-    """Tell the format from the suffixes.
+    """The format, by the suffixes.
 
     Raises:
-        ValueError: they differ, or say text while fields are named.
+        ValueError: they differ, or mean plain text although fields are named.
     """
     kinds: set[Format] = {_SUFFIXES.get(file.suffix.lower(), "text") for file in files}
     if len(kinds) > 1:
@@ -69,8 +69,8 @@ def find_format(files: Sequence[Path], *, source: str, has_fields: bool) -> Form
     (kind,) = kinds
     if kind == "text" and has_fields:
         raise ValueError(
-            f"{source}: fields are named in [data], but the suffix {files[0].suffix!r} does not "
-            'say what has them; set data.format = "tsv" or "jsonl"'
+            f"{source}: fields are named in [data], but the suffix {files[0].suffix!r} is "
+            'neither .tsv nor .jsonl; set data.format = "tsv" or "jsonl"'
         )
     return kind
 
@@ -79,7 +79,7 @@ def read_rows(files: Iterable[Path], kind: RecordFormat, *, header: bool) -> lis
     """Read every row of every file; `header` says that a TSV file's first line names columns.
 
     Raises:
-        ValueError: a line is not what the format says; the message names file and line.
+        ValueError: a line does not fit the format; the message names file and line.
     """
     read = _tsv(header) if kind == "tsv" else _jsonl
     return [row for file in files for row in read(file, _lines(file))]
@@ -98,7 +98,7 @@ _Lines = Iterable[tuple[int, str]]
 
 
 def _lines(file: Path) -> list[tuple[int, str]]:
-    """Numbered lines that hold something; only line feeds end a line."""
+    """Numbered lines that are not blank; only line feeds end a line."""
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -121,7 +121,7 @@ def _jsonl(file: Path, lines: _Lines) -> Iterator[Row]:
 
 def _tsv(header: bool) -> Any:
     def read(file: Path, lines: _Lines) -> Iterator[Row]:
-        """Tabs separate, nothing quotes: CoLA's sentences hold single quotation marks."""
+        """Separated by tabs, without quoting: CoLA's sentences contain single quotation marks."""
         names: list[Field] | None = None
         for number, line in lines:
             values = line.split("\t")

@@ -21,7 +21,7 @@ class SampleSet(Protocol):
     """Samples with ids 0 to N - 1."""
 
     notes: tuple[str, ...]
-    """What a user should know of how the set was made."""
+    """Notes for the user on how the set was made."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -35,13 +35,13 @@ class SampleSet(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of shape and content: equal when ids mean the same to both sides."""
+        """SHA-256 (hex) of shape and content: equal if ids mean the same samples on both sides."""
 
 
 class SequenceSet:
     """Plain text; `tokens` is an integer tensor [N, T + 1], kept, not copied.
 
-    The targets are the inputs moved on by one.
+    The targets are the inputs shifted by one.
     """
 
     def __init__(self, tokens: Tensor, notes: Sequence[str] = ()) -> None:
@@ -53,34 +53,29 @@ class SequenceSet:
         self.notes = tuple(notes)
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return len(self._tokens)
 
     def batch(self, ids: Ids) -> Batch:
-        """As in `SampleSet`."""
         ids_B = _checked(ids, len(self))
         tokens = self._tokens[ids_B].to(torch.int64)
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
 
     @cached_property
     def digest(self) -> str:
-        """As in `SampleSet`."""
         return _digest([self._tokens])
 
 
 class ColumnSet:
-    """Samples of which every part is given: `columns` has a row per sample in every tensor."""
+    """Samples stored by column: `columns` has a row per sample in every tensor."""
 
     def __init__(self, columns: Batch, notes: Sequence[str] = ()) -> None:
         self._columns = columns
         self.notes = tuple(notes)
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self._columns)
 
     def batch(self, ids: Ids) -> Batch:
-        """As in `SampleSet`."""
         ids_B = _checked(ids, len(self))
         columns = self._columns
         return Batch(
@@ -93,13 +88,12 @@ class ColumnSet:
         )
 
     def select(self, indices: Tensor) -> "ColumnSet":
-        """Return some of the samples, numbered anew."""
+        """Return some of the samples, renumbered from 0."""
         part = self.batch(indices)
         return ColumnSet(replace(part, ids_B=torch.arange(len(part))), self.notes)
 
     @cached_property
     def digest(self) -> str:
-        """As in `SampleSet`."""
         parts = self._columns
         columns = [parts.inputs_BT, parts.targets, parts.mask_BT]
         return _digest([*columns, parts.segments_BT, parts.prefix_BT])
@@ -108,10 +102,10 @@ class ColumnSet:
 def spread(
     available: int, wanted: int | Literal["all"], *, setting: str, found: str, remedy: str
 ) -> Tensor | None:
-    """Indices of `wanted` samples spread evenly over what there is; None for all of them.
+    """Indices of `wanted` samples spread evenly over those available; None for all of them.
 
     Raises:
-        ValueError: more are wanted than there are; `found` and `remedy` are put into the message.
+        ValueError: more are wanted than available; `found` and `remedy` are put into the message.
     """
     if wanted == "all" or wanted == available:
         return None

@@ -1,4 +1,4 @@
-"""Running text from files: which are read, in which order, and which part is held out."""
+"""Running text from files: which files, in which order, and which part is held out."""
 
 import codecs
 import glob
@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _PART = 1 << 20
-HELD_OUT = 10  # one in so many files, or the last of so many equal parts of the text
-# Tests, what is installed, and generated modules, which differ between machines with one Python.
+HELD_OUT = 10  # one in this many files, or the last of this many equal parts of the text
+# Tests, installed packages, and generated modules, which differ between machines with one Python.
 _STDLIB_SKIPPED = re.compile(
     r"(tests?|idle_test|site-packages|dist-packages|__pycache__|config-.*)$|_sysconfigdata"
 )
@@ -22,7 +22,7 @@ def find_files(path: str | None, setting: str) -> list[Path]:
     Without a path, those of Python's standard library.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no file is found.
     """
     place = Path(path or sysconfig.get_paths()["stdlib"]).expanduser()
     if path is None:
@@ -40,7 +40,9 @@ def find_files(path: str | None, setting: str) -> list[Path]:
         )
     files = sorted((file for file in files if file.is_file()), key=Path.as_posix)
     if not files:
-        raise ValueError(f"{setting} = {path!r}: no files there; name a file or a folder with some")
+        raise ValueError(
+            f"{setting} = {path!r}: no files found; name a file or a folder with files"
+        )
     return files
 
 
@@ -71,7 +73,7 @@ def take(documents: Iterable[bytes], limit: int | None) -> list[bytes]:
 
 
 def split(documents: list[bytes]) -> tuple[bytes, bytes]:
-    """Divide into training and held-out text, the same whatever number of sequences is asked for.
+    """Divide into training and held-out text, independent of how many sequences are taken.
 
     Held out is every tenth document, spread over the whole text; or, when these are not close to
     a tenth of the bytes, the last tenth of the joined text.
@@ -102,5 +104,5 @@ def is_utf8(text: bytes) -> bool:
 
 
 def line(text: str) -> bytes:
-    """Return a text as a line of its own."""
+    """Return a text as one line."""
     return (text if text.endswith("\n") else text + "\n").encode()

@@ -14,7 +14,7 @@ _KNOWN_ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 
 
 class Tokenizer(Protocol):
-    """What data reading needs. `vocab` is the number of ids, `unit` what one token is called."""
+    """What reading data requires. `vocab` is the number of ids, `unit` what one token is called."""
 
     vocab: int
     unit: str
@@ -26,14 +26,14 @@ class Tokenizer(Protocol):
         """A piece of text, without special tokens."""
 
     def sample(self, text: str, other: str | None) -> list[int]:
-        """One or two texts to be classified, with the tokenizer's special tokens."""
+        """One or two texts to classify, with the tokenizer's special tokens."""
 
     @property
     def end(self) -> int:
         """The id that ends an example.
 
         Raises:
-            ValueError: there is no such token.
+            ValueError: the vocabulary has no such token.
         """
 
 
@@ -45,15 +45,13 @@ class Bytes:
     end = 0
 
     def stream(self, text: bytes) -> Tensor:
-        """As in `Tokenizer`; uint8, without a copy per token."""
+        """As uint8, without a copy per token."""
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def encode(self, text: str) -> list[int]:
-        """As in `Tokenizer`."""
         return list(text.encode())
 
     def sample(self, text: str, other: str | None) -> list[int]:
-        """As in `Tokenizer`."""
         return self.encode(text if other is None else f"{text}\0{other}")
 
 
@@ -68,11 +66,7 @@ class FolderTokenizer:
         self.vocab: int = self._tokenizer.get_vocab_size()
 
     def stream(self, text: bytes) -> Tensor:
-        """As in `Tokenizer`.
-
-        Raises:
-            ValueError: the text is not UTF-8.
-        """
+        """Raises ValueError if the text is not UTF-8."""
         try:
             decoded = _whole_characters(text).decode()
         except UnicodeDecodeError as error:
@@ -83,22 +77,19 @@ class FolderTokenizer:
         return torch.tensor(self.encode(decoded), dtype=torch.int32)
 
     def encode(self, text: str) -> list[int]:
-        """As in `Tokenizer`."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def sample(self, text: str, other: str | None) -> list[int]:
-        """As in `Tokenizer`."""
         return list(self._tokenizer.encode(text, other, add_special_tokens=True).ids)
 
     @property
     def end(self) -> int:
-        """As in `Tokenizer`."""
         for name in (_configured_end(self._folder), *_KNOWN_ENDS):
             found = self._tokenizer.token_to_id(name) if name else None
             if found is not None:
                 return int(found)
         raise ValueError(
-            f"data.tokenizer = {str(self._folder)!r}: no token ends an example; name it as "
+            f"data.tokenizer = {str(self._folder)!r}: no end-of-sequence token; name one as "
             "eos_token in the folder's tokenizer_config.json"
         )
 
@@ -137,8 +128,8 @@ def _read(folder: Path) -> Any:
         found = tokenizers.Tokenizer(model)
         found.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         found.add_special_tokens([end for end in _KNOWN_ENDS if found.token_to_id(end) is not None])
-    except Exception as error:  # the package raises bare ones
-        raise ValueError(f"{where}: cannot be read: {error}; save the tokenizer anew") from error
+    except Exception as error:  # the package raises bare exceptions
+        raise ValueError(f"{where}: cannot be read: {error}; save the tokenizer again") from error
     return found
 
 
@@ -155,7 +146,7 @@ def _configured_end(folder: Path) -> str | None:
 
 
 def _whole_characters(text: bytes) -> bytes:
-    """Without the parts of a character that a cut left at either end."""
+    """Without characters that were split at either end."""
     start = 0
     while start < min(3, len(text)) and text[start] & 0xC0 == 0x80:
         start += 1

@@ -29,16 +29,16 @@ _MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
 def started_by_launcher() -> bool:
-    """Whether this process is a rank already: torchrun and `run_local` set its place."""
+    """Whether this process is a rank: torchrun and `run_local` set its environment."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run: how many, and the `host:port` where they meet.
+    """The machines of a run: how many, and the `host:port` of their rendezvous.
 
-    After a failure all ranks are started again up to `max_restarts` times; a machine that does not
-    come is waited for `join_s` seconds.
+    After a failure all ranks are restarted up to `max_restarts` times; machines wait `join_s`
+    seconds for each other.
     """
 
     count: int
@@ -52,8 +52,8 @@ def run_local(
 ) -> int:
     """Call `main` with a command line's arguments as that many ranks; return the exit code.
 
-    The ranks talk over loopback. If one fails, the others are ended, and all are started again up
-    to `max_restarts` times; if this process is killed, they end too.
+    The ranks talk over loopback. If one fails, the others are ended, and all are restarted up to
+    `max_restarts` times; if this process is killed, they end too.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     config = LaunchConfig(
@@ -75,9 +75,9 @@ def run_node(
 ) -> int:
     """Like `run_local`, for this machine's `processes` ranks of a run on several.
 
-    It is torchrun with the c10d rendezvous, which also chooses the interface: the one that leads to
-    the rendezvous host, unless GLOO_SOCKET_IFNAME names another. Machines are numbered in the
-    order of their addresses, as texts.
+    It is torchrun with the c10d rendezvous, which also chooses the interface: the one with the
+    route to the rendezvous host, unless GLOO_SOCKET_IFNAME names another. Machines are numbered by
+    address, sorted as text.
 
     Raises:
         ValueError: the rendezvous host cannot be resolved or reached.
@@ -87,7 +87,7 @@ def run_node(
     chosen = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", "")) or interface_to(address)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen.name)
     settings: dict[str, object] = {"join_timeout": max(1, int(nodes.join_s))}
-    settings["read_timeout"] = max(60, int(nodes.join_s))  # its host may come late
+    settings["read_timeout"] = max(60, int(nodes.join_s))  # the rendezvous host may start late
     if not chosen.is_loopback:  # torch's own guess needs a host name that resolves
         settings["is_host"] = str(is_own_address(address))
     rendezvous.register()
@@ -118,14 +118,14 @@ def _launch(config: LaunchConfig, main: Callable[[], None], arguments: Sequence[
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)
     except RendezvousClosedError:
-        os.write(2, b"error: another machine has ended the run and says why in its own output\n")
+        os.write(2, b"error: another machine ended the run; see its output\n")
         return 1
     except RendezvousError as error:
-        failed = f"{config.min_nodes} machines did not meet at {config.rdzv_endpoint}"
-        if isinstance(error, RendezvousConnectionError):  # at the start, or when its host has ended
-            failed = f"no way to {config.rdzv_endpoint}, or the machine there has ended the run"
+        failed = f"{config.min_nodes} machines did not all join at {config.rdzv_endpoint}"
+        if isinstance(error, RendezvousConnectionError):  # at the start, or after its host ended
+            failed = f"{config.rdzv_endpoint} cannot be reached, or the machine there ended the run"
         reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
-        os.write(2, f"error: {failed}: {reason}; `thinpipe doctor` on each says why\n".encode())
+        os.write(2, f"error: {failed}: {reason}; run `thinpipe doctor` on each\n".encode())
         return 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
@@ -139,7 +139,7 @@ def _run_rank(main: Callable[[], None], environment: Mapping[str, str], *argumen
 
 
 def _silence(logger: logging.Logger) -> None:
-    """Also loggers below, which have levels of their own."""
+    """Child loggers too, whatever their level."""
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
 
@@ -152,37 +152,35 @@ def usable_cores() -> int:
 
 
 def rank_threads(processes: int) -> int:
-    """Threads that compute in each of so many ranks on this machine: as OMP_NUM_THREADS says, or
+    """Compute threads of each of `processes` ranks on this machine: OMP_NUM_THREADS if set, else
     `threads_per_rank`.
     """
-    told = os.environ.get("OMP_NUM_THREADS")
-    return int(told) if told else threads_per_rank(usable_cores(), processes)
+    setting = os.environ.get("OMP_NUM_THREADS")
+    return int(setting) if setting else threads_per_rank(usable_cores(), processes)
 
 
 def threads_per_rank(cores: int, processes: int) -> int:
-    """Threads that compute in each rank.
+    """Compute threads of each rank.
 
-    From four cores per rank on, one is left to the threads that move and code messages: a compute
-    thread that shares its core makes all others wait for it.
+    With four cores per rank or more, one is reserved for codec and transfer threads: a compute
+    thread that shares its core delays all others.
     """
     share = cores // processes
     return share - 1 if share >= 4 else max(1, share)
 
 
 def has_spare_core(cores: int, processes: int, threads: int) -> bool:
-    """Whether every rank has a core beside those of its compute threads, for what moves and codes
-    messages.
-    """
+    """Whether every rank has a core for codec and transfer threads beside its compute threads."""
     return cores >= processes * (threads + 1)
 
 
 def keep_freed_memory() -> bool:
-    """Have this process reuse freed memory up to a gigabyte at once instead of returning it.
+    """Have this process reuse freed memory, up to 1 GiB, instead of returning it.
 
-    By default glibc maps every tensor above 32 MB anew, and the kernel clears it page by page: for
-    an operation that only passes over its data that takes longer than the operation. Call before
-    the first large allocation. Returns False, with nothing changed, where the user has set malloc's
-    thresholds, or the C library has no such settings.
+    By default glibc maps every tensor above 32 MB separately, and the kernel clears it page by
+    page, which takes longer than an elementwise operation on it. Call before
+    the first large allocation. Returns False without any change if the user has set malloc's
+    thresholds, or the C library lacks these settings.
     """
     chosen = any(name in os.environ for name in _MALLOC_VARIABLES)
     if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):

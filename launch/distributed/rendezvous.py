@@ -1,4 +1,4 @@
-"""Where machines meet: torch's c10d rendezvous, with a limit that also holds for reaching it."""
+"""torch's c10d rendezvous, with a timeout that includes connecting to it."""
 
 import contextlib
 import os
@@ -19,53 +19,51 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 BACKEND = "thinpipe"
-"""The name under which `register` makes it known to torch's launcher."""
+"""The name that `register` gives it in torch's launcher."""
 
-_CAME = "thinpipe/came"
+_JOINED = "thinpipe/joined"
 
 
 def register() -> None:
-    """Let torch's launcher use it, with `join_timeout` as the most seconds that machines wait."""
+    """Register it with torch's launcher; `join_timeout` is the timeout in seconds."""
     rendezvous_handler_registry.register(BACKEND, _create)
 
 
 class _Wait:
-    """Says what is waited for, and ends the process if it takes too long."""
+    """Logs the wait for other machines, and ends the process on timeout."""
 
     def __init__(self, parameters: RendezvousParameters, limit_s: float) -> None:
         self.store: Store | None = None
         self._what = f"{parameters.min_nodes} machines at {parameters.endpoint}"
         self._limit = f"{limit_s:.0f} s (pipeline.peer_timeout_s)"
         os.write(2, f"waiting for {self._what}, at most {self._limit}\n".encode())
-        self._timer = threading.Timer(limit_s, self._give_up)
+        self._timer = threading.Timer(limit_s, self._time_out)
         self._timer.daemon = True
         self._timer.start()
 
     def over(self) -> None:
-        """They have met."""
+        """All machines have joined."""
         self._timer.cancel()
 
-    def _give_up(self) -> None:
-        came = "no run answers there (has another program the port?)"
+    def _time_out(self) -> None:
+        joined = "no run answers there (is the port in use by another program?)"
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
-                came = f"only {self.store.add(_CAME, 0)} came"
-        failed = f"error: {self._what} did not meet within {self._limit}: {came}"
-        os.write(2, f"{failed}; `thinpipe doctor` on each says why\n".encode())
+                joined = f"only {self.store.add(_JOINED, 0)} joined"
+        failed = f"error: {self._what} did not join within {self._limit}: {joined}"
+        os.write(2, f"{failed}; run `thinpipe doctor` on each\n".encode())
         os._exit(1)
 
 
-class _Meeting(DynamicRendezvousHandler):
-    """A rendezvous that ends the wait when machines have met."""
+class _TimedHandler(DynamicRendezvousHandler):
+    """A rendezvous that cancels the timeout when all machines have joined."""
 
     wait: _Wait
 
     def get_backend(self) -> str:
-        """See torch."""
         return BACKEND
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """See torch."""
         info = super().next_rendezvous()
         self.wait.over()
         return info
@@ -76,8 +74,8 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     assert limit_s is not None
     wait = _Wait(parameters, limit_s)
     backend, wait.store = create_backend(parameters)
-    wait.store.add(_CAME, 1)
-    meeting = _Meeting.from_backend(
+    wait.store.add(_JOINED, 1)
+    handler = _TimedHandler.from_backend(
         parameters.run_id,
         wait.store,
         backend,
@@ -86,6 +84,6 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         parameters.local_addr,
         timeout=RendezvousTimeout(join=timedelta(seconds=limit_s)),
     )
-    assert isinstance(meeting, _Meeting)
-    meeting.wait = wait
-    return meeting
+    assert isinstance(handler, _TimedHandler)
+    handler.wait = wait
+    return handler

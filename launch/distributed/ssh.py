@@ -1,7 +1,7 @@
 """`thinpipe launch`: one `thinpipe train` on every machine of a run, over ssh.
 
-A command ends when its standard input does. ssh passes that end on when this process closes its
-side or dies, however it dies, and sshd makes one when a connection breaks: nothing stays behind.
+A command ends when its standard input is closed: by ssh when this process closes its end or dies,
+by sshd when the connection breaks. So no process is left behind.
 """
 
 import re
@@ -23,14 +23,14 @@ from thinpipe.launch.host.interfaces import parse_endpoint
 INTERRUPTED = 130
 _SSH_FAILED, _NOT_FOUND = 255, 127
 _RENDEZVOUS_PORT = 29500
-_LAST_WORDS_S = 3.0
-"""How long the others may say how they saw a failure, before they are ended."""
+_REPORT_S = 3.0
+"""How long the other machines may report a failure before they are ended."""
 _REMOTE_GRACE_S = 10
 _END_S = _REMOTE_GRACE_S + 5.0
 _POLL_S = 0.05
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15")
 _BREAK = " \\\n"
-"""For the eye; in a script after ; and & only, where csh may make a plain end of line of it."""
+"""For readability; in a script only after ; and &, where csh may turn it into a plain line end."""
 _STRICT = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -45,14 +45,14 @@ def _matching(pattern: str, remedy: str) -> AfterValidator:
 
 _Word = Annotated[str, _matching(r"[\w.:%][\w.:%-]*", "use letters, digits, and . : _ - inside")]
 _Variable = Annotated[str, _matching(r"[A-Za-z_]\w*", "a shell cannot set a variable so named")]
-_Place = Annotated[str, _matching(r"[^-\n][^\n]*", "give a path")]
+_FilePath = Annotated[str, _matching(r"[^-\n][^\n]*", "give a path")]
 
 
 class HostConfig(BaseModel):
-    """A machine: how ssh reaches it, and what lies where on it.
+    """A machine: how ssh reaches it, and where things are on it.
 
-    `checkout` is ThinPipe's folder, a relative one in the user's home; `python` and the
-    run file are looked up from there. `interface` is the one that the other machines reach.
+    `checkout` is ThinPipe's folder, relative to the user's home; `python` and the run file are
+    relative to it. `interface` is the one that the other machines can reach.
     """
 
     model_config = _STRICT
@@ -61,20 +61,20 @@ class HostConfig(BaseModel):
     address: _Word | None = None
     user: _Word | None = None
     port: int | None = Field(None, ge=1, le=65535)
-    checkout: _Place
-    python: _Place = ".venv/bin/python"
+    checkout: _FilePath
+    python: _FilePath = ".venv/bin/python"
     interface: _Word | None = None
     environment: dict[_Variable, str] = {}
 
     @property
     def destination(self) -> str:
-        """As ssh takes it; without an address the name is one, or an alias that ssh knows."""
+        """The argument of ssh; without an address, the name, which may be an alias of ssh's."""
         address = self.address or self.name
         return f"{self.user}@{address}" if self.user else address
 
     @property
     def variables(self) -> dict[str, str]:
-        """What is set for its ranks."""
+        """Environment variables of its ranks."""
         own = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
         return {"PYTHONUNBUFFERED": "1"} | own | self.environment
 
@@ -83,13 +83,13 @@ class HostConfig(BaseModel):
         if self.interface and "GLOO_SOCKET_IFNAME" in self.environment:
             raise ValueError(
                 f"interface = {self.interface!r}: environment sets GLOO_SOCKET_IFNAME too; "
-                "leave out one of them"
+                "remove one of them"
             )
         return self
 
 
 class HostsConfig(BaseModel):
-    """The machines of a run; they meet at `rdzv`, by default the first one's address."""
+    """The machines of a run, with rendezvous at `rdzv`, by default on the first one."""
 
     model_config = _STRICT
 
@@ -98,7 +98,7 @@ class HostsConfig(BaseModel):
 
     @property
     def endpoint(self) -> str:
-        """The `host:port` where they meet."""
+        """The `host:port` of the rendezvous."""
         return self.rdzv or f"{self.host[0].address or self.host[0].name}:{_RENDEZVOUS_PORT}"
 
     @model_validator(mode="after")
@@ -106,7 +106,7 @@ class HostsConfig(BaseModel):
         names = [host.name for host in self.host]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"host.name = {twice!r}: two hosts have it; give each its own")
+            raise ValueError(f"host.name = {twice!r}: duplicate; give each host its own name")
         try:
             parse_endpoint(self.endpoint)
         except ValueError:
@@ -125,14 +125,13 @@ def load_hosts(path: Path) -> HostsConfig:
     keys = top_keys(path)
     if keys & RunConfig.model_fields.keys() and not keys & HostsConfig.model_fields.keys():
         raise ConfigError(
-            f"{path}: a run file; the file of the hosts comes first: thinpipe launch HOSTS.TOML "
-            "RUN.TOML"
+            f"{path}: a run file; the hosts file comes first: thinpipe launch HOSTS.TOML RUN.TOML"
         )
     return load_as(HostsConfig, path)
 
 
 def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> None:
-    """Find here what every machine would refuse; the run file must be here too.
+    """Report here the errors that every machine would report; needs the run file here.
 
     Raises:
         ConfigError: the run file or an override is wrong, or the machines cannot share the ranks.
@@ -149,16 +148,16 @@ def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> None:
 def ssh_commands(
     hosts: HostsConfig, run: str, arguments: Sequence[str], *, show: str | None = None
 ) -> dict[str, list[str]]:
-    """What starts `thinpipe train <run> <arguments>`, by name of the machine.
+    """Commands that start `thinpipe train <run> <arguments>`, by machine name.
 
-    One machine draws progress: that named `show`, or else the first.
+    One machine shows progress: `show`, or else the first.
 
     Raises:
-        ConfigError: there is no such machine.
+        ConfigError: no machine is named `show`.
     """
     names = [host.name for host in hosts.host]
     if show is not None and show not in names:
-        raise ConfigError(f"--show = {show!r}: no such machine; there are {', '.join(names)}")
+        raise ConfigError(f"--show = {show!r}: no such machine; use one of {', '.join(names)}")
     together = ["--nnodes", str(len(names)), "--rdzv", hosts.endpoint]
     commands = {}
     for host in hosts.host:
@@ -169,14 +168,14 @@ def ssh_commands(
 
 
 def format_command(command: Sequence[str]) -> str:
-    """A command of `ssh_commands` as a shell takes it."""
+    """A command of `ssh_commands`, quoted for a shell."""
     return f"{shlex.join(command[:-1])}{_BREAK}{shlex.quote(command[-1])}"
 
 
 def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> int:
     """Run a command of `ssh_commands` per machine; return the exit code of the first failure.
 
-    Lines are shown with the machine's name before them. A failure, and Ctrl-C, end all.
+    Output lines are prefixed with the machine's name. A failure or Ctrl-C ends all.
 
     Raises:
         ValueError: this machine has no ssh.
@@ -187,7 +186,7 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
             started[name] = _Remote(name, command)
         failed = _first_failure(started)
         if failed is not None:
-            _wait(started.values(), _LAST_WORDS_S)
+            _wait(started.values(), _REPORT_S)
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
@@ -201,7 +200,7 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
 
 
 class _Remote:
-    """An ssh that runs, and the threads that show what it writes."""
+    """A running ssh, and the threads that show its output."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         try:
@@ -210,7 +209,7 @@ class _Remote:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is ours to pass on
+                start_new_session=True,  # we pass Ctrl-C on ourselves
             )
         except FileNotFoundError:
             raise ValueError(
@@ -227,7 +226,7 @@ class _Remote:
 
     @property
     def code(self) -> int | None:
-        """As a shell gives it, 128 + n for signal n; None while it runs."""
+        """Exit code as in a shell, 128 + n for signal n; None while it runs."""
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
@@ -236,11 +235,11 @@ class _Remote:
         self._process.stdin.close()
 
     def close(self) -> None:
-        """Kill what still runs, show what it wrote last."""
+        """Kill the process if it still runs, and show its last output."""
         self._process.kill()
         self._process.wait()
         for thread in self._threads:
-            thread.join(_LAST_WORDS_S)  # something it started may keep the pipe open
+            thread.join(_REPORT_S)  # a child of it may keep the pipe open
 
 
 def _show(prefix: bytes, source: IO[bytes], sink: IO[bytes]) -> None:
@@ -251,7 +250,7 @@ def _show(prefix: bytes, source: IO[bytes], sink: IO[bytes]) -> None:
 
 
 def _first_failure(started: Mapping[str, _Remote]) -> tuple[str, int] | None:
-    """Wait for one, or until all have ended well."""
+    """Wait for a failure, or until all have succeeded."""
     while True:
         codes = {name: remote.code for name, remote in started.items()}
         failed = next(((name, code) for name, code in codes.items() if code), None)
@@ -284,10 +283,10 @@ def _ssh(host: HostConfig, train: str) -> list[str]:
 
 
 def _script(folder: str, command: str) -> str:
-    """`command` in `folder`, for as long as standard input is open."""
+    """Runs `command` in `folder` until standard input is closed."""
     end = f"kill $run; sleep {_REMOTE_GRACE_S}; kill -9 $run"
-    return (  # whoever keeps descriptor 3 open, sshd waits for
-        f"cd -- {folder} || {{ echo put ThinPipe there, or correct checkout >&2; exit 2; }};"
+    return (  # sshd waits for every process that keeps descriptor 3 open
+        f"cd -- {folder} || {{ echo install ThinPipe there, or correct checkout >&2; exit 2; }};"
         f"{_BREAK}exec 3<&0;{_BREAK}{command} </dev/null 3<&- & run=$!;"
         f"{_BREAK}{{ while read -r line; do :; done <&3; exec 3<&-; {end}; }} >/dev/null 2>&1 &"
         f"{_BREAK}watch=$!; wait $run; code=$?; kill $watch; exit $code"
@@ -295,7 +294,7 @@ def _script(folder: str, command: str) -> str:
 
 
 def _path(path: str) -> str:
-    """A word of a shell command in which a leading `~/` keeps its meaning."""
+    """Quoted for a shell, except for a leading `~/`."""
     home, rest = ("~/", path[2:]) if path.startswith("~/") else ("", path)
     return home + shlex.quote(rest) if rest else home
 
@@ -304,13 +303,13 @@ def _reason(host: HostConfig, code: int) -> str:
     if code == _SSH_FAILED:
         port = f"-p {host.port} " if host.port else ""
         return (
-            f"{host.name}: ssh did not reach {host.destination}, or lost it; until `ssh {port}"
-            f"{host.destination} true` works without a question, correct address, user, port or "
-            "keys (ssh-copy-id)"
+            f"{host.name}: ssh could not connect to {host.destination}, or lost the connection; "
+            f"check that `ssh {port}{host.destination} true` works without a prompt, and correct "
+            "address, user, port or keys (ssh-copy-id)"
         )
     if code == _NOT_FOUND:
         return (
-            f"{host.name}: python = {host.python!r}: not in {host.checkout} there; install "
+            f"{host.name}: python = {host.python!r}: not found in {host.checkout}; install "
             "ThinPipe there, or correct python in the hosts file"
         )
     return f"{host.name} ended with exit code {code}"

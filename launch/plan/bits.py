@@ -18,8 +18,9 @@ from thinpipe.launch.plan.message_cost import MessageMeter, Spec
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import Blocks, Prediction, predict
 from thinpipe.launch.plan.simulate import Message
-from thinpipe.launch.report.metrics import DIRECTIONS, WireKey
+from thinpipe.launch.report.metrics import WireKey
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
+from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _AS_FAST = 1.05
 _CASTS: tuple[Spec, ...] = (RawConfig(format="bf16"), RawConfig(format="fp32"))

@@ -8,9 +8,9 @@ from thinpipe.launch.components import build_boundary
 from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
 from thinpipe.launch.plan.profile import microbatch_shape
 from thinpipe.launch.plan.simulate import Message
-from thinpipe.launch.report.metrics import DIRECTIONS, Direction
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.config import RawConfig, StatelessConfig
+from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 Spec = ForwardConfig | BackwardConfig
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thinpipe.launch.plan.network import Network
-from thinpipe.launch.report.metrics import Direction, TimelineEvent
 from thinpipe.pipeline.schedule import DEPTH, Action, ScheduleName, single_stage_order
+from thinpipe.pipeline.stage import ComputeEvent
+from thinpipe.pipeline.wire.header import Direction
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class SimulatedStep:
     """A simulated step, with events of the same kinds as a measured one."""
 
     step_s: float
-    events: tuple[TimelineEvent, ...]
+    events: tuple[ComputeEvent, ...]
     transfers: tuple[TransferEvent, ...]
 
 
@@ -157,7 +158,7 @@ class _Simulation:
             )[::-1]
             for stage in stages
         ]
-        self.events: list[TimelineEvent] = []
+        self.events: list[ComputeEvent] = []
         self.transfers: list[TransferEvent] = []
         self.idle_since_s = [0.0 for _ in stages]
         self._busy = [False for _ in stages]
@@ -269,5 +270,5 @@ class _Simulation:
     ) -> None:
         if end_s > start_s:
             self.events.append(
-                TimelineEvent(action.stage, action.stage, kind, action.microbatch, start_s, end_s)
+                ComputeEvent(action.stage, kind, action.microbatch, start_s, end_s, action.stage)
             )

@@ -15,8 +15,10 @@ from typing import Any
 from thinpipe.launch.host.links import format_rate
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.simulate import Message, SimulatedStep, StepModel, TransferEvent, simulate
-from thinpipe.launch.report.metrics import DIRECTIONS, Direction, TimelineEvent, format_duration
+from thinpipe.launch.report.metrics import format_duration
 from thinpipe.launch.report.timeline import Timeline, read_timeline
+from thinpipe.pipeline.stage import ComputeEvent
+from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 _COMPUTE, _WAITING, _CODEC = range(3)  # tracks; more codecs follow
 _NAMES = {"F": "forward", "B": "backward", "W": "weight gradient", "wait": "wait for"}
@@ -112,7 +114,7 @@ def _message(
     layer = timeline.cuts[cut]
     (count,) = (w for w in timeline.wire if (w.cut, w.direction) == (layer, direction))
     return Message(
-        count.bytes // max(count.messages, 1),
+        count.nbytes // max(count.messages, 1),
         encode_s=seconds[f"encode {direction}", cut],
         decode_s=seconds[f"decode {direction}", cut],
     )
@@ -130,12 +132,12 @@ def _medians(timeline: Timeline) -> dict[tuple[str, int], float]:
     return defaultdict(float, {key: median(times_s) for key, times_s in spans.items()})
 
 
-def _codec_events(timeline: Timeline, kind: str) -> dict[tuple[int, Direction, int], TimelineEvent]:
+def _codec_events(timeline: Timeline, kind: str) -> dict[tuple[int, Direction, int], ComputeEvent]:
     """Events of the first replica by (cut after this stage, direction, microbatch).
 
     A stage in the middle has two events per microbatch: first of its activation, then its gradient.
     """
-    last, found = len(timeline.cuts), dict[tuple[int, Direction, int], TimelineEvent]()
+    last, found = len(timeline.cuts), dict[tuple[int, Direction, int], ComputeEvent]()
     seen: set[tuple[int, int]] = set()
     own = (e for e in timeline.events if e.rank < timeline.pipeline_ranks and e.kind == kind)
     for event in sorted(own, key=lambda event: event.start_s):
@@ -149,9 +151,9 @@ def _codec_events(timeline: Timeline, kind: str) -> dict[tuple[int, Direction, i
     return found
 
 
-def _processes(prefix: str, first: int, events: Iterable[TimelineEvent]) -> list[dict[str, Any]]:
+def _processes(prefix: str, first: int, events: Iterable[ComputeEvent]) -> list[dict[str, Any]]:
     """Names and spans of every rank."""
-    by_rank: dict[int, list[TimelineEvent]] = defaultdict(list)
+    by_rank: dict[int, list[ComputeEvent]] = defaultdict(list)
     for event in events:
         by_rank[event.rank].append(event)
     drawn: list[dict[str, Any]] = []
@@ -167,9 +169,9 @@ def _processes(prefix: str, first: int, events: Iterable[TimelineEvent]) -> list
     return drawn
 
 
-def _tracks(events: Sequence[TimelineEvent]) -> list[tuple[int, TimelineEvent]]:
+def _tracks(events: Sequence[ComputeEvent]) -> list[tuple[int, ComputeEvent]]:
     """Each event of a rank with its track; codec events that overlap are on different ones."""
-    placed: list[tuple[int, TimelineEvent]] = []
+    placed: list[tuple[int, ComputeEvent]] = []
     free_s: list[float] = []
     for event in sorted(events, key=lambda event: event.start_s):
         if event.kind not in ("encode", "decode"):
@@ -186,7 +188,7 @@ def _meta(what: str, process: int, track: int, value: str | int) -> dict[str, An
     return {"ph": "M", "name": what, "pid": process, "tid": track, "args": {key: value}}
 
 
-def _span(event: TimelineEvent, process: int, track: int) -> dict[str, Any]:
+def _span(event: ComputeEvent, process: int, track: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": f"{_NAMES.get(event.kind, event.kind)} {event.microbatch}",

@@ -1,1 +1,1 @@
-"""What a run measures and shows: metrics, console, pictures, HTML."""
+"""Metrics of a run and how they are shown: console, plots, HTML report."""

@@ -1,14 +1,13 @@
-"""What a person watches while a run trains, and the tables it ends with.
+"""Console output of a run: live progress, then the final tables.
 
-On a terminal: one calm panel, redrawn in place. In a log: a plain line now and then, without
-control characters. Both fit into 80 columns.
+On a terminal: a panel, redrawn in place. Otherwise: a plain line every few seconds, without control
+characters. Both fit into 80 columns.
 """
 
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -20,7 +19,6 @@ from rich.text import Text
 
 from thinpipe.launch.report.metrics import (
     NOTHING,
-    Direction,
     RecentMean,
     RunInfo,
     StepRecord,
@@ -33,7 +31,8 @@ from thinpipe.launch.report.metrics import (
     format_share,
     other_scores,
 )
-from thinpipe.launch.report.summary import Summary, Traffic, direction_bytes
+from thinpipe.launch.report.summary import Summary, direction_bytes, traffic_cells
+from thinpipe.pipeline.wire.header import Direction
 
 LOG_INTERVAL_S = 5.0
 LOSS_STEPS = 10
@@ -44,60 +43,59 @@ _WIDE_METHOD = 16
 _SHORT = {"token": "tok", "sample": "smp"}
 
 
-class _Face(Protocol):
-    """One of the two ways to show a run; both read what they show from a `_Progress`."""
-
-    def start(self) -> None: ...
-
-    def step(self, record: StepRecord) -> None: ...
-
-    def stop(self, *, clear: bool) -> None: ...
-
-
 class Display:
     """Shows a run: a live panel when `interactive`, plain lines otherwise.
 
-    Use it as a context manager around the training loop. `console` is where it writes; by default
-    standard output.
+    Use it as a context manager around the training loop. `console` is where it writes, by default
+    standard output. Without `info` it shows nothing.
     """
 
-    def __init__(self, info: RunInfo, *, interactive: bool, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        info: RunInfo | None,
+        *,
+        interactive: bool = False,
+        console: Console | None = None,
+    ) -> None:
         self._info = info
-        self._console = console or _console(interactive)
+        quiet = Console(quiet=True) if info is None else None
+        self._console = quiet or console or _console(interactive)
         self._progress = _Progress()
-        self._face: _Face = (
-            _Panel(info, self._console, self._progress)
-            if interactive
-            else _Log(info, self._console, self._progress)
-        )
+        self._view: _Panel | _Log | None = None
+        if info is not None:
+            kind = _Panel if interactive else _Log
+            self._view = kind(info, self._console, self._progress)
 
     def step(self, record: StepRecord) -> None:
         """Take in a finished step."""
         self._progress.update(record)
-        self._face.step(record)
+        if self._view is not None:
+            self._view.step(record)
         if record.repaired:
-            self.note(f"memories differed and were forgotten: {format_repaired(record.repaired)}")
+            self.note_repaired(record.repaired)
 
     def note(self, text: str) -> None:
         """Print a line that stays, such as "checkpoint saved"."""
-        _say(self._console, text)
+        _print(self._console, text)
+
+    def note_repaired(self, repaired: Mapping[int, int]) -> None:
+        """Print which AQ-SGD memories were reset."""
+        self.note(f"memories of the two ends differed and were reset: {format_repaired(repaired)}")
 
     def finish(self, summary: Summary) -> None:
         """Replace the live panel by the final tables."""
-        self._face.stop(clear=True)
-        self._console.print(_final(self._info, summary))
+        if self._view is not None and self._info is not None:
+            self._view.stop(clear=True)
+            self._console.print(_final(self._info, summary))
 
     def __enter__(self) -> Self:
-        self._face.start()
+        if self._view is not None:
+            self._view.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._face.stop(clear=False)
+    def __exit__(self, *_: object) -> None:
+        if self._view is not None:
+            self._view.stop(clear=False)
 
 
 def _console(interactive: bool) -> Console:
@@ -108,12 +106,12 @@ def _console(interactive: bool) -> Console:
     )
 
 
-def _say(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class _Progress:
-    """What is remembered of the steps shown so far."""
+    """Running values over the steps so far."""
 
     def __init__(self) -> None:
         self.record: StepRecord | None = None
@@ -173,24 +171,24 @@ class _Log:
         self._console = console
         self._progress = progress
         self._first: tuple[int, float] | None = None
-        self._said_s = -LOG_INTERVAL_S
+        self._printed_s = -LOG_INTERVAL_S
 
     def start(self) -> None:
-        _say(self._console, f"ThinPipe {self._info.name}\n{_shape(self._info)}")
+        _print(self._console, f"ThinPipe {self._info.name}\n{_shape(self._info)}")
 
     def step(self, record: StepRecord) -> None:
         now_s = time.monotonic()
         self._first = self._first or (record.step, now_s)
-        due = now_s - self._said_s >= LOG_INTERVAL_S
+        due = now_s - self._printed_s >= LOG_INTERVAL_S
         if due or record.eval is not None or record.step == self._info.total_steps:
-            self._said_s = now_s
-            _say(self._console, self._line(record, now_s))
+            self._printed_s = now_s
+            _print(self._console, self._line(record, now_s))
         if record.eval is not None:
             for line in _evaluation(record.eval):
-                _say(self._console, f"  evaluation: {line}")
+                _print(self._console, f"  evaluation: {line}")
 
     def stop(self, *, clear: bool) -> None:
-        """Nothing is open: every line was complete when it was printed."""
+        """Nothing to do: lines are printed whole."""
 
     def _line(self, record: StepRecord, now_s: float) -> str:
         total = self._info.total_steps
@@ -201,7 +199,7 @@ class _Log:
             f"{format_rate(record.tokens_per_s)} {_SHORT[self._info.unit]}/s",
         ]
         if record.wire:
-            parts.append(f"{format_bytes(sum(count.bytes for count in record.wire))}/step")
+            parts.append(f"{format_bytes(sum(count.nbytes for count in record.wire))}/step")
         if record.skipped:
             parts.append("skipped")
         assert self._first is not None
@@ -212,7 +210,7 @@ class _Log:
 
 
 def _about(duration_s: float) -> str:
-    """An estimate in one unit, which is all it can promise."""
+    """A rough duration, in a single unit."""
     for unit, unit_s in (("h", 3600.0), ("min", 60.0)):
         if duration_s >= unit_s:
             return f"{duration_s / unit_s:.2g} {unit}"
@@ -220,7 +218,7 @@ def _about(duration_s: float) -> str:
 
 
 class _Panel:
-    """The live panel: progress, the numbers that matter, and the traffic of every cut."""
+    """The live panel: progress, metrics, and the traffic of every cut."""
 
     def __init__(self, info: RunInfo, console: Console, progress: _Progress) -> None:
         self._info = info
@@ -284,8 +282,8 @@ def _evaluation(losses: Mapping[str, float]) -> list[str]:
     if "loss_compressed" in losses:
         text += f", with compressed boundaries {format_loss(losses['loss_compressed'])}"
     scores = {name: value for name, value in losses.items() if not name.endswith("_compressed")}
-    told = ", ".join(f"{name} {value}" for name, value in other_scores(scores))
-    return [text, told] if told else [text]
+    others = ", ".join(f"{name} {value}" for name, value in other_scores(scores))
+    return [text, others] if others else [text]
 
 
 def _numbers(info: RunInfo, record: StepRecord, *, progress: _Progress) -> Group:
@@ -304,7 +302,7 @@ def _numbers(info: RunInfo, record: StepRecord, *, progress: _Progress) -> Group
         ("learning rate", f"{record.lr:.2e}"),
         ("skipped steps", str(progress.skipped)),
         ("activations", format_bytes(_sent(record, "forward"))),
-        ("their gradients", format_bytes(_sent(record, "backward"))),
+        ("activation grads", format_bytes(_sent(record, "backward"))),
         ("replica sync", format_bytes(record.sync_bytes)),
         ("control", format_bytes(record.control_bytes)),
         *((f"eval {name}", value) for name, value in other_scores(evaluation)),
@@ -332,8 +330,8 @@ def _table(*, footer: bool) -> Table:
 
 def _traffic(info: RunInfo, record: StepRecord) -> RenderableType:
     if not info.cuts:
-        return Text("one stage: nothing crosses a cut", style="dim")
-    total = sum(count.bytes for count in record.wire)
+        return Text("one stage, so no cuts", style="dim")
+    total = sum(count.nbytes for count in record.wire)
     table = _table(footer=True)
     table.add_column("cut", footer="all")
     table.add_column("direction", no_wrap=True)
@@ -345,7 +343,7 @@ def _traffic(info: RunInfo, record: StepRecord) -> RenderableType:
     table.add_column("error", justify="right", no_wrap=True)
     sent = {(count.cut, count.direction): count for count in record.wire}
     for key in info.wire_keys():
-        nbytes = sent[key].bytes if key in sent else 0
+        nbytes = sent[key].nbytes if key in sent else 0
         values = sent[key].values if key in sent else 0
         table.add_row(
             str(key[0]),
@@ -361,7 +359,7 @@ def _traffic(info: RunInfo, record: StepRecord) -> RenderableType:
 
 
 def _sent(record: StepRecord, direction: Direction) -> int:
-    return sum(count.bytes for count in record.wire if count.direction == direction)
+    return sum(count.nbytes for count in record.wire if count.direction == direction)
 
 
 def _mbps(nbytes: int, record: StepRecord) -> str:
@@ -381,12 +379,12 @@ def _final(info: RunInfo, summary: Summary) -> RenderableType:
         ("activations", format_bytes(direction_bytes(summary, "forward"))),
         ("activation gradients", format_bytes(direction_bytes(summary, "backward"))),
         ("between replicas", format_bytes(summary["sync_bytes"])),
-        ("fewer than fp32", format_ratio(summary["sync_ratio_fp32"])),
+        ("ratio to fp32", format_ratio(summary["sync_ratio_fp32"])),
         ("control messages", format_bytes(summary["control_bytes"])),
         *((f"eval {name}", value) for name, value in other_scores(losses)),
     ]
     if summary["repaired"]:
-        cells.append(("memories repaired", f"{sum(summary['repaired'].values()):,} samples"))
+        cells.append(("memories reset", f"{sum(summary['repaired'].values()):,} samples"))
     title = Text.assemble(("Finished ", "bold green"), (info.name, "bold"))
     parts: list[RenderableType] = ["", title, "", _cells(cells, columns=3), ""]
     if summary["wire"]:
@@ -403,19 +401,8 @@ def _final_traffic(summary: Summary) -> Table:
     table.add_column("direction", no_wrap=True)
     table.add_column("method", overflow="fold", max_width=_WIDE_METHOD)
     headers = ("messages", "sent", "bf16", "ratio", "fp32", "ratio")
-    for header, footer in zip(headers, _amounts(summary["totals"]), strict=True):
+    for header, footer in zip(headers, traffic_cells(summary["totals"]), strict=True):
         table.add_column(header, justify="right", no_wrap=True, footer=footer)
     for row in summary["wire"]:
-        table.add_row(str(row["cut"]), row["direction"], row["method"], *_amounts(row))
+        table.add_row(str(row["cut"]), row["direction"], row["method"], *traffic_cells(row))
     return table
-
-
-def _amounts(row: Traffic) -> list[str]:
-    return [
-        f"{row['messages']:,}",
-        format_bytes(row["bytes"]),
-        format_bytes(row["bf16_bytes"]),
-        format_ratio(row["ratio_bf16"]),
-        format_bytes(row["fp32_bytes"]),
-        format_ratio(row["ratio_fp32"]),
-    ]

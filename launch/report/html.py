@@ -1,7 +1,7 @@
-"""What a run leaves behind: `summary.json`, `loss.png` and `report.html`.
+"""The report of a run: `summary.json`, `loss.png` and `report.html`.
 
-The page is one file that loads nothing else: its pictures are inlined, once for light and once for
-dark surroundings, and the reader's browser picks.
+The page is self-contained: its plots are inlined, in a light and a dark version of which the
+browser shows one.
 """
 
 import base64
@@ -14,7 +14,6 @@ from thinpipe.launch.report.metrics import (
     NOTHING,
     RunInfo,
     StepRecord,
-    TimelineEvent,
     format_bytes,
     format_duration,
     format_loss,
@@ -23,10 +22,11 @@ from thinpipe.launch.report.metrics import (
     format_repaired,
     other_scores,
 )
-from thinpipe.launch.report.plots import bytes_png, loss_png, overview_png, signal_png
-from thinpipe.launch.report.summary import Summary, Traffic, direction_bytes
+from thinpipe.launch.report.plots import bytes_png, error_png, loss_png, overview_png
+from thinpipe.launch.report.summary import Summary, Traffic, direction_bytes, traffic_cells
 from thinpipe.launch.report.theme import DARK, LIGHT, Theme
 from thinpipe.launch.report.timeline_plot import timeline_png
+from thinpipe.pipeline.stage import ComputeEvent
 
 
 def write_report(
@@ -34,10 +34,10 @@ def write_report(
     info: RunInfo,
     *,
     records: Sequence[StepRecord],
-    timeline: Sequence[TimelineEvent],
+    timeline: Sequence[ComputeEvent],
     summary: Summary,
 ) -> Path:
-    """Write the three files into `folder`, which is made if missing; return the page's path.
+    """Write the three files into `folder`, created if missing; return the page's path.
 
     `timeline` holds the events of one step and may be empty.
     """
@@ -80,34 +80,30 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.5rem; m
 dd { margin: 0; overflow-wrap: anywhere; }
 """
 
-_LOSS_WORDS = """The loss says how surprised the model is by the right answer (the next token, or a
-sample's label); lower is better. The thin line is every training step, the thick one their local
-mean. Discs are evaluations on text the model was not trained on, measured with uncompressed
-boundaries; open diamonds are the same evaluation with compressed boundaries: sent as a sample's
-first visit is, since held-out text has been seen by no memory. Where the two meet, that compression
-does not disturb the model's predictions. A cross at the bottom marks a step whose update was
-skipped."""
+_LOSS_TEXT = """Cross-entropy of the next token, or of a sample's label; lower is better. The thin
+line is every training step, the thick one a running mean. Discs are evaluations on held-out text
+with uncompressed boundaries; open diamonds are the same evaluation with compressed boundaries,
+where every sample is sent as a first visit. Where the two coincide, this compression does not
+change the model's predictions. A cross at the bottom marks a skipped step."""
 
-_BYTES_WORDS = """A cut is a place where one stage hands its activations to the next (forward) and
-gets gradients back (backward); it is named by the first layer after it. The dotted lines show what
-the same values would take as bf16 or fp32; the scale is logarithmic, so equal distances are equal
-ratios."""
+_BYTES_TEXT = """At a cut, a stage sends activations to the next one (forward) and receives their
+gradients (backward); a cut is named by the first layer after it. The dotted lines are the same
+values as bf16 or fp32; the scale is logarithmic, so equal distances are equal ratios."""
 
-_AQSGD_WORDS = """AQ-SGD sends a sample's activations in full on the first visit, and afterwards
-only their small change since the last visit: the curve falls once the first epoch is over."""
+_AQSGD_TEXT = """AQ-SGD sends a sample's activations on the first visit, and then only their
+change since the previous visit: the curve falls after the first epoch."""
 
-_TIMELINE_WORDS = """Each lane is one rank, time runs to the right, and the number in a box is its
-microbatch. Forwards travel down the stages and backwards come up again. Bare or hatched lane is
-the bubble: time in which the rank had nothing to compute, because its neighbours or the network
-were not ready. More microbatches, a better schedule or smaller messages shrink it. Where a rank
-holds several stages, the later ones are paler."""
+_TIMELINE_TEXT = """One row per rank, time to the right; the number in a box is the microbatch.
+Empty and hatched parts are the bubble: the rank was idle or waited for a message. More
+microbatches, a better schedule or smaller messages reduce it. If a rank has several stages, later
+ones are paler."""
 
 
 def _page(
     info: RunInfo,
     records: Sequence[StepRecord],
     *,
-    timeline: Sequence[TimelineEvent],
+    timeline: Sequence[ComputeEvent],
     summary: Summary,
 ) -> str:
     title = escape(info.name)
@@ -124,11 +120,11 @@ def _page(
 <p class="muted">{_subtitle(summary, info)}</p>
 {_cards(summary)}
 <h2>Loss</h2>
-<p>{_LOSS_WORDS}</p>
+<p>{_LOSS_TEXT}</p>
 {_picture("Training and evaluation loss by step", lambda theme: loss_png(records, theme))}
 {_wire_section(info, records, summary)}
 {_timeline_section(timeline)}
-<h2>How it ran</h2>
+<h2>Details</h2>
 {_details(summary)}
 </body>
 </html>
@@ -160,7 +156,7 @@ def _cards(summary: Summary) -> str:
             format_rate(summary["median_tokens_per_s"]),
         ),
         ("Sent over the cuts", format_bytes(totals["bytes"])),
-        ("Fewer bytes than bf16", format_ratio(totals["ratio_bf16"])),
+        ("Compression ratio to bf16", format_ratio(totals["ratio_bf16"])),
         ("Bubble, mean", f"{summary['mean_bubble']:.1%}"),
         ("Time in steps", format_duration(summary["wall_s"])),
     ]
@@ -173,7 +169,7 @@ def _cards(summary: Summary) -> str:
 
 
 def _picture(alt: str, draw: Callable[[Theme], bytes]) -> str:
-    """The picture in both themes; the browser shows the one that suits the reader."""
+    """The plot in both themes; the browser chooses."""
     light, dark = (base64.b64encode(draw(theme)).decode("ascii") for theme in (LIGHT, DARK))
     return (
         '<div class="panel"><picture>'
@@ -185,29 +181,26 @@ def _picture(alt: str, draw: Callable[[Theme], bytes]) -> str:
 
 def _wire_section(info: RunInfo, records: Sequence[StepRecord], summary: Summary) -> str:
     if not summary["wire"]:
-        return "<h2>Traffic</h2>\n<p>The model ran as one stage: nothing crossed a cut.</p>"
+        return "<h2>Traffic</h2>\n<p>The model ran as one stage, so there are no cuts.</p>"
     picture = _picture(
         "Bytes sent per step over each cut", lambda theme: bytes_png(info, records, theme)
     )
     aqsgd = any(row["method"].startswith("aqsgd") for row in summary["wire"])
     return f"""<h2>Bytes per step</h2>
-<p>{_BYTES_WORDS} {_AQSGD_WORDS if aqsgd else ""}</p>
+<p>{_BYTES_TEXT} {_AQSGD_TEXT if aqsgd else ""}</p>
 {picture}
-{_signal_section(records)}<h2>Traffic of the whole run</h2>
-<p>Sent counts every byte handed to the network, message headers included. The ratios say how many
-times fewer bytes that is than the same values uncompressed.</p>
+{_error_section(records)}<h2>Traffic of the whole run</h2>
+<p>"Sent" includes message headers. Ratios are relative to the same values uncompressed.</p>
 {_wire_table(summary)}"""
 
 
-def _signal_section(records: Sequence[StepRecord]) -> str:
+def _error_section(records: Sequence[StepRecord]) -> str:
     if all(count.error is None for record in records for count in record.wire):
         return ""
-    picture = _picture(
-        "Relative error and change by step", lambda theme: signal_png(records, theme)
-    )
-    return f"""<h2>What compression changes</h2>
-<p>Measured at the sender on a sample per step: how far what arrives is from what was sent, and how
-far activations have moved since the last visit of their sample. Changes that grow are a bad
+    picture = _picture("Relative error and change by step", lambda theme: error_png(records, theme))
+    return f"""<h2>Compression error</h2>
+<p>Measured at the sender on one sample per step: the relative error of the decoded values, and the
+relative change of activations since the previous visit of their sample. Changes that grow are a bad
 sign.</p>
 {picture}
 """
@@ -232,15 +225,8 @@ def _wire_table(summary: Summary) -> str:
 
 
 def _amounts(row: Traffic) -> str:
-    """Table cells for people; the exact number of bytes is in each cell's `value`."""
-    cells = (
-        f"{row['messages']:,}",
-        _bytes_cell(row["bytes"]),
-        _bytes_cell(row["bf16_bytes"]),
-        format_ratio(row["ratio_bf16"]),
-        _bytes_cell(row["fp32_bytes"]),
-        format_ratio(row["ratio_fp32"]),
-    )
+    """Table cells with rounded numbers; the exact bytes are in each cell's `value`."""
+    cells = traffic_cells(row, _bytes_cell)
     return "".join(f'<td class="n">{cell}</td>' for cell in cells)
 
 
@@ -248,11 +234,11 @@ def _bytes_cell(nbytes: int) -> str:
     return f'<data value="{nbytes}" title="{nbytes:,} bytes">{format_bytes(nbytes)}</data>'
 
 
-def _timeline_section(timeline: Sequence[TimelineEvent]) -> str:
+def _timeline_section(timeline: Sequence[ComputeEvent]) -> str:
     if not timeline:
         return "<h2>Timeline of one step</h2>\n<p>No timeline was recorded in this run.</p>"
     picture = _picture("What each rank did during one step", lambda t: timeline_png(timeline, t))
-    return f"<h2>Timeline of one step</h2>\n<p>{_TIMELINE_WORDS}</p>\n{picture}"
+    return f"<h2>Timeline of one step</h2>\n<p>{_TIMELINE_TEXT}</p>\n{picture}"
 
 
 def _details(summary: Summary) -> str:
@@ -264,9 +250,9 @@ def _details(summary: Summary) -> str:
         "Activations": _bytes_cell(direction_bytes(summary, "forward")),
         "Activation gradients": _bytes_cell(direction_bytes(summary, "backward")),
         "Sent between replicas": _bytes_cell(summary["sync_bytes"]),
-        "Fewer than fp32 all-reduce": format_ratio(summary["sync_ratio_fp32"]),
+        "Ratio to fp32 all-reduce": format_ratio(summary["sync_ratio_fp32"]),
         "Control messages": _bytes_cell(summary["control_bytes"]),
-        "Memories repaired": format_repaired(summary["repaired"]),
+        "Memories reset": format_repaired(summary["repaired"]),
         "Machine": escape(summary["machine"]),
         "Versions": escape(", ".join(f"{k} {v}" for k, v in summary["versions"].items())),
         "Configuration digest": f"<code>{escape(summary['config_digest'])}</code>",

@@ -1,8 +1,7 @@
-"""What a run measures, step by step, and the file that keeps it: one JSON object per line.
+"""Metrics of every training step, and their file: one JSON object per line.
 
-The dataclasses here are the whole vocabulary that the training loop, the display and the report
-share. The formatting functions at the end give every place the same units: bytes are decimal
-(1 MB = 1e6 B), like the rates of links.
+The training loop, the display and the report share these dataclasses. The formatting functions at
+the end are used everywhere: bytes are decimal (1 MB = 1e6 B), like the rates of links.
 """
 
 import math
@@ -13,23 +12,21 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from thinpipe.pipeline.wire.header import DIRECTIONS as DIRECTIONS  # passed on to reports
-from thinpipe.pipeline.wire.header import Direction as Direction
+from thinpipe.pipeline.step_stats import WireTotal
+from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 WireKey: TypeAlias = tuple[int, Direction]
 """One direction of one cut. A cut is named by the first layer after it."""
 
-
 EARLIER_CUT = "earlier cut"
-"""The method of a cut that a run had before it was resumed at others."""
+"""The method of cuts from before a resume with other cuts."""
 
 NOTHING = "-"
-"""What the formatting functions answer where there is no number."""
+"""Shown where there is no number."""
 
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -43,40 +40,18 @@ Loss: TypeAlias = Annotated[float, BeforeValidator(_nan_from_null)]
 
 
 @dataclass(frozen=True)
-class WireCount:
-    """One step's traffic over one cut in one direction, summed over the replicas.
-
-    `bytes` are those really sent, message headers included; `values` is how many numbers they stand
-    for: 2 and 4 bytes for each give the bf16 and fp32 baselines. `known` and `first_visits` are
-    samples with and without history; `error` is |decoded - a| / |a| and `change` |a - m| / |a| of
-    values a and memories m, measured on a sample or two.
-    """
-
-    cut: int
-    direction: Direction
-    bytes: int
-    messages: int
-    values: int
-    known: int = 0
-    first_visits: int = 0
-    error: float | None = None
-    change: float | None = None
-
-
-@dataclass(frozen=True)
 class StepRecord:
-    """Everything measured in one training step.
+    """Metrics of one training step.
 
     `step` and `epoch` count from 1. `loss` is the mean over the step's tokens (NaN if it
     overflowed). `tokens` and `tokens_per_s` count the whole step, all replicas together. `bubble`
     is the fraction (0 to 1) of the step in which the stages' devices were idle, the mean over
-    ranks. `skipped` says that the optimizer did not move. `sync_bytes` went between replicas,
-    `control_bytes` are neither activations nor gradients (losses, votes, flags). `eval` is present
-    only on steps after which an evaluation ran: `loss` with uncompressed boundaries and, where it
-    was measured, `loss_compressed` with the boundaries of training; likewise the other numbers that
-    the objective has. Where samples are classified, it is they that `tokens` count. `repaired`
-    counts, by cut, the samples that both ends forgot because what they remembered of them differed
-    or was lost; `notes` is what the guard of a cut had to say.
+    ranks. `skipped`: the optimizer step was skipped. `sync_bytes` went between replicas,
+    `control_bytes` are neither activations nor gradients (losses, flags). `eval` is set
+    only after an evaluation: `loss` with uncompressed boundaries and, if measured,
+    `loss_compressed` with those of training; likewise other metrics of the objective. In
+    classification `tokens` counts samples. `repaired` counts, by cut, samples whose memories
+    differed or were lost and were reset at both ends; `notes` are messages of the guard.
     """
 
     step: int
@@ -85,7 +60,7 @@ class StepRecord:
     tokens_per_s: float
     step_s: float
     bubble: float
-    wire: tuple[WireCount, ...]
+    wire: tuple[WireTotal, ...]
     tokens: int
     grad_norm: float | None
     lr: float
@@ -99,11 +74,11 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What is known of a run before its first step; the display and the report print it.
+    """Facts about a run, known before its first step, for the display and the report.
 
     `cuts` is empty for a single stage. `methods` has a label such as "aqsgd 4-bit" for each cut
     and direction. `exchanged` is how many parameters are trained, and replicas exchange; copies of
-    a tied one count. `unit` is what has a loss.
+    a tied one count. `unit` is what the loss is averaged over.
     """
 
     name: str
@@ -124,17 +99,14 @@ class RunInfo:
 
     @property
     def size(self) -> str:
-        """How many parameters, and how many of them are trained where not all are."""
+        """Number of parameters, and how many are trained if not all."""
         size = f"{format_count(self.parameters)} parameters"
         if self.exchanged >= self.parameters:
             return size
         return f"{size} ({format_count(self.exchanged)} trained)"
 
     def wire_keys(self, records: Iterable[StepRecord] = ()) -> list[WireKey]:
-        """Every cut and direction, in the order in which tables list them.
-
-        Those of `records` are among them: a resume may have moved the cuts.
-        """
+        """Every cut and direction in table order, also earlier cuts found in `records`."""
         counted = (count.cut for record in records for count in record.wire)
         return [(cut, way) for cut in sorted({*self.cuts, *counted}) for way in DIRECTIONS]
 
@@ -143,36 +115,14 @@ class RunInfo:
         return self.methods.get(key, EARLIER_CUT)
 
 
-@dataclass(frozen=True)
-class TimelineEvent:
-    """What one rank did between two moments of one step, in seconds since that step began.
-
-    F is a forward, B a backward (of the input alone where the schedule splits it), W a backward of
-    the weights; "encode" and "decode" are what the codec and the link's checks take, "wait" is time
-    spent waiting for a message.
-    """
-
-    rank: int
-    stage: int
-    kind: Literal["F", "B", "W", "encode", "decode", "wait"]
-    microbatch: int
-    start_s: float
-    end_s: float
-
-    @property
-    def computes(self) -> bool:
-        """Whether the model advances in it."""
-        return self.kind in ("F", "B", "W")
-
-
 _RECORD = TypeAdapter(StepRecord)
 
 
 class MetricsWriter:
-    """Appends one JSON object per step to a file, which is complete after every `write`.
+    """Appends one JSON object per step to a file, flushed after every `write`.
 
-    With `resume_step` None the file must be new. Otherwise records of later steps and a torn last
-    line are dropped first, by replacing the file as a whole.
+    With `resume_step` None the file must be new. Otherwise records of later steps and an
+    incomplete last line are dropped first, atomically.
 
     Raises:
         ValueError: the file holds an earlier run, or a line in it is not a step record.
@@ -199,17 +149,12 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """Read every step of a metrics file; a last line cut off by a crash is left out.
+    """Read every step of a metrics file; an incomplete last line is left out.
 
     Raises:
         ValueError: a complete line is not a step record; the message names file and line.
@@ -217,7 +162,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
     *lines, rest = path.read_bytes().split(b"\n")
     records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     if rest:
-        # Written up to here when the process was killed: that step does not count.
+        # Incomplete if the process was killed while writing.
         with suppress(ValidationError):
             records.append(_RECORD.validate_json(rest))
     return records
@@ -236,7 +181,7 @@ def _parse(line: bytes, where: str) -> StepRecord:
 
 
 def _line(record: StepRecord) -> bytes:
-    return _RECORD.dump_json(record) + b"\n"
+    return _RECORD.dump_json(record, by_alias=True) + b"\n"
 
 
 def _truncate(path: Path, last_step: int) -> None:
@@ -259,7 +204,7 @@ class RecentMean:
         self._losses: deque[float] = deque(maxlen=count)
 
     def update(self, loss: float) -> float:
-        """Take one loss in and return the mean; NaN until a finite loss was seen."""
+        """Add a loss and return the mean; NaN before the first finite loss."""
         if math.isfinite(loss):
             self._losses.append(loss)
         return fmean(self._losses) if self._losses else math.nan
@@ -290,7 +235,7 @@ def _scaled(value: float, units: tuple[str, ...]) -> str:
 
 
 def format_ratio(ratio: float | None) -> str:
-    """How many times fewer bytes: 7.9x, with a real multiplication sign; "-" if unknown."""
+    """Compression ratio: 7.9x, with a real multiplication sign; "-" if unknown."""
     if ratio is None:
         return NOTHING
     return f"{ratio:.{1 if ratio < 99.95 else 0}f}{_TIMES}"
@@ -307,7 +252,7 @@ def format_loss(loss: float | None) -> str:
 
 
 def other_scores(evaluation: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """Name and three decimals of what an evaluation found beside losses, such as accuracy."""
+    """Names and values (three decimals) of an evaluation's metrics other than losses."""
     return [
         (_score_name(name), NOTHING if value is None else f"{value:.3f}")
         for name, value in evaluation.items()
@@ -321,7 +266,7 @@ def _score_name(name: str) -> str:
 
 
 def format_repaired(repaired: Mapping[int, int] | Mapping[str, int]) -> str:
-    """Samples that both ends forgot, by cut: 3 samples at cut 6; "none" if there were none."""
+    """Samples whose memories were reset, by cut: 3 samples at cut 6; or "none"."""
     return ", ".join(f"{n:,} samples at cut {cut}" for cut, n in repaired.items()) or "none"
 
 

@@ -1,4 +1,4 @@
-"""The pictures of a run by step, as PNG bytes: loss, bytes over each cut, and error and change."""
+"""Plots of a run by step, as PNG bytes: loss, bytes over each cut, compression error."""
 
 import math
 from collections.abc import Sequence
@@ -11,14 +11,15 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from thinpipe.launch.report.metrics import Direction, RunInfo, StepRecord, format_bytes
+from thinpipe.launch.report.metrics import RunInfo, StepRecord, format_bytes
 from thinpipe.launch.report.theme import LIGHT, Theme, new_figure, style, to_png
+from thinpipe.pipeline.wire.header import Direction
 
 _MOST_EPOCH_LABELS = 12
 
 
 def overview_png(info: RunInfo, records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
-    """Loss above bytes per step, on one step axis; only the loss when nothing crosses a cut."""
+    """Loss above bytes per step, on one step axis; only the loss if there are no cuts."""
     if not info.wire_keys(records):
         return loss_png(records, theme)
     figure = new_figure(6.6, theme)
@@ -37,16 +38,16 @@ def loss_png(records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
 
 
 def bytes_png(info: RunInfo, records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
-    """Bytes that crossed each cut in each step, beside what bf16 and fp32 would have taken."""
+    """Bytes that crossed each cut in each step, with bf16 and fp32 as baselines."""
     figure = new_figure(3.6, theme)
     _draw_bytes(figure.subplots(), info, records, theme=theme)
     return to_png(figure)
 
 
-def signal_png(records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
-    """What compression does to values: relative errors, and the size of changes, over the steps."""
+def error_png(records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
+    """Relative errors of decoded values, and relative changes of activations, by step."""
     figure = new_figure(3.0, theme)
-    _draw_signal(figure.subplots(), records, theme)
+    _draw_errors(figure.subplots(), records, theme)
     return to_png(figure)
 
 
@@ -124,7 +125,7 @@ def _draw_loss(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:
 
 
 def _smoothed(losses: Sequence[float], reach: int) -> npt.NDArray[np.float64]:
-    """Mean over `reach` steps to either side, nearer ones weighing more; gaps are bridged.
+    """Mean over `reach` steps to either side, nearer ones weighing more; gaps are interpolated.
 
     Beyond both ends the curve is continued by its mirrored trend, so that the mean neither lags
     nor flattens there.
@@ -133,8 +134,8 @@ def _smoothed(losses: Sequence[float], reach: int) -> npt.NDArray[np.float64]:
     finite = np.flatnonzero(np.isfinite(values))
     if not finite.size:
         return values
-    bridged = np.interp(np.arange(values.size), finite, values[finite])
-    padded = np.pad(bridged, reach, mode="reflect", reflect_type="odd")
+    filled = np.interp(np.arange(values.size), finite, values[finite])
+    padded = np.pad(filled, reach, mode="reflect", reflect_type="odd")
     window = np.bartlett(2 * reach + 3)[1:-1]
     mean: npt.NDArray[np.float64] = np.convolve(padded, window / window.sum(), mode="valid")
     return mean
@@ -187,13 +188,13 @@ def _draw_bytes(axes: Axes, info: RunInfo, records: Sequence[StepRecord], *, the
     _legend(axes, theme, columns=2)
 
 
-def _draw_signal(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:
-    """Means over cuts and the reach of a running mean, as one sample is measured per step."""
+def _draw_errors(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:
+    """Means over cuts, smoothed over steps, as one sample is measured per step."""
     style(axes, "Error and change, relative to the values sent", theme)
     curves = {
-        "error, forward": [_mean_signal(r, "forward", "error") for r in records],
-        "error, backward": [_mean_signal(r, "backward", "error") for r in records],
-        "change since the last visit": [_mean_signal(r, "forward", "change") for r in records],
+        "error, forward": [_mean_over_cuts(r, "forward", "error") for r in records],
+        "error, backward": [_mean_over_cuts(r, "backward", "error") for r in records],
+        "change since the last visit": [_mean_over_cuts(r, "forward", "change") for r in records],
     }
     reach = max(1, len(records) // 50)
     for (label, curve), color in zip(curves.items(), theme.series, strict=False):
@@ -207,7 +208,7 @@ def _draw_signal(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> Non
     _legend(axes, theme, columns=3)
 
 
-def _mean_signal(record: StepRecord, way: Direction, name: Literal["error", "change"]) -> float:
+def _mean_over_cuts(record: StepRecord, way: Direction, name: Literal["error", "change"]) -> float:
     wire = [count for count in record.wire if count.direction == way]
     found = [getattr(count, name) for count in wire if getattr(count, name) is not None]
     return sum(found) / len(found) if found else math.nan
@@ -226,11 +227,11 @@ class _Curve:
 
 
 def _curves(info: RunInfo, records: Sequence[StepRecord]) -> list[_Curve]:
-    """Bytes per step, NaN where nothing was sent; cuts whose bytes always agree share a curve."""
+    """Bytes per step, NaN where nothing was sent; cuts with equal bytes share a curve."""
     rows = {key: [0] * len(records) for key in info.wire_keys(records)}
     for index, record in enumerate(records):
         for count in record.wire:
-            rows[count.cut, count.direction][index] = count.bytes
+            rows[count.cut, count.direction][index] = count.nbytes
     groups: dict[tuple[Direction, str, tuple[int, ...]], list[int]] = {}
     for (cut, direction), row in rows.items():
         groups.setdefault((direction, info.method((cut, direction)), tuple(row)), []).append(cut)
@@ -249,7 +250,7 @@ def _cut_list(cuts: Sequence[int]) -> str:
 
 
 def _draw_baselines(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:
-    """Lines for uncompressed sizes, where one pair of lines is true for every cut."""
+    """Lines for uncompressed sizes, if they are equal at all cuts."""
     values = {count.values for count in next((r.wire for r in records if r.wire), ())}
     if len(values) != 1:
         return

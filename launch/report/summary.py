@@ -1,17 +1,24 @@
-"""A run in numbers, from what its steps recorded."""
+"""Summary of a run, from its step records."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import TypedDict
 
-from thinpipe.launch.report.metrics import Direction, RunInfo, StepRecord, WireKey
+from thinpipe.launch.report.metrics import (
+    RunInfo,
+    StepRecord,
+    WireKey,
+    format_bytes,
+    format_ratio,
+)
+from thinpipe.pipeline.wire.header import Direction
 
 
 class Traffic(TypedDict):
-    """Bytes really sent, headers included, beside what the same values take uncompressed.
+    """Bytes sent, headers included, and the size of the same values uncompressed.
 
-    A ratio says how many times fewer bytes were sent; it is None if none were.
+    A ratio is uncompressed size over bytes sent; None if nothing was sent.
     """
 
     bytes: int
@@ -31,13 +38,13 @@ class WireTraffic(Traffic):
 
 
 class Summary(TypedDict):
-    """A run in numbers that JSON can hold: what is not finite is None.
+    """Summary of a run as JSON values: None stands for NaN and infinity.
 
     `final_loss` is the mean over the last epoch's steps, `first_loss` that of the first step that
-    has one. `eval` is the last evaluation. `sync_ratio_fp32` says how many times fewer bytes went
-    between replicas than ring all-reduces of fp32 gradients take, one per step. `repaired` counts,
-    by cut, samples that both ends had to forget. `wall_s` adds up the steps, without start-up and
-    evaluations. `unit` is what `tokens` count: the token, or the sample that is classified.
+    has one. `eval` is the last evaluation. `sync_ratio_fp32` compares the bytes between
+    replicas with one fp32 ring all-reduce of the gradients per step. `repaired` counts, by cut,
+    samples whose memories were reset. `wall_s` is the sum of step times, without start-up and
+    evaluations. `unit` is what `tokens` counts: tokens, or samples in classification.
     """
 
     name: str
@@ -123,6 +130,18 @@ def direction_bytes(summary: Summary, direction: Direction) -> int:
     return sum(row["bytes"] for row in summary["wire"] if row["direction"] == direction)
 
 
+def traffic_cells(row: Traffic, show_bytes: Callable[[int], str] = format_bytes) -> list[str]:
+    """Columns of a traffic table: messages, sent, bf16, ratio, fp32, ratio."""
+    return [
+        f"{row['messages']:,}",
+        show_bytes(row["bytes"]),
+        show_bytes(row["bf16_bytes"]),
+        format_ratio(row["ratio_bf16"]),
+        show_bytes(row["fp32_bytes"]),
+        format_ratio(row["ratio_fp32"]),
+    ]
+
+
 def _sync_ratio(info: RunInfo, records: Sequence[StepRecord]) -> float | None:
     sent = sum(record.sync_bytes for record in records)
     ring = 4 * 2 * (info.replicas - 1) * info.exchanged * len(records)
@@ -143,7 +162,7 @@ def _wire_traffic(info: RunInfo, records: Sequence[StepRecord], key: WireKey) ->
         count for record in records for count in record.wire if (count.cut, count.direction) == key
     ]
     traffic = _traffic(
-        sum(count.bytes for count in counts),
+        sum(count.nbytes for count in counts),
         messages=sum(count.messages for count in counts),
         values=sum(count.values for count in counts),
     )

@@ -1,7 +1,7 @@
-"""What the pictures of a run share: colours, size and frame.
+"""Common style of all plots: colours, size and frame.
 
-Colours come from the Okabe-Ito set, which stays distinct for colour-blind readers; what matters is
-also told apart by line style, hatching or text. Figures are built without pyplot, so nothing
+Colours come from the Okabe-Ito set, which stays distinct for colour-blind readers; line
+style, hatching or text distinguishes curves too. Figures are built without pyplot, so nothing
 global changes.
 """
 
@@ -17,7 +17,7 @@ _DPI = 150
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of a picture: the page below, text, secondary text, lines, and the data's own."""
+    """Colours of a plot: background, text, secondary text, lines, and data."""
 
     surface: str
     ink: str
@@ -69,7 +69,7 @@ def to_png(figure: Figure) -> bytes:
 
 
 def style(axes: Axes, title: str, theme: Theme, *, title_pad: float = 18) -> None:
-    """Give axes a title, the theme's colours and nothing else to look at but a grid."""
+    """Set title, colours and a horizontal grid."""
     axes.set_title(
         title, loc="left", color=theme.ink, fontsize=11, fontweight="bold", pad=title_pad
     )

@@ -1,4 +1,4 @@
-"""The events of one training step of all ranks, on one clock; and the file that keeps them."""
+"""The events of one training step on all ranks, on a common clock, and their file."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,16 +7,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from thinpipe.launch.distributed.clock import seconds_ahead
 from thinpipe.launch.distributed.gather import gather_json
-from thinpipe.launch.report.metrics import TimelineEvent, WireCount
 from thinpipe.pipeline.comm.transport import Transport
 from thinpipe.pipeline.schedule import ScheduleName
 from thinpipe.pipeline.stage import ComputeEvent
+from thinpipe.pipeline.step_stats import WireTotal
 
 FILE_NAME = "timeline.json"
 
 
 class Timeline(BaseModel):
-    """One step: its events, in seconds since the first rank began, and what it sent.
+    """One step: its events, in seconds since the first rank began it, and its traffic.
 
     `step` counts from 1, `wire` sums over the replicas. `pipeline_ranks` ranks make a replica. A
     step runs the schedule `accumulate` times.
@@ -32,12 +32,12 @@ class Timeline(BaseModel):
     pipeline_ranks: int
     replicas: int
     cuts: tuple[int, ...]
-    wire: tuple[WireCount, ...]
-    events: tuple[TimelineEvent, ...]
+    wire: tuple[WireTotal, ...]
+    events: tuple[ComputeEvent, ...]
 
     def write(self, folder: Path) -> None:
-        """Keep it in a run folder."""
-        (folder / FILE_NAME).write_text(self.model_dump_json())
+        """Write it to a run folder."""
+        (folder / FILE_NAME).write_text(self.model_dump_json(by_alias=True))
 
 
 def read_timeline(folder: Path) -> Timeline:
@@ -49,7 +49,7 @@ def read_timeline(folder: Path) -> Timeline:
     path = folder / FILE_NAME
     if not folder.is_dir():
         raise ValueError(
-            f"{folder}: no folder; give that of a finished run, such as runs/quickstart"
+            f"{folder}: no such folder; give that of a finished run, such as runs/quickstart"
         )
     try:
         return Timeline.model_validate_json(path.read_bytes())
@@ -59,20 +59,20 @@ def read_timeline(folder: Path) -> Timeline:
             "step of the second epoch (or the last step of a shorter run)"
         ) from None
     except ValidationError as error:
-        place = ".".join(map(str, error.errors()[0]["loc"]))
-        raise ValueError(f"{path}: not a timeline ({place}); run the training again") from None
+        key = ".".join(map(str, error.errors()[0]["loc"]))
+        raise ValueError(f"{path}: not a timeline ({key}); run the training again") from None
 
 
 def gather_events(
     transport: Transport, events: Sequence[ComputeEvent], start_s: float
-) -> list[TimelineEvent]:
-    """What all ranks did in a step that this rank began at `start_s`; every rank calls it alike."""
+) -> list[ComputeEvent]:
+    """Events of all ranks in a step that this rank began at `start_s`; a collective call."""
     ahead_s = seconds_ahead(transport)
     own = [(e.stage, e.kind, e.microbatch, e.start_s - ahead_s, e.end_s - ahead_s) for e in events]
     everyone = gather_json(transport, {"start_s": start_s - ahead_s, "events": own})
-    first_s = min(told["start_s"] for told in everyone)
+    first_s = min(other["start_s"] for other in everyone)
     return [
-        TimelineEvent(rank, stage, kind, m, begin_s - first_s, end_s - first_s)
-        for rank, told in enumerate(everyone)
-        for stage, kind, m, begin_s, end_s in told["events"]
+        ComputeEvent(stage, kind, m, begin_s - first_s, end_s - first_s, rank)
+        for rank, other in enumerate(everyone)
+        for stage, kind, m, begin_s, end_s in other["events"]
     ]

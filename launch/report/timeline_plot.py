@@ -1,4 +1,4 @@
-"""The timeline of one step as a picture: a lane per rank, a box per forward, backward and wait."""
+"""The timeline of one step as a plot: a row per rank, a box per forward, backward and wait."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
-from thinpipe.launch.report.metrics import TimelineEvent
 from thinpipe.launch.report.theme import LIGHT, Theme, new_figure, style, to_png
+from thinpipe.pipeline.stage import ComputeEvent
 
-_LANE = 0.78
-_STRIP = 0.09  # of encoding and decoding, at the bottom of a lane: they go on beside the rest
+_ROW = 0.78
+_STRIP = 0.09  # of encoding and decoding, at the bottom of a row, as they overlap with compute
 _KINDS = {
     "F": "forward",
     "B": "backward",
@@ -22,41 +22,41 @@ _KINDS = {
 }
 
 
-def timeline_png(events: Sequence[TimelineEvent], theme: Theme = LIGHT) -> bytes:
-    """One lane per rank: what it computed when, and when it was idle.
+def timeline_png(events: Sequence[ComputeEvent], theme: Theme = LIGHT) -> bytes:
+    """One row per rank, with its compute, waits and idle time.
 
     Raises:
         ValueError: there are no events to draw.
     """
     if not events:
         raise ValueError("timeline has no events; record one step with its events to draw it")
-    lanes = len({event.rank for event in events})
-    figure = new_figure(min(1.5 + 0.48 * lanes, 18.0), theme)
+    rows = len({event.rank for event in events})
+    figure = new_figure(min(1.5 + 0.48 * rows, 18.0), theme)
     _draw_timeline(figure.subplots(), events, theme)
     return to_png(figure)
 
 
-def _draw_timeline(axes: Axes, events: Sequence[TimelineEvent], theme: Theme) -> None:
+def _draw_timeline(axes: Axes, events: Sequence[ComputeEvent], theme: Theme) -> None:
     style(axes, "One step, rank by rank", theme, title_pad=8)
     end_s = max(event.end_s for event in events) or 1.0
     unit_s, unit = (1.0, "seconds") if end_s >= 2 else (1e-3, "milliseconds")
     numbered = _numbered_kinds(events, end_s)
     ranks = sorted({event.rank for event in events})
     labels = []
-    for lane, rank in enumerate(ranks):
+    for row, rank in enumerate(ranks):
         own = [event for event in events if event.rank == rank]
         stages = sorted({event.stage for event in own})
-        axes.barh(lane, end_s / unit_s, height=_LANE, color=theme.idle)
+        axes.barh(row, end_s / unit_s, height=_ROW, color=theme.idle)
         for chunk, stage in enumerate(stages):
             boxes = [event for event in own if event.stage == stage]
-            _draw_boxes(axes, boxes, at=(lane, chunk, unit_s), theme=theme)
-        _number_boxes(axes, [e for e in own if e.kind in numbered], at=(lane, unit_s), theme=theme)
+            _draw_boxes(axes, boxes, at=(row, chunk, unit_s), theme=theme)
+        _number_boxes(axes, [e for e in own if e.kind in numbered], at=(row, unit_s), theme=theme)
         plural = "stage" if len(stages) == 1 else "stages"
         labels.append(f"rank {rank}, {plural} {', '.join(map(str, stages))}")
         busy_s = sum(event.end_s - event.start_s for event in own if event.computes)
         axes.annotate(
             f"{max(0.0, 1 - busy_s / end_s):.0%} idle",
-            (1.008, lane),
+            (1.008, row),
             xycoords=axes.get_yaxis_transform(),
             va="center",
             color=theme.muted,
@@ -70,7 +70,7 @@ def _draw_timeline(axes: Axes, events: Sequence[TimelineEvent], theme: Theme) ->
     _timeline_legend(axes, events, theme)
 
 
-def _numbered_kinds(events: Sequence[TimelineEvent], end_s: float) -> set[str]:
+def _numbered_kinds(events: Sequence[ComputeEvent], end_s: float) -> set[str]:
     """The kinds of compute whose boxes are typically wide enough for the largest number."""
     digits = max(len(str(event.microbatch)) for event in events)
     widths: dict[str, list[float]] = {}
@@ -81,14 +81,14 @@ def _numbered_kinds(events: Sequence[TimelineEvent], end_s: float) -> set[str]:
 
 
 def _draw_boxes(
-    axes: Axes, events: Sequence[TimelineEvent], *, at: tuple[int, int, float], theme: Theme
+    axes: Axes, events: Sequence[ComputeEvent], *, at: tuple[int, int, float], theme: Theme
 ) -> None:
-    """Draw one stage's boxes; `at` is the lane, which of the rank's stages, seconds per unit.
+    """Draw one stage's boxes; `at`: row, number of the stage within its rank, seconds per unit.
 
     Later stages of one rank are paler, as in the usual drawings of interleaved schedules.
     """
-    lane, chunk, unit_s = at
-    top, bottom = lane - _LANE / 2, lane + _LANE / 2
+    row, chunk, unit_s = at
+    top, bottom = row - _ROW / 2, row + _ROW / 2
     heights = {"decode": (bottom - 2 * _STRIP, _STRIP), "encode": (bottom - _STRIP, _STRIP)}
     for kind, color in zip(_KINDS, theme.kinds, strict=True):
         spans = [
@@ -99,7 +99,7 @@ def _draw_boxes(
         waiting = kind == "wait"
         axes.broken_barh(
             spans,
-            heights.get(kind, (top, _LANE - 2 * _STRIP)),
+            heights.get(kind, (top, _ROW - 2 * _STRIP)),
             facecolor=_paler(color, theme.idle, min(0.35 * chunk, 0.7)),
             edgecolor=theme.faint if waiting else theme.surface,
             linewidth=0.0 if waiting else 0.6,
@@ -108,13 +108,13 @@ def _draw_boxes(
 
 
 def _number_boxes(
-    axes: Axes, events: Sequence[TimelineEvent], *, at: tuple[int, float], theme: Theme
+    axes: Axes, events: Sequence[ComputeEvent], *, at: tuple[int, float], theme: Theme
 ) -> None:
-    lane, unit_s = at
+    row, unit_s = at
     for event in events:
         text = axes.text(
             (event.start_s + event.end_s) / 2 / unit_s,
-            lane - _STRIP,
+            row - _STRIP,
             str(event.microbatch),
             ha="center",
             va="center_baseline",
@@ -131,8 +131,8 @@ def _paler(color: str, towards: str, amount: float) -> tuple[float, float, float
     return red, green, blue
 
 
-def _timeline_legend(axes: Axes, events: Sequence[TimelineEvent], theme: Theme) -> None:
-    """Name the kinds that occur, and idle time, which is the bare lane."""
+def _timeline_legend(axes: Axes, events: Sequence[ComputeEvent], theme: Theme) -> None:
+    """Name the kinds that occur, and idle time, which is the empty row."""
     seen = {event.kind for event in events}
     handles = [
         Patch(

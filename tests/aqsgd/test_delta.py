@@ -232,7 +232,7 @@ def test_pipeline_memories_stay_equal_under_random_delays(
     assert found[0] == found[1]
 
 
-def wire_bytes(built: Built, totals: StepTotals) -> list[tuple[int, int, int, int]]:
+def wire_bytes(built: Built, totals: StepTotals) -> list[tuple[int, str, int, int]]:
     return [(w.cut, w.direction, w.nbytes, w.messages) for w in totals.wire]
 
 
@@ -246,8 +246,8 @@ def test_bytes_on_the_wire_equal_the_formula(ranks: Ranks) -> None:
         samples = len(EPOCHS[step].ids_B)
         bits = 8 if step < 2 else 3  # the first epoch visits every sample for the first time
         assert found == [
-            (2, 0, headers + samples * (bits * numel // 8 + scales), 4),
-            (2, 1, headers + samples * (6 * numel // 8 + scales), 4),
+            (2, "forward", headers + samples * (bits * numel // 8 + scales), 4),
+            (2, "backward", headers + samples * (6 * numel // 8 + scales), 4),
         ]
 
 

@@ -207,11 +207,11 @@ def test_at_another_number_of_replicas_only_moved_samples_are_new(
     done = thinpipe(run_file, *run, f"pipeline.replicas={now}", "--resume", "--step", "4")
     assert done.returncode == 0, done.stderr
     assert f"replicas {before}; this run has cuts [2], replicas {now}" in done.stderr
-    told = "samples are now another replica's: sent like new ones" in done.stderr
+    told = "samples moved to another replica and are sent as first visits" in done.stderr
     assert told == bool(first_visits)
     records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
     first, second = (
-        sum(record.wire[0].bytes - 52 * record.wire[0].messages for record in epoch)
+        sum(record.wire[0].nbytes - 52 * record.wire[0].messages for record in epoch)
         for epoch in (records[:4], records[4:])
     )
     assert [
@@ -237,7 +237,7 @@ def test_a_run_whose_cuts_moved_reports_all_its_bytes(run_file: Path) -> None:
     methods = {(row["cut"], row["direction"]): row["method"] for row in summary["wire"]}
     assert {cut for cut, _ in methods} == {1, 2, 3}
     assert {cut for (cut, _), method in methods.items() if method == "earlier cut"} == {1}
-    sent = [sum(count.bytes for count in record.wire) for record in records]
+    sent = [sum(count.nbytes for count in record.wire) for record in records]
     assert summary["totals"]["bytes"] == sum(sent)
     assert "earlier cut" in (folder / "report.html").read_text()
     assert "earlier cut" in done.stdout
@@ -288,7 +288,7 @@ def test_the_folder_of_a_live_run_is_left_alone(
         (["--set", "run.folder={file}", "--dry-run"], "run.folder = {file}: it is a file"),
         (["--resume"], "no checkpoints to resume from"),
         (["--resume", "--dry-run"], "no checkpoints to resume from"),
-        (["--step", "6"], "--step = 6: goes with --resume; add it, or leave out --step"),
+        (["--step", "6"], "--step = 6: needs --resume; add it, or remove --step"),
     ],
 )
 def test_user_errors_exit_with_2_before_any_rank_starts(
@@ -326,7 +326,7 @@ def test_resume_with_other_settings_is_refused(run_file: Path) -> None:
     changed = ["--set", "model.width=32", "--set", "train.epochs=3"]
     done = thinpipe(run_file, *one, "--resume", *changed)
     assert f"data.train differ; data.path = '{text}', data.tokenizer = 'bytes'" in done.stderr
-    assert f"written since then: {text}; name a copy of the old content" in done.stderr
+    assert f"written since then: {text}; restore the old content" in done.stderr
     assert done.returncode == 2
     assert "with model.width = 16, this run has 32; with train.epochs = 2," in done.stderr
     assert '(train.epochs may change only with train.decay = "none"' in done.stderr

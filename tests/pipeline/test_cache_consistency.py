@@ -183,7 +183,7 @@ def test_healed_samples_are_sent_like_new_ones(ranks: Ranks, tmp_path: Path) -> 
     whole = ranks(3, run, settings(tmp_path), None, -1)[0]
     hurt = ranks(3, run, settings(tmp_path), forget_a_few, 1)[0]
     sizes = [
-        {wire.cut: wire.nbytes for wire in totals.wire if wire.direction == 0}
+        {wire.cut: wire.nbytes for wire in totals.wire if wire.direction == "forward"}
         for totals, _, _ in (whole[3], hurt[3], whole[1])
     ]
     assert sizes[0][1] == sizes[1][1]

@@ -105,9 +105,7 @@ def assert_same_bytes(left: Path, right: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["gpt2", "gpt-neox", "llama", "gemma", "opt-350m", "bert", "deberta"]
 )
-def test_a_run_without_training_gives_back_the_bytes_it_was_given(
-    name: str, tmp_path: Path
-) -> None:
+def test_export_without_training_is_byte_identical(name: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     saved_model(name, source)
     (source / "merges.txt").write_text("#version: 0.2\n")
@@ -117,7 +115,7 @@ def test_a_run_without_training_gives_back_the_bytes_it_was_given(
     assert (tmp_path / "out" / "merges.txt").read_text() == "#version: 0.2\n"
 
 
-def test_weights_of_another_dtype_come_back_in_it(tmp_path: Path) -> None:
+def test_export_keeps_the_source_dtype(tmp_path: Path) -> None:
     source = tmp_path / "source"
     saved_model("llama", source, dtype="bfloat16")
     for path in source.glob("*.safetensors"):
@@ -162,7 +160,7 @@ def test_an_empty_folder_may_be_named_by_a_link_or_a_dot(
     assert_same_bytes(tmp_path / "here", tmp_path / "source")
 
 
-def test_a_head_that_parted_from_its_embedding_keeps_the_dtype(tmp_path: Path) -> None:
+def test_an_untied_head_keeps_the_dtype(tmp_path: Path) -> None:
     source = tmp_path / "source"
     saved_model("gpt2", source)
     for path in source.glob("*.safetensors"):
@@ -194,11 +192,11 @@ def test_transformers_computes_the_logits_of_the_trained_pipeline(
     assert not torch.allclose(before, trained, atol=1e-3)
 
 
-def test_a_head_that_left_its_embedding_is_saved_untied(tmp_path: Path) -> None:
+def test_a_head_that_differs_from_the_embedding_is_saved_untied(tmp_path: Path) -> None:
     saved_model("gpt2", tmp_path / "source")
     saved_run(run_config(section("gpt2", tmp_path / "source"), tmp_path / "run"), steps=2)
     notes = export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
-    assert any("lm_head.weight: trained apart" in note for note in notes)
+    assert any("lm_head.weight: differs from" in note for note in notes)
     assert (
         json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
     )

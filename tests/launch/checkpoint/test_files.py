@@ -306,7 +306,7 @@ def test_hosts_on_one_file_system_may_all_begin_and_finish(tmp_path: Path) -> No
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_a_host_is_overtaken_while_it_looks_for_parts(
+def test_another_host_publishes_while_parts_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = write_part(begin(tmp_path, 40), "stage-0", {"a": 1})
@@ -372,9 +372,9 @@ def test_a_state_too_large_for_its_header_is_refused_with_the_remedy(tmp_path: P
 def test_finish_refuses_parts_that_are_not_the_files(tmp_path: Path) -> None:
     folder = begin(tmp_path, 40)
     one, two = (write_part(folder, name, {}) for name in ("one", "two"))
-    with pytest.raises(CheckpointError, match="holds two, which finish was not given"):
+    with pytest.raises(CheckpointError, match="holds two, which are not in parts"):
         finish(tmp_path, 40, parts=[one], meta={})
-    with pytest.raises(ValueError, match="two have one name"):
+    with pytest.raises(ValueError, match="duplicate names"):
         finish(tmp_path, 40, parts=[one, two, two], meta={})
     with pytest.raises(CheckpointError, match=r"two\.safetensors: truncated"):
         finish(tmp_path, 40, parts=[one, Part("two", two.nbytes + 1, two.sha256)], meta={})

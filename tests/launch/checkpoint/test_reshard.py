@@ -14,7 +14,7 @@ from thinpipe.launch.checkpoint.files import CheckpointError
 from thinpipe.launch.checkpoint.reshard import (
     Layout,
     common_model,
-    fill_module,
+    load_module,
     module_of,
     moved_samples,
     parameter_names,
@@ -186,7 +186,7 @@ def test_weights_and_optimizer_survive_another_number_of_replicas(
 @pytest.mark.parametrize(
     ("method", "cuts"), [("allreduce", [2]), ("cocktail", [2]), ("cocktail", [])]
 )
-def test_a_second_replica_starts_from_what_the_first_knew(
+def test_a_second_replica_starts_from_the_state_of_the_first(
     ranks: Ranks, tmp_path: Path, method: str, cuts: list[int]
 ) -> None:
     exchange = {"method": method, **({method: COCKTAIL} if method == "cocktail" else {})}
@@ -205,11 +205,13 @@ def test_a_second_replica_starts_from_what_the_first_knew(
         assert_equal(joined(replica, "common"), joined(resumed[:stages], "common"))
     after, before = (joined(results, "common") for results in (resumed, saved))
     assert any(not torch.equal(after[name], before[name]) for name in before)
-    assert "sent like new ones" not in resumed[0]["log"]  # the first knew all samples
+    assert "sent as first visits" not in resumed[0]["log"]  # the first had all samples
 
 
 @pytest.mark.dist
-def test_replicas_that_differ_are_made_one_where_cuts_move(ranks: Ranks, tmp_path: Path) -> None:
+def test_differing_replicas_start_from_the_common_model_when_cuts_move(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     cocktail = {"method": "cocktail", "cocktail": COCKTAIL}
     at_two, at_one = (
         run_config([cut], pipeline={"replicas": 2}, gradcomp=cocktail) for cut in (2, 1)
@@ -232,7 +234,7 @@ def test_memories_of_cuts_that_stayed_are_kept_and_the_others_start_empty(
     restored = [result["restored"]["known"] for result in resumed]
     assert restored == [{2: 0}, {2: 0, 3: 8}, {3: 8}]
     assert "memories at cuts [2] start empty" in resumed[0]["log"]
-    assert not resumed[1]["log"]  # said once
+    assert not resumed[1]["log"]  # logged once
     again = ranks(3, _resume, run_config([1, 3], boundary=AQSGD), str(tmp_path))
     assert [result["restored"]["known"] for result in again] == [{1: 8}, {1: 8, 3: 8}, {3: 8}]
 
@@ -280,17 +282,17 @@ def test_samples_that_moved_are_counted(before: int, now: int, moved: tuple[int,
     assert moved_samples(before, now) == moved
 
 
-def test_copies_that_parted_are_not_made_one_again(tmp_path: Path) -> None:
+def test_tied_copies_that_differ_are_refused(tmp_path: Path) -> None:
     tied = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     tied[1].weight = tied[0].weight
     saved = {name: tensor.clone() for name, tensor in tied.state_dict().items()}
-    fill_module(tied, saved, tmp_path)
+    load_module(tied, saved, tmp_path)
     saved["1.weight"] += 1
     with pytest.raises(CheckpointError, match=r"0\.weight and 1\.weight .*keep a cut"):
-        fill_module(tied, saved, tmp_path)
+        load_module(tied, saved, tmp_path)
     del saved["1.bias"]
-    with pytest.raises(CheckpointError, match=r"no part holds 1\.bias"):
-        fill_module(tied, saved, tmp_path)
+    with pytest.raises(CheckpointError, match=r"no part has 1\.bias"):
+        load_module(tied, saved, tmp_path)
 
 
 def test_a_layout_is_what_decides_where_things_are() -> None:

@@ -1,4 +1,4 @@
-"""A run folder is one run's at a time, also where two start at the same moment."""
+"""A run folder is locked by one run at a time, also if two start simultaneously."""
 
 import os
 import signal
@@ -26,43 +26,43 @@ sys.stdin.read()
 """
 
 
-def claimed(path: Path, *, resume: bool = False, run: int = OURS) -> tuple[RunFolder, str | None]:
+def acquired(path: Path, *, resume: bool = False, run: int = OURS) -> tuple[RunFolder, str | None]:
     mine = RunFolder(path)
     return mine, mine._try(run, resume=resume)
 
 
 def taken(path: Path, process: int | None = None) -> str:
-    """What whoever comes second is told of the first."""
+    """The error of a second run, naming the first."""
     return (
         f"run.folder = {path}: another run is using it (process {process or os.getpid()} on "
         f"{socket.gethostname()}, run 0000000000000abc); end it, or choose another folder"
     )
 
 
-def test_a_folder_that_is_being_moved_aside_is_not_another_run_s_to_take(
+def test_a_folder_being_renamed_cannot_be_locked_by_another_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run"
-    earlier, _ = claimed(path)
+    earlier, _ = acquired(path)
     (path / "metrics.jsonl").write_text("precious")
     earlier.release()
-    move_aside, rivals = folder._move_aside, []
+    move_aside, others = folder._move_aside, []
 
     def slowly(moved: Path) -> None:
         monkeypatch.setattr(folder, "_move_aside", move_aside)
-        rivals.extend(claimed(path, resume=resume, run=OTHER)[1] for resume in (False, True))
+        others.extend(acquired(path, resume=resume, run=OTHER)[1] for resume in (False, True))
         move_aside(moved)
 
     monkeypatch.setattr(folder, "_move_aside", slowly)
-    mine, problem = claimed(path)
+    mine, problem = acquired(path)
     assert problem is None
-    assert rivals == [taken(path)] * 2
+    assert others == [taken(path)] * 2
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == "precious"
     assert not (tmp_path / "run.2").exists()
     mine.release()
 
 
-def test_a_lock_of_a_folder_that_was_moved_meanwhile_is_none(
+def test_the_lock_of_a_moved_folder_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run"
@@ -75,25 +75,25 @@ def test_a_lock_of_a_folder_that_was_moved_meanwhile_is_none(
         flock(*arguments)
 
     monkeypatch.setattr(folder.fcntl, "flock", after_a_move)
-    _, problem = claimed(path)
+    _, problem = acquired(path)
     assert problem == f"run.folder = {path}: another run is using it"
 
 
-def test_other_hosts_of_the_run_share_the_folder_and_a_resumed_run_takes_it(tmp_path: Path) -> None:
+def test_hosts_of_a_run_share_the_lock_and_a_resumed_run_takes_it_over(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    first, problem = claimed(path)
+    first, problem = acquired(path)
     assert problem is None
-    assert claimed(path)[1] is None
-    assert claimed(path, run=OTHER)[1] == taken(path)
+    assert acquired(path)[1] is None
+    assert acquired(path, run=OTHER)[1] == taken(path)
     first.release()
-    again, problem = claimed(path, resume=True)
+    again, problem = acquired(path, resume=True)
     assert problem is None
     assert not (tmp_path / "run.1").exists()
-    assert claimed(path, resume=True, run=OTHER)[1] == taken(path)
+    assert acquired(path, resume=True, run=OTHER)[1] == taken(path)
     again.release()
 
 
-def test_a_second_run_is_told_who_holds_the_folder_until_that_is_dead(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_naming_the_owner_until_it_ends(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path), str(OURS)],
@@ -104,19 +104,19 @@ def test_a_second_run_is_told_who_holds_the_folder_until_that_is_dead(tmp_path: 
         assert holder.stdout is not None
         assert holder.stdout.readline() == "None\n"
         for resume in (False, True):
-            assert claimed(path, resume=resume, run=OTHER)[1] == taken(path, holder.pid)
+            assert acquired(path, resume=resume, run=OTHER)[1] == taken(path, holder.pid)
         holder.send_signal(signal.SIGKILL)
     assert (path / ".lock").read_text()  # its name is still there
-    mine, problem = claimed(path, resume=True, run=OURS)
+    mine, problem = acquired(path, resume=True, run=OURS)
     assert problem is None
-    assert claimed(path, run=OTHER)[1] == taken(path)
+    assert acquired(path, run=OTHER)[1] == taken(path)
     mine.release()
 
 
-def test_a_lock_that_names_nobody_is_a_lock_all_the_same(tmp_path: Path) -> None:
+def test_a_lock_without_an_owner_still_locks(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    mine, _ = claimed(path)
+    mine, _ = acquired(path)
     for text in ("", "torn {", "[]"):
         (path / ".lock").write_text(text)
-        assert claimed(path)[1] == f"run.folder = {path}: another run is using it"
+        assert acquired(path)[1] == f"run.folder = {path}: another run is using it"
     mine.release()

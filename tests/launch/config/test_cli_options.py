@@ -1,4 +1,4 @@
-"""What the command line refuses: option, value, remedy; files that are not there by their path."""
+"""Usage errors: option, value, remedy; missing files by their path."""
 
 import os
 from pathlib import Path
@@ -14,10 +14,10 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
     with pytest.raises(SystemExit) as ended:
         run_app(app, [str(argument) for argument in arguments])
     assert ended.value.code == 2
-    output, said = capfd.readouterr()
+    output, error = capfd.readouterr()
     assert not output
-    assert said.startswith("error: ")
-    return said.removeprefix("error: ").rstrip("\n")
+    assert error.startswith("error: ")
+    return error.removeprefix("error: ").rstrip("\n")
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["doctor", "x.toml", "--seconds", "soon"], "--seconds = soon: give a number"),
         (["export", "a", "b", "--dtype", "z"], "--dtype = z: "),
         (["shaped", "set", "--run", "x"], "--run = x: give a whole number"),
-        (["train"], "Missing argument 'RUN.TOML'; --help shows what can be given"),
+        (["train"], "Missing argument 'RUN.TOML'; --help lists arguments and options"),
         (["trian"], "No such command 'trian'. Did you mean 'train'"),
     ],
 )
@@ -40,15 +40,13 @@ def test_an_option_that_cannot_be_read_is_named_with_its_remedy(
     assert refused(capfd, *arguments).startswith(message)
 
 
-def test_a_machine_that_the_hosts_file_lacks_is_named(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_unknown_machine_is_named(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.toml"
     hosts.write_text('[[host]]\nname = "alfa"\ncheckout = "thinpipe"')
-    said = refused(capfd, "launch", hosts, "run.toml", "--show", "abc")
-    assert said == "--show = 'abc': no such machine; there are alfa"
-    said = refused(capfd, "train", hosts)
-    assert said.startswith(f"{hosts}: this is a hosts file; `thinpipe launch` takes it")
+    error = refused(capfd, "launch", hosts, "run.toml", "--show", "abc")
+    assert error == "--show = 'abc': no such machine; use one of alfa"
+    error = refused(capfd, "train", hosts)
+    assert error.startswith(f"{hosts}: this is a hosts file; pass it to `thinpipe launch`")
 
 
 @pytest.mark.parametrize(
@@ -56,7 +54,7 @@ def test_a_machine_that_the_hosts_file_lacks_is_named(
     [
         (["train", "gone.toml"], "gone.toml: no such file, seen from {cwd}; correct the path"),
         (["launch", "gone.toml", "run.toml"], "gone.toml: no such file, seen from {cwd}; "),
-        (["trace", "gone"], "gone: no folder; give that of a finished run"),
+        (["trace", "gone"], "gone: no such folder; give that of a finished run"),
         (
             ["shaped", "--matrix", "gone.json", "--", "true"],
             "--matrix = gone.json: No such file or directory; correct the path, or have ",
@@ -91,9 +89,9 @@ def test_a_missing_file_is_named_with_what_to_do(
     assert refused(capfd, *arguments).startswith(message.format(cwd=os.getcwd()))
 
 
-def test_versions_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run_app(app, ["--version"])
     assert not ended.value.code
-    told = dict(part.split(" ") for part in capsys.readouterr().out.strip().split(", "))
-    assert told == versions()
+    printed = dict(part.split(" ") for part in capsys.readouterr().out.strip().split(", "))
+    assert printed == versions()

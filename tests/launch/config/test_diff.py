@@ -1,8 +1,8 @@
-"""A user who changed settings of a run to resume learns of each that must be changed back."""
+"""Changed settings of a resumed run are reported, each that must be changed back."""
 
 from typing import Any
 
-from thinpipe.launch.config.diff import changed_settings, tell_changes
+from thinpipe.launch.config.diff import changed_settings, describe_changes
 from thinpipe.launch.config.run import RunConfig
 
 BOUNDARIES: list[dict[str, Any]] = [
@@ -12,19 +12,19 @@ BOUNDARIES: list[dict[str, Any]] = [
 CUTS = {"cuts": [1, 2, 4]}
 
 
-def told(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def described(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     base = {"pipeline": CUTS, "boundary": BOUNDARIES, "model": {"layers": 6}}
     runs = (RunConfig.model_validate({**base, **tables}).shared() for tables in (before, now))
-    return tell_changes(changed_settings(*runs))
+    return describe_changes(changed_settings(*runs))
 
 
-def test_equal_settings_and_those_that_may_change_are_not_told() -> None:
-    assert not told({}, {"run": {"name": "other"}, "eval": {"every_epochs": 2}})
-    assert not told({}, {"pipeline": {"cuts": [2, 4], "microbatches": 2}})
+def test_equal_settings_and_those_that_may_change_are_not_reported() -> None:
+    assert not described({}, {"run": {"name": "other"}, "eval": {"every_epochs": 2}})
+    assert not described({}, {"pipeline": {"cuts": [2, 4], "microbatches": 2}})
 
 
-def test_every_changed_setting_is_told_as_run_files_have_it() -> None:
-    text = told(
+def test_changed_settings_are_reported_in_run_file_syntax() -> None:
+    text = described(
         {"data": {"text_field": "text"}},
         {
             "boundary": [
@@ -48,11 +48,11 @@ def test_every_changed_setting_is_told_as_run_files_have_it() -> None:
     assert f"boundary at cut 4: {other_kind}" in text
 
 
-def test_of_very_many_the_rest_is_counted() -> None:
+def test_long_lists_of_changes_end_with_a_count() -> None:
     exchange = {"method": "cocktail", "cocktail": {"bits": 4, "topk": 0.1}}
     model = {"layers": 6, "width": 32, "heads": 8, "context": 256, "vocab": 512}
     train = {"lr": 0.5, "weight_decay": 0.5, "clip_norm": 2.0}
-    text = told({"gradcomp": exchange}, {"model": model, "train": train})
+    text = described({"gradcomp": exchange}, {"model": model, "train": train})
     assert text[0] == "gradcomp.cocktail.bits = 4, not set in this run"
     assert len(text) == 9
     assert text[-1] == "2 more settings changed"

@@ -1,4 +1,4 @@
-"""Run files are strict: every mistake is named with its place, value and remedy."""
+"""Run files are strict: every error is named with its key, value and remedy."""
 
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ('extends = "run.toml"', ["extends itself"]),
     ],
 )
-def test_a_mistake_is_named(tmp_path: Path, text: str, parts: list[str]) -> None:
+def test_an_error_is_named_with_its_remedy(tmp_path: Path, text: str, parts: list[str]) -> None:
     message = refused(tmp_path, text)
     for part in parts:
         assert part in message
@@ -189,7 +189,7 @@ def test_overrides_are_toml_values_or_text(tmp_path: Path) -> None:
     assert config.pipeline.cuts == (1, 3)
 
 
-def test_an_empty_override_takes_a_setting_back(tmp_path: Path) -> None:
+def test_an_empty_override_resets_a_setting(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[run]\nname = "other"\n[train]\nlr = 1.0')
     config = load_config(file, ["train.lr=", "run.folder="])
@@ -203,7 +203,7 @@ def test_a_file_extends_another(tmp_path: Path) -> None:
     assert (config.train.lr, config.train.epochs, config.pipeline.cuts) == (0.25, 7, (4,))
 
 
-def test_what_a_file_extends_can_be_unsaid(tmp_path: Path) -> None:
+def test_an_empty_value_removes_a_key_of_the_base(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text(
         '[data]\npath = "a.txt"\neval_path = "b.txt"\n[train]\nlr = 1'
     )
@@ -241,12 +241,12 @@ def test_each_cut_has_its_own_boundary(tmp_path: Path) -> None:
         ("delta-lowbits", AqsgdConfig(bits=3, memory=8)),
     ],
 )
-def test_names_of_ac_sgd_are_understood(tmp_path: Path, name: str, expected: Any) -> None:
+def test_names_of_ac_sgd_are_accepted(tmp_path: Path, name: str, expected: Any) -> None:
     text = f'[pipeline]\ncuts = [2]\n[[boundary]]\nforward = {{kind = "{name}", bits = 3}}'
     assert load(tmp_path, text).boundary_at(2).forward == expected
 
 
-def test_a_setting_of_ones_own_counts_before_what_a_name_of_ac_sgd_implies(tmp_path: Path) -> None:
+def test_explicit_settings_override_what_an_ac_sgd_name_implies(tmp_path: Path) -> None:
     text = "[pipeline]\ncuts = [2]\n[[boundary]]\nforward = {kind = 'delta-lowbits', memory = 4}"
     assert load(tmp_path, text).boundary_at(2).forward == AqsgdConfig(memory=4)
     without = load(tmp_path, text, "boundary.0.forward.memory=")
@@ -254,9 +254,7 @@ def test_a_setting_of_ones_own_counts_before_what_a_name_of_ac_sgd_implies(tmp_p
 
 
 @pytest.mark.parametrize(("theirs", "ours"), [("RANDOMP_RATIO", "subset"), ("TOPK_RATIO", "topk")])
-def test_what_is_said_later_counts_however_it_is_spelt(
-    tmp_path: Path, theirs: str, ours: str
-) -> None:
+def test_later_settings_win_under_either_name(tmp_path: Path, theirs: str, ours: str) -> None:
     for before in (theirs, ours):
         for after in (theirs, ours):
             (tmp_path / "base.toml").write_text(f"[gradcomp.cocktail]\n{before} = 0.5")
@@ -305,7 +303,7 @@ def test_examples_are_valid() -> None:
         load_config(path, [model] if model else [])
 
 
-def test_dropout_with_delta_coding_is_warned_of(tmp_path: Path) -> None:
+def test_dropout_with_delta_coding_warns(tmp_path: Path) -> None:
     text = "[model]\ndropout = 0.1\n[pipeline]\ncuts = [2]"
     note, warning = load(tmp_path, text).notices()
     assert 'model.tie_embeddings = "exact"' in note
@@ -318,13 +316,13 @@ def test_dropout_with_delta_coding_is_warned_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tier", ["ram", "disk"])
-def test_a_folder_that_holds_nothing_is_told_of(tmp_path: Path, tier: str) -> None:
+def test_an_unused_memory_folder_is_noted(tmp_path: Path, tier: str) -> None:
     notices = load(tmp_path, f"[memory]\nfolder = '/fast'\ntier = '{tier}'").notices()
-    said = "note: memory.folder = '/fast' is not used: memory.tier = 'ram' keeps nothing on disk"
-    assert notices == ([said] if tier == "ram" else [])
+    note = "note: memory.folder = '/fast' is not used: memory.tier = 'ram' keeps nothing on disk"
+    assert notices == ([note] if tier == "ram" else [])
 
 
-def test_a_classifier_is_not_told_of_ties(tmp_path: Path) -> None:
+def test_classifiers_get_no_note_on_ties(tmp_path: Path) -> None:
     text = '[model]\ntask = "classification"\nclasses = 2\n[pipeline]\ncuts = [2]'
     fields = ("data.text_field=a", "data.label_field=b")
     assert load(tmp_path, text, *fields).notices() == []

@@ -1,4 +1,4 @@
-"""Labelled texts and rows of every source, by way of `load`."""
+"""Labelled texts and rows of every source, through `load`."""
 
 import importlib.util
 import json
@@ -41,7 +41,7 @@ def _texts(samples: SampleSet) -> list[tuple[str, int]]:
     ]
 
 
-def test_colas_form_is_read_by_column_numbers(tmp_path: Path) -> None:
+def test_cola_is_read_by_column_numbers(tmp_path: Path) -> None:
     training, held_out = load(_config(_write(tmp_path, "cola.tsv", COLA)))
     everything = [(f"Sentence {i}.", i % 2) for i in range(40)]
     assert _texts(held_out) == everything[9::10]
@@ -64,12 +64,12 @@ def test_pairs_and_label_names(tmp_path: Path) -> None:
     assert _texts(load(config)[0]) == [("A?\0B.", 1), ("A?\0B.", 0)]
 
 
-def test_texts_too_long_are_cut_short_and_told_of(tmp_path: Path) -> None:
+def test_long_texts_are_truncated_with_a_note(tmp_path: Path) -> None:
     training, held_out = load(_config(_write(tmp_path, "a.tsv", COLA), sequence_length=11))
     assert _texts(training)[0] == ("Sentence 0.", 0)
     assert _texts(training)[-1][0] == "Sentence 38"
     assert training.notes == (
-        "note: 27 of 36 texts are longer than data.sequence_length = 11 bytes and are cut short",
+        "note: 27 of 36 texts are longer than data.sequence_length = 11 bytes and are truncated",
     )
     assert "3 of 4 texts" in held_out.notes[0]
 
@@ -84,7 +84,7 @@ def test_the_digest_covers_labels(tmp_path: Path) -> None:
     ("content", "changes", "message"),
     [
         ("a\tmaybe\t\tx\n", {}, r"a.tsv:1: field 1 = 'maybe': not a whole number; name the labels"),
-        ("a\t2\t\tx\n", {}, r"a.tsv:1: field 1 = '2': model.classes = 2 leaves labels 0 to 1"),
+        ("a\t2\t\tx\n", {}, r"a.tsv:1: field 1 = '2': model.classes = 2 allows labels 0 to 1"),
         ("a\t-1\t\tx\n", {}, r"field 1 = '-1': model.classes = 2"),
         ("a\t1\t\tx\n", {"labels": ("n", "y")}, r"'1': not one of data.labels = \['n', 'y'\]"),
         ("a\t1\t\t\n", {}, r"a.tsv:1: field 3 = '': not text"),
@@ -121,7 +121,7 @@ def test_rows_and_settings_that_do_not_fit_are_named(
         ),
         ({"sources": [{"path": "a", "weight": 1}]}, r"sources = .* mixtures are of instruction"),
         ({"eval_path": "a"}, r"eval_path = 'a': nothing to train on"),
-        ({"dataset": "hf:a/b", "eval_path": "c"}, r"brings its held-out split and its format"),
+        ({"dataset": "hf:a/b", "eval_path": "c"}, r"has its own evaluation split and format"),
         ({"path": "a", "text_field": "t", "label_field": 1}, r"\['t', 1\]: some are names and"),
         (
             {"path": "a", "text_field": "t", "label_field": "l", "max_bytes": 9},
@@ -144,7 +144,7 @@ def test_rows_of_text_are_running_text(tmp_path: Path) -> None:
                    train_sequences="all")
     )  # fmt: skip
     assert bytes(training.batch([0]).inputs_BT[0].tolist()) == b"Abstract 00000.\n"
-    with pytest.raises(ValueError, match=r"jsonl has fields; say which in data.text_field"):
+    with pytest.raises(ValueError, match=r"jsonl has fields; name them in data.text_field"):
         load(DataConfig(path=path))
     plain, _ = load(DataConfig(path=path, format="text", sequence_length=16, train_sequences=2,
                                eval_sequences=1))  # fmt: skip
@@ -167,8 +167,8 @@ def test_mixtures_and_packing_reach_the_sets(tmp_path: Path) -> None:
         "eval_sequences": "all",
     }
     training, held_out = load(DataConfig(**choices), seed=3)
-    told = bytes(training.batch(range(len(training))).inputs_BT.flatten().tolist())
-    assert (told.count(b"a"), told.count(b"b"), len(training)) == (18, 9, 6)
+    tokens = bytes(training.batch(range(len(training))).inputs_BT.flatten().tolist())
+    assert (tokens.count(b"a"), tokens.count(b"b"), len(training)) == (18, 9, 6)
     assert bytes(held_out.batch(range(len(held_out))).inputs_BT.flatten().tolist()).count(b"9") == 4
     again, other = (load(DataConfig(**choices), seed=seed)[0].digest for seed in (3, 4))
     assert training.digest == again != other
@@ -195,8 +195,8 @@ def test_a_tokenizer_makes_running_text_shorter(tmp_path: Path) -> None:
     as_bytes, _ = load(DataConfig(**choices))
     as_tokens, _ = load(DataConfig(tokenizer=str(tmp_path), **choices))
     assert len(as_tokens) < len(as_bytes) / 3
-    told = trained.decode(as_tokens.batch([0]).inputs_BT[0].tolist())
-    assert text.startswith(told)
+    decoded = trained.decode(as_tokens.batch([0]).inputs_BT[0].tolist())
+    assert text.startswith(decoded)
     with pytest.raises(ValueError, match=r"leaves 1\d\d tokens for .* at most \d+, a longer"):
         load(DataConfig(tokenizer=str(tmp_path), **(choices | {"eval_sequences": 999})))
 
@@ -238,5 +238,5 @@ def test_qnli_is_read_as_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _texts(training) == [("Q?\0S.", 0), ("Q?\0S.", 1)]
     assert _texts(held_out) == [("Q?\0S.", 1)]
     wrong = config.model_copy(update={"label_field": "answer"})
-    with pytest.raises(ValueError, match=r"no column 'answer' in a split 'train' \(there: \['ques"):
+    with pytest.raises(ValueError, match=r"no column 'answer' in a split 'train' \(it has \['ques"):
         load(wrong)

@@ -48,16 +48,16 @@ def _unpacked(found: ColumnSet) -> Counter[tuple[bytes, bytes]]:
     """What (inputs, response) the segments of all sequences hold."""
     batch = found.batch(range(len(found)))
     assert batch.segments_BT is not None
-    told: Counter[tuple[bytes, bytes]] = Counter()
+    examples: Counter[tuple[bytes, bytes]] = Counter()
     for inputs, targets, segments in zip(
         batch.inputs_BT, batch.targets, batch.segments_BT, strict=True
     ):
         for segment in range(1, int(segments.max()) + 1):
             own = segments == segment
             counted = targets[own]
-            told[bytes(inputs[own].tolist()), bytes(counted[counted != -100].tolist())] += 1
+            examples[bytes(inputs[own].tolist()), bytes(counted[counted != -100].tolist())] += 1
         assert bool((targets[segments == 0] == -100).all())
-    return told
+    return examples
 
 
 _texts = st.lists(
@@ -86,7 +86,7 @@ def test_packing_fills_sequences() -> None:
     assert float(used.float().mean()) > 0.97
 
 
-def test_the_seed_decides_who_shares_a_sequence() -> None:
+def test_packing_depends_on_the_seed() -> None:
     examples = _examples(*[(f"{i}", "b") for i in range(30)])
     digests = {instruction_set(examples, _layout(seed=seed)).digest for seed in (0, 1)}
     assert len(digests) == 2
@@ -101,7 +101,7 @@ def test_the_digest_covers_targets_and_prefixes() -> None:
     assert len(digests) == 4
 
 
-def test_examples_that_do_not_fit_are_told_of() -> None:
+def test_examples_that_do_not_fit_are_left_out_with_a_note() -> None:
     examples = _examples(("a", "b"), ("a" * 20, "b"))
     found = instruction_set(examples, _layout(8))
     assert len(found) == 1

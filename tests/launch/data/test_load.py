@@ -21,7 +21,7 @@ def _set(n: int = 5, length: int = 3) -> SequenceSet:
 
 
 @pytest.mark.parametrize("ids", [[3, 0], torch.tensor([3, 0]), torch.tensor([3, 0]).int()])
-def test_targets_are_the_inputs_moved_on_by_one(ids: list[int] | Tensor) -> None:
+def test_targets_are_the_inputs_shifted_by_one(ids: list[int] | Tensor) -> None:
     batch = _set().batch(ids)
     inputs, targets = batch.inputs_BT, batch.targets
     assert batch.ids_B.tolist() == [3, 0]
@@ -156,23 +156,23 @@ def test_max_bytes_limits_the_text(tmp_path: Path) -> None:
     assert max(_lines(training) | _lines(evaluation)) < b"0000060"
 
 
-def test_bytes_that_are_no_text_are_told_of(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_noted(tmp_path: Path) -> None:
     text, binary = tmp_path / "text", tmp_path / "binary"
     text.write_bytes("été, ça ".encode() * 200)  # some limit below cuts a character
     binary.write_bytes(bytes(range(256)) * 20)
     for limit in range(1500, 1510):
         for part in load(_config(text, max_bytes=limit)):
             assert part.notes == ()
-    told = "is not UTF-8 text; its bytes are learnt as they are"
+    note = "is not UTF-8 text; it is read as plain bytes"
     for part in load(_config(binary)):
-        assert part.notes == (f"note: data.path = {str(binary)!r} {told}",)
+        assert part.notes == (f"note: data.path = {str(binary)!r} {note}",)
     training, held_out = load(_config(text, eval_path=str(binary)))
     assert training.notes == ()
-    assert held_out.notes == (f"note: data.eval_path = {str(binary)!r} {told}",)
+    assert held_out.notes == (f"note: data.eval_path = {str(binary)!r} {note}",)
 
 
 @pytest.mark.parametrize("wrong", [b"\xff", b"\xc3\x28", b"caf\xe9 noir"])
-def test_text_is_told_from_other_bytes_wherever_they_are(wrong: bytes) -> None:
+def test_invalid_utf8_is_detected_anywhere(wrong: bytes) -> None:
     text = "日本語".encode() * 200_000  # longer than what is looked at in one go
     assert is_utf8(text)
     assert is_utf8(text[1:-1])
@@ -236,8 +236,8 @@ def test_too_little_text_is_refused(
     ("name", "message"),
     [
         ("missing.txt", r"data.path = '.*missing.txt': no such file or folder"),
-        ("*.nothing", r"data.path = '.*nothing': no files there"),
-        (".", r"data.path = '.*': no files there"),
+        ("*.nothing", r"data.path = '.*nothing': no files found"),
+        (".", r"data.path = '.*': no files found"),
     ],
 )
 def test_paths_without_files_are_refused(tmp_path: Path, name: str, message: str) -> None:

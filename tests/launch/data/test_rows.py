@@ -1,4 +1,4 @@
-"""Rows of TSV and JSONL, and what is said when they are not that."""
+"""Rows of TSV and JSONL, and the errors of malformed files."""
 
 from pathlib import Path
 
@@ -59,11 +59,11 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
         read_rows([path], "tsv", header=True)
 
 
-def test_missing_fields_and_values_that_are_no_text_are_named(tmp_path: Path) -> None:
+def test_missing_fields_and_values_that_are_not_text_are_named(tmp_path: Path) -> None:
     path = _file(tmp_path, "a.jsonl", '{"a": null, "b": 3, "c": " "}\n')
     (row,) = read_rows([path], "jsonl", header=True)
     for field, message in (
-        ("a", r"a.jsonl:1: no field 'a'; there are \['a', 'b', 'c'\]"),
+        ("a", r"a.jsonl:1: no field 'a' among \['a', 'b', 'c'\]"),
         ("d", r"a.jsonl:1: no field 'd'"),
         ("b", r"a.jsonl:1: field 'b' = 3: not text"),
         ("c", r"field 'c' = ' ': not text"),
@@ -72,8 +72,8 @@ def test_missing_fields_and_values_that_are_no_text_are_named(tmp_path: Path) ->
             row.text(field)
 
 
-def test_half_a_character_is_named(tmp_path: Path) -> None:
-    """JSON can escape one half of a UTF-16 pair; the pair is one character."""
+def test_an_unpaired_surrogate_is_named(tmp_path: Path) -> None:
+    """JSON can escape one surrogate of a pair; the pair is one character."""
     path = _file(tmp_path, "a.jsonl", r'{"a": "ab\ud800c", "b": "\ud83d\ude00"}')
     (row,) = read_rows([path], "jsonl", header=True)
     assert row.value("b") == "\U0001f600"
@@ -81,7 +81,7 @@ def test_half_a_character_is_named(tmp_path: Path) -> None:
         row.value("a")
 
 
-def test_suffixes_tell_the_format() -> None:
+def test_suffixes_decide_the_format() -> None:
     def found(*names: str, has_fields: bool = True) -> str:
         return find_format([Path(n) for n in names], source="data.path", has_fields=has_fields)
 
@@ -90,5 +90,7 @@ def test_suffixes_tell_the_format() -> None:
     assert found("a.txt", "b.py", has_fields=False) == "text"
     with pytest.raises(ValueError, match=r"several formats \(jsonl, text, by their suffixes\)"):
         found("a.jsonl", "b.txt")
-    with pytest.raises(ValueError, match=r"suffix '.csv' does not say .* set data.format"):
+    with pytest.raises(
+        ValueError, match=r"suffix '.csv' is neither .tsv nor .jsonl; set data.format"
+    ):
         found("a.csv")

@@ -57,7 +57,7 @@ def test_the_configured_end_comes_first(tmp_path: Path) -> None:
 
 def test_no_end_is_an_error(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(_trained(tmp_path / "t", specials=[])))
-    with pytest.raises(ValueError, match=r"no token ends an example; name it as eos_token"):
+    with pytest.raises(ValueError, match=r"no end-of-sequence token; name one as eos_token"):
         _ = tokenizer.end
 
 

@@ -1,4 +1,4 @@
-"""What a rank's process is given: compute threads, and memory that is not mapped anew."""
+"""What a rank's process is given: compute threads, and how it keeps freed memory."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ print(changed, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(*arguments: str) -> tuple[str, int]:
-    """What `keep_freed_memory` said, and page faults of four additions of 48 MB."""
+    """Result of `keep_freed_memory`, and page faults of four additions of 48 MB."""
     known = {k: v for k, v in os.environ.items() if "MALLOC" not in k and k != "GLIBC_TUNABLES"}
     done = subprocess.run(
         [sys.executable, "-c", _FAULTS, *arguments],
@@ -46,15 +46,15 @@ def faults(*arguments: str) -> tuple[str, int]:
         text=True,
         check=True,
     )
-    said, count = done.stdout.split()
-    return said, int(count)
+    kept, count = done.stdout.split()
+    return kept, int(count)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
 def test_large_tensors_reuse_memory() -> None:
     _, before = faults()
-    said, after = faults("keep")
-    assert said == "True"
+    kept, after = faults("keep")
+    assert kept == "True"
     assert after < 0.1 * before
 
 
@@ -94,21 +94,21 @@ def test_a_core_is_to_spare_where_compute_threads_leave_each_rank_one(
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
-        (RendezvousClosedError(), "another machine has ended the run"),
+        (RendezvousClosedError(), "another machine ended the run"),
         (
             RendezvousConnectionError("reset"),
-            "or the machine there has ended the run: reset",
+            "or the machine there ended the run: reset",
         ),
-        (RendezvousTimeoutError(), "RendezvousTimeoutError; `thinpipe doctor` on each says why"),
+        (RendezvousTimeoutError(), "RendezvousTimeoutError; run `thinpipe doctor` on each"),
     ],
 )
-def test_machines_that_do_not_meet_are_told_why(
+def test_rendezvous_failures_are_explained(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     error: RendezvousError,
-    said: str,
+    message: str,
 ) -> None:
     def launch(*_: object) -> object:
         raise error
@@ -117,4 +117,4 @@ def test_machines_that_do_not_meet_are_told_why(
     monkeypatch.setattr(spawn, "elastic_launch", lambda *_: launch)
     monkeypatch.setattr(spawn.fork_server, "start", lambda: None)
     assert run_local(main, ["train"], 1) == 1
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err

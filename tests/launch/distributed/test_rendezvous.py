@@ -1,4 +1,4 @@
-"""Machines that wait for others say so, and give up when they said they would."""
+"""Machines log that they wait for others, and time out as announced."""
 
 import socket
 import time
@@ -26,7 +26,7 @@ def foreign_port() -> Iterator[int]:
 
 
 def waited(run_file: Path, port: int) -> str:
-    """What a machine says that waits for two others at a port."""
+    """Output of a machine that waits for two others at a port."""
     limit = ["--set", f"pipeline.peer_timeout_s={LIMIT_S}"]
     start_s = time.monotonic()
     done = thinpipe(run_file, *limit, "--nnodes", "3", "--rdzv", f"127.0.0.1:{port}")
@@ -35,15 +35,15 @@ def waited(run_file: Path, port: int) -> str:
     limits = f"{LIMIT_S} s (pipeline.peer_timeout_s)"
     first, last = done.stderr.splitlines()
     assert first == f"waiting for 3 machines at 127.0.0.1:{port}, at most {limits}"
-    assert last.startswith(f"error: 3 machines at 127.0.0.1:{port} did not meet within {limits}: ")
+    assert last.startswith(f"error: 3 machines at 127.0.0.1:{port} did not join within {limits}: ")
     return last
 
 
-def test_a_machine_that_is_alone_gives_up(run_file: Path) -> None:
-    assert "only 1 came; `thinpipe doctor`" in waited(run_file, free_port())
+def test_a_single_machine_times_out(run_file: Path) -> None:
+    assert "only 1 joined; run `thinpipe doctor`" in waited(run_file, free_port())
 
 
-def test_another_program_at_the_port_is_not_waited_for_longer(
+def test_another_program_at_the_port_does_not_extend_the_timeout(
     run_file: Path, foreign_port: int
 ) -> None:
-    assert "(has another program the port?)" in waited(run_file, foreign_port)
+    assert "(is the port in use by another program?)" in waited(run_file, foreign_port)

@@ -72,11 +72,11 @@ def launch(*arguments: object) -> tuple[int, str, str]:
     """Exit code and what it printed."""
     with start(*arguments) as process:
         try:
-            told = process.communicate(timeout=PATIENCE_S)
+            output = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-    return process.returncode, *told
+    return process.returncode, *output
 
 
 def remains(tmp_path: Path) -> list[int]:
@@ -138,7 +138,7 @@ def test_a_host_that_fails_ends_the_others(
     hosts.write_text(f'{before}"elsewhere"{after}')
     assert run_here(hosts, run_file) == 2
     err = capfd.readouterr().err
-    assert "host1| put ThinPipe there, or correct checkout" in err
+    assert "host1| install ThinPipe there, or correct checkout" in err
     assert "error: host1 ended with exit code 2; the others were ended" in err
     assert not remains(hosts.parent)  # host0 would have waited for minutes
 
@@ -152,7 +152,7 @@ def test_a_host_that_cannot_be_reached_is_named(
     assert run_here(hosts, run_file) == 255
     err = capfd.readouterr().err
     assert f"host1| ssh: connect to host 127.0.0.1 port {port}: Connection refused" in err
-    assert f"until `ssh -p {port} me@127.0.0.1 true` works without a question" in err
+    assert f"check that `ssh -p {port} me@127.0.0.1 true` works without a prompt" in err
     assert not remains(hosts.parent)
 
 
@@ -162,7 +162,7 @@ def test_a_missing_python_is_named(
     hosts.write_text(hosts.read_text().replace(sys.executable, "no/python"))
     assert run_here(hosts, run_file) == 127
     err = capfd.readouterr().err
-    assert "host0: python = 'no/python': not in thinpipe there; install ThinPipe" in err
+    assert "host0: python = 'no/python': not found in thinpipe; install ThinPipe" in err
 
 
 def test_without_ssh_nothing_starts(
@@ -198,8 +198,8 @@ printf '%s\\0' "$@" >> "$RECORDED"
 
 
 def dry_run(*words: object) -> tuple[int, str]:
-    told = CliRunner().invoke(app, ["launch", *map(str, words), "--dry-run"])
-    return told.exit_code, told.stdout
+    done = CliRunner().invoke(app, ["launch", *map(str, words), "--dry-run"])
+    return done.exit_code, done.stdout
 
 
 def as_pasted(text: str, tmp_path: Path) -> list[list[str]]:
@@ -221,7 +221,7 @@ def test_a_dry_run_prints_commands_that_survive_both_shells(
     path.write_text(ODD)
     code, out = dry_run(path, "runs of/r.toml", "--resume", "--set", "a.b='c d'")
     assert code == 0
-    assert "runs of/r.toml is not on this machine, so neither it nor" in capfd.readouterr().err
+    assert "runs of/r.toml is not on this machine, so the settings" in capfd.readouterr().err
     first, second = as_pasted(out, tmp_path)
     assert first[:3] == ["-T", "-o", "BatchMode=yes"]
     assert first[-4:-1] == ["-p", "2222", "10.0.0.1"]
@@ -236,8 +236,8 @@ def test_a_dry_run_prints_commands_that_survive_both_shells(
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(["sh", "-c", first[-1]], env=environment, text=True, **pipes) as process:
         assert process.stdout is not None
-        told = process.stdout.read()
-    place, given = told.splitlines()
+        output = process.stdout.read()
+    place, given = output.splitlines()
     assert place == str(tmp_path / "my checkout")
     expected = [
         "wg0",
@@ -296,23 +296,25 @@ GOOD = '[[host]]\nname = "a"\ncheckout = "x"\n'
         ("host = []", "host = []: write it as tables [[host]]"),
         ('host = ["a"]', "host.0 = 'a': write it as a table"),
         (GOOD + 'port = "ssh"', "host.0.port = 'ssh': give a whole number"),
-        ("[train]\nlr = 1", "a run file; the file of the hosts comes first: thinpipe launch HOSTS"),
-        (GOOD + GOOD, "host.name = 'a': two hosts have it; give each its own"),
+        ("[train]\nlr = 1", "a run file; the hosts file comes first: thinpipe launch HOSTS"),
+        (GOOD + GOOD, "host.name = 'a': duplicate; give each host its own name"),
         (GOOD + 'address = "-oProxyCommand=x"', "host.0.address: '-oProxyCommand=x': use letters"),
         (GOOD + "port = 0", "host.0.port = 0: use 1 or more"),
         (GOOD + 'environment = { "A B" = "" }', "'A B': a shell cannot set a variable so named"),
         ('rdzv = "a"\n' + GOOD, "rdzv = 'a': write a host and a port, as in host0:29500"),
         (
             GOOD + 'interface = "eth0"\nenvironment = { GLOO_SOCKET_IFNAME = "eth1" }',
-            "host.0.interface = 'eth0': environment sets GLOO_SOCKET_IFNAME too; leave out one",
+            "host.0.interface = 'eth0': environment sets GLOO_SOCKET_IFNAME too; remove one",
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_hosts_files_are_refused_naming_the_key(
+    tmp_path: Path, text: str, message: str
+) -> None:
     path = tmp_path / "hosts.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as refused:
         load_hosts(path)
     assert str(refused.value).startswith(f"{path}: ")
     assert message in str(refused.value)
-    assert len(str(refused.value).splitlines()) == 1  # one mistake, one line
+    assert len(str(refused.value).splitlines()) == 1  # one error, one line

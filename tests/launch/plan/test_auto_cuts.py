@@ -64,7 +64,7 @@ def test_impossible_settings_are_refused(
 
 
 def test_a_boundary_cannot_name_an_automatic_cut(run_file: Path) -> None:
-    with pytest.raises(ConfigError, match="no cut has a number yet"):
+    with pytest.raises(ConfigError, match="cuts are not known yet"):
         load_config(run_file, ["pipeline.cuts=auto", "pipeline.stages=2", "boundary.0.cut=1"])
 
 

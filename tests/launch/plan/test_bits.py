@@ -39,4 +39,4 @@ def test_coded_settings_are_applied_and_have_the_predicted_sizes(
     last = read_metrics(run_file.parent / "run" / "metrics.jsonl")[-1]
     for wire in last.wire:
         nbytes = predicted[wire.cut, wire.direction].nbytes
-        assert wire.bytes / wire.messages == pytest.approx(nbytes, rel=0.05)
+        assert wire.nbytes / wire.messages == pytest.approx(nbytes, rel=0.05)

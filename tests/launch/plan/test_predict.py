@@ -23,10 +23,10 @@ from thinpipe.launch.plan.predict import measure_messages, predict, stage_costs
 from thinpipe.launch.plan.profile import BlockCost, measure_blocks, microbatch_shape
 from thinpipe.launch.plan.simulate import Message
 from thinpipe.launch.plan.suggestions import show_suggestions
-from thinpipe.launch.report.metrics import DIRECTIONS, WireKey, format_duration
+from thinpipe.launch.report.metrics import WireKey, format_duration
 from thinpipe.pipeline.config import DirectConfig, RawConfig
 from thinpipe.pipeline.models.transformer import build_layers
-from thinpipe.pipeline.wire.header import HEADER_NBYTES
+from thinpipe.pipeline.wire.header import DIRECTIONS, HEADER_NBYTES
 
 MBIT = 1e6 / PAYLOAD_SHARE  # on the wire, so that a megabit of payload goes through
 RUN = config(pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]})

@@ -7,8 +7,10 @@ import pytest
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.simulate import Message, StepModel, simulate
 from thinpipe.launch.plan.trace import predict_step, trace_run, transfers, write_trace
-from thinpipe.launch.report.metrics import TimelineEvent, WireCount
 from thinpipe.launch.report.timeline import Timeline, read_timeline
+from thinpipe.pipeline.stage import ComputeEvent
+from thinpipe.pipeline.step_stats import WireTotal
+from thinpipe.pipeline.wire.header import DIRECTIONS
 
 MODEL = StepModel(
     schedule="GPipe",
@@ -32,11 +34,13 @@ def measured() -> Timeline:
         replicas=1,
         cuts=(4, 8),
         wire=tuple(
-            WireCount(layer, direction, 2 * message.nbytes, 2, 2)
+            WireTotal(
+                cut=layer, direction=direction, nbytes=2 * message.nbytes, messages=2, values=2
+            )
             for layer, pair in zip(
                 (4, 8), zip(MODEL.activations, MODEL.gradients, strict=True), strict=True
             )
-            for direction, message in zip(("forward", "backward"), pair, strict=True)
+            for direction, message in zip(DIRECTIONS, pair, strict=True)
         ),
         events=simulate(MODEL).events,
     )
@@ -73,7 +77,7 @@ def test_trace_shows_both_steps_rank_by_rank(tmp_path: Path) -> None:
 
 def test_concurrent_codecs_are_drawn_on_separate_tracks(tmp_path: Path) -> None:
     at = [("F", 0.0, 4.0), ("encode", 1.0, 3.0), ("decode", 2.0, 5.0), ("encode", 3.0, 4.0)]
-    events = tuple(TimelineEvent(0, 0, kind, 0, *span) for kind, *span in at)  # type: ignore[arg-type]
+    events = tuple(ComputeEvent(0, kind, 0, *span) for kind, *span in at)  # type: ignore[arg-type]
     write_trace(
         tmp_path / "trace.json", measured().model_copy(update={"events": events}), None, title=""
     )
@@ -93,7 +97,7 @@ def test_schedules_that_cannot_be_simulated_still_have_a_trace(tmp_path: Path) -
 
 
 def test_a_run_without_a_timeline_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"run.toml: no folder; give that of a finished run"):
+    with pytest.raises(ValueError, match=r"run.toml: no such folder; give that of a finished run"):
         read_timeline(tmp_path / "run.toml")
     with pytest.raises(ValueError, match="no timeline"):
         read_timeline(tmp_path)
@@ -112,4 +116,4 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_events_survive_the_file(tmp_path: Path) -> None:
     measured().write(tmp_path)
     assert read_timeline(tmp_path) == measured()
-    assert isinstance(read_timeline(tmp_path).events[0], TimelineEvent)
+    assert isinstance(read_timeline(tmp_path).events[0], ComputeEvent)

@@ -12,8 +12,10 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from thinpipe.launch.report.console import Display, Sparkline
-from thinpipe.launch.report.metrics import DIRECTIONS, RunInfo, StepRecord, WireCount
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.summary import summarize
+from thinpipe.pipeline.step_stats import WireTotal
+from thinpipe.pipeline.wire.header import DIRECTIONS
 
 
 def _info(cuts: tuple[int, ...] = (6,), name: str = "tiny", replicas: int = 1) -> RunInfo:
@@ -47,7 +49,9 @@ def _record(
         step_s=4.0,
         bubble=0.256,
         wire=tuple(
-            WireCount(cut, way, 500_000_000, 16, 1_000_000_000, error=0.0421)
+            WireTotal(
+                cut=cut, direction=way, nbytes=500_000_000, messages=16, values=10**9, error=0.0421
+            )
             for cut in cuts
             for way in DIRECTIONS
         ),
@@ -103,7 +107,7 @@ def test_panel_shows_rate_and_ratios_of_each_cut_and_direction() -> None:
 
 
 @pytest.mark.parametrize("interactive", [False, True])
-def test_frozen_parameters_are_told_from_trained_ones(interactive: bool) -> None:
+def test_trained_parameters_are_shown_if_some_are_frozen(interactive: bool) -> None:
     lora = replace(_info(replicas=8), exchanged=2_400_000)
     text = _show(lora, [_record(1)], interactive=interactive, finish=False)
     assert "1.30 G parameters (2.40 M trained), 2 stages" in text
@@ -164,13 +168,13 @@ def test_log_has_no_control_characters_even_where_colour_is_forced(
     assert [char for char in text if ord(char) < 32 and char != "\n"] == []
 
 
-def test_log_tells_first_last_and_evaluated_steps_but_not_every_one() -> None:
+def test_log_prints_first_last_and_evaluated_steps_only() -> None:
     records = [_record(step, evaluated=step == 50) for step in (*range(1, 100), 10_000)]
     lines = _show(_info(), records, interactive=False, finish=False).splitlines()
     steps = [line.split()[1] for line in lines if line.startswith("step")]
     assert steps == ["1/10000", "50/10000", "10000/10000"]
     assert "  evaluation: loss 2.1234, with compressed boundaries 2.1299" in lines
-    assert "memories differed and were forgotten: 3 samples at cut 6" in lines
+    assert "memories of the two ends differed and were reset: 3 samples at cut 6" in lines
 
 
 def test_importing_the_display_does_not_load_matplotlib() -> None:

@@ -12,25 +12,25 @@ import pytest
 
 from thinpipe.launch.report.html import write_report
 from thinpipe.launch.report.metrics import (
-    DIRECTIONS,
     RunInfo,
     StepRecord,
-    TimelineEvent,
-    WireCount,
     format_bytes,
 )
 from thinpipe.launch.report.summary import summarize
 from thinpipe.launch.report.theme import DARK
 from thinpipe.launch.report.timeline_plot import timeline_png
+from thinpipe.pipeline.stage import ComputeEvent
+from thinpipe.pipeline.step_stats import WireTotal
+from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 TIMELINE = [
-    TimelineEvent(0, 0, "F", 0, 0.0, 0.1),
-    TimelineEvent(0, 0, "wait", 0, 0.1, 0.4),
-    TimelineEvent(0, 0, "B", 0, 0.4, 0.6),
-    TimelineEvent(0, 2, "W", 0, 0.6, 0.7),
-    TimelineEvent(1, 1, "F", 0, 0.15, 0.25),
-    TimelineEvent(1, 1, "encode", 0, 0.7, 0.75),
-    TimelineEvent(1, 1, "decode", 0, 0.05, 0.1),
+    ComputeEvent(0, "F", 0, 0.0, 0.1, 0),
+    ComputeEvent(0, "wait", 0, 0.1, 0.4, 0),
+    ComputeEvent(0, "B", 0, 0.4, 0.6, 0),
+    ComputeEvent(2, "W", 0, 0.6, 0.7, 0),
+    ComputeEvent(1, "F", 0, 0.15, 0.25, 1),
+    ComputeEvent(1, "encode", 0, 0.7, 0.75, 1),
+    ComputeEvent(1, "decode", 0, 0.05, 0.1, 1),
 ]
 
 
@@ -54,14 +54,18 @@ def _info(folder: Path, cuts: tuple[int, ...] = (6,), replicas: int = 1) -> RunI
     )
 
 
+def _wire(cut: int, direction: Direction, nbytes: int) -> WireTotal:
+    return WireTotal(cut=cut, direction=direction, nbytes=nbytes, messages=4, values=1000)
+
+
 def _records(cuts: tuple[int, ...] = (6,), losses: tuple[float, ...] = ()) -> list[StepRecord]:
     """Four steps in two epochs; step 3 is skipped, step 4 evaluates."""
     records = []
     for step, loss in enumerate(losses or (8.0, 6.0, math.nan, 3.0), start=1):
         first_epoch = step <= 2
         forward, backward = 2000 if first_epoch else 500, 1000
-        wire = [WireCount(cut, "forward", forward, 4, 1000) for cut in cuts]
-        wire += [WireCount(cut, "backward", backward, 4, 1000) for cut in cuts]
+        wire = [_wire(cut, "forward", forward) for cut in cuts]
+        wire += [_wire(cut, "backward", backward) for cut in cuts]
         records.append(
             StepRecord(
                 step=step,
@@ -113,7 +117,7 @@ class _Page(HTMLParser):
         self.text.append(data)
 
 
-def test_summary_of_a_small_run_is_what_a_hand_computes(tmp_path: Path) -> None:
+def test_summary_equals_a_hand_computation(tmp_path: Path) -> None:
     summary = summarize(_info(tmp_path), _records())
     assert (summary["steps"], summary["epochs"], summary["skipped"]) == (4, 2, 1)
     assert (summary["first_loss"], summary["final_loss"]) == (8.0, 3.0)
@@ -146,14 +150,14 @@ def test_a_run_without_steps_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(), (6,), (6, 12)])
-def test_what_earlier_cuts_sent_is_told_and_summed(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+def test_traffic_of_earlier_cuts_is_shown_and_summed(tmp_path: Path, cuts: tuple[int, ...]) -> None:
     """Resumed twice: at first cuts 6 and 9, then none, and now `cuts`."""
     first, second, third, fourth = _records(cuts=(6, 9))
     fourth = replace(fourth, wire=tuple(c for c in fourth.wire if c.cut in cuts), repaired={9: 2})
     records = [first, second, replace(third, wire=()), fourth]
     info = _info(tmp_path, cuts)
     summary = summarize(info, records)
-    sent = sum(count.bytes for record in records for count in record.wire)
+    sent = sum(count.nbytes for record in records for count in record.wire)
     assert summary["totals"]["bytes"] == sent == sum(row["bytes"] for row in summary["wire"])
     earlier = {row["cut"] for row in summary["wire"] if row["method"] == "earlier cut"}
     assert earlier == {6, 9} - set(cuts)
@@ -208,7 +212,7 @@ def test_errors_have_a_picture_where_they_were_measured(tmp_path: Path) -> None:
                 tmp_path, info, records=records, timeline=[], summary=summarize(info, records)
             ).read_text(encoding="utf-8")
         )
-        assert ("What compression changes" in "".join(page.text)) == (error is not None)
+        assert ("Compression error" in "".join(page.text)) == (error is not None)
         pictures.append(len(page.links))
     assert pictures[1] == pictures[0] + 2  # light and dark
 
@@ -238,7 +242,7 @@ def test_short_and_broken_runs_still_get_a_report(
 
 
 def test_timeline_shows_every_kind_in_its_own_colour() -> None:
-    def colours(events: list[TimelineEvent]) -> set[int]:
+    def colours(events: list[ComputeEvent]) -> set[int]:
         picture = matplotlib.image.imread(io.BytesIO(timeline_png(events, DARK)))
         pixels = (picture[..., :3] * 255).round().astype(int) @ (65536, 256, 1)
         found, counts = np.unique(pixels, return_counts=True)

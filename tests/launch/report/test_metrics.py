@@ -9,7 +9,6 @@ from thinpipe.launch.report.metrics import (
     MetricsWriter,
     RecentMean,
     StepRecord,
-    WireCount,
     format_bytes,
     format_count,
     format_duration,
@@ -17,6 +16,7 @@ from thinpipe.launch.report.metrics import (
     format_ratio,
     read_metrics,
 )
+from thinpipe.pipeline.step_stats import WireTotal
 
 KEYS = [
     "step", "epoch", "loss", "tokens_per_s", "step_s", "bubble", "wire", "tokens", "grad_norm",
@@ -33,8 +33,8 @@ def _record(step: int) -> StepRecord:
         step_s=0.25,
         bubble=0.125,
         wire=(
-            WireCount(6, "forward", 1000 + step, 4, 2000),
-            WireCount(6, "backward", 500, 4, 2000),
+            WireTotal(cut=6, direction="forward", nbytes=1000 + step, messages=4, values=2000),
+            WireTotal(cut=6, direction="backward", nbytes=500, messages=4, values=2000),
         ),
         tokens=128,
         grad_norm=1.5,

@@ -82,7 +82,7 @@ def test_peers_compare_what_the_folder_holds_not_where_it_is(gpt2: Path, tmp_pat
         ('pretrained = "{empty}"', "", ["holds no config.json"]),
     ],
 )
-def test_a_mistake_is_named(
+def test_an_error_is_named_with_its_remedy(
     gpt2: Path, tmp_path: Path, model: str, more: str, parts: list[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
