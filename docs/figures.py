@@ -1,16 +1,28 @@
-"""`python docs/figures.py`: the pictures of these pages, drawn by the planner's simulator."""
+"""`python docs/figures.py`: the pictures of these pages.
 
+Timelines come from the planner's simulator; speeds are those that a page of results measured.
+"""
+
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.simulate import Message, StepModel, simulate
+from thinpipe.launch.report.theme import LIGHT, new_figure, style, to_png
 from thinpipe.launch.report.timeline_plot import timeline_png
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 
 _IMAGES = Path(__file__).parent / "images"
+_RESULTS = Path(__file__).parents[1] / "benchmarks/results/links_paper_shaped_cpu_202611.md"
 _VALUES = 1024 * 1600
+_RATES = ("100 Mbit/s", "300 Mbit/s", "500 Mbit/s", "1 Gbit/s", "unlimited")
+_METHODS = {  # as the table names them: label, and where it stands
+    "aqsgd fw3/bw6": ("ThinPipe, AQ-SGD: 3 bits forward, 6 backward", (-0.03, 3370)),
+    "bf16": ("ThinPipe, bf16", (1.07, 2480)),
+    "torch 1F1B bf16": ("torch.distributed.pipelining, bf16", (0.2, 600)),
+}
 
 
 def main() -> None:
@@ -38,6 +50,24 @@ def main() -> None:
         step = simulate(played)
         (_IMAGES / f"{name}.png").write_bytes(timeline_png(step.events))
         print(f"{name}: {step.step_s:.2f} s")
+    (_IMAGES / "speed.png").write_bytes(_speed_png())
+
+
+def _speed_png() -> bytes:
+    """Tokens per second by rate of the links, one line per method."""
+    page = _RESULTS.read_text()
+    (table,) = re.findall(r"^## 8 microbatches$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    speeds = {(row[0], row[2]): float(row[7].replace(",", "")) for row in rows if row[-1:] and row[0] in _METHODS}
+    figure = new_figure(3.6, LIGHT)
+    axes = figure.subplots()
+    style(axes, "Tokens per second, by the rate of every link", LIGHT, title_pad=10)
+    for (method, (label, place)), color in zip(_METHODS.items(), LIGHT.series, strict=False):
+        y = [speeds[method, rate] for rate in _RATES]
+        axes.plot(_RATES, y, "o-", color=color, linewidth=2.2)
+        axes.text(*place, label, color=color, fontsize=10, fontweight="bold")
+    axes.set_ylim(0, 3700)
+    return to_png(figure)
 
 
 if __name__ == "__main__":
