@@ -89,7 +89,7 @@ def measure(plan: Plan) -> list[Row]:
 def make_row(plan: Plan, ranks: Sequence[RankResult]) -> Row:
     """Join what the ranks saw of a method at a rate."""
     first = ranks[0]
-    steps_s = tuple(max(moments) for moments in zip(*(r.steps_s for r in ranks), strict=True))
+    steps_s = tuple(max(seconds) for seconds in zip(*(r.steps_s for r in ranks), strict=True))
     nbytes = max(rank.sync_nbytes for rank in ranks)
     rate_bps = first.rate_bps
     scale = scaled_rate(plan, 1.0)
