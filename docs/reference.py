@@ -21,7 +21,7 @@ from thinpipe.launch.shaped.cli import set_app
 from thinpipe.pipeline.config import PipelineConfig
 
 _ALSO: Mapping[type[BaseModel], Mapping[str, str]] = {PipelineConfig: {"cuts": r' \| `"auto"`'}}
-"""What a field may be in a file although its type does not say so."""
+"""What a field may be in a file although its type does not include it."""
 _READ_AWAY: Mapping[type[BaseModel], str] = {
     PipelineConfig: '| `stages` | int | one more than `cuts` | needed with `cuts = "auto"` |'
 }
@@ -33,7 +33,7 @@ _TOP = """## Above all tables
 | `extends` | str | none | another run file, relative to this one, that is read first |
 
 Tables of both files are merged and lists replaced, this file's keys before the other's. A key set
-to `""` is as if the other file did not say it, and `--set section.key=` as if no file did.
+to `""` is as if the other file did not set it, and `--set section.key=` as if no file did.
 """
 
 
@@ -42,7 +42,7 @@ def write(folder: Path, *, pages: Path) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "settings.md").write_text(_settings())
     (folder / "commands.md").write_text(_commands())
-    listed = {"index", *(pages / "index.md").read_text().split()}
+    listed = {"index", *(pages / "index.md").read_text().splitlines()}
     others = sorted(page.stem for page in pages.glob("*.md") if page.stem not in listed)
     entries = "\n".join(f"/{name}" for name in others)
     (folder / "algorithms.md").write_text(

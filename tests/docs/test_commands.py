@@ -16,7 +16,7 @@ from thinpipe.launch.shaped.commands import run_command
 from thinpipe.launch.shaped.linux import ShapedError
 from thinpipe.launch.shaped.network import ShapedNetwork
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "machines.md").read_text()
@@ -73,7 +73,6 @@ def test_thinpipe_on_three_hosts(net: ShapedNetwork, run_folder: Path) -> None:
     check(net, run_folder, "thinpipe train run.toml --nnodes 3")
 
 
-@pytest.mark.slow
 def test_torchrun_on_three_hosts(net: ShapedNetwork, run_folder: Path) -> None:
     assert "export GLOO_SOCKET_IFNAME=eth0" in TEXT  # as emulated hosts have it
     check(net, run_folder, "torchrun --nnodes 3")
