@@ -45,7 +45,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_code_that_a_page_names_exists(page: Path) -> None:
     for name in quoted(page):
-        if found := re.fullmatch(r"([A-Z]\w+)\.(\w+)", name):
+        if found := re.fullmatch(r"([A-Z][a-z]\w*)\.(\w+)", name):
             owner, member = found.groups()
             assert re.search(rf"\b{owner}\b", CODE), name
             assert re.search(rf"\b{member}\b", CODE), name
