@@ -58,7 +58,11 @@ def _speed_png() -> bytes:
     page = _RESULTS.read_text()
     (table,) = re.findall(r"^## 8 microbatches$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
-    speeds = {(row[0], row[2]): float(row[7].replace(",", "")) for row in rows if row[-1:] and row[0] in _METHODS}
+    speeds = {
+        (row[0], row[2]): float(row[7].replace(",", ""))
+        for row in rows
+        if row and row[0] in _METHODS
+    }
     figure = new_figure(3.6, LIGHT)
     axes = figure.subplots()
     style(axes, "Tokens per second, by the rate of every link", LIGHT, title_pad=10)
