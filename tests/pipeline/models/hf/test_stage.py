@@ -85,11 +85,25 @@ def check_against_the_whole_model(name: str, folder: Path) -> None:
         head = next(n for n, p in stages[-1].model.named_parameters() if p is head_of(stages[-1]))
         embedding = next(n for n, p in whole.named_parameters() if p is embedding_of(whole))
         gradients[embedding] = gradients[embedding] + gradients.pop(head)
-    tolerance = 1e-12 if name == "deberta" else 0.0
     for parameter_name, parameter in whole.named_parameters():
         difference = (gradients.pop(parameter_name) - parameter.grad).abs().max()
-        assert difference <= tolerance, parameter_name
+        assert difference <= rounding_of_sum(stages, parameter_name), parameter_name
     assert not gradients
+
+
+def rounding_of_sum(stages: list[HuggingFaceStage], name: str) -> float:
+    """How far the sum of a parameter's gradients may depend on its order: of a term for each layer,
+    (terms - 1) * eps * sum |term|. Exact where one stage holds the parameter.
+    """
+    copies = [
+        parameter.grad.abs()
+        for stage in stages
+        for own, parameter in stage.model.named_parameters()
+        if own == name and parameter.grad is not None
+    ]
+    if len(copies) < 2:
+        return 0.0
+    return (LAYERS - 1) * torch.finfo(torch.float32).eps * float(sum(copies[1:], copies[0]).max())
 
 
 def head_of(stage: HuggingFaceStage) -> Any:
