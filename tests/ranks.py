@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.pipelining", "thinpipe.launch.build"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed.pipelining", "thinpipe.launch.cli"])
 
 Ranks = Callable[..., list[Any]]
 
@@ -27,9 +27,9 @@ def run_ranks(
 ) -> list[Any]:
     """Call `function(rank, *args)` in `count` processes that share a group; return the results."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(count)]
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(count)]
     workers = [
-        _CONTEXT.Process(target=_work, args=(rank, count, store.port, pipe[1], function, args))
+        CONTEXT.Process(target=_work, args=(rank, count, store.port, pipe[1], function, args))
         for rank, pipe in enumerate(pipes)
     ]
     try:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.launch.test_train import PATIENCE_S, ranks_of, run_file, wait_until
+from tests.commands import PATIENCE_S
+from tests.launch.test_train import ranks_of, run_file, wait_until
 from tests.ports import free_port
 from thinpipe.launch.checkpoint.state import Resume, after_restart
 from thinpipe.launch.report.metrics import read_metrics

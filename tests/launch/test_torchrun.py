@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_train import PATIENCE_S, RUN
+from tests.commands import PATIENCE_S
+from tests.launch.test_train import RUN
 from tests.ports import free_port
 
 pytestmark = pytest.mark.dist

@@ -11,17 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from tests.commands import PATIENCE_S, Command
 from tests.ports import free_port
 from thinpipe.launch.checkpoint.files import read_manifest
 from thinpipe.launch.report.metrics import read_metrics
 
 pytestmark = pytest.mark.dist
-
-PATIENCE_S = 120
-"""Guards against hanging: long for a busy machine, short beside what is waited for otherwise."""
 
 RUN = """
 [run]
@@ -68,7 +67,8 @@ def command(*arguments: object) -> list[str]:
 
 
 def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=PATIENCE_S)
+    """`thinpipe train` without its start: see `tests.commands`."""
+    return Command("train", *arguments).done()
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -109,15 +109,21 @@ def wait_until(condition: Any, limit_s: float) -> float:
     return time.monotonic() - start_s
 
 
+ENDLESS = ("--set", "train.epochs=100000", "--set", "checkpoint.every_steps=99999")
+
+
+def steps_of(run_file: Path) -> int:
+    """How many steps a run has made."""
+    metrics = run_file.parent / "run" / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
 @pytest.fixture
 def long_run(run_file: Path) -> Iterator[subprocess.Popen[str]]:
     """A run of three ranks that has made a few steps and would go on for very long."""
-    process = start(
-        run_file, "--set", "train.epochs=100000", "--set", "checkpoint.every_steps=99999"
-    )
-    metrics = run_file.parent / "run" / "metrics.jsonl"
+    process = start(run_file, *ENDLESS)
     try:
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, PATIENCE_S)
+        wait_until(lambda: steps_of(run_file) > 3, PATIENCE_S)
         yield process
     finally:
         if process.poll() is None:
@@ -132,7 +138,8 @@ def test_a_run_leaves_everything_in_its_folder(
     monkeypatch.chdir(run_file.parent)
     for name in ("launch", "pipeline", "torch", "transformers"):  # a user's own files, never run
         Path(f"{name}.py").write_text("raise SystemExit(7)")
-    done = thinpipe(run_file)
+    true_command = command(run_file)
+    done = subprocess.run(true_command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     folder = run_file.parent / "run"
     names = {path.name for path in folder.iterdir() if path.name != ".lock"}
@@ -140,11 +147,7 @@ def test_a_run_leaves_everything_in_its_folder(
     assert names == expected | {"timeline.json", "checkpoints"}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 16))
-    traced = subprocess.run(
-        [sys.executable, "-P", "-m", "thinpipe.launch", "trace", str(folder), "--rate", "10mbit"],
-        capture_output=True,
-        text=True,
-    )
+    traced = Command("trace", folder, "--rate", "10mbit").done()
     assert "step 8, measured" in traced.stdout, traced.stderr
     processes = {e["pid"] for e in json.loads((folder / "trace.json").read_text())["traceEvents"]}
     assert processes == {0, 1, 2, 1000, 1001, 1002}
@@ -267,13 +270,19 @@ def test_a_folder_of_other_things_is_left_alone(run_file: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
 
 
-def test_the_folder_of_a_live_run_is_left_alone(
+def test_the_folder_of_a_live_run_is_left_alone_and_a_killed_rank_ends_it(
     run_file: Path, long_run: subprocess.Popen[str]
 ) -> None:
     done = thinpipe(run_file)
     assert done.returncode == 2
-    assert f"another run is using it (process {ranks_of(long_run.pid)[0]} on " in done.stderr
+    ranks = ranks_of(long_run.pid)
+    assert f"another run is using it (process {ranks[0]} on " in done.stderr
     assert long_run.poll() is None
+    os.kill(ranks[1], signal.SIGKILL)
+    output, _ = long_run.communicate(timeout=PATIENCE_S)
+    assert long_run.returncode == 1
+    check_that_the_edge_is_named(output, 1)
+    assert not ranks_of(long_run.pid)
 
 
 @pytest.mark.parametrize(
@@ -336,16 +345,23 @@ def test_resume_with_other_settings_is_refused(run_file: Path) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_rank_ends_the_run_and_the_edge_is_named(
-    long_run: subprocess.Popen[str], victim: int
-) -> None:
-    os.kill(ranks_of(long_run.pid)[victim], signal.SIGKILL)
-    output, _ = long_run.communicate(timeout=PATIENCE_S)
-    assert long_run.returncode == 1
+def test_the_edge_to_a_killed_rank_is_named(run_file: Path, victim: int) -> None:
+    run = Command("train", run_file, *ENDLESS)
+    try:
+        wait_until(lambda: steps_of(run_file) > 3, PATIENCE_S)
+        ranks = sorted(rank.pid for rank in psutil.Process(run.pid).children())
+        os.kill(ranks[victim], signal.SIGKILL)
+        done = run.done()
+    finally:
+        run.kill()
+    assert done.returncode == 1
+    check_that_the_edge_is_named(done.stderr, victim)
+
+
+def check_that_the_edge_is_named(output: str, victim: int) -> None:
     for rank in {0, 1, 2} - {victim}:
         (line,) = (text for text in output.splitlines() if text.startswith(f"rank {rank}: "))
         assert f"rank {victim}" in line, line
-    assert not ranks_of(long_run.pid)
 
 
 def test_ctrl_c_leaves_no_process(long_run: subprocess.Popen[str]) -> None:
@@ -362,28 +378,22 @@ def test_ranks_do_not_outlive_a_killed_launcher(long_run: subprocess.Popen[str])
     wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
 
 
-def as_rank(rank: int, world: int, port: int, *arguments: object) -> subprocess.Popen[str]:
+def as_rank(rank: int, world: int, port: int, *arguments: object) -> Command:
+    """A rank as torchrun starts it."""
     place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "MASTER_PORT": port}
     environment = {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    return subprocess.Popen(
-        command(*arguments),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
-    )
+    return Command("train", *arguments, environment=environment)
 
 
-def told_by(ranks: list[subprocess.Popen[str]]) -> list[str]:
+def told_by(ranks: list[Command]) -> list[str]:
     """What ranks that refuse to start print."""
     try:
-        outputs = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
+        ended = [rank.done() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [2] * len(ranks), outputs
-    return outputs
+    assert [done.returncode for done in ended] == [2] * len(ranks), ended
+    return [done.stdout + done.stderr for done in ended]
 
 
 @pytest.mark.parametrize(

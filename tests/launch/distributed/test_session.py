@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.test_train import PATIENCE_S
+from tests.commands import PATIENCE_S
 from thinpipe.launch.distributed.session import _TERMINATION_GRACE_S
 
 pytestmark = pytest.mark.dist

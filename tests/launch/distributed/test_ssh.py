@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.launch.test_train import PATIENCE_S, run_file, wait_until
+from tests.commands import PATIENCE_S
+from tests.launch.test_train import run_file, wait_until
 from tests.ports import free_port
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.toml import ConfigError

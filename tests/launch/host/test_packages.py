@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import PATIENCE_S
 from tests.huggingface import saved_model
-from tests.launch.test_train import PATIENCE_S, run_file
+from tests.launch.test_train import run_file
 from tests.ports import free_port
 from thinpipe.launch.host.packages import EXTRAS, explain, install
 
