@@ -2,12 +2,12 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.commands import Command
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.report.metrics import read_metrics
@@ -19,11 +19,7 @@ INSTRUCTIONS = ROOT / "examples/instructions.toml"
 
 def _train(example: Path, folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     arguments = [part for setting in settings for part in ("--set", setting)]
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(example),
-         "--set", f"run.folder={folder}", *arguments],
-        capture_output=True, text=True, timeout=200, cwd=ROOT,
-    )  # fmt: skip
+    return Command("train", example, "--set", f"run.folder={folder}", *arguments).done()
 
 
 @pytest.mark.dist
