@@ -65,9 +65,10 @@ class AqsgdConfig(QuantizerConfig):
 class AutoConfig(AqsgdConfig):
     """AQ-SGD where it pays, stateless tiles where it does not; the sender chooses per sample.
 
-    A sample without history goes as `first_visit` says. A known one goes as its change, unless that
-    is no smaller than the activation itself (as under dropout): then as the activation, in tiles of
-    as many bits. Where no sample is ever seen again (`train.epochs = 1`) nothing is remembered.
+    A sample without history is sent as `first_visit` says. A known one is sent as its change,
+    unless that is no smaller than the activation itself (as under dropout): then as the activation,
+    in tiles of as many bits. Where no sample is ever seen again (`train.epochs = 1`) nothing is
+    remembered.
     """
 
     kind: Literal["auto"] = "auto"  # type: ignore[assignment]  # the tag of a subclass in a union
@@ -75,8 +76,8 @@ class AutoConfig(AqsgdConfig):
 
     def change_codec(self, width: int) -> ChangeCodec:
         """The change or the value."""
-        anew = TileConfig(bits=min(max(self.bits, 2), 7))
-        return Switching(super().change_codec(width), anew.quantizer())
+        direct = TileConfig(bits=min(max(self.bits, 2), 7))
+        return Switching(super().change_codec(width), direct.quantizer())
 
     def without_memory(self) -> StatelessConfig:
         """What is left when nothing can be remembered."""
@@ -90,11 +91,11 @@ def build_delta(
     width: int,
     key: int,
     store: Store | None = None,
-    room: int | None = None,
+    capacity: int | None = None,
 ) -> DeltaBoundary:
-    """One end of a direction; both are built alike, but each has a store and room of its own."""
+    """One end of a direction. Both are built alike, with a store and capacity of their own."""
     return DeltaBoundary(
-        SampleMemory(build_codec(config.memory, width), store, room=room),
+        SampleMemory(build_codec(config.memory, width), store, capacity=capacity),
         first_visit=build_codec(config.first_visit, width),
         delta=config.change_codec(width),
         key=key,

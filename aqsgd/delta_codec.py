@@ -73,12 +73,12 @@ class Composed:
 class Switching:
     """The change, unless it is no smaller than the value itself: then the value, without memory.
 
-    The sender decides for each sample and says so in the row's first byte. Whatever it decides a
+    The sender decides for each sample; the row's first byte is its decision. Whatever it decides a
     row is as long as the longer of the two, so that lengths need no message; the rest is zero.
     """
 
     delta: ChangeCodec
-    anew: Codec
+    direct: Codec
 
     @property
     def bits(self) -> int:
@@ -87,7 +87,7 @@ class Switching:
 
     def capacity(self, numel: int) -> int:
         """A byte that says which, and room for the longer one."""
-        return 1 + max(self.delta.capacity(numel), self.anew.capacity(numel))
+        return 1 + max(self.delta.capacity(numel), self.direct.capacity(numel))
 
     def encode_change_packed(
         self, x_BN: Tensor, memory: PackedMemory, wire_BW: Tensor, *, noise: Noise | None
@@ -105,7 +105,7 @@ class Switching:
             if how == _DELTA:
                 finite.append(self.delta.encode_change_packed(x_1N, own, wire_1W, noise=drawn))
             else:
-                self.anew.encode(x_1N, wire_1W, noise=drawn)
+                self.direct.encode(x_1N, wire_1W, noise=drawn)
                 finite.append(self._decode_anew(wire_1W, own, change_BN[row : row + 1]))
         return torch.cat(finite)
 
@@ -120,12 +120,12 @@ class Switching:
 
     def _slot(self, wire_BW: Tensor, row: int, numel: int) -> Tensor:
         """A row's bytes after the first, as many as its codec uses."""
-        codec = self.delta if wire_BW[row, 0] == _DELTA else self.anew
+        codec = self.delta if wire_BW[row, 0] == _DELTA else self.direct
         return wire_BW[row : row + 1, 1 : 1 + codec.capacity(numel)]
 
     def _decode_anew(self, wire_1W: Tensor, memory: PackedMemory, out_1N: Tensor) -> Tensor:
         value_1N = torch.empty(out_1N.shape, device=out_1N.device)
-        self.anew.decode(wire_1W, value_1N)
+        self.direct.decode(wire_1W, value_1N)
         return _renew(memory, value_1N, out_1N)
 
 

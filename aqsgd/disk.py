@@ -117,7 +117,7 @@ class DiskStore:
         if row is None:
             raise LostRowError(
                 f"the stored activations of sample {sample} are damaged and were not prefetched, "
-                "so the other end cannot be told in time; announce each step's samples a step ahead"
+                "so the other end cannot learn of it in time; announce samples a step ahead"
             )
         return row
 

@@ -65,15 +65,15 @@ class SampleMemory:
     """Last seen values by sample id; ids that were never committed are unknown."""
 
     def __init__(
-        self, codec: Codec, store: Store | None = None, *, room: int | None = None
+        self, codec: Codec, store: Store | None = None, *, capacity: int | None = None
     ) -> None:
         """`codec` turns values into stored bytes; it must be deterministic.
 
-        `room` is how many samples this end could hold; the ends agree on one (`restrict`).
+        `capacity` is how many samples this end could hold; the ends agree on one (`restrict`).
         """
-        self.room = room
+        self.capacity = capacity
         self._codec, self._store = codec, store or RamStore()
-        self._limit = room
+        self._limit = capacity
         self._histories: dict[int, _History] = {}
         self._staged: dict[int, tuple[_History, Tensor]] = {}
         self._row_nbytes: int | None = None

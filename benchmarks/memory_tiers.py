@@ -155,7 +155,7 @@ def sizes(samples: int, records: Records) -> str:
 
 
 def _count_hits(sampler: EpochSampler, epochs: int, capacity: int) -> tuple[int, int]:
-    memory, recent = SampleMemory(Cast("fp32"), room=capacity), OrderedDict[int, None]()
+    memory, recent = SampleMemory(Cast("fp32"), capacity=capacity), OrderedDict[int, None]()
     ours = lru = 0
     for step in range(epochs * sampler.steps_per_epoch):
         ids = sampler.ids(step)

@@ -245,7 +245,7 @@ class _ChannelMaker:
                 width=self.config.model.width,
                 key=self.config.run.seed | (2 * cut + direction) << 32,
                 store=self._store(cut) if isinstance(spec, AqsgdConfig) else None,
-                room=sample_capacity(self.config, self._position()),
+                capacity=sample_capacity(self.config, self._position()),
             ),
             run_id=self.run_id,
             device=self.device,

@@ -45,16 +45,16 @@ def build_boundary(
     width: int,
     key: int,
     store: Store | None = None,
-    room: int | None = None,
+    capacity: int | None = None,
 ) -> dict[Mode, Boundary]:
     """Boundaries of one direction by mode; evaluation never meets the training memory.
 
     Compressed evaluation of samples without history uses what such samples are trained with: the
     first-visit codec of AQ-SGD, the codec itself otherwise. `store` (RAM if there is none) is where
-    AQ-SGD keeps what it remembers, `room` how many samples that may be.
+    AQ-SGD keeps what it remembers, `capacity` how many samples that may be.
     """
     if isinstance(spec, AqsgdConfig):
-        delta = build_delta(spec, width=width, key=key, store=store, room=room)
+        delta = build_delta(spec, width=width, key=key, store=store, capacity=capacity)
         first_visit = Stateless(build_codec(spec.first_visit, width), key)
         return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
     if isinstance(spec, DirectConfig):

@@ -59,7 +59,7 @@ class CacheConsistency:
         `ids_B` are all samples of this replica, `first_ids_B` those of the first step.
 
         Raises:
-            OSError: this rank has no room for what was agreed.
+            OSError: this rank has no space for what was agreed.
         """
         self._agree_on_room(ids_B)
         repaired = self._compare(ids_B)
@@ -124,11 +124,11 @@ class CacheConsistency:
                     )
 
     def _agree_on_room(self, ids_B: Tensor) -> None:
-        """The smaller room of two ends counts."""
+        """The smaller capacity of two ends counts."""
         rooms_CE = torch.full((len(self._cuts), 2), float("inf"), dtype=torch.float64)
         for end, memory in self._memories.items():
-            if memory.room is not None:
-                rooms_CE[end] = memory.room
+            if memory.capacity is not None:
+                rooms_CE[end] = memory.capacity
         shared_PN = self._transport.share(rooms_CE.flatten(), "replica")
         own_CE = shared_PN.view(-1, *rooms_CE.shape).amin(0)
         for (cut, _), memory in self._memories.items():

@@ -52,7 +52,7 @@ class EngineOptions:
     """How a step is run.
 
     `cuts` are all cuts of the pipeline, `hidden` is D, the width there; `clip_norm` limits the
-    gradient norm over all stages, 0 leaves it alone; `rules` say how directions are judged.
+    gradient norm over all stages, 0 leaves it alone; `rules` are the guard's, by direction.
     """
 
     schedule: ScheduleName
@@ -138,7 +138,7 @@ class PipelineEngine:
         both ends of each cut agree on them.
 
         Raises:
-            ValueError: the batch is empty, holds an id twice, or one that `begin` was not told of.
+            ValueError: the batch is empty, holds an id twice, or one that `begin` did not announce.
             TransportError, DesyncError: a peer failed; the run must be restarted from a checkpoint.
         """
         _check(batch, self._own_ids_B)

@@ -35,7 +35,7 @@ class Objective(Protocol):
         """
 
     def metrics(self, tally: Sequence[float]) -> dict[str, float]:
-        """`loss`, and what else the whole tally says, by name."""
+        """`loss`, and what else follows from the whole tally, by name."""
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class ComputeEvent:
 
 
 class _Computed(NamedTuple):
-    """Work of a stage, by when it was told to begin, had its input, and ended."""
+    """Work of a stage: when it was called, had its input, and ended."""
 
     kind: Literal["F", "B", "W"]
     microbatch: int
@@ -156,10 +156,11 @@ class CompressedStage(_PipelineStageBase):
             self.channels.gradients_out.send(m, gradient_BTD)
 
     def compute(self, x: Tensor, m: int) -> Tensor:
-        """Run the module on microbatch `m`; one that wants to know its samples is told.
+        """Run the module on microbatch `m`; one that wants its samples gets them.
 
         Raises:
-            ValueError: samples with padding, packing or a prefix for a module that is not told.
+            ValueError: samples with padding, packing or a prefix for a module that does not take
+            them.
         """
         module: Any = self.submod
         samples = self._samples[m]
@@ -178,9 +179,9 @@ class CompressedStage(_PipelineStageBase):
     def events(self) -> list[ComputeEvent]:
         """What was computed, coded and waited for since `take_events`; waits for a GPU."""
         computed, self._computed = self._computed, []
-        moments = iter(self._watch.seconds([mark for event in computed for mark in event.marks]))
+        seconds = iter(self._watch.seconds([mark for event in computed for mark in event.marks]))
         for event in computed:
-            start_s, ready_s, end_s = (next(moments) for _ in event.marks)
+            start_s, ready_s, end_s = (next(seconds) for _ in event.marks)
             start_s = max(start_s, ready_s)  # waiting is an event of its own
             self._record_event(event.kind, event.microbatch, start_s, end_s)
         return self._events

@@ -44,7 +44,7 @@ class StepTotals:
     `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
     `control_bytes` the size of the exchange of these numbers and of what repairing took, both over
     all ranks. `repaired` counts samples of the next step whose memories differed or were lost.
-    `notes` is what the guard says.
+    `notes` are warnings of the guard.
     """
 
     loss: float

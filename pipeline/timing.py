@@ -1,6 +1,6 @@
 """When work began and ended, in seconds of `time.perf_counter`, on any device.
 
-A GPU works later than it is told to: marks are put into its queue and read when it got there.
+A GPU computes after the call returns: marks are put into its queue and read once it reached them.
 """
 
 import time
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 import torch
 
 Mark = float | torch.cuda.Event
-"""A moment, which on a GPU may be still to come."""
+"""A point in time, which on a GPU may still lie ahead."""
 
 
 class Stopwatch:
-    """Marks moments in the calling thread's work on one device."""
+    """Marks points in the calling thread's work on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def mark(self) -> Mark:
-        """When all that the calling thread has told the device so far is done."""
+        """When all that the calling thread has queued on the device so far is done."""
         return time.perf_counter() if self._device.type == "cpu" else self._queued()
 
     def seconds(self, marks: Sequence[Mark]) -> list[float]:

@@ -1,6 +1,6 @@
 """Before step 0 all ranks agree on config, data, versions and a run id, over the rendezvous store.
 
-The same store later tells every rank which edge failed first.
+The same store later holds what each rank reports of a failure.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _FAILURE_WAIT_S = 1.0
 _READ_WAIT_S = 60.0
-"""For ranks that have told their facts to read those of others: a busy machine may stop one."""
+"""For ranks to read what others sent before: a busy machine may stall one."""
 _POLL_S = 0.02
 
 
 class HandshakeError(RuntimeError):
-    """Ranks were started with different settings, or one did not come."""
+    """Ranks were started with different settings, or one did not join."""
 
 
 def versions() -> dict[str, str]:
@@ -42,7 +42,7 @@ def open_store(rank: int, *, wait_s: float) -> Store:
 
     Raises:
         HandshakeError: nobody answers there, or rank 0 cannot hold it there.
-        ValueError: the environment does not say where.
+        ValueError: MASTER_ADDR or MASTER_PORT is not set.
     """
     host, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
     holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
@@ -63,10 +63,11 @@ def fresh_store(store: Store, rank: int, world: int, *, wait_s: float) -> Store:
     """A part of the store in which nothing was written before all these ranks came.
 
     torchrun's agents keep one store over restarts, in which the addresses of ranks that are gone
-    would be found. So rank 0 draws a name, and tells it to whoever shows a number drawn just now.
+    would be found. So rank 0 draws a name, and sends it to each rank that presents a fresh random
+    number.
 
     Raises:
-        HandshakeError: ranks did not come; all that did hear from rank 0 which.
+        HandshakeError: ranks did not join; the error of those that did names them.
     """
     lobby = PrefixStore("lobby", store)
     if rank == 0:
@@ -84,7 +85,7 @@ def fresh_store(store: Store, rank: int, world: int, *, wait_s: float) -> Store:
 
 
 def _receive(lobby: Store, world: int, wait_s: float) -> tuple[str, list[int]]:
-    """Rank 0's part: the name it drew, and who did not come, which all others know as well."""
+    """Rank 0's part: the name it drew, and the ranks that did not join, as sent to all others."""
     name, answered = secrets.token_hex(8), dict.fromkeys(range(1, world), "")
     limit_s = time.monotonic() + wait_s
     while answered and time.monotonic() < limit_s:
@@ -142,8 +143,8 @@ def _problems(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
         return "; ".join(f"{who}: {text}" for text, who in own.items())
     different = [
         f"rank {other} has {name.removeprefix('config.')} = {theirs}, rank 0 has {ours}"
-        for other, (_, told) in enumerate(everyone)
-        for name, theirs, ours in differences(told, everyone[0][1])
+        for other, (_, theirs_all) in enumerate(everyone)
+        for name, theirs, ours in differences(theirs_all, everyone[0][1])
     ]
     if not different:
         return ""
@@ -152,7 +153,7 @@ def _problems(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
 
 
 def report_failure(store: Store, rank: int, message: str) -> None:
-    """Tell the other ranks what failed here."""
+    """Publish what failed here for the other ranks."""
     board = PrefixStore("failure", store)
     board.set(str(rank), json.dumps({"time": time.time(), "message": message}))
 
@@ -183,7 +184,7 @@ def _get(store: Store, key: str, rank: int, wait_s: float) -> str:
         if "timeout" not in str(error).lower():
             raise HandshakeError(
                 "the rendezvous store is gone: the process or machine that holds it has ended; "
-                "its own message says why"
+                "see its own output for the reason"
             ) from None
         raise HandshakeError(_absent([rank], wait_s)) from None
 
@@ -191,9 +192,9 @@ def _get(store: Store, key: str, rank: int, wait_s: float) -> str:
 def _absent(ranks: Collection[int], wait_s: float) -> str:
     many = len(ranks) > 1
     return (
-        f"{'ranks' if many else 'rank'} {', '.join(map(str, ranks))} did not come within "
+        f"{'ranks' if many else 'rank'} {', '.join(map(str, ranks))} did not join within "
         f"{wait_s:.0f} s; {'are they' if many else 'is it'} started, and can "
-        f"{'they' if many else 'it'} reach {_address()}? (`thinpipe doctor` on each machine tells)"
+        f"{'they' if many else 'it'} reach {_address()}? (run `thinpipe doctor` on each machine)"
     )
 
 

@@ -36,7 +36,7 @@ _TERMINATION_GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class Session:
-    """What a rank knows of the others."""
+    """A rank's connection to the others."""
 
     store: Store
     transport: Transport
@@ -55,7 +55,7 @@ class Session:
 
 
 class PeerError(RuntimeError):
-    """The run cannot go on: the message says which edge failed, as seen from here and elsewhere."""
+    """The run cannot continue; the message names the edge that failed, here and on other ranks."""
 
 
 class TerminatedError(Exception):
@@ -103,10 +103,10 @@ class StopFlag:
 def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> Iterator[Session]:
     """Meet the other ranks (environment as set by torchrun) and leave them again.
 
-    `problem` is what keeps this rank from starting; every rank is told.
+    `problem` is what keeps this rank from starting; every rank raises it.
 
     Raises:
-        HandshakeError: ranks differ in config, data or version, one has a problem or did not come.
+        HandshakeError: ranks differ in config, data or version, one has a problem or did not join.
         PeerError: a peer failed while the session was in use.
     """
     world = int(os.environ["WORLD_SIZE"])
@@ -119,8 +119,8 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
         )
     rank, wait_s = int(os.environ["RANK"]), config.pipeline.peer_timeout_s
     store = fresh_store(open_store(rank, wait_s=wait_s), rank, world, wait_s=wait_s)
-    told = {"config": config.shared(), "versions": versions(), **facts}
-    run_id = agree(store, rank, world, told, problem=problem, wait_s=wait_s)
+    facts = {"config": config.shared(), "versions": versions(), **facts}
+    run_id = agree(store, rank, world, facts, problem=problem, wait_s=wait_s)
     timeout = timedelta(seconds=wait_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
     try:
@@ -133,7 +133,7 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
         yield Session(store, transport, run_id, int(os.environ.get("LOCAL_RANK", "0")))
         transport.close()
     except Exception as error:
-        account = _tell_others(store, rank, world, error)
+        account = _report(store, rank, world, error)
         if isinstance(error, DesyncError | TransportError):
             raise PeerError(account) from error
         raise
@@ -145,8 +145,8 @@ def _chunk_nbytes(config: RunConfig) -> int:
     return 1024 * options.chunk_kib if isinstance(options, ExchangeOptions) else CHUNK_NBYTES
 
 
-def _tell_others(store: Store, rank: int, world: int, error: Exception) -> str:
-    """This rank's account of a failure, and what the first other rank says of it."""
+def _report(store: Store, rank: int, world: int, error: Exception) -> str:
+    """This rank's account of a failure, and the first report by another rank."""
     own = str(error).strip()
     try:
         report_failure(store, rank, own)

@@ -19,10 +19,10 @@ from thinpipe.pipeline.wire.pinned import brought_to, written_on
 class Memory(Protocol):
     """What a boundary remembers of samples. Its other end's memory takes the same calls.
 
-    `room` is how many samples this end could hold, None if it does not matter.
+    `capacity` is how many samples this end could hold, None if it does not matter.
     """
 
-    room: int | None
+    capacity: int | None
 
     def restrict(self, ids_B: Tensor, samples: int) -> None:
         """Hold only these samples from here on, and at most so many.

@@ -59,7 +59,7 @@ class ErrorMeter:
         self._squares = [a + b for a, b in zip(self._squares, sums, strict=True)]
 
     def take(self) -> list[float]:
-        """The `SUMS` numbers since the last call, which start anew."""
+        """The `SUMS` numbers since the last call, counted from zero again."""
         taken = [float(self._known), float(self._first_visits), *self._squares]
         self._known, self._first_visits, self._squares, self._seen = 0, 0, [0.0] * 4, set()
         return taken

@@ -34,7 +34,7 @@ class GlooTransport:
 
         Raises:
             ValueError: the world has not pipeline_ranks * replicas ranks.
-            TransportError: a rank did not come within `timeout_s`.
+            TransportError: a rank did not join within `timeout_s`.
         """
         check_world(pipeline_ranks, replicas, dist.get_world_size())
         self.mesh = Mesh(pipeline_ranks, replicas, dist.get_rank())

@@ -1,4 +1,4 @@
-"""Notices when compression gets worse instead of better, and has a cut use more bits.
+"""Detects that compression gets worse instead of better, and gives a cut more bits.
 
 After each step every rank judges the same shared numbers by the same rule, so both ends of a cut
 change at the same step without a message. What is judged are means over recent steps of a
@@ -29,7 +29,7 @@ class GuardConfig(BaseModel):
 
     It fails when its relative error exceeds `error`, or when the relative size of changes is `rise`
     times the smallest it has been and more than a quarter, both in the mean over about `patience`
-    steps. `warn` says so once, `act` also goes on with stateless tiles of two bits more, and if
+    steps. `warn` logs it once, `act` also goes on with stateless tiles of two bits more, and if
     that fails of 7; `off` judges nothing.
     """
 

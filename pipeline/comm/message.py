@@ -102,7 +102,7 @@ class MessageCodec:
         """Train at this level from the next step on; above 0 nothing is remembered any more."""
         self.level = level
         if level and self.memory is not None:
-            self.memory.room = 0
+            self.memory.capacity = 0
             self.memory.restrict(torch.empty(0, dtype=torch.int64), 0)
 
     @property

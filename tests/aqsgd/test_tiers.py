@@ -32,13 +32,13 @@ def make_end(tmp_path: Path) -> Iterator[MakeEnd]:
     """One end of a cut; its disk, if it has one, answers after random delays."""
     opened: list[DeltaBoundary] = []
 
-    def make(tier: str, form: Any = "bf16", room: int | None = None) -> DeltaBoundary:
+    def make(tier: str, form: Any = "bf16", capacity: int | None = None) -> DeltaBoundary:
         spec = AqsgdConfig(bits=3, memory=form)
         store: Any = RamStore()
         if tier == "disk":
             nbytes = build_codec(form, WIDTH).capacity(TOKENS * WIDTH)
             store = DiskStore(late(RowFile(tmp_path, nbytes), len(opened)))
-        opened.append(build_delta(spec, width=WIDTH, key=3, store=store, room=room))
+        opened.append(build_delta(spec, width=WIDTH, key=3, store=store, capacity=room))
         return opened[-1]
 
     yield make
@@ -183,7 +183,7 @@ def test_a_row_damaged_in_a_checkpoint_is_forgotten(
 
 @settings(max_examples=40)
 @given(
-    room=st.integers(0, 6),
+    capacity=st.integers(0, 6),
     visits=st.lists(
         st.tuples(
             st.lists(st.integers(0, 8), min_size=1, max_size=4, unique=True),
@@ -198,7 +198,7 @@ def test_both_ends_choose_the_same_samples_whatever_comes(
     room: int, visits: list[tuple[list[int], bool, bool]], forgotten: set[int]
 ) -> None:
     spec = AqsgdConfig(bits=3)
-    ends = tuple(build_delta(spec, width=WIDTH, key=3, room=room) for _ in range(2))
+    ends = tuple(build_delta(spec, width=WIDTH, key=3, capacity=room) for _ in range(2))
     everything = torch.arange(9)
     for number, (ids, keep, broken) in enumerate(visits):
         step((ends[0], ends[1]), ids, number, keep=keep, broken=broken)
@@ -213,7 +213,7 @@ def test_both_ends_choose_the_same_samples_whatever_comes(
 
 
 def test_a_fixed_set_is_found_again_in_every_epoch(make_end: MakeEnd) -> None:
-    ends = make_end("ram", room=4), make_end("disk", room=4)
+    ends = make_end("ram", capacity=4), make_end("disk", capacity=4)
     found = []
     for number, ids in enumerate(epochs(4)):
         found.append(int((ends[0].memory.fingerprints(torch.tensor(ids)) != 0).sum()))
@@ -233,7 +233,7 @@ def test_the_memory_in_ram_never_has_more_rows_than_room_and_a_step(
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", counted)
-    ends = make_end("ram", room=4), make_end("ram", room=4)
+    ends = make_end("ram", capacity=4), make_end("ram", capacity=4)
     for number, ids in enumerate(epochs(5)):
         step(ends, ids, number)
     assert 0 < made <= 2 * (4 + 3)
@@ -242,7 +242,7 @@ def test_the_memory_in_ram_never_has_more_rows_than_room_and_a_step(
 def test_a_smaller_room_after_a_restart_keeps_the_lowest_ids(make_end: MakeEnd) -> None:
     ends = make_end("ram"), make_end("ram")
     step(ends, [5, 1, 4, 2], 0)
-    again = make_end("disk", room=3)
+    again = make_end("disk", capacity=3)
     again.load_state_dict(ends[0].state_dict())
     assert (again.memory.fingerprints(torch.tensor([1, 2, 4, 5])) != 0).tolist() == [
         True,

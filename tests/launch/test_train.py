@@ -435,7 +435,7 @@ def test_a_rank_that_cannot_start_tells_the_others(run_file: Path, change: str, 
 def test_a_rank_that_nobody_joins_ends(run_file: Path) -> None:
     port, patience = free_port(), ["--set", "pipeline.peer_timeout_s=2"]
     (output,) = told_by([as_rank(1, 3, port, run_file, *patience)])
-    assert "error: rank 0 did not come within 2 s" in output
+    assert "error: rank 0 did not join within 2 s" in output
     assert f"127.0.0.1:{port}" in output
     assert "Traceback" not in output
 

@@ -62,7 +62,7 @@ def test_whoever_holds_the_store_leaves_after_the_slowest_has_read() -> None:
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
     facts: list[dict[str, object]] = [{}, {}, {}]
     for told in ranks(2, meet, 3, facts, 3):  # three are expected
-        assert told.startswith("rank 2 did not come within 3 s")
+        assert told.startswith("rank 2 did not join within 3 s")
 
 
 def come(rank: int, numbers: list[int], world: int, port: int) -> tuple[str, float]:
@@ -82,9 +82,9 @@ def come(rank: int, numbers: list[int], world: int, port: int) -> tuple[str, flo
     ("came", "world", "told"),
     [
         ([0, 1], 2, "all came"),
-        ([0, 1], 3, "rank 2 did not come within 3 s; is it started, and can it reach {where}?"),
-        ([2, 0], 4, "ranks 1, 3 did not come within 3 s; are they started, and can they reach "),
-        ([1, 2], 3, "rank 0 did not come within 3 s; is it started, and can it reach {where}?"),
+        ([0, 1], 3, "rank 2 did not join within 3 s; is it started, and can it reach {where}?"),
+        ([2, 0], 4, "ranks 1, 3 did not join within 3 s; are they started, and can they reach "),
+        ([1, 2], 3, "rank 0 did not join within 3 s; is it started, and can it reach {where}?"),
     ],
 )
 def test_whoever_came_names_all_that_did_not(
@@ -130,7 +130,7 @@ def test_a_restart_does_not_see_what_was_written_before() -> None:
 
     for number in range(3):
         assert life(number) == [(str(number), True)] * 2
-    with pytest.raises(HandshakeError, match="rank 1 did not come within 0 s"):
+    with pytest.raises(HandshakeError, match="rank 1 did not join within 0 s"):
         fresh_store(store, 0, 2, wait_s=0.2)
 
 
