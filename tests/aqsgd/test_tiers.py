@@ -38,7 +38,7 @@ def make_end(tmp_path: Path) -> Iterator[MakeEnd]:
         if tier == "disk":
             nbytes = build_codec(form, WIDTH).capacity(TOKENS * WIDTH)
             store = DiskStore(late(RowFile(tmp_path, nbytes), len(opened)))
-        opened.append(build_delta(spec, width=WIDTH, key=3, store=store, capacity=room))
+        opened.append(build_delta(spec, width=WIDTH, key=3, store=store, capacity=capacity))
         return opened[-1]
 
     yield make
