@@ -130,7 +130,7 @@ class CacheConsistency:
             if memory.capacity is not None:
                 rooms_CE[end] = memory.capacity
         shared_PN = self._transport.share(rooms_CE.flatten(), "replica")
-        own_CE = shared_PN.view(-1, *rooms_CE.shape).amin(0)
+        own_CE = shared_PN.view(len(shared_PN), *rooms_CE.shape).amin(0)
         for (cut, _), memory in self._memories.items():
             memory.restrict(ids_B, int(min(float(own_CE[cut].min()), len(ids_B))))
 

@@ -200,7 +200,7 @@ printf '%s\\0' "$@" >> "$RECORDED"
 
 def dry_run(*words: object) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["launch", *map(str, words), "--dry-run"])
-    return done.exit_code, done.stdout
+    return done.exit_code, done.output
 
 
 def as_pasted(text: str, tmp_path: Path) -> list[list[str]]:
@@ -262,7 +262,7 @@ def test_a_dry_run_prints_commands_that_survive_both_shells(
             "2 machines cannot share 3 ranks (stages x replicas) evenly; "
             "with 3 ranks a hosts file lists 1, 3 machines",
         ),
-        (["--set", "pipeline.cuts=[2]", "--show", "c"], "'c': no such machine; there are a, b"),
+        (["--set", "pipeline.cuts=[2]", "--show", "c"], "'c': no such machine; use one of a, b"),
         (["--set", "pipeline.cuts=[2]"], ""),
     ],
 )
