@@ -16,8 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from thinpipe.launch.distributed.fork_server import PRELOADED
+
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed.pipelining", "thinpipe.launch.cli"])
+CONTEXT.set_forkserver_preload(
+    [*PRELOADED, "thinpipe.launch.report.html", "transformers.modeling_utils"]
+)
 
 Ranks = Callable[..., list[Any]]
 

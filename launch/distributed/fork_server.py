@@ -24,14 +24,16 @@ START_METHOD = "forkserver" if sys.platform.startswith("linux") else "spawn"
 HELD_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 """They end the launcher, which ends the ranks in order; so the server between them blocks these."""
 
-_PRELOADED = (
-    "thinpipe.launch.distributed.forked",  # first: it sees to the server's end
+_FORKED = "thinpipe.launch.distributed.forked"
+
+PRELOADED = (
     "thinpipe.launch.cli",
     "thinpipe.launch.train",
     "thinpipe.pipeline.wire.kernels.cpu.uniform",
     "thinpipe.pipeline.wire.kernels.cpu.rows",
     *(f"{methods.__name__}.{method.name}" for method in pkgutil.iter_modules(methods.__path__)),
 )
+"""What ranks need, whatever they train."""
 
 
 def start() -> None:
@@ -41,7 +43,7 @@ def start() -> None:
     # What the launcher left behind when it was killed is cleared away without a word.
     sys.warnoptions.append("ignore:resource_tracker")
     resource_tracker.ensure_running()
-    forkserver.set_forkserver_preload([*_PRELOADED])
+    forkserver.set_forkserver_preload([_FORKED, *PRELOADED])  # it sees to the server's end
     settings = {PARENT: str(os.getpid()), "PYTHONSAFEPATH": "1"}  # as python -P
     settings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # each rank sets its own
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
