@@ -69,8 +69,8 @@ class GlooPeers:
         length = payload_nbytes(chunk)
         if length > capacity:
             raise DesyncError(
-                f"{_edge(peer, self.rank)}: a payload of {length} bytes, where at most {capacity} "
-                "can be; the two replicas are not at the same place"
+                f"replica {peer} -> replica {self.rank}: a payload of {length} bytes, where at "
+                f"most {capacity} can be; the two replicas are at different exchanges"
             )
         length += EXCHANGE_HEADER_NBYTES
         message = torch.empty(length, dtype=torch.uint8)
