@@ -106,7 +106,7 @@ class Switching:
                 finite.append(self.delta.encode_change_packed(x_1N, own, wire_1W, noise=drawn))
             else:
                 self.direct.encode(x_1N, wire_1W, noise=drawn)
-                finite.append(self._decode_anew(wire_1W, own, change_BN[row : row + 1]))
+                finite.append(self._decode_direct(wire_1W, own, change_BN[row : row + 1]))
         return torch.cat(finite)
 
     def decode_change_packed(self, wire_BW: Tensor, memory: PackedMemory, out_BN: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Switching:
         finite = []
         for row, how in enumerate(wire_BW[:, 0].tolist()):
             out_1N, wire_1W = out_BN[row : row + 1], self._slot(wire_BW, row, out_BN.shape[1])
-            decode = self.delta.decode_change_packed if how == _DELTA else self._decode_anew
+            decode = self.delta.decode_change_packed if how == _DELTA else self._decode_direct
             finite.append(decode(wire_1W, _row(memory, row), out_1N))
         return torch.cat(finite)
 
@@ -123,7 +123,7 @@ class Switching:
         codec = self.delta if wire_BW[row, 0] == _DELTA else self.direct
         return wire_BW[row : row + 1, 1 : 1 + codec.capacity(numel)]
 
-    def _decode_anew(self, wire_1W: Tensor, memory: PackedMemory, out_1N: Tensor) -> Tensor:
+    def _decode_direct(self, wire_1W: Tensor, memory: PackedMemory, out_1N: Tensor) -> Tensor:
         value_1N = torch.empty(out_1N.shape, device=out_1N.device)
         self.direct.decode(wire_1W, value_1N)
         return _renew(memory, value_1N, out_1N)

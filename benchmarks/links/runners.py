@@ -270,8 +270,9 @@ def _wire(
     """Codec and link of the cut below a stage; None at the ends of the pipeline."""
     if upper < 0 or upper + 1 >= stages:
         return None
+    mesh = transport.mesh
     link = transport.link(
-        upper + 1 if transport.mesh.position == upper else upper,
+        mesh.rank_at(upper + 1 if mesh.position == upper else upper),
         FIRST_CUT + 2 * upper + direction,
         f"{method.name}: stage {upper} - stage {upper + 1}",
     )

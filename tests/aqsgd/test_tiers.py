@@ -195,10 +195,10 @@ def test_a_row_damaged_in_a_checkpoint_is_forgotten(
     forgotten=st.sets(st.integers(0, 8)),
 )
 def test_both_ends_choose_the_same_samples_whatever_comes(
-    room: int, visits: list[tuple[list[int], bool, bool]], forgotten: set[int]
+    capacity: int, visits: list[tuple[list[int], bool, bool]], forgotten: set[int]
 ) -> None:
     spec = AqsgdConfig(bits=3)
-    ends = tuple(build_delta(spec, width=WIDTH, key=3, capacity=room) for _ in range(2))
+    ends = tuple(build_delta(spec, width=WIDTH, key=3, capacity=capacity) for _ in range(2))
     everything = torch.arange(9)
     for number, (ids, keep, broken) in enumerate(visits):
         step((ends[0], ends[1]), ids, number, keep=keep, broken=broken)
@@ -206,7 +206,7 @@ def test_both_ends_choose_the_same_samples_whatever_comes(
             for end in ends:
                 end.memory.forget(torch.tensor(sorted(forgotten), dtype=torch.int64))
         assert ends[0].memory.digest() == ends[1].memory.digest()
-        assert len(ends[0].memory) <= room
+        assert len(ends[0].memory) <= capacity
         held = ends[0].memory.fingerprints(everything)
         assert held.equal(ends[1].memory.fingerprints(everything))
         assert (held > 0).equal(ends[0].memory.fingerprints(everything) != 0)

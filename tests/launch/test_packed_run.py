@@ -69,11 +69,12 @@ def outcome(built: Built, losses: list[float]) -> dict[str, Any]:
 
 
 class Training:
-    """One rank of a run, on data that it reads anew."""
+    """One rank of a run, on data that it reads itself."""
 
     def __init__(self, rank: int, run: RunConfig) -> None:
         self._corpus, self.built = check_data(run), start(run)
-        mesh = self.built.engine.transport.mesh
+        transport = self.built.engine.transport
+        mesh = transport.mesh
         self._sampler = EpochSampler(
             len(self._corpus.train),
             batch_size=run.train.batch_size,
@@ -83,7 +84,7 @@ class Training:
         )
         store: Any = None
         facts = {"config": run.shared(), "data": self._corpus.digests}
-        session = Session(store, mesh, 7, rank)
+        session = Session(store, transport, 7, rank)
         root = run.run.path / "checkpoints"
         self.checkpoints = Checkpoints(root, 9, self.built, session, facts)
 

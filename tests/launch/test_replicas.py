@@ -77,7 +77,7 @@ def test_every_class_of_bytes_is_counted_apart(trained: Any) -> None:
     for found in trained:
         assert found["classes"] == trained[0]["classes"]
     wire, sync_bytes, control_bytes = trained[0]["classes"][-1]
-    assert [count.direction for count in wire] == [0, 1]
+    assert [count.direction for count in wire] == ["forward", "backward"]
     assert all(count.nbytes > 0 for count in wire)
     assert 0 < sync_bytes < trained[0]["classes"][0][1] / 5  # the first step averages exactly
     assert control_bytes > 0

@@ -87,7 +87,7 @@ def test_a_task_without_its_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_places_on_a_disk_are_not_compared_between_peers() -> None:
-    told: Any = _config(
+    reported: Any = _config(
         INSTRUCTIONS, "data.eval_path=/mnt/a.jsonl", "data.tokenizer=/mnt/words"
     ).shared()
-    assert "/mnt" not in json.dumps(told)
+    assert "/mnt" not in json.dumps(reported)

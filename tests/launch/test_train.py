@@ -210,8 +210,8 @@ def test_at_another_number_of_replicas_only_moved_samples_are_new(
     done = thinpipe(run_file, *run, f"pipeline.replicas={now}", "--resume", "--step", "4")
     assert done.returncode == 0, done.stderr
     assert f"replicas {before}; this run has cuts [2], replicas {now}" in done.stderr
-    told = "samples moved to another replica and are sent as first visits" in done.stderr
-    assert told == bool(first_visits)
+    reported = "samples moved to another replica and are sent as first visits" in done.stderr
+    assert reported == bool(first_visits)
     records = read_metrics(run_file.parent / "run" / "metrics.jsonl")
     first, second = (
         sum(record.wire[0].nbytes - 52 * record.wire[0].messages for record in epoch)
@@ -385,7 +385,7 @@ def as_rank(rank: int, world: int, port: int, *arguments: object) -> Command:
     return Command("train", *arguments, environment=environment)
 
 
-def told_by(ranks: list[Command]) -> list[str]:
+def reported_by(ranks: list[Command]) -> list[str]:
     """What ranks that refuse to start print."""
     try:
         ended = [rank.done() for rank in ranks]
@@ -397,14 +397,14 @@ def told_by(ranks: list[Command]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ("train.lr=0.5", "rank 1 has train.lr = 0.5, rank 0 has 0.001"),
         ("data.path={other}", "rank 1 has data.train = "),  # where texts are may differ
     ],
 )
 def test_ranks_with_different_configs_or_data_refuse_to_start(
-    run_file: Path, change: str, told: str
+    run_file: Path, change: str, reported: str
 ) -> None:
     other = run_file.parent / "other.txt"
     other.write_text((run_file.parent / "text.txt").read_text().replace("7 squared", "7 cubed"))
@@ -413,33 +413,35 @@ def test_ranks_with_different_configs_or_data_refuse_to_start(
         as_rank(0, 2, port, run_file, *cut),
         as_rank(1, 2, port, run_file, *cut, "--set", change.format(other=other)),
     ]
-    assert all(told in output for output in told_by(ranks))
+    assert all(reported in output for output in reported_by(ranks))
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reported"),
     [
         ("data.path=/nowhere", "data.path = '/nowhere'"),
         ("run.folder=/dev/null/run", "run.folder = /dev/null/run: /dev/null is a file"),
     ],
 )
-def test_a_rank_that_cannot_start_tells_the_others(run_file: Path, change: str, told: str) -> None:
+def test_a_rank_that_cannot_start_tells_the_others(
+    run_file: Path, change: str, reported: str
+) -> None:
     port, cut = free_port(), ["--set", "pipeline.cuts=[2]"]
     ranks = [
         as_rank(0, 2, port, run_file, *cut, "--set", change),
         as_rank(1, 2, port, run_file, *cut),
     ]
-    assert all(f"rank 0: {told}" in output for output in told_by(ranks))
+    assert all(f"rank 0: {reported}" in output for output in reported_by(ranks))
 
 
 def test_a_rank_that_nobody_joins_ends(run_file: Path) -> None:
     port, patience = free_port(), ["--set", "pipeline.peer_timeout_s=2"]
-    (output,) = told_by([as_rank(1, 3, port, run_file, *patience)])
+    (output,) = reported_by([as_rank(1, 3, port, run_file, *patience)])
     assert "error: rank 0 did not join within 2 s" in output
     assert f"127.0.0.1:{port}" in output
     assert "Traceback" not in output
 
 
 def test_a_wrong_number_of_processes_is_refused(run_file: Path) -> None:
-    (output,) = told_by([as_rank(0, 1, free_port(), run_file)])
+    (output,) = reported_by([as_rank(0, 1, free_port(), run_file)])
     assert "3 stages (pipeline.cuts) with pipeline.replicas = 1 need 3" in output

@@ -15,8 +15,10 @@ from thinpipe.aqsgd.disk import DiskStore
 from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.launch.components import Built
 from thinpipe.launch.single_process import in_process
-from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.comm.transport import Scope
 from thinpipe.pipeline.step_stats import StepTotals
+from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES
 from thinpipe.pipeline.wire.header import DesyncError
 
 pytestmark = pytest.mark.dist
@@ -54,14 +56,14 @@ def run(
     built = start(settings)
     built.engine.begin(ALL, STEPS[0].ids_B)
     shares = 0
-    share = Mesh.share
+    share = GlooTransport.share
 
-    def counted(mesh: Mesh, values: torch.Tensor) -> torch.Tensor:
+    def counted(transport: GlooTransport, values: torch.Tensor, scope: Scope) -> torch.Tensor:
         nonlocal shares
         shares += 1
-        return share(mesh, values)
+        return share(transport, values, scope)
 
-    Mesh.share = counted  # type: ignore[method-assign]
+    GlooTransport.share = counted  # type: ignore[method-assign]
     found = []
     for step, item in enumerate(STEPS):
         shares, upcoming = 0, STEPS[step + 1 : step + 2]
@@ -175,11 +177,12 @@ def test_what_one_end_lost_both_forget_and_train_on(
     assert all(totals.loss > 0 and not totals.skipped for totals, _, _ in results[0])
     control = [totals.control_bytes for totals, _, _ in results[0]]
     for step, item in enumerate(STEPS[1:]):  # repairing names the samples that come next
-        named = 2 * len(item) * 8 if step in expected else 0  # at two ends, by every rank to two
+        # at two ends, by every rank to two, and the message's checksum
+        named = 2 * len(item) * 8 + CHECKSUM_NBYTES if step in expected else 0
         assert control[step] - control[-1] == 3 * 2 * named
 
 
-def test_healed_samples_are_sent_like_new_ones(ranks: Ranks, tmp_path: Path) -> None:
+def test_repaired_samples_are_sent_like_new_ones(ranks: Ranks, tmp_path: Path) -> None:
     whole = ranks(3, run, settings(tmp_path), None, -1)[0]
     hurt = ranks(3, run, settings(tmp_path), forget_a_few, 1)[0]
     sizes = [
@@ -208,7 +211,7 @@ def start_apart(rank: int, run_settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("tier", ["ram", "disk"])
-def test_a_cut_whose_state_is_missing_at_one_end_starts_anew(
+def test_a_cut_whose_state_is_missing_at_one_end_starts_empty(
     ranks: Ranks, tmp_path: Path, tier: str
 ) -> None:
     results = ranks(3, start_apart, settings(tmp_path, tier))
@@ -225,7 +228,7 @@ def with_own_budget(rank: int, all_settings: list[Any]) -> Any:
             {c: int((m.fingerprints(item.ids_B) != 0).sum()) for c, m in memories(built).items()}
         )
         built.engine.train_step(item, step)
-    return {c: (m.room, len(m), m.digest()) for c, m in memories(built).items()}, hits
+    return {c: (m.capacity, len(m), m.digest()) for c, m in memories(built).items()}, hits
 
 
 def test_the_end_with_less_room_decides(ranks: Ranks, tmp_path: Path) -> None:

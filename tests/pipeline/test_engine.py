@@ -36,8 +36,8 @@ def refused(rank: int, run: Any, ids: list[int]) -> str:
 def test_ids_that_no_memory_can_serve_are_refused(
     ranks: Ranks, ids: list[int], message: str
 ) -> None:
-    for told in ranks(2, refused, config(boundary=AQSGD), ids):
-        assert told.startswith(message)
+    for reported in ranks(2, refused, config(boundary=AQSGD), ids):
+        assert reported.startswith(message)
 
 
 def test_a_short_batch_is_split_into_fewer_parts(ranks: Ranks) -> None:
@@ -109,6 +109,6 @@ def fall_silent(rank: int, account: Path) -> None:
 def test_a_silent_peer_is_given_up_after_the_timeout(ranks: Ranks, tmp_path: Path) -> None:
     account = tmp_path / "account"
     ranks(2, fall_silent, account)
-    seconds, told = account.read_text().split(" ", 1)
+    seconds, reported = account.read_text().split(" ", 1)
     assert 1.5 < float(seconds) < 6
-    assert told.startswith("stage 1 (rank 1) -> stage 0 (rank 0), cut 2 backward: lost")
+    assert reported.startswith("stage 1 (rank 1) -> stage 0 (rank 0), cut 2 backward: lost")

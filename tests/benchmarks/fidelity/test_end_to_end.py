@@ -43,7 +43,7 @@ def test_a_run_of_the_real_launcher_is_read_and_not_repeated(tmp_path: Path) -> 
     (tmp_path / "rest.txt").unlink()
     assert fine_tune(texts, TINY, model, method="AQ-SGD + CocktailSGD", seed=0) == found
     longer = replace(TINY, epochs=3)
-    with pytest.raises(ValueError, match=r"aq-sgd-cocktailsgd-0: finished with the settings of"):
+    with pytest.raises(ValueError, match=r"aq-sgd-cocktailsgd-0: was run with the settings of"):
         fine_tune(texts, longer, model, method="AQ-SGD + CocktailSGD", seed=0)
 
 

@@ -14,7 +14,7 @@ from benchmarks.replicas.run import (
     table,
 )
 from tests.ranks import Ranks
-from thinpipe.pipeline.wire.header import HEADER_NBYTES
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 
 ALONE = Plan(REPLICA_METHODS, [None], 1, parameters=10_000, compute_s=0.01)
 SMALL = PaperShape(tokens=4, width=16, microbatches=2, forward_s=0.001, backward_s=0.002)
@@ -49,8 +49,8 @@ def test_every_method_runs_between_two_replicas(ranks: Ranks) -> None:
     rows = [make_row(ALONE, pair) for pair in zip(first, second, strict=True)]
     sent = {row.method: row.sync_nbytes for row in rows}
     assert sent["none"] == 0
-    assert sent["all-reduce fp32"] == 4 * 10_000 + 2 * HEADER_NBYTES
-    assert sent["all-reduce bf16"] == 2 * 10_000 + 2 * HEADER_NBYTES
+    assert sent["all-reduce fp32"] == 4 * 10_000 + 2 * EXCHANGE_HEADER_NBYTES
+    assert sent["all-reduce bf16"] == 2 * 10_000 + 2 * EXCHANGE_HEADER_NBYTES
     assert 0 < sent["cocktail"] < 1000
     assert all(row.step_s > 0.01 for row in rows)
     assert len(table(rows).splitlines()) == 2 + len(REPLICA_METHODS)

@@ -137,7 +137,7 @@ def test_a_weight_that_the_dtype_cannot_hold_is_refused(tmp_path: Path) -> None:
     saved_run(run_config(section("gpt2", source), run), steps=0)
     for path, tensors in stored(source).items():
         save_file({k: t.half() for k, t in tensors.items()}, source / path, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"ln_1\.bias: holds 1e\+05, .*float16; .*--dtype bf16"):
+    with pytest.raises(ConfigError, match=r"ln_1\.bias: holds 1e\+05, .*float16 .*--dtype bf16"):
         export(run, tmp_path / "out", step=None, dtype="source")
     assert not list(tmp_path.glob(".*"))
     export(run, tmp_path / "out", step=None, dtype="bf16")
@@ -260,7 +260,7 @@ def test_the_command_exports_and_refuses_what_it_cannot(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rank-0\.safetensors: missing.*no older complete step$"):
         export(run, out, step=None, dtype="source")
     (source / "config.json").write_text((source / "config.json").read_text() + " ")
-    with pytest.raises(ValueError, match=r"trained with another .*config\.json"):
+    with pytest.raises(ValueError, match=r"config\.json .*changed since"):
         export(run, out, step=None, dtype="source")
     assert not out.exists()
     assert not list(tmp_path.glob(".*"))
@@ -269,7 +269,7 @@ def test_the_command_exports_and_refuses_what_it_cannot(tmp_path: Path) -> None:
 def test_a_model_of_our_own_is_refused(tmp_path: Path) -> None:
     run = config()
     write_config(run, tmp_path / "config.toml")
-    with pytest.raises(ConfigError, match=r"our own.*no class"):
+    with pytest.raises(ConfigError, match=r"own transformer.*no class"):
         export(tmp_path, tmp_path / "out", step=None, dtype="source")
 
 

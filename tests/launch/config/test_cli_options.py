@@ -57,11 +57,11 @@ def test_an_unknown_machine_is_named(capfd: pytest.CaptureFixture[str], tmp_path
         (["trace", "gone"], "gone: no such folder; give that of a finished run"),
         (
             ["shaped", "--matrix", "gone.json", "--", "true"],
-            "--matrix = gone.json: No such file or directory; correct the path, or have ",
+            "--matrix = gone.json: No such file or directory; correct the path, or write ",
         ),
         (
             ["plan", "run.toml", "--network", "gone.json"],
-            "--network = gone.json: No such file or directory; correct the path, or have ",
+            "--network = gone.json: No such file or directory; correct the path, or write ",
         ),
         (
             ["train", "run.toml", "--set", "data.path=gone.txt"],
@@ -73,7 +73,7 @@ def test_an_unknown_machine_is_named(capfd: pytest.CaptureFixture[str], tmp_path
         ),
         (
             ["doctor", "run.toml", "--save", "gone/net.json"],
-            "--save = gone/net.json: no such folder; make it, or name another",
+            "--save = gone/net.json: no such folder; create it, or use another",
         ),
     ],
 )

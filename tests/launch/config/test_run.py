@@ -151,7 +151,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ("[model]\nvocab = 100", ["model.vocab = 100", "256"]),
         ("[train", ["cannot be read as TOML"]),
         ('extends = "missing.toml"', ["missing.toml: no such file", "correct extends in "]),
-        ('[[host]]\nname = "a"', ["this is a hosts file; `thinpipe launch` takes it"]),
+        ('[[host]]\nname = "a"', ["this is a hosts file; pass it to `thinpipe launch`"]),
         ('extends = "run.toml"', ["extends itself"]),
     ],
 )
@@ -171,7 +171,7 @@ def test_nothing_is_guessed_where_no_name_is_near(tmp_path: Path) -> None:
     ("override", "part"),
     [
         ("train.lr", "write it as section.key=value"),
-        ("boundary.5.cut=2", "there is no boundary.5.cut"),
+        ("boundary.5.cut=2", "no setting boundary.5.cut"),
         ("train.lrr=1", 'did you mean "lr"?'),
     ],
 )

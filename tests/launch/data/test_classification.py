@@ -88,11 +88,11 @@ def test_the_digest_covers_labels(tmp_path: Path) -> None:
         ("a\t-1\t\tx\n", {}, r"field 1 = '-1': model.classes = 2"),
         ("a\t1\t\tx\n", {"labels": ("n", "y")}, r"'1': not one of data.labels = \['n', 'y'\]"),
         ("a\t1\t\t\n", {}, r"a.tsv:1: field 3 = '': not text"),
-        ("", {}, r"data.path = '.*a.tsv': no rows there"),
+        ("", {}, r"data.path = '.*a.tsv': no rows; name a file"),
         ("a\t1\t\tx\n", {"eval_path": None}, r"fewer than 10 rows, .* set data.eval_path"),
         (COLA, {"eval_sequences": 41}, r"data.eval_sequences = 41: .* gives 40 .* at most 40"),
         (COLA, {"format": "text"}, r"text has no fields \[3, 1\]; set data.format"),
-        (COLA, {"format": "jsonl"}, r"the fields \[3, 1\] of JSONL have names"),
+        (COLA, {"format": "jsonl"}, r"fields \[3, 1\]: JSONL has names, not numbers"),
     ],
 )
 def test_rows_and_settings_that_do_not_fit_are_named(

@@ -42,12 +42,12 @@ def test_equal_ranks_get_one_run_id(ranks: Ranks) -> None:
 
 def test_every_rank_names_the_one_that_differs(ranks: Ranks) -> None:
     facts = [{"config": {"lr": 1, "x": {"y": 2}}}, {"config": {"lr": 1, "x": {"y": 3}}}]
-    for told in ranks(2, meet, 2, facts):
-        assert told.endswith("rank 1 has x.y = 3, rank 0 has 2")
+    for reported in ranks(2, meet, 2, facts):
+        assert reported.endswith("rank 1 has x.y = 3, rank 0 has 2")
 
 
 def test_whoever_holds_the_store_leaves_after_the_slowest_has_read() -> None:
-    """The ranks are threads: rank 1 has told its facts and is stopped before it reads others'."""
+    """The ranks are threads: rank 1 has published its facts and is stopped before it reads others'."""
     store = dist.HashStore()
     board = dist.PrefixStore("handshake", store)
     board.set("facts/1", json.dumps([None, {"lr": 2}]))
@@ -61,8 +61,8 @@ def test_whoever_holds_the_store_leaves_after_the_slowest_has_read() -> None:
 
 def test_a_rank_that_does_not_come_is_named(ranks: Ranks) -> None:
     facts: list[dict[str, object]] = [{}, {}, {}]
-    for told in ranks(2, meet, 3, facts, 3):  # three are expected
-        assert told.startswith("rank 2 did not join within 3 s")
+    for reported in ranks(2, meet, 3, facts, 3):  # three are expected
+        assert reported.startswith("rank 2 did not join within 3 s")
 
 
 def come(rank: int, numbers: list[int], world: int, port: int) -> tuple[str, float]:
@@ -79,7 +79,7 @@ def come(rank: int, numbers: list[int], world: int, port: int) -> tuple[str, flo
 
 
 @pytest.mark.parametrize(
-    ("came", "world", "told"),
+    ("came", "world", "reported"),
     [
         ([0, 1], 2, "all came"),
         ([0, 1], 3, "rank 2 did not join within 3 s; is it started, and can it reach {where}?"),
@@ -88,11 +88,11 @@ def come(rank: int, numbers: list[int], world: int, port: int) -> tuple[str, flo
     ],
 )
 def test_whoever_came_names_all_that_did_not(
-    ranks: Ranks, came: list[int], world: int, told: str
+    ranks: Ranks, came: list[int], world: int, reported: str
 ) -> None:
     port = free_port()
     for message, waited_s in ranks(len(came), come, came, world, port):
-        assert message.startswith(told.format(where=f"127.0.0.1:{port}"))
+        assert message.startswith(reported.format(where=f"127.0.0.1:{port}"))
         assert waited_s < 60  # the store's own patience is 300 s, the process group's 1800 s
 
 

@@ -76,8 +76,8 @@ def test_a_rank_that_looks_ends_in_order_also_when_asked_twice() -> None:
         assert rank.stdout.readline() == "waits\n"
         for _ in range(2):
             rank.send_signal(signal.SIGTERM)
-        told, _ = rank.communicate(timeout=PATIENCE_S)
+        reported, _ = rank.communicate(timeout=PATIENCE_S)
     finally:
         rank.kill()
         rank.wait()
-    assert (rank.returncode, told) == (1, "stopped in order\n")
+    assert (rank.returncode, reported) == (1, "stopped in order\n")

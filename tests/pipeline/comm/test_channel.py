@@ -144,8 +144,8 @@ def fail_to_encode(rank: int) -> tuple[float, str]:
 
 @pytest.mark.dist
 def test_what_cannot_be_encoded_ends_a_step_that_waits_for_something_else(ranks: Ranks) -> None:
-    (seconds, told), (_, other) = ranks(2, fail_to_encode)
-    assert "sample 3 cannot be coded" in told
+    (seconds, reported), (_, other) = ranks(2, fail_to_encode)
+    assert "sample 3 cannot be coded" in reported
     assert seconds < 5, "it waited for the peer's timeout"
     assert "lost while waiting for microbatch 3" in other
 
@@ -242,13 +242,13 @@ def test_waiting_channels_do_not_keep_a_failed_rank_from_ending(tmp_path: Path) 
         for rank in (0, 1)
     )
     try:
-        _, told = lower.communicate(timeout=200)
+        _, reported = lower.communicate(timeout=200)
     finally:
         for process in (upper, lower):
             process.kill()
             process.communicate()
-    assert lower.returncode == 1, told
-    assert "compute failed" in told
+    assert lower.returncode == 1, reported
+    assert "compute failed" in reported
 
 
 def test_the_first_error_ends_every_wait() -> None:

@@ -91,7 +91,7 @@ def test_small_changes_may_grow() -> None:
     assert judge(make("act"), *[ErrorStats(1, 0, 0.1, 0.002 * step) for step in range(1, 50)]) == []
 
 
-def test_a_large_error_climbs_the_ladder_and_then_warns() -> None:
+def test_a_large_error_escalates_and_then_warns() -> None:
     notes = judge(make("act", error=0.5), *[ErrorStats(0, 1, 0.7)] * 30)
     assert len(notes) == 3
     assert all("the error is 0.70" in note for note in notes)

@@ -113,8 +113,8 @@ def forgetful(rank: int, who: int) -> str:
 def test_a_lost_memory_is_a_desync_not_a_crash(
     ranks: Ranks, who: int, sent: int, expected: int
 ) -> None:
-    told = ranks(2, forgetful, who)[1]
-    assert f"length: peer sent {sent}, expected {expected}" in told
+    reported = ranks(2, forgetful, who)[1]
+    assert f"length: peer sent {sent}, expected {expected}" in reported
 
 
 def peer_dies(rank: int, account: Path) -> None:
@@ -134,9 +134,9 @@ def test_a_dead_peer_is_noticed_in_seconds_and_the_edge_named(ranks: Ranks, tmp_
     account = tmp_path / "account"
     with pytest.raises(AssertionError, match="rank 1: ended without a result"):
         ranks(2, peer_dies, account)
-    told = account.read_text()
-    assert told.startswith("stage 0 -> stage 1: lost while waiting for microbatch 0")
-    assert float(told.split()[-2]) < 5
+    reported = account.read_text()
+    assert reported.startswith("stage 0 -> stage 1: lost while waiting for microbatch 0")
+    assert float(reported.split()[-2]) < 5
 
 
 def flood(rank: int) -> list[float]:

@@ -70,7 +70,11 @@ def test_peers_compare_what_the_folder_holds_not_where_it_is(gpt2: Path, tmp_pat
         ('pretrained = "gpt2-xl"', "", ["gpt2-xl", "no such folder", "hf download"]),
         ('pretrained = "{gpt2}"\nlayers = 3', "", ["model.layers: unknown key"]),
         ('pretrained = "{gpt2}"\nlora = {{ ranks = 3 }}', "", ['did you mean "rank"']),
-        ('pretrained = "{gpt2}"', "[pipeline]\ncuts = [6]", ["6 is no place", "1 to 5"]),
+        (
+            'pretrained = "{gpt2}"',
+            "[pipeline]\ncuts = [6]",
+            ["6 is not between two", "1 to 5"],
+        ),
         ('pretrained = "{gpt2}"\ntask = "classification"', "", ["gpt2", "task = 'language'"]),
         ('pretrained = "{gpt2}"\nclasses = 2', "", ["classes = 2", "classification head"]),
         (
