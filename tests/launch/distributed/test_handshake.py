@@ -47,7 +47,7 @@ def test_every_rank_names_the_one_that_differs(ranks: Ranks) -> None:
 
 
 def test_whoever_holds_the_store_leaves_after_the_slowest_has_read() -> None:
-    """The ranks are threads: rank 1 has published its facts and is stopped before it reads others'."""
+    """The ranks are threads: rank 1 has published its facts and stops before it reads others'."""
     store = dist.HashStore()
     board = dist.PrefixStore("handshake", store)
     board.set("facts/1", json.dumps([None, {"lr": 2}]))
