@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from tests.ports import free_port
 from tests.ranks import CONTEXT
 from thinpipe.launch.distributed.fork_server import PARENT
@@ -78,8 +80,9 @@ def _fork_ranks(
     """In place of torch's agent: the first failure ends the others."""
     assert not max_restarts
     sys.stdout.flush()
-    port = str(free_port())
+    port = free_port()
     ranks = {_fork_rank(main, rank, processes, port) for rank in range(processes)}
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     failed = 0
     while ranks:
         pid, status = os.wait()
@@ -88,10 +91,11 @@ def _fork_ranks(
             failed = max(1, os.waitstatus_to_exitcode(status))
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
+    del store
     return failed
 
 
-def _fork_rank(main: Callable[[], None], rank: int, processes: int, port: str) -> int:
+def _fork_rank(main: Callable[[], None], rank: int, processes: int, port: int) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -101,6 +105,7 @@ def _fork_rank(main: Callable[[], None], rank: int, processes: int, port: str) -
         "LOCAL_WORLD_SIZE": processes,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     os.environ.update({name: str(value) for name, value in place.items()})
     code = 1

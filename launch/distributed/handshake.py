@@ -18,7 +18,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-_FAILURE_WAIT_S = 1.0
+_FAILURE_WAIT_S = 2.0
 _READ_WAIT_S = 60.0
 """For ranks to read what others sent before: a busy machine may stall one."""
 _POLL_S = 0.02

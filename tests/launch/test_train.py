@@ -147,6 +147,7 @@ def test_a_run_leaves_everything_in_its_folder(
     assert names == expected | {"timeline.json", "checkpoints"}
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, 16))
+    monkeypatch.undo()
     traced = Command("trace", folder, "--rate", "10mbit").done()
     assert "step 8, measured" in traced.stdout, traced.stderr
     processes = {e["pid"] for e in json.loads((folder / "trace.json").read_text())["traceEvents"]}
