@@ -10,6 +10,7 @@ from thinpipe.pipeline.models.hf.shards import Shards
 MODEL = Path("examples/models/gpt2")
 
 
+@pytest.mark.slow
 def test_a_stage_is_measured_in_a_process_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--model", str(MODEL), "--stages", "4", "--only", "1"])
     floor, stage = capsys.readouterr().out.splitlines()[1:]

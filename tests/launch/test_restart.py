@@ -52,6 +52,7 @@ def node(run: Path, log: Path, *meeting: str) -> subprocess.Popen[str]:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("machines", [1, 2])
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(

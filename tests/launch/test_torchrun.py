@@ -12,7 +12,7 @@ from tests.commands import PATIENCE_S
 from tests.launch.test_train import RUN
 from tests.ports import free_port
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 def agent(port: int, run: Path, log: Path) -> subprocess.Popen[str]:

@@ -24,6 +24,7 @@ TINY = Scale(layers=LAYERS, tokens=16, sequences=16, epochs=2, batch=8, held_out
 WORDS = ("thin ", "pipe ", "sends ", "few ", "bytes\n")
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_run_of_the_real_launcher_is_read_and_not_repeated(tmp_path: Path) -> None:
     model = tmp_path / "model"

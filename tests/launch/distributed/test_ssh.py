@@ -92,6 +92,7 @@ def remains(tmp_path: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_run_on_two_hosts(hosts: Path, run_file: Path) -> None:
     settings = ["--set", "pipeline.cuts=[2]", "--set", "run.name=second"]
@@ -107,6 +108,7 @@ def test_a_run_on_two_hosts(hosts: Path, run_file: Path) -> None:
     assert (hosts.parent / "asked").read_text().split() == ["me@host0", "me@host1"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(("signum", "expected"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_hosts_end_with_the_command(

@@ -101,6 +101,7 @@ def huggingface_run(run_file: Path) -> None:
     run_file.write_text(re.sub(r"\[model\].*?(?=\[data\])", model, text, flags=re.DOTALL))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "name"),
     [
@@ -116,6 +117,7 @@ def test_models_from_a_folder(run_file: Path, package: str, name: str) -> None:
     assert done.stderr == message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--dry-run"], ["--nnodes", "2", "--rdzv", "localhost:1"]])
 @pytest.mark.parametrize("example", ["gpt2_wikitext_small", "bert_cola_small", "gptjt_small"])
 def test_examples_without_a_download(tmp_path: Path, example: str, arguments: list[str]) -> None:
@@ -124,6 +126,7 @@ def test_examples_without_a_download(tmp_path: Path, example: str, arguments: li
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "overrides", "message"),
     [
@@ -152,6 +155,7 @@ def test_ranks_that_torchrun_started(
     assert done.stderr == f"{message}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_pictures_at_the_end_of_a_run(run_file: Path) -> None:
     """A user's own modules beside the run file are neither executed nor named."""
@@ -170,6 +174,7 @@ def test_pictures_at_the_end_of_a_run(run_file: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_emulated_networks(run_file: Path) -> None:
     done = without("pyroute2", run_file.parent, *command("shaped", run_file))
     message = f"error: the package 'pyroute2' is not installed; run {install('pyroute2')}\n"
