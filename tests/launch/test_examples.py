@@ -38,6 +38,7 @@ def _train(rank: int) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_small_examples_train(ranks: Ranks) -> None:
     found = ranks(4, _train)

@@ -136,6 +136,7 @@ def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert [name for name, tensor in left.items() if not torch.equal(tensor, right[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_packed_run_resumes_bit_for_bit_is_exported_and_moves(ranks: Ranks, folder: Path) -> None:
     run = run_config(folder)

@@ -199,7 +199,11 @@ def test_resume_is_bit_exact_in_the_middle_of_an_epoch(run_file: Path, memory: l
 
 @pytest.mark.parametrize(
     ("before", "now", "first_visits"),
-    [(2, 1, 12), (1, 2, 0), (2, 3, 12)],  # 1 to 2: the first replica's part knows all samples
+    [
+        pytest.param(2, 1, 12, marks=pytest.mark.slow),
+        (1, 2, 0),  # the first replica's part knows all samples
+        pytest.param(2, 3, 12, marks=pytest.mark.slow),
+    ],
 )
 def test_at_another_number_of_replicas_only_moved_samples_are_new(
     run_file: Path, before: int, now: int, first_visits: int
@@ -271,6 +275,7 @@ def test_a_folder_of_other_things_is_left_alone(run_file: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_live_run_is_left_alone_and_a_killed_rank_ends_it(
     run_file: Path, long_run: subprocess.Popen[str]
 ) -> None:

@@ -38,6 +38,7 @@ def measure(rank: int, workload: Workload, methods: list[Method]) -> list[RankRe
     return run_rank(Plan(workload, methods, [None, 1e9], steps=2), unlimited)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("workload", [SMALL, TRAINING])
 def test_every_method_runs_and_sends_what_its_messages_say(

@@ -52,6 +52,7 @@ def start(program: str, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_its_peer_ends_after_the_grace(tmp_path: Path) -> None:
     ranks = [start(BLOCKED, tmp_path / "store", rank) for rank in range(2)]
     try:

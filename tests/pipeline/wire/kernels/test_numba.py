@@ -282,12 +282,14 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, printed
 
 
+@pytest.mark.slow
 def test_code_from_the_cache_is_right_whatever_ran_first(cached: tuple[Path, list[str]]) -> None:
     """numba links cached helpers by name and number: same-named ones came back as each other."""
     assert len(cached[1][0]) > 100
     assert len(set(cached[1])) == 1
 
 
+@pytest.mark.slow
 def test_cached_code_is_keyed_by_the_sources_it_comes_from(cached: tuple[Path, list[str]]) -> None:
     """numba itself looks at the version of numba, the CPU, and the file of the outermost function.
 
