@@ -10,6 +10,8 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 
+from numba.core.registry import cpu_target
+
 from thinpipe.launch.distributed.fork_server import (
     HELD_SIGNALS,
     PARENT,
@@ -23,6 +25,7 @@ if START_METHOD == "forkserver":
     os.setsid()  # Ctrl-C in a terminal reaches the launcher alone
     name_process("thinpipe server")
     os.environ[PARENT] = str(os.getpid())  # for the ranks
+cpu_target.target_context.refresh()  # what each rank's first kernel would load
 _PATH = tuple(sys.path)
 
 
