@@ -71,11 +71,11 @@ class PipelineConfig(BaseModel):
         return given
 
     @model_validator(mode="after")
-    def _says_nothing_in_vain(self) -> "PipelineConfig":
+    def _depth_fits_schedule(self) -> "PipelineConfig":
         if self.depth != DEPTH and self.schedule != "Deep1F1B":
             raise ValueError(
-                f'depth = {self.depth}: schedule = "{self.schedule}" has none; remove it, or use '
-                'schedule = "Deep1F1B"'
+                f'depth = {self.depth}: schedule = "{self.schedule}" does not use it; remove it, or '
+                'use schedule = "Deep1F1B"'
             )
         return self
 

