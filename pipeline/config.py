@@ -74,8 +74,8 @@ class PipelineConfig(BaseModel):
     def _depth_fits_schedule(self) -> "PipelineConfig":
         if self.depth != DEPTH and self.schedule != "Deep1F1B":
             raise ValueError(
-                f'depth = {self.depth}: schedule = "{self.schedule}" does not use it; remove it, or '
-                'use schedule = "Deep1F1B"'
+                f'depth = {self.depth}: schedule = "{self.schedule}" does not use it; remove it, '
+                'or use schedule = "Deep1F1B"'
             )
         return self
 
