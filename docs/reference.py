@@ -128,7 +128,7 @@ def _section(model: type[BaseModel], head: str) -> str:
     ]
     rows += filter(None, [_READ_AWAY.get(model)])
     table = "| key | type | default | limits |\n|---|---|---|---|\n" + "\n".join(rows)
-    return f"## {head}\n\n{words}\n\n{table if rows else 'No settings.'}\n"
+    return f"## {head}\n\n{words}\n\n{table if rows else 'It has no settings.'}\n"
 
 
 def _words(model: type[BaseModel]) -> str:

@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field
 class ExchangeOptions(BaseModel):
     """`bucket_mb`: how much of the parameters (10^6 bytes) is exchanged at a time.
 
-    `chunk_kib` (1024 bytes): how much of a message is under way to a replica at once, and so the
-    most that a message of the pipeline can find ahead of it on the link. Each chunk costs a round
+    `chunk_kib` (1024 bytes): how much of a message is sent to a replica at once, and so the most
+    that a message of the pipeline can queue behind on the link. Each chunk costs a round
     trip: rate x round trip is a good size where links are long.
     """
 

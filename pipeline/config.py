@@ -25,10 +25,10 @@ class PipelineConfig(BaseModel):
     side by side. Schedules with several stages per rank (Interleaved1F1B, LoopedBFS and the
     zero-bubble ones) share the stages among `ranks`, by default half as many as there are stages.
     `depth` is how many more microbatches per hop Deep1F1B keeps in flight than 1F1B.
-    `device = "auto"` is a GPU where a host has one; ranks of a host share its GPUs in turn.
+    `device = "auto"` is a GPU where a host has one; a host's GPUs are assigned round-robin.
     `devices_per_rank` spreads the blocks of each stage over that many GPUs with torchgpipe; then
     no two ranks share one.
-    `peer_timeout_s` is how long a silent peer is waited for; one that is gone is noticed at once.
+    `peer_timeout_s` is how long to wait for a silent peer; a lost connection is noticed at once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -16,7 +16,7 @@ REPLICAS_EQUAL = False
 
 
 class Config(BaseModel):
-    """No options."""
+    """Replicas exchange nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -4,6 +4,6 @@
 `launch` configures, starts and watches runs.
 """
 
-from importlib.metadata import version
+from importlib.metadata import version as _version
 
-__version__ = version("thinpipe")
+__version__ = _version("thinpipe")

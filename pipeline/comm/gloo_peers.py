@@ -3,7 +3,7 @@
 The links are shared with the pipeline, whose messages are on the critical path while an exchange
 has a whole step of slack. gloo moves nothing before its receive is posted, so the receiving end
 rations: it posts one chunk at a time, from one peer at a time. Hence at most one chunk is on its
-way to a rank, and that is all a pipeline message can find ahead of it; the price is one round trip
+way to a rank, and that is all a pipeline message can queue behind; the price is one round trip
 per chunk.
 """
 

@@ -29,8 +29,8 @@ class GuardConfig(BaseModel):
 
     It fails when its relative error exceeds `error`, or when the relative size of changes is `rise`
     times the smallest it has been and more than a quarter, both in the mean over about `patience`
-    steps. `warn` logs it once, `act` also goes on with stateless tiles of two bits more, and if
-    that fails of 7; `off` judges nothing.
+    steps. `warn` logs it once; `act` also continues with stateless tiles of two bits more, and with
+    7 bits if these fail too; `off` checks nothing.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -1,4 +1,4 @@
-"""What each tile kernel means, in plain torch on any device; see `kernels/hadamard.py`.
+"""What each tile kernel means, in plain torch on any device; see `../hadamard.py`.
 
 Axes: B rows, N values, K tiles, G = R * R values of a tile.
 """

@@ -1,4 +1,4 @@
-"""What each kernel means, in plain torch on any device; `kernels/__init__.py` has the layout.
+"""What each kernel means, in plain torch on any device; `../__init__.py` has the layout.
 
 Axes: B rows, N values, K groups, G values per group, P payload bytes, L lanes of a block.
 """
@@ -136,7 +136,7 @@ def _divide(value_BK: Tensor, divisor: float) -> Tensor:
 
 
 def _rms_scale(x_BKG: Tensor, numel: int, rate: float) -> Tensor:
-    """rate x rms of each group, with the sum in the order of `kernels/__init__.py`."""
+    """rate x rms of each group, with the sum in the order of `../__init__.py`."""
     rows, groups, size = x_BKG.shape
     square_BKS = F.pad(x_BKG.square(), (0, -size % _SUMS)).view(rows, groups, -1, _SUMS)
     total_BKS = square_BKS[:, :, 0] if size else x_BKG.new_zeros(rows, groups, _SUMS)
