@@ -13,7 +13,7 @@ from thinpipe.aqsgd.disk import DiskStore, RowFile
 from thinpipe.aqsgd.store import RamStore, Store
 from thinpipe.gradcomp.registry import build_optimizer, load_method
 from thinpipe.launch.components import Built, build_boundary, build_objective, build_stage
-from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
+from thinpipe.launch.config.run import RunConfig, Spec
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.device import choose_devices, make_repeatable
 from thinpipe.launch.plan.memory_budget import memory_folder, row_nbytes, sample_capacity
@@ -29,7 +29,7 @@ from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
 from thinpipe.pipeline.models.build import StageModule, trainable
 from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 from thinpipe.pipeline.replica_sync import ReplicaSync
-from thinpipe.pipeline.schedule import build_schedule, stage_to_rank
+from thinpipe.pipeline.schedule import build_schedule
 from thinpipe.pipeline.stage import Channels, CompressedStage
 from thinpipe.pipeline.tied import TiedWeight
 from thinpipe.pipeline.wire.hadamard import Hadamard
@@ -117,20 +117,14 @@ def engine_options(config: RunConfig) -> EngineOptions:
         precision=config.pipeline.precision,
         objective=build_objective(config),
         rules={
-            (cut, direction): Rule(config.boundary_at(cut).guard, len(_fallbacks(spec)))
-            for cut in config.pipeline.cuts
-            for direction, spec in enumerate(_specs(config, cut))
+            (cut, DIRECTIONS.index(way)): Rule(config.boundary_at(cut).guard, len(_fallbacks(spec)))
+            for (cut, way), spec in config.specs.items()
             if not isinstance(spec, RawConfig)
         },
     )
 
 
-def _specs(config: RunConfig, cut: int) -> tuple[ForwardConfig, BackwardConfig]:
-    at_cut = config.boundary_at(cut)
-    return at_cut.forward, at_cut.backward
-
-
-def _fallbacks(spec: ForwardConfig | BackwardConfig) -> list[Boundary]:
+def _fallbacks(spec: Spec) -> list[Boundary]:
     """What the guard may put in a boundary's place: stateless tiles of ever more bits."""
     if isinstance(spec, RawConfig):
         return []
@@ -175,14 +169,25 @@ def _sync(
 
 
 def _rank_wiring(config: RunConfig, transport: Transport) -> Wiring:
-    ranks = stage_to_rank(
-        config.pipeline.schedule,
-        stages=config.pipeline.stages,
-        ranks=config.pipeline.pipeline_ranks,
-    )
+    ranks = config.stage_ranks
     own = [stage for stage, rank in ranks.items() if rank == transport.mesh.position]
-    rates = _link_rates(config, transport, ranks)
-    return Wiring(own, _TransportLinks(config, transport, ranks), rates=rates)
+
+    def make_link(upper: int, direction: int) -> Link | None:
+        """Link to another rank; None when both stages are here."""
+        if ranks[upper] == ranks[upper + 1]:
+            return None
+        mesh, cut = transport.mesh, config.pipeline.cuts[upper]
+        ends = [(stage, mesh.rank_at(ranks[stage])) for stage in (upper, upper + 1)]
+        (peer,) = (rank for _, rank in ends if rank != mesh.rank)
+        source, target = ends if direction == FORWARD else ends[::-1]
+        name = (
+            f"stage {source[0]} (rank {source[1]}) -> stage {target[0]} (rank {target[1]}), "
+            f"cut {cut} {DIRECTIONS[direction]}"
+        )
+        device = _devices(config)[0]
+        return transport.link(peer, FIRST_CUT + 2 * upper + direction, name, device=device)
+
+    return Wiring(own, make_link, rates=_link_rates(config, transport, ranks))
 
 
 def _link_rates(
@@ -191,8 +196,8 @@ def _link_rates(
     """Measure the links whose coding depends on it, one after the other on all ranks."""
     rates, mesh = {}, transport.mesh
     for upper, cut in enumerate(config.pipeline.cuts):
-        at_cut = config.boundary_at(cut)
-        for direction, spec in ((FORWARD, at_cut.forward), (BACKWARD, at_cut.backward)):
+        for direction in (FORWARD, BACKWARD):
+            spec = config.specs[cut, DIRECTIONS[direction]]
             ends = (ranks[upper], ranks[upper + 1])
             source, target = ends if direction == FORWARD else ends[::-1]
             coded = not isinstance(spec, RawConfig) and spec.coding == "auto"
@@ -206,8 +211,37 @@ def _link_rates(
     return rates
 
 
+_End = TypeVar("_End", OutgoingChannel, IncomingChannel)
+
+
 def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> Channels:
-    make = _ChannelMaker(config, wiring, stage, run_id, _devices(config)[0])
+    def make(end: type[_End], upper: int, direction: int) -> _End | None:
+        """An end of the cut between stages `upper` and `upper + 1`; None without a link there."""
+        if upper < 0 or upper + 1 >= config.pipeline.stages:
+            return None
+        link = wiring.make_link(upper, direction)
+        return None if link is None else end(codec(upper, direction), link)
+
+    def codec(upper: int, direction: int) -> MessageCodec:
+        cut, device = config.pipeline.cuts[upper], _devices(config)[0]
+        spec = config.specs[cut, DIRECTIONS[direction]]
+        return MessageCodec(
+            cut=cut,
+            direction=direction,
+            boundaries=build_boundary(
+                spec,
+                width=config.model.width,
+                key=config.run.seed | (2 * cut + direction) << 32,
+                store=_store(config, cut, device) if isinstance(spec, AqsgdConfig) else None,
+                capacity=sample_capacity(config, config.stage_ranks[stage]),
+            ),
+            run_id=run_id,
+            device=device,
+            coding="none" if isinstance(spec, RawConfig) else spec.coding,
+            link_rate=wiring.rates.get((upper, direction), math.inf),
+            fallbacks=_fallbacks(spec),
+        )
+
     return Channels(
         activations_in=make(IncomingChannel, stage - 1, FORWARD),
         activations_out=make(OutgoingChannel, stage, FORWARD),
@@ -216,84 +250,19 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
     )
 
 
-_End = TypeVar("_End", OutgoingChannel, IncomingChannel)
-
-
-@dataclass(frozen=True)
-class _ChannelMaker:
-    config: RunConfig
-    wiring: Wiring
-    stage: int
-    run_id: int
-    device: torch.device
-
-    def __call__(self, end: type[_End], upper: int, direction: int) -> _End | None:
-        """An end of the cut between stages `upper` and `upper + 1`; None without a link there."""
-        if upper < 0 or upper + 1 >= self.config.pipeline.stages:
-            return None
-        link = self.wiring.make_link(upper, direction)
-        return None if link is None else end(self._codec(upper, direction), link)
-
-    def _codec(self, upper: int, direction: int) -> MessageCodec:
-        cut = self.config.pipeline.cuts[upper]
-        spec = _specs(self.config, cut)[direction]
-        return MessageCodec(
-            cut=cut,
-            direction=direction,
-            boundaries=build_boundary(
-                spec,
-                width=self.config.model.width,
-                key=self.config.run.seed | (2 * cut + direction) << 32,
-                store=self._store(cut) if isinstance(spec, AqsgdConfig) else None,
-                capacity=sample_capacity(self.config, self._position()),
-            ),
-            run_id=self.run_id,
-            device=self.device,
-            coding="none" if isinstance(spec, RawConfig) else spec.coding,
-            link_rate=self.wiring.rates.get((upper, direction), math.inf),
-            fallbacks=_fallbacks(spec),
+def _store(config: RunConfig, cut: int, device: torch.device) -> Store:
+    tier = config.memory.tier
+    if tier != "disk":
+        return RamStore(
+            device if tier == "device" else torch.device("cpu"), pinned=tier == "pinned"
         )
-
-    def _store(self, cut: int) -> Store:
-        tier = self.config.memory.tier
-        if tier != "disk":
-            at = self.device if tier == "device" else torch.device("cpu")
-            return RamStore(at, pinned=tier == "pinned")
-        folder = memory_folder(self.config)
-        try:
-            return DiskStore(RowFile(folder, row_nbytes(self.config, cut)))
-        except OSError as error:
-            raise ConfigError(
-                f"memory.folder = {folder}: no file can be made there: {error.strerror}"
-            ) from error
-
-    def _position(self) -> int:
-        pipeline = self.config.pipeline
-        return stage_to_rank(
-            pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks
-        )[self.stage]
-
-
-@dataclass(frozen=True)
-class _TransportLinks:
-    config: RunConfig
-    transport: Transport
-    ranks: dict[int, int]
-
-    def __call__(self, upper: int, direction: int) -> Link | None:
-        """Link to another rank; None when both stages are here."""
-        if self.ranks[upper] == self.ranks[upper + 1]:
-            return None
-        mesh, cut = self.transport.mesh, self.config.pipeline.cuts[upper]
-        ends = [(stage, mesh.rank_at(self.ranks[stage])) for stage in (upper, upper + 1)]
-        (peer,) = (rank for _, rank in ends if rank != mesh.rank)
-        source, target = ends if direction == FORWARD else ends[::-1]
-        name = (
-            f"stage {source[0]} (rank {source[1]}) -> stage {target[0]} (rank {target[1]}), "
-            f"cut {cut} {DIRECTIONS[direction]}"
-        )
-        device = _devices(self.config)[0]
-        return self.transport.link(peer, FIRST_CUT + 2 * upper + direction, name, device=device)
+    folder = memory_folder(config)
+    try:
+        return DiskStore(RowFile(folder, row_nbytes(config, cut)))
+    except OSError as error:
+        raise ConfigError(
+            f"memory.folder = {folder}: no file can be made there: {error.strerror}"
+        ) from error
 
 
 def _lr_schedule(

@@ -10,7 +10,7 @@ import torch
 
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.aqsgd.store import Store
-from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
+from thinpipe.launch.config.run import RunConfig, Spec
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless, raw
 from thinpipe.pipeline.comm.message import Mode
 from thinpipe.pipeline.config import DirectConfig, StatelessConfig, build_codec
@@ -40,7 +40,7 @@ def build_objective(config: RunConfig) -> Objective:
 
 
 def build_boundary(
-    spec: ForwardConfig | BackwardConfig,
+    spec: Spec,
     *,
     width: int,
     key: int,

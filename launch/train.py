@@ -40,7 +40,6 @@ from thinpipe.launch.report.timeline import Timeline, gather_events
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.step_stats import StepTotals
-from thinpipe.pipeline.wire.header import DIRECTIONS
 
 
 def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
@@ -277,11 +276,6 @@ def _timeline(config: RunConfig, record: StepRecord, events: Sequence[ComputeEve
 
 
 def _describe(config: RunConfig, steps: int) -> RunInfo:
-    methods = {}
-    for cut in config.pipeline.cuts:
-        at_cut = config.boundary_at(cut)
-        for direction, spec in zip(DIRECTIONS, (at_cut.forward, at_cut.backward), strict=True):
-            methods[cut, direction] = describe(spec)
     return RunInfo(
         name=config.run.name,
         folder=Path(config.run.path),
@@ -290,7 +284,7 @@ def _describe(config: RunConfig, steps: int) -> RunInfo:
         schedule=config.pipeline.schedule,
         microbatches=config.pipeline.microbatches,
         cuts=config.pipeline.cuts,
-        methods=methods,
+        methods={key: describe(spec) for key, spec in config.specs.items()},
         total_steps=steps,
         parameters=parameter_count(config.model),
         exchanged=stage_counts(config.model, config.pipeline.cuts).trained,

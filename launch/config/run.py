@@ -47,6 +47,7 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.masks import check_masks
 from thinpipe.pipeline.models.transformer import TransformerConfig
 from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
+from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 _LOCAL: Any = {  # paths and memory limits of a host; data are compared by digest
@@ -81,6 +82,7 @@ BackwardConfig = Annotated[
     Annotated[DirectConfig | RawConfig | StatelessConfig, Field(discriminator="kind")],
     BeforeValidator(_known_names),
 ]
+Spec = ForwardConfig | BackwardConfig
 
 
 class BoundaryConfig(BaseModel):
@@ -203,6 +205,23 @@ class RunConfig(BaseModel):
             return found.model_copy(update={"forward": found.forward.without_memory()})
         return found
 
+    @property
+    def specs(self) -> dict[tuple[int, Direction], Spec]:
+        """How each direction of each cut is compressed."""
+        return {
+            (cut, direction): getattr(self.boundary_at(cut), direction)
+            for cut in self.pipeline.cuts
+            for direction in DIRECTIONS
+        }
+
+    @property
+    def stage_ranks(self) -> dict[int, int]:
+        """The rank of each stage, within its pipeline."""
+        pipeline = self.pipeline
+        return stage_to_rank(
+            pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks
+        )
+
     def notices(self) -> list[str]:
         """Notes and warnings to print before the run starts."""
         found = []
@@ -229,7 +248,7 @@ class RunConfig(BaseModel):
                 f"note: memory.folder = {self.memory.folder!r} is not used: "
                 f"memory.tier = {self.memory.tier!r} keeps nothing on disk"
             )
-        delta = any(self.boundary_at(cut).forward.kind == "aqsgd" for cut in self.pipeline.cuts)
+        delta = any(spec.kind == "aqsgd" for spec in self.specs.values())
         dropout = fresh_dropout(self.model)
         if delta and dropout:
             repeat = 'model.dropout_masks = "repeated" or dropout'
@@ -403,9 +422,8 @@ def _check_task(config: RunConfig) -> None:
 
 def _check_tie(config: RunConfig) -> None:
     """Tied copies stay equal only if all replicas apply equal gradients."""
-    pipeline, model = config.pipeline, config.model
-    ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
-    copies = ranks[0] != ranks[pipeline.stages - 1] and not is_frozen(model)
+    model, ranks = config.model, config.stage_ranks
+    copies = ranks[0] != ranks[config.pipeline.stages - 1] and not is_frozen(model)
     if copies and model.tie_embeddings == "exact" and not _keeps_ties(config):
         raise ValueError(
             f'model.tie_embeddings = "exact" with gradcomp.method = "{config.method}", which lets '

@@ -26,7 +26,6 @@ from thinpipe.launch.plan.partition import Problem, best_cuts
 from thinpipe.launch.plan.predict import Blocks, block_memory, measure_messages, stage_costs
 from thinpipe.launch.plan.profile import BlockCost, measure_blocks
 from thinpipe.launch.report.metrics import format_duration
-from thinpipe.pipeline.schedule import stage_to_rank
 
 _log = logging.getLogger(__name__)
 _MEMORY_SHARE = 0.9
@@ -194,8 +193,7 @@ def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[
     for costs, memory, has_spare in everyone:
         own = by_rank[-1][0] if costs is None else [BlockCost(**fields) for fields in costs]
         by_rank.append((own, memory, has_spare))
-    pipeline = config.pipeline
-    ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
+    pipeline, ranks = config.pipeline, config.stage_ranks
     blocks, limits, spare = [], [], []
     for stage in range(pipeline.stages):
         of_replicas = [

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from thinpipe.aqsgd.config import AqsgdConfig
-from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.plan.message_cost import MessageMeter, Spec
+from thinpipe.launch.config.run import RunConfig, Spec
+from thinpipe.launch.plan.message_cost import message_meter
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import Blocks, Prediction, predict
 from thinpipe.launch.plan.simulate import Message
@@ -83,15 +83,13 @@ def recommend(
 
 def measure_candidates(config: RunConfig) -> Candidates:
     """Every level of fidelity for each cut and direction."""
-    measure = MessageMeter(config)
+    measure = message_meter(config)
     forward = _FORWARD if config.train.epochs > 1 else _FORWARD_ONCE
     candidates: dict[WireKey, list[Candidate]] = {}
-    for cut in config.pipeline.cuts:
-        at_cut = config.boundary_at(cut)
-        down = [_like(at_cut.forward, spec) for spec in forward]
-        up = [_like(at_cut.backward, spec) for spec in _BACKWARD]
-        candidates[cut, "forward"] = [Candidate(spec, measure(spec, "forward")) for spec in down]
-        candidates[cut, "backward"] = [Candidate(spec, measure(spec, "backward")) for spec in up]
+    for (cut, direction), configured in config.specs.items():
+        levels = forward if direction == "forward" else _BACKWARD
+        specs = [_like(configured, level) for level in levels]
+        candidates[cut, direction] = [Candidate(spec, measure(spec, direction)) for spec in specs]
     return candidates
 
 

@@ -9,13 +9,12 @@ import typer
 from rich.console import Console
 
 from thinpipe.launch.config.cli_options import SetOption, refuse
-from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.run import RunConfig, Spec, load_config
 from thinpipe.launch.distributed.elastic import keep_freed_memory, rank_threads
 from thinpipe.launch.host.links import parse_rate, parse_time
 from thinpipe.launch.plan.apply import apply_plan, boundary_text
 from thinpipe.launch.plan.auto_cuts import find_cuts
 from thinpipe.launch.plan.bits import Recommendation, recommend
-from thinpipe.launch.plan.message_cost import Spec
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import Blocks, measure_messages, predict, stage_costs
 from thinpipe.launch.plan.profile import measure_blocks

@@ -21,7 +21,6 @@ from thinpipe.launch.host.device import check_gpus, choose_device, free_gpu_memo
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.report.metrics import format_bytes
 from thinpipe.pipeline.config import build_codec
-from thinpipe.pipeline.schedule import stage_to_rank
 
 _ROWS_IN_FLIGHT = 4
 """Per sample of a step with rows on disk: old, new, prefetched, and being written."""
@@ -234,10 +233,9 @@ def memory_folder(config: RunConfig) -> Path:
 
 def _ends(config: RunConfig) -> list[tuple[int, Literal["sender", "receiver"], int]]:
     """(cut, side, rank in the pipeline) of every cut between two ranks."""
-    pipeline = config.pipeline
-    ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
+    ranks = config.stage_ranks
     found: list[tuple[int, Literal["sender", "receiver"], int]] = []
-    for stage, cut in enumerate(pipeline.cuts):
+    for stage, cut in enumerate(config.pipeline.cuts):
         if ranks[stage] != ranks[stage + 1]:
             found += [(cut, "sender", ranks[stage]), (cut, "receiver", ranks[stage + 1])]
     return found

@@ -1,18 +1,18 @@
 """Messages of a microbatch: their bytes, and the seconds to encode and decode them."""
 
 import time
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
 from thinpipe.launch.components import build_boundary
-from thinpipe.launch.config.run import BackwardConfig, ForwardConfig, RunConfig
+from thinpipe.launch.config.run import RunConfig, Spec
 from thinpipe.launch.plan.profile import microbatch_shape
 from thinpipe.launch.plan.simulate import Message
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.config import RawConfig, StatelessConfig
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
-
-Spec = ForwardConfig | BackwardConfig
 
 _REPEATS = 5
 
@@ -26,24 +26,18 @@ def describe(spec: Spec) -> str:
     return f"{spec.kind} {spec.bits}-bit" + ("" if spec.coding == "none" else f" {spec.coding}")
 
 
-class MessageMeter:
+def message_meter(config: RunConfig) -> Callable[[Spec, Direction], Message]:
     """Measures messages of a run's microbatches; each setting once.
 
     In a run of one epoch every visit of a sample is its first.
     """
+    shape_BTD, known = microbatch_shape(config), config.train.epochs > 1
 
-    def __init__(self, config: RunConfig) -> None:
-        self._shape_BTD, self._known = microbatch_shape(config), config.train.epochs > 1
-        self._measured: dict[str, Message] = {}
+    @cache
+    def measure(spec: Spec, direction: Direction) -> Message:
+        return measure_message(spec, shape_BTD, DIRECTIONS.index(direction), known=known)
 
-    def __call__(self, spec: Spec, direction: Direction) -> Message:
-        """The message of a boundary with this setting."""
-        key = f"{direction} {spec!r}"
-        if key not in self._measured:
-            self._measured[key] = measure_message(
-                spec, self._shape_BTD, DIRECTIONS.index(direction), known=self._known
-            )
-        return self._measured[key]
+    return measure
 
 
 def measure_message(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.plan.message_cost import MessageMeter
+from thinpipe.launch.plan.message_cost import message_meter
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.profile import BlockCost, microbatch_count, training_nbytes
 from thinpipe.launch.plan.simulate import Message, SimulatedStep, StepModel, simulate
@@ -125,10 +125,5 @@ def in_flight(config: RunConfig, stage: int) -> int:
 
 def measure_messages(config: RunConfig) -> dict[WireKey, Message]:
     """Messages of every cut and direction."""
-    measure = MessageMeter(config)
-    found: dict[WireKey, Message] = {}
-    for cut in config.pipeline.cuts:
-        at_cut = config.boundary_at(cut)
-        found[cut, "forward"] = measure(at_cut.forward, "forward")
-        found[cut, "backward"] = measure(at_cut.backward, "backward")
-    return found
+    measure = message_meter(config)
+    return {key: measure(spec, key[1]) for key, spec in config.specs.items()}

@@ -6,10 +6,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.run import RunConfig, Spec
 from thinpipe.launch.host.links import format_rate
 from thinpipe.launch.plan.bits import Recommendation
-from thinpipe.launch.plan.message_cost import Spec, describe
+from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import Prediction
 from thinpipe.launch.plan.profile import microbatch_count, samples_at_once
@@ -23,11 +23,7 @@ def show_plan(
     """Stages, cuts and the step."""
     console.print(_stages(prediction))
     if config.pipeline.cuts:
-        specs: dict[WireKey, Spec] = {}
-        for cut in config.pipeline.cuts:
-            at_cut = config.boundary_at(cut)
-            specs |= {(cut, "forward"): at_cut.forward, (cut, "backward"): at_cut.backward}
-        console.print(_cuts(specs, prediction.messages, network, "messages at each cut"))
+        console.print(_cuts(config.specs, prediction.messages, network, "messages at each cut"))
     console.print(
         f"predicted step {format_duration(prediction.step_s)}, bubble {prediction.bubble:.0%}; "
         f"{format_duration(prediction.unlimited_s)} with unlimited links"
