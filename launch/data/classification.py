@@ -6,7 +6,6 @@ Axes: N samples, T tokens.
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from thinpipe.launch.data.columns import RowFields
 from thinpipe.launch.data.rows import Field, Row
@@ -43,11 +42,8 @@ def labelled_set(
             f"note: {truncated} of {len(rows)} texts are longer than data.sequence_length = "
             f"{length} {tokenizer.unit} and are truncated"
         )
-    return ColumnSet(Batch(inputs_NT, _targets(labels), torch.arange(len(rows)), mask_NT), notes)
-
-
-def _targets(labels: Sequence[int]) -> Tensor:
-    return torch.tensor(labels, dtype=torch.int64)
+    labels_N = torch.tensor(labels, dtype=torch.int64)
+    return ColumnSet(Batch(inputs_NT, labels_N, torch.arange(len(rows)), mask_NT), notes)
 
 
 def _label(row: Row, field: Field, labels: Sequence[str] | None, classes: int) -> int:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -81,7 +82,7 @@ def read_rows(files: Iterable[Path], kind: RecordFormat, *, header: bool) -> lis
     Raises:
         ValueError: a line does not fit the format; the message names file and line.
     """
-    read = _tsv(header) if kind == "tsv" else _jsonl
+    read = partial(_tsv, header=header) if kind == "tsv" else _jsonl
     return [row for file in files for row in read(file, _lines(file))]
 
 
@@ -119,21 +120,18 @@ def _jsonl(file: Path, lines: _Lines) -> Iterator[Row]:
         yield Row(where, fields)
 
 
-def _tsv(header: bool) -> Any:
-    def read(file: Path, lines: _Lines) -> Iterator[Row]:
-        """Separated by tabs, without quoting: CoLA's sentences contain single quotation marks."""
-        names: list[Field] | None = None
-        for number, line in lines:
-            values = line.split("\t")
-            if names is None:
-                names = list(values) if header else list(range(len(values)))
-                if header:
-                    continue
-            if len(values) != len(names):
-                raise ValueError(
-                    f"{file}:{number}: {len(values)} columns where the first line has "
-                    f"{len(names)}; separate columns by single tabs"
-                )
-            yield Row(f"{file}:{number}", dict(zip(names, values, strict=True)))
-
-    return read
+def _tsv(file: Path, lines: _Lines, *, header: bool) -> Iterator[Row]:
+    """Separated by tabs, without quoting: CoLA's sentences contain single quotation marks."""
+    names: list[Field] | None = None
+    for number, line in lines:
+        values = line.split("\t")
+        if names is None:
+            names = list(values) if header else list(range(len(values)))
+            if header:
+                continue
+        if len(values) != len(names):
+            raise ValueError(
+                f"{file}:{number}: {len(values)} columns where the first line has "
+                f"{len(names)}; separate columns by single tabs"
+            )
+        yield Row(f"{file}:{number}", dict(zip(names, values, strict=True)))

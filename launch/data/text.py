@@ -88,15 +88,19 @@ def split(documents: list[bytes]) -> tuple[bytes, bytes]:
     return text[:end], text[end:]
 
 
+def first_character(text: bytes) -> int:
+    """Where the first whole character of UTF-8 begins."""
+    return next((i for i, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0)
+
+
 def is_utf8(text: bytes) -> bool:
     """Whether a text is UTF-8, apart from a character that was cut at either end.
 
     It is decoded in parts: as one string it may take four times its bytes.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    start = next((i for i, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0)
     try:
-        for place in range(start, len(text), _PART):
+        for place in range(first_character(text), len(text), _PART):
             decoder.decode(text[place : place + _PART])
     except UnicodeDecodeError:
         return False

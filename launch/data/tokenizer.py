@@ -1,5 +1,6 @@
 """Text to token ids: bytes, or a tokenizer read from a folder."""
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any, Protocol
@@ -7,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from thinpipe.launch.data.text import first_character
 from thinpipe.launch.host.packages import explain
 
 BYTES = "bytes"
@@ -68,7 +70,8 @@ class FolderTokenizer:
     def stream(self, text: bytes) -> Tensor:
         """Raises ValueError if the text is not UTF-8."""
         try:
-            decoded = _whole_characters(text).decode()
+            # an incremental decoder leaves out a character that was cut at the end
+            decoded = codecs.getincrementaldecoder("utf-8")().decode(text[first_character(text) :])
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"data.tokenizer = {str(self._folder)!r}: the text is not UTF-8 ({error}); convert "
@@ -143,16 +146,3 @@ def _configured_end(folder: Path) -> str | None:
         raise ValueError(f"{file}: not a JSON object ({error}); correct or remove it") from None
     found = end.get("content") if isinstance(end, dict) else end
     return None if found is None else str(found)
-
-
-def _whole_characters(text: bytes) -> bytes:
-    """Without characters that were split at either end."""
-    start = 0
-    while start < min(3, len(text)) and text[start] & 0xC0 == 0x80:
-        start += 1
-    for back in range(1, min(3, len(text)) + 1):
-        byte = text[-back]
-        if byte & 0xC0 != 0x80:
-            needed = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
-            return text[start : len(text) - back] if needed > back else text[start:]
-    return text[start:]
