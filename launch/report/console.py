@@ -323,19 +323,20 @@ def _cells(cells: Sequence[tuple[str, str]], columns: int = 4) -> Table:
     return grid
 
 
-def _table(*, footer: bool) -> Table:
-    return Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=0, expand=True,
-                 header_style="dim", footer_style="bold", show_footer=footer)  # fmt: skip
+def _traffic_table() -> Table:
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=0, expand=True,
+                  header_style="dim", footer_style="bold", show_footer=True)  # fmt: skip
+    table.add_column("cut", footer="all")
+    table.add_column("direction", no_wrap=True)
+    table.add_column("method", overflow="fold", max_width=_WIDE_METHOD)
+    return table
 
 
 def _traffic(info: RunInfo, record: StepRecord) -> RenderableType:
     if not info.cuts:
         return Text("one stage, so no cuts", style="dim")
     total = sum(count.nbytes for count in record.wire)
-    table = _table(footer=True)
-    table.add_column("cut", footer="all")
-    table.add_column("direction", no_wrap=True)
-    table.add_column("method", overflow="fold", max_width=_WIDE_METHOD)
+    table = _traffic_table()
     table.add_column("Mbit/s now", justify="right", no_wrap=True, footer=_mbps(total, record))
     table.add_column("per step", justify="right", no_wrap=True, footer=format_bytes(total))
     table.add_column("vs bf16", justify="right", no_wrap=True)
@@ -396,10 +397,7 @@ def _final(info: RunInfo, summary: Summary) -> RenderableType:
 
 
 def _final_traffic(summary: Summary) -> Table:
-    table = _table(footer=True)
-    table.add_column("cut", footer="all")
-    table.add_column("direction", no_wrap=True)
-    table.add_column("method", overflow="fold", max_width=_WIDE_METHOD)
+    table = _traffic_table()
     headers = ("messages", "sent", "bf16", "ratio", "fp32", "ratio")
     for header, footer in zip(headers, traffic_cells(summary["totals"]), strict=True):
         table.add_column(header, justify="right", no_wrap=True, footer=footer)

@@ -1,9 +1,8 @@
 """Plots of a run by step, as PNG bytes: loss, bytes over each cut, compression error."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import cycle, pairwise
 from typing import Literal
 
 import numpy as np
@@ -168,16 +167,17 @@ def _draw_bytes(axes: Axes, info: RunInfo, records: Sequence[StepRecord], *, the
     steps = [record.step for record in records]
     dot = "o" if len(records) < 8 else None
     axes.set_yscale("log")
-    for index, curve in enumerate(_curves(info, records)):
+    colors = cycle(theme.series)
+    for (label, direction, nbytes), color in zip(_curves(info, records), colors, strict=False):
         axes.plot(
             steps,
-            curve.nbytes,
-            color=theme.series[index % len(theme.series)],
-            linestyle="-" if curve.direction == "forward" else "--",
+            nbytes,
+            color=color,
+            linestyle="-" if direction == "forward" else "--",
             linewidth=1.8,
             drawstyle="steps-mid",
             marker=dot,
-            label=curve.label,
+            label=label,
         )
     _draw_baselines(axes, records, theme)
     axes.margins(y=0.12)
@@ -219,15 +219,12 @@ def _tick_bytes(nbytes: float, _position: int | None) -> str:
     return f"{float(number):g} {unit}"
 
 
-@dataclass(frozen=True)
-class _Curve:
-    label: str
-    direction: Direction
-    nbytes: list[float]
-
-
-def _curves(info: RunInfo, records: Sequence[StepRecord]) -> list[_Curve]:
-    """Bytes per step, NaN where nothing was sent; cuts with equal bytes share a curve."""
+def _curves(
+    info: RunInfo, records: Sequence[StepRecord]
+) -> Iterator[tuple[str, Direction, list[float]]]:
+    """Label, direction and bytes per step, NaN where nothing was sent; cuts with equal bytes share
+    a curve.
+    """
     rows = {key: [0] * len(records) for key in info.wire_keys(records)}
     for index, record in enumerate(records):
         for count in record.wire:
@@ -235,14 +232,9 @@ def _curves(info: RunInfo, records: Sequence[StepRecord]) -> list[_Curve]:
     groups: dict[tuple[Direction, str, tuple[int, ...]], list[int]] = {}
     for (cut, direction), row in rows.items():
         groups.setdefault((direction, info.method((cut, direction)), tuple(row)), []).append(cut)
-    return [
-        _Curve(
-            label=f"{direction}, {method} ({_cut_list(cuts)})",
-            direction=direction,
-            nbytes=[nbytes or math.nan for nbytes in row],
-        )
-        for (direction, method, row), cuts in groups.items()
-    ]
+    for (direction, method, sent), cuts in groups.items():
+        label = f"{direction}, {method} ({_cut_list(cuts)})"
+        yield label, direction, [nbytes or math.nan for nbytes in sent]
 
 
 def _cut_list(cuts: Sequence[int]) -> str:
