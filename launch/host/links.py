@@ -66,13 +66,9 @@ class NetworkSpec:
         delays = dict(table.delay_s)
         if delay is not None:
             delays |= {pair: parse_time(delay, "--delay") for pair in links(hosts)}
-        return cls(
-            hosts=hosts,
-            up_bps=_rates(up or rate or "none", hosts, "--up" if up else "--rate"),
-            down_bps=_rates(down or rate or "none", hosts, "--down" if down else "--rate"),
-            pair_bps=_with_pairs(table.pair_bps, pairs, hosts),
-            delay_s={pair: seconds for pair, seconds in delays.items() if seconds},
-        )
+        delays = {pair: seconds for pair, seconds in delays.items() if seconds}
+        unlimited = cls(hosts, (None,) * hosts, (None,) * hosts, table.pair_bps, delays)
+        return unlimited.changed(rate=rate, up=up, down=down, pairs=pairs)
 
     def changed(
         self,
