@@ -145,42 +145,29 @@ def find_cuts(
     Raises:
         ValueError: no cuts fit the memory.
     """
-    stages = config.pipeline.stages
+    stages, count = config.pipeline.stages, len(blocks[0])
     if stages == 1:
         return ()
     spare = [spare_core(1)] * stages if spare_cores is None else spare_cores
-    return best_cuts(_problem(config, blocks, network, memory_limit, spare))
-
-
-def _problem(
-    config: RunConfig,
-    blocks: Blocks,
-    network: Network | None,
-    memory_limit: Sequence[float] | None,
-    spare_cores: Sequence[bool],
-) -> Problem:
-    """A cut costs the slower of its two directions. Without a spare core, a stage in the middle
-    encodes and decodes twice on top of its compute, the first and last stage once.
-    """
-    stages, count = config.pipeline.stages, len(blocks[0])
     messages, first = measure_messages(config), config.pipeline.cuts[0]
     down, up = messages[first, "forward"], messages[first, "backward"]
     payload = (network or Network.uniform(stages)).payload()
-    cut_s = [
+    cut_s = [  # the slower direction
         max(payload.link_s(s, s + 1, down.nbytes), payload.link_s(s + 1, s, up.nbytes))
         for s in range(stages - 1)
     ]
+    # without a spare core, a stage in the middle encodes and decodes twice on top of its compute
     above_s, below_s = down.decode_s + up.encode_s, down.encode_s + up.decode_s
-    return Problem(
+    problem = Problem(
         compute_s=[list(map(_seconds, row)) for row in blocks],
         cut_s=[[seconds] * count for seconds in cut_s],
         fixed_s=[
-            (above_s * (s > 0) + below_s * (s < stages - 1)) * (not spare_cores[s])
-            for s in range(stages)
+            (above_s * (s > 0) + below_s * (s < stages - 1)) * (not spare[s]) for s in range(stages)
         ],
         memory=[[block_memory(config, s, block) for block in row] for s, row in enumerate(blocks)],
         memory_limit=memory_limit or [math.inf] * stages,
     )
+    return best_cuts(problem)
 
 
 def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[float], list[bool]]:

@@ -53,15 +53,6 @@ class Problem:
         return len(self.compute_s[0])
 
 
-def bottleneck_s(problem: Problem, cuts: Sequence[int]) -> float:
-    """Time of the slowest stage or link; infinite if a stage does not fit its memory."""
-    bounds = (0, *cuts, problem.blocks)
-    loads = [_Loads(problem, stage) for stage in range(problem.stages)]
-    stages = [load(bounds[s], bounds[s + 1]) for s, load in enumerate(loads)]
-    links = [problem.cut_s[s][cut] for s, cut in enumerate(cuts)]
-    return max(stages + links)
-
-
 def best_cuts(problem: Problem) -> tuple[int, ...]:
     """The cuts with the least bottleneck: first blocks of all stages but the first.
 

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torchgpipe.balance import balance_cost
 
-from thinpipe.launch.plan.partition import Problem, best_cuts, bottleneck_s
+from thinpipe.launch.plan.partition import Problem, best_cuts
 
 COST = st.integers(0, 9)
 
@@ -42,6 +42,15 @@ def problems(draw: st.DrawFn, *, equal_devices: bool, links: bool, memory: bool)
 
 def all_cuts(of: Problem) -> list[tuple[int, ...]]:
     return list(combinations(range(1, of.blocks), of.stages - 1))
+
+
+def bottleneck_s(of: Problem, cuts: Sequence[int]) -> float:
+    """Time of the slowest stage or link; infinite if a stage does not fit its memory."""
+    times = [of.cut_s[s][cut] for s, cut in enumerate(cuts)]
+    for s, (first, stop) in enumerate(pairwise((0, *cuts, of.blocks))):
+        fits = sum(of.memory[s][first:stop]) <= of.memory_limit[s]
+        times.append(sum(of.compute_s[s][first:stop]) + of.fixed_s[s] if fits else math.inf)
+    return max(times)
 
 
 def total_s(of: Problem, cuts: Sequence[int]) -> float:
