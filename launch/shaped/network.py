@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Self, TypeVar
 
 from thinpipe.launch.host.links import NetworkSpec
@@ -46,7 +45,8 @@ class ShapedNetwork:
             raise ShapedError(f"emulated networks need Linux; this is {sys.platform}")
         require("pyroute2")
         self.hosts = spec.hosts
-        self._spec = spec
+        self.spec = spec
+        """The network as created, with the rates that this process has set since."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._supervisor = _start_supervisor(spec, theirs.fileno())
@@ -64,12 +64,7 @@ class ShapedNetwork:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -145,12 +140,7 @@ class ShapedNetwork:
         """
         change = control.Change(rate=rate, up=up, down=down, pairs=list(pairs))
         control.request(change, self.run_id)
-        self._spec = self._spec.changed(rate=rate, up=up, down=down, pairs=pairs)
-
-    @property
-    def spec(self) -> NetworkSpec:
-        """The network as created, with the rates that this process has set since."""
-        return self._spec
+        self.spec = self.spec.changed(rate=rate, up=up, down=down, pairs=pairs)
 
     def _receive_descriptors(self) -> list[int]:
         flags = socket.MSG_CMSG_CLOEXEC

@@ -42,7 +42,7 @@ def probe_link(network: ShapedNetwork, source: int, target: int) -> LinkProbe:
     warm_up_s = window_s / 2 + 10 * round_trip_s  # slow start doubles the rate once a round trip
     job = partial(_measure, source=source, target=target, warm_up_s=warm_up_s, window_s=window_s)
     limit_s = 2 * _CONNECT_S + 4 * (warm_up_s + window_s)
-    (_, ping_s), (achieved_bps, _) = network.run(job, hosts=(source, target), timeout_s=limit_s)
+    ping_s, achieved_bps = network.run(job, hosts=(source, target), timeout_s=limit_s)
     return LinkProbe(source, target, nominal_bps, achieved_bps, round_trip_s, ping_s)
 
 
@@ -55,21 +55,19 @@ def _window_s(nominal_bps: float | None, round_trip_s: float) -> float:
     return min(_LONGEST_S, max(_SHORTEST_S, frames_s, 8 * round_trip_s))
 
 
-def _measure(
-    host: int, *, source: int, target: int, warm_up_s: float, window_s: float
-) -> tuple[float, float]:
-    """On `source` (0, round trip); on `target` (payload rate, 0)."""
+def _measure(host: int, *, source: int, target: int, warm_up_s: float, window_s: float) -> float:
+    """On `source` the round trip in seconds, on `target` the payload rate in bit/s."""
     if host == source:
         with _connect(host_address(target)) as link:
             round_trip_s = ping(link)
             flood(link)
-            return 0.0, round_trip_s
+            return round_trip_s
     with socket.create_server((host_address(host), _PORT)) as server:
         server.settimeout(_CONNECT_S)
         link, _ = server.accept()
     with link:
         answer_pings(link)
-        return payload_bps(link, warm_up_s, window_s), 0.0
+        return payload_bps(link, warm_up_s, window_s)
 
 
 def _connect(address: str) -> socket.socket:

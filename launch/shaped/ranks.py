@@ -1,5 +1,6 @@
 """Processes inside the hosts: forked, monitored, and stopped together."""
 
+import math
 import os
 import selectors
 import signal
@@ -84,7 +85,7 @@ class ProcessMonitor:
         """Exit codes by host, of finished processes."""
         self._alive: dict[int, tuple[int, int]] = {}
         self._selector = selectors.DefaultSelector()
-        self._terminate_at = self._kill_at = float("inf")
+        self._due = {signal.SIGTERM: math.inf, signal.SIGKILL: math.inf}
         self._failed: int | None = None
 
     def process(self, host: int, pid: int) -> None:
@@ -103,14 +104,14 @@ class ProcessMonitor:
         Raises:
             TimeoutError: after `timeout_s`; the processes continue.
         """
-        limit = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+        limit = time.monotonic() + timeout_s if timeout_s is not None else math.inf
         while self._alive:
             now = time.monotonic()
             if now >= limit:
                 raise TimeoutError(f"hosts {sorted(self._alive)} still run after {timeout_s} s")
             self._enforce(now)
-            until = min(limit, self._terminate_at, self._kill_at)
-            self._step(None if until == float("inf") else max(0.0, until - now))
+            until = min(limit, *self._due.values())
+            self._step(None if until == math.inf else max(0.0, until - now))
         limit = time.monotonic() + _DRAIN_S
         while self._selector.get_map() and self._step(0) and time.monotonic() < limit:
             pass  # the last output; processes left running may keep a pipe open, or busy
@@ -120,21 +121,15 @@ class ProcessMonitor:
 
     def end(self, after_s: float = 0.0) -> None:
         """Send SIGTERM to all after a while, and SIGKILL after a grace period."""
-        self._terminate_at = time.monotonic() + after_s
-        self._kill_at = self._terminate_at + GRACE_S
+        begin = time.monotonic() + after_s
+        self._due = {signal.SIGTERM: begin, signal.SIGKILL: begin + GRACE_S}
 
     def _enforce(self, now: float) -> None:
-        for limit, signum in (
-            (self._terminate_at, signal.SIGTERM),
-            (self._kill_at, signal.SIGKILL),
-        ):
+        for signum, limit in self._due.items():
             if now >= limit:
+                self._due[signum] = math.inf
                 for pid, _ in self._alive.values():
                     os.kill(pid, signum)
-        if now >= self._terminate_at:
-            self._terminate_at = float("inf")
-        if now >= self._kill_at:
-            self._kill_at = float("inf")
 
     def _step(self, timeout: float | None) -> int:
         events = self._selector.select(timeout)
