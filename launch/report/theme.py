@@ -26,8 +26,6 @@ class Theme:
     idle: str
     faint: str  # the hatching of a wait
     series: tuple[str, ...]
-    kinds: tuple[str, ...]  # of boxes in a timeline, in the order of timeline_plot.py
-    on_kind: str
 
 
 LIGHT = Theme(
@@ -38,8 +36,6 @@ LIGHT = Theme(
     idle="#eceef1",
     faint="#b3bac3",
     series=("#0072b2", "#d55e00", "#009e73", "#b8578a", "#8c6d00", "#3f9fd8"),
-    kinds=("#56a5dd", "#f0a830", "#2fb58e", "#cc79a7", "#9d86d8", "#eceef1"),
-    on_kind="#11151a",
 )
 DARK = Theme(
     surface="#171b21",
@@ -49,8 +45,6 @@ DARK = Theme(
     idle="#262c34",
     faint="#5a6470",
     series=("#56b4e9", "#f08a4b", "#2fc597", "#dd94bd", "#e6c84a", "#8fa8ff"),
-    kinds=("#56a5dd", "#f0a830", "#2fb58e", "#cc79a7", "#9d86d8", "#262c34"),
-    on_kind="#11151a",
 )
 
 

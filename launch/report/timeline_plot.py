@@ -12,14 +12,15 @@ from thinpipe.pipeline.stage import ComputeEvent
 
 _ROW = 0.78
 _STRIP = 0.09  # of encoding and decoding, at the bottom of a row, as they overlap with compute
-_KINDS = {
-    "F": "forward",
-    "B": "backward",
-    "W": "weight gradient",
-    "encode": "encoding",
-    "decode": "decoding",
-    "wait": "waiting for a message",
+KINDS = {
+    "F": ("forward", "#56a5dd"),
+    "B": ("backward", "#f0a830"),
+    "W": ("weight gradient", "#2fb58e"),
+    "encode": ("encoding", "#cc79a7"),
+    "decode": ("decoding", "#9d86d8"),
+    "wait": ("waiting for a message", None),  # as idle time, but hatched
 }
+_NUMBER = "#11151a"
 
 
 def timeline_png(events: Sequence[ComputeEvent], theme: Theme = LIGHT) -> bytes:
@@ -50,7 +51,7 @@ def _draw_timeline(axes: Axes, events: Sequence[ComputeEvent], theme: Theme) -> 
         for chunk, stage in enumerate(stages):
             boxes = [event for event in own if event.stage == stage]
             _draw_boxes(axes, boxes, at=(row, chunk, unit_s), theme=theme)
-        _number_boxes(axes, [e for e in own if e.kind in numbered], at=(row, unit_s), theme=theme)
+        _number_boxes(axes, [e for e in own if e.kind in numbered], at=(row, unit_s))
         plural = "stage" if len(stages) == 1 else "stages"
         labels.append(f"rank {rank}, {plural} {', '.join(map(str, stages))}")
         busy_s = sum(event.end_s - event.start_s for event in own if event.computes)
@@ -90,7 +91,7 @@ def _draw_boxes(
     row, chunk, unit_s = at
     top, bottom = row - _ROW / 2, row + _ROW / 2
     heights = {"decode": (bottom - 2 * _STRIP, _STRIP), "encode": (bottom - _STRIP, _STRIP)}
-    for kind, color in zip(_KINDS, theme.kinds, strict=True):
+    for kind, (_, color) in KINDS.items():
         spans = [
             (event.start_s / unit_s, (event.end_s - event.start_s) / unit_s)
             for event in events
@@ -100,16 +101,14 @@ def _draw_boxes(
         axes.broken_barh(
             spans,
             heights.get(kind, (top, _ROW - 2 * _STRIP)),
-            facecolor=_paler(color, theme.idle, min(0.35 * chunk, 0.7)),
+            facecolor=_paler(color or theme.idle, theme.idle, min(0.35 * chunk, 0.7)),
             edgecolor=theme.faint if waiting else theme.surface,
             linewidth=0.0 if waiting else 0.6,
             hatch="////" if waiting else None,
         )
 
 
-def _number_boxes(
-    axes: Axes, events: Sequence[ComputeEvent], *, at: tuple[int, float], theme: Theme
-) -> None:
+def _number_boxes(axes: Axes, events: Sequence[ComputeEvent], *, at: tuple[int, float]) -> None:
     row, unit_s = at
     for event in events:
         text = axes.text(
@@ -118,7 +117,7 @@ def _number_boxes(
             str(event.microbatch),
             ha="center",
             va="center_baseline",
-            color=theme.on_kind,
+            color=_NUMBER,
             fontsize=8,
         )
         text.set_in_layout(False)
@@ -136,13 +135,13 @@ def _timeline_legend(axes: Axes, events: Sequence[ComputeEvent], theme: Theme) -
     seen = {event.kind for event in events}
     handles = [
         Patch(
-            facecolor=color,
+            facecolor=color or theme.idle,
             edgecolor=theme.faint,
             label=label,
             hatch="////" if kind == "wait" else None,
             linewidth=0,
         )
-        for (kind, label), color in zip(_KINDS.items(), theme.kinds, strict=True)
+        for kind, (label, color) in KINDS.items()
         if kind in seen
     ]
     handles.append(Patch(facecolor=theme.idle, label="idle"))

@@ -18,7 +18,7 @@ from thinpipe.launch.report.metrics import (
 )
 from thinpipe.launch.report.summary import summarize
 from thinpipe.launch.report.theme import DARK
-from thinpipe.launch.report.timeline_plot import timeline_png
+from thinpipe.launch.report.timeline_plot import KINDS, timeline_png
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
@@ -249,7 +249,7 @@ def test_timeline_shows_every_kind_in_its_own_colour() -> None:
         return set(found[counts > 500].tolist())
 
     forward = [event for event in TIMELINE if event.kind == "F"]
-    kinds = [int(colour[1:], 16) for colour in DARK.kinds]
+    kinds = [int((colour or DARK.idle)[1:], 16) for _, colour in KINDS.values()]
     assert set(kinds) & colours(forward) == {kinds[0], kinds[5]}  # a bare lane looks like a wait
     assert len(set(kinds) & colours([replace(e, stage=0) for e in TIMELINE])) == 6
 
