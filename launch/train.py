@@ -39,7 +39,6 @@ from thinpipe.launch.report.summary import summarize
 from thinpipe.launch.report.timeline import Timeline, gather_events
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.stage import ComputeEvent
-from thinpipe.pipeline.step_stats import StepTotals
 
 
 def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
@@ -142,8 +141,23 @@ class _Run:
         elapsed = time.perf_counter() - start
         if timeline:
             events = gather_events(self._session.transport, self._built.engine.take_events(), start)
-        record = _record(
-            totals, step, self._sampler, lr=lr, seconds=elapsed, losses=self._eval(step)
+        record = StepRecord(
+            step=step + 1,
+            epoch=self._sampler.epoch(step) + 1,
+            loss=totals.loss,
+            tokens_per_s=totals.tokens / elapsed,
+            step_s=elapsed,
+            bubble=totals.bubble,
+            wire=totals.wire,
+            tokens=totals.tokens,
+            grad_norm=totals.grad_norm,
+            lr=lr,
+            skipped=totals.skipped,
+            sync_bytes=totals.sync_bytes,
+            control_bytes=totals.control_bytes,
+            eval=self._eval(step),
+            repaired=dict(totals.repaired),
+            notes=totals.notes,
         )
         if timeline:
             self._timeline = _timeline(self._config, record, events)
@@ -228,35 +242,6 @@ class _Run:
             if self._timeline is not None:
                 self._timeline.write(info.folder)
         display.finish(summary)
-
-
-def _record(
-    totals: StepTotals,
-    step: int,
-    sampler: EpochSampler,
-    *,
-    lr: float,
-    seconds: float,
-    losses: dict[str, float] | None,
-) -> StepRecord:
-    return StepRecord(
-        step=step + 1,
-        epoch=sampler.epoch(step) + 1,
-        loss=totals.loss,
-        tokens_per_s=totals.tokens / seconds,
-        step_s=seconds,
-        bubble=totals.bubble,
-        wire=totals.wire,
-        tokens=totals.tokens,
-        grad_norm=totals.grad_norm,
-        lr=lr,
-        skipped=totals.skipped,
-        sync_bytes=totals.sync_bytes,
-        control_bytes=totals.control_bytes,
-        eval=losses,
-        repaired=dict(totals.repaired),
-        notes=totals.notes,
-    )
 
 
 def _timeline(config: RunConfig, record: StepRecord, events: Sequence[ComputeEvent]) -> Timeline:
