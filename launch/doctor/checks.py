@@ -44,17 +44,13 @@ def names_of(hosts: Sequence[HostInfo]) -> list[str]:
 def _same(hosts: Sequence[HostInfo]) -> list[CheckResult]:
     first, results = hosts[0], []
     for other in hosts[1:]:
-        for what, theirs, ours in (
-            ("versions", other.versions, first.versions),
-            ("config", other.config, first.config),
+        same_versions = "install the same versions on all hosts (constraints.txt)"
+        for what, theirs, ours, remedy in (
+            ("versions", other.versions, first.versions, same_versions),
+            ("config", other.config, first.config, "copy one run file to all hosts"),
         ):
             for key, value, expected in differences(dict(theirs), dict(ours)):
                 text = f"{what}: {key} = {value}, {first.name} has {expected}"
-                remedy = (
-                    "copy one run file to all hosts"
-                    if what == "config"
-                    else "install the same versions on all hosts (constraints.txt)"
-                )
                 results.append(problem(other.name, text, remedy))
     return results or [ok("all", "same versions and config")]
 

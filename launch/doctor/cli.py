@@ -12,7 +12,7 @@ from thinpipe.launch.config.cli_options import SetOption, refuse
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.doctor.checks import check_all, names_of
 from thinpipe.launch.doctor.group import DoctorError, join_group
-from thinpipe.launch.doctor.host import HostInfo, choose_interface, inspect_host
+from thinpipe.launch.doctor.host import HostInfo, check_host, choose_interface, describe_host
 from thinpipe.launch.doctor.links import listen, measure_links
 from thinpipe.launch.doctor.report import as_network, draw_links, show_links, show_results
 from thinpipe.launch.doctor.result import CheckResult, problem
@@ -85,9 +85,8 @@ class _Diagnosis:
         chosen, self.results = choose_interface(address)
         with listen(chosen.address) as server:
             own_port = server.getsockname()[1]
-            info = inspect_host(self._config, chosen, port=own_port, nnodes=self._nnodes)
-            self.results += [CheckResult(**result) for result in info.results]
-            info.results[:] = [result.as_json() for result in self.results]
+            self.results += check_host(self._config, self._nnodes)
+            info = describe_host(self._config, chosen, port=own_port, results=self.results)
             group = join_group((address, port), chosen.address, self._nnodes, wait_s=self._wait_s)
             hosts = [HostInfo(**fields) for fields in group.gather("info", vars(info))]
             links = measure_links(group, hosts, server, window_s=self._window_s)

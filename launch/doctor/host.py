@@ -4,8 +4,8 @@ import ipaddress
 import os
 import shutil
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +39,21 @@ class HostInfo:
     slow_start_after_idle: bool
     versions: Mapping[str, str]
     config: Mapping[str, Any]
-    results: list[dict[str, Any]] = field(default_factory=list)
+    results: Sequence[dict[str, Any]] = ()
 
 
-def inspect_host(config: RunConfig, chosen: Interface, *, port: int, nnodes: int) -> HostInfo:
-    """Inspect this host without the others; `chosen` is the interface to use."""
+def check_host(config: RunConfig, nnodes: int) -> list[CheckResult]:
+    """Check this host without the others."""
     name = socket.gethostname()
-    results = [*_capacity(config, name, nnodes), _devices(name)]
+    return [*_capacity(config, name, nnodes), _devices(name)]
+
+
+def describe_host(
+    config: RunConfig, chosen: Interface, *, port: int, results: Sequence[CheckResult]
+) -> HostInfo:
+    """This host, for the others; `chosen` is the interface to use."""
     return HostInfo(
-        name=name,
+        name=socket.gethostname(),
         address=chosen.address,
         port=port,
         interface=chosen.name,
@@ -57,7 +63,7 @@ def inspect_host(config: RunConfig, chosen: Interface, *, port: int, nnodes: int
         slow_start_after_idle=_sysctl("tcp_slow_start_after_idle", "1") == "1",
         versions=versions(),
         config=config.shared(),
-        results=[result.as_json() for result in results],
+        results=[asdict(result) for result in results],
     )
 
 

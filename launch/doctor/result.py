@@ -1,7 +1,7 @@
 """Result of a check: its level, where, and the remedy."""
 
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -14,10 +14,6 @@ class CheckResult:
     where: str
     text: str
     remedy: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """The fields as JSON, to send to other hosts."""
-        return asdict(self)
 
 
 def ok(where: str, text: str) -> CheckResult:
