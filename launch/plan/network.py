@@ -31,14 +31,8 @@ class Network:
 
     @classmethod
     def uniform(cls, hosts: int, rate_bps: Rate = None, latency_s: float = 0.0) -> Self:
-        """Equal links between all hosts."""
-        rates = tuple(
-            tuple(None if i == j else rate_bps for j in range(hosts)) for i in range(hosts)
-        )
-        delays = tuple(
-            tuple(0.0 if i == j else latency_s for j in range(hosts)) for i in range(hosts)
-        )
-        return cls(rates, delays)
+        """Equal links between all hosts; nothing reads the diagonal."""
+        return cls(((rate_bps,) * hosts,) * hosts, ((latency_s,) * hosts,) * hosts)
 
     @classmethod
     def read(cls, path: Path) -> Self:
