@@ -58,13 +58,12 @@ def build_boundary(
         first_visit = Stateless(build_codec(spec.first_visit, width), key)
         return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
     if isinstance(spec, DirectConfig):
-        direct = Stateless(spec.quantizer(width), key)
-        return {"train": direct, "eval": raw(), "eval_compressed": direct}
-    if isinstance(spec, StatelessConfig):
-        tiles = Stateless(spec.quantizer(), key)
-        return {"train": tiles, "eval": raw(), "eval_compressed": tiles}
-    cast = raw(spec.format)
-    return {"train": cast, "eval": raw(), "eval_compressed": cast}
+        same: Boundary = Stateless(spec.quantizer(width), key)
+    elif isinstance(spec, StatelessConfig):
+        same = Stateless(spec.quantizer(), key)
+    else:
+        same = raw(spec.format)
+    return {"train": same, "eval": raw(), "eval_compressed": same}
 
 
 def build_stage(
