@@ -6,7 +6,6 @@ every epoch, as AQ-SGD's memories are kept by id.
 Axes: N sequences, T tokens.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ import torch
 
 from thinpipe.launch.data.rows import Field, Row
 from thinpipe.launch.data.sample_set import ColumnSet
+from thinpipe.launch.data.sampler import shuffled
 from thinpipe.launch.data.tokenizer import Tokenizer
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.loss import IGNORED_TARGET
@@ -71,7 +71,7 @@ def mix(sources: Sequence[Sequence[Row]], weights: Sequence[float] | None, seed:
     mixed: list[Row] = []
     for number, (rows, weight) in enumerate(zip(sources, weights, strict=True)):
         count = min(len(rows), max(1, round(most * weight)))
-        chosen = torch.randperm(len(rows), generator=_generator(seed, f"mix/{number}"))[:count]
+        chosen = shuffled(len(rows), seed, f"mix/{number}")[:count]
         mixed += [rows[index] for index in sorted(chosen.tolist())]
     return mixed
 
@@ -99,7 +99,7 @@ def _pack(examples: Sequence[Example], layout: Layout) -> list[list[Example]]:
     """First fit over the examples in an order drawn from the seed."""
     done: list[list[Example]] = []
     open_groups: list[tuple[list[Example], int]] = []
-    for index in torch.randperm(len(examples), generator=_generator(layout.seed, "pack")).tolist():
+    for index in shuffled(len(examples), layout.seed, "pack").tolist():
         example = examples[index]
         for at, (group, room) in enumerate(open_groups):
             if example.inputs <= room:
@@ -139,8 +139,3 @@ def _columns(groups: Sequence[Sequence[Example]], layout: Layout) -> Batch:
         segments_BT=segments_NT if layout.packing else None,
         prefix_BT=prefix_NT if layout.prefix else None,
     )
-
-
-def _generator(seed: int, purpose: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))

@@ -80,8 +80,13 @@ class EpochSampler:
 
     def _order(self, epoch: int) -> Tensor:
         if self._cached is None or self._cached[0] != epoch:
-            digest = hashlib.sha256(f"{self._seed}/{epoch}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-            order = torch.randperm(self._n, generator=generator)
+            order = shuffled(self._n, self._seed, str(epoch))
             self._cached = epoch, order[order % self._replicas == self._replica]
         return self._cached[1]
+
+
+def shuffled(count: int, seed: int, purpose: str) -> Tensor:
+    """The numbers below `count` in an order drawn for one purpose, the same on every machine."""
+    digest = hashlib.sha256(f"{seed}/{purpose}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
+    return torch.randperm(count, generator=generator)
