@@ -88,7 +88,8 @@ def train(  # noqa: PLR0913  # one parameter per option
     overrides: SetOption = None,
     resume: ResumeOption = False,
     step: Annotated[
-        int | None, typer.Option("--step", help="With --resume: the checkpoint's step.")
+        int | None,
+        typer.Option("--step", help="With --resume: step of the checkpoint to use."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the size of AQ-SGD's memories, and exit.")

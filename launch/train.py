@@ -114,6 +114,8 @@ class _Run:
                 return
             writer = self._open_metrics(stack, start, resume=resume.wanted)
             held = memory_notices(plan_memory(self._config, len(self._corpus.train)))
+            if resume.wanted:
+                display.note(f"resumed from step {start} of {self._config.run.path}")
             for notice in (*self._config.notices(), *self._corpus.notes, *held):
                 display.note(notice)
             self._check_memories(start, display)

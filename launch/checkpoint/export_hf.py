@@ -57,8 +57,8 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
     model = config.model
     if not isinstance(model, HuggingFaceConfig):
         raise ConfigError(
-            f"{run_folder}: trained ThinPipe's own transformer, for which the library "
-            "transformers has no class; only runs with model.pretrained or model.config export"
+            f"{run_folder}: trained ThinPipe's own transformer, which the library transformers "
+            "has no class for; only runs with model.pretrained or model.config can be exported"
         )
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: exists and is not empty; name a new folder")

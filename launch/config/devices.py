@@ -35,8 +35,8 @@ def _problem(pipeline: PipelineConfig, model: ModelSection) -> str | None:
         return 'pipeline.cuts = "auto" measures blocks on one device; give the cuts'
     if pipeline.replicas > 1:
         return (
-            f"pipeline.replicas = {pipeline.replicas}: gradients of several devices are not "
-            "exchanged; use one replica"
+            f"not supported with pipeline.replicas = {pipeline.replicas}; use one replica, or one "
+            "device per rank"
         )
     if min(sizes) < pipeline.devices_per_rank:
         return (

@@ -56,8 +56,8 @@ def epochs_hint(changes: Sequence[Change]) -> str:
     if all(change.name != _EPOCHS for change in changes):
         return ""
     return (
-        ' (train.epochs may change only with train.decay = "none", as it sets the learning '
-        'rates, and not from 1 where a boundary\'s kind is "auto")'
+        ' (train.epochs may change only with train.decay = "none", since the decay depends on it; '
+        'it may not change from 1 if a boundary has kind = "auto")'
     )
 
 

@@ -122,7 +122,10 @@ def _override(tree: dict[str, Any], text: str, aliases: Mapping[str, str]) -> No
         else:
             table.pop(last, None)
     except (IndexError, ValueError, TypeError, AttributeError):
-        raise ConfigError(f"--set {text}: no setting {name.strip()}") from None
+        raise ConfigError(
+            f"--set {text}: no setting {name.strip()}; tables of a list are numbered from 0, as in "
+            "boundary.0.forward.bits"
+        ) from None
 
 
 def _parse(text: str) -> Any:

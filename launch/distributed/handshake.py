@@ -158,16 +158,17 @@ def report_failure(store: Store, rank: int, message: str) -> None:
     board.set(str(rank), json.dumps({"time": time.time(), "message": message}))
 
 
-def other_failures(store: Store, rank: int, world: int) -> list[str]:
-    """What other ranks reported, the earliest first; waits a moment for them."""
+def first_failure(store: Store, world: int) -> tuple[int, str]:
+    """Which rank failed first, of those that reported, and what; waits a moment for them."""
     board = PrefixStore("failure", store)
     time.sleep(_FAILURE_WAIT_S)
     reports = []
-    for other in range(world):
-        if other != rank and board.check([str(other)]):
-            report = json.loads(board.get(str(other)))
-            reports.append((report["time"], f"rank {other}: {report['message']}"))
-    return [text for _, text in sorted(reports)]
+    for rank in range(world):
+        if board.check([str(rank)]):
+            report = json.loads(board.get(str(rank)))
+            reports.append((report["time"], rank, report["message"]))
+    _, rank, message = min(reports)
+    return rank, message
 
 
 def _let_read(store: Store, keys: list[str]) -> None:

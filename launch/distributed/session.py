@@ -18,9 +18,9 @@ from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.distributed.handshake import (
     agree,
+    first_failure,
     fresh_store,
     open_store,
-    other_failures,
     report_failure,
     versions,
 )
@@ -146,11 +146,11 @@ def _chunk_nbytes(config: RunConfig) -> int:
 
 
 def _report(store: Store, rank: int, world: int, error: Exception) -> str:
-    """This rank's account of a failure, and the first report by another rank."""
+    """This rank's account of a failure, and that of the rank that failed before all others."""
     own = str(error).strip()
     try:
         report_failure(store, rank, own)
-        others = other_failures(store, rank, world)
+        first, message = first_failure(store, world)
     except RuntimeError:  # the store's host is gone as well
         return own
-    return f"{own} [first report by another rank: {others[0]}]" if others else own
+    return own if first == rank else f"{own} [first failure: rank {first}: {message}]"

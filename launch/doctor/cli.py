@@ -36,7 +36,7 @@ def doctor(
         Path | None,
         typer.Option(metavar="NET.JSON", help="Write the links for plan, and a picture of them."),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Time to measure each link.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to measure each link.")] = 1.0,
     wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for other hosts.")] = 60.0,
 ) -> None:
     """Check the hosts of a run and the links between them; print problems and remedies.

@@ -42,7 +42,8 @@ def plan(  # noqa: PLR0913  # one parameter per option
         ),
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="GB0,GB1,..", help="Memory of each stage's machine.")
+        str | None,
+        typer.Option(metavar="GB0,GB1,..", help="Memory of each stage's machine (GB)."),
     ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Write cuts and bits into the run file.")

@@ -81,7 +81,7 @@ dd { margin: 0; overflow-wrap: anywhere; }
 """
 
 _LOSS_TEXT = """Cross-entropy of the next token, or of a sample's label; lower is better. The thin
-line is every training step, the thick one a running mean. Discs are evaluations on held-out text
+line is every training step, the thick one a running mean. Dots are evaluations on held-out text
 with uncompressed boundaries; open diamonds are the same evaluation with compressed boundaries,
 where every sample is sent as a first visit. Where the two coincide, this compression does not
 change the model's predictions. A cross at the bottom marks a skipped step."""

@@ -169,11 +169,11 @@ class HuggingFaceConfig(BaseModel):
         return config
 
     def _check_folder(self, folder: Path) -> None:
-        setting = "config" if self.config else "pretrained"
+        setting = "model.config" if self.config else "model.pretrained"
         if not folder.is_dir():
             raise ValueError(
-                f'{setting} = "{folder}": no such folder, and nothing is downloaded here; run '
-                "`hf download NAME --local-dir FOLDER` first and name that folder"
+                f'{setting} = "{folder}": no such folder, seen from {Path.cwd()}; correct the '
+                "path, or run `hf download NAME --local-dir FOLDER` first and name that folder"
             )
         if not (folder / "config.json").is_file():
             raise ValueError(
