@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.codec import Codec
+
 
 class Residuals:
     """One residual (fp32) per name. What a step leaves counts once the step is kept."""
@@ -41,3 +44,22 @@ class Residuals:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._kept, self._fresh = dict(state), {}
+
+
+class FeedbackReducer:
+    """What reducers share whose only memory is residuals; each adds `reduce`."""
+
+    def __init__(self, peers: Peers, codec: Codec) -> None:
+        self._peers, self._codec, self._residuals = peers, codec, Residuals()
+
+    def keep(self) -> None:
+        """Residuals count."""
+        self._residuals.keep()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residuals."""
+        return self._residuals.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._residuals.load_state_dict(state)

@@ -4,8 +4,7 @@ Every replica quantizes its part for each server and remembers what it left out;
 server with the sum it answers with (the scheme of 1-bit Adam and of QuantizedAdam, with b bits).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from pydantic import Field
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
-from thinpipe.gradcomp.feedback import Residuals
+from thinpipe.gradcomp.feedback import FeedbackReducer
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.uniform import Uniform
 
 REPLICAS_EQUAL = True
@@ -30,11 +28,8 @@ class Config(ExchangeOptions):
     group: int = Field(128, ge=1)
 
 
-class Quantize:
+class Quantize(FeedbackReducer):
     """A reducer with a residual per bucket and one per shard served."""
-
-    def __init__(self, peers: Peers, codec: Codec) -> None:
-        self._peers, self._codec, self._residuals = peers, codec, Residuals()
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Sum of what was quantized, quantized."""
@@ -49,18 +44,6 @@ class Quantize:
         self._residuals.leave(f"sent-{bucket.index}", target_N - torch.cat(reduced.seen))
         self._residuals.leave(f"served-{bucket.index}", reduced.left_n)
         return torch.cat(reduced.results)
-
-    def keep(self) -> None:
-        """Residuals count."""
-        self._residuals.keep()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The residuals."""
-        return self._residuals.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._residuals.load_state_dict(state)
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:

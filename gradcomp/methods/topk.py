@@ -3,19 +3,17 @@
 Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018; one residual per bucket.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey, gather_sum
-from thinpipe.gradcomp.feedback import Residuals
+from thinpipe.gradcomp.feedback import FeedbackReducer
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.sparse import SparseCodec
 
 REPLICAS_EQUAL = True
@@ -33,11 +31,8 @@ class Config(ExchangeOptions):
         return self
 
 
-class TopK:
+class TopK(FeedbackReducer):
     """A reducer with a residual per bucket."""
-
-    def __init__(self, peers: Peers, codec: Codec) -> None:
-        self._peers, self._codec, self._residuals = peers, codec, Residuals()
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Sum of what was sent."""
@@ -45,18 +40,6 @@ class TopK:
         total_N, seen_N = gather_sum(self._peers, key, target_N, codec=self._codec)
         self._residuals.leave(f"{bucket.index}", target_N.sub_(seen_N))
         return total_N
-
-    def keep(self) -> None:
-        """Residuals count."""
-        self._residuals.keep()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The residuals."""
-        return self._residuals.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._residuals.load_state_dict(state)
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
