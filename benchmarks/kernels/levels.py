@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.harness import format_table
 from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
+from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.entropy import compress
 from thinpipe.pipeline.wire.uniform import Uniform
 
@@ -37,7 +38,7 @@ def mid_rise(x_BN: Tensor, bits: int, group: int) -> Tensor:
     return (odd.clamp(-top, top) * unit).view_as(x_BN)
 
 
-def through(codec: Uniform, x_BN: Tensor) -> tuple[Tensor, Tensor]:
+def through(codec: Codec, x_BN: Tensor) -> tuple[Tensor, Tensor]:
     """(what is sent, what is decoded)."""
     wire_BW = torch.empty(x_BN.shape[0], codec.capacity(x_BN.shape[1]), dtype=torch.uint8)
     seen_BN = torch.empty_like(x_BN)
@@ -65,15 +66,17 @@ class Model:
         parameters = [*self.lower.parameters(), *self.upper.parameters()]
         self.optimizer = torch.optim.AdamW(parameters, lr=1e-3)
 
-    def step(self, text_BT: Tensor) -> Tensor:
-        """Train on a batch; returns the activations at the cut."""
+    def step(self, text_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Train on a batch; returns activations [B, N] and their gradients at the cut."""
         at_cut: Tensor = self.lower(text_BT[:, :-1])
+        at_cut.retain_grad()
         logits = self.upper(at_cut)
         loss = F.cross_entropy(logits.flatten(0, 1), text_BT[:, 1:].flatten())
         torch.autograd.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return at_cut.detach()
+        assert at_cut.grad is not None
+        return at_cut.detach().flatten(1), at_cut.grad.flatten(1)
 
 
 def batches(text: Tensor, count: int) -> Tensor:
@@ -83,15 +86,16 @@ def batches(text: Tensor, count: int) -> Tensor:
     return text[starts.unsqueeze(1) + torch.arange(CONFIG.context + 1)]
 
 
-def visits(text: Tensor, steps: int) -> list[Tensor]:
-    """Activations of the same samples, epoch by epoch, while training goes on."""
+def visits(text: Tensor, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Activations and gradients of the same samples, by epoch, while training goes on."""
     model = Model()
     for text_BT in torch.split(batches(text, 16 * steps), 16):
         model.step(text_BT)
     for group in model.optimizer.param_groups:
         group["lr"] = 1e-4
     samples = torch.split(batches(text, SAMPLES), 8)
-    return [torch.cat([model.step(part) for part in samples]).flatten(1) for _ in range(EPOCHS)]
+    epochs = [[model.step(part) for part in samples] for _ in range(EPOCHS)]
+    return [(torch.cat([x for x, _ in e]), torch.cat([g for _, g in e])) for e in epochs]
 
 
 def follow(found: list[Tensor], name: str, bits: int, group: int) -> tuple[float, float]:
@@ -150,7 +154,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
     text = torch.frombuffer(bytearray(options.text.read_bytes()), dtype=torch.uint8).long()
-    found = visits(text, options.steps)
+    found = [values for values, _ in visits(text, options.steps)]
     channels = found[0].view(-1, CONFIG.width).square().mean(0).sqrt()
     print(f"channel rms, largest / median: {float(channels.max() / channels.median()):.2f}")
     for bits in (1, 2, 3, 4):

@@ -15,11 +15,10 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import format_table
-from benchmarks.kernels.levels import CONFIG, EPOCHS, SAMPLES, Model, batches
+from benchmarks.kernels.levels import CONFIG, SAMPLES, through, visits
 from thinpipe.pipeline.wire.hadamard import Hadamard
 from thinpipe.pipeline.wire.uniform import Uniform
 
@@ -27,44 +26,22 @@ TILE = 64
 OUTLIER_CHANNEL, OUTLIER_TOKENS, OUTLIER = 5, 4, 40.0
 
 
-def visit(model: Model, text_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Train on a batch; returns activations [B, N] and their gradients at the cut."""
-    at_cut: Tensor = model.lower(text_BT[:, :-1])
-    at_cut.retain_grad()
-    logits = model.upper(at_cut)
-    loss = F.cross_entropy(logits.flatten(0, 1), text_BT[:, 1:].flatten())
-    torch.autograd.backward(loss)
-    model.optimizer.step()
-    model.optimizer.zero_grad()
-    assert at_cut.grad is not None
-    return at_cut.detach().flatten(1), at_cut.grad.flatten(1)
-
-
 def crossing(text: Tensor, steps: int) -> dict[str, Tensor]:
     """What crosses the cut after `steps` steps, by kind, [B, N]."""
-    model = Model()
-    for text_BT in torch.split(batches(text, 16 * steps), 16):
-        visit(model, text_BT)
-    for group in model.optimizer.param_groups:
-        group["lr"] = 1e-4
-    samples = torch.split(batches(text, SAMPLES), 8)
-    epochs = [[visit(model, part) for part in samples] for _ in range(EPOCHS)]
-    values = [torch.cat([found[0] for found in epoch]) for epoch in epochs]
-    outliers_BTD = values[-1].view(SAMPLES, -1, CONFIG.width).clone()
+    *_, (earlier, _), (values, gradients) = visits(text, steps)
+    outliers_BTD = values.view(SAMPLES, -1, CONFIG.width).clone()
     outliers_BTD[:, ::OUTLIER_TOKENS, OUTLIER_CHANNEL] *= OUTLIER
     return {
-        "activations": values[-1],
-        "gradients": torch.cat([found[1] for found in epochs[-1]]),
-        "changes": values[-1] - values[-2],
+        "activations": values,
+        "gradients": gradients,
+        "changes": values - earlier,
         "outliers": outliers_BTD.flatten(1),
     }
 
 
 def error(codec: Uniform | Hadamard, x_BN: Tensor) -> tuple[float, Tensor]:
     """|decoded - x| / |x|, and the bytes [B, W]."""
-    wire_BW = torch.empty(x_BN.shape[0], codec.capacity(x_BN.shape[1]), dtype=torch.uint8)
-    seen_BN = torch.empty_like(x_BN)
-    codec.encode(x_BN, wire_BW, seen_BN, noise=None)
+    wire_BW, seen_BN = through(codec, x_BN)
     return float((seen_BN - x_BN).norm() / x_BN.norm()), wire_BW
 
 
