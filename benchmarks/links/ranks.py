@@ -1,7 +1,8 @@
 """One rank's measurements of the link benchmark: every method at every rate, step by step."""
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -57,15 +58,28 @@ class Plan:
 SetRate = Callable[[float | None], None]
 
 
+@contextlib.contextmanager
+def default_group(timeout_s: float) -> Iterator[None]:
+    """Inside, this process is a rank of the default group."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def when_all_arrived(transport: GlooTransport) -> float:
+    """When the last rank called it; the hosts share this machine's clock."""
+    now = torch.tensor([time.perf_counter()], dtype=torch.float64)
+    return float(transport.share(now, "world").max())
+
+
 def run_host(host: int, plan: Plan, set_rate: SetRate) -> list[RankResult]:
     """Measure as one host of an emulated network."""
     if plan.keep_window:
         _SLOW_START.write_text("0")
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
-    try:
+    with default_group(_TIMEOUT_S):
         return run_rank(plan, set_rate)
-    finally:
-        dist.destroy_process_group()
 
 
 def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
@@ -84,7 +98,7 @@ def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
             set_rate(rate_bps)
         ids_S = bench.ids(number)
         results += [bench.measure(method, runners[method], ids_S, rate_bps) for method in runners]
-    bench.wait_for_all()
+    when_all_arrived(transport)
     return results
 
 
@@ -117,12 +131,7 @@ class _RankBench:
     def step(self, runner: Runner, ids_S: Tensor) -> float:
         """Seconds from the common start to the end of this rank."""
         self._number += 1
-        begin_s = self.wait_for_all() + self._margin_s
+        begin_s = when_all_arrived(self._transport) + self._margin_s
         time.sleep(max(0.0, begin_s - time.perf_counter()))
         runner.step(self._number, ids_S)
         return time.perf_counter() - begin_s
-
-    def wait_for_all(self) -> float:
-        """When the last rank arrived; the hosts share this machine's clock."""
-        now = torch.tensor([time.perf_counter()], dtype=torch.float64)
-        return float(self._transport.share(now, "world").max())

@@ -5,17 +5,15 @@ the end-to-end form, whose stages are those of `benchmarks.links.workloads`.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from benchmarks.links.ranks import SetRate
+from benchmarks.links.ranks import SetRate, default_group, when_all_arrived
 from benchmarks.links.runners import Method as Cuts
 from benchmarks.links.runners import ThinPipeRunner
 from benchmarks.links.workloads import PaperShape
@@ -114,8 +112,9 @@ class _Runner:
 
 def run_host(host: int, plan: Plan, set_rate: SetRate) -> list[RankResult]:
     """Measure as one host of an emulated network."""
-    results: list[RankResult] = _as_rank(lambda: run_rank(plan, set_rate))
-    return results
+    torch.set_num_threads(1)
+    with default_group(_TIMEOUT_S):
+        return run_rank(plan, set_rate)
 
 
 def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
@@ -164,8 +163,7 @@ def _timed(runner: _Runner, transport: GlooTransport) -> float:
 
 
 def _together(transport: GlooTransport) -> None:
-    now = torch.tensor([time.perf_counter()], dtype=torch.float64)
-    begin_s = float(transport.share(now, "world").max()) + _MARGIN_S
+    begin_s = when_all_arrived(transport) + _MARGIN_S
     time.sleep(max(0.0, begin_s - time.perf_counter()))
 
 
@@ -174,8 +172,9 @@ def ping_host(host: int, chunks: Sequence[int], nbytes: int, pings: int) -> dict
 
     Chunk 0 stands for no exchange.
     """
-    found: dict[int, list[float]] = _as_rank(lambda: ping_rank(chunks, nbytes, pings))
-    return found
+    torch.set_num_threads(1)
+    with default_group(_TIMEOUT_S):
+        return ping_rank(chunks, nbytes, pings)
 
 
 def ping_rank(chunks: Sequence[int], nbytes: int, pings: int) -> dict[int, list[float]]:
@@ -214,12 +213,3 @@ def _ping(links: Sequence[Link], rank: int, number: int) -> float:
         else:
             links[1 - rank].take(0)
     return time.perf_counter() - begin_s
-
-
-def _as_rank(measure: Callable[[], Any]) -> Any:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_TIMEOUT_S))
-    try:
-        return measure()
-    finally:
-        dist.destroy_process_group()
