@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from benchmarks.links.ranks import RankResult
 from benchmarks.links.runners import Method
@@ -145,10 +145,8 @@ def make_row(
         method=method.name,
         schedule=method.schedule,
         depth=method.depth,
-        stages=at.stages,
         microbatches=workload.microbatches,
         rate_bps=rate_bps,
-        delay_s=at.delay_s,
         tokens_per_s=workload.microbatches * samples * tokens / step_s,
         step_s=step_s,
         steps_s=steps_s,
@@ -159,11 +157,8 @@ def make_row(
         utilization=8 * busiest / (rate_bps * PAYLOAD_SHARE * step_s) if rate_bps else None,
         encode_s=(messages[0].encode_s, messages[1].encode_s),
         decode_s=(messages[0].decode_s, messages[1].decode_s),
-        probe=at.probe,
-        load=at.load,
-        keep_window=at.keep_window,
-        dilation=at.dilation,
         compute_s=compute,
+        **asdict(at),
     )
 
 
