@@ -127,6 +127,14 @@ class Corpus:
     held_out: SampleSet
 
 
+def sequences(
+    path: Path, scale: Scale, train: int | Literal["all"], held_out: int, **options: Any
+) -> tuple[SampleSet, SampleSet]:
+    """Cut a text into sequences to train on and, from its end, to hold out."""
+    sizes = {"train_sequences": train, "eval_sequences": held_out}
+    return load(DataConfig(path=str(path), sequence_length=scale.tokens, **sizes, **options))
+
+
 def read_corpus(
     train: Path, evaluation: Path, scale: Scale, *, labelled: tuple[Path, Path] | None = None
 ) -> Corpus:
@@ -140,25 +148,11 @@ def read_corpus(
     """
     if labelled is not None and scale.vocab > _BYTES:
         return _read_sentences((train, evaluation), labelled, scale)
-    pretrain, tune = load(
-        DataConfig(
-            path=str(train),
-            sequence_length=scale.tokens,
-            train_sequences="all",
-            eval_sequences=scale.sequences,
-        )
-    )
+    pretrain, tune = sequences(train, scale, "all", scale.sequences)
     if labelled is not None:
         place = {"path": str(labelled[0]), "eval_path": str(labelled[1])}
         return Corpus(pretrain, *load(scale.data.model_copy(update=place)))
-    held_out, _ = load(
-        DataConfig(
-            path=str(evaluation),
-            sequence_length=scale.tokens,
-            train_sequences=scale.held_out,
-            eval_sequences=1,
-        )
-    )
+    held_out, _ = sequences(evaluation, scale, scale.held_out, 1)
     return Corpus(pretrain, tune, held_out)
 
 
@@ -167,14 +161,7 @@ def _read_sentences(texts: Sequence[Path], labelled: tuple[Path, Path], scale: S
         text = Path(folder) / "text.txt"
         write_text(text, texts=texts, labelled=labelled[0])
         write_tokenizer(Path(folder), text, vocab=scale.vocab)
-        subwords = DataConfig(
-            path=str(text),
-            tokenizer=folder,
-            sequence_length=scale.tokens,
-            train_sequences="all",
-            eval_sequences=1,
-        )
-        pretrain, _ = load(subwords)
+        pretrain, _ = sequences(text, scale, "all", 1, tokenizer=folder)
         place = {"path": str(labelled[0]), "eval_path": str(labelled[1]), "tokenizer": folder}
         return Corpus(pretrain, *load(scale.data.model_copy(update=place)))
 

@@ -16,15 +16,13 @@ from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
 
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks.fidelity.finetuning import Corpus, Scale, pretrain
+from benchmarks.fidelity.finetuning import Corpus, Scale, pretrain, sequences
 from benchmarks.harness import Records, format_table
 from benchmarks.replicas.training import Epoch, Method, Outcome, labels, train
-from thinpipe.launch.data.load import DataConfig, load
 from thinpipe.launch.report.theme import LIGHT
 
 BASELINE = "all-reduce fp32"
@@ -64,19 +62,8 @@ def read_texts(pretrained: Path, tuned: Path, scale: Scale) -> Corpus:
     Raises:
         ValueError: a file is missing or too short.
     """
-
-    def sequences(path: Path, train: int | Literal["all"], held_out: int) -> tuple[Any, Any]:
-        return load(
-            DataConfig(
-                path=str(path),
-                sequence_length=scale.tokens,
-                train_sequences=train,
-                eval_sequences=held_out,
-            )
-        )
-
-    first, _ = sequences(pretrained, "all", 1)
-    return Corpus(first, *sequences(tuned, scale.sequences, scale.held_out))
+    first, _ = sequences(pretrained, scale, "all", 1)
+    return Corpus(first, *sequences(tuned, scale, scale.sequences, scale.held_out))
 
 
 def compare(
