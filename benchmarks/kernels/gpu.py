@@ -8,10 +8,8 @@ device as many bytes as the kernel must move. Selection on a GPU is torch.topk: 
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.run import Row, shown
+from benchmarks.kernels.run import Row, publish
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.kernels import Backend, Codes, KernelSet, load_kernels
 
@@ -124,10 +122,7 @@ def main() -> None:
         for bits in options.bits:
             for dtype in (torch.float32, torch.bfloat16):
                 for row in rows(millions << 20, bits, dtype, options.repetitions):
-                    print(shown(row), flush=True)
-                    if options.json:
-                        with options.json.open("a") as file:
-                            file.write(json.dumps(asdict(row)) + "\n")
+                    publish(row, options.json)
 
 
 if __name__ == "__main__":

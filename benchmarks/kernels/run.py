@@ -189,13 +189,17 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
         yield from top(Buffers(1, SIZES[name], 1), slow)
 
 
-def shown(row: Row) -> str:
-    """A measurement as a line."""
-    return (
+def publish(row: Row, path: Path | None) -> None:
+    """Print a measurement as a line, and append it to a file."""
+    print(
         f"{row.kernel:19} {row.backend:14} {row.bits:2} bits {row.dtype} {row.rounding:10} "
         f"{row.elements:>9} values {row.threads} threads "
-        f"{row.melem_s:8.0f} M/s {row.gb_s:7.1f} GB/s  {row.share:5.2f} of the floor"
+        f"{row.melem_s:8.0f} M/s {row.gb_s:7.1f} GB/s  {row.share:5.2f} of the floor",
+        flush=True,
     )
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -220,7 +224,4 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
     for row in run(options):
-        print(shown(row), flush=True)
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
+        publish(row, options.json)
