@@ -13,6 +13,7 @@ from torch import Tensor
 
 from benchmarks.links.runners import Method, Runner, make_runner
 from benchmarks.links.workloads import Workload
+from thinpipe.launch.shaped.network import ShapedNetwork
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
 _TIMEOUT_S = 120.0
@@ -56,6 +57,11 @@ class Plan:
 
 
 SetRate = Callable[[float | None], None]
+
+
+def set_rate(network: ShapedNetwork, rate_bps: float | None) -> None:
+    """Give every link of an emulated network this rate; None: no limit."""
+    network.set_rates("none" if rate_bps is None else f"{rate_bps:.0f}bit")
 
 
 @contextlib.contextmanager

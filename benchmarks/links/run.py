@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.harness import environment, format_table
 from benchmarks.links.figure import draw
-from benchmarks.links.ranks import Plan, RankResult, run_host
+from benchmarks.links.ranks import Plan, RankResult, run_host, set_rate
 from benchmarks.links.rows import (
     Circumstances,
     Compute,
@@ -57,16 +57,12 @@ def measure_network(plan: Plan, stages: int, messages: dict[Method, Messages]) -
     load = os.getloadavg()[0]
     spec = NetworkSpec.of(stages, delay=f"{plan.delay_s}s")
     with ShapedNetwork(spec) as network:
-
-        def set_rate(rate_bps: float | None) -> None:
-            network.set_rates("none" if rate_bps is None else f"{rate_bps:.0f}bit")
-
         probes = {}
         for rate_bps in plan.rates:
-            set_rate(rate_bps)
+            set_rate(network, rate_bps)
             probes[rate_bps] = probe_link(network, 0, 1).ratio
-        set_rate(None)
-        job = partial(run_host, plan=plan, set_rate=set_rate)
+        set_rate(network, None)
+        job = partial(run_host, plan=plan, set_rate=partial(set_rate, network))
         by_rank: list[list[RankResult]] = network.run(job, timeout_s=_LIMIT_S)
     by_name = {method.name: method for method in plan.methods}
     rows, known = [], dict[float | None, Compute]()

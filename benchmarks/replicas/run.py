@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import Records, format_table
+from benchmarks.links.ranks import set_rate
 from benchmarks.links.runners import METHODS as CUTS
 from benchmarks.links.workloads import PaperShape
 from benchmarks.replicas.rank import Method, Plan, RankResult, ping_host, run_host
@@ -77,11 +78,7 @@ def scaled_rate(plan: Plan, stands_for_bps: float) -> float:
 def measure(plan: Plan) -> list[Row]:
     """Run a plan on a network of its own."""
     with ShapedNetwork(NetworkSpec.of(2 * plan.pipeline_ranks)) as network:
-
-        def set_rate(rate_bps: float | None) -> None:
-            network.set_rates("none" if rate_bps is None else f"{rate_bps:.0f}bit")
-
-        job = partial(run_host, plan=plan, set_rate=set_rate)
+        job = partial(run_host, plan=plan, set_rate=partial(set_rate, network))
         by_rank: list[list[RankResult]] = network.run(job, timeout_s=_LIMIT_S)
     return [make_row(plan, ranks) for ranks in zip(*by_rank, strict=True)]
 
