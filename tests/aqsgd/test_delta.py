@@ -211,7 +211,12 @@ def memory_digests(built: Built) -> dict[int, str]:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("schedule", "memory"),
-    [("GPipe", 8), ("Deep1F1B", "fp32"), ("Deep1F1B", "bf16"), ("GPipe", 4)],
+    [
+        pytest.param("GPipe", 8, marks=pytest.mark.slow),
+        ("Deep1F1B", "fp32"),
+        pytest.param("Deep1F1B", "bf16", marks=pytest.mark.slow),
+        ("GPipe", 4),
+    ],
 )
 def test_pipeline_memories_stay_equal_under_random_delays(
     ranks: Ranks, schedule: str, memory: Any, tmp_path: Path

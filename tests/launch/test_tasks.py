@@ -22,6 +22,7 @@ def _train(example: Path, folder: Path, *settings: str) -> subprocess.CompletedP
     return Command("train", example, "--set", f"run.folder={folder}", *arguments).done()
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_classification_learns_and_reports_accuracy(tmp_path: Path) -> None:
     found = _train(CLASSIFICATION, tmp_path, "train.epochs=5", "train.decay=none")
@@ -42,6 +43,7 @@ def test_classification_learns_and_reports_accuracy(tmp_path: Path) -> None:
     assert "Samples per second" in report
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_instructions_lower_the_loss_of_responses(tmp_path: Path) -> None:
     repeated = ("model.dropout=0.1", 'model.dropout_masks="repeated"')

@@ -50,6 +50,7 @@ def faults(*arguments: str) -> tuple[str, int]:
     return kept, int(count)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's malloc")
 def test_large_tensors_reuse_memory() -> None:
     _, before = faults()

@@ -46,6 +46,7 @@ def test_every_rank_names_the_one_that_differs(ranks: Ranks) -> None:
         assert reported.endswith("rank 1 has x.y = 3, rank 0 has 2")
 
 
+@pytest.mark.slow
 def test_whoever_holds_the_store_leaves_after_the_slowest_has_read() -> None:
     """The ranks are threads: rank 1 has published its facts and stops before it reads others'."""
     store = dist.HashStore()

@@ -70,6 +70,7 @@ def test_a_rank_that_waits_for_its_peer_ends_after_the_grace(tmp_path: Path) -> 
             rank.communicate()
 
 
+@pytest.mark.slow
 def test_a_rank_that_looks_ends_in_order_also_when_asked_twice() -> None:
     rank = start(LOOPS)
     try:

@@ -120,6 +120,7 @@ def test_ranks_that_share_a_machine_cut_equal_blocks_evenly(ranks: Ranks) -> Non
     assert max(b - a for a, b in pairwise((0, *cuts, 8))) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_cuts_are_decided_once_and_kept_at_resume(run_file: Path) -> None:
     done = thinpipe(run_file, *AUTO, "--set", "train.epochs=2")

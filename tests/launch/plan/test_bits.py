@@ -15,6 +15,7 @@ from thinpipe.launch.report.metrics import read_metrics
 __all__ = ["run_file"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_coded_settings_are_applied_and_have_the_predicted_sizes(
     run_file: Path, monkeypatch: pytest.MonkeyPatch

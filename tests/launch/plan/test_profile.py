@@ -40,6 +40,7 @@ def test_shared_cores_cause_a_warning_however_even_the_rounds_are() -> None:
     assert warn([STEADY], background_cores=0.1) is None
 
 
+@pytest.mark.slow
 def test_blocks_that_do_not_fit_memory_together_are_measured_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -60,6 +61,7 @@ def busy() -> Iterator[None]:
         worker.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("busy")
 def test_blocks_are_measured_on_a_busy_machine_with_a_warning() -> None:
     measured = measure_blocks(config())

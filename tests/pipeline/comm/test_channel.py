@@ -226,6 +226,7 @@ built.engine.train_step(batch(list(range(6))), 0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_waiting_channels_do_not_keep_a_failed_rank_from_ending(tmp_path: Path) -> None:
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
