@@ -281,7 +281,8 @@ def _run_here(config: RunConfig, nodes: Nodes) -> int:
             )
         check_folder(config.run.path)
         check_data(config)
-        return run_node(main, sys.argv[1:], config.world_size // nodes.count, nodes)
+        processes = config.world_size // nodes.count
+        return run_node(main, sys.argv[1:], processes, nodes, config.network)
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
 

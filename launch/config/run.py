@@ -38,6 +38,7 @@ from thinpipe.launch.config.model import (
     is_frozen,
     model_kind,
 )
+from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
 from thinpipe.launch.data.load import DataConfig
 from thinpipe.launch.data.tokenizer import BYTES
@@ -55,6 +56,7 @@ _LOCAL: Any = {  # paths and memory limits of a host; data are compared by diges
     "memory": True,
     "data": {"path": True, "eval_path": True, "tokenizer": True, "sources": {"__all__": {"path"}}},
     "model": {"pretrained", "config"},
+    "network": {"key_file", "name", "listen", "peers"},
 }
 
 
@@ -176,6 +178,7 @@ class RunConfig(BaseModel):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     gradcomp: dict[str, Any] = {"method": "allreduce"}
+    network: NetworkConfig = NetworkConfig()
 
     @property
     def world_size(self) -> int:

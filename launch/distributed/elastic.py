@@ -16,15 +16,12 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.distributed import fork_server, rendezvous
-from thinpipe.launch.host.interfaces import (
-    interface_to,
-    interfaces,
-    is_own_address,
-    parse_endpoint,
-    reachable_address,
-)
+from thinpipe.launch.distributed.network import HostNetwork, one_machine, several_machines
+from thinpipe.launch.overlay.control import OverlayError
 
+_LOCAL_JOIN_S = 60.0
 _MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
@@ -55,41 +52,47 @@ def run_local(
     The ranks talk over loopback. If one fails, the others are ended, and all are restarted up to
     `max_restarts` times; if this process is killed, they end too.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=f"thinpipe-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        local_addr="127.0.0.1",
-        max_restarts=max_restarts,
-        start_method=fork_server.START_METHOD,
-    )
-    return _launch(config, main, arguments)
+    nodes = Nodes(1, "", max_restarts, _LOCAL_JOIN_S)
+    return _launch(one_machine(), nodes, processes, main, arguments)
 
 
 def run_node(
-    main: Callable[[], None], arguments: Sequence[str], processes: int, nodes: Nodes
+    main: Callable[[], None],
+    arguments: Sequence[str],
+    processes: int,
+    nodes: Nodes,
+    config: NetworkConfig,
 ) -> int:
     """Like `run_local`, for this machine's `processes` ranks of a run on several.
 
-    It is torchrun with the c10d rendezvous, which also chooses the interface: the one with the
-    route to the rendezvous host, unless GLOO_SOCKET_IFNAME names another. Machines are numbered by
-    address, sorted as text.
-
     Raises:
-        ValueError: the rendezvous host cannot be resolved or reached.
+        ValueError: there is no key, or the rendezvous host cannot be resolved or reached.
     """
-    host, _ = parse_endpoint(nodes.endpoint)
-    address = reachable_address(host)
-    chosen = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", "")) or interface_to(address)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", chosen.name)
-    settings: dict[str, object] = {"join_timeout": max(1, int(nodes.join_s))}
-    settings["read_timeout"] = max(60, int(nodes.join_s))  # the rendezvous host may start late
-    if not chosen.is_loopback:  # torch's own guess needs a host name that resolves
-        settings["is_host"] = str(is_own_address(address))
+    fork_server.start()  # imports while the others join
+    try:
+        network = several_machines(
+            config, nodes.endpoint, nodes.count, limit_s=nodes.join_s, log=_log
+        )
+    except OverlayError as error:
+        _log(f"error: {error}; run `thinpipe doctor` on each")
+        return 1
+    try:
+        return _launch(network, nodes, processes, main, arguments)
+    finally:
+        network.close()
+
+
+def _launch(
+    network: HostNetwork,
+    nodes: Nodes,
+    processes: int,
+    main: Callable[[], None],
+    arguments: Sequence[str],
+) -> int:
+    os.environ["OMP_NUM_THREADS"] = str(rank_threads(processes))
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        _silence(logging.getLogger(name))  # ranks report it better
+    fork_server.start()
     rendezvous.register()
     config = LaunchConfig(
         min_nodes=nodes.count,
@@ -97,39 +100,33 @@ def run_node(
         nproc_per_node=processes,
         run_id="thinpipe",
         rdzv_backend=rendezvous.BACKEND,
-        rdzv_endpoint=nodes.endpoint,
-        rdzv_configs=settings,
-        local_addr=chosen.address,
+        rdzv_configs={"network": network, "join_s": nodes.join_s},
         max_restarts=nodes.max_restarts,
         start_method=fork_server.START_METHOD,
     )
-    return _launch(config, main, arguments)
-
-
-def _launch(config: LaunchConfig, main: Callable[[], None], arguments: Sequence[str]) -> int:
-    os.environ["OMP_NUM_THREADS"] = str(rank_threads(config.nproc_per_node))
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        _silence(logging.getLogger(name))  # ranks report it better
-    fork_server.start()
-    environment = {"GLOO_SOCKET_IFNAME": os.environ["GLOO_SOCKET_IFNAME"]}
     try:
-        elastic_launch(config, _run_rank)(main, environment, *arguments)
+        elastic_launch(config, _run_rank)(main, network.environment, *arguments)
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)
     except RendezvousClosedError:
-        os.write(2, b"error: another machine ended the run; see its output\n")
+        _log("error: another machine ended the run; see its output")
         return 1
     except RendezvousError as error:
-        failed = f"{config.min_nodes} machines did not all join at {config.rdzv_endpoint}"
+        failed = f"{nodes.count} machines did not all join at {nodes.endpoint}"
         if isinstance(error, RendezvousConnectionError):  # at the start, or after its host ended
-            failed = f"{config.rdzv_endpoint} cannot be reached, or the machine there ended the run"
+            failed = f"{nodes.endpoint} cannot be reached, or the machine there ended the run"
         reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
-        os.write(2, f"error: {failed}: {reason}; run `thinpipe doctor` on each\n".encode())
+        _log(f"error: {failed}: {reason}; run `thinpipe doctor` on each")
         return 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
+
+
+def _log(text: str) -> None:
+    """Write a whole line at once: all ranks of a machine share its terminal."""
+    os.write(2, f"{text}\n".encode())
 
 
 def _run_rank(main: Callable[[], None], environment: Mapping[str, str], *arguments: str) -> None:

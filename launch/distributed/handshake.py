@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import secrets
+import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
@@ -15,8 +16,9 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.distributed.store import connect_store, hold_store
 
 _FAILURE_WAIT_S = 2.0
 _READ_WAIT_S = 60.0
@@ -37,25 +39,27 @@ def versions() -> dict[str, str]:
     }
 
 
-def open_store(rank: int, *, wait_s: float) -> Store:
+def open_store(rank: int, *, wait_s: float, server: socket.socket | None = None) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT, which rank 0 holds unless torchrun's agents do.
+
+    `server` listens there already, if given.
 
     Raises:
         HandshakeError: nobody answers there, or rank 0 cannot hold it there.
         ValueError: MASTER_ADDR or MASTER_PORT is not set.
     """
     host, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
-    holds = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    timeout = timedelta(seconds=wait_s)
-    try:
-        return TCPStore(host, port, None, holds, timeout, wait_for_workers=False)
-    except RuntimeError as error:
-        if not holds:
+    if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        try:
+            return connect_store((host, port), wait_s=wait_s)
+        except RuntimeError:
             raise HandshakeError(_absent([0], wait_s)) from None
-        reason = str(error).splitlines()[0]
+    try:
+        return hold_store(server or socket.create_server((host, port)), wait_s=wait_s)
+    except OSError as error:
         raise HandshakeError(
-            f"rank 0 cannot listen at {_address()}: {reason}; give all ranks a MASTER_ADDR of its "
-            "machine and a MASTER_PORT that nothing uses there"
+            f"rank 0 cannot listen at {_address()}: {error.strerror}; give all ranks a MASTER_ADDR "
+            "of its machine and a MASTER_PORT that nothing uses there"
         ) from None
 
 

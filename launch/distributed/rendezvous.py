@@ -1,40 +1,161 @@
-"""torch's c10d rendezvous, with a timeout that includes connecting to it."""
+"""Hosts meet in a store: torchrun's agents learn their numbers there, at the start and at restarts.
+
+torch's own c10d rendezvous unpickles what it finds in the store; here are only numbers and JSON.
+Each host posts that it has come. The one that holds the store waits for as many as the run has,
+and tells each its number and the round.
+"""
 
 import contextlib
+import json
 import os
 import threading
-from datetime import timedelta
+import time
+from typing import Any
 
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
+    RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
 )
+
+from thinpipe.launch.distributed.network import HostNetwork
+from thinpipe.launch.distributed.store import connect_store, hold_store
 
 BACKEND = "thinpipe"
 """The name that `register` gives it in torch's launcher."""
 
-_JOINED = "thinpipe/joined"
+_POLL_S = 0.05
+_LOOK_S = 1.0
+"""How often a running host looks whether another one has come anew."""
 
 
 def register() -> None:
-    """Register it with torch's launcher; `join_timeout` is the timeout in seconds."""
+    """Register it with torch's launcher; `network` in its settings is the host's `HostNetwork`."""
     rendezvous_handler_registry.register(BACKEND, _create)
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    network, limit_s = parameters.get("network"), parameters.get("join_s")
+    return Rendezvous(network, parameters.min_nodes, limit_s=limit_s)
+
+
+class Rendezvous(RendezvousHandler):
+    """This host's part in it."""
+
+    def __init__(self, network: HostNetwork, hosts: int, *, limit_s: float) -> None:
+        """Open the store, or connect to it."""
+        self._network, self._hosts, self._limit_s = network, hosts, limit_s
+        self._wait = _Wait(hosts, network.endpoint, limit_s) if hosts > 1 else None
+        self._holds = network.server is not None
+        self._tcp = (
+            connect_store(network.store, wait_s=limit_s)
+            if network.server is None
+            else hold_store(network.server, wait_s=limit_s)
+        )
+        self._store = PrefixStore("rendezvous", self._tcp)
+        self._posts = self._handled = self._round = 0
+        self._looked_s = 0.0
+        if self._wait is not None:
+            self._wait.store = self._store
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return "thinpipe"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks use this store too: they look for it where `next_rendezvous` says."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until all hosts have come.
+
+        Raises:
+            RendezvousTimeoutError: they did not in time.
+            RendezvousClosedError: another host has ended the run.
+            RendezvousConnectionError: the host that holds the store is gone.
+        """
+        try:
+            rank, self._round, self._posts = self._meet()
+        except (RendezvousTimeoutError, RendezvousClosedError):
+            raise
+        except RuntimeError as error:
+            raise RendezvousConnectionError(str(error).splitlines()[0]) from None
+        if self._wait is not None:
+            self._wait.over()
+        host, port = self._network.store
+        store = PrefixStore(f"round{self._round}", self._tcp)
+        return RendezvousInfo(store, rank, self._hosts, RendezvousStoreInfo(host, port))
+
+    def num_nodes_waiting(self) -> int:
+        """Whether a host has come again, which all join then."""
+        if self._hosts == 1 or time.monotonic() - self._looked_s < _LOOK_S:
+            return 0
+        self._looked_s = time.monotonic()
+        try:
+            return int(self._store.add("posts", 0) > self._posts)
+        except RuntimeError as error:
+            raise RendezvousConnectionError(str(error).splitlines()[0]) from None
+
+    def is_closed(self) -> bool:
+        return bool(self._store.check(["closed"]))
+
+    def set_closed(self) -> None:
+        self._store.set("closed", "")
+
+    def shutdown(self) -> bool:
+        """The run has ended, for all hosts."""
+        with contextlib.suppress(RuntimeError):
+            self.set_closed()
+        return True
+
+    def _meet(self) -> tuple[int, int, int]:
+        """This host's number, the round's, and how many posts there were then."""
+        number = self._store.add("posts", 1)
+        entry = {"name": self._network.name, "order": self._network.order}
+        self._store.set(f"post/{number}", json.dumps(entry))
+        limit_s = time.monotonic() + self._limit_s
+        come: dict[str, tuple[Any, int]] = {}
+        while time.monotonic() < limit_s:
+            if self._store.check([f"go/{number}"]):
+                rank, round_, posts = json.loads(self._store.get(f"go/{number}"))
+                return rank, round_, posts
+            if self.is_closed():
+                raise RendezvousClosedError
+            if self._holds:
+                self._receive(come)
+            time.sleep(_POLL_S)
+        raise RendezvousTimeoutError(f"they did not come within {self._limit_s:.0f} s")
+
+    def _receive(self, come: dict[str, tuple[Any, int]]) -> None:
+        """Look who has come; when all have, number them."""
+        posts = self._store.add("posts", 0)
+        while self._handled < posts and self._store.check([f"post/{self._handled + 1}"]):
+            self._handled += 1
+            entry = json.loads(self._store.get(f"post/{self._handled}"))
+            come[entry["name"]] = (entry["order"], self._handled)
+        if len(come) < self._hosts:
+            return
+        for rank, (_, number) in enumerate(sorted(come.values())[: self._hosts]):
+            self._store.set(f"go/{number}", json.dumps([rank, self._round + 1, self._handled]))
 
 
 class _Wait:
     """Logs the wait for other machines, and ends the process on timeout."""
 
-    def __init__(self, parameters: RendezvousParameters, limit_s: float) -> None:
-        self.store: Store | None = None
-        self._what = f"{parameters.min_nodes} machines at {parameters.endpoint}"
+    def __init__(self, hosts: int, endpoint: str, limit_s: float) -> None:
+        self.store: PrefixStore | None = None
+        self._what = f"{hosts} machines at {endpoint}"
         self._limit = f"{limit_s:.0f} s (pipeline.peer_timeout_s)"
         os.write(2, f"waiting for {self._what}, at most {self._limit}\n".encode())
         self._timer = threading.Timer(limit_s, self._time_out)
@@ -49,41 +170,7 @@ class _Wait:
         joined = "no run answers there (is the port in use by another program?)"
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
-                joined = f"only {self.store.add(_JOINED, 0)} joined"
+                joined = f"only {self.store.add('posts', 0)} joined"
         failed = f"error: {self._what} did not join within {self._limit}: {joined}"
         os.write(2, f"{failed}; run `thinpipe doctor` on each\n".encode())
         os._exit(1)
-
-
-class _TimedHandler(DynamicRendezvousHandler):
-    """A rendezvous that cancels the timeout when all machines have joined."""
-
-    wait: _Wait
-
-    def get_backend(self) -> str:
-        return BACKEND
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        info = super().next_rendezvous()
-        self.wait.over()
-        return info
-
-
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    limit_s = parameters.get_as_int("join_timeout")
-    assert limit_s is not None
-    wait = _Wait(parameters, limit_s)
-    backend, wait.store = create_backend(parameters)
-    wait.store.add(_JOINED, 1)
-    handler = _TimedHandler.from_backend(
-        parameters.run_id,
-        wait.store,
-        backend,
-        parameters.min_nodes,
-        parameters.max_nodes,
-        parameters.local_addr,
-        timeout=RendezvousTimeout(join=timedelta(seconds=limit_s)),
-    )
-    assert isinstance(handler, _TimedHandler)
-    handler.wait = wait
-    return handler

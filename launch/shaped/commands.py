@@ -3,13 +3,17 @@
 import os
 import signal
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
+from thinpipe.launch.config.network import KEY_FILE
+from thinpipe.launch.overlay import keys
 from thinpipe.launch.shaped.names import environment, host_name, substitute
 from thinpipe.launch.shaped.network import ShapedNetwork
 from thinpipe.launch.shaped.ranks import ProcessMonitor
@@ -34,25 +38,32 @@ def run_command(network: ShapedNetwork, command: Sequence[str], show: int | None
     Placeholders and variables are replaced for each host. When one fails, the others are stopped.
     Output is prefixed with `host0| `; but host `show` is connected to the terminal, and of the
     others only the last lines are printed if they fail. Ctrl-C and SIGTERM stop all gracefully.
+    Runs of ThinPipe get a key of their own.
 
     Raises:
         ValueError: there is no host `show`.
     """
     if show is not None and not 0 <= show < network.hosts:
         raise ValueError(f"--show = {show}: use a host from 0 to {network.hosts - 1}")
+    with tempfile.TemporaryDirectory(prefix="thinpipe-") as folder:
+        key = Path(folder) / "run.key"
+        keys.new(key)
+        return _run(network, command, show, key)
+
+
+def _run(network: ShapedNetwork, command: Sequence[str], show: int | None, key: Path) -> int:
     monitor = ProcessMonitor()
+    start = partial(_exec, command, network=network, key=key)
     kept: dict[int, deque[bytes]] = {}
     with _stopped_by_signals():
         try:
             for host in range(network.hosts):
                 if host == show:
-                    monitor.process(
-                        host, network.start(host, partial(_exec, command, host, network=network))
-                    )
+                    monitor.process(host, network.start(host, partial(start, host)))
                     continue
                 kept[host] = deque(maxlen=_KEPT_LINES)
                 sinks = _sinks(host, kept[host] if show is not None else None)
-                _start_piped(network, monitor, command=command, host=host, sinks=sinks)
+                _start_piped(network, monitor, start, host=host, sinks=sinks)
             failed = monitor.wait()
         except (KeyboardInterrupt, StoppedError) as stop:
             return _stop(monitor, stop)
@@ -92,14 +103,14 @@ def _stopped_by_signals() -> Iterator[None]:
 def _start_piped(
     network: ShapedNetwork,
     monitor: ProcessMonitor,
+    start: Callable[..., int],
     *,
-    command: Sequence[str],
     host: int,
     sinks: Sequence[Callable[[bytes], None]],
 ) -> None:
     pipes = [os.pipe() for _ in sinks]
     inputs = [os.open(os.devnull, os.O_RDONLY), *(send for _, send in pipes)]
-    pid = network.start(host, partial(_exec, command, host, network=network, inputs=inputs))
+    pid = network.start(host, partial(start, host, inputs=inputs))
     monitor.process(host, pid)
     for descriptor in inputs:
         os.close(descriptor)
@@ -108,12 +119,18 @@ def _start_piped(
 
 
 def _exec(
-    command: Sequence[str], host: int, *, network: ShapedNetwork, inputs: Sequence[int] = ()
+    command: Sequence[str],
+    host: int,
+    *,
+    network: ShapedNetwork,
+    key: Path,
+    inputs: Sequence[int] = (),
 ) -> int:
     """Run in a host: exec the command; `inputs` replace stdin, stdout and stderr."""
     for target, descriptor in enumerate(inputs):
         os.dup2(descriptor, target)
-    variables = {"PYTHONUNBUFFERED": "1"} | os.environ | environment(host, network.hosts)
+    variables = {"PYTHONUNBUFFERED": "1", KEY_FILE: str(key)} | os.environ
+    variables |= environment(host, network.hosts)
     arguments = [substitute(argument, host) for argument in command]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; commands expect it
     try:

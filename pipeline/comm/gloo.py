@@ -6,6 +6,7 @@ behind the other; so do control vectors, and exchanges between replicas.
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,10 @@ from thinpipe.pipeline.comm.gloo_peers import CHUNK_NBYTES, GlooPeers
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Scope
 from thinpipe.pipeline.mesh import Mesh, check_world
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, opened, sealed
+
+Traffic = Literal["control", "pipeline", "exchange"]
+"""What a group carries, for a backend that tells them apart (`launch/distributed/gloo_backend.py`);
+torch's own takes no notice."""
 
 
 class GlooTransport:
@@ -39,9 +44,9 @@ class GlooTransport:
         check_world(pipeline_ranks, replicas, dist.get_world_size())
         self.mesh = Mesh(pipeline_ranks, replicas, dist.get_rank())
         self._timeout_s, self._chunk_nbytes = timeout_s, chunk_nbytes
-        self.pipeline_group = self._group(self.mesh.pipeline)
-        self._backward = self._group(self.mesh.pipeline)
-        self._control = self._group(range(self.mesh.world_size))
+        self.pipeline_group = self._group(self.mesh.pipeline, "pipeline")
+        self._backward = self._group(self.mesh.pipeline, "pipeline")
+        self._control = self._group(range(self.mesh.world_size), "control")
         self._numbers = [0] * self.mesh.world_size
         """Of the next control message to and from each rank."""
 
@@ -61,7 +66,7 @@ class GlooTransport:
 
     def peers(self, ranks: Sequence[int]) -> GlooPeers:
         """Exchanges between these ranks; all of them call it."""
-        groups = (self._group(ranks), self._group(ranks))
+        groups = (self._group(ranks, "exchange"), self._group(ranks, "exchange"))
         return GlooPeers(groups, chunk_nbytes=self._chunk_nbytes)
 
     def share(self, values: Tensor, scope: Scope) -> Tensor:
@@ -126,12 +131,12 @@ class GlooTransport:
     def _edge(source: int, target: int) -> str:
         return f"rank {source} -> rank {target}: lost in an exchange of control messages"
 
-    def _group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+    def _group(self, ranks: Sequence[int], traffic: Traffic) -> dist.ProcessGroup:
         try:
             group = dist.new_group(
                 list(ranks),
                 timeout=timedelta(seconds=self._timeout_s),
-                backend="gloo",
+                pg_options=traffic,
                 use_local_synchronization=True,
             )
         except RuntimeError as error:

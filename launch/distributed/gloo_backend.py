@@ -1,0 +1,63 @@
+"""torch's gloo, listening where this host should, with a port for each kind of traffic.
+
+torch's own "gloo" listens at an address of one interface. Registered under another name it is the
+same engine, for all groups: the transport's, those of device meshes, FSDP2's.
+"""
+
+import functools
+from typing import Any, get_args
+
+import psutil
+import torch.distributed as dist
+
+from thinpipe.pipeline.comm.gloo import Traffic
+
+BACKEND = "thinpipe"
+"""Its name in `init_process_group` and `new_group`, whose `pg_options` say what a group carries."""
+
+_DEFAULT = "control"
+
+
+def register(address: str | None) -> dict[str, int]:
+    """Register it; return the port of each kind of traffic.
+
+    Without an address it listens where torch's own does, which GLOO_SOCKET_IFNAME decides, at a
+    port for every group.
+    """
+    if address is None:
+        dist.Backend.register_backend(
+            BACKEND, functools.partial(_create, None), extended_api=True, devices=["cpu"]
+        )
+        return {}
+    devices: dict[str, Any] = {}
+    ports: dict[str, int] = {}
+    for traffic in get_args(Traffic):
+        before = _listening(address)
+        devices[traffic] = dist.ProcessGroupGloo.create_device(hostname=address)
+        (ports[traffic],) = _listening(address) - before
+    create = functools.partial(_create, devices)
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu"])
+    return ports
+
+
+def _create(devices: dict[str, Any] | None, given: Any, traffic: Any) -> Any:
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
+    device = (
+        dist.ProcessGroupGloo.create_default_device()
+        if devices is None
+        else devices[traffic or _DEFAULT]
+    )
+    options._devices, options._timeout = [device], given.timeout
+    options.global_ranks_in_group = given.global_ranks_in_group
+    options.group_name = given.group_id
+    return dist.ProcessGroupGloo(given.store, given.group_rank, given.group_size, options)
+
+
+def _listening(address: str) -> set[int]:
+    """Ports of an address at which this process listens."""
+    connections = psutil.Process().net_connections("tcp4")
+    return {
+        found.laddr.port
+        for found in connections
+        if found.status == psutil.CONN_LISTEN and found.laddr.ip == address
+    }

@@ -1,0 +1,142 @@
+"""How this host reaches the others: loopback, the overlay, or openly over a trusted network."""
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.host.interfaces import (
+    interface_to,
+    interfaces,
+    is_own_address,
+    parse_endpoint,
+    reachable_address,
+    resolve,
+)
+from thinpipe.launch.overlay.carrier import Settings
+from thinpipe.launch.overlay.control import ADDRESS as OVERLAY
+from thinpipe.launch.overlay.process import Overlay
+
+LISTENS_AT = "THINPIPE_ADDRESS"
+"""Environment variable: the address at which this host's ranks listen."""
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class HostNetwork:
+    """This host's place among those of a run.
+
+    `store` is where they meet, for this host; `server` listens there on the host that holds it.
+    `order` sorts hosts, `name` tells them apart; `address` is where this one's ranks listen.
+    """
+
+    endpoint: str
+    address: str
+    store: tuple[str, int]
+    server: socket.socket | None
+    order: list[int | str]
+    name: str
+    overlay: Overlay | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for this host's ranks."""
+        found = {LISTENS_AT: self.address}
+        return found | ({OVERLAY: self.overlay.socket} if self.overlay is not None else {})
+
+    def close(self) -> None:
+        """Leave the run's network."""
+        if self.overlay is not None:
+            self.overlay.close()
+
+
+def one_machine() -> HostNetwork:
+    """A run that does not leave this machine."""
+    return _openly("", LOOPBACK, (LOOPBACK, 0))
+
+
+def several_machines(
+    config: NetworkConfig,
+    endpoint: str,
+    hosts: int,
+    *,
+    limit_s: float,
+    log: Callable[[str], None],
+) -> HostNetwork:
+    """Join the hosts of a run; with an overlay, wait for all of them.
+
+    Raises:
+        ValueError: there is no key, or the endpoint cannot be resolved or reached.
+        OverlayError: not all hosts joined.
+    """
+    host, port = parse_endpoint(endpoint)
+    address = reachable_address(host)
+    if ip_address(address).is_loopback:
+        return _openly(endpoint, LOOPBACK, (address, port))
+    if config.trusted:
+        chosen = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", "")) or interface_to(address)
+        return _openly(endpoint, chosen.address, (address, port))
+    coordinates = is_own_address(address)
+    server = socket.create_server((LOOPBACK, 0)) if coordinates else None
+    overlay = Overlay(
+        Settings(
+            name=config.own_name(),
+            key_file=config.find_key(),
+            needed=hosts,
+            listen=config.listens_at(interface_to(address).address, port),
+            coordinator=None if coordinates else (address, port),
+            peers={name: parse_endpoint(where) for name, where in config.peers.items()},
+            patience_s=config.patience_s,
+            store_port=server.getsockname()[1] if server is not None else None,
+        )
+    )
+    try:
+        overlay.join(limit_s, log)
+        store = (LOOPBACK, int(overlay.client().ask("store_port")))
+    except BaseException:
+        overlay.close()
+        raise
+    own, order = overlay.address(overlay.name), [overlay.roster.index(overlay.name)]
+    return HostNetwork(endpoint, own, store, server, [*order], overlay.name, overlay)
+
+
+def join_as_rank(
+    config: NetworkConfig, hosts: int, *, limit_s: float, log: Callable[[str], None]
+) -> HostNetwork | None:
+    """What an agent of ours does for its ranks, for a rank that was started without one.
+
+    None where there is nothing to do: the run stays on this machine or is meant to be open.
+
+    Raises:
+        ValueError: there is no key, or torchrun started the rank.
+        OverlayError: not all hosts joined.
+    """
+    master, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if LISTENS_AT in os.environ or config.trusted or here == hosts or not (master and port):
+        return None
+    if ip_address(resolve(master)).is_loopback:
+        return None
+    if here > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError(
+            "nothing that ranks of torchrun's send to other machines is protected; start the run "
+            "with `thinpipe train --nnodes` on every machine, or, on a network where you trust "
+            "everyone, set network.trusted = true"
+        )
+    network = several_machines(config, f"{master}:{port}", hosts, limit_s=limit_s, log=log)
+    os.environ.update(network.environment)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = network.store[0], str(network.store[1])
+    return network
+
+
+def _openly(endpoint: str, address: str, store: tuple[str, int]) -> HostNetwork:
+    """Without an overlay; the first process at the store's address, if it is ours, holds it."""
+    server = None
+    with contextlib.suppress(OSError):  # not ours, or another process was first
+        server = socket.create_server(store)
+        store = server.getsockname()
+    return HostNetwork(endpoint, address, store, server, [address], secrets.token_hex(8))

@@ -1,0 +1,30 @@
+"""torch's store, which listens at one address only: by itself it takes all of a machine's."""
+
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
+
+
+def connect_store(address: tuple[str, int], *, wait_s: float) -> TCPStore:
+    """The store that another process holds.
+
+    Raises:
+        RuntimeError: nobody answers there in time.
+    """
+    timeout = timedelta(seconds=max(1.0, wait_s))
+    return TCPStore(*address, None, False, timeout, wait_for_workers=False)
+
+
+def hold_store(server: socket.socket, *, wait_s: float) -> TCPStore:
+    """A store at a listening socket, which it takes over."""
+    address: tuple[str, int] = server.getsockname()
+    timeout = timedelta(seconds=max(1.0, wait_s))
+    return TCPStore(
+        *address,
+        None,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )

@@ -1,0 +1,129 @@
+"""How processes of this host talk to its carrier: a line of JSON each way, over a Unix socket.
+
+The socket lies in a folder that only this user can enter.
+"""
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from thinpipe.launch.overlay.loop import READ, WRITE, Loop
+
+ADDRESS = "THINPIPE_OVERLAY"
+"""Environment variable: where ranks find the carrier's socket."""
+_LONGEST = 1 << 20
+
+
+class OverlayError(RuntimeError):
+    """The carrier could not do what it was asked, or is gone."""
+
+
+class Client:
+    """A process's connection to the carrier."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._lines = sock.makefile("rw")
+
+    @classmethod
+    def connect(cls, path: str, *, wait_s: float = 10.0) -> "Client":
+        """Connect to the carrier's socket.
+
+        Raises:
+            OverlayError: it is gone.
+        """
+        sock = socket.socket(socket.AF_UNIX)
+        sock.settimeout(wait_s)
+        try:
+            sock.connect(path)
+        except OSError as error:
+            raise OverlayError(f"this machine's carrier is gone ({error.strerror})") from None
+        return cls(sock)
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        """Have the carrier do something; return its answer.
+
+        Raises:
+            OverlayError: it cannot, or is gone.
+        """
+        try:
+            self._lines.write(json.dumps({"do": what, **arguments}) + "\n")
+            self._lines.flush()
+            line = self._lines.readline()
+        except OSError as error:
+            raise OverlayError(f"this machine's carrier does not answer ({error})") from None
+        if not line:
+            raise OverlayError("this machine's carrier is gone")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise OverlayError(answer["error"])
+        return answer["answer"]
+
+    def events(self) -> Any:
+        """Events from the carrier, until it is gone."""
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._lines:
+                yield json.loads(line)
+
+
+class Server:
+    """The carrier's side: `handle` returns the answer to a request, or raises OverlayError."""
+
+    def __init__(self, loop: Loop, handle: Callable[[str, dict[str, Any]], Any]) -> None:
+        self._loop, self._handle = loop, handle
+
+    def listen(self, path: str) -> None:
+        """Accept connections at a path."""
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path)
+        server.listen()
+        server.setblocking(False)
+        self._loop.watch(server, READ, lambda _: self._accept(server))
+
+    def _accept(self, server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            _Connection(self._loop, server.accept()[0], self._handle)
+
+
+class _Connection:
+    def __init__(
+        self, loop: Loop, sock: socket.socket, handle: Callable[[str, dict[str, Any]], Any]
+    ) -> None:
+        self._loop, self._sock, self._handle = loop, sock, handle
+        self._in, self._out = b"", b""
+        sock.setblocking(False)
+        self._watch()
+
+    def _watch(self) -> None:
+        self._loop.watch(self._sock, READ | (WRITE if self._out else 0), self._on_event)
+
+    def _on_event(self, events: int) -> None:
+        try:
+            if events & READ:
+                data = self._sock.recv(65536)
+                self._in += data
+                if not data or len(self._in) > _LONGEST:
+                    self._loop.close(self._sock)
+                    return
+                *lines, self._in = self._in.split(b"\n")
+                for line in lines:
+                    self._out += self._answer(line)
+            if self._out:
+                self._out = self._out[self._sock.send(self._out) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._loop.close(self._sock)
+            return
+        self._watch()
+
+    def _answer(self, line: bytes) -> bytes:
+        try:
+            request = json.loads(line)
+            answer = {"answer": self._handle(request.pop("do"), request)}
+        except OverlayError as error:
+            answer = {"error": str(error)}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            answer = {"error": f"not a request: {error!r}"}
+        return json.dumps(answer).encode() + b"\n"

@@ -1,0 +1,154 @@
+"""How a connection between two hosts begins: TCP, TLS 1.3, then a message each way."""
+
+import errno
+import os
+import socket
+import ssl
+import struct
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from thinpipe.launch.overlay.loop import READ, WRITE, Steps
+from thinpipe.launch.overlay.tcp import tune
+
+LIMIT_S = 5.0
+"""A connection that is not established after that is closed."""
+_LENGTH = struct.Struct("!I")
+_LONGEST = 1 << 20
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
+_Model = TypeVar("_Model", bound=BaseModel)
+
+Name = Annotated[str, StringConstraints(pattern=r"^[\w.-]{1,63}$")]
+_Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Hello(BaseModel):
+    """What the connecting host says first.
+
+    "join": it wants to be part of the run, and listens at `port`. "probe": nothing, it looks
+    whether this host can be reached. "link": it carries the frames of `session` to host `to`, of
+    which it has `received` so far.
+    """
+
+    model_config = _STRICT
+
+    protocol: Literal[1] = 1
+    purpose: Literal["join", "probe", "link"]
+    name: Name
+    incarnation: str = ""
+    hosts: int = 0
+    port: _Port = 0
+    run: str = ""
+    to: str = ""
+    session: str = ""
+    fresh: bool = True
+    received: Annotated[int, Field(ge=0)] = 0
+
+
+class Welcome(BaseModel):
+    """The answer: a reason to refuse, or what this host received in the session.
+
+    `known` is False if this host has no such session, and the other must begin a new one.
+    """
+
+    model_config = _STRICT
+
+    refused: str = ""
+    known: bool = True
+    received: Annotated[int, Field(ge=0)] = 0
+
+
+class Refused(ConnectionError):  # noqa: N818  reads as what happened
+    """The other host is a member of the run, and says why it does not want this connection."""
+
+
+def connect(
+    address: tuple[str, int], context: ssl.SSLContext, hello: Callable[[], Hello]
+) -> Steps[tuple[ssl.SSLSocket, Hello]]:
+    """Connect to a host and send the hello, drawn up at the last moment; returned with it."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        tune(sock)
+        code = sock.connect_ex(address)
+        if code == errno.EINPROGRESS:
+            yield sock, WRITE
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        sock = context.wrap_socket(sock, do_handshake_on_connect=False)
+        yield from _shake_hands(sock)
+        said = hello()
+        yield from send(sock, said)
+    except BaseException:
+        socket.socket.close(sock)
+        raise
+    return sock, said
+
+
+def accept(sock: socket.socket, context: ssl.SSLContext) -> Steps[tuple[ssl.SSLSocket, Hello]]:
+    """The other side of `connect`."""
+    try:
+        sock.setblocking(False)
+        tune(sock)
+        sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        yield from _shake_hands(sock)
+        hello = yield from receive(sock, Hello)
+    except BaseException:
+        socket.socket.close(sock)
+        raise
+    return sock, hello
+
+
+def send(connection: ssl.SSLSocket, message: BaseModel) -> Steps[None]:
+    """Send a message."""
+    text = message.model_dump_json().encode()
+    data = memoryview(_LENGTH.pack(len(text)) + text)
+    while data:
+        try:
+            data = data[connection.send(data) :]
+        except ssl.SSLWantWriteError:
+            yield connection, WRITE
+
+
+def receive(connection: ssl.SSLSocket, model: type[_Model]) -> Steps[_Model]:
+    """Receive a message.
+
+    Raises:
+        ValueError: it is none.
+        OSError: the connection broke.
+    """
+    (length,) = _LENGTH.unpack((yield from _read(connection, _LENGTH.size)))
+    if length > _LONGEST:
+        raise ValueError(f"a message of {length} bytes")
+    text = yield from _read(connection, length)
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        raise ValueError(f"not a message of type {model.__name__}: {error}") from None
+
+
+def _read(connection: ssl.SSLSocket, count: int) -> Steps[bytes]:
+    data = b""
+    while len(data) < count:
+        try:
+            part = connection.recv(count - len(data))
+        except ssl.SSLWantReadError:
+            yield connection, READ
+            continue
+        if not part:
+            raise ConnectionResetError(errno.ECONNRESET, "closed by the other host")
+        data += part
+    return data
+
+
+def _shake_hands(connection: ssl.SSLSocket) -> Steps[None]:
+    while True:
+        try:
+            return connection.do_handshake()
+        except ssl.SSLWantReadError:
+            yield connection, READ
+        except ssl.SSLWantWriteError:
+            yield connection, WRITE

@@ -1,0 +1,136 @@
+"""One thread that waits for all sockets of a carrier, and runs what they are ready for."""
+
+import contextlib
+import selectors
+import socket
+import time
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+_TICK_S = 0.1
+_T = TypeVar("_T")
+
+Steps = Generator[tuple[socket.socket, int], None, _T]
+"""Work that yields (socket, event) where a blocking program would wait for it."""
+
+
+class Loop:
+    """Waits, and calls. `late_s` says how long other processes kept this one waiting lately."""
+
+    def __init__(self) -> None:
+        self.ticks: list[Callable[[float], None]] = []
+        """Called ten times a second, with the monotonic time."""
+        self.late_s = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._tasks: set[_Task] = set()
+        self._calls: list[tuple[float, Callable[[], None]]] = []
+        self._running = True
+
+    def watch(self, sock: socket.socket, events: int, call: Callable[[int], None]) -> None:
+        """Call with the events that occur from now on; none: stop watching."""
+        known = sock.fileno() in self._selector.get_map()
+        if not events:
+            if known:
+                self._selector.unregister(sock)
+        elif known:
+            key = self._selector.get_key(sock)
+            if key.events != events or key.data != call:
+                self._selector.modify(sock, events, call)
+        else:
+            self._selector.register(sock, events, call)
+
+    def close(self, sock: socket.socket) -> None:
+        """Stop watching a socket, and close it."""
+        if sock.fileno() >= 0:
+            self.watch(sock, 0, _ignore)
+        with contextlib.suppress(OSError):
+            socket.socket.close(sock)
+
+    def spawn(
+        self,
+        steps: Steps[_T],
+        limit_s: float,
+        *,
+        done: Callable[[_T], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        """Run steps to their end; after `limit_s` they fail with a TimeoutError."""
+        task = _Task(self, steps, time.monotonic() + limit_s, done, failed)
+        self._tasks.add(task)
+        task.advance(0)
+
+    def after(self, pause_s: float, call: Callable[[], None]) -> None:
+        """Call once, some time from now."""
+        self._calls.append((time.monotonic() + pause_s, call))
+
+    def forget(self, task: "_Task") -> None:
+        """The task is over."""
+        self._tasks.discard(task)
+
+    def stop(self) -> None:
+        """End `run` after the present round."""
+        self._running = False
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        due_s = time.monotonic() + _TICK_S
+        while self._running:
+            for key, events in self._selector.select(max(0.0, due_s - time.monotonic())):
+                if self._selector.get_map().get(key.fd) is key:  # not closed by another call
+                    key.data(events)
+            now_s = time.monotonic()
+            if now_s >= due_s:
+                self.late_s, due_s = now_s - due_s, now_s + _TICK_S
+                for tick in self.ticks:
+                    tick(now_s)
+                due = [call for at_s, call in self._calls if now_s >= at_s]
+                self._calls = [entry for entry in self._calls if now_s < entry[0]]
+                for call in due:
+                    call()
+                for task in [task for task in self._tasks if now_s > task.limit_s]:
+                    task.expire()
+
+
+class _Task:
+    """Steps under way."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        steps: Steps[_T],
+        limit_s: float,
+        done: Callable[[_T], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self.limit_s = limit_s
+        self._loop, self._steps, self._done, self._failed = loop, steps, done, failed
+        self._waits: socket.socket | None = None
+
+    def advance(self, _events: int) -> None:
+        self._rest()
+        try:
+            self._waits, events = next(self._steps)
+        except StopIteration as stop:
+            self._loop.forget(self)
+            self._done(stop.value)
+        except (OSError, ValueError) as error:
+            self._loop.forget(self)
+            self._failed(error)
+        else:
+            self._loop.watch(self._waits, events, self.advance)
+
+    def expire(self) -> None:
+        self._rest()
+        self._loop.forget(self)
+        self._steps.close()
+        self._failed(TimeoutError("no answer in time"))
+
+    def _rest(self) -> None:
+        if self._waits is not None and self._waits.fileno() >= 0:
+            self._loop.watch(self._waits, 0, _ignore)
+        self._waits = None
+
+
+def _ignore(_events: int) -> None:
+    pass

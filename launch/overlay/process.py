@@ -1,0 +1,99 @@
+"""Starts this host's carrier, and waits until all hosts of the run have joined."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any
+
+from thinpipe.launch.overlay.carrier import Settings
+from thinpipe.launch.overlay.control import Client, OverlayError
+from thinpipe.launch.overlay.membership import Roster, loopback_address
+
+_END_S = 2.0
+
+
+class Overlay:
+    """The carrier of this host, and what is known of the run's hosts."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Start the process; `join` waits for the others."""
+        self.name = settings.name
+        self.roster = Roster(run="00", coordinator="", needed=settings.needed)
+        self.on_link: Callable[[str, str, str], None] | None = None
+        """Called with the peer's name, "silent", "back" or "lost", and the reason."""
+        self._folder = Path(tempfile.mkdtemp(prefix="thinpipe-"))
+        self.socket = str(self._folder / "carrier")
+        self._events: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        ours, theirs = socket.socketpair()
+        self._alive = ours
+        text = settings.model_copy(update={"socket": self.socket}).model_dump_json()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "thinpipe.launch.overlay.carrier", text],
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the launcher
+            )
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def address(self, name: str) -> str:
+        """What stands for a host on the loopback of every host."""
+        return loopback_address(self.roster.run, self.roster.index(name))
+
+    def join(self, limit_s: float, log: Callable[[str], None]) -> None:
+        """Wait until all hosts have joined.
+
+        Raises:
+            OverlayError: they did not in time, or this one was refused.
+        """
+        limit, reason, joined = monotonic() + limit_s, "", [self.name]
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, limit - monotonic()))
+            except Empty:
+                raise OverlayError(
+                    f"{self.roster.needed} machines did not join within {limit_s:.0f} s: "
+                    + (reason or f"only {', '.join(joined)} did")
+                ) from None
+            if event["event"] == "joined":
+                return
+            if event["event"] == "failed":
+                raise OverlayError(event["message"])
+            if event["event"] == "unreachable" and event["message"] != reason:
+                reason = event["message"]
+                log(f"{reason}; trying again")
+            if event["event"] == "waiting":
+                reason, joined = "", event["joined"]
+
+    def client(self) -> Client:
+        """A connection to the carrier."""
+        return Client.connect(self.socket)
+
+    def close(self) -> None:
+        """End the carrier."""
+        self._alive.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            event = json.loads(line)
+            if event["event"] == "joined":
+                self.roster = Roster.model_validate_json(json.dumps(event["roster"]))
+            if event["event"] == "link" and self.on_link is not None:
+                self.on_link(event["peer"], event["state"], event["reason"])
+            self._events.put(event)
+        self._events.put({"event": "failed", "message": "the carrier ended unexpectedly"})

@@ -1,0 +1,62 @@
+"""Settings and readings of one TCP socket between two hosts."""
+
+import socket
+import struct
+from dataclasses import dataclass
+
+_NOTSENT_LOWAT = 25  # TCP_NOTSENT_LOWAT; socket has no name for it
+_UNSENT_NBYTES = 128 * 1024
+_LONG_ROUND_TRIP_S = 0.005
+
+
+@dataclass(frozen=True)
+class TcpState:
+    """What the kernel knows of a connection."""
+
+    round_trip_s: float
+    """The shortest lately."""
+    retransmitted: int
+    """Segments sent again, over the connection's life."""
+    last_answer_s: float
+    """Since the other kernel last acknowledged anything: small, then its process hangs."""
+    rate_Bps: int
+    """Bytes per second that were delivered lately."""
+
+
+def tune(sock: socket.socket) -> None:
+    """Send at once, and keep little in the kernel, so that urgent frames overtake what waits."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_INFO"):
+        sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_NBYTES)
+
+
+def read_state(sock: socket.socket) -> TcpState | None:
+    """The kernel's view; None where it has none."""
+    if not hasattr(socket, "TCP_INFO"):
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 168)
+    except OSError:
+        return None
+    (last_ack_ms,) = struct.unpack_from("=I", info, 56)
+    (round_trip_us,) = struct.unpack_from("=I", info, 148)  # the least: load does not count
+    (retransmitted,) = struct.unpack_from("=I", info, 100)
+    (rate_Bps,) = struct.unpack_from("=Q", info, 160)
+    return TcpState(round_trip_us / 1e6, retransmitted, last_ack_ms / 1e3, rate_Bps)
+
+
+def choose_congestion_control(sock: socket.socket) -> bool:
+    """Use BBR where the round trip is long; return whether it is in use.
+
+    Cubic forgets the rate of a connection that was idle for a moment and starts anew, in every
+    step of training; BBR remembers it (Cardwell et al. 2016). On short round trips it gains
+    nothing.
+    """
+    state = read_state(sock)
+    if state is None or state.round_trip_s < _LONG_ROUND_TRIP_S:
+        return False
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+    except OSError:  # not in this kernel, or not allowed to this user
+        return False
+    return True
