@@ -39,6 +39,7 @@ from thinpipe.launch.distributed.ssh import (
 from thinpipe.launch.doctor.cli import doctor
 from thinpipe.launch.host.links import parse_rate, parse_time
 from thinpipe.launch.host.packages import explain
+from thinpipe.launch.overlay.cli import key
 from thinpipe.launch.plan.cli import plan
 from thinpipe.launch.plan.memory_budget import check_memory, plan_memory, show_memory
 from thinpipe.launch.plan.trace import trace_run
@@ -231,6 +232,7 @@ def launch_on_hosts(
         refuse(error)
 
 
+app.add_typer(key, name="key", no_args_is_help=True)
 app.command()(plan)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(shaped)

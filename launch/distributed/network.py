@@ -17,9 +17,9 @@ from thinpipe.launch.host.interfaces import (
     reachable_address,
     resolve,
 )
-from thinpipe.launch.overlay.carrier import Settings
 from thinpipe.launch.overlay.control import ADDRESS as OVERLAY
 from thinpipe.launch.overlay.process import Overlay
+from thinpipe.launch.overlay.settings import Settings
 
 LISTENS_AT = "THINPIPE_ADDRESS"
 """Environment variable: the address at which this host's ranks listen."""

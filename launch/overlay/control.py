@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from thinpipe.launch.overlay.loop import READ, WRITE, Loop
+from thinpipe.launch.overlay.links.loop import READ, WRITE, Loop
 
 ADDRESS = "THINPIPE_OVERLAY"
 """Environment variable: where ranks find the carrier's socket."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thinpipe.launch.overlay.links.handshake import RUN_NAME
+
 _BEGIN = "-----BEGIN CERTIFICATE-----"
-_RUN_NAME = "thinpipe run"
 _CLOCK_TOLERANCE = datetime.timedelta(days=2)
 DAYS = 365
 NEW_KEY = "thinpipe key new run.key"
@@ -38,7 +39,7 @@ def new(path: Path, *, days: int = DAYS) -> None:
     Raises:
         ValueError: the file exists.
     """
-    key, certificate = _certificate(_RUN_NAME, days, None)
+    key, certificate = _certificate(RUN_NAME, days, None)
     _write(path, key, certificate)
 
 
@@ -48,7 +49,7 @@ def add(run_key: Path, name: str, path: Path, *, days: int = DAYS) -> None:
     Raises:
         ValueError: the file exists, the name is no name, or `run_key` is not a run's key.
     """
-    if not re.fullmatch(r"[\w.-]{1,63}", name) or name == _RUN_NAME:
+    if not re.fullmatch(r"[\w.-]{1,63}", name) or name == RUN_NAME:
         raise ValueError(f"{name!r}: use letters, digits, and . _ - in a machine's name")
     if read(run_key).name is not None:
         raise ValueError(f"{run_key}: the key of one machine; sign with the run's key")
@@ -70,7 +71,7 @@ def read(path: Path) -> KeyInfo:
     except ValueError:
         raise KeyFileError(f"{path}: not a key of ThinPipe's; make one with `{NEW_KEY}`") from None
     name = found[0].subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)[0].value
-    own = None if name == _RUN_NAME else str(name)
+    own = None if name == RUN_NAME else str(name)
     return KeyInfo(own, found[0].not_valid_before_utc, found[0].not_valid_after_utc)
 
 
@@ -99,13 +100,6 @@ def contexts(path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
             context.num_tickets = 0  # what the connecting side would have to read
         found.append(context)
     return found[0], found[1]
-
-
-def peer_name(connection: ssl.SSLSocket) -> str | None:
-    """The name in the peer's certificate; None if it uses the run's own key."""
-    certificate: Any = connection.getpeercert()
-    names = [value for part in certificate["subject"] for key, value in part if key == "commonName"]
-    return None if names[0] == _RUN_NAME else str(names[0])
 
 
 def _check_file(path: Path) -> None:

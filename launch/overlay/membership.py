@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from thinpipe.launch.overlay.handshake import Hello, Name
+from thinpipe.launch.overlay.links.handshake import Hello, Name
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -90,22 +90,22 @@ class Membership:
             )
         return ""
 
-    def join(self, host: Host) -> bool:
-        """Add a host, or the one that took its place; return whether that changed anything."""
-        before = self._hosts.get(host.name)
+    def join(self, host: Host) -> str | None:
+        """Enter a host, in the place of the one that had its name.
+
+        Returns the name of a host, if neither can reach the other: then it is not entered.
+        """
+        hidden = [h.name for h in self._hosts.values() if not (h.reachable or h.name == host.name)]
+        if hidden and not host.reachable:
+            return hidden[0]
         self._hosts[host.name] = host
-        return before != host
+        return None
 
     def leave(self, name: str, incarnation: str) -> None:
         """A host that joined has gone before the run started."""
         known = self._hosts.get(name)
         if known is not None and known.incarnation == incarnation and not self.roster.is_complete:
             del self._hosts[name]
-
-    def unconnectable(self) -> tuple[str, str] | None:
-        """Two hosts of which neither can reach the other."""
-        hidden = [host.name for host in self.roster.hosts if not host.reachable]
-        return (hidden[0], hidden[1]) if len(hidden) > 1 else None
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -13,9 +13,9 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any
 
-from thinpipe.launch.overlay.carrier import Settings
 from thinpipe.launch.overlay.control import Client, OverlayError
 from thinpipe.launch.overlay.membership import Roster, loopback_address
+from thinpipe.launch.overlay.settings import Settings
 
 _END_S = 2.0
 

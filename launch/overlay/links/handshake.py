@@ -6,15 +6,17 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from thinpipe.launch.overlay.loop import READ, WRITE, Steps
-from thinpipe.launch.overlay.tcp import tune
+from thinpipe.launch.overlay.links.loop import READ, WRITE, Steps
+from thinpipe.launch.overlay.links.tcp import tune
 
 LIMIT_S = 5.0
 """A connection that is not established after that is closed."""
+RUN_NAME = "thinpipe run"
+"""In the certificate of a key that all machines of a run share."""
 _LENGTH = struct.Struct("!I")
 _LONGEST = 1 << 20
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -100,6 +102,13 @@ def accept(sock: socket.socket, context: ssl.SSLContext) -> Steps[tuple[ssl.SSLS
         socket.socket.close(sock)
         raise
     return sock, hello
+
+
+def peer_name(connection: ssl.SSLSocket) -> str | None:
+    """The name in the peer's certificate; None if it uses the run's own key."""
+    certificate: Any = connection.getpeercert()
+    names = [value for part in certificate["subject"] for key, value in part if key == "commonName"]
+    return None if names[0] == RUN_NAME else str(names[0])
 
 
 def send(connection: ssl.SSLSocket, message: BaseModel) -> Steps[None]:

@@ -5,8 +5,8 @@ import socket
 from collections import deque
 from typing import Protocol
 
-from thinpipe.launch.overlay.frames import HEADER, LARGEST, FrameError, Kind, Traffic
-from thinpipe.launch.overlay.loop import READ, WRITE, Loop
+from thinpipe.launch.overlay.links.frames import HEADER, LARGEST, FrameError, Kind, Traffic
+from thinpipe.launch.overlay.links.loop import READ, WRITE, Loop
 
 WINDOW_NBYTES = 32 << 20
 """Bytes of a stream that may be on their way: what a host holds at most if nobody reads them."""

@@ -4,7 +4,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterator
 
-from thinpipe.launch.overlay.frames import HEADER, FrameError, Header, Kind, Traffic
+from thinpipe.launch.overlay.links.frames import HEADER, FrameError, Header, Kind, Traffic
 
 Buffer = bytes | memoryview
 ACKNOWLEDGE_NBYTES = 256 * 1024

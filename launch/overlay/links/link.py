@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from thinpipe.launch.overlay.frames import (
+from thinpipe.launch.overlay.links.frames import (
     HEADER,
     LARGEST,
     FrameError,
@@ -18,10 +18,10 @@ from thinpipe.launch.overlay.frames import (
     Traffic,
     unpack,
 )
-from thinpipe.launch.overlay.loop import READ, WRITE, Loop
-from thinpipe.launch.overlay.session import Buffer, Session
-from thinpipe.launch.overlay.stream import Stream
-from thinpipe.launch.overlay.tcp import choose_congestion_control, read_state
+from thinpipe.launch.overlay.links.loop import READ, WRITE, Loop
+from thinpipe.launch.overlay.links.session import Buffer, Session
+from thinpipe.launch.overlay.links.stream import Stream
+from thinpipe.launch.overlay.links.tcp import choose_congestion_control, read_state
 
 BEAT_S = 0.5
 SILENT_S = 2.5

@@ -1,0 +1,89 @@
+"""Local addresses that stand for ports of other hosts, and own ports that others may reach."""
+
+import contextlib
+import socket
+from collections.abc import Callable
+
+from thinpipe.launch.overlay.control import OverlayError
+from thinpipe.launch.overlay.links.frames import Traffic
+from thinpipe.launch.overlay.links.link import Link
+from thinpipe.launch.overlay.links.loop import READ, Loop
+from thinpipe.launch.overlay.membership import Roster, loopback_address
+
+LOOPBACK = "127.0.0.1"
+_STORE = 0
+"""The port that stands for the store's on the coordinator's host."""
+
+
+class Forwards:
+    """What this host's processes and its peers may connect to.
+
+    A peer reaches nothing but the ports that processes here have exposed.
+    """
+
+    def __init__(self, loop: Loop, own: str, store_port: int | None) -> None:
+        self.roster: Roster | None = None
+        self._loop, self._own, self._store_port = loop, own, store_port
+        self._exposed: set[int] = set()
+        self._forwarded: dict[tuple[int, int], socket.socket] = {}
+
+    def expose(self, port: int) -> None:
+        """Let peers connect to a port at this host's address."""
+        self._exposed.add(port)
+
+    def exposed(self, port: int) -> tuple[str, int] | None:
+        """Where a peer's connection to a port goes."""
+        if port == _STORE and self._store_port is not None:
+            return LOOPBACK, self._store_port
+        if port not in self._exposed or self.roster is None:
+            return None
+        return loopback_address(self.roster.run, self.roster.index(self._own)), port
+
+    def store_port(self, link: Callable[[str], Link]) -> int:
+        """The local port at which this host's processes find the store."""
+        if self._store_port is None:
+            holder = self._known().coordinator
+            server = self._listen((LOOPBACK, 0), link(holder), _STORE, Traffic.CONTROL)
+            self._store_port = int(server.getsockname()[1])
+        return self._store_port
+
+    def forward(self, index: int, port: int, traffic: Traffic, link: Callable[[str], Link]) -> None:
+        """Have a host's address lead to it, at a port.
+
+        Raises:
+            OverlayError: there is no such host, or the port is in use here.
+        """
+        roster = self._known()
+        if not 0 <= index < len(roster.hosts):
+            raise OverlayError(f"no host {index} in the run")
+        name = roster.hosts[index].name
+        if name == self._own or (index, port) in self._forwarded:
+            return
+        address = loopback_address(roster.run, index), port
+        try:
+            server = self._listen(address, link(name), port, traffic)
+        except OSError as error:
+            raise OverlayError(
+                f"{address[0]}:{port}, which stands for {name} here, cannot be used: "
+                f"{error.strerror}; does a program on this machine listen at that port on all "
+                "addresses?"
+            ) from None
+        self._forwarded[index, port] = server
+
+    def _listen(
+        self, address: tuple[str, int], link: Link, port: int, traffic: Traffic
+    ) -> socket.socket:
+        server = socket.create_server(address, backlog=128)
+        server.setblocking(False)
+
+        def on_event(_: int) -> None:
+            with contextlib.suppress(OSError):
+                link.open(server.accept()[0], port, traffic)
+
+        self._loop.watch(server, READ, on_event)
+        return server
+
+    def _known(self) -> Roster:
+        if self.roster is None:
+            raise OverlayError("the hosts have not all joined")
+        return self.roster

@@ -1,0 +1,78 @@
+"""Makes the connections of links, again and again while they have none."""
+
+import ssl
+import time
+from collections.abc import Callable
+
+from thinpipe.launch.overlay.links.frames import FrameError
+from thinpipe.launch.overlay.links.handshake import (
+    LIMIT_S,
+    Hello,
+    Welcome,
+    connect,
+    peer_name,
+    receive,
+)
+from thinpipe.launch.overlay.links.link import Link
+from thinpipe.launch.overlay.links.loop import Loop, Steps
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+
+
+class Dialer:
+    """Connects a link to its peer; `address` says where that is at the moment."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        context: ssl.SSLContext,
+        link: Link,
+        *,
+        address: Callable[[], tuple[str, int]],
+        hello: Callable[[], Hello],
+    ) -> None:
+        self._loop, self._context, self._link = loop, context, link
+        self._address, self._hello = address, hello
+        self._dialing = False
+        self._due_s, self._pause_s = 0.0, _FIRST_PAUSE_S
+
+    def tick(self, now_s: float) -> None:
+        """Try, if there is no connection and the last try was long enough ago."""
+        if self._link.connected or self._dialing or now_s < self._due_s:
+            return
+        self._dialing = True
+        self._loop.spawn(self._steps(), LIMIT_S, done=self._on_welcome, failed=self._on_failure)
+
+    def _steps(self) -> Steps[tuple[ssl.SSLSocket, Hello, Welcome]]:
+        connection, said = yield from connect(self._address(), self._context, self._hello)
+        try:
+            if peer_name(connection) not in (None, self._link.peer):
+                raise ValueError(f"another host is where {self._link.peer} was")
+            return connection, said, (yield from receive(connection, Welcome))
+        except BaseException:
+            self._loop.close(connection)
+            raise
+
+    def _on_welcome(self, found: tuple[ssl.SSLSocket, Hello, Welcome]) -> None:
+        connection, said, welcome = found
+        self._dialing, link = False, self._link
+        if welcome.refused or not welcome.known or said.session != link.session.identity:
+            self._loop.close(connection)
+            self._wait(_LONGEST_PAUSE_S)
+            if not welcome.refused:  # the peer was started anew, or has given this host up
+                link.give_up("has forgotten this connection")
+            return
+        self._due_s, self._pause_s = 0.0, _FIRST_PAUSE_S
+        try:
+            link.use(connection, welcome.received)
+        except FrameError as error:
+            self._loop.close(connection)
+            link.give_up(f"sent {error}")
+
+    def _on_failure(self, _error: Exception) -> None:
+        self._dialing = False
+        self._wait(self._pause_s)
+        self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
+
+    def _wait(self, pause_s: float) -> None:
+        self._due_s = time.monotonic() + pause_s

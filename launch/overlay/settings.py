@@ -1,0 +1,26 @@
+"""What a launcher tells its carrier."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Settings(BaseModel):
+    """`coordinator` is where the hosts join; None on that host, whose `store_port` is a local port.
+
+    `needed` hosts make the run. `peers` says where hosts are reached, if not where the coordinator
+    sees them. `socket` is where processes of this host find the carrier.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    key_file: Path
+    needed: int
+    listen: tuple[str, int] | None
+    coordinator: tuple[str, int] | None
+    peers: Mapping[str, tuple[str, int]] = {}
+    patience_s: float
+    store_port: int | None = None
+    socket: str = ""
