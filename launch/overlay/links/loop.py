@@ -73,7 +73,18 @@ class Loop:
         self._running = False
 
     def run(self) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop`; then close all sockets."""
+        try:
+            self._serve()
+        finally:
+            for task in list(self._tasks):
+                task.expire()
+            for key in list(self._selector.get_map().values()):
+                if isinstance(key.fileobj, socket.socket):
+                    self.close(key.fileobj)
+            self._selector.close()
+
+    def _serve(self) -> None:
         due_s = time.monotonic() + _TICK_S
         while self._running:
             for key, events in self._selector.select(max(0.0, due_s - time.monotonic())):

@@ -1,0 +1,127 @@
+"""Strangers at the one open port: refused, in bounded time and number."""
+
+import contextlib
+import os
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from thinpipe.launch.overlay import keys
+from thinpipe.launch.overlay.links import handshake
+from thinpipe.launch.overlay.links.handshake import Hello
+from thinpipe.launch.overlay.links.listener import Listener
+from thinpipe.launch.overlay.links.loop import Loop
+
+TLS_HELLO = bytes.fromhex("1603010200010001fc0303") + bytes(300)
+
+
+class Door:
+    def __init__(self, folder: Path) -> None:
+        keys.new(folder / "run.key")
+        self.folder, self.loop, self.hellos = folder, Loop(), list[Hello]()
+        self.listener = Listener(
+            self.loop, ("127.0.0.1", 0), keys.contexts(folder / "run.key")[0], self._on_hello
+        )
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
+        self.thread.start()
+
+    def _on_hello(self, connection: ssl.SSLSocket, hello: Hello, _source: str) -> None:
+        self.hellos.append(hello)
+        self.loop.close(connection)
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.listener.port), timeout=10)
+
+    def knock(self, key: str = "run.key") -> None:
+        """As a member does."""
+        text = Hello(purpose="probe", name="x").model_dump_json().encode()
+        context = keys.contexts(self.folder / key)[1]
+        with context.wrap_socket(self.connect()) as connection:
+            connection.sendall(struct.pack("!I", len(text)) + text)
+            connection.recv(1)
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    door = Door(tmp_path)
+    yield door
+    door.loop.after(0, door.loop.stop)
+    door.thread.join(10)
+
+
+def until(what: object) -> None:
+    deadline_s = time.monotonic() + 30
+    while not what():  # type: ignore[operator]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_a_member_comes_in(door: Door) -> None:
+    door.knock()
+    until(lambda: len(door.hellos) == 1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"GET / HTTP/1.0\r\n\r\n", os.urandom(3000), TLS_HELLO, struct.pack("<Q", 1), b"\x00" * 4096],
+    ids=["http", "noise", "half a hello", "gloo", "zeros"],
+)
+def test_what_is_not_tls_does_not(door: Door, said: bytes) -> None:
+    with door.connect() as stranger:
+        stranger.sendall(said)
+        with contextlib.suppress(OSError):
+            stranger.shutdown(socket.SHUT_WR)
+            stranger.recv(4096)
+    until(lambda: door.listener.refused.total() == 1)
+    assert not door.hellos
+
+
+def test_other_keys_and_older_tls_do_not(door: Door) -> None:
+    keys.new(door.folder / "other.key")
+    with contextlib.suppress(OSError):
+        door.knock("other.key")
+    for maximum, certificate in ((ssl.TLSVersion.TLSv1_2, True), (ssl.TLSVersion.TLSv1_3, False)):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.maximum_version = maximum
+        if certificate:
+            context.load_cert_chain(door.folder / "run.key")
+        with contextlib.suppress(OSError), context.wrap_socket(door.connect()) as connection:
+            connection.sendall(b"\0\0\0\2{}")
+            connection.recv(1)
+    until(lambda: door.listener.refused.total() == 3)
+    assert not door.hellos
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"purpose": "join"}', "x" * 100])
+def test_a_member_that_does_not_say_hello_does_not(door: Door, text: str) -> None:
+    context = keys.contexts(door.folder / "run.key")[1]
+    with context.wrap_socket(door.connect()) as connection:
+        connection.sendall(struct.pack("!I", len(text)) + text.encode())
+        assert connection.recv(1) == b""
+    until(lambda: door.listener.refused["ValueError"] == 1)
+
+
+def test_a_length_beyond_reason_is_not_waited_for(door: Door) -> None:
+    context = keys.contexts(door.folder / "run.key")[1]
+    with context.wrap_socket(door.connect()) as connection:
+        connection.sendall(struct.pack("!I", 0xFFFFFFFF))
+        assert connection.recv(1) == b""
+
+
+def test_silent_strangers_are_few_and_leave(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowd that says nothing is refused beyond 32, and those 32 after the time limit."""
+    crowd = [door.connect() for _ in range(100)]
+    until(lambda: door.listener.refused["too many at once"] == 68)
+    until(lambda: door.listener.refused["TimeoutError"] == 32)
+    for stranger in crowd:
+        stranger.close()
+    assert handshake.LIMIT_S <= 10
+    door.knock()
+    until(lambda: len(door.hellos) == 1)
