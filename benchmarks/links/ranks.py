@@ -1,10 +1,10 @@
 """One rank's measurements of the link benchmark: every method at every rate, step by step."""
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from benchmarks.links.runners import Method, Runner, make_runner
 from benchmarks.links.workloads import Workload
+from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.distributed.group import meet, open_group
 from thinpipe.launch.shaped.network import ShapedNetwork
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
@@ -44,7 +46,8 @@ class Plan:
     """What all ranks measure, in this order: every rate, every method, that many steps.
 
     Rates and delay are those of the emulated links; `dilation` is how much slower they are than
-    the nominal ones. `keep_window` disables TCP slow start after idle on the emulated hosts.
+    the nominal ones. `keep_window` disables TCP slow start after idle on the emulated hosts. With a
+    `key`, messages go through the overlay.
     """
 
     workload: Workload
@@ -54,6 +57,7 @@ class Plan:
     delay_s: float = 0.0
     dilation: float = 1.0
     keep_window: bool = False
+    key: Path | None = None
 
 
 SetRate = Callable[[float | None], None]
@@ -65,9 +69,12 @@ def set_rate(network: ShapedNetwork, rate_bps: float | None) -> None:
 
 
 @contextlib.contextmanager
-def default_group(timeout_s: float) -> Iterator[None]:
-    """Inside, this process is a rank of the default group."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+def default_group(timeout_s: float, key: Path | None = None) -> Iterator[None]:
+    """Inside, this process is a rank of the default group; with a key, through the overlay."""
+    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    config = NetworkConfig(key_file=str(key) if key else None, trusted=key is None)
+    store = meet(config, rank, world, wait_s=timeout_s)
+    open_group(store, rank, world, wait_s=timeout_s)
     try:
         yield
     finally:
@@ -84,7 +91,7 @@ def run_host(host: int, plan: Plan, set_rate: SetRate) -> list[RankResult]:
     """Measure as one host of an emulated network."""
     if plan.keep_window:
         _SLOW_START.write_text("0")
-    with default_group(_TIMEOUT_S):
+    with default_group(_TIMEOUT_S, plan.key):
         return run_rank(plan, set_rate)
 
 

@@ -10,6 +10,7 @@ on that link (`launch/plan/simulate.py`), and the measured rate of an idle link.
 import argparse
 import json
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -34,6 +35,7 @@ from benchmarks.links.runners import METHODS, Method
 from benchmarks.links.workloads import PaperShape, Training
 from thinpipe.launch.distributed.elastic import keep_freed_memory
 from thinpipe.launch.host.links import NetworkSpec, format_rate, parse_rate, parse_time
+from thinpipe.launch.overlay import keys
 from thinpipe.launch.shaped.network import ShapedNetwork
 from thinpipe.launch.shaped.probe import probe_link
 from thinpipe.pipeline.schedule import DEPTH
@@ -146,6 +148,9 @@ def _arguments() -> argparse.Namespace:
         action="store_true",
         help="set net.ipv4.tcp_slow_start_after_idle = 0 on the hosts; matters with a delay",
     )
+    parser.add_argument(
+        "--open", action="store_true", help="without the overlay: plain connections between hosts"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--figure", type=Path, metavar="FILE")
     arguments = parser.parse_args()
@@ -187,7 +192,11 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
     keep_freed_memory()  # as every rank of a run does
-    plan = _plan(arguments)
+    plan, folder = _plan(arguments), tempfile.TemporaryDirectory()
+    if not arguments.open:
+        key = Path(folder.name) / "run.key"
+        keys.new(key)
+        plan = replace(plan, key=key)
     messages = {method: measure_messages(method, plan.workload) for method in plan.methods}
     rows: list[Row] = []
     for delay in arguments.delays:

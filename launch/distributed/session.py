@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -16,20 +15,14 @@ from torch.distributed.distributed_c10d import Store
 
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.distributed import gloo_backend
+from thinpipe.launch.distributed.group import meet, open_group
 from thinpipe.launch.distributed.handshake import (
-    HandshakeError,
     agree,
     first_failure,
     fresh_store,
-    open_store,
     report_failure,
     versions,
 )
-from thinpipe.launch.distributed.network import LISTENS_AT, HostNetwork, join_as_rank
-from thinpipe.launch.overlay.control import ADDRESS as OVERLAY
-from thinpipe.launch.overlay.control import Client, OverlayError
-from thinpipe.launch.overlay.ranks import open_ports
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.comm.gloo_peers import CHUNK_NBYTES
@@ -124,18 +117,12 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
             f"start {config.world_size} (torchrun: nnodes x nproc-per-node)"
         )
     rank, wait_s = int(os.environ["RANK"]), config.pipeline.peer_timeout_s
-    network = _join_network(config, world, wait_s)
-    server = network.server if network is not None else None
-    opened = open_store(rank, wait_s=wait_s, server=server)
-    store = fresh_store(opened, rank, world, wait_s=wait_s)
+    met = meet(config.network, rank, world, wait_s=wait_s)
+    store = fresh_store(met, rank, world, wait_s=wait_s)
     facts = {"config": config.shared(), "versions": versions(), **facts}
     run_id = agree(store, rank, world, facts, problem=problem, wait_s=wait_s)
-    timeout = timedelta(seconds=wait_s)
     try:
-        _open_network(store, rank, world, wait_s=wait_s)
-        dist.init_process_group(
-            gloo_backend.BACKEND, store=store, rank=rank, world_size=world, timeout=timeout
-        )
+        open_group(store, rank, world, wait_s=wait_s)
         transport = GlooTransport(
             config.pipeline.pipeline_ranks,
             config.pipeline.replicas,
@@ -150,28 +137,6 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
             raise PeerError(account) from error
         raise
     dist.destroy_process_group()
-
-
-def _join_network(config: RunConfig, world: int, wait_s: float) -> HostNetwork | None:
-    def log(text: str) -> None:
-        os.write(2, f"{text}\n".encode())
-
-    try:
-        return join_as_rank(config.network, world, limit_s=wait_s, log=log)
-    except OverlayError as error:
-        raise HandshakeError(str(error)) from None
-
-
-def _open_network(store: Store, rank: int, world: int, *, wait_s: float) -> None:
-    """Choose where gloo listens, and have the host's carrier let others in, if there is one."""
-    ports = gloo_backend.register(os.environ.get(LISTENS_AT))
-    carrier = os.environ.get(OVERLAY)
-    if carrier is None:
-        return
-    try:
-        open_ports(Client.connect(carrier), store, ports, rank=rank, world=world, wait_s=wait_s)
-    except RuntimeError as error:
-        raise TransportError(f"rank {rank}: {str(error).splitlines()[0]}") from error
 
 
 def _chunk_nbytes(config: RunConfig) -> int:

@@ -1,5 +1,6 @@
 """Local connections through a link: exact bytes whatever happens to the network between."""
 
+import contextlib
 import random
 import socket
 import threading
@@ -111,8 +112,8 @@ def test_a_reader_that_stops_holds_its_writer_up(key: Path) -> None:
         near, far = pair.pipe()
         near.settimeout(1.0)
         sent = 0
-        with pytest.raises(TimeoutError):
-            while True:
+        with contextlib.suppress(TimeoutError):
+            while sent < 4 * WINDOW_NBYTES:
                 sent += near.send(bytes(1 << 20))
         buffers = 16 << 20  # of the kernel, at both local connections
         assert sent <= WINDOW_NBYTES + buffers
@@ -189,9 +190,8 @@ def test_a_peer_that_breaks_the_rules_is_given_up(key: Path, what: str) -> None:
 
         pair.call(break_rules)
         if what == "too much":
-            with pytest.raises(OSError, match=r"reset|pipe|timed out"):
-                while True:
-                    near.sendall(bytes(1 << 20))
+            with contextlib.suppress(OSError):
+                near.sendall(bytes(4 * WINDOW_NBYTES))
         deadline_s = time.monotonic() + 20
         while not any(state == "lost" for _, state, _ in pair.events):
             assert time.monotonic() < deadline_s, pair.events
