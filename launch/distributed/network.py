@@ -10,6 +10,7 @@ from ipaddress import ip_address
 
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.host.interfaces import (
+    Interface,
     interface_to,
     interfaces,
     is_own_address,
@@ -78,8 +79,7 @@ def several_machines(
     if ip_address(address).is_loopback:
         return _openly(endpoint, LOOPBACK, (address, port))
     if config.trusted:
-        chosen = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", "")) or interface_to(address)
-        return _openly(endpoint, chosen.address, (address, port))
+        return _openly(endpoint, _chosen_interface(address).address, (address, port))
     coordinates = is_own_address(address)
     server = socket.create_server((LOOPBACK, 0)) if coordinates else None
     overlay = Overlay(
@@ -131,6 +131,12 @@ def join_as_rank(
     os.environ.update(network.environment)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = network.store[0], str(network.store[1])
     return network
+
+
+def _chosen_interface(other: str) -> Interface:
+    """The one that GLOO_SOCKET_IFNAME names, if another host can reach it."""
+    named = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    return interface_to(other) if named is None or named.is_loopback else named
 
 
 def _openly(endpoint: str, address: str, store: tuple[str, int]) -> HostNetwork:

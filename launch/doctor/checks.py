@@ -67,10 +67,11 @@ def _open(
         results.append(
             problem(
                 f"{names[link.source]} -> {names[link.target]}",
-                f"cannot connect to {target.address}, port {target.port} ({link.closed})",
-                f"let {target.name} accept all TCP ports from {source.address} (ufw allow from "
-                f"{source.address}), check that there is a route, and that {target.interface} is "
-                f"the right interface of {target.name}",
+                f"cannot connect ({link.closed})",
+                f"one of {source.name} and {target.name} must accept connections from the other: "
+                "open the port of network.listen there (ufw allow 29500/tcp; with network.trusted "
+                "all ports), and check that there is a route; where a machine is reached at "
+                "another address, set network.peers",
             )
         )
     return results
@@ -151,13 +152,15 @@ def _buffers(
 
 
 def _slow_start(hosts: Sequence[HostInfo], links: Sequence[LinkInfo]) -> list[CheckResult]:
-    far = {link.source for link in links if link.round_trip_s > _FAR_S}
+    far = {link.source for link in links if link.round_trip_s > _FAR_S and not link.bbr}
     return [
         warning(
             host.name,
             "net.ipv4.tcp_slow_start_after_idle = 1: TCP returns to slow start after each pause "
-            "between messages; with 50 ms of delay that doubled a step",
-            "sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
+            "between messages, and BBR, which does not, is not available (messages are padded "
+            "instead); with 50 ms of delay that doubled a step",
+            "modprobe tcp_bbr and sysctl -w net.ipv4.tcp_allowed_congestion_control='reno cubic "
+            "bbr', or sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
         )
         for index, host in enumerate(hosts)
         if host.slow_start_after_idle and index in far

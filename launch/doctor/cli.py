@@ -2,6 +2,8 @@
 
 import logging
 import sys
+from contextlib import closing
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -10,14 +12,22 @@ from rich.console import Console
 
 from thinpipe.launch.config.cli_options import SetOption, refuse
 from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.distributed.network import HostNetwork, several_machines
 from thinpipe.launch.doctor.checks import check_all, names_of
 from thinpipe.launch.doctor.group import DoctorError, join_group
-from thinpipe.launch.doctor.host import HostInfo, check_host, choose_interface, describe_host
+from thinpipe.launch.doctor.host import (
+    HostInfo,
+    check_host,
+    check_key,
+    choose_interface,
+    describe_host,
+)
 from thinpipe.launch.doctor.links import listen, measure_links
 from thinpipe.launch.doctor.report import as_network, draw_links, show_links, show_results
 from thinpipe.launch.doctor.result import CheckResult, problem
-from thinpipe.launch.host.interfaces import parse_endpoint, reachable_address
+from thinpipe.launch.host.interfaces import interface_to, parse_endpoint, reachable_address
 from thinpipe.launch.host.packages import explain
+from thinpipe.launch.overlay.control import OverlayError
 
 EXIT_OK, EXIT_PROBLEM = 0, 1
 
@@ -62,7 +72,7 @@ def doctor(
     diagnosis = _Diagnosis(config, nnodes, window_s=seconds, wait_s=wait)
     try:
         results = diagnosis.run(console, endpoint, save)
-    except (ValueError, OSError, ImportError, DoctorError) as error:
+    except (ValueError, OSError, ImportError, DoctorError, OverlayError) as error:
         results = [*diagnosis.results, problem("this host", explain(error), "")]
     show_results(console, results)
     sys.exit(EXIT_PROBLEM if any(r.level == "problem" for r in results) else EXIT_OK)
@@ -80,16 +90,16 @@ class _Diagnosis:
         self, console: Console, endpoint: tuple[str, int], save: Path | None
     ) -> list[CheckResult]:
         """The results of all hosts, the same on each."""
-        host, port = endpoint
-        address = reachable_address(host)
-        chosen, self.results = choose_interface(address)
-        with listen(chosen.address) as server:
+        with closing(self._join(endpoint)) as network, listen(network) as server:
             own_port = server.getsockname()[1]
             self.results += check_host(self._config, self._nnodes)
-            info = describe_host(self._config, chosen, port=own_port, results=self.results)
-            group = join_group((address, port), chosen.address, self._nnodes, wait_s=self._wait_s)
+            chosen = interface_to(reachable_address(endpoint[0]))
+            info = describe_host(
+                self._config, chosen, network.address, port=own_port, results=self.results
+            )
+            group = join_group(network, self._nnodes, wait_s=self._wait_s)
             hosts = [HostInfo(**fields) for fields in group.gather("info", vars(info))]
-            links = measure_links(group, hosts, server, window_s=self._window_s)
+            links = measure_links(group, hosts, server, network, window_s=self._window_s)
             group.close()
         names = names_of(hosts)
         if links:
@@ -100,3 +110,16 @@ class _Diagnosis:
             console.print(f"written: {save}, {save.with_suffix('.png')}", soft_wrap=True)
         own = [CheckResult(**result) for host in hosts for result in host.results]
         return [*own, *check_all(hosts, links)]
+
+    def _join(self, endpoint: tuple[str, int]) -> HostNetwork:
+        """The hosts' network, as in a run."""
+        host, port = endpoint
+        config, address = self._config.network, reachable_address(host)
+        if self._nnodes > 1 and not ip_address(address).is_loopback:
+            if config.trusted:
+                self.results += choose_interface(address)[1]
+            else:
+                self.results += [check_key(config)]
+        return several_machines(
+            config, f"{host}:{port}", self._nnodes, limit_s=self._wait_s, log=typer.echo
+        )

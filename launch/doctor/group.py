@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +11,8 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
 
-from thinpipe.launch.host.interfaces import is_own_address
+from thinpipe.launch.distributed.network import HostNetwork
+from thinpipe.launch.distributed.store import connect_store, hold_store
 
 
 class DoctorError(RuntimeError):
@@ -61,23 +61,25 @@ class HostGroup:
             return json.loads(self.store.get(key))
 
 
-def join_group(endpoint: tuple[str, int], own: str, hosts: int, *, wait_s: float) -> HostGroup:
-    """Wait until all hosts have joined at `endpoint` (address, port); `own` is our address.
+def join_group(network: HostNetwork, hosts: int, *, wait_s: float) -> HostGroup:
+    """Wait until all hosts have come to the store of their network.
 
     Raises:
-        DoctorError: the endpoint cannot be opened or reached, or a host did not join in time.
+        DoctorError: the store cannot be reached, or a host did not join in time.
     """
-    address, port = endpoint
-    store, is_server = _open(address, port, wait_s)
-    with _name_lost_host(f"waiting for hosts to join at {address}:{port}"):
+    address, port = network.store
+    where = network.endpoint or f"{address}:{port}"
+    is_server = network.server is not None
+    store = _open(network, wait_s)
+    with _name_lost_host(f"waiting for hosts to join at {where}"):
         number = store.add("joined", 1) - 1
-        mine = [own, os.getpid(), socket.gethostname()]
+        mine = [network.order, network.name, socket.gethostname()]
         store.set(f"host/{number}", json.dumps(mine))
         _until(lambda: store.add("joined", 0) >= hosts, wait_s)
         joined = store.add("joined", 0)
         if joined != hosts:
             raise DoctorError(
-                f"{joined} of {hosts} hosts joined at {address}:{port} within {wait_s:.0f} s; "
+                f"{joined} of {hosts} hosts joined at {where} within {wait_s:.0f} s; "
                 f"start doctor with the same --nnodes on every host at about the same time"
             )
         everyone = sorted(json.loads(store.get(f"host/{n}")) for n in range(hosts))
@@ -98,16 +100,16 @@ def _name_lost_host(doing: str) -> Iterator[None]:
         ) from None
 
 
-def _open(address: str, port: int, wait_s: float) -> tuple[TCPStore, bool]:
-    """The store, and whether this process serves it: the first one at the address does."""
-    timeout = timedelta(seconds=wait_s)
-    if is_own_address(address):
-        with contextlib.suppress(RuntimeError):  # another process on this machine was first
-            return TCPStore(address, port, None, True, timeout, wait_for_workers=False), True
-    _reach(address, port, wait_s)
+def _open(network: HostNetwork, wait_s: float) -> TCPStore:
+    """The store, which this process serves if it was the first at its address."""
+    if network.server is not None:
+        return hold_store(network.server, wait_s=wait_s)
+    if network.overlay is None:
+        _reach(*network.store, wait_s)
     try:
-        return TCPStore(address, port, None, False, timeout, wait_for_workers=False), False
+        return connect_store(network.store, wait_s=wait_s)
     except RuntimeError as error:
+        address, port = network.store
         raise DoctorError(f"{address}:{port}: {str(error).splitlines()[0]}") from None
 
 

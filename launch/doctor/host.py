@@ -6,11 +6,13 @@ import shutil
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.distributed.handshake import versions
@@ -18,10 +20,12 @@ from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.resources import free_memory
+from thinpipe.launch.overlay import keys
 from thinpipe.launch.plan.memory_budget import needs, plan_memory
 from thinpipe.launch.plan.profile import checkpoint_nbytes, training_nbytes
 from thinpipe.pipeline.models.build import stage_counts
 
+_SOON_DAYS = 14
 _SYSCTL = Path("/proc/sys/net/ipv4")
 
 
@@ -49,12 +53,17 @@ def check_host(config: RunConfig, nnodes: int) -> list[CheckResult]:
 
 
 def describe_host(
-    config: RunConfig, chosen: Interface, *, port: int, results: Sequence[CheckResult]
+    config: RunConfig,
+    chosen: Interface,
+    address: str,
+    *,
+    port: int,
+    results: Sequence[CheckResult],
 ) -> HostInfo:
-    """This host, for the others; `chosen` is the interface to use."""
+    """This host, for the others; it listens at `address`, and `chosen` leads to them."""
     return HostInfo(
         name=socket.gethostname(),
-        address=chosen.address,
+        address=address,
         port=port,
         interface=chosen.name,
         mtu=chosen.mtu,
@@ -65,6 +74,29 @@ def describe_host(
         config=config.shared(),
         results=[asdict(result) for result in results],
     )
+
+
+def check_key(config: NetworkConfig) -> CheckResult:
+    """Whether this host's key can be used, and for how long.
+
+    Raises:
+        ValueError: there is none, or it is no key.
+    """
+    path, name = config.find_key(), config.own_name()
+    info, now = keys.read(path), datetime.now(UTC)
+    left = (info.not_after - now).days
+    if now < info.not_before:
+        text = f"{path}: valid from {info.not_before:%Y-%m-%d}, and here it is {now:%Y-%m-%d}"
+        return problem(name, text, "timedatectl set-ntp true")
+    if info.name not in (None, name):
+        text = f"{path}: the key of {info.name!r}, and this machine is {name!r}"
+        return problem(name, text, f"set network.name = {info.name!r}, or copy the right key")
+    if left < 0:
+        text = f"{path}: expired on {info.not_after:%Y-%m-%d}"
+        return problem(name, text, "make a new one (thinpipe key new) and copy it to all machines")
+    if left < _SOON_DAYS:
+        return warning(name, f"{path}: expires in {left} days", "make a new one in time")
+    return ok(name, f"key {path}, valid until {info.not_after:%Y-%m-%d}")
 
 
 def choose_interface(rendezvous: str) -> tuple[Interface, list[CheckResult]]:

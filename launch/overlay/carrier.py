@@ -151,7 +151,8 @@ class Carrier:
             if isinstance(error, Refused):
                 _report("failed", message=str(error))
                 return
-            _report("unreachable", message=_explain(error))
+            where = f"{coordinator[0]}:{coordinator[1]} cannot be reached"
+            _report("unreachable", message=f"{where}: {_explain(error)}")
             self._loop.after(_AGAIN_S, lambda: self._join(coordinator))
 
         self._loop.spawn(steps(), _FOREVER_S, done=self._take_roster, failed=failed)
@@ -321,6 +322,8 @@ class Carrier:
 
 def _explain(error: Exception) -> str:
     """A failure to connect, in words."""
+    if "EXPIRED" in str(error).upper():
+        return "a key has expired; make a new one (thinpipe key new) and copy it to all machines"
     if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in str(error):
         return "its key is another run's; copy one key file to all machines"
     if isinstance(error, ssl.SSLError):

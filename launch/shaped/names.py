@@ -67,7 +67,7 @@ def mount_names(hosts: int) -> None:
 
     Waiting for an unreachable name server costs torchrun a minute per look-up.
     """
-    lines = ["127.0.0.1 localhost"]
+    lines = ["127.0.0.1 localhost", "::ffff:127.0.0.1 localhost"]
     for host in range(hosts):  # the second line is for IPv6 look-ups
         address, name = host_address(host), host_name(host)
         lines += [f"{address} {name}", f"::ffff:{address} {name}"]

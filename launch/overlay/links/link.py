@@ -47,6 +47,7 @@ class LinkStats:
     """TCP segments that were sent again."""
     round_trip_s: float = 0.0
     bbr: bool = False
+    path_mtu: int = 0
 
 
 class Link:
@@ -213,6 +214,7 @@ class Link:
         if state is None:
             return
         self.stats.round_trip_s, self._rate_Bps = state.round_trip_s, state.rate_Bps
+        self.stats.path_mtu = state.path_mtu
         self.stats.retransmitted += max(0, state.retransmitted - self._retransmitted)
         self._retransmitted = state.retransmitted
         if not self.stats.bbr:

@@ -19,6 +19,7 @@ class TcpState:
     """Segments sent again, over the connection's life."""
     last_answer_s: float
     """Since the other kernel last acknowledged anything: small, then its process hangs."""
+    path_mtu: int
     rate_Bps: int
     """Bytes per second that were delivered lately."""
 
@@ -41,8 +42,9 @@ def read_state(sock: socket.socket) -> TcpState | None:
     (last_ack_ms,) = struct.unpack_from("=I", info, 56)
     (round_trip_us,) = struct.unpack_from("=I", info, 148)  # the least: load does not count
     (retransmitted,) = struct.unpack_from("=I", info, 100)
+    (path_mtu,) = struct.unpack_from("=I", info, 60)
     (rate_Bps,) = struct.unpack_from("=Q", info, 160)
-    return TcpState(round_trip_us / 1e6, retransmitted, last_ack_ms / 1e3, rate_Bps)
+    return TcpState(round_trip_us / 1e6, retransmitted, last_ack_ms / 1e3, path_mtu, rate_Bps)
 
 
 def choose_congestion_control(sock: socket.socket) -> bool:

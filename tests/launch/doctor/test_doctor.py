@@ -11,7 +11,9 @@ from pyroute2 import IPRoute
 from typer.testing import CliRunner
 
 from thinpipe.launch.cli import app
+from thinpipe.launch.config.network import KEY_FILE
 from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.overlay import keys
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.shaped.linux import ShapedError
 from thinpipe.launch.shaped.names import host_address
@@ -34,6 +36,7 @@ class Host:
 
 
 HEALTHY = Host(sysctls={"tcp_slow_start_after_idle": "0"})
+TRUSTED = ("--set", "network.trusted=true")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ def diagnose(net: ShapedNetwork, tmp_path: Path, hosts: list[Host], *more: str) 
     run = tmp_path / "run.toml"
     run.write_text(f"[run]\nfolder = '{tmp_path}/run'\n[pipeline]\ncuts = [2, 4]\n")
     common = ["doctor", str(run), "--nnodes", "3", "--rdzv", "host0:29500"]
+    if not (tmp_path / "run.key").exists():
+        keys.new(tmp_path / "run.key")
+    os.environ[KEY_FILE] = str(tmp_path / "run.key")
 
     def doctor(host: int) -> Outcome:
         _prepare(hosts[host])
@@ -85,13 +91,13 @@ def _prepare(host: Host) -> None:
 
 
 def test_a_slow_link_is_found_and_the_network_saved(net: ShapedNetwork, tmp_path: Path) -> None:
-    found = diagnose(net, tmp_path, [Host(), HEALTHY, HEALTHY])
+    found = diagnose(net, tmp_path, [Host(), Host(), Host()])
     assert [outcome.code for outcome in found] == [0, 0, 0], found
     for outcome in found:
         assert "warning host0 -> host2: " in outcome.text, outcome.text
         assert "times slower than the median link -> use fewer bits at its cut" in outcome.text
-        assert "host0: net.ipv4.tcp_slow_start_after_idle = 1" in outcome.text
-        assert "host1: net.ipv4.tcp_slow_start_after_idle" not in outcome.text
+        assert "net.ipv4.tcp_slow_start_after_idle" not in outcome.text  # BBR is in use
+        assert f"key {tmp_path}/run.key, valid until 20" in outcome.text
         assert "every host can connect to every other" in outcome.text
     network = Network.read(tmp_path / "net1.json")
     rates = {(i, j): (network.rate_bps[i][j] or 0) / 1e6 for i, j in [(0, 1), (1, 2), (2, 0)]}
@@ -119,6 +125,7 @@ def test_problems_of_a_host_are_reported_on_all(net: ShapedNetwork, tmp_path: Pa
                 options=("--set", "train.lr=0.5"),
             ),
         ],
+        *TRUSTED,
     )
     assert [outcome.code for outcome in found] == [1, 1, 1], found
     for outcome in found:
@@ -136,24 +143,36 @@ def test_problems_of_a_host_are_reported_on_all(net: ShapedNetwork, tmp_path: Pa
             assert text in outcome.text, outcome.text
 
 
+def test_without_bbr_the_kernels_setting_is_named(net: ShapedNetwork, tmp_path: Path) -> None:
+    found = diagnose(net, tmp_path, [Host(), HEALTHY, HEALTHY], *TRUSTED)
+    for outcome in found:
+        assert "host0: net.ipv4.tcp_slow_start_after_idle = 1" in outcome.text
+        assert "host1: net.ipv4.tcp_slow_start_after_idle" not in outcome.text
+
+
 def test_hosts_that_cannot_connect_report_the_reason(net: ShapedNetwork, tmp_path: Path) -> None:
     nowhere = Host(options=("--rdzv", "nowhere:29500"))
     closed = Host(options=("--rdzv", "host0:29501"))
-    waiting, unresolved, refused = diagnose(
-        net, tmp_path, [Host(), nowhere, closed], "--wait", "1.5"
-    )
+    waiting, unresolved, refused = diagnose(net, tmp_path, [Host(), nowhere, closed], "--wait", "3")
     assert (waiting.code, unresolved.code, refused.code) == (1, 1, 1)
-    assert "1 of 3 hosts joined at 10.77.0.1:29500" in waiting.text
+    assert "3 machines did not join within 3 s: only host0" in waiting.text
     assert "nowhere: this host cannot resolve the name" in unresolved.text
     assert "add a line with its address to /etc/hosts" in unresolved.text
-    assert "10.77.0.1:29501 cannot be reached from host2: Connection refused" in refused.text
-    assert "ufw allow 29501/tcp" in refused.text
+    assert "10.77.0.1:29501 cannot be reached: Connection refused" in refused.text
+
+
+def test_a_foreign_key_is_named(net: ShapedNetwork, tmp_path: Path) -> None:
+    keys.new(tmp_path / "other.key")
+    other = Host(options=("--set", f"network.key_file={tmp_path}/other.key"))
+    found = diagnose(net, tmp_path, [Host(), Host(), other], "--wait", "3")
+    assert "its key is another run's; copy one key file to all machines" in found[2].text
+    assert "3 machines did not join within 3 s: only host0" in found[0].text
 
 
 def test_a_blocked_link_is_reported(net: ShapedNetwork, tmp_path: Path) -> None:
     found = diagnose(net, tmp_path, [Host(), Host(unreachable=2), Host()])
     for outcome in found:
         assert outcome.code == 1
-        assert "problem host1 -> host2: cannot connect to 10.77.0.3" in outcome.text
-        assert "let host2 accept all TCP ports from 10.77.0.2" in outcome.text
+        assert "problem host1 -> host2: cannot connect (no answer)" in outcome.text
+        assert "one of host1 and host2 must accept connections from the other" in outcome.text
         assert "problem host0" not in outcome.text

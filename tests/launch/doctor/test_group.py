@@ -1,30 +1,29 @@
 """Hosts that join at the same time, and hosts that are lost while others wait."""
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
 
 from tests.ports import free_port
-from thinpipe.launch.doctor import group
+from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.distributed.network import HostNetwork, several_machines
 from thinpipe.launch.doctor.group import DoctorError, HostGroup, join_group
 
 
-def test_a_process_that_finds_the_port_taken_on_its_own_machine_joins(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    port, first = free_port(), []
+def place(port: int) -> HostNetwork:
+    """On loopback, where somebody else holds the store."""
+    address = "127.0.0.1"
+    return HostNetwork(f"{address}:{port}", address, (address, port), None, [address], "name")
 
-    def open_store(*arguments: Any, **options: Any) -> TCPStore:
-        """Another process opens the port just before."""
-        if not first:
-            first.append(TCPStore("127.0.0.1", port, None, True, wait_for_workers=False))
-        return TCPStore(*arguments, **options)
 
-    monkeypatch.setattr(group, "TCPStore", open_store)
-    alone = join_group(("127.0.0.1", port), "127.0.0.1", 1, wait_s=30)
-    assert (alone.is_server, alone.index) == (False, 0)
+def test_of_two_processes_on_a_machine_the_first_holds_the_store() -> None:
+    config, endpoint = NetworkConfig(), f"127.0.0.1:{free_port()}"
+    first, second = (several_machines(config, endpoint, 2, limit_s=30, log=print) for _ in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda net: join_group(net, 2, wait_s=30), (first, second)))
+    assert [group.is_server for group in groups] == [True, False]
+    assert {group.index for group in groups} == {0, 1}
 
 
 def publish_repeatedly(group: HostGroup) -> None:
@@ -37,7 +36,7 @@ def test_a_lost_server_is_named_to_hosts_that_wait_and_publish() -> None:
     joined = TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
     connected = HostGroup(joined, 0, 2, False, 60)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(join_group, ("127.0.0.1", server.port), "127.0.0.1", 2, wait_s=60)
+        waiting = pool.submit(join_group, place(server.port), 2, wait_s=60)
         server.get("host/0")
         endpoint = f"127.0.0.1:{server.port}"
         del server
