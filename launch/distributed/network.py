@@ -87,7 +87,7 @@ def several_machines(
             name=config.own_name(),
             key_file=config.find_key(),
             needed=hosts,
-            listen=config.listens_at(interface_to(address).address, port),
+            listen=config.listens_at(_chosen_interface(address).address, port),
             coordinator=None if coordinates else (address, port),
             peers={name: parse_endpoint(where) for name, where in config.peers.items()},
             patience_s=config.patience_s,

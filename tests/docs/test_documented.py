@@ -36,6 +36,7 @@ RUN_ELSEWHERE = {  # by their beginnings: where, or why not
     "thinpipe train examples/": "tests/launch/test_examples.py, or it needs a download",
     "thinpipe trace ": "tests/launch/test_train.py",
     "thinpipe export ": "tests/launch/checkpoint/test_export_hf.py",
+    "thinpipe key ": "tests/launch/overlay/test_keys.py",
     "thinpipe doctor ": "tests/launch/doctor",
     "thinpipe launch hosts.toml run.toml": "tests/launch/distributed/test_ssh.py",
     "thinpipe shaped ": "tests/launch/shaped",
