@@ -19,6 +19,7 @@ from thinpipe.launch.distributed.fork_server import (
     end_with_parent,
     name_process,
 )
+from thinpipe.launch.distributed.supervisor import supervise
 
 if START_METHOD == "forkserver":
     end_with_parent()
@@ -35,6 +36,22 @@ def run_rank(main: Callable[[], None], environment: Mapping[str, str], *argument
     os.environ.update(environment)
     sys.path[:] = _PATH  # not the launcher's, which may hold the user's folder
     sys.argv = ["thinpipe", *arguments]
+    name_process("thinpipe wait")
+    end_with_parent()
+    os.environ[PARENT] = str(os.getpid())
+    supervise(lambda: _be_rank(main))
+
+
+def _be_rank(main: Callable[[], None]) -> None:
     name_process(f"thinpipe {os.environ['RANK']}")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
-    main()
+    code: object = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))

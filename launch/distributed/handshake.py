@@ -1,7 +1,4 @@
-"""Before step 0 all ranks agree on config, data, versions and a run id, over the rendezvous store.
-
-The same store later holds what each rank reports of a failure.
-"""
+"""Before step 0 all ranks agree on config, data, versions and a run id, in the run's store."""
 
 import contextlib
 import json
@@ -20,7 +17,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.distributed.store import connect_store, hold_store
 
-_FAILURE_WAIT_S = 2.0
 _READ_WAIT_S = 60.0
 """For ranks to read what others sent before: a busy machine may stall one."""
 _POLL_S = 0.02
@@ -39,6 +35,15 @@ def versions() -> dict[str, str]:
     }
 
 
+def store_address() -> tuple[str, int]:
+    """Where the ranks' environment says that the store is.
+
+    Raises:
+        ValueError: MASTER_ADDR or MASTER_PORT is not set.
+    """
+    return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
+
+
 def open_store(rank: int, *, wait_s: float, server: socket.socket | None = None) -> Store:
     """The store at MASTER_ADDR and MASTER_PORT, which rank 0 holds unless torchrun's agents do.
 
@@ -48,7 +53,7 @@ def open_store(rank: int, *, wait_s: float, server: socket.socket | None = None)
         HandshakeError: nobody answers there, or rank 0 cannot hold it there.
         ValueError: MASTER_ADDR or MASTER_PORT is not set.
     """
-    host, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
+    host, port = store_address()
     if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         try:
             return connect_store((host, port), wait_s=wait_s)
@@ -63,8 +68,8 @@ def open_store(rank: int, *, wait_s: float, server: socket.socket | None = None)
         ) from None
 
 
-def fresh_store(store: Store, rank: int, world: int, *, wait_s: float) -> Store:
-    """A part of the store in which nothing was written before all these ranks came.
+def fresh_name(store: Store, rank: int, world: int, *, wait_s: float) -> str:
+    """The name of a part of the store in which nothing was written before all these ranks came.
 
     torchrun's agents keep one store over restarts, in which the addresses of ranks that are gone
     would be found. So rank 0 draws a name, and sends it to each rank that presents a fresh random
@@ -85,7 +90,7 @@ def fresh_store(store: Store, rank: int, world: int, *, wait_s: float) -> Store:
         lobby.set(f"read/{rank}/{name}", "")
     if absent:
         raise HandshakeError(_absent(absent, wait_s))
-    return PrefixStore(name, store)
+    return name
 
 
 def _receive(lobby: Store, world: int, wait_s: float) -> tuple[str, list[int]]:
@@ -154,25 +159,6 @@ def _problems(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
         return ""
     shown = different[:8] + ([f"and {len(different) - 8} more"] if len(different) > 8 else [])
     return "ranks were started with different settings: " + "; ".join(shown)
-
-
-def report_failure(store: Store, rank: int, message: str) -> None:
-    """Publish what failed here for the other ranks."""
-    board = PrefixStore("failure", store)
-    board.set(str(rank), json.dumps({"time": time.time(), "message": message}))
-
-
-def first_failure(store: Store, world: int) -> tuple[int, str]:
-    """Which rank failed first, of those that reported, and what; waits a moment for them."""
-    board = PrefixStore("failure", store)
-    time.sleep(_FAILURE_WAIT_S)
-    reports = []
-    for rank in range(world):
-        if board.check([str(rank)]):
-            report = json.loads(board.get(str(rank)))
-            reports.append((report["time"], rank, report["message"]))
-    _, rank, message = min(reports)
-    return rank, message
 
 
 def _let_read(store: Store, keys: list[str]) -> None:

@@ -1,7 +1,9 @@
 """One rank's place in a run: rendezvous, handshake, process groups; and how it ends."""
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -11,18 +13,16 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.distributed.failures import Failures, Watch, end_soon
 from thinpipe.launch.distributed.group import meet, open_group
-from thinpipe.launch.distributed.handshake import (
-    agree,
-    first_failure,
-    fresh_store,
-    report_failure,
-    versions,
-)
+from thinpipe.launch.distributed.handshake import agree, fresh_name, store_address, versions
+from thinpipe.launch.distributed.store import connect_store
+from thinpipe.launch.distributed.supervisor import announce
+from thinpipe.launch.overlay.ranks import broken_links
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.comm.gloo_peers import CHUNK_NBYTES
@@ -118,9 +118,15 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
         )
     rank, wait_s = int(os.environ["RANK"]), config.pipeline.peer_timeout_s
     met = meet(config.network, rank, world, wait_s=wait_s)
-    store = fresh_store(met, rank, world, wait_s=wait_s)
+    name, place = fresh_name(met, rank, world, wait_s=wait_s), store_address()
+    store = PrefixStore(name, met)
+    announce(place, name)
     facts = {"config": config.shared(), "versions": versions(), **facts}
     run_id = agree(store, rank, world, facts, problem=problem, wait_s=wait_s)
+    who = f"rank {rank} on {socket.gethostname()}"
+    failures = Failures(store, who)
+    own_connection = PrefixStore(name, connect_store(place, wait_s=wait_s))
+    watch = Watch(Failures(own_connection, who), f"rank {rank}", broken_links)
     try:
         open_group(store, rank, world, wait_s=wait_s)
         transport = GlooTransport(
@@ -132,10 +138,15 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
         yield Session(store, transport, run_id, int(os.environ.get("LOCAL_RANK", "0")))
         transport.close()
     except Exception as error:
-        account = _report(store, rank, world, error)
+        watch.stand_down()
+        end_soon()
         if isinstance(error, DesyncError | TransportError):
-            raise PeerError(account) from error
+            raise PeerError(_report(failures, who, rank, error)) from error
+        if not isinstance(error, TerminatedError):  # which is often the echo of a failure
+            with contextlib.suppress(RuntimeError):
+                failures.report(str(error).strip() or type(error).__name__, cause=True)
         raise
+    watch.stand_down()
     dist.destroy_process_group()
 
 
@@ -144,12 +155,13 @@ def _chunk_nbytes(config: RunConfig) -> int:
     return 1024 * options.chunk_kib if isinstance(options, ExchangeOptions) else CHUNK_NBYTES
 
 
-def _report(store: Store, rank: int, world: int, error: Exception) -> str:
-    """This rank's account of a failure, and that of the rank that failed before all others."""
-    own = str(error).strip()
+def _report(failures: Failures, who: str, rank: int, error: Exception) -> str:
+    """Say what failed here, then tell the other ranks; return what failed first of all."""
+    own = f"{str(error).strip()}{broken_links()}"
+    os.write(2, f"rank {rank}: {own}\n".encode())
     try:
-        report_failure(store, rank, own)
-        first, message = first_failure(store, world)
-    except RuntimeError:  # the store's host is gone as well
-        return own
-    return own if first == rank else f"{own} [first failure: rank {first}: {message}]"
+        failures.report(own, cause=not isinstance(error, TransportError))
+        first = failures.first()
+    except RuntimeError:
+        return "the run's store is gone as well, so what failed first is not known here"
+    return f"first failure: {'here' if first == f'{who}: {own}' else first}"

@@ -313,6 +313,7 @@ class Carrier:
                 **asdict(link.stats),
                 "connected": link.connected,
                 "lost": link.is_lost,
+                "silence_s": link.silence_s,
                 "resent": link.session.resent,
             }
             for name, link in self._links.items()

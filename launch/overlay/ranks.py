@@ -1,12 +1,14 @@
 """What a rank does before gloo connects: others may reach its ports, and it can reach theirs."""
 
 import json
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from thinpipe.launch.overlay.control import Client
+from thinpipe.launch.overlay.control import ADDRESS, Client, OverlayError
+from thinpipe.launch.overlay.links.link import SILENT_S
 
 
 def open_ports(
@@ -30,3 +32,23 @@ def open_ports(
         host, theirs = json.loads(store.get(other))
         for traffic, port in theirs.items():
             client.ask("forward", host=host, port=port, traffic=traffic)
+
+
+def broken_links() -> str:
+    """What this host's carrier knows of machines that it does not reach, as the end of a message.
+
+    Nothing if all is well, or there is no carrier.
+    """
+    carrier = os.environ.get(ADDRESS)
+    if carrier is None:
+        return ""
+    try:
+        links = Client.connect(carrier, wait_s=1.0).ask("status")["links"]
+    except OverlayError as error:
+        return f" [{error}]"
+    broken = [
+        f"{name} for {link['silence_s']:.1f} s"
+        for name, link in links.items()
+        if link["silence_s"] > SILENT_S
+    ]
+    return f" [no connection to {', '.join(broken)}]" if broken else ""

@@ -17,7 +17,8 @@ from thinpipe.pipeline.comm.gloo_link import GlooLink, irecv, isend, lost, wait
 from thinpipe.pipeline.comm.gloo_peers import CHUNK_NBYTES, GlooPeers
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Scope
 from thinpipe.pipeline.mesh import Mesh, check_world
-from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, opened, sealed
+from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, digest_of, opened, sealed
+from thinpipe.pipeline.wire.header import DesyncError
 
 Traffic = Literal["control", "pipeline", "exchange"]
 """What a group carries, for a backend that tells them apart (`launch/distributed/gloo_backend.py`);
@@ -49,6 +50,8 @@ class GlooTransport:
         self._control = self._group(range(self.mesh.world_size), "control")
         self._numbers = [0] * self.mesh.world_size
         """Of the next control message to and from each rank."""
+        self._agreed: dict[Scope, float] = {}
+        """A digest of all vectors shared so far."""
 
     def link(
         self,
@@ -70,11 +73,22 @@ class GlooTransport:
         return GlooPeers(groups, chunk_nbytes=self._chunk_nbytes)
 
     def share(self, values: Tensor, scope: Scope) -> Tensor:
-        """Every rank sends to every other: gloo's all-gather is a ring of hops, each delayed."""
-        ranks = self._ranks(scope)
-        mine = values.to(torch.float64)
+        """Every rank sends to every other: gloo's all-gather is a ring of hops, each delayed.
+
+        With its vector each sends a digest of all those before, which proves them equal.
+        """
+        ranks, digest = self._ranks(scope), self._agreed.get(scope, 0.0)
+        mine = torch.cat([values.to(torch.float64), torch.tensor([digest], dtype=torch.float64)])
         found = self._swap(mine.view(torch.uint8), ranks, [8 * len(mine)] * len(ranks))
-        return torch.stack([row.view(torch.float64) for row in found])
+        all_RN = torch.stack([row.view(torch.float64) for row in found])
+        for rank, other in zip(ranks, all_RN[:, -1].tolist(), strict=True):
+            if other != digest:
+                raise DesyncError(
+                    f"rank {rank} and rank {self.mesh.rank} had different totals in an exchange "
+                    "that all ranks should have agreed in; start again from a checkpoint (--resume)"
+                )
+        self._agreed[scope] = digest_of(all_RN)
+        return all_RN[:, :-1]
 
     def gather(self, data: bytes) -> list[bytes]:
         """Lengths first, then the bytes."""

@@ -71,7 +71,11 @@ class Transport(Protocol):
     def share(self, values: Tensor, scope: Scope) -> Tensor:
         """The vectors (float64) of all ranks in the scope, in their order: [ranks, values].
 
-        Takes one hop, and proves by a checksum that each came as it was sent.
+        Takes one hop, and proves by a checksum that each came as it was sent, and by a digest that
+        all ranks got the same ones the last time.
+
+        Raises:
+            DesyncError: they did not.
         """
 
     def gather(self, data: bytes) -> list[bytes]:
@@ -84,4 +88,4 @@ class Transport(Protocol):
 def shared_nbytes(all_RN: Tensor) -> int:
     """Bytes that all ranks together sent for what `share` returned."""
     ranks, values = all_RN.shape
-    return ranks * (ranks - 1) * (8 * values + CHECKSUM_NBYTES)
+    return ranks * (ranks - 1) * (8 * (values + 1) + CHECKSUM_NBYTES)  # and a digest

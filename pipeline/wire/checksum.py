@@ -23,3 +23,9 @@ def opened(message: Tensor, number: int) -> Tensor | None:
     expected = xxhash.xxh3_64_intdigest(data.numpy().data, seed=number)
     (found,) = _LAYOUT.unpack(message[-CHECKSUM_NBYTES:].numpy().tobytes())
     return data if found == expected else None
+
+
+def digest_of(values: Tensor) -> float:
+    """A digest of a CPU tensor that a float64 can hold: 52 bits of XXH3-64."""
+    flat = values.contiguous().view(torch.uint8).flatten()
+    return float(xxhash.xxh3_64_intdigest(flat.numpy().data) >> 12)

@@ -177,8 +177,8 @@ def test_what_one_end_lost_both_forget_and_train_on(
     assert all(totals.loss > 0 and not totals.skipped for totals, _, _ in results[0])
     control = [totals.control_bytes for totals, _, _ in results[0]]
     for step, item in enumerate(STEPS[1:]):  # repairing names the samples that come next
-        # at two ends, by every rank to two, and the message's checksum
-        named = 2 * len(item) * 8 + CHECKSUM_NBYTES if step in expected else 0
+        # at two ends, by every rank to two, and the message's digest and checksum
+        named = 2 * len(item) * 8 + 8 + CHECKSUM_NBYTES if step in expected else 0
         assert control[step] - control[-1] == 3 * 2 * named
 
 

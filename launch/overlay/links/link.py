@@ -92,6 +92,11 @@ class Link:
         self._partial: Buffer | None = None
 
     @property
+    def silence_s(self) -> float:
+        """How long nothing has been heard from the peer."""
+        return time.monotonic() - self._heard_s
+
+    @property
     def is_idle(self) -> bool:
         """Whether all that was to be sent has come to the peer, as far as it can."""
         sent = not (self._ready or self._posted or self.session.unacknowledged_nbytes)

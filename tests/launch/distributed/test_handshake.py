@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.ports import free_port
 from tests.ranks import Ranks
@@ -16,10 +16,8 @@ from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.handshake import (
     HandshakeError,
     agree,
-    first_failure,
-    fresh_store,
+    fresh_name,
     open_store,
-    report_failure,
     versions,
 )
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -50,7 +48,7 @@ def test_every_rank_names_the_one_that_differs(ranks: Ranks) -> None:
 def test_whoever_holds_the_store_leaves_after_the_slowest_has_read() -> None:
     """The ranks are threads: rank 1 has published its facts and stops before it reads others'."""
     store = dist.HashStore()
-    board = dist.PrefixStore("handshake", store)
+    board = PrefixStore("handshake", store)
     board.set("facts/1", json.dumps([None, {"lr": 2}]))
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(agree, store, 0, 2, {"lr": 1}, problem=None, wait_s=60)
@@ -70,7 +68,8 @@ def come(rank: int, numbers: list[int], world: int, port: int) -> tuple[str, flo
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     number, start_s = numbers[rank], time.monotonic()
     try:
-        store = fresh_store(open_store(number, wait_s=3), number, world, wait_s=3)
+        store = open_store(number, wait_s=3)
+        fresh_name(store, number, world, wait_s=3)
     except HandshakeError as error:
         return str(error), time.monotonic() - start_s
     waited_s = time.monotonic() - start_s
@@ -121,7 +120,7 @@ def test_a_restart_does_not_see_what_was_written_before() -> None:
 
         def come(rank: int) -> tuple[str, bool]:
             time.sleep(0.1 * rank)
-            fresh = fresh_store(store, rank, 2, wait_s=60)
+            fresh = PrefixStore(fresh_name(store, rank, 2, wait_s=60), store)
             clean = not fresh.check([f"address of {rank}"])
             fresh.set(f"address of {rank}", f"{number}")
             return fresh.get(f"address of {1 - rank}").decode(), clean
@@ -132,21 +131,7 @@ def test_a_restart_does_not_see_what_was_written_before() -> None:
     for number in range(3):
         assert life(number) == [(str(number), True)] * 2
     with pytest.raises(HandshakeError, match="rank 1 did not join within 0 s"):
-        fresh_store(store, 0, 2, wait_s=0.2)
-
-
-def fail(rank: int) -> tuple[int, str]:
-    """Rank 1 fails first, then rank 0, and rank 2 not at all."""
-    store = _get_default_store()
-    for failing in (1, 0):
-        if rank == failing:
-            report_failure(store, rank, f"edge {rank} broke")
-        dist.barrier()
-    return first_failure(store, 3)
-
-
-def test_all_ranks_find_the_same_first_failure(ranks: Ranks) -> None:
-    assert ranks(3, fail) == [(1, "edge 1 broke")] * 3
+        fresh_name(store, 0, 2, wait_s=0.2)
 
 
 def tell(rank: int) -> list[object]:

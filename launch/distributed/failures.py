@@ -1,0 +1,104 @@
+"""What failed first: every rank of a run learns it within moments, whoever it was."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+_GRACE_S = 1.0
+"""For the cause to be reported: its consequences are often noticed before it."""
+_STUCK_S = 10.0
+_FOREVER = timedelta(days=1)
+_FIRST = "1"
+
+
+class Failures:
+    """The failures of a run, in its store, in the order in which they were reported."""
+
+    def __init__(self, store: Store, who: str) -> None:
+        self._store, self._who = PrefixStore("failures", store), who
+
+    def report(self, message: str, *, cause: bool) -> None:
+        """Publish what failed here. A connection that broke is seldom the cause, an error is.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        number = self._store.add("count", 1)
+        self._store.set(str(number), json.dumps([not cause, number, self._who, message]))
+
+    def first(self) -> str:
+        """The first cause, or else the first failure, and whose it is; waits a moment for it.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        time.sleep(_GRACE_S)
+        numbers = range(1, self._store.add("count", 0) + 1)
+        keys = [str(number) for number in numbers if self._store.check([str(number)])]
+        _, _, who, message = min(json.loads(self._store.get(key)) for key in keys)
+        return f"{who}: {message}"
+
+    def wait(self) -> None:
+        """Wait for a failure.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        while not self._store.check([_FIRST]):
+            try:
+                self._store.wait([_FIRST], _FOREVER)
+            except RuntimeError as error:
+                if "timeout" not in str(error).lower():
+                    raise
+
+
+class Watch:
+    """Ends this process when another rank fails, wherever it waits meanwhile.
+
+    `failures` must have a store connection of its own: it is blocked all the time. `describe` says
+    what this host knows of the connections to others.
+    """
+
+    def __init__(self, failures: Failures, who: str, describe: Callable[[], str]) -> None:
+        self._failures, self._who, self._describe = failures, who, describe
+        self._handled = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def stand_down(self) -> None:
+        """The run is over, or this rank reports a failure itself and then ends."""
+        self._handled.set()
+
+    def _run(self) -> None:
+        try:
+            self._failures.wait()
+            account = f"ended because of another rank: {self._failures.first()}"
+        except RuntimeError:
+            account = "the machine that holds the run's store is gone"
+            time.sleep(_GRACE_S)
+        if self._handled.wait(_GRACE_S):
+            return
+        os.write(2, f"{self._who}: {account}{self._describe()}\n".encode())
+        os._exit(1)
+
+
+def end_soon() -> None:
+    """End this process in ten seconds, even if its main thread hangs."""
+    timer = threading.Timer(_STUCK_S, lambda: os._exit(1))
+    timer.daemon = True
+    timer.start()
+
+
+def death_by(number: int, *, out_of_memory: bool) -> str:
+    """A signal that ended a rank, in words."""
+    text = f"killed by signal {number} ({signal.Signals(number).name})"
+    if number != signal.SIGKILL:
+        return text
+    if out_of_memory:
+        return f"{text}: this machine ran out of memory (dmesg shows it)"
+    return f"{text}: if nobody did that, this machine ran out of memory (dmesg shows it)"

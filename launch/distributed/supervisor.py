@@ -1,0 +1,89 @@
+"""A process that waits for a rank, and says what ended it if the rank no longer can."""
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from thinpipe.launch.distributed.failures import Failures, death_by
+from thinpipe.launch.distributed.fork_server import HELD_SIGNALS
+from thinpipe.launch.distributed.store import connect_store
+
+DESCRIPTOR = "THINPIPE_SUPERVISOR"
+"""Environment variable: where a rank says how its supervisor finds the run's failures."""
+_REPORT_S = 5.0
+_VMSTAT = Path("/proc/vmstat")
+
+
+def announce(address: tuple[str, int], name: str) -> None:
+    """Called by a rank: its run's failures are in this store, under this name."""
+    descriptor = os.environ.get(DESCRIPTOR)
+    if descriptor is not None:
+        os.write(int(descriptor), json.dumps([*address, name]).encode())
+
+
+def supervise(be_rank: Callable[[], None]) -> None:
+    """Fork a rank, pass signals on to it, and exit as it does.
+
+    A rank that a signal ended is reported to all others, with the likely reason.
+    """
+    reading, writing = os.pipe()
+    kills = _memory_kills()
+    rank = os.fork()
+    if rank == 0:
+        os.close(reading)
+        os.environ[DESCRIPTOR] = str(writing)
+        be_rank()
+        return
+    os.close(writing)
+    asked = _pass_on_signals(rank)
+    code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    if code >= 0:
+        sys.exit(code)
+    if not asked:
+        _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading)
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+
+
+def _pass_on_signals(rank: int) -> list[int]:
+    """The signals that came since, and went to the rank."""
+    asked: list[int] = []
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
+        os.kill(rank, number)
+
+    for number in HELD_SIGNALS:
+        signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+    return asked
+
+
+def _report(message: str, reading: int) -> None:
+    who = f"rank {os.environ['RANK']} on {socket.gethostname()}"
+    os.write(2, f"{who}: {message}\n".encode())
+    announced = os.read(reading, 4096)
+    if not announced:  # it died before there were others
+        return
+    host, port, name = json.loads(announced)
+    try:
+        store = PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S))
+        Failures(store, who).report(message, cause=True)
+    except RuntimeError:
+        os.write(2, f"{who}: the run's store is gone, so the others do not learn it\n".encode())
+
+
+def _memory_kills() -> int:
+    """How many processes this machine has killed for want of memory."""
+    try:
+        lines = _VMSTAT.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
