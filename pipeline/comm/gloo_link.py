@@ -60,8 +60,11 @@ def wait(work: dist.Work, *, edge: str) -> None:
 
 
 def lost(edge: str, error: RuntimeError) -> TransportError:
-    """The error of an edge, with gloo's first sentence, less the place in its source."""
+    """The error of an edge, with gloo's first sentence, less the place in its source and the port,
+    whose bytes are in the wrong order.
+    """
     reason = re.sub(r"^\[[^]]*:\d+\] ", "", str(error).splitlines()[0]).split(". ")[0]
+    reason = re.sub(r" \[[\d.]+\]:\d+", "", reason)
     return TransportError(f"{edge}: {reason}")
 
 

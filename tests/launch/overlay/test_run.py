@@ -1,0 +1,184 @@
+"""Whole runs on emulated hosts: private, exact, and healed when the network breaks."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.commands import PATIENCE_S
+from tests.launch.test_train import RUN, thinpipe, wait_until
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.overlay import keys
+from thinpipe.launch.report.metrics import read_metrics
+from thinpipe.launch.shaped.linux import ShapedError
+from thinpipe.launch.shaped.network import ShapedNetwork
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+HOSTS = 3
+PORT = 29500
+
+
+@pytest.fixture
+def net() -> Iterator[ShapedNetwork]:
+    try:
+        network = ShapedNetwork(NetworkSpec.of(HOSTS, "100mbit", delay="1ms"))
+    except ShapedError as error:
+        pytest.skip(str(error))
+    with network:
+        yield network
+
+
+class Run:
+    """`thinpipe train --nnodes 3` on every host; each in a folder of its own."""
+
+    def __init__(self, net: ShapedNetwork, folder: Path, *settings: str) -> None:
+        self.folder, self._net, self._settings = folder, net, settings
+        text = folder / "text.txt"
+        text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
+        (folder / "run.toml").write_text(RUN.format(folder=folder / "one", text=text))
+        keys.new(folder / "run.key")
+        self.codes: dict[int, int] = {}
+        self.pids = {host: self.start(host) for host in range(HOSTS)}
+
+    def start(self, host: int) -> int:
+        changed = (f"run.folder={self.folder}/{host}", *self._settings)
+        words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", f"{self.folder}/run.toml"]
+        words += ["--nnodes", str(HOSTS), "--rdzv", f"host0:{PORT}"]
+        words += [word for setting in changed for word in ("--set", setting)]
+
+        def body() -> int:
+            out = os.open(self.log(host), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(out, 1)
+            os.dup2(out, 2)
+            key = {"THINPIPE_KEY_FILE": f"{self.folder}/run.key", "OMP_NUM_THREADS": "1"}
+            os.execve(words[0], words, {**os.environ, **key})
+
+        return self._net.start(host, body)
+
+    def log(self, host: int) -> Path:
+        return self.folder / f"log{host}"
+
+    def wait_for_step(self, step: int) -> None:
+        metrics = self.folder / "0" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= step, PATIENCE_S)
+
+    def done(self) -> dict[int, int]:
+        """Exit codes by host."""
+        limit_s = time.monotonic() + PATIENCE_S
+        while len(self.codes) < len(self.pids):
+            assert time.monotonic() < limit_s, self.text()
+            for host, pid in self.pids.items():
+                if host not in self.codes:
+                    found, status = os.waitpid(pid, os.WNOHANG)
+                    if found:
+                        self.codes[host] = os.waitstatus_to_exitcode(status)
+            time.sleep(0.05)
+        return self.codes
+
+    def losses(self) -> list[float]:
+        return [record.loss for record in read_metrics(self.folder / "0" / "metrics.jsonl")]
+
+    def text(self) -> str:
+        return "\n".join(self.log(host).read_text() for host in range(HOSTS))
+
+
+def alone(folder: Path, *settings: str) -> list[float]:
+    """Losses of the same run on one machine."""
+    words = [word for setting in settings for word in ("--set", setting)]
+    done = thinpipe(folder / "run.toml", *words)
+    assert done.returncode == 0, done.stderr
+    return [record.loss for record in read_metrics(folder / "one" / "metrics.jsonl")]
+
+
+def listening(_host: int) -> list[tuple[str, int]]:
+    found = psutil.net_connections("inet")
+    return [(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN]
+
+
+def hole(change: str) -> None:
+    """What this host sends to hosts 0 and 1 is dropped from now on (add), or not any more (del)."""
+    for host in range(2):
+        words = f"ip route {change} blackhole 10.77.0.{host + 1}/32"
+        subprocess.run(words.split(), check=True)
+
+
+def test_a_run_has_one_port_and_the_losses_of_one_machine(
+    net: ShapedNetwork, tmp_path: Path
+) -> None:
+    run = Run(net, tmp_path)
+    run.wait_for_step(2)
+    for host, ports in enumerate(net.run(listening)):
+        outside = [port for address, port in ports if not address.startswith("127.")]
+        assert outside == [PORT], (host, ports)
+    assert run.done() == dict.fromkeys(range(HOSTS), 0), run.text()
+    assert run.losses() == alone(tmp_path)
+
+
+def test_resets_outages_and_strangers_change_nothing(net: ShapedNetwork, tmp_path: Path) -> None:
+    longer = "train.epochs=12"
+    run = Run(net, tmp_path, longer)
+    run.wait_for_step(3)
+
+    def disturb(host: int) -> int:
+        """Host 2 knocks at host 0, resets its connections, and sends nothing for 4 s."""
+        strangers = []
+        for _ in range(300):
+            stranger = socket.socket()
+            stranger.setblocking(False)
+            stranger.connect_ex(("10.77.0.1", PORT))
+            strangers.append(stranger)
+        time.sleep(0.3)
+        for stranger in strangers[::2]:
+            try:
+                stranger.send(b"GET / HTTP/1.0\r\n\r\n" + bytes(2000))
+            except OSError:
+                stranger.close()
+        subprocess.run(["ss", "-K", "dst", "10.77.0.1"], check=False, capture_output=True)
+        time.sleep(0.5)
+        for change in ("add", "del"):
+            hole(change)
+            time.sleep(4)
+        return len(strangers)
+
+    assert net.run(disturb, hosts=[2]) == [300]
+    assert run.done() == dict.fromkeys(range(HOSTS), 0), run.text()
+    assert run.losses() == alone(tmp_path, longer)
+
+
+def test_a_lost_machine_is_named_on_both_sides(net: ShapedNetwork, tmp_path: Path) -> None:
+    run = Run(net, tmp_path, "train.epochs=500", "network.patience_s=4")
+    run.wait_for_step(3)
+    net.run(lambda _: hole("add"), hosts=[2])
+    start_s = time.monotonic()
+    codes = run.done()
+    assert time.monotonic() - start_s < 4 + 30
+    assert set(codes.values()) == {1}, run.text()
+    for host in range(2):
+        assert "no connection to host2 for " in run.log(host).read_text(), run.text()
+    isolated = run.log(2).read_text()
+    assert "no connection to " in isolated
+    assert "host0 for " in isolated, isolated
+
+
+def test_a_killed_rank_is_known_everywhere(net: ShapedNetwork, tmp_path: Path) -> None:
+    run = Run(net, tmp_path, "train.epochs=500")
+    run.wait_for_step(3)
+
+    def kill(_host: int) -> int:
+        (rank,) = (p for p in psutil.process_iter(["name"]) if p.info["name"] == "thinpipe 1")
+        rank.send_signal(signal.SIGKILL)
+        return 0
+
+    net.run(kill, hosts=[1])
+    run.done()
+    cause = "rank 1 on host1: killed by signal 9 (SIGKILL)"
+    for host in (0, 2):
+        assert f"first failure: {cause}" in run.log(host).read_text(), run.text()
