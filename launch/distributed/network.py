@@ -71,7 +71,8 @@ def several_machines(
     """Join the hosts of a run; with an overlay, wait for all of them.
 
     Raises:
-        ValueError: there is no key, or the endpoint cannot be resolved or reached.
+        ValueError: there is no key, a lost host would be waited for longer than `limit_s`, or the
+            endpoint cannot be resolved or reached.
         OverlayError: not all hosts joined.
     """
     host, port = parse_endpoint(endpoint)
@@ -80,6 +81,11 @@ def several_machines(
         return _openly(endpoint, LOOPBACK, (address, port))
     if config.trusted:
         return _openly(endpoint, _chosen_interface(address).address, (address, port))
+    if config.patience_s >= limit_s:
+        raise ValueError(
+            f"network.patience_s = {config.patience_s:g}: ranks wait for each other only "
+            f"{limit_s:g} s (pipeline.peer_timeout_s); use a shorter patience, or raise the other"
+        )
     coordinates = is_own_address(address)
     server = socket.create_server((LOOPBACK, 0)) if coordinates else None
     overlay = Overlay(

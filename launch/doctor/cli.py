@@ -115,11 +115,16 @@ class _Diagnosis:
         """The hosts' network, as in a run."""
         host, port = endpoint
         config, address = self._config.network, reachable_address(host)
+        patience_s = min(config.patience_s, self._wait_s / 2)
         if self._nnodes > 1 and not ip_address(address).is_loopback:
             if config.trusted:
                 self.results += choose_interface(address)[1]
             else:
                 self.results += [check_key(config)]
         return several_machines(
-            config, f"{host}:{port}", self._nnodes, limit_s=self._wait_s, log=typer.echo
+            config.model_copy(update={"patience_s": patience_s}),
+            f"{host}:{port}",
+            self._nnodes,
+            limit_s=self._wait_s,
+            log=typer.echo,
         )
