@@ -26,6 +26,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.load import DataConfig, files
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.handshake import differences
+from thinpipe.launch.distributed.network import ROUND
 from thinpipe.launch.distributed.session import Session
 
 _log = logging.getLogger(__name__)
@@ -43,9 +44,13 @@ class Resume(NamedTuple):
 
 
 def after_restart(resume: Resume) -> Resume:
-    """The request, or an optional resume if torchrun restarted the ranks after a failure."""
+    """The request, or an optional resume if ranks were restarted after a failure.
+
+    torchrun's own count leaves out restarts for a machine that came back.
+    """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    return resume if resume.wanted or not restarts else Resume(True, required=False)
+    again = restarts > 0 or int(os.environ.get(ROUND, "1")) > 1
+    return Resume(True, required=False) if again and not resume.wanted else resume
 
 
 def common_resume(session: Session, root: Path, resume: Resume) -> Resume:

@@ -94,18 +94,19 @@ def _launch(
         _silence(logging.getLogger(name))  # ranks report it better
     fork_server.start()
     rendezvous.register()
+    environment = dict(network.environment)  # of ranks; each rendezvous adds its number
     config = LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
         nproc_per_node=processes,
         run_id="thinpipe",
         rdzv_backend=rendezvous.BACKEND,
-        rdzv_configs={"network": network, "join_s": nodes.join_s},
+        rdzv_configs={"network": network, "join_s": nodes.join_s, "environment": environment},
         max_restarts=nodes.max_restarts,
         start_method=fork_server.START_METHOD,
     )
     try:
-        elastic_launch(config, _run_rank)(main, network.environment, *arguments)
+        elastic_launch(config, _run_rank)(main, environment, *arguments)
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)

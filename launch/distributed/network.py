@@ -24,6 +24,8 @@ from thinpipe.launch.overlay.settings import Settings
 
 LISTENS_AT = "THINPIPE_ADDRESS"
 """Environment variable: the address at which this host's ranks listen."""
+ROUND = "THINPIPE_ROUND"
+"""Environment variable: how often the hosts have met, 1 at the start. All hosts have the same."""
 LOOPBACK = "127.0.0.1"
 
 

@@ -26,12 +26,11 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from thinpipe.launch.distributed.network import HostNetwork
+from thinpipe.launch.distributed.network import ROUND, HostNetwork
 from thinpipe.launch.distributed.store import connect_store, hold_store
 
 BACKEND = "thinpipe"
 """The name that `register` gives it in torch's launcher."""
-
 _POLL_S = 0.05
 _LOOK_S = 1.0
 """How often a running host looks whether another one has come anew."""
@@ -44,15 +43,19 @@ def register() -> None:
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     network, limit_s = parameters.get("network"), parameters.get("join_s")
-    return Rendezvous(network, parameters.min_nodes, limit_s=limit_s)
+    environment = parameters.get("environment")
+    return Rendezvous(network, parameters.min_nodes, environment, limit_s=limit_s)
 
 
 class Rendezvous(RendezvousHandler):
     """This host's part in it."""
 
-    def __init__(self, network: HostNetwork, hosts: int, *, limit_s: float) -> None:
-        """Open the store, or connect to it."""
+    def __init__(
+        self, network: HostNetwork, hosts: int, environment: dict[str, str], *, limit_s: float
+    ) -> None:
+        """Open the store, or connect to it. `environment` of ranks gets the number of the round."""
         self._network, self._hosts, self._limit_s = network, hosts, limit_s
+        self._environment = environment
         self._wait = _Wait(hosts, network.endpoint, limit_s) if hosts > 1 else None
         self._holds = network.server is not None
         self._tcp = (
@@ -93,6 +96,7 @@ class Rendezvous(RendezvousHandler):
             raise RendezvousConnectionError(str(error).splitlines()[0]) from None
         if self._wait is not None:
             self._wait.over()
+        self._environment[ROUND] = str(self._round)
         host, port = self._network.store
         store = PrefixStore(f"round{self._round}", self._tcp)
         return RendezvousInfo(store, rank, self._hosts, RendezvousStoreInfo(host, port))

@@ -14,6 +14,7 @@ from tests.commands import PATIENCE_S
 from tests.launch.test_train import ranks_of, run_file, wait_until
 from tests.ports import free_port
 from thinpipe.launch.checkpoint.state import Resume, after_restart
+from thinpipe.launch.distributed.network import ROUND
 from thinpipe.launch.report.metrics import read_metrics
 
 __all__ = ["run_file"]
@@ -25,6 +26,9 @@ def test_only_a_restart_resumes_unasked(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert after_restart(Resume(False)) == Resume(True, required=False)
     assert after_restart(Resume(True, 8)) == Resume(True, 8, required=True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # of the machine that came back
+    monkeypatch.setenv(ROUND, "2")
+    assert after_restart(Resume(False)) == Resume(True, required=False)
 
 
 def node(run: Path, log: Path, *meeting: str) -> subprocess.Popen[str]:

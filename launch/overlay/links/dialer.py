@@ -58,8 +58,9 @@ class Dialer:
         self._dialing, link = False, self._link
         if welcome.refused or not welcome.known or said.session != link.session.identity:
             self._loop.close(connection)
-            self._wait(_LONGEST_PAUSE_S)
-            if not welcome.refused:  # the peer was started anew, or has given this host up
+            if welcome.refused:
+                self._wait(_LONGEST_PAUSE_S)
+            else:  # the peer was started anew, or has given this host up
                 link.give_up("has forgotten this connection")
             return
         self._due_s, self._pause_s = 0.0, _FIRST_PAUSE_S

@@ -105,10 +105,12 @@ class Link:
     # What goes over it ---------------------------------------------------------------------------
 
     def open(self, sock: socket.socket, port: int, traffic: Traffic) -> None:
-        """Carry a local connection to a port of the peer's."""
-        if self.is_lost or len(self.streams) >= _MOST_STREAMS:
+        """Carry a local connection to a port of the peer's; a lost one is waited for once more."""
+        if len(self.streams) >= _MOST_STREAMS:
             self._loop.close(sock)
             return
+        if self.is_lost:
+            self.is_lost, self._heard_s = False, time.monotonic()
         stream = self._stream(sock, self._next_stream, traffic)
         self._next_stream += 2
         self.post(Kind.OPEN, stream, _PORT.pack(port))

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -39,8 +39,10 @@ def net() -> Iterator[ShapedNetwork]:
 class Run:
     """`thinpipe train --nnodes 3` on every host; each in a folder of its own."""
 
-    def __init__(self, net: ShapedNetwork, folder: Path, *settings: str) -> None:
-        self.folder, self._net, self._settings = folder, net, settings
+    def __init__(
+        self, net: ShapedNetwork, folder: Path, *settings: str, options: Sequence[str] = ()
+    ) -> None:
+        self.folder, self._net, self._settings, self._options = folder, net, settings, options
         text = folder / "text.txt"
         text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
         (folder / "run.toml").write_text(RUN.format(folder=folder / "one", text=text))
@@ -52,6 +54,7 @@ class Run:
         changed = (f"run.folder={self.folder}/{host}", *self._settings)
         words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", f"{self.folder}/run.toml"]
         words += ["--nnodes", str(HOSTS), "--rdzv", f"host0:{PORT}"]
+        words += self._options
         words += [word for setting in changed for word in ("--set", setting)]
 
         def body() -> int:
@@ -182,3 +185,23 @@ def test_a_killed_rank_is_known_everywhere(net: ShapedNetwork, tmp_path: Path) -
     cause = "rank 1 on host1: killed by signal 9 (SIGKILL)"
     for host in (0, 2):
         assert f"first failure: {cause}" in run.log(host).read_text(), run.text()
+
+
+def test_a_machine_whose_launcher_died_comes_back(net: ShapedNetwork, tmp_path: Path) -> None:
+    settings = ("train.epochs=60", "checkpoint.every_steps=20")
+    run = Run(net, tmp_path, *settings, options=("--max-restarts", "1"))
+    latest = tmp_path / "0" / "checkpoints" / "latest"
+    wait_until(latest.exists, PATIENCE_S)
+
+    def kill(_host: int) -> int:
+        folder = f"run.folder={tmp_path}/1"  # all hosts are in one process namespace
+        (launcher,) = (p for p in psutil.process_iter(["cmdline"]) if folder in p.info["cmdline"])
+        launcher.kill()
+        return 0
+
+    net.run(kill, hosts=[1])
+    os.waitpid(run.pids.pop(1), 0)
+    time.sleep(1)
+    run.pids[1] = run.start(1)
+    assert run.done() == dict.fromkeys(range(HOSTS), 0), run.text()
+    assert run.losses() == alone(tmp_path, *settings)

@@ -108,10 +108,14 @@ class Pair:
     def pipe(self, traffic: Traffic = Traffic.PIPELINE) -> tuple[socket.socket, socket.socket]:
         """The two ends of a local connection that leads through both links."""
         near = self.open(PORT, traffic)
+        return near, self.accept()
+
+    def accept(self) -> socket.socket:
+        """The next connection that comes out at host "b"."""
         far = self._local.accept()[0]
         self._ends.append(far)
         far.settimeout(60)
-        return near, far
+        return far
 
     def open(self, port: int, traffic: Traffic = Traffic.PIPELINE) -> socket.socket:
         """A local connection to a port of host "b"."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.overlay.links.pair import Pair, noise, transfer
+from tests.launch.overlay.links.pair import PORT, Pair, noise, transfer
 from thinpipe.launch.overlay import keys
 from thinpipe.launch.overlay.links import link as link_module
 from thinpipe.launch.overlay.links.frames import Kind, Traffic
@@ -159,14 +159,10 @@ def test_after_its_patience_a_link_breaks_its_streams_and_can_begin_anew(key: Pa
         assert near.recv(1) == b""
         assert 3 <= time.monotonic() - start_s < 30
         assert "lost" in {state for _, state, _ in pair.events}
+        waiting = pair.open(PORT)  # for one more time
+        waiting.sendall(b"again")
         pair.wire.held.clear()
-        deadline_s = time.monotonic() + 30
-        while not (pair.a.connected and pair.b.connected):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
-        near, far = pair.pipe()
-        near.sendall(b"again")
-        assert far.recv(5) == b"again"
+        assert pair.accept().recv(5) == b"again"
 
 
 @pytest.mark.parametrize("what", ["foreign stream", "second open", "too much", "long open"])
