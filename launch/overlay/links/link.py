@@ -21,7 +21,7 @@ from thinpipe.launch.overlay.links.frames import (
 from thinpipe.launch.overlay.links.loop import READ, WRITE, Loop
 from thinpipe.launch.overlay.links.session import Buffer, Session
 from thinpipe.launch.overlay.links.stream import Stream
-from thinpipe.launch.overlay.links.tcp import choose_congestion_control, read_state
+from thinpipe.launch.overlay.links.tcp import choose_congestion_control, limit_unsent, read_state
 
 BEAT_S = 0.5
 SILENT_S = 2.5
@@ -77,6 +77,7 @@ class Link:
         self._retransmitted, self._rate_Bps = 0, 0
         self._silent = False
         self._scratch = bytearray(LARGEST)
+        self._frame_nbytes = LARGEST
         self._missing = memoryview(b"")
         self._begin()
 
@@ -222,6 +223,7 @@ class Link:
             return
         self.stats.round_trip_s, self._rate_Bps = state.round_trip_s, state.rate_Bps
         self.stats.path_mtu = state.path_mtu
+        self._frame_nbytes = limit_unsent(self._connection, state.rate_Bps)
         self.stats.retransmitted += max(0, state.retransmitted - self._retransmitted)
         self._retransmitted = state.retransmitted
         if not self.stats.bbr:
@@ -294,7 +296,7 @@ class Link:
             stream = heapq.heappop(self._ready)[2]
             if self.streams.get(stream.number) is not stream:
                 continue
-            pulled = stream.pull(self._scratch)
+            pulled = stream.pull(memoryview(self._scratch)[: self._frame_nbytes])
             if pulled is not None:
                 self._data_s = time.monotonic()
                 return self.session.number(pulled[1], pulled[0], stream.traffic, stream.number)

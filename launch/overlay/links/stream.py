@@ -5,7 +5,7 @@ import socket
 from collections import deque
 from typing import Protocol
 
-from thinpipe.launch.overlay.links.frames import HEADER, LARGEST, FrameError, Kind, Traffic
+from thinpipe.launch.overlay.links.frames import HEADER, FrameError, Kind, Traffic
 from thinpipe.launch.overlay.links.loop import READ, WRITE, Loop
 
 WINDOW_NBYTES = 32 << 20
@@ -55,10 +55,13 @@ class Stream:
             self._connecting = True
         self._update()
 
-    def pull(self, scratch: bytearray) -> tuple[Kind, bytearray] | None:
-        """The next frame, with room for its header; None if there is nothing after all."""
+    def pull(self, scratch: memoryview) -> tuple[Kind, bytearray] | None:
+        """The next frame, with room for its header and at most the payload that fits `scratch`.
+
+        None if there is nothing after all.
+        """
         self._is_ready = False
-        room = memoryview(scratch)[: min(LARGEST, self._may_send)]
+        room = scratch[: self._may_send]
         try:
             length = self._sock.recv_into(room)
         except BlockingIOError:
@@ -73,7 +76,7 @@ class Stream:
             self._finish()
             return Kind.END, bytearray(HEADER.size)
         self._may_send -= length
-        if length == LARGEST and self._may_send:
+        if length == len(scratch) and self._may_send:
             self._is_ready = True
             self._owner.ready(self)
         else:

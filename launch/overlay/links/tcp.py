@@ -5,7 +5,8 @@ import struct
 from dataclasses import dataclass
 
 _NOTSENT_LOWAT = 25  # TCP_NOTSENT_LOWAT; socket has no name for it
-_UNSENT_NBYTES = 128 * 1024
+_LEAST_UNSENT, _MOST_UNSENT = 16 * 1024, 128 * 1024
+_UNSENT_S = 0.002
 _LONG_ROUND_TRIP_S = 0.005
 
 
@@ -25,10 +26,20 @@ class TcpState:
 
 
 def tune(sock: socket.socket) -> None:
-    """Send at once, and keep little in the kernel, so that urgent frames overtake what waits."""
+    """Send at once, without waiting for more."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    limit_unsent(sock, 0)
+
+
+def limit_unsent(sock: socket.socket, rate_Bps: int) -> int:
+    """Keep little in the kernel, so that urgent frames overtake what waits; return how much.
+
+    It is what a link of that rate (bytes per second) carries in 2 ms, from 16 to 128 KiB.
+    """
+    nbytes = min(_MOST_UNSENT, max(_LEAST_UNSENT, int(rate_Bps * _UNSENT_S)))
     if hasattr(socket, "TCP_INFO"):
-        sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT_NBYTES)
+        sock.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, nbytes)
+    return nbytes
 
 
 def read_state(sock: socket.socket) -> TcpState | None:
