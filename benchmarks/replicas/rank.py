@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from benchmarks.links.runners import ThinPipeRunner
 from benchmarks.links.workloads import PaperShape
 from thinpipe.gradcomp.registry import load_method, parse_options
 from thinpipe.pipeline.comm.gloo import GlooTransport
-from thinpipe.pipeline.comm.gloo_peers import CHUNK_NBYTES
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.transport import CLOCK
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, ExchangeHeader
@@ -167,37 +167,29 @@ def _together(transport: GlooTransport) -> None:
     time.sleep(max(0.0, begin_s - time.perf_counter()))
 
 
-def ping_host(host: int, chunks: Sequence[int], nbytes: int, pings: int) -> dict[int, list[float]]:
-    """Round trips [s] of small pipeline messages while replicas exchange, by size of the chunks.
-
-    Chunk 0 stands for no exchange.
-    """
+def ping_host(host: int, nbytes: int, pings: int, key: Path | None) -> dict[str, list[float]]:
+    """Round trips [s] of small pipeline messages, alone and while replicas exchange."""
     torch.set_num_threads(1)
-    with default_group(_TIMEOUT_S):
-        return ping_rank(chunks, nbytes, pings)
+    with default_group(_TIMEOUT_S, key):
+        return ping_rank(nbytes, pings)
 
 
-def ping_rank(chunks: Sequence[int], nbytes: int, pings: int) -> dict[int, list[float]]:
+def ping_rank(nbytes: int, pings: int) -> dict[str, list[float]]:
     """As `ping_host`, as one of two ranks of the default group."""
-    found: dict[int, list[float]] = {}
-    for number, chunk_nbytes in enumerate(chunks):
-        transport = GlooTransport(
-            1, 2, timeout_s=_TIMEOUT_S, chunk_nbytes=chunk_nbytes or CHUNK_NBYTES
-        )
-        rank, busy = transport.mesh.rank, None
-        _together(transport)
-        if chunk_nbytes:
-            message = torch.zeros(EXCHANGE_HEADER_NBYTES + nbytes, dtype=torch.uint8)
-            ExchangeHeader(0, 0, 0, number, 0, rank).write(message)
-            peers = transport.peers([0, 1])
-            worker = Worker("gradcomp")
-            busy = worker.submit(partial(peers.exchange, {1 - rank: message}, [1 - rank], nbytes))
-            time.sleep(0.2)
-        links = [transport.link(1 - rank, CLOCK + way, "ping") for way in (0, 1)]
-        found[chunk_nbytes] = [_ping(links, rank, ping) for ping in range(pings)]
-        if busy is not None:
-            busy.result()
-    return found
+    transport = GlooTransport(1, 2, timeout_s=_TIMEOUT_S)
+    rank, peers = transport.mesh.rank, transport.peers([0, 1])
+    links = [transport.link(1 - rank, CLOCK + way, "ping") for way in (0, 1)]
+    _together(transport)
+    alone = [_ping(links, rank, ping) for ping in range(pings)]
+    message = torch.zeros(EXCHANGE_HEADER_NBYTES + nbytes, dtype=torch.uint8)
+    ExchangeHeader(0, 0, 0, 0, 0, rank).write(message)
+    worker = Worker("gradcomp")
+    busy = worker.submit(partial(peers.exchange, {1 - rank: message}, [1 - rank], nbytes))
+    time.sleep(0.2)
+    beside = [_ping(links, rank, pings + ping) for ping in range(pings)]
+    assert not busy.done(), "the exchange was over before the last ping; send more"
+    busy.result()
+    return {"alone": alone, "beside an exchange": beside}
 
 
 def _ping(links: Sequence[Link], rank: int, number: int) -> float:

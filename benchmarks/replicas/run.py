@@ -7,11 +7,12 @@ Three measurements on emulated networks (`thinpipe shaped`):
   scaled by that; compute is slept.
 * `end-to-end`: two replicas of a two-stage pipeline at real rates, compressed at the cut and
   between replicas, against fp32 at both.
-* `priority`: round trips of small messages of the pipeline beside a bulk exchange, by chunk size.
+* `priority`: round trips of small messages of the pipeline beside a bulk exchange.
 """
 
 import argparse
 import statistics
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from benchmarks.links.runners import METHODS as CUTS
 from benchmarks.links.workloads import PaperShape
 from benchmarks.replicas.rank import Method, Plan, RankResult, ping_host, run_host
 from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec, format_rate
+from thinpipe.launch.overlay import keys
 from thinpipe.launch.shaped.network import ShapedNetwork
 
 _LIMIT_S = 3600.0
@@ -126,23 +128,22 @@ def table(rows: Sequence[Row]) -> str:
     return format_table(heads, cells)
 
 
-def priority_table(chunks_kib: Sequence[int], pings: int) -> tuple[str, dict[str, list[float]]]:
-    """Round trips beside an exchange that fills a 100 Mbit/s link."""
-    chunks = [0, *(1024 * kib for kib in chunks_kib)]
-    with ShapedNetwork(NetworkSpec.of(2, f"{_PING_RATE:.0f}bit")) as network:
-        job = partial(ping_host, chunks=chunks, nbytes=_PING_NBYTES, pings=pings)
-        found, _ = network.run(job, timeout_s=_LIMIT_S)
-    heads = ("chunk KiB", "ms on the wire", "round trip ms, median", "longest ms")
+def priority_table(pings: int) -> tuple[str, dict[str, list[float]]]:
+    """Round trips alone and beside an exchange that fills 100 Mbit/s, with the overlay or not."""
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        key = Path(folder) / "run.key"
+        keys.new(key)
+        for how, path in (("overlay", key), ("open", None)):
+            with ShapedNetwork(NetworkSpec.of(2, f"{_PING_RATE:.0f}bit")) as network:
+                job = partial(ping_host, nbytes=_PING_NBYTES, pings=pings, key=path)
+                first, _ = network.run(job, timeout_s=_LIMIT_S)
+            found |= {f"{how}, {what}": times for what, times in first.items()}
     rows = [
-        (
-            str(chunk // 1024) if chunk else "no exchange",
-            f"{8e3 * chunk / (_PING_RATE * PAYLOAD_SHARE):.1f}",
-            f"{1e3 * statistics.median(found[chunk]):.1f}",
-            f"{1e3 * max(found[chunk]):.1f}",
-        )
-        for chunk in chunks
+        (what, f"{1e3 * statistics.median(times):.1f}", f"{1e3 * max(times):.1f}")
+        for what, times in found.items()
     ]
-    return format_table(heads, rows), {str(chunk): times for chunk, times in found.items()}
+    return format_table(("small messages", "round trip ms, median", "longest ms"), rows), found
 
 
 def _plans(options: argparse.Namespace) -> dict[str, Plan]:
@@ -171,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 records.add({"part": name}, asdict(row))
             print(f"\n{name}\n\n{table(rows)}", flush=True)
     if "priority" in options.parts:
-        text, found = priority_table(options.chunks, options.pings)
+        text, found = priority_table(options.pings)
         records.add({"part": "priority", "rate_bps": _PING_RATE}, found)
         print(f"\npriority\n\n{text}")
 
@@ -186,7 +187,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compute", type=float, default=0.26, help="seconds of a step")
     parser.add_argument("--stage-parameters", type=int, default=16_000_000, help="end to end")
     parser.add_argument("--microbatches", type=int, default=8, help="end to end, per replica")
-    parser.add_argument("--chunks", type=int, nargs="+", default=[64, 256, 1024, 8192], help="KiB")
     parser.add_argument("--pings", type=int, default=20)
     parser.add_argument("--json", type=Path, help="new file for one JSON line per row")
     return parser.parse_args(arguments)

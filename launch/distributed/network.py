@@ -27,6 +27,11 @@ LISTENS_AT = "THINPIPE_ADDRESS"
 ROUND = "THINPIPE_ROUND"
 """Environment variable: how often the hosts have met, 1 at the start. All hosts have the same."""
 LOOPBACK = "127.0.0.1"
+_LINK_STATES = {
+    "silent": "connection to {} lost ({}); connecting again",
+    "back": "connection to {} is back",
+    "lost": "{} is given up: {}",
+}
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ def several_machines(
             store_port=server.getsockname()[1] if server is not None else None,
         )
     )
+    overlay.on_link = lambda peer, state, reason: log(_LINK_STATES[state].format(peer, reason))
     try:
         overlay.join(limit_s, log)
         store = (LOOPBACK, int(overlay.client().ask("store_port")))

@@ -15,7 +15,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.distributed.failures import Failures, Watch, end_soon
 from thinpipe.launch.distributed.group import meet, open_group
@@ -25,7 +24,6 @@ from thinpipe.launch.distributed.supervisor import announce
 from thinpipe.launch.overlay.ranks import broken_links
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
-from thinpipe.pipeline.comm.gloo_peers import CHUNK_NBYTES
 from thinpipe.pipeline.comm.transport import Transport
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.wire.header import DesyncError
@@ -133,7 +131,6 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
             config.pipeline.pipeline_ranks,
             config.pipeline.replicas,
             timeout_s=wait_s,
-            chunk_nbytes=_chunk_nbytes(config),
         )
         yield Session(store, transport, run_id, int(os.environ.get("LOCAL_RANK", "0")))
         transport.close()
@@ -148,11 +145,6 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
         raise
     watch.stand_down()
     dist.destroy_process_group()
-
-
-def _chunk_nbytes(config: RunConfig) -> int:
-    options = config.method_options
-    return 1024 * options.chunk_kib if isinstance(options, ExchangeOptions) else CHUNK_NBYTES
 
 
 def _report(failures: Failures, who: str, rank: int, error: Exception) -> str:

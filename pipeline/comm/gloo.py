@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo_link import GlooLink, irecv, isend, lost, wait
-from thinpipe.pipeline.comm.gloo_peers import CHUNK_NBYTES, GlooPeers
+from thinpipe.pipeline.comm.gloo_peers import GlooPeers
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Scope
 from thinpipe.pipeline.mesh import Mesh, check_world
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, digest_of, opened, sealed
@@ -34,7 +34,6 @@ class GlooTransport:
         replicas: int,
         *,
         timeout_s: float,
-        chunk_nbytes: int = CHUNK_NBYTES,
     ) -> None:
         """Make the groups; every rank of the world calls it.
 
@@ -44,7 +43,7 @@ class GlooTransport:
         """
         check_world(pipeline_ranks, replicas, dist.get_world_size())
         self.mesh = Mesh(pipeline_ranks, replicas, dist.get_rank())
-        self._timeout_s, self._chunk_nbytes = timeout_s, chunk_nbytes
+        self._timeout_s = timeout_s
         self.pipeline_group = self._group(self.mesh.pipeline, "pipeline")
         self._backward = self._group(self.mesh.pipeline, "pipeline")
         self._control = self._group(range(self.mesh.world_size), "control")
@@ -69,8 +68,7 @@ class GlooTransport:
 
     def peers(self, ranks: Sequence[int]) -> GlooPeers:
         """Exchanges between these ranks; all of them call it."""
-        groups = (self._group(ranks, "exchange"), self._group(ranks, "exchange"))
-        return GlooPeers(groups, chunk_nbytes=self._chunk_nbytes)
+        return GlooPeers((self._group(ranks, "exchange"), self._group(ranks, "exchange")))
 
     def share(self, values: Tensor, scope: Scope) -> Tensor:
         """Every rank sends to every other: gloo's all-gather is a ring of hops, each delayed.

@@ -1,4 +1,4 @@
-"""Exchanges over gloo: messages arrive whole, in chunks, and failures name the edge.
+"""Exchanges over gloo: messages arrive whole, and failures name the edge.
 
 One group of processes makes all exchanges, one after the other; tests look at what it found.
 """
@@ -27,7 +27,6 @@ from tests.ranks import Ranks, run_ranks
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo_peers import GlooPeers
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 from thinpipe.pipeline.wire.header import DesyncError
 
 pytestmark = pytest.mark.dist
@@ -36,26 +35,26 @@ SIZES = [0, 15, 16, 17, 63, 64, 65, 1000]
 SIZE = 3
 
 
-def peers_of(chunk_nbytes: int) -> Peers:
+def peers_of_all() -> Peers:
     assert dist.group.WORLD is not None
-    return GlooPeers((dist.group.WORLD, dist.group.WORLD), chunk_nbytes=chunk_nbytes)
+    return GlooPeers((dist.group.WORLD, dist.group.WORLD))
 
 
 def impatient_peers() -> Peers:
     """Peers that wait for 3 seconds."""
     dist.barrier()  # making the group has the same timeout
     group = dist.new_group(timeout=timedelta(seconds=3))
-    return GlooPeers((group, group), chunk_nbytes=256)
+    return GlooPeers((group, group))
 
 
 def exchange_all(rank: int) -> dict[str, Any]:
-    peers = peers_of(64)
+    peers = peers_of_all()
     whole, sent = swap_sizes(peers), peers.bytes_sent
     return {
         "sizes": (whole, sent),
         "primitives": (sharded(peers), summed(peers), gathered(peers)),
         "ring": along_ring(peers),
-        "too long": send_too_much(peers_of(256)),
+        "too long": send_too_much(peers_of_all()),
         "silent": wait_for_nothing(impatient_peers()),
     }
 
@@ -133,7 +132,7 @@ def test_a_peer_that_dies_in_an_exchange_is_named_at_once(ranks: Ranks, tmp_path
 
 
 def die_in_exchange(rank: int, account: Path) -> None:
-    peers = peers_of(64)
+    peers = peers_of_all()
     if rank == 1:
         time.sleep(0.3)
         os._exit(1)
@@ -141,14 +140,3 @@ def die_in_exchange(rank: int, account: Path) -> None:
     with pytest.raises(TransportError) as caught:
         sharded(peers)
     account.write_text(f"{time.monotonic() - begin:.1f} {caught.value}")
-
-
-def test_a_chunk_has_room_for_a_header() -> None:
-    class Unused:
-        pass
-
-    group: Any = Unused()
-    with pytest.raises(
-        ValueError, match=f"chunk_nbytes = 47: a header takes {EXCHANGE_HEADER_NBYTES}"
-    ):
-        GlooPeers(group, chunk_nbytes=47)
