@@ -17,9 +17,11 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import Corpus, check_data
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.distributed.elastic import rank_threads
+from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.handshake import versions
 from thinpipe.launch.distributed.session import Session, StopFlag, join
 from thinpipe.launch.host.packages import explain
+from thinpipe.launch.overlay.ranks import carrier_status
 from thinpipe.launch.plan.auto_cuts import decide_cuts
 from thinpipe.launch.plan.memory_budget import (
     check_memory,
@@ -29,6 +31,7 @@ from thinpipe.launch.plan.memory_budget import (
 )
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.report.console import Display
+from thinpipe.launch.report.edges import Edge, edges_of
 from thinpipe.launch.report.metrics import (
     MetricsWriter,
     RunInfo,
@@ -130,7 +133,7 @@ class _Run:
                     display.note(f"warning: {note}")
                 self._maybe_save(step + 1)
             self._built.engine.close()
-            self._finish(display, show)
+            self._finish(display, show, self._edges())
 
     def _step(self, step: int, *, timeline: bool) -> StepRecord:
         batch = self._corpus.train.batch(self._sampler.ids(step))
@@ -227,13 +230,18 @@ class _Run:
         info = _describe(self._config, self._steps) if shows else None
         return stack.enter_context(Display(info, interactive=os.isatty(1)))
 
-    def _finish(self, display: Display, show: int) -> None:
+    def _edges(self) -> list[Edge]:
+        """The connections between all hosts."""
+        mine = carrier_status() if self._session.local_rank == 0 else None
+        return edges_of(gather_json(self._session.transport, mine))
+
+    def _finish(self, display: Display, show: int, edges: Sequence[Edge]) -> None:
         if not self._records:  # a finished run was resumed where its metrics are not
             return
         if not self._session.writes_run_folder and self._session.local_rank != show:
             return
         info = _describe(self._config, self._steps)
-        summary = summarize(info, self._records)
+        summary = summarize(info, self._records, edges)
         if self._session.writes_run_folder:
             from thinpipe.launch.report.html import (
                 write_report,  # slow to import

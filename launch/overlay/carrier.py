@@ -318,7 +318,8 @@ class Carrier:
             }
             for name, link in self._links.items()
         }
-        return {"links": links, "refused": {**strangers, **self._refused}}
+        refused = {**strangers, **self._refused}
+        return {"name": self._settings.name, "links": links, "refused": refused}
 
 
 def _explain(error: Exception) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any, cast
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
@@ -32,6 +33,13 @@ def open_ports(
         host, theirs = json.loads(store.get(other))
         for traffic, port in theirs.items():
             client.ask("forward", host=host, port=port, traffic=traffic)
+
+
+def carrier_status() -> dict[str, Any] | None:
+    """What this host's carrier knows of its links; None if there is no carrier."""
+    carrier = os.environ.get(ADDRESS)
+    status = None if carrier is None else Client.connect(carrier).ask("status")
+    return cast("dict[str, Any] | None", status)
 
 
 def broken_links() -> str:

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
+from thinpipe.launch.report.edges import edge_table
 from thinpipe.launch.report.metrics import (
     NOTHING,
     RecentMean,
@@ -392,6 +393,8 @@ def _final(info: RunInfo, summary: Summary) -> RenderableType:
         parts += [_final_traffic(summary), ""]
         note = "sent: bytes on the wire with headers; bf16, fp32: the same values uncompressed"
         parts += [Text(note, style="dim"), ""]
+    if summary["edges"]:
+        parts += [edge_table(summary["edges"]), ""]
     where = Text.assemble(("report  ", "dim"), str(info.folder / "report.html"), overflow="fold")
     return Group(*parts, where)
 

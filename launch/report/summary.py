@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import TypedDict
 
+from thinpipe.launch.report.edges import Edge
 from thinpipe.launch.report.metrics import (
     RunInfo,
     StepRecord,
@@ -44,7 +45,8 @@ class Summary(TypedDict):
     has one. `eval` is the last evaluation. `sync_ratio_fp32` compares the bytes between
     replicas with one fp32 ring all-reduce of the gradients per step. `repaired` counts, by cut,
     samples whose memories were reset. `wall_s` is the sum of step times, without start-up and
-    evaluations. `unit` is what `tokens` counts: tokens, or samples in classification.
+    evaluations. `unit` is what `tokens` counts: tokens, or samples in classification. `edges` are
+    the connections between hosts, of the present start only.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Summary(TypedDict):
     sync_bytes: int
     sync_ratio_fp32: float | None
     control_bytes: int
+    edges: list[Edge]
     repaired: dict[str, int]
     skipped: int
     wall_s: float
@@ -76,7 +79,7 @@ class Summary(TypedDict):
     config_digest: str
 
 
-def summarize(info: RunInfo, records: Sequence[StepRecord]) -> Summary:
+def summarize(info: RunInfo, records: Sequence[StepRecord], edges: Sequence[Edge] = ()) -> Summary:
     """Condense the steps of a run, also those before its cuts moved.
 
     Raises:
@@ -113,6 +116,7 @@ def summarize(info: RunInfo, records: Sequence[StepRecord]) -> Summary:
         sync_bytes=sum(record.sync_bytes for record in records),
         sync_ratio_fp32=_sync_ratio(info, records),
         control_bytes=sum(record.control_bytes for record in records),
+        edges=list(edges),
         repaired={
             str(cut): sum(record.repaired.get(cut, 0) for record in records)
             for cut in sorted({cut for record in records for cut in record.repaired})

@@ -1,5 +1,6 @@
 """Whole runs on emulated hosts: private, exact, and healed when the network breaks."""
 
+import json
 import os
 import signal
 import socket
@@ -154,6 +155,15 @@ def test_resets_outages_and_strangers_change_nothing(net: ShapedNetwork, tmp_pat
     assert net.run(disturb, hosts=[2]) == [300]
     assert run.done() == dict.fromkeys(range(HOSTS), 0), run.text()
     assert run.losses() == alone(tmp_path, longer)
+    edges = json.loads((tmp_path / "0" / "summary.json").read_text())["edges"]
+    assert {(edge["source"], edge["target"]) for edge in edges} == {
+        (f"host{a}", f"host{b}") for a in range(HOSTS) for b in range(HOSTS) if a != b
+    }
+    disturbed = {edge["target"] for edge in edges if edge["source"] == "host2" and edge["resumed"]}
+    assert disturbed == {"host0", "host1"}
+    assert "connection to host2 lost (" in run.log(0).read_text()
+    assert "connection to host2 is back" in run.log(0).read_text()
+    assert "host2 → host0" in run.log(0).read_text()
 
 
 def test_a_lost_machine_is_named_on_both_sides(net: ShapedNetwork, tmp_path: Path) -> None:

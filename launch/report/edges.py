@@ -1,0 +1,62 @@
+"""The connections between a run's hosts: what crossed each way, and how often it was disturbed."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+from rich import box
+from rich.table import Table
+
+from thinpipe.launch.report.metrics import format_bytes
+
+
+class Edge(TypedDict):
+    """One direction between two hosts, over the whole run.
+
+    `bytes` left the source, with everything that encryption, framing and repetition add;
+    `retransmitted` are TCP segments sent again, `resumed` counts connections that took over from
+    a broken one.
+    """
+
+    source: str
+    target: str
+    bytes: int
+    round_trip_s: float
+    retransmitted: int
+    resumed: int
+    longest_silence_s: float
+
+
+def edges_of(hosts: Sequence[Mapping[str, Any] | None]) -> list[Edge]:
+    """From what every host's carrier says of its links (`overlay.ranks.carrier_status`)."""
+    return [
+        Edge(
+            source=host["name"],
+            target=peer,
+            bytes=link["sent_nbytes"],
+            round_trip_s=link["round_trip_s"],
+            retransmitted=link["retransmitted"],
+            resumed=link["resumed"],
+            longest_silence_s=link["longest_silence_s"],
+        )
+        for host in hosts
+        if host is not None
+        for peer, link in host["links"].items()
+    ]
+
+
+def edge_table(edges: Sequence[Edge]) -> Table:
+    """A row per direction between two hosts."""
+    table = Table(box=box.HORIZONTALS, header_style="bold", pad_edge=False)
+    table.add_column("connection")
+    for header in ("sent", "round trip", "sent again", "resumed", "longest silence"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for edge in edges:
+        table.add_row(
+            f"{edge['source']} → {edge['target']}",
+            format_bytes(edge["bytes"]),
+            f"{1e3 * edge['round_trip_s']:.1f} ms",
+            f"{edge['retransmitted']:,}",
+            f"{edge['resumed']:,}",
+            f"{edge['longest_silence_s']:.1f} s",
+        )
+    return table

@@ -1,0 +1,29 @@
+"""Connections between hosts in the summary."""
+
+from rich.console import Console
+
+from thinpipe.launch.report.edges import edge_table, edges_of
+
+LINK = {
+    "sent_nbytes": 2_500_000,
+    "round_trip_s": 0.05,
+    "retransmitted": 1234,
+    "resumed": 2,
+    "longest_silence_s": 4.25,
+    "bbr": True,
+}
+
+
+def test_every_host_says_what_it_sent_and_ranks_without_a_carrier_nothing() -> None:
+    quiet = {**LINK, "resumed": 0}
+    hosts = [{"name": "a", "links": {"b": LINK}}, None, {"name": "b", "links": {"a": quiet}}]
+    edges = edges_of(hosts)
+    assert [(edge["source"], edge["target"], edge["resumed"]) for edge in edges] == [
+        ("a", "b", 2),
+        ("b", "a", 0),
+    ]
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(edge_table(edges))
+    (row,) = (line for line in shown.get().splitlines() if line.strip().startswith("a → b"))
+    assert row.split()[3:] == ["2.5", "MB", "50.0", "ms", "1,234", "2", "4.2", "s"]
