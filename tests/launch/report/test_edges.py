@@ -26,4 +26,4 @@ def test_every_host_says_what_it_sent_and_ranks_without_a_carrier_nothing() -> N
     with console.capture() as shown:
         console.print(edge_table(edges))
     (row,) = (line for line in shown.get().splitlines() if line.strip().startswith("a → b"))
-    assert row.split()[3:] == ["2.5", "MB", "50.0", "ms", "1,234", "2", "4.2", "s"]
+    assert row.split()[3:] == ["2.50", "MB", "50.0", "ms", "1,234", "2", "4.2", "s"]
