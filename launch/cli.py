@@ -6,7 +6,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -132,7 +132,7 @@ def train(  # noqa: PLR0913  # one parameter per option
         _show_memory(config, resume=resume)
         return
     if started_by_launcher():
-        sys.exit(_run_rank(config, after_restart(Resume(resume, step)), show=show))
+        _run_rank(config, after_restart(Resume(resume, step)), show=show)
     if nnodes == 1 and rdzv is None:
         sys.exit(_run_all(config, resume=resume, max_restarts=max_restarts))
     nodes = Nodes(nnodes, rdzv or "", max_restarts, config.pipeline.peer_timeout_s)
@@ -289,7 +289,7 @@ def _run_here(config: RunConfig, nodes: Nodes) -> int:
         refuse(error)
 
 
-def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
+def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
     end_with_parent()
     keep_freed_memory()
     try:
@@ -313,7 +313,9 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> int:
     except Exception:
         _print_error(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}")
         os._exit(FAILED)
-    return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads still wait inside torch, which would abort the process
 
 
 def _print_error(text: str) -> None:

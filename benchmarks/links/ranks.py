@@ -73,12 +73,14 @@ def default_group(timeout_s: float, key: Path | None = None) -> Iterator[None]:
     """Inside, this process is a rank of the default group; with a key, through the overlay."""
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     config = NetworkConfig(key_file=str(key) if key else None, trusted=key is None)
-    store = meet(config, rank, world, wait_s=timeout_s)
+    store, network = meet(config, rank, world, wait_s=timeout_s)
     open_group(store, rank, world, wait_s=timeout_s)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        if network is not None:
+            network.close()
 
 
 def when_all_arrived(transport: GlooTransport) -> float:

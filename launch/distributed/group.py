@@ -9,14 +9,18 @@ from torch.distributed.distributed_c10d import Store
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.distributed import gloo_backend
 from thinpipe.launch.distributed.handshake import HandshakeError, open_store
-from thinpipe.launch.distributed.network import LISTENS_AT, join_as_rank
+from thinpipe.launch.distributed.network import LISTENS_AT, HostNetwork, join_as_rank
 from thinpipe.launch.overlay.control import ADDRESS, Client, OverlayError
 from thinpipe.launch.overlay.ranks import open_ports
 from thinpipe.pipeline.comm.errors import TransportError
 
 
-def meet(config: NetworkConfig, rank: int, world: int, *, wait_s: float) -> Store:
+def meet(
+    config: NetworkConfig, rank: int, world: int, *, wait_s: float
+) -> tuple[Store, HostNetwork | None]:
     """The store of the run; a rank that nobody did that for joins the run's network first.
+
+    It has to leave that network in the end.
 
     Raises:
         HandshakeError: the machines did not join, or nobody answers where the store should be.
@@ -27,7 +31,7 @@ def meet(config: NetworkConfig, rank: int, world: int, *, wait_s: float) -> Stor
     except OverlayError as error:
         raise HandshakeError(str(error)) from None
     server = network.server if network is not None else None
-    return open_store(rank, wait_s=wait_s, server=server)
+    return open_store(rank, wait_s=wait_s, server=server), network
 
 
 def open_group(store: Store, rank: int, world: int, *, wait_s: float) -> None:

@@ -115,7 +115,7 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
             f"start {config.world_size} (torchrun: nnodes x nproc-per-node)"
         )
     rank, wait_s = int(os.environ["RANK"]), config.pipeline.peer_timeout_s
-    met = meet(config.network, rank, world, wait_s=wait_s)
+    met, network = meet(config.network, rank, world, wait_s=wait_s)
     name, place = fresh_name(met, rank, world, wait_s=wait_s), store_address()
     store = PrefixStore(name, met)
     announce(place, name)
@@ -145,6 +145,8 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
         raise
     watch.stand_down()
     dist.destroy_process_group()
+    if network is not None:
+        network.close()
 
 
 def _report(failures: Failures, who: str, rank: int, error: Exception) -> str:

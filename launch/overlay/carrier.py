@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import socket
 import ssl
 import sys
@@ -14,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from thinpipe.launch.overlay import keys
@@ -88,7 +90,10 @@ class Carrier:
             self._take_roster(self._membership.roster)
         else:
             self._join(self._settings.coordinator)
-        self._loop.run()
+        try:
+            self._loop.run()
+        finally:
+            shutil.rmtree(Path(self._settings.socket).parent, ignore_errors=True)
 
     def _tick(self, now_s: float) -> None:
         for link in self._links.values():
@@ -101,6 +106,8 @@ class Carrier:
     def _leave(self, parent: socket.socket) -> None:
         """What this host's processes sent still goes out."""
         self._loop.close(parent)
+        for link in self._links.values():
+            link.say_goodbye()
         limit_s = time.monotonic() + _LEAVE_S
 
         def tick(now_s: float) -> None:

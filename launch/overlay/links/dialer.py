@@ -38,7 +38,8 @@ class Dialer:
 
     def tick(self, now_s: float) -> None:
         """Try, if there is no connection and the last try was long enough ago."""
-        if self._link.connected or self._dialing or now_s < self._due_s:
+        link = self._link
+        if link.connected or link.has_left or self._dialing or now_s < self._due_s:
             return
         self._dialing = True
         self._loop.spawn(self._steps(), LIMIT_S, done=self._on_welcome, failed=self._on_failure)

@@ -19,6 +19,7 @@ class Kind(IntEnum):
     END = 4  # nothing more comes; the other direction goes on
     RESET = 5  # the stream is broken
     ROSTER = 6  # payload: the hosts of the run, as JSON
+    BYE = 7  # the host leaves the run in order
 
 
 class Traffic(IntEnum):

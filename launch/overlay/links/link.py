@@ -70,6 +70,8 @@ class Link:
     ) -> None:
         self.peer, self.session, self.stats = peer, Session(), LinkStats()
         self.connected = self.is_lost = False
+        self.has_left = False
+        """Whether the peer has said that it leaves; it may come back as another incarnation."""
         self._loop, self._patience_s, self._first_stream = loop, patience_s, first_stream
         self._exposed, self._on_roster, self._on_change = exposed, on_roster, on_change
         self._connection: ssl.SSLSocket | None = None
@@ -83,6 +85,7 @@ class Link:
 
     def _begin(self) -> None:
         """A session without a past."""
+        self.has_left = False
         self.streams: dict[int, Stream] = {}
         self._next_stream = self._first_stream
         self._posted: deque[tuple[Kind, Traffic, int, bytes]] = deque()
@@ -116,6 +119,11 @@ class Link:
         self._next_stream += 2
         self.post(Kind.OPEN, stream, _PORT.pack(port))
         stream.start()
+
+    def say_goodbye(self) -> None:
+        """Tell the peer that this host leaves, so that it does not look for it."""
+        self._posted.append((Kind.BYE, Traffic.CONTROL, 0, b""))
+        self._watch()
 
     def send_roster(self, data: bytes) -> None:
         """Tell the peer where the hosts of the run are."""
@@ -182,7 +190,7 @@ class Link:
 
     def drop(self, reason: str) -> None:
         """The connection is of no use any more."""
-        if self.connected and not self._silent:
+        if self.connected and not self._silent and not self.has_left:
             self._silent = True
             self._on_change(self, "silent", reason)
         self._disconnect()
@@ -204,7 +212,7 @@ class Link:
                 self.drop(f"nothing heard for {silence_s:.1f} s{self._diagnosis()}")
             elif now_s - self._wrote_s >= self._pause_s(now_s):
                 self._watch(beat=True)
-        elif silence_s > self._patience_s and not self.is_lost:
+        elif silence_s > self._patience_s and not (self.is_lost or self.has_left):
             self.give_up(f"no connection for {silence_s:.0f} s (network.patience_s)")
 
     def _disconnect(self) -> None:
@@ -345,6 +353,8 @@ class Link:
             self._open_here(header, payload)
         elif header.kind is Kind.ROSTER:
             self._on_roster(bytes(payload))
+        elif header.kind is Kind.BYE:
+            self.has_left = True
         stream = self.streams.get(header.stream)
         if stream is None:  # closed here, while this was on its way
             return

@@ -165,6 +165,21 @@ def test_after_its_patience_a_link_breaks_its_streams_and_can_begin_anew(key: Pa
         assert pair.accept().recv(5) == b"again"
 
 
+def test_a_host_that_leaves_in_order_is_not_missed(key: Path) -> None:
+    with Pair(key) as pair:
+        pair.pipe()
+        pair.call(pair.b.say_goodbye)
+        deadline_s = time.monotonic() + 20
+        while not pair.a.has_left:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        connections = pair.wire.connections
+        pair.wire.cut()
+        time.sleep(1)
+        assert pair.wire.connections == connections
+        assert [event for event in pair.events if event[0] == "b"] == []
+
+
 @pytest.mark.parametrize("what", ["foreign stream", "second open", "too much", "long open"])
 def test_a_peer_that_breaks_the_rules_is_given_up(key: Path, what: str) -> None:
     """A member of the run with another program, or a defect."""
