@@ -189,11 +189,14 @@ class Link:
         self._begin()
 
     def drop(self, reason: str) -> None:
-        """The connection is of no use any more."""
+        """The connection is of no use any more; if the peer has left, neither are its streams."""
         if self.connected and not self._silent and not self.has_left:
             self._silent = True
             self._on_change(self, "silent", reason)
         self._disconnect()
+        if self.has_left:
+            self.restart()
+            self.has_left = True
 
     def give_up(self, reason: str) -> None:
         """Break all streams: who uses them learns at once."""

@@ -167,7 +167,7 @@ def test_after_its_patience_a_link_breaks_its_streams_and_can_begin_anew(key: Pa
 
 def test_a_host_that_leaves_in_order_is_not_missed(key: Path) -> None:
     with Pair(key) as pair:
-        pair.pipe()
+        near, _far = pair.pipe()
         pair.call(pair.b.say_goodbye)
         deadline_s = time.monotonic() + 20
         while not pair.a.has_left:
@@ -175,6 +175,7 @@ def test_a_host_that_leaves_in_order_is_not_missed(key: Path) -> None:
             time.sleep(0.02)
         connections = pair.wire.connections
         pair.wire.cut()
+        assert near.recv(1) == b""  # who waits for it learns at once
         time.sleep(1)
         assert pair.wire.connections == connections
         assert [event for event in pair.events if event[0] == "b"] == []
