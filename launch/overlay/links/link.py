@@ -173,7 +173,7 @@ class Link:
         self._note_silence(now_s)
         self._connection, self.connected, self.is_lost = connection, True, False
         self._heard_s = self._wrote_s = now_s
-        self._retransmitted = 0
+        self._retransmitted, self.stats.bbr = 0, False
         if self._silent:
             self._silent = False
             self._on_change(self, "back", "")

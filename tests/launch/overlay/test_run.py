@@ -198,7 +198,7 @@ def test_a_killed_rank_is_known_everywhere(net: ShapedNetwork, tmp_path: Path) -
 
 
 def test_a_machine_whose_launcher_died_comes_back(net: ShapedNetwork, tmp_path: Path) -> None:
-    settings = ("train.epochs=60", "checkpoint.every_steps=20")
+    settings = ("train.epochs=24", "checkpoint.every_steps=20")
     run = Run(net, tmp_path, *settings, options=("--max-restarts", "1"))
     latest = tmp_path / "0" / "checkpoints" / "latest"
     wait_until(latest.exists, PATIENCE_S)
