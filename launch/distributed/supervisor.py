@@ -1,5 +1,6 @@
 """A process that waits for a rank, and says what ended it if the rank no longer can."""
 
+import contextlib
 import json
 import os
 import signal
@@ -48,7 +49,8 @@ def supervise(be_rank: Callable[[], None]) -> None:
         sys.exit(code)
     if not asked:
         _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading)
-    signal.signal(-code, signal.SIG_DFL)
+    if -code != signal.SIGKILL:  # which cannot be handled
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 
 
@@ -58,7 +60,8 @@ def _pass_on_signals(rank: int) -> list[int]:
 
     def forward(number: int, _frame: FrameType | None) -> None:
         asked.append(number)
-        os.kill(rank, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(rank, number)
 
     for number in HELD_SIGNALS:
         signal.signal(number, forward)
@@ -69,10 +72,11 @@ def _pass_on_signals(rank: int) -> list[int]:
 def _report(message: str, reading: int) -> None:
     who = f"rank {os.environ['RANK']} on {socket.gethostname()}"
     os.write(2, f"{who}: {message}\n".encode())
-    announced = os.read(reading, 4096)
-    if not announced:  # it died before there were others
+    os.set_blocking(reading, False)  # a child of the rank's may hold the other end
+    try:
+        host, port, name = json.loads(os.read(reading, 4096))
+    except (BlockingIOError, ValueError):  # it died before there were others
         return
-    host, port, name = json.loads(announced)
     try:
         store = PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S))
         Failures(store, who).report(message, cause=True)

@@ -153,5 +153,9 @@ def _write(path: Path, key: bytes, certificate: bytes, authority: str = "") -> N
         ) from None
     except OSError as error:
         raise KeyFileError(f"{path}: {error.strerror}") from None
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(key + certificate + authority.encode())
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(key + certificate + authority.encode())
+    except OSError as error:  # half a key is none
+        path.unlink()
+        raise KeyFileError(f"{path}: not written: {error.strerror}") from None

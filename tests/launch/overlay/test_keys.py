@@ -1,5 +1,6 @@
 """Keys are the user's alone; machines with keys of their own keep their names."""
 
+import os
 import ssl
 from pathlib import Path
 
@@ -66,3 +67,16 @@ def test_the_commands_say_what_to_do_next(tmp_path: Path, monkeypatch: pytest.Mo
     assert 'network.name = "b"' in added.output
     again = CliRunner().invoke(app, ["key", "new", "run.key"])
     assert again.exit_code == 2
+
+
+def test_a_full_disk_leaves_no_half_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = open
+
+    def fdopen(descriptor: int, mode: str) -> object:
+        os.close(descriptor)
+        return full("/dev/full", mode, buffering=0)
+
+    monkeypatch.setattr(os, "fdopen", fdopen)
+    with pytest.raises(ValueError, match=r"run\.key: not written: No space left on device"):
+        keys.new(tmp_path / "run.key")
+    assert list(tmp_path.iterdir()) == []
