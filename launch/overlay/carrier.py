@@ -42,6 +42,8 @@ from thinpipe.launch.overlay.settings import Settings
 
 _FOREVER_S = 1e9
 _AGAIN_S = 0.5
+_WELCOME_S = 10.0
+"""The coordinator looks whether it can reach a host before it answers."""
 _LEAVE_S = 2.0
 
 
@@ -140,12 +142,19 @@ class Carrier:
             port=self._port,
         )
 
-        def steps() -> Steps[Roster]:
+        def enter() -> Steps[ssl.SSLSocket]:
             connection, _ = yield from connect(coordinator, self._context, lambda: hello)
             try:
                 welcome = yield from receive(connection, Welcome)
                 if welcome.refused:
                     raise Refused(welcome.refused)
+            except BaseException:
+                self._loop.close(connection)
+                raise
+            return connection
+
+        def wait(connection: ssl.SSLSocket) -> Steps[Roster]:
+            try:
                 while True:
                     roster = yield from receive(connection, Roster)
                     _report("waiting", joined=[host.name for host in roster.hosts])
@@ -153,6 +162,11 @@ class Carrier:
                         return roster
             finally:
                 self._loop.close(connection)
+
+        def entered(connection: ssl.SSLSocket) -> None:
+            self._loop.spawn(
+                wait(connection), _FOREVER_S, done=self._take_roster, failed=failed
+            )
 
         def failed(error: Exception) -> None:
             if isinstance(error, Refused):
@@ -162,7 +176,7 @@ class Carrier:
             _report("unreachable", message=f"{where}: {_explain(error)}")
             self._loop.after(_AGAIN_S, lambda: self._join(coordinator))
 
-        self._loop.spawn(steps(), _FOREVER_S, done=self._take_roster, failed=failed)
+        self._loop.spawn(enter(), _WELCOME_S, done=entered, failed=failed)
 
     def _take_roster(self, roster: Roster) -> None:
         """The hosts are known, or one of them has been started again."""
@@ -183,6 +197,26 @@ class Carrier:
             for link in self._links.values():
                 link.send_roster(roster.model_dump_json().encode())
 
+    def _take_roster_from(self, peer: str, data: bytes) -> None:
+        """The coordinator says where the hosts are now; nobody else may."""
+        assert self._roster is not None
+        try:
+            roster = Roster.model_validate_json(data)
+        except ValueError:
+            raise FrameError("a list of hosts that is none") from None
+        names = [host.name for host in roster.hosts]
+        if peer != self._roster.coordinator or (
+            (roster.run, roster.coordinator, roster.needed, names)
+            != (
+                self._roster.run,
+                self._roster.coordinator,
+                self._roster.needed,
+                [host.name for host in self._roster.hosts],
+            )
+        ):
+            raise FrameError("a list of hosts that is not its to give")
+        self._take_roster(roster)
+
     def _add_link(self, roster: Roster, number: int) -> None:
         peer, own = roster.hosts[number].name, self._settings.name
         link = self._links[peer] = Link(
@@ -191,7 +225,7 @@ class Carrier:
             first_stream=int(roster.index(own) > number),
             patience_s=self._settings.patience_s,
             exposed=self._forwards.exposed,
-            on_roster=lambda data: self._take_roster(Roster.model_validate_json(data)),
+            on_roster=lambda data: self._take_roster_from(peer, data),
             on_change=lambda link, state, reason: _report(
                 "link", peer=link.peer, state=state, reason=reason
             ),
@@ -234,13 +268,23 @@ class Carrier:
         if self._settings.listen is None:
             return None
         try:
-            return Listener(self._loop, self._settings.listen, context, self._welcome)
+            return Listener(
+                self._loop,
+                self._settings.listen,
+                context,
+                self._welcome,
+                is_member=self._is_member,
+            )
         except OSError as error:
             address, port = self._settings.listen
             raise ValueError(
                 f"network.listen = {address}:{port}: {error.strerror}; free the port, or name "
                 "another one"
             ) from None
+
+    def _is_member(self, address: str) -> bool:
+        roster = self._roster
+        return roster is not None and address in [host.address for host in roster.hosts]
 
     def _welcome(self, connection: ssl.SSLSocket, hello: Hello, source: str) -> None:
         refusal = self._refusal(connection, hello)

@@ -1,4 +1,9 @@
-"""The one port of a host: strangers must prove themselves there, a few at a time and quickly."""
+"""The one port of a host: strangers must prove themselves there, a few at a time and quickly.
+
+Where there are too many, the one that has waited longest goes: whoever has the key needs two round
+trips, so that a flood must be hundreds a second to keep it out. It cannot keep out a machine that
+is in the run already.
+"""
 
 import errno
 import socket
@@ -8,10 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 
 from thinpipe.launch.overlay.links.handshake import LIMIT_S, Hello, accept
-from thinpipe.launch.overlay.links.loop import READ, Loop
+from thinpipe.launch.overlay.links.loop import READ, Loop, Task
 
 _MOST, _MOST_OF_ONE = 64, 32
-"""Connections that may be unproven at a time, in all and from one address."""
+"""Connections that may be unproven at a time: in all, members' aside, and from one address."""
 _AT_ONCE = 16
 _PAUSE_S = 0.01
 
@@ -21,11 +26,17 @@ OnHello = Callable[[ssl.SSLSocket, Hello, str], None]
 class Listener:
     """Accepts connections, and hands on those whose other end has the run's key.
 
-    `refused` counts the others, by reason.
+    `refused` counts the others, by reason. `is_member` says whether an address is one of the run's.
     """
 
     def __init__(
-        self, loop: Loop, address: tuple[str, int], context: ssl.SSLContext, on_hello: OnHello
+        self,
+        loop: Loop,
+        address: tuple[str, int],
+        context: ssl.SSLContext,
+        on_hello: OnHello,
+        *,
+        is_member: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """Listen.
 
@@ -34,7 +45,10 @@ class Listener:
         """
         self.refused: Counter[str] = Counter()
         self._loop, self._context, self._on_hello = loop, context, on_hello
-        self._strangers: Counter[str] = Counter()
+        self._is_member = is_member
+        self._unproven: dict[int, tuple[str, Task]] = {}
+        """By their number; the oldest first."""
+        self._count = 0
         self._server = socket.create_server(address, backlog=256)
         self._server.setblocking(False)
         self.port: int = self._server.getsockname()[1]
@@ -48,25 +62,33 @@ class Listener:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     time.sleep(_PAUSE_S)  # the port stays readable
                 return
-            if self._strangers.total() >= _MOST or self._strangers[source] >= _MOST_OF_ONE:
-                self.refused["too many at once"] += 1
-                sock.close()
-            else:
-                self._prove(sock, source)
+            self._make_room(source)
+            self._prove(sock, source)
+
+    def _make_room(self, source: str) -> None:
+        own = [task for other, task in self._unproven.values() if other == source]
+        if len(own) >= _MOST_OF_ONE:
+            own[0].expire()
+        elif not self._is_member(source):
+            others = [
+                task for other, task in self._unproven.values() if not self._is_member(other)
+            ]
+            if len(others) >= _MOST:
+                others[0].expire()
 
     def _prove(self, sock: socket.socket, source: str) -> None:
-        def over() -> None:
-            self._strangers[source] -= 1
-            if not self._strangers[source]:
-                del self._strangers[source]
+        self._count += 1
+        number = self._count
 
         def done(found: tuple[ssl.SSLSocket, Hello]) -> None:
-            over()
+            self._unproven.pop(number, None)
             self._on_hello(*found, source)
 
         def failed(error: Exception) -> None:
-            over()
+            self._unproven.pop(number, None)
             self.refused[type(error).__name__] += 1
 
-        self._strangers[source] += 1
-        self._loop.spawn(accept(sock, self._context), LIMIT_S, done=done, failed=failed)
+        steps = accept(sock, self._context)
+        task = self._loop.spawn(steps, LIMIT_S, done=done, failed=failed)
+        if task.is_under_way:
+            self._unproven[number] = source, task

@@ -23,7 +23,7 @@ class Loop:
         """Called ten times a second, with the monotonic time."""
         self.late_s = 0.0
         self._selector = selectors.DefaultSelector()
-        self._tasks: set[_Task] = set()
+        self._tasks: set[Task] = set()
         self._calls: list[tuple[float, Callable[[], None]]] = []
         self._running = True
 
@@ -54,17 +54,18 @@ class Loop:
         *,
         done: Callable[[_T], None],
         failed: Callable[[Exception], None],
-    ) -> None:
+    ) -> "Task":
         """Run steps to their end; after `limit_s` they fail with a TimeoutError."""
-        task = _Task(self, steps, time.monotonic() + limit_s, done, failed)
+        task = Task(self, steps, time.monotonic() + limit_s, done, failed)
         self._tasks.add(task)
         task.advance(0)
+        return task
 
     def after(self, pause_s: float, call: Callable[[], None]) -> None:
         """Call once, some time from now."""
         self._calls.append((time.monotonic() + pause_s, call))
 
-    def forget(self, task: "_Task") -> None:
+    def forget(self, task: "Task") -> None:
         """The task is over."""
         self._tasks.discard(task)
 
@@ -103,7 +104,7 @@ class Loop:
                     task.expire()
 
 
-class _Task:
+class Task:
     """Steps under way."""
 
     def __init__(
@@ -118,20 +119,27 @@ class _Task:
         self._loop, self._steps, self._done, self._failed = loop, steps, done, failed
         self._waits: socket.socket | None = None
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it waits for something."""
+        return self._waits is not None
+
     def advance(self, _events: int) -> None:
+        """Go on: what was waited for has come."""
         self._rest()
         try:
             self._waits, events = next(self._steps)
         except StopIteration as stop:
             self._loop.forget(self)
             self._done(stop.value)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001  whatever a stranger sends, the others go on
             self._loop.forget(self)
             self._failed(error)
         else:
             self._loop.watch(self._waits, events, self.advance)
 
     def expire(self) -> None:
+        """Fail with a TimeoutError."""
         self._rest()
         self._loop.forget(self)
         self._steps.close()

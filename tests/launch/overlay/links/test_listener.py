@@ -7,7 +7,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,12 +22,19 @@ TLS_HELLO = bytes.fromhex("1603010200010001fc0303") + bytes(300)
 
 
 class Door:
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, is_member: Callable[[str], bool] = lambda source: False
+    ) -> None:
         keys.new(folder / "run.key")
         self.folder, self.loop, self.hellos = folder, Loop(), list[Hello]()
         self.listener = Listener(
-            self.loop, ("127.0.0.1", 0), keys.contexts(folder / "run.key")[0], self._on_hello
+            self.loop,
+            ("127.0.0.1", 0),
+            keys.contexts(folder / "run.key")[0],
+            self._on_hello,
+            is_member=is_member,
         )
+        self.port = self.listener.port
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
 
@@ -36,13 +43,20 @@ class Door:
         self.loop.close(connection)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.listener.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    def close(self) -> None:
+        self.loop.after(0, self.loop.stop)
+        self.thread.join(10)
 
     def knock(self, key: str = "run.key") -> None:
         """As a member does."""
+        self.say_hello(self.connect(), key)
+
+    def say_hello(self, sock: socket.socket, key: str = "run.key") -> None:
         text = Hello(purpose="probe", name="x").model_dump_json().encode()
         context = keys.contexts(self.folder / key)[1]
-        with context.wrap_socket(self.connect()) as connection:
+        with context.wrap_socket(sock) as connection:
             connection.sendall(struct.pack("!I", len(text)) + text)
             connection.recv(1)
 
@@ -51,8 +65,7 @@ class Door:
 def door(tmp_path: Path) -> Iterator[Door]:
     door = Door(tmp_path)
     yield door
-    door.loop.after(0, door.loop.stop)
-    door.thread.join(10)
+    door.close()
 
 
 def until(what: object) -> None:
@@ -115,13 +128,29 @@ def test_a_length_beyond_reason_is_not_waited_for(door: Door) -> None:
         assert connection.recv(1) == b""
 
 
-def test_silent_strangers_are_few_and_leave(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A crowd that says nothing is refused beyond 32, and those 32 after the time limit."""
+def test_a_silent_crowd_keeps_nobody_out(door: Door) -> None:
+    """No more than 32 of one address stand at the door at a time; the oldest make room."""
     crowd = [door.connect() for _ in range(100)]
-    until(lambda: door.listener.refused["too many at once"] == 68)
-    until(lambda: door.listener.refused["TimeoutError"] == 32)
+    until(lambda: door.listener.refused["TimeoutError"] == 68)
+    door.knock()
+    until(lambda: len(door.hellos) == 1)
+    until(lambda: door.listener.refused["TimeoutError"] == 100)
     for stranger in crowd:
         stranger.close()
     assert handshake.LIMIT_S <= 10
-    door.knock()
+
+
+def test_crowds_from_many_addresses_leave_members_alone(tmp_path: Path) -> None:
+    door = Door(tmp_path, is_member=lambda source: source == "127.0.0.9")
+    member = socket.create_connection(("127.0.0.1", door.port), source_address=("127.0.0.9", 0))
+    crowd = [
+        socket.create_connection(("127.0.0.1", door.port), source_address=(f"127.0.0.{last}", 0))
+        for last in range(10, 20)
+        for _ in range(20)
+    ]
+    until(lambda: door.listener.refused["TimeoutError"] == 200 - 64)
+    door.say_hello(member)
     until(lambda: len(door.hellos) == 1)
+    for stranger in crowd:
+        stranger.close()
+    door.close()
