@@ -32,6 +32,7 @@ from thinpipe.launch.distributed.store import connect_store, hold_store
 BACKEND = "thinpipe"
 """The name that `register` gives it in torch's launcher."""
 _POLL_S = 0.05
+_LEAVE_S = 5.0
 _LOOK_S = 1.0
 """How often a running host looks whether another one has come anew."""
 
@@ -118,9 +119,17 @@ class Rendezvous(RendezvousHandler):
         self._store.set("closed", "")
 
     def shutdown(self) -> bool:
-        """The run has ended, for all hosts."""
+        """The run has ended, for all hosts.
+
+        The one that holds the store leaves last: the others still learn there what failed.
+        """
         with contextlib.suppress(RuntimeError):
             self.set_closed()
+            left = self._store.add("left", 1)
+            limit_s = time.monotonic() + _LEAVE_S
+            while self._holds and left < self._hosts and time.monotonic() < limit_s:
+                time.sleep(_POLL_S)
+                left = self._store.add("left", 0)
         return True
 
     def _meet(self) -> tuple[int, int, int]:

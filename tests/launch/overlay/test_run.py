@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.overlay.hosts import PORT, HostsRun
 from tests.commands import PATIENCE_S
 from tests.launch.test_train import RUN, thinpipe, wait_until
 from thinpipe.launch.host.links import NetworkSpec
-from thinpipe.launch.overlay import keys
 from thinpipe.launch.report.metrics import read_metrics
 from thinpipe.launch.shaped.linux import ShapedError
 from thinpipe.launch.shaped.network import ShapedNetwork
@@ -24,7 +23,6 @@ from thinpipe.launch.shaped.network import ShapedNetwork
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 HOSTS = 3
-PORT = 29500
 
 
 @pytest.fixture
@@ -37,61 +35,13 @@ def net() -> Iterator[ShapedNetwork]:
         yield network
 
 
-class Run:
-    """`thinpipe train --nnodes 3` on every host; each in a folder of its own."""
-
-    def __init__(
-        self, net: ShapedNetwork, folder: Path, *settings: str, options: Sequence[str] = ()
-    ) -> None:
-        self.folder, self._net, self._settings, self._options = folder, net, settings, options
-        text = folder / "text.txt"
-        text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
-        (folder / "run.toml").write_text(RUN.format(folder=folder / "one", text=text))
-        keys.new(folder / "run.key")
-        self.codes: dict[int, int] = {}
-        self.pids = {host: self.start(host) for host in range(HOSTS)}
-
-    def start(self, host: int) -> int:
-        changed = (f"run.folder={self.folder}/{host}", *self._settings)
-        words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", f"{self.folder}/run.toml"]
-        words += ["--nnodes", str(HOSTS), "--rdzv", f"host0:{PORT}"]
-        words += self._options
-        words += [word for setting in changed for word in ("--set", setting)]
-
-        def body() -> int:
-            out = os.open(self.log(host), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            key = {"THINPIPE_KEY_FILE": f"{self.folder}/run.key", "OMP_NUM_THREADS": "1"}
-            os.execve(words[0], words, {**os.environ, **key})
-
-        return self._net.start(host, body)
-
-    def log(self, host: int) -> Path:
-        return self.folder / f"log{host}"
-
-    def wait_for_step(self, step: int) -> None:
-        metrics = self.folder / "0" / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= step, PATIENCE_S)
-
-    def done(self) -> dict[int, int]:
-        """Exit codes by host."""
-        limit_s = time.monotonic() + PATIENCE_S
-        while len(self.codes) < len(self.pids):
-            assert time.monotonic() < limit_s, self.text()
-            for host, pid in self.pids.items():
-                if host not in self.codes:
-                    found, status = os.waitpid(pid, os.WNOHANG)
-                    if found:
-                        self.codes[host] = os.waitstatus_to_exitcode(status)
-            time.sleep(0.05)
-        return self.codes
-
-    def losses(self) -> list[float]:
-        return [record.loss for record in read_metrics(self.folder / "0" / "metrics.jsonl")]
-
-    def text(self) -> str:
-        return "\n".join(self.log(host).read_text() for host in range(HOSTS))
+def start(
+    net: ShapedNetwork, folder: Path, *settings: str, options: Sequence[str] = ()
+) -> HostsRun:
+    text = folder / "text.txt"
+    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
+    config = RUN.format(folder=folder / "one", text=text)
+    return HostsRun(net, folder, config, *settings, hosts=HOSTS, options=options)
 
 
 def alone(folder: Path, *settings: str) -> list[float]:
@@ -117,7 +67,7 @@ def hole(change: str) -> None:
 def test_a_run_has_one_port_and_the_losses_of_one_machine(
     net: ShapedNetwork, tmp_path: Path
 ) -> None:
-    run = Run(net, tmp_path)
+    run = start(net, tmp_path)
     run.wait_for_step(2)
     for host, ports in enumerate(net.run(listening)):
         outside = [port for address, port in ports if not address.startswith("127.")]
@@ -128,7 +78,7 @@ def test_a_run_has_one_port_and_the_losses_of_one_machine(
 
 def test_resets_outages_and_strangers_change_nothing(net: ShapedNetwork, tmp_path: Path) -> None:
     longer = "train.epochs=12"
-    run = Run(net, tmp_path, longer)
+    run = start(net, tmp_path, longer)
     run.wait_for_step(3)
 
     def disturb(host: int) -> int:
@@ -167,7 +117,7 @@ def test_resets_outages_and_strangers_change_nothing(net: ShapedNetwork, tmp_pat
 
 
 def test_a_lost_machine_is_named_on_both_sides(net: ShapedNetwork, tmp_path: Path) -> None:
-    run = Run(net, tmp_path, "train.epochs=500", "network.patience_s=4")
+    run = start(net, tmp_path, "train.epochs=500", "network.patience_s=4")
     run.wait_for_step(3)
     net.run(lambda _: hole("add"), hosts=[2])
     start_s = time.monotonic()
@@ -182,7 +132,7 @@ def test_a_lost_machine_is_named_on_both_sides(net: ShapedNetwork, tmp_path: Pat
 
 
 def test_a_killed_rank_is_known_everywhere(net: ShapedNetwork, tmp_path: Path) -> None:
-    run = Run(net, tmp_path, "train.epochs=500")
+    run = start(net, tmp_path, "train.epochs=500")
     run.wait_for_step(3)
 
     def kill(_host: int) -> int:
@@ -199,7 +149,7 @@ def test_a_killed_rank_is_known_everywhere(net: ShapedNetwork, tmp_path: Path) -
 
 def test_a_machine_whose_launcher_died_comes_back(net: ShapedNetwork, tmp_path: Path) -> None:
     settings = ("train.epochs=24", "checkpoint.every_steps=20")
-    run = Run(net, tmp_path, *settings, options=("--max-restarts", "1"))
+    run = start(net, tmp_path, *settings, options=("--max-restarts", "1"))
     latest = tmp_path / "0" / "checkpoints" / "latest"
     wait_until(latest.exists, PATIENCE_S)
 
