@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -16,6 +17,7 @@ from thinpipe.launch.checkpoint.files import CheckpointError
 from thinpipe.launch.checkpoint.run_folder import check_folder
 from thinpipe.launch.checkpoint.state import Resume, after_restart, saved_so_far
 from thinpipe.launch.config.cli_options import SetOption, refuse, run_app
+from thinpipe.launch.config.network import KEY_FILE, NO_KEY, NetworkConfig
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import check_data
@@ -30,11 +32,13 @@ from thinpipe.launch.distributed.fork_server import end_with_parent
 from thinpipe.launch.distributed.handshake import HandshakeError, versions
 from thinpipe.launch.distributed.session import PeerError, TerminatedError
 from thinpipe.launch.distributed.ssh import (
+    HostsConfig,
     check_run,
     format_command,
     load_hosts,
     run_commands,
     ssh_commands,
+    what_to_copy,
 )
 from thinpipe.launch.doctor.cli import doctor
 from thinpipe.launch.host.links import parse_rate, parse_time
@@ -217,14 +221,7 @@ def launch_on_hosts(
         arguments = [*settings, *(["--resume"] if resume else [])]
         commands = ssh_commands(hosts, run, arguments, show=show)
         if dry_run:
-            here = Path(run).expanduser().exists()
-            if here:
-                check_run(hosts, run, overrides or [])
-            print("\n\n".join(format_command(command) for command in commands.values()))
-            if not here:
-                _print_error(
-                    f"note: {run} is not on this machine, so the settings were not checked"
-                )
+            _show_launch(hosts, commands, run, overrides or [])
             return
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # output closed: end, and thereby all hosts
         sys.exit(run_commands(hosts, commands))
@@ -243,6 +240,24 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # dumps schedules
     run_app(app)
+
+
+def _show_launch(
+    hosts: HostsConfig, commands: Mapping[str, Sequence[str]], run: str, overrides: Sequence[str]
+) -> None:
+    """What `launch` would do, after the checks that are possible here."""
+    network = NetworkConfig()
+    if Path(run).expanduser().exists():
+        network = check_run(hosts, run, overrides).network
+    else:
+        _print_error(f"note: {run} is not on this machine, so the settings were not checked")
+    print("\n\n".join(format_command(command) for command in commands.values()))
+    if len(hosts.host) == 1:
+        return
+    key = network.key_file or hosts.host[0].environment.get(KEY_FILE)
+    _print_error(what_to_copy(hosts, run, key))
+    if not (key or network.trusted):
+        _print_error(f"note: {NO_KEY}")
 
 
 def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:

@@ -3,9 +3,10 @@
 import os
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,8 @@ from thinpipe.launch.plan.memory_budget import (
 )
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.report.console import Display
-from thinpipe.launch.report.edges import Edge, edges_of
+from thinpipe.launch.report.edge_trace import EdgeTrace
+from thinpipe.launch.report.edges import edges_of, traces_of
 from thinpipe.launch.report.metrics import (
     MetricsWriter,
     RunInfo,
@@ -70,7 +72,7 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
         folder.acquire(session, resume=resume.wanted)
         shows = session.local_rank == show
         config = decide_cuts(config, session, resume=resume.wanted, log=shows)
-        _Run(config, corpus, session, stop).train(resume, show=show)
+        _Run(config, corpus, session, stop, show=show).train(resume)
         folder.release()
 
 
@@ -81,8 +83,21 @@ def _ranks_here() -> range:
 
 
 class _Run:
-    def __init__(self, config: RunConfig, corpus: Corpus, session: Session, stop: StopFlag) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        session: Session,
+        stop: StopFlag,
+        *,
+        show: int,
+    ) -> None:
         self._config, self._corpus, self._session, self._stop = config, corpus, session, stop
+        self._shows = session.local_rank == show
+        speaks = session.local_rank == max(0, show)
+        self._carrier: Callable[[], dict[str, Any] | None] = (
+            carrier_status if speaks else lambda: None
+        )
         self._sampler = EpochSampler(
             len(corpus.train),
             batch_size=config.train.batch_size,
@@ -106,12 +121,13 @@ class _Run:
         self._timeline: Timeline | None = None
         self._records: list[StepRecord] = []
 
-    def train(self, resume: Resume, *, show: int) -> None:
+    def train(self, resume: Resume) -> None:
         start = self._checkpoints.restore(resume.step) if resume.wanted else 0
         # after the first epoch, when AQ-SGD sends changes
         timeline_step = min(self._steps - 1, max(start, self._sampler.steps_per_epoch) + 2)
         with ExitStack() as stack:
-            display = self._open_display(stack, show)
+            trace = stack.enter_context(EdgeTrace(self._carrier))
+            display = self._open_display(stack, trace)
             if start >= self._steps:
                 display.note(f"all {self._steps} steps are done already")
                 return
@@ -133,7 +149,7 @@ class _Run:
                     display.note(f"warning: {note}")
                 self._maybe_save(step + 1)
             self._built.engine.close()
-            self._finish(display, show, self._edges())
+            self._finish(display, self._hosts(trace))
 
     def _step(self, step: int, *, timeline: bool) -> StepRecord:
         batch = self._corpus.train.batch(self._sampler.ids(step))
@@ -225,30 +241,38 @@ class _Run:
         self._records = read_metrics(folder / "metrics.jsonl")  # of the run that is resumed
         return stack.enter_context(writer)
 
-    def _open_display(self, stack: ExitStack, show: int) -> Display:
-        shows = self._session.local_rank == show
-        info = _describe(self._config, self._steps) if shows else None
-        return stack.enter_context(Display(info, interactive=os.isatty(1)))
+    def _open_display(self, stack: ExitStack, trace: EdgeTrace) -> Display:
+        info = _describe(self._config, self._steps) if self._shows else None
+        return stack.enter_context(Display(info, trace, interactive=os.isatty(1)))
 
-    def _edges(self) -> list[Edge]:
-        """The connections between all hosts."""
-        mine = carrier_status() if self._session.local_rank == 0 else None
-        return edges_of(gather_json(self._session.transport, mine))
+    def _hosts(self, trace: EdgeTrace) -> list[dict[str, Any] | None]:
+        """What the carriers of all hosts know of their connections."""
+        mine = self._carrier()
+        if mine is not None:
+            mine["trace"] = trace.samples
+        return gather_json(self._session.transport, mine)
 
-    def _finish(self, display: Display, show: int, edges: Sequence[Edge]) -> None:
+    def _finish(self, display: Display, hosts: Sequence[dict[str, Any] | None]) -> None:
         if not self._records:  # a finished run was resumed where its metrics are not
             return
-        if not self._session.writes_run_folder and self._session.local_rank != show:
+        if not (self._session.writes_run_folder or self._shows):
             return
         info = _describe(self._config, self._steps)
-        summary = summarize(info, self._records, edges)
+        summary = summarize(info, self._records, edges_of(hosts))
         if self._session.writes_run_folder:
             from thinpipe.launch.report.html import (
                 write_report,  # slow to import
             )
 
             events = self._timeline.events if self._timeline else ()
-            write_report(info.folder, info, records=self._records, timeline=events, summary=summary)
+            write_report(
+                info.folder,
+                info,
+                records=self._records,
+                timeline=events,
+                traces=traces_of(hosts),
+                summary=summary,
+            )
             if self._timeline is not None:
                 self._timeline.write(info.folder)
         display.finish(summary)

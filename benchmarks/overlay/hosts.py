@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from thinpipe.launch.report.metrics import StepRecord, read_metrics
 from thinpipe.launch.shaped.network import ShapedNetwork
 
 PORT = 29500
-PATIENCE_S = 120.0
+PATIENCE_S, _LONGEST_S = 120.0, 900.0
 _T = TypeVar("_T")
 
 
@@ -24,6 +25,7 @@ class HostsRun:
     """`thinpipe train --nnodes N` on the first hosts of a network, with a new key.
 
     `config` is the run file; every host has `folder/K` as its run folder and `folder/logK`.
+    `settings` change it on all hosts, `own` on single ones.
     """
 
     def __init__(
@@ -34,9 +36,11 @@ class HostsRun:
         *settings: str,
         hosts: int,
         options: Sequence[str] = (),
+        own: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         self.folder, self.hosts = folder, hosts
         self._net, self._settings, self._options = net, settings, options
+        self._own = own or {}
         self.file, self.key = folder / "run.toml", folder / "run.key"
         self.file.write_text(config)
         keys.new(self.key)
@@ -46,7 +50,8 @@ class HostsRun:
 
     def start(self, host: int) -> int:
         """Start a host's launcher."""
-        changed = (f"run.folder={self.folder}/{host}", *self._settings)
+        changed = [f"run.folder={self.folder}/{host}", *self._settings]
+        changed += self._own.get(host, ())
         words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(self.file)]
         words += ["--nnodes", str(self.hosts), "--rdzv", f"host0:{PORT}"]
         words += self._options
@@ -84,12 +89,12 @@ class HostsRun:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until that many steps were trained."""
-        wait_until(lambda: self.steps() >= step or self._ended(), self.text)
+        wait_until(lambda: self.steps() >= step or self.has_ended(), self.text)
         assert not self.codes, self.text()
 
     def done(self) -> dict[int, int]:
         """Exit codes by host; `ended_s` says when each ended."""
-        wait_until(self._ended, self.text)
+        wait_until(self.has_ended, self.text, limit_s=_LONGEST_S)
         return self.codes
 
     def carrier(self, host: int) -> psutil.Process:
@@ -112,7 +117,8 @@ class HostsRun:
         """Call on a host."""
         return self._net.run(lambda _: function(), hosts=[host])[0]
 
-    def _ended(self) -> bool:
+    def has_ended(self) -> bool:
+        """Whether all launchers have ended."""
         for host, pid in self.pids.items():
             if host not in self.codes:
                 found, status = os.waitpid(pid, os.WNOHANG)
@@ -121,10 +127,19 @@ class HostsRun:
                     self.ended_s[host] = time.monotonic()
         return len(self.codes) == len(self.pids)
 
+    def kill(self) -> None:
+        """End what still runs."""
+        for host, pid in self.pids.items():
+            if host not in self.codes:
+                os.kill(pid, signal.SIGKILL)
+        wait_until(self.has_ended, self.text)
 
-def wait_until(true: Callable[[], bool], explain: Callable[[], str]) -> None:
+
+def wait_until(
+    true: Callable[[], bool], explain: Callable[[], str], *, limit_s: float = PATIENCE_S
+) -> None:
     """Wait a limited time."""
-    limit_s = time.monotonic() + PATIENCE_S
+    limit_s += time.monotonic()
     while not true():
         if time.monotonic() > limit_s:
             raise TimeoutError(explain())

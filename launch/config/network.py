@@ -12,6 +12,12 @@ from thinpipe.launch.host.interfaces import parse_endpoint
 
 KEY_FILE = "THINPIPE_KEY_FILE"
 """Environment variable that stands for `network.key_file` where that is not set."""
+NO_KEY = (
+    "network.key_file is not set, and without a key nothing leaves this machine: make one with "
+    "`thinpipe key new run.key`, copy it to every machine (scp run.key host1:), and set "
+    'network.key_file = "run.key"; or, on a network where you trust everyone, set network.trusted '
+    "= true"
+)
 NOT_LISTENING = "none"
 
 
@@ -67,12 +73,7 @@ class NetworkConfig(BaseModel):
         """
         path = self.key_file or os.environ.get(KEY_FILE)
         if not path:
-            raise ValueError(
-                "network.key_file is not set, and without a key nothing leaves this machine: make "
-                "one with `thinpipe key new run.key`, copy it to every machine (scp run.key "
-                'host1:), and set network.key_file = "run.key"; or, on a network where you trust '
-                "everyone, set network.trusted = true"
-            )
+            raise ValueError(NO_KEY)
         return Path(path).expanduser()
 
     def own_name(self) -> str:

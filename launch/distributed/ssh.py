@@ -73,6 +73,11 @@ class HostConfig(BaseModel):
         return f"{self.user}@{address}" if self.user else address
 
     @property
+    def name_in_run(self) -> str:
+        """Its `network.name`."""
+        return re.sub(r"[^\w.-]", "-", self.name)[:63]
+
+    @property
     def variables(self) -> dict[str, str]:
         """Environment variables of its ranks."""
         own = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
@@ -130,19 +135,21 @@ def load_hosts(path: Path) -> HostsConfig:
     return load_as(HostsConfig, path)
 
 
-def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> None:
+def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> RunConfig:
     """Report here the errors that every machine would report; needs the run file here.
 
     Raises:
         ConfigError: the run file or an override is wrong, or the machines cannot share the ranks.
     """
-    world, machines = load_config(Path(run).expanduser(), overrides).world_size, len(hosts.host)
+    config = load_config(Path(run).expanduser(), overrides)
+    world, machines = config.world_size, len(hosts.host)
     if world % machines:
         fitting = [str(n) for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(
             f"{run}: {machines} machines cannot share {world} ranks (stages x replicas) evenly; "
             f"with {world} ranks a hosts file lists {', '.join(fitting)} machines"
         )
+    return config
 
 
 def ssh_commands(
@@ -162,9 +169,21 @@ def ssh_commands(
     commands = {}
     for host in hosts.host:
         quiet = [] if host.name == (show or names[0]) else ["--show", "-1"]
-        train = f"train {_path(run)} {shlex.join([*arguments, *together, *quiet])}"
+        name = ["--set", f"network.name={host.name_in_run}"] if len(names) > 1 else []
+        train = f"train {_path(run)} {shlex.join([*name, *arguments, *together, *quiet])}"
         commands[host.name] = _ssh(host, train)
     return commands
+
+
+def what_to_copy(hosts: HostsConfig, run: str, key: str | None) -> str:
+    """What every machine must have, and commands that copy it there; `key` if one is set."""
+    files = [run, *([key] if key else [])]
+    lines = [f"every machine reads its own copy of {' and '.join(files)}:"]
+    for host in hosts.host:
+        port = ["-P", str(host.port)] if host.port else []
+        words = ["scp", *port, *files]
+        lines.append(f"  {shlex.join(words)} {host.destination}:{_path(host.checkout)}/")
+    return "\n".join(lines)
 
 
 def format_command(command: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from thinpipe.launch.doctor.host import HostInfo
 from thinpipe.launch.doctor.links import LinkInfo
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host.links import format_rate
+from thinpipe.launch.overlay.membership import Roster
 
 _SLOW_SHARE = 1 / 3
 _CLOCK_S = 1.0
@@ -75,6 +76,19 @@ def _open(
             )
         )
     return results
+
+
+def check_reachable(roster: Roster) -> list[CheckResult]:
+    """Hosts that no other can connect to: they connect themselves, so a run may have one."""
+    return [
+        ok(
+            host.name,
+            "no other machine can connect to it (NAT, a firewall or network.listen); it connects "
+            "to all others itself, which a run can have one machine do",
+        )
+        for host in roster.hosts
+        if not host.reachable
+    ]
 
 
 def _clocks(names: Sequence[str], links: Sequence[LinkInfo]) -> list[CheckResult]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from thinpipe.launch.config.cli_options import SetOption, refuse
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.distributed.network import HostNetwork, several_machines
-from thinpipe.launch.doctor.checks import check_all, names_of
+from thinpipe.launch.doctor.checks import check_all, check_reachable, names_of
 from thinpipe.launch.doctor.group import DoctorError, join_group
 from thinpipe.launch.doctor.host import (
     HostInfo,
@@ -101,6 +101,7 @@ class _Diagnosis:
             hosts = [HostInfo(**fields) for fields in group.gather("info", vars(info))]
             links = measure_links(group, hosts, server, network, window_s=self._window_s)
             group.close()
+            hidden = check_reachable(network.overlay.roster) if network.overlay else []
         names = names_of(hosts)
         if links:
             show_links(console, names, links)
@@ -109,7 +110,7 @@ class _Diagnosis:
             draw_links(save.with_suffix(".png"), names, links)
             console.print(f"written: {save}, {save.with_suffix('.png')}", soft_wrap=True)
         own = [CheckResult(**result) for host in hosts for result in host.results]
-        return [*own, *check_all(hosts, links)]
+        return [*own, *hidden, *check_all(hosts, links)]
 
     def _join(self, endpoint: tuple[str, int]) -> HostNetwork:
         """The hosts' network, as in a run."""

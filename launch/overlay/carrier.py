@@ -164,9 +164,7 @@ class Carrier:
                 self._loop.close(connection)
 
         def entered(connection: ssl.SSLSocket) -> None:
-            self._loop.spawn(
-                wait(connection), _FOREVER_S, done=self._take_roster, failed=failed
-            )
+            self._loop.spawn(wait(connection), _FOREVER_S, done=self._take_roster, failed=failed)
 
         def failed(error: Exception) -> None:
             if isinstance(error, Refused):

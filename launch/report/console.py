@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
+from thinpipe.launch.report.edge_trace import EdgeTrace, edge_panel
 from thinpipe.launch.report.edges import edge_table
 from thinpipe.launch.report.metrics import (
     NOTHING,
@@ -48,12 +49,13 @@ class Display:
     """Shows a run: a live panel when `interactive`, plain lines otherwise.
 
     Use it as a context manager around the training loop. `console` is where it writes, by default
-    standard output. Without `info` it shows nothing.
+    standard output. Without `info` it shows nothing. `trace` has this host's connections.
     """
 
     def __init__(
         self,
         info: RunInfo | None,
+        trace: EdgeTrace | None = None,
         *,
         interactive: bool = False,
         console: Console | None = None,
@@ -64,8 +66,11 @@ class Display:
         self._progress = _Progress()
         self._view: _Panel | _Log | None = None
         if info is not None:
-            kind = _Panel if interactive else _Log
-            self._view = kind(info, self._console, self._progress)
+            self._view = (
+                _Panel(info, self._console, self._progress, trace)
+                if interactive
+                else _Log(info, self._console, self._progress)
+            )
 
     def step(self, record: StepRecord) -> None:
         """Take in a finished step."""
@@ -219,11 +224,13 @@ def _about(duration_s: float) -> str:
 
 
 class _Panel:
-    """The live panel: progress, metrics, and the traffic of every cut."""
+    """The live panel: progress, metrics, the traffic of every cut, and of every connection."""
 
-    def __init__(self, info: RunInfo, console: Console, progress: _Progress) -> None:
+    def __init__(
+        self, info: RunInfo, console: Console, progress: _Progress, trace: EdgeTrace | None
+    ) -> None:
         self._info = info
-        self._progress = progress
+        self._progress, self._trace = progress, trace
         self._bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
@@ -257,6 +264,8 @@ class _Panel:
         else:
             parts += ["", _numbers(self._info, record, progress=self._progress)]
             parts += ["", _traffic(self._info, record)]
+        if self._trace is not None and self._trace.now:
+            parts += ["", edge_panel(self._trace)]
         title = Text.assemble(("ThinPipe ", "bold cyan"), (self._info.name, "bold"))
         return Panel(Group(*parts), title=title, title_align="left", border_style="dim",
                      box=box.ROUNDED, padding=(0, 1))  # fmt: skip

@@ -1,12 +1,19 @@
 """The connections between a run's hosts: what crossed each way, and how often it was disturbed."""
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict
 
 from rich import box
 from rich.table import Table
 
+from thinpipe.launch.report.edge_trace import EdgeSample
 from thinpipe.launch.report.metrics import format_bytes
+
+FILE_NAME = "edges.json"
+Traces: TypeAlias = Mapping[str, Sequence[EdgeSample]]
+"""What each host's connections did over time, by the host's name."""
 
 
 class Edge(TypedDict):
@@ -24,6 +31,16 @@ class Edge(TypedDict):
     retransmitted: int
     resumed: int
     longest_silence_s: float
+
+
+def traces_of(hosts: Sequence[Mapping[str, Any] | None]) -> Traces:
+    """From what every host's carrier says, with the samples of its `EdgeTrace` as "trace"."""
+    return {host["name"]: host["trace"] for host in hosts if host is not None}
+
+
+def write_traces(folder: Path, traces: Traces) -> None:
+    """Write `edges.json` to a run folder."""
+    (folder / FILE_NAME).write_text(json.dumps(traces))
 
 
 def edges_of(hosts: Sequence[Mapping[str, Any] | None]) -> list[Edge]:

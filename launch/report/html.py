@@ -1,4 +1,4 @@
-"""The report of a run: `summary.json`, `loss.png` and `report.html`.
+"""The report of a run: `summary.json`, `loss.png`, `edges.json` (several machines), `report.html`.
 
 The page is self-contained: its plots are inlined, in a light and a dark version of which the
 browser shows one.
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from thinpipe.launch.report.edge_plot import edges_png
+from thinpipe.launch.report.edges import Traces, write_traces
 from thinpipe.launch.report.metrics import (
     NOTHING,
     RunInfo,
@@ -36,17 +38,21 @@ def write_report(
     records: Sequence[StepRecord],
     timeline: Sequence[ComputeEvent],
     summary: Summary,
+    traces: Traces | None = None,
 ) -> Path:
-    """Write the three files into `folder`, created if missing; return the page's path.
+    """Write the files into `folder`, created if missing; return the page's path.
 
-    `timeline` holds the events of one step and may be empty.
+    `timeline` holds the events of one step and may be empty, as may `traces`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(summary, indent=2, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
     (folder / "loss.png").write_bytes(overview_png(info, records))
+    if traces:
+        write_traces(folder, traces)
     page = folder / "report.html"
-    page.write_text(_page(info, records, timeline=timeline, summary=summary), encoding="utf-8")
+    text = _page(info, records, timeline=timeline, traces=traces or {}, summary=summary)
+    page.write_text(text, encoding="utf-8")
     return page
 
 
@@ -98,12 +104,17 @@ Empty and hatched parts are the bubble: the rank was idle or waited for a messag
 microbatches, a better schedule or smaller messages reduce it. If a rank has several stages, later
 ones are paler."""
 
+_EDGES_TEXT = """What left each machine for another, with all that encryption, framing and
+repetition add. A cross marks a connection that broke and was resumed: nothing was lost. Long
+silences, and segments that TCP had to send again, are signs of a bad or overloaded network."""
+
 
 def _page(
     info: RunInfo,
     records: Sequence[StepRecord],
     *,
     timeline: Sequence[ComputeEvent],
+    traces: Traces,
     summary: Summary,
 ) -> str:
     title = escape(info.name)
@@ -124,6 +135,7 @@ def _page(
 {_picture("Training and evaluation loss by step", lambda theme: loss_png(records, theme))}
 {_wire_section(info, records, summary)}
 {_timeline_section(timeline)}
+{_edge_section(traces, summary)}
 <h2>Details</h2>
 {_details(summary)}
 </body>
@@ -239,6 +251,40 @@ def _timeline_section(timeline: Sequence[ComputeEvent]) -> str:
         return "<h2>Timeline of one step</h2>\n<p>No timeline was recorded in this run.</p>"
     picture = _picture("What each rank did during one step", lambda t: timeline_png(timeline, t))
     return f"<h2>Timeline of one step</h2>\n<p>{_TIMELINE_TEXT}</p>\n{picture}"
+
+
+def _edge_section(traces: Traces, summary: Summary) -> str:
+    if not summary["edges"]:
+        return ""
+    heads = "".join(f"<th>{name}</th>" for name in ("From", "To"))
+    numbers = ("Sent", "Round trip", "Segments sent again", "Resumed", "Longest silence")
+    heads += "".join(f'<th class="n">{name}</th>' for name in numbers)
+    rows = "\n".join(
+        f"<tr><td>{escape(edge['source'])}</td><td>{escape(edge['target'])}</td>"
+        + "".join(
+            f'<td class="n">{cell}</td>'
+            for cell in (
+                _bytes_cell(edge["bytes"]),
+                f"{1e3 * edge['round_trip_s']:.1f} ms",
+                f"{edge['retransmitted']:,}",
+                f"{edge['resumed']:,}",
+                f"{edge['longest_silence_s']:.1f} s",
+            )
+        )
+        + "</tr>"
+        for edge in summary["edges"]
+    )
+    drawn = any(traces.values())
+    picture = _picture("Rate of each connection", lambda t: edges_png(traces, t)) if drawn else ""
+    return f"""<h2>Connections between machines</h2>
+<p>{_EDGES_TEXT}</p>
+{picture}
+<div class="panel"><table>
+<thead><tr>{heads}</tr></thead>
+<tbody>
+{rows}
+</tbody>
+</table></div>"""
 
 
 def _details(summary: Summary) -> str:

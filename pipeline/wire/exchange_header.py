@@ -28,9 +28,9 @@ TO_SERVER, FROM_SERVER = 0, 1
 
 _LAYOUT = Layout(
     b"TPX1",
-    struct.Struct("<4sBBBxQQIIIIQ"),
+    struct.Struct("<4sBBBBQQIIIIQ"),
     (
-        *("phase", "codec_id", "bits", "run_id", "step", "bucket", "sender", "digest"),
+        *("phase", "codec_id", "bits", "unused", "run_id", "step", "bucket", "sender", "digest"),
         *("payload_hash", "length"),
     ),
 )
@@ -76,7 +76,7 @@ class ExchangeHeader:
         _LAYOUT.check(message, self._fields(message), place=place, words=_WORDS)
 
     def _fields(self, message: Tensor) -> dict[str, int]:
-        return {**asdict(self), "length": message.numel() - EXCHANGE_HEADER_NBYTES}
+        return {**asdict(self), "unused": 0, "length": message.numel() - EXCHANGE_HEADER_NBYTES}
 
 
 def payload_nbytes(message: Tensor) -> int:

@@ -70,9 +70,7 @@ class Listener:
         if len(own) >= _MOST_OF_ONE:
             own[0].expire()
         elif not self._is_member(source):
-            others = [
-                task for other, task in self._unproven.values() if not self._is_member(other)
-            ]
+            others = [task for other, task in self._unproven.values() if not self._is_member(other)]
             if len(others) >= _MOST:
                 others[0].expire()
 

@@ -132,7 +132,7 @@ class Task:
         except StopIteration as stop:
             self._loop.forget(self)
             self._done(stop.value)
-        except Exception as error:  # noqa: BLE001  whatever a stranger sends, the others go on
+        except Exception as error:  # whatever a stranger sends, the others go on
             self._loop.forget(self)
             self._failed(error)
         else:

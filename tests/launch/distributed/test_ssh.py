@@ -224,7 +224,11 @@ def test_a_dry_run_prints_commands_that_survive_both_shells(
     path.write_text(ODD)
     code, out = dry_run(path, "runs of/r.toml", "--resume", "--set", "a.b='c d'")
     assert code == 0
-    assert "runs of/r.toml is not on this machine, so the settings" in capfd.readouterr().err
+    notes = capfd.readouterr().err
+    assert "runs of/r.toml is not on this machine, so the settings" in notes
+    assert "every machine reads its own copy of runs of/r.toml:" in notes
+    assert "  scp -P 2222 'runs of/r.toml' 10.0.0.1:~/'my checkout'/" in notes
+    assert "note: network.key_file is not set" in notes
     first, second = as_pasted(out, tmp_path)
     assert first[:3] == ["-T", "-o", "BatchMode=yes"]
     assert first[-4:-1] == ["-p", "2222", "10.0.0.1"]
@@ -251,7 +255,17 @@ def test_a_dry_run_prints_commands_that_survive_both_shells(
         "train",
         "runs of/r.toml",
     ]
-    expected += ["--set", "a.b='c d'", "--resume", "--nnodes", "2", "--rdzv", "10.0.0.1:29500"]
+    expected += [
+        "--set",
+        "network.name=a",
+        "--set",
+        "a.b='c d'",
+        "--resume",
+        "--nnodes",
+        "2",
+        "--rdzv",
+        "10.0.0.1:29500",
+    ]
     assert given.split("|") == [*expected, ""]
 
 

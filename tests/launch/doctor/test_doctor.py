@@ -91,9 +91,12 @@ def _prepare(host: Host) -> None:
 
 
 def test_a_slow_link_is_found_and_the_network_saved(net: ShapedNetwork, tmp_path: Path) -> None:
-    found = diagnose(net, tmp_path, [Host(), Host(), Host()])
+    hidden = Host(options=("--set", "network.listen=none"))
+    found = diagnose(net, tmp_path, [Host(), Host(), hidden])
     assert [outcome.code for outcome in found] == [0, 0, 0], found
     for outcome in found:
+        assert "host2: no other machine can connect to it" in outcome.text
+        assert "host1: no other machine" not in outcome.text
         assert "warning host0 -> host2: " in outcome.text, outcome.text
         assert "times slower than the median link -> use fewer bits at its cut" in outcome.text
         assert "net.ipv4.tcp_slow_start_after_idle" not in outcome.text  # BBR is in use

@@ -86,6 +86,14 @@ def test_a_flipped_bit_in_the_payload_is_found() -> None:
         HEADER.check(wire)
 
 
+def test_a_flipped_bit_anywhere_is_found() -> None:
+    for bit in range(8 * len(message())):
+        wire = message()
+        wire[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(DesyncError):
+            HEADER.check(wire)
+
+
 def test_a_message_of_another_length_is_refused() -> None:
     with pytest.raises(DesyncError, match="payload length: peer sent 100, expected 99"):
         HEADER.check(message()[:-1])

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.overlay`."""
+
+from benchmarks.overlay.run import main
+
+main()

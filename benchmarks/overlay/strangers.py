@@ -1,0 +1,233 @@
+"""Strangers at the ports of a run: what they try, one kind after another, and what it does.
+
+They sit on a host of their own, without the run's key.
+"""
+
+import contextlib
+import os
+import random
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
+
+from benchmarks.overlay.hosts import PORT, HostsRun
+from thinpipe.launch.overlay import keys
+from thinpipe.launch.overlay.links.handshake import Hello
+
+TARGET = ("10.77.0.1", PORT)
+_WAIT_S = 1.0
+_SECONDS = 3.0
+_SETTLE_S = 7.0
+"""Unproven connections are closed after 5 s."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One kind of stranger: how often it tried, what it did to the run.
+
+    `longest_s` is the longest step meanwhile; `refused` counts the host's refusals.
+    """
+
+    kind: str
+    tries: int
+    refused: int
+    steps: int
+    longest_s: float
+    descriptors: int
+    """Left over at the host a few seconds later."""
+
+
+def visits(run: HostsRun) -> Iterator[Visit]:
+    """Let every kind try for some seconds, beginning while the run trains."""
+    other = run.folder / "other.key"
+    keys.new(other)
+    recorded = _record_member(run)
+    for kind, attempt in _kinds(other, recorded).items():
+        before, descriptors = _refused(run), run.carrier(0).num_fds()
+        first = run.steps()
+        tries = run.on(run.hosts, partial(_repeat, attempt))
+        last = run.steps()
+        time.sleep(_SETTLE_S)
+        steps = [record.step_s for record in run.records()][first:last]
+        yield Visit(
+            kind,
+            tries,
+            _refused(run) - before,
+            last - first,
+            max(steps, default=float("nan")),
+            run.carrier(0).num_fds() - descriptors,
+        )
+
+
+def knock_until(limit: Callable[[], bool], other: Path) -> None:
+    """All kinds in turn, without a pause: for the time in which a run starts."""
+    _be_quiet()
+    kinds = list(_kinds(other, b"").values())
+    while not limit():
+        for attempt in kinds:
+            with contextlib.suppress(OSError, RuntimeError):
+                attempt()
+
+
+def _refused(run: HostsRun) -> int:
+    return sum(run.status(0)["refused"].values())
+
+
+def _repeat(attempt: Callable[[], int]) -> int:
+    """How many tries there were in a few seconds."""
+    _be_quiet()
+    tries, limit_s = 0, time.monotonic() + _SECONDS
+    while time.monotonic() < limit_s:
+        with contextlib.suppress(OSError, RuntimeError):
+            tries += attempt()
+    return tries
+
+
+def _be_quiet() -> None:
+    """torch's store client prints a stack with each refusal."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def _kinds(other: Path, recorded: bytes) -> Mapping[str, Callable[[], int]]:
+    noise = random.Random(0).randbytes(4000)
+    foreign = keys.contexts(other)[1]
+    older = _context(other, ssl.TLSVersion.TLSv1_2)
+    bare = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    bare.check_hostname, bare.verify_mode = False, ssl.CERT_NONE
+    return {
+        "noise": partial(_say, noise),
+        "HTTP": partial(_say, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
+        "half a TLS hello, then nothing": partial(_say, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc"),
+        "TLS 1.3 without a certificate": partial(_tls, bare),
+        "TLS 1.3 with another run's key": partial(_tls, foreign),
+        "TLS 1.2": partial(_tls, older),
+        "a member's connection, replayed": partial(_say, recorded),
+        "a client of torch's store": _store,
+        "writes to a store's keys": partial(_say, _store_writes()),
+        "a hello of gloo": partial(_say, struct.pack("<Q", 1) + bytes(64)),
+        "half-open connections": _half_open,
+        "10,000 connections": _crowd,
+    }
+
+
+def _context(key: Path, version: ssl.TLSVersion) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = version
+    context.load_cert_chain(key)
+    return context
+
+
+def _say(words: bytes) -> int:
+    with socket.create_connection(TARGET, _WAIT_S) as sock:
+        sock.sendall(words)
+        with contextlib.suppress(OSError):
+            if sock.recv(4096):
+                sock.recv(4096)
+    return 1
+
+
+def _tls(context: ssl.SSLContext) -> int:
+    text = Hello(purpose="probe", name="host1").model_dump_json().encode()
+    sock = socket.create_connection(TARGET, _WAIT_S)
+    with contextlib.suppress(OSError), context.wrap_socket(sock) as connection:
+        connection.sendall(struct.pack("!I", len(text)) + text)
+        connection.recv(1)
+    return 1
+
+
+def _store() -> int:
+    with contextlib.suppress(RuntimeError):
+        TCPStore(*TARGET, None, False, timedelta(seconds=1), wait_for_workers=False)
+    return 1
+
+
+def _store_writes() -> bytes:
+    """As torch's store client sends them: a validation, then SET for what a run has there."""
+    words = struct.pack("<BI", 0, 0x3C85F7CE)
+    for key in (b"/rendezvous/go/1", b"/failures/count", b"torch.rendezvous.thinpipe"):
+        words += struct.pack("<BQ", 1, len(key)) + key + struct.pack("<Q", 8) + os.urandom(8)
+    return words
+
+
+def _half_open() -> int:
+    """First packets of a connection, from addresses that never answer."""
+    raw = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_RAW)
+    with raw:
+        for _ in range(200):
+            source = f"10.77.0.{random.randrange(100, 250)}"
+            raw.sendto(_syn(source), (TARGET[0], 0))
+    return 200
+
+
+def _syn(source: str) -> bytes:
+    """An IPv4 packet with a TCP segment that asks for a connection."""
+    ends = socket.inet_aton(source) + socket.inet_aton(TARGET[0])
+    port = random.randrange(1024, 65535)
+    segment = struct.pack("!HHIIBBHHH", port, PORT, 1, 0, 5 << 4, 2, 64240, 0, 0)
+    check = _checksum(ends + struct.pack("!BBH", 0, socket.IPPROTO_TCP, len(segment)) + segment)
+    segment = segment[:16] + struct.pack("!H", check) + segment[18:]
+    header = struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(segment), 0, 0, 64, socket.IPPROTO_TCP, 0)
+    return header + ends + segment
+
+
+def _checksum(data: bytes) -> int:
+    words: tuple[int, ...] = struct.unpack(f"!{len(data) // 2}H", data)
+    total = sum(words)
+    total = (total & 0xFFFF) + (total >> 16)
+    return ~(total + (total >> 16)) & 0xFFFF
+
+
+def _crowd() -> int:
+    """Connect 10,000 times, and hold on to as many as possible."""
+    held: list[socket.socket] = []
+    for _ in range(10_000):
+        sock = socket.socket()
+        sock.setblocking(False)
+        sock.connect_ex(TARGET)
+        held.append(sock)
+        if len(held) > 900:
+            held.pop(0).close()
+    time.sleep(_WAIT_S)
+    for sock in held:
+        sock.close()
+    return 10_000
+
+
+def _record_member(run: HostsRun) -> bytes:
+    """What a member sends when it connects to host 0, byte by byte; it only looks in."""
+
+    def connect() -> bytes:
+        context = keys.contexts(run.key)[1]
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        tls = context.wrap_bio(incoming, outgoing)
+        text = Hello(purpose="probe", name="host1").model_dump_json().encode()
+        sent = b""
+        with socket.create_connection(TARGET, _WAIT_S) as sock:
+            while True:
+                try:
+                    tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    sent += _flush(outgoing, sock)
+                    incoming.write(sock.recv(65536))
+            tls.write(struct.pack("!I", len(text)) + text)
+            sent += _flush(outgoing, sock)
+            incoming.write(sock.recv(65536))
+        return sent
+
+    return run.on(1, connect)
+
+
+def _flush(outgoing: ssl.MemoryBIO, sock: socket.socket) -> bytes:
+    data = outgoing.read()
+    sock.sendall(data)
+    return data

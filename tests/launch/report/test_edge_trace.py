@@ -1,0 +1,85 @@
+"""What connections do over time: sampled, merged when there is much of it, shown and drawn."""
+
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from thinpipe.launch.overlay.control import OverlayError
+from thinpipe.launch.report import edge_trace
+from thinpipe.launch.report.edge_plot import edges_png
+from thinpipe.launch.report.edge_trace import EdgeTrace, edge_panel
+from thinpipe.launch.report.edges import traces_of
+
+
+def carrier(limit: int) -> Callable[[], dict[str, Any]]:
+    """A carrier that has sent 1 MB and resumed once more whenever it is asked."""
+    asked = count()
+
+    def status() -> dict[str, Any]:
+        number = next(asked)
+        if number > limit:
+            raise OverlayError("gone")
+        link = {
+            "sent_nbytes": number * 1_000_000,
+            "received_nbytes": number * 500_000,
+            "round_trip_s": 0.05,
+            "retransmitted": 2 * number,
+            "resumed": number,
+            "silence_s": 4.0 if number == limit else 0.1,
+        }
+        return {"name": "a", "links": {"b": link}}
+
+    return status
+
+
+def traced(limit: int, monkeypatch: pytest.MonkeyPatch) -> EdgeTrace:
+    monkeypatch.setattr(edge_trace, "_PERIOD_S", 0.01)
+    with EdgeTrace(carrier(limit)) as trace:
+        until_s = time.monotonic() + 30
+        while trace.is_running:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+    return trace
+
+
+def test_every_second_is_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = traced(10, monkeypatch)
+    assert len(trace.samples) == 10
+    assert sum(sample["resumed"] for sample in trace.samples) == 10
+    for sample in trace.samples:
+        assert sample["sent_Bps"] * sample["seconds"] == pytest.approx(1e6)
+        assert sample["retransmitted"] == 2
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(edge_panel(trace))
+    assert shown.get().split()[-6:] == ["50.0", "ms", "20", "10", "4.0", "s"]
+
+
+def test_long_runs_are_merged_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge_trace, "_MOST_SAMPLES", 8)
+    trace = traced(40, monkeypatch)
+    assert 4 <= len(trace.samples) < 8
+    assert sum(sample["sent_Bps"] * sample["seconds"] for sample in trace.samples) == pytest.approx(
+        40e6
+    )
+    assert sum(sample["retransmitted"] for sample in trace.samples) == 80
+    assert max(sample["silence_s"] for sample in trace.samples) == 4.0
+    ends = [sample["end_s"] for sample in trace.samples]
+    assert ends == sorted(ends)
+
+
+def test_without_a_carrier_there_is_nothing() -> None:
+    with EdgeTrace(lambda: None) as trace:
+        pass
+    assert trace.samples == trace.now == []
+
+
+def test_traces_of_all_hosts_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = traced(5, monkeypatch).samples
+    traces = traces_of([{"name": "a", "trace": samples}, None, {"name": "b", "trace": []}])
+    assert list(traces) == ["a", "b"]
+    assert edges_png(traces).startswith(b"\x89PNG")
