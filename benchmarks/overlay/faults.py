@@ -1,6 +1,7 @@
 """Broken networks and machines: what a run does, and how soon everyone knows."""
 
 import random
+import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -78,8 +79,8 @@ def ended(start: Callable[[], HostsRun]) -> Iterator[Ended]:
         "rank 2 killed": (lambda _: _rank(2).kill(), "killed by signal 9"),
         "rank 0 killed": (lambda _: _rank(0).kill(), "killed by signal 9"),
         "carrier of host 2 killed": (lambda run: run.carrier(2).kill(), "carrier"),
-        "host 2 cut off for good": (partial(_block, host=2), "no connection to"),
-        "host 0 cut off for good": (partial(_block, host=0), "no connection to"),
+        "host 2 cut off for good": (partial(_block, host=2), r"connection to host\d lost"),
+        "host 0 cut off for good": (partial(_block, host=0), r"connection to host\d lost"),
     }
     for kind, (disturb, expected) in breaks.items():
         run = start()
@@ -98,7 +99,8 @@ def _ended(run: HostsRun, kind: str, disturb: Callable[[HostsRun], None], expect
 
     def listen() -> None:
         for host in hosts:
-            if host not in known and expected in run.log(host).read_text()[printed[host] :]:
+            text = run.log(host).read_text()[printed[host] :]
+            if host not in known and re.search(expected, text):
                 known[host] = time.monotonic() - start_s
 
     disturb(run)

@@ -103,8 +103,8 @@ def measure_strangers(folder: Path) -> Iterator[dict[str, Any]]:
     yield _undisturbed(folder, run)
 
 
-def measure_faults(folder: Path) -> Iterator[dict[str, Any]]:
-    """What a run outlives, then what ends it."""
+def measure_outages(folder: Path) -> Iterator[dict[str, Any]]:
+    """What a run outlives."""
     with _network() as net:
         run = _start(net, folder, "disturbed", 16)
         run.wait_for_step(5)
@@ -112,6 +112,10 @@ def measure_faults(folder: Path) -> Iterator[dict[str, Any]]:
             yield asdict(healed)
         run.done()
     yield _undisturbed(folder, run)
+
+
+def measure_ends(folder: Path) -> Iterator[dict[str, Any]]:
+    """What ends a run, and how soon."""
     numbers = iter(range(100))
     with _network() as net:
 
@@ -131,7 +135,8 @@ def measure_mutations(folder: Path) -> Iterator[dict[str, Any]]:
 
 PARTS = {
     "strangers": measure_strangers,
-    "faults": measure_faults,
+    "outages": measure_outages,
+    "ends": measure_ends,
     "mutations": measure_mutations,
 }
 

@@ -12,6 +12,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 _GRACE_S = 1.0
 """For the cause to be reported: its consequences are often noticed before it."""
+_OWN_ACCOUNT_S = 0.2
+"""For the main thread to say more, if it has noticed too."""
 _STUCK_S = 10.0
 _FOREVER = timedelta(days=1)
 _FIRST = "1"
@@ -81,7 +83,7 @@ class Watch:
         except RuntimeError:
             account = "the machine that holds the run's store is gone"
             time.sleep(_GRACE_S)
-        if self._handled.wait(_GRACE_S):
+        if self._handled.wait(_OWN_ACCOUNT_S):
             return
         os.write(2, f"{self._who}: {account}{self._describe()}\n".encode())
         os._exit(1)

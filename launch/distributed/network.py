@@ -19,6 +19,7 @@ from thinpipe.launch.host.interfaces import (
     resolve,
 )
 from thinpipe.launch.overlay.control import ADDRESS as OVERLAY
+from thinpipe.launch.overlay.control import OverlayError
 from thinpipe.launch.overlay.process import Overlay
 from thinpipe.launch.overlay.settings import Settings
 
@@ -55,6 +56,16 @@ class HostNetwork:
         """Variables for this host's ranks."""
         found = {LISTENS_AT: self.address}
         return found | ({OVERLAY: self.overlay.socket} if self.overlay is not None else {})
+
+    def lost_hosts(self) -> int:
+        """How many other hosts cannot be reached any more."""
+        if self.overlay is None:
+            return 0
+        try:
+            links = self.overlay.client().ask("status")["links"].values()
+        except OverlayError:
+            return len(self.overlay.roster.hosts) - 1
+        return sum(link["lost"] for link in links)
 
     def close(self) -> None:
         """Leave the run's network."""

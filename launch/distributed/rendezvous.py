@@ -126,8 +126,9 @@ class Rendezvous(RendezvousHandler):
         with contextlib.suppress(RuntimeError):
             self.set_closed()
             left = self._store.add("left", 1)
+            staying = self._hosts - self._network.lost_hosts() if self._holds else 0
             limit_s = time.monotonic() + _LEAVE_S
-            while self._holds and left < self._hosts and time.monotonic() < limit_s:
+            while left < staying and time.monotonic() < limit_s:
                 time.sleep(_POLL_S)
                 left = self._store.add("left", 0)
         return True
