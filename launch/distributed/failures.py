@@ -34,13 +34,15 @@ class Failures:
         number = self._store.add("count", 1)
         self._store.set(str(number), json.dumps([not cause, number, self._who, message]))
 
-    def first(self) -> str:
-        """The first cause, or else the first failure, and whose it is; waits a moment for it.
+    def first(self, since_s: float) -> str:
+        """The first cause, or else the first failure, and whose it is.
+
+        Waits for it until a moment after `since_s`, when this rank learnt of a failure (monotonic).
 
         Raises:
             RuntimeError: the store is gone.
         """
-        time.sleep(_GRACE_S)
+        time.sleep(max(0.0, since_s + _GRACE_S - time.monotonic()))
         numbers = range(1, self._store.add("count", 0) + 1)
         keys = [str(number) for number in numbers if self._store.check([str(number)])]
         _, _, who, message = min(json.loads(self._store.get(key)) for key in keys)
@@ -70,16 +72,22 @@ class Watch:
     def __init__(self, failures: Failures, who: str, describe: Callable[[], str]) -> None:
         self._failures, self._who, self._describe = failures, who, describe
         self._handled = threading.Event()
+        self._noticed_s: float | None = None
         threading.Thread(target=self._run, daemon=True).start()
 
-    def stand_down(self) -> None:
-        """The run is over, or this rank reports a failure itself and then ends."""
+    def stand_down(self) -> float:
+        """The run is over, or this rank reports a failure itself; return when the first was known.
+
+        That is now, if this knows of none.
+        """
         self._handled.set()
+        return time.monotonic() if self._noticed_s is None else self._noticed_s
 
     def _run(self) -> None:
         try:
             self._failures.wait()
-            account = f"ended because of another rank: {self._failures.first()}"
+            self._noticed_s = time.monotonic()
+            account = f"ended because of another rank: {self._failures.first(self._noticed_s)}"
         except RuntimeError:
             account = "the machine that holds the run's store is gone"
             time.sleep(_GRACE_S)

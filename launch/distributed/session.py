@@ -135,10 +135,10 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
         yield Session(store, transport, run_id, int(os.environ.get("LOCAL_RANK", "0")))
         transport.close()
     except Exception as error:
-        watch.stand_down()
+        since_s = watch.stand_down()
         end_soon()
         if isinstance(error, DesyncError | TransportError):
-            raise PeerError(_report(failures, who, rank, error)) from error
+            raise PeerError(_report(failures, who, rank, error, since_s)) from error
         if not isinstance(error, TerminatedError):  # which is often the echo of a failure
             with contextlib.suppress(RuntimeError):
                 failures.report(str(error).strip() or type(error).__name__, cause=True)
@@ -149,13 +149,13 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
         network.close()
 
 
-def _report(failures: Failures, who: str, rank: int, error: Exception) -> str:
+def _report(failures: Failures, who: str, rank: int, error: Exception, since_s: float) -> str:
     """Say what failed here, then tell the other ranks; return what failed first of all."""
     own = f"{str(error).strip()}{broken_links()}"
     os.write(2, f"rank {rank}: {own}\n".encode())
     try:
         failures.report(own, cause=not isinstance(error, TransportError))
-        first = failures.first()
+        first = failures.first(since_s)
     except RuntimeError:
         return "the run's store is gone as well, so what failed first is not known here"
     return f"first failure: {'here' if first == f'{who}: {own}' else first}"

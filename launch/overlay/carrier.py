@@ -228,13 +228,14 @@ class Carrier:
                 "link", peer=link.peer, state=state, reason=reason
             ),
         )
-        if roster.dials(own, peer):
+        dials = roster.dials(own, peer)
+        if dials or roster.hosts[number].reachable:
             dialer = Dialer(
                 self._loop,
                 self._context,
                 link,
                 address=lambda: self._address(peer),
-                hello=lambda: self._hello(link),
+                hello=lambda: self._hello(link) if dials else Hello(purpose="probe", name=own),
             )
             self._dialers.append(dialer)
 

@@ -1,4 +1,8 @@
-"""Makes the connections of links, again and again while they have none."""
+"""Makes the connections of links, again and again while they have none.
+
+The end that the connections do not start from looks meanwhile whether its peer is still there. A
+machine that refuses connections has no carrier any more: its link is given up without patience.
+"""
 
 import ssl
 import time
@@ -17,10 +21,15 @@ from thinpipe.launch.overlay.links.link import Link
 from thinpipe.launch.overlay.links.loop import Loop, Steps
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_REFUSED_S = 1.2
+"""A carrier that is only busy refuses nobody."""
 
 
 class Dialer:
-    """Connects a link to its peer; `address` says where that is at the moment."""
+    """Connects a link to its peer; `address` says where that is at the moment.
+
+    With a `hello` whose purpose is "probe" it only looks whether somebody answers there.
+    """
 
     def __init__(
         self,
@@ -35,6 +44,7 @@ class Dialer:
         self._address, self._hello = address, hello
         self._dialing = False
         self._due_s, self._pause_s = 0.0, _FIRST_PAUSE_S
+        self._refused_s: float | None = None
 
     def tick(self, now_s: float) -> None:
         """Try, if there is no connection and the last try was long enough ago."""
@@ -57,6 +67,11 @@ class Dialer:
     def _on_welcome(self, found: tuple[ssl.SSLSocket, Hello, Welcome]) -> None:
         connection, said, welcome = found
         self._dialing, link = False, self._link
+        self._refused_s = None
+        if said.purpose == "probe":
+            self._loop.close(connection)
+            self._wait(_LONGEST_PAUSE_S)
+            return
         if welcome.refused or not welcome.known or said.session != link.session.identity:
             self._loop.close(connection)
             if welcome.refused:
@@ -71,10 +86,20 @@ class Dialer:
             self._loop.close(connection)
             link.give_up(f"sent {error}")
 
-    def _on_failure(self, _error: Exception) -> None:
+    def _on_failure(self, error: Exception) -> None:
         self._dialing = False
+        self._note_refusal(refused=isinstance(error, ConnectionRefusedError))
         self._wait(self._pause_s)
-        self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
+        self._pause_s = min(_LONGEST_PAUSE_S / 2, 2 * self._pause_s)
+
+    def _note_refusal(self, *, refused: bool) -> None:
+        now_s = time.monotonic()
+        if not refused:
+            self._refused_s = None
+        elif self._refused_s is None:
+            self._refused_s = now_s
+        elif now_s - self._refused_s > _REFUSED_S and not self._link.is_lost:
+            self._link.give_up("its carrier has ended: that machine refuses connections")
 
     def _wait(self, pause_s: float) -> None:
         self._due_s = time.monotonic() + pause_s

@@ -95,6 +95,7 @@ def accept(sock: socket.socket, context: ssl.SSLContext) -> Steps[tuple[ssl.SSLS
     try:
         sock.setblocking(False)
         tune(sock)
+        sock.getpeername()  # fails if it is reset already, of which ssl leaves a socket open
         sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         yield from _shake_hands(sock)
         hello = yield from receive(sock, Hello)

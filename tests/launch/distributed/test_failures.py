@@ -23,7 +23,7 @@ def fail(rank: int) -> str:
     if rank == 0:
         failures.report("no space left", cause=True)
     dist.barrier()
-    return failures.first()
+    return failures.first(time.monotonic())
 
 
 @pytest.mark.dist
@@ -35,7 +35,7 @@ def test_without_a_cause_the_first_report_counts() -> None:
     store = dist.HashStore()
     for who in ("b", "a"):
         Failures(store, who).report("connection broke", cause=False)
-    assert Failures(store, "c").first() == "b: connection broke"
+    assert Failures(store, "c").first(0.0) == "b: connection broke"
 
 
 WATCHED = """

@@ -43,7 +43,8 @@ class Wire:
         self._open = []
 
     def close(self) -> None:
-        self._server.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # closed already
+            self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         self.cut()
 

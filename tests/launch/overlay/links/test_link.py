@@ -165,6 +165,16 @@ def test_after_its_patience_a_link_breaks_its_streams_and_can_begin_anew(key: Pa
         assert pair.accept().recv(5) == b"again"
 
 
+def test_a_machine_without_its_carrier_is_given_up_at_once(key: Path) -> None:
+    with Pair(key) as pair:
+        near, _ = pair.pipe()
+        begin_s = time.monotonic()
+        pair.wire.close()  # as when the process was killed: connections end, and new ones fail
+        assert near.recv(1) == b""
+        assert time.monotonic() - begin_s < 10
+        assert "its carrier has ended: that machine refuses connections" in pair.events[-1]
+
+
 def test_a_host_that_leaves_in_order_is_not_missed(key: Path) -> None:
     with Pair(key) as pair:
         near, _far = pair.pipe()
