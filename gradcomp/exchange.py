@@ -130,6 +130,46 @@ def gather_all(peers: Peers, key: ExchangeKey, mine_N: Tensor, *, codec: Codec) 
     return found
 
 
+def gather_bytes(
+    peers: Peers, key: ExchangeKey, mine_N: Tensor, seen_N: Tensor, *, codec: Codec
+) -> list[Tensor]:
+    """Every replica's payload, by rank; fills `seen_N` with what the others see of this one's.
+
+    Raises:
+        TransportError, DesyncError: nothing was changed.
+    """
+    frames, me = _Frames(key, codec), peers.rank
+    message = frames.pack(mine_N, seen_N, TO_SERVER, me)
+    incoming = {me: message, **_to_all(peers, message, codec.capacity(mine_N.numel()))}
+    return [frames.payload(incoming[rank], TO_SERVER, rank) for rank in range(peers.size)]
+
+
+def swap(
+    peers: Peers,
+    key: ExchangeKey,
+    mine_N: Tensor,
+    others: Sequence[int],
+    *,
+    codec: Codec,
+    seen_N: Tensor | None = None,
+) -> dict[int, Tensor]:
+    """The vectors (fp32) of some replicas, to which this one's goes; `seen_N` is what they see.
+
+    Raises:
+        TransportError, DesyncError: nothing was changed.
+    """
+    frames = _Frames(key, codec)
+    seen_N = torch.empty_like(mine_N) if seen_N is None else seen_N
+    message = frames.pack(mine_N, seen_N, TO_SERVER, peers.rank)
+    incoming = peers.exchange(
+        dict.fromkeys(others, message), list(dict.fromkeys(others)), codec.capacity(mine_N.numel())
+    )
+    found = {peer: torch.empty_like(mine_N) for peer in incoming}
+    for peer, theirs in incoming.items():
+        frames.unpack(theirs, found[peer], TO_SERVER, peer)
+    return found
+
+
 def _to_all(peers: Peers, message: Tensor, capacity: int) -> dict[int, Tensor]:
     others = _others(peers)
     return peers.exchange(dict.fromkeys(others, message), others, capacity)
@@ -157,11 +197,12 @@ class _Frames:
         return message
 
     def unpack(self, message: Tensor, out_n: Tensor, phase: int, sender: int) -> None:
-        payload = self._payload(message, phase, sender)
+        payload = self.payload(message, phase, sender)
         if out_n.numel():
             self.codec.decode(brought_to(out_n.device, payload)[None], out_n[None])
 
-    def _payload(self, message: Tensor, phase: int, sender: int) -> Tensor:
+    def payload(self, message: Tensor, phase: int, sender: int) -> Tensor:
+        """What follows the header, which is checked."""
         self._header(phase, sender).check(message)
         return message[EXCHANGE_HEADER_NBYTES:]
 
@@ -172,7 +213,7 @@ class _Frames:
             if sender == me:
                 total_n += mine_n
                 continue
-            payload = self._payload(incoming[sender], phase, sender)
+            payload = self.payload(incoming[sender], phase, sender)
             if total_n.numel():
                 self._add(payload, total_n)
         return total_n

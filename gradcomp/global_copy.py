@@ -4,7 +4,7 @@ Axes: N values of a bucket, n values of a shard.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -14,12 +14,8 @@ from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.subset import Subset
 
 
-class SharedBucket:
-    """The parameters of a bucket as views of one vector, and the global copy (fp32).
-
-    Moving parameters in bf16 by steps below their resolution would lose the steps: what rounding
-    takes is kept in `lost_N` and counts as part of the parameters.
-    """
+class FlatBucket:
+    """The parameters of a bucket as views of one vector."""
 
     def __init__(self, bucket: Bucket) -> None:
         """Parameters keep their values; their storage becomes a view of `local_N`."""
@@ -28,17 +24,6 @@ class SharedBucket:
         self.local_N = torch.cat([p.detach().flatten() for p in bucket.parameters])
         for parameter, view in zip(bucket.parameters, self._views(self.local_N), strict=True):
             parameter.data = view
-        self.global_N = self.local_N.float().clone()
-        exact = self.local_N.dtype == torch.float32
-        self.lost_N = None if exact else torch.zeros_like(self.global_N)
-
-    def capture(self) -> None:
-        """Take the parameters as they are for the global ones: replicas are equal now."""
-        self.global_N.copy_(self.local_N)
-
-    def digest(self) -> int:
-        """CRC-32 of the global copy."""
-        return crc32(self.global_N.cpu())
 
     def check_storage(self) -> None:
         """Notice parameters that were given other storage, which would no longer be exchanged.
@@ -53,6 +38,43 @@ class SharedBucket:
                     f"a parameter of shape {tuple(parameter.shape)} got other storage after the "
                     "exchange was built; load weights in place (load_state_dict without assign)"
                 )
+
+    @contextmanager
+    def replaced_by(self, other_N: Tensor) -> Iterator[None]:
+        """Inside, the parameters are others."""
+        saved_N = self.local_N.clone()
+        self.local_N.copy_(other_N)
+        try:
+            yield
+        finally:
+            self.local_N.copy_(saved_N)
+
+    def _views(self, flat_N: Tensor) -> Sequence[Tensor]:
+        parts = torch.split(flat_N, [parameter.numel() for parameter in self._parameters])
+        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+
+
+class SharedBucket(FlatBucket):
+    """Parameters beside the global copy of them (fp32).
+
+    Moving parameters in bf16 by steps below their resolution would lose the steps: what rounding
+    takes is kept in `lost_N` and counts as part of the parameters.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        """Parameters keep their values."""
+        super().__init__(bucket)
+        self.global_N = self.local_N.float().clone()
+        exact = self.local_N.dtype == torch.float32
+        self.lost_N = None if exact else torch.zeros_like(self.global_N)
+
+    def capture(self) -> None:
+        """Take the parameters as they are for the global ones: replicas are equal now."""
+        self.global_N.copy_(self.local_N)
+
+    def digest(self) -> int:
+        """CRC-32 of the global copy."""
+        return crc32(self.global_N.cpu())
 
     def moved(self, part: slice, subset: Subset) -> Tensor:
         """How far the subset's parameters are from the global copy."""
@@ -78,19 +100,9 @@ class SharedBucket:
         subset.scatter(local_n - rounded_n, self.lost_N[part])
         subset.scatter(rounded_n, self.local_N[part])
 
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def swapped_in(self) -> AbstractContextManager[None]:
         """Inside, the parameters are the global ones."""
-        saved_N = self.local_N.clone()
-        self.local_N.copy_(self.global_N)
-        try:
-            yield
-        finally:
-            self.local_N.copy_(saved_N)
-
-    def _views(self, flat_N: Tensor) -> Sequence[Tensor]:
-        parts = torch.split(flat_N, [parameter.numel() for parameter in self._parameters])
-        return [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+        return self.replaced_by(self.global_N)
 
 
 def gathered(subset: Subset, x_N: Tensor) -> Tensor:

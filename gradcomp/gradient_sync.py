@@ -52,15 +52,24 @@ class GradientSync:
     loss_scope = "global"
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], peers: Peers, reducer: Reducer, nbytes: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        peers: Peers,
+        reducer: Reducer,
+        nbytes: int,
+        *,
+        alone: bool = False,
     ) -> None:
-        """`nbytes` is the size of a bucket, in the parameters' own dtype."""
+        """`nbytes` is the size of a bucket, in the parameters' own dtype.
+
+        `alone`: the reducer has work to do for a single replica too.
+        """
         self._peers, self._reducer, self._worker = peers, reducer, Worker("gradcomp")
         self._side_stream = SideStream(device_of(parameters))
         self._waiting: list[tuple[Bucket, Future[tuple[Tensor, CudaEvent]]]] = []
         self._step = 0
         backward_order = list(reversed(parameters))
-        buckets = make_buckets(backward_order, nbytes) if peers.size > 1 else ()
+        buckets = make_buckets(backward_order, nbytes) if alone or peers.size > 1 else ()
         self._readiness = Readiness(buckets, self._launch)
 
     @property

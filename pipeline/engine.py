@@ -181,7 +181,8 @@ class PipelineEngine:
         """Tallies by microbatch, on the rank of the last stage."""
         count = min(self._options.microbatches, len(batch))
         if count == 0:  # the other replicas took what was left of the held-out text
-            return {}
+            with self._sync.global_parameters():  # which they may need this one for
+                return {}
         targets = batch.targets.to(self._device).tensor_split(count)
         inputs = batch.inputs_BT.to(self._device).tensor_split(count)
         self._begin_pass(batch, count, step, mode)

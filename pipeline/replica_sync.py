@@ -29,7 +29,7 @@ class ReplicaSync(Protocol):
     """Bytes this rank has sent so far, headers included."""
 
     def due(self, step: int) -> bool:
-        """Whether this step waits for other replicas; if not, it shares nothing with them."""
+        """Whether this step waits for all replicas; if not, at most neighbours share anything."""
 
     def begin_step(self, passes: int) -> None:
         """A step begins; every parameter will get `passes` gradients (0: not known)."""
@@ -50,8 +50,9 @@ class ReplicaSync(Protocol):
     def global_parameters(self) -> AbstractContextManager[None]:
         """Inside, parameters are those of the one model that all replicas stand for.
 
-        Where replicas differ, evaluation and what is to be used after training need it. What is
-        under way is waited for, not applied: training goes on as without this call.
+        Where replicas differ, evaluation and what is to be used after training need it; all of them
+        call it at the same time, as that model may have to be made. What is under way is waited
+        for, not applied: training goes on as without this call.
         """
 
     def state_dict(self) -> dict[str, Any]:

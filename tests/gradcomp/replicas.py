@@ -7,13 +7,14 @@ its own. Data depends on replica and step alone.
 import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.local_peers import local_peers
-from thinpipe.gradcomp.registry import load_method, parse_options
+from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
@@ -37,6 +38,15 @@ def all_of(values: Sequence[Any], call: Callable[[Any], Any]) -> list[Any]:
     """`call` of every value, each on a thread of its own."""
     with ThreadPoolExecutor(len(values)) as pool:
         return list(pool.map(call, values))
+
+
+@dataclass(frozen=True)
+class Train:
+    """What a method's own optimizer is told."""
+
+    lr: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
 
 
 class Replicas:
@@ -65,7 +75,13 @@ class Replicas:
             method.build(self._options, list(net.parameters()), peer)
             for net, peer in zip(self.nets, self.peers, strict=True)
         ]
-        self.optimizers = [torch.optim.AdamW(net.parameters(), lr=0.05) for net in self.nets]
+        self.optimizers = [self._optimizer(net) for net in self.nets]
+
+    def _optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
+        """The method's own, or AdamW."""
+        parameters = list(net.parameters())
+        own = build_optimizer(self._method, self._options, parameters, Train())
+        return own or torch.optim.AdamW(parameters, lr=Train.lr)
 
     def restart(self) -> None:
         """Save everything, and go on from it in new objects."""
@@ -86,8 +102,8 @@ class Replicas:
 
     def backward(self) -> None:
         """Local gradients, as of a loss that is divided by the samples of all replicas."""
-        for rank, (net, sync) in enumerate(zip(self.nets, self.syncs, strict=True)):
-            sync.begin_step(1)
+        all_of(self.syncs, lambda sync: sync.begin_step(1))
+        for rank, net in enumerate(self.nets):
             generator = torch.Generator().manual_seed(1000 * self.step_number + rank)
             dtype = next(net.parameters()).dtype
             x = torch.randn(4, 6, generator=generator).to(self._device, dtype)
@@ -111,8 +127,10 @@ class Replicas:
 
     def global_parameters(self) -> list[Tensor]:
         """What every replica takes for the global model."""
-        found = []
-        for net, sync in zip(self.nets, self.syncs, strict=True):
+
+        def found(pair: tuple[nn.Module, ReplicaSync]) -> Tensor:
+            net, sync = pair
             with sync.global_parameters():
-                found.append(flat(net))
-        return found
+                return flat(net)
+
+        return all_of(list(zip(self.nets, self.syncs, strict=True)), found)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.gradcomp.replicas import Replicas, all_of
 from thinpipe.gradcomp.local_peers import LocalPeers, local_peers
-from thinpipe.gradcomp.registry import method_names
+from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.pipeline.comm.errors import TransportError
 
 METHODS = [name for name in method_names() if name != "none"]
@@ -85,7 +85,8 @@ def outcomes(replicas: Replicas, call: Callable[[Any], Any]) -> list[str]:
 
 def global_copies(replicas: Replicas) -> list[Tensor]:
     syncs: list[Any] = replicas.syncs
-    return [torch.cat([bucket.global_N for bucket in sync._buckets]) for sync in syncs]
+    every = [sync._all() if hasattr(sync, "_all") else sync._buckets for sync in syncs]
+    return [torch.cat([bucket.global_N for bucket in buckets]) for buckets in every]
 
 
 def start(method: str, options: dict[str, Any]) -> tuple[Replicas, FailingPeers]:
@@ -110,7 +111,7 @@ def wait(replicas: Replicas) -> None:
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("call", [1, 2, 3])
-@pytest.mark.parametrize("method", [name for name in METHODS if name != "cocktail"])
+@pytest.mark.parametrize("method", [m for m in METHODS if load_method(m).REPLICAS_EQUAL])
 def test_gradients_that_did_not_arrive_move_nothing(method: str, call: int, late: bool) -> None:
     replicas, failing = start(method, {})
     per_step = failing.calls
@@ -123,6 +124,38 @@ def test_gradients_that_did_not_arrive_move_nothing(method: str, call: int, late
         assert torch.equal(old, new)
     again = outcomes(replicas, lambda sync: sync.before_step())
     assert again[1] == first[1]  # it does not go on as if nothing had been
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("method", ["diloco", "sparse_loco"])
+def test_a_fragment_that_did_not_arrive_moves_nothing(
+    method: str, overlap: int, late: bool
+) -> None:
+    replicas, failing = start(method, {"interval": 2, "overlap": overlap})
+    replicas.step()
+    failing.fail_at, failing.late = failing.calls + 1, late
+    before, global_before = replicas.parameters(), global_copies(replicas)
+    found = outcomes(replicas, lambda sync: sync.begin_step(1))
+    if overlap:
+        assert set(found) == {"done"}
+        found = outcomes(replicas, lambda sync: sync.begin_step(1))
+    assert found[1] == CUT
+    for rank in (r for r in range(3) if found[r] != "done"):
+        assert torch.equal(before[rank], replicas.parameters()[rank])
+        assert torch.equal(global_before[rank], global_copies(replicas)[rank])
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("method", ["decentralized", "low_precision_decentralized"])
+def test_an_average_that_did_not_arrive_moves_nothing(method: str, late: bool) -> None:
+    replicas, failing = start(method, {})
+    failing.fail_at, failing.late = failing.calls + 1, late
+    before = replicas.parameters()
+    replicas.backward()
+    assert outcomes(replicas, lambda sync: sync.before_step())[1] == CUT
+    assert outcomes(replicas, lambda sync: sync.before_step())[1] == CUT
+    assert torch.equal(before[1], replicas.parameters()[1])
 
 
 @pytest.mark.parametrize("late", [False, True])

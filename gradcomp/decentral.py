@@ -1,0 +1,167 @@
+"""Replicas that average their parameters with neighbours only, beside forward and backward.
+
+Lian et al. 2017; Gan et al., "BAGUA", VLDB 2022. The gradients of a step are those at the
+parameters before they are averaged; the optimizer applies them afterwards. Nothing waits for all
+replicas, and what a failed exchange was to change is unchanged.
+
+There is no model that all stand for but the mean, which costs an all-reduce: it is made for
+evaluations and checkpoints, by all replicas together, and they take it over when training ends.
+
+Axes: N values of a bucket.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from thinpipe.gradcomp.buckets import device_of, make_buckets
+from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
+from thinpipe.gradcomp.global_copy import FlatBucket
+from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
+from thinpipe.pipeline.wire.thread import Worker
+
+_EXACT = Cast("fp32")
+
+
+class Averaging(Protocol):
+    """What is special about a method."""
+
+    def begin(self, buckets: Sequence[FlatBucket]) -> None:
+        """Replicas are equal: before the first step."""
+
+    def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
+        """This replica's new parameters; runs on the communication thread.
+
+        What it would remember counts once `keep` is called.
+        """
+
+    def keep(self) -> None:
+        """The averages were taken over."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+
+class Decentral:
+    """A `ReplicaSync` around an averaging, every `interval` steps."""
+
+    replicas_equal = False
+    leaves = "gradients"
+    loss_scope = "replica"
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        peers: Peers,
+        averaging: Averaging,
+        *,
+        nbytes: int,
+        interval: int,
+    ) -> None:
+        """Parameters become views of flat vectors; they keep their values."""
+        self._peers, self._averaging, self._interval = peers, averaging, interval
+        buckets = make_buckets(parameters, nbytes) if peers.size > 1 else ()
+        self._buckets = [FlatBucket(bucket) for bucket in buckets]
+        self._worker, self._side_stream = Worker("gradcomp"), SideStream(device_of(parameters))
+        self._pending: Future[tuple[list[Tensor], CudaEvent]] | None = None
+        self._steps = self._exchanges = 0
+        self._finished = False
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent so far, headers included."""
+        return self._peers.bytes_sent
+
+    def due(self, step: int) -> bool:
+        """No step waits for more than neighbours."""
+        return False
+
+    def begin_step(self, passes: int) -> None:
+        """Average what the last step left."""
+        if self._steps == 0:
+            self._averaging.begin(self._buckets)
+        if self._steps and self._steps % self._interval == 0:
+            for bucket in self._buckets:
+                bucket.check_storage()
+            self._pending = self._submit(self._averaging.average)
+        self._steps += 1
+
+    def before_step(self) -> None:
+        """Take the averages over; gradients are this replica's own."""
+        if self._pending is None:
+            return
+        averages, finished = self._pending.result()
+        self._side_stream.wait(finished)
+        self._pending = None
+        self._averaging.keep()
+        for bucket, average_N in zip(self._buckets, averages, strict=True):
+            bucket.local_N.copy_(average_N)
+
+    def after_step(self) -> None:
+        """Nothing is exchanged here: this is not called on replicas that skip the step."""
+
+    def finish(self) -> None:
+        """Replicas become equal: the mean of all."""
+        if not self._finished:
+            for bucket, mean_N in zip(self._buckets, self._means(), strict=True):
+                bucket.local_N.copy_(mean_N)
+            self._finished = True
+
+    @contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Inside, parameters are the mean over the replicas; all of them call it together."""
+        with ExitStack() as stack, torch.no_grad():
+            if not self._finished:
+                for bucket, mean_N in zip(self._buckets, self._means(), strict=True):
+                    stack.enter_context(bucket.replaced_by(mean_N))
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters, and what the averaging remembers; nothing is under way between steps."""
+        return {
+            "steps": self._steps,
+            "exchanges": self._exchanges,
+            "finished": self._finished,
+            "averaging": self._averaging.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._steps, self._exchanges = state["steps"], state["exchanges"]
+        self._finished = state["finished"]
+        self._averaging.load_state_dict(state["averaging"])
+
+    def _means(self) -> list[Tensor]:
+        """The mean of all replicas' parameters, exactly."""
+        means, finished = self._submit(partial(_mean, self._peers)).result()
+        self._side_stream.wait(finished)
+        return means
+
+    def _submit(self, average: Any) -> "Future[tuple[list[Tensor], CudaEvent]]":
+        number, computed = self._exchanges, self._side_stream.now()
+        self._exchanges += 1
+        buckets, side_stream = self._buckets, self._side_stream
+
+        def run() -> tuple[list[Tensor], CudaEvent]:
+            with side_stream.after(computed):
+                found = [
+                    average(bucket, bucket.local_N.float(), ExchangeKey(number, bucket.index))
+                    for bucket in buckets
+                ]
+                return found, side_stream.now()
+
+        return self._worker.submit(run)
+
+
+def _mean(peers: Peers, _bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
+    return sum_sharded(peers, key, mine_N, codec=_EXACT).div_(peers.size)

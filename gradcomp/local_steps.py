@@ -1,0 +1,284 @@
+"""Replicas that train by themselves for many steps, and then exchange how far they have come.
+
+DiLoCo (Douillard et al. 2023), its streaming form (Douillard et al. 2025) and SparseLoCo (Sarfi et
+al. 2025) are this with different `OuterStep`s:
+
+    x   `SharedBucket.local_N`     this replica's parameters, moved by its own optimizer
+    g   `SharedBucket.global_N`    the global model, equal on all replicas bit for bit
+
+    1.  d_w = g - x_w                    of one fragment, every `interval` steps
+    2.  u = outer step of all d_w        beside the next `overlap` steps of training
+    3.  g -= u;  x_w = (1 - mix) g + mix x_w
+
+Fragments take turns, `interval / fragments` steps apart. Steps are counted where all replicas
+agree, at their beginning, whether a step is skipped on one of them or not. Between exchanges
+nothing waits for another replica. 3. is done by the training thread once everything has arrived: a
+failed exchange changes nothing.
+
+Axes: N values of a bucket.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from thinpipe.gradcomp.buckets import device_of, make_buckets
+from thinpipe.gradcomp.exchange import ExchangeKey
+from thinpipe.gradcomp.global_copy import SharedBucket
+from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
+from thinpipe.pipeline.wire.thread import Worker
+
+
+class LocalStepsConfig(ExchangeOptions):
+    """`interval` steps lie between two exchanges of a fragment, of which there are `fragments`.
+
+    An exchange has the time of `overlap` steps, 0: training waits for it. `mix` is how much of its
+    own parameters a replica keeps when the global ones arrive.
+    """
+
+    interval: int = Field(30, ge=1)
+    fragments: int = Field(1, ge=1)
+    overlap: int = Field(0, ge=0)
+    mix: float = Field(0.0, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "LocalStepsConfig":
+        if self.interval % self.fragments:
+            raise ValueError(
+                f"interval = {self.interval}, fragments = {self.fragments}: fragments take turns; "
+                "use an interval that is a multiple of them"
+            )
+        if self.overlap >= self.turn:
+            raise ValueError(
+                f"overlap = {self.overlap}: a fragment is exchanged every {self.turn} steps "
+                "(interval / fragments); use less than that"
+            )
+        return self
+
+    @property
+    def turn(self) -> int:
+        """Steps between two exchanges."""
+        return self.interval // self.fragments
+
+
+class OuterStep(Protocol):
+    """What is special about a method."""
+
+    def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
+        """By how much the global model moves; runs on the communication thread.
+
+        `distance_N` is how far it is ahead of this replica. What it would remember counts once
+        `keep` is called.
+        """
+
+    def keep(self) -> None:
+        """The update was applied."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a restart."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """An exchange under way: its buckets, what was sent, and what will come."""
+
+    fragment: int
+    number: int
+    distances: list[Tensor]
+    updates: "Future[tuple[list[Tensor], CudaEvent]]"
+
+
+class LocalSteps:
+    """A `ReplicaSync` around an outer step."""
+
+    replicas_equal = False
+    leaves = "gradients"
+    loss_scope = "replica"
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        peers: Peers,
+        config: LocalStepsConfig,
+        outer: OuterStep,
+    ) -> None:
+        """Parameters become views of flat vectors; they keep their values."""
+        self._peers, self._config, self._outer = peers, config, outer
+        self._fragments = [
+            [SharedBucket(bucket) for bucket in part]
+            for part in _fragments(parameters, peers, config)
+        ]
+        self._worker, self._side_stream = Worker("gradcomp"), SideStream(device_of(parameters))
+        self._launched: _Launched | None = None
+        self._captured = False
+        self._steps = self._exchanges = 0
+        self._owed: tuple[int, list[Tensor]] | None = None
+        """A restored run makes the exchange that was under way again: of a fragment, from this."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent so far, headers included."""
+        return self._peers.bytes_sent
+
+    def due(self, step: int) -> bool:
+        """Steps in which an exchange begins or is waited for."""
+        turn, place = self._config.turn, step % self._config.turn
+        return self._peers.size > 1 and step >= turn and place in (0, self._config.overlap)
+
+    def begin_step(self, passes: int) -> None:
+        """The first step finds replicas equal: what they hold becomes the global model."""
+        if not self._captured:
+            self._captured = True
+            for bucket in self._all():
+                bucket.capture()
+        if self._owed is not None:
+            self._launch(*self._owed)
+        turn = self._config.turn
+        if self._steps and self._steps % turn == 0:
+            fragment = (self._steps // turn - 1) % self._config.fragments
+            self._launch(fragment, [_distance(bucket) for bucket in self._fragments[fragment]])
+        if self._steps % turn == self._config.overlap:
+            self._join()
+        self._steps += 1
+
+    def before_step(self) -> None:
+        """Gradients are this replica's own."""
+
+    def after_step(self) -> None:
+        """Nothing is exchanged here: this is not called on replicas that skip the step."""
+
+    def finish(self) -> None:
+        """Exchange all fragments once more: replicas are equal to the global model then."""
+        if self._captured:
+            self._join_owed()
+            for number, buckets in enumerate(self._fragments):
+                self._launch(number, [_distance(bucket) for bucket in buckets])
+                self._join()
+            for bucket in self._all():
+                bucket.local_N.copy_(bucket.global_N)
+            self._captured = False  # nothing is left to exchange
+
+    @contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Inside, parameters are g, without the exchange under way."""
+        self._wait()
+        with ExitStack() as stack, torch.no_grad():
+            for bucket in self._all() if self._captured else ():
+                stack.enter_context(bucket.swapped_in())
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """g, counters, what the outer step remembers, and what is under way."""
+        self._wait()
+        under_way = self._owed
+        if self._launched is not None:
+            under_way = (self._launched.fragment, self._launched.distances)
+        return {
+            "steps": self._steps,
+            "exchanges": self._exchanges,
+            "captured": self._captured,
+            "under_way": under_way,
+            "global": [bucket.global_N for bucket in self._all()],
+            "outer": self._outer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._wait()
+        self._launched = None
+        self._steps, self._exchanges = state["steps"], state["exchanges"]
+        self._captured, self._owed = state["captured"], state["under_way"]
+        self._outer.load_state_dict(state["outer"])
+        for bucket, global_N in zip(self._all(), state["global"], strict=True):
+            bucket.global_N.copy_(global_N)
+
+    def _all(self) -> list[SharedBucket]:
+        return [bucket for fragment in self._fragments for bucket in fragment]
+
+    def _wait(self) -> None:
+        if self._launched is not None:
+            self._launched.updates.result()
+
+    def _launch(self, fragment: int, distances: list[Tensor]) -> None:
+        self._owed = None
+        buckets = self._fragments[fragment]
+        for bucket in buckets:
+            bucket.check_storage()
+        indices = [bucket.index for bucket in buckets]
+        # replicas that did not start from one model are noticed in the first exchange
+        digests = [bucket.digest() if self._exchanges == 0 else 0 for bucket in buckets]
+        job = partial(
+            _updates,
+            self._outer,
+            self._side_stream,
+            self._side_stream.now(),
+            [ExchangeKey(self._exchanges, *key) for key in zip(indices, digests, strict=True)],
+            distances,
+        )
+        self._launched = _Launched(fragment, self._exchanges, distances, self._worker.submit(job))
+
+    def _join_owed(self) -> None:
+        if self._owed is not None:
+            self._launch(*self._owed)
+        self._join()
+
+    def _join(self) -> None:
+        """Wait for the exchange under way and apply it."""
+        if self._launched is None:
+            return
+        updates, finished = self._launched.updates.result()
+        self._side_stream.wait(finished)
+        buckets, self._launched = self._fragments[self._launched.fragment], None
+        self._exchanges += 1
+        self._outer.keep()
+        with torch.no_grad():
+            for bucket, update_N in zip(buckets, updates, strict=True):
+                bucket.global_N -= update_N
+                bucket.local_N.mul_(self._config.mix)
+                bucket.local_N.add_(
+                    bucket.global_N.to(bucket.local_N.dtype), alpha=1 - self._config.mix
+                )
+
+
+def _updates(
+    outer: OuterStep,
+    side_stream: SideStream,
+    measured: CudaEvent,
+    keys: Sequence[ExchangeKey],
+    distances: Sequence[Tensor],
+) -> tuple[list[Tensor], CudaEvent]:
+    """On the communication thread; changes nothing."""
+    with side_stream.after(measured):
+        updates = [
+            outer.update(key.bucket, distance_N, key)
+            for key, distance_N in zip(keys, distances, strict=True)
+        ]
+        return updates, side_stream.now()
+
+
+def _distance(bucket: SharedBucket) -> Tensor:
+    """How far the global model is ahead of this replica."""
+    return bucket.global_N - bucket.local_N
+
+
+def _fragments(
+    parameters: Sequence[nn.Parameter], peers: Peers, config: LocalStepsConfig
+) -> list[list[Any]]:
+    """Buckets, dealt into as many groups of about equal size."""
+    buckets = make_buckets(parameters, config.bucket_nbytes) if peers.size > 1 else ()
+    groups: list[list[Any]] = [[] for _ in range(config.fragments)]
+    for bucket in sorted(buckets, key=lambda bucket: -bucket.numel):
+        min(groups, key=lambda group: sum(b.numel for b in group)).append(bucket)
+    return groups

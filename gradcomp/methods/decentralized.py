@@ -1,0 +1,91 @@
+"""Decentralized averaging at full precision: with both neighbours on a ring, or in shifting pairs.
+
+Gan et al., "BAGUA", VLDB 2022 (decentralized full precision); Lian et al. 2017. In pairs, replica r
+of the first half of R meets replica R / 2 + (r + t) mod R / 2 in exchange t: after R / 2 of them it
+has met all of the other half. Both keep the mean of the replicas as it is.
+
+Axes: N values of a bucket.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from thinpipe.gradcomp.decentral import Decentral
+from thinpipe.gradcomp.exchange import ExchangeKey, swap
+from thinpipe.gradcomp.global_copy import FlatBucket
+from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.cast import Cast
+
+REPLICAS_EQUAL = False
+
+
+class Config(ExchangeOptions):
+    """Whom a replica averages with, every `interval` steps, and what parameters travel as."""
+
+    peers: Literal["ring", "pairs"] = "ring"
+    interval: int = Field(1, ge=1)
+    format: Literal["fp32", "bf16"] = "fp32"
+
+
+class Neighbours:
+    """The averaging; it has no memory."""
+
+    def __init__(self, peers: Peers, config: Config) -> None:
+        """Refuse pairs that cannot be made.
+
+        Raises:
+            ValueError: an odd number of replicas is to meet in pairs.
+        """
+        if config.peers == "pairs" and peers.size % 2 and peers.size > 1:
+            raise ValueError(
+                f'gradcomp.decentralized.peers = "pairs": {peers.size} replicas are not pairs; use '
+                '"ring", or an even number of replicas'
+            )
+        self._peers, self._config, self._codec = peers, config, Cast(config.format)
+
+    def begin(self, buckets: Sequence[FlatBucket]) -> None:
+        """There is no memory."""
+
+    def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
+        """The mean of this replica's parameters and its neighbours'."""
+        others = neighbours(self._peers.rank, self._peers.size, key.step, self._config.peers)
+        seen_N = mine_N.clone()  # rounded alike at both ends, or the mean would drift
+        found = swap(self._peers, key, mine_N, others, codec=self._codec, seen_N=seen_N)
+        total_N = mine_N - seen_N
+        for peer in sorted([*found, self._peers.rank]):
+            total_N = total_N + (seen_N if peer == self._peers.rank else found[peer]) / (
+                len(found) + 1
+            )
+        return total_N
+
+    def keep(self) -> None:
+        """There is no memory."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """There is no state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """There is no state."""
+
+
+def neighbours(rank: int, size: int, exchange: int, peers: str) -> list[int]:
+    """Whom a replica meets in an exchange."""
+    if peers == "ring":
+        return sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
+    half = size // 2
+    if rank < half:
+        return [half + (rank + exchange) % half]
+    return [(rank - half - exchange) % half]
+
+
+def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Decentral:
+    """Make the method."""
+    averaging = Neighbours(peers, config)
+    return Decentral(
+        parameters, peers, averaging, nbytes=config.bucket_nbytes, interval=config.interval
+    )

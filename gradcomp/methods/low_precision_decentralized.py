@@ -1,0 +1,90 @@
+"""Decentralized averaging at 8 bits: on a ring, of changes against what both ends remember.
+
+Tang et al., "Communication Compression for Decentralized Training" (DCD), 2018; Gan et al.,
+"BAGUA", VLDB 2022 (decentralized low precision). Every replica keeps what it last sent, w, and what
+its two neighbours did, L and R. With x its parameters now:
+
+    c = C(x + L / 3 + R / 3 - 5 w / 3)      to both neighbours
+    L += c of the left,  R += c of the right,  w += c,  x = w
+
+What C left out is not lost: the next change is measured against w, which both ends have. It is
+AQ-SGD's idea, applied to parameters.
+
+Axes: N values of a bucket.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from thinpipe.gradcomp.decentral import Decentral
+from thinpipe.gradcomp.exchange import ExchangeKey, swap
+from thinpipe.gradcomp.global_copy import FlatBucket
+from thinpipe.gradcomp.methods.decentralized import neighbours
+from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.uniform import Uniform
+
+REPLICAS_EQUAL = False
+
+
+class Config(ExchangeOptions):
+    """`bits` per value, one bf16 scale per `group` values."""
+
+    bits: int = Field(8, ge=2, le=8)
+    group: int = Field(128, ge=1)
+
+
+class Changes:
+    """The averaging, with w and both neighbours' copies of theirs, by bucket and replica."""
+
+    def __init__(self, peers: Peers, config: Config) -> None:
+        self._peers, self._codec = peers, Uniform(config.bits, config.group)
+        self._ring = [(peers.rank - 1) % peers.size, (peers.rank + 1) % peers.size]
+        self._kept: dict[tuple[int, int], Tensor] = {}
+        self._fresh: dict[tuple[int, int], Tensor] = {}
+
+    def begin(self, buckets: Sequence[FlatBucket]) -> None:
+        """All have the same parameters now."""
+        for bucket in buckets:
+            for replica in {self._peers.rank, *self._ring}:
+                self._kept[bucket.index, replica] = bucket.local_N.float().clone()
+
+    def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
+        """What the neighbours will remember of this replica."""
+        me, index = self._peers.rank, bucket.index
+        mine = self._kept[index, me]
+        change_N = torch.add(mine_N, mine, alpha=-5 / 3)
+        for side in self._ring:
+            change_N.add_(self._kept[index, side], alpha=1 / 3)
+        seen_N = torch.empty_like(change_N)
+        others = neighbours(me, self._peers.size, key.step, "ring")
+        found = swap(self._peers, key, change_N, others, codec=self._codec, seen_N=seen_N)
+        for replica, theirs_N in {**found, me: seen_N}.items():
+            self._fresh[index, replica] = self._kept[index, replica] + theirs_N
+        return self._fresh[index, me]
+
+    def keep(self) -> None:
+        """Memories count."""
+        self._kept.update(self._fresh)
+        self._fresh.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Memories, by bucket and replica."""
+        return {f"{index}-{replica}": kept for (index, replica), kept in self._kept.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._fresh = {}
+        for name, kept in state.items():
+            index, replica = map(int, name.split("-"))
+            self._kept[index, replica] = kept
+
+
+def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Decentral:
+    """Make the method."""
+    averaging = Changes(peers, config)
+    return Decentral(parameters, peers, averaging, nbytes=config.bucket_nbytes, interval=1)

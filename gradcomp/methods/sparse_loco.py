@@ -1,0 +1,82 @@
+"""SparseLoCo: DiLoCo whose outer step is sparse, 2-bit, and has error feedback for momentum.
+
+Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025.
+
+    E_w = decay E_w + (g - x_w)                   what this replica still owes the global model
+    c_w = the largest of each tile of E_w, 2 bits
+    E_w -= c_w
+    g  -= lr mean_w c_w
+
+The mean divides by the number of replicas, as published; with `divide = "senders"` by how many
+sent a value at that place, as the authors' code does, which makes steps longer where few did.
+
+Axes: N values of a bucket.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from thinpipe.gradcomp.exchange import ExchangeKey, gather_bytes
+from thinpipe.gradcomp.feedback import Residuals
+from thinpipe.gradcomp.local_steps import LocalSteps, LocalStepsConfig
+from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.tile_topk import TileTopK
+
+REPLICAS_EQUAL = False
+
+
+class Config(LocalStepsConfig):
+    """`kept` of every 4,096 values are sent. The published settings are the defaults."""
+
+    kept: int = 64
+    decay: float = Field(0.95, ge=0, le=1)
+    outer_lr: float = Field(1.0, gt=0)
+    divide: Literal["replicas", "senders"] = "replicas"
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> "Config":
+        TileTopK(self.kept, 2)
+        return self
+
+
+class SparseLoCo:
+    """The outer step: equal on all replicas, as all add the same messages in the same order."""
+
+    def __init__(self, peers: Peers, config: Config) -> None:
+        self._peers, self._config = peers, config
+        self._codec, self._owed = TileTopK(config.kept, 2), Residuals()
+
+    def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
+        """The mean of what all have sent."""
+        distance_N = distance_N.float()
+        owed_N = self._owed.add_to(str(index), torch.zeros_like(distance_N))
+        target_N = owed_N.mul_(self._config.decay).add_(distance_N)
+        seen_N = torch.empty_like(target_N)
+        sum_N, count_N = torch.zeros_like(target_N), torch.zeros_like(target_N)
+        for payload in gather_bytes(self._peers, key, target_N, seen_N, codec=self._codec):
+            self._codec.add_to(payload, sum_N, count_N)
+        self._owed.leave(str(index), target_N - seen_N)
+        senders = self._config.divide == "senders"
+        divisor = count_N.clamp_(min=1) if senders else self._peers.size
+        return self._config.outer_lr * sum_N.div_(divisor)
+
+    def keep(self) -> None:
+        """What was left out counts."""
+        self._owed.keep()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is owed, by bucket."""
+        return self._owed.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._owed.load_state_dict(state)
+
+
+def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> LocalSteps:
+    """Make the method."""
+    return LocalSteps(parameters, peers, config, SparseLoCo(peers, config))

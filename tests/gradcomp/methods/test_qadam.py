@@ -1,0 +1,81 @@
+"""QAdam: Adam at first; then the variance stands, and momenta travel."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.gradcomp.replicas import Replicas, flat
+from thinpipe.gradcomp.methods.qadam import QAdam
+
+LR, BETAS = 0.05, (0.9, 0.999)
+
+
+def qadam(weight: nn.Parameter, warmup_steps: int) -> QAdam:
+    return QAdam([weight], lr=LR, betas=BETAS, weight_decay=0.01, warmup_steps=warmup_steps)
+
+
+def gradients(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(50, generator=generator) for _ in range(count)]
+
+
+def test_in_its_warm_up_it_is_adam_to_the_last_bit() -> None:
+    one, other = (nn.Parameter(torch.ones(50)) for _ in range(2))
+    ours = qadam(one, 10)
+    adam = torch.optim.AdamW([other], lr=LR, betas=BETAS, weight_decay=0.01, foreach=False)
+    for gradient in gradients(10):
+        one.grad, other.grad = gradient.clone(), gradient.clone()
+        ours.step()
+        adam.step()
+        assert torch.equal(one, other)
+
+
+def test_afterwards_the_variance_and_its_correction_stand() -> None:
+    """With one momentum for ever, steps stay as long as they were (BAGUA's grow)."""
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = QAdam([weight], lr=LR, betas=(0.0, 0.999), weight_decay=0.0, warmup_steps=20)
+    moves = []
+    for _ in range(200):
+        before = weight.item()
+        weight.grad = torch.ones(1)
+        optimizer.step()
+        moves.append(before - weight.item())
+    assert optimizer.state[weight]["v"].item() == pytest.approx(1 - 0.999**20)
+    assert moves[-1] == pytest.approx(LR, rel=1e-4)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_momenta_stay_close_to_those_of_exact_sums(bits: int) -> None:
+    options = {"warmup_steps": 3, "bits": bits, "group": 16}
+    replicas, alone = Replicas(3, "qadam", options), Replicas(3, "allreduce", {})
+    for step in range(6):
+        for group in (replicas, alone):
+            group.step()
+        sync = replicas.syncs[0]
+        assert sync.leaves == ("gradients" if step < 2 else "updates")
+    reached = flat(replicas.nets[0])
+    assert all(torch.equal(reached, flat(net)) for net in replicas.nets)
+    moved = (flat(alone.nets[0]) - reached).norm() / reached.norm()
+    assert moved < 0.2
+
+
+def test_one_replica_alone_takes_momenta_too() -> None:
+    """As many steps as after the warm-up, without anyone to exchange them with."""
+    one, two = Replicas(1, "qadam", {"warmup_steps": 2}), Replicas(1, "qadam", {"warmup_steps": 99})
+    for _ in range(3):
+        one.step()
+        two.step()
+    state = one.optimizers[0].state[next(one.nets[0].parameters())]
+    expected = two.optimizers[0].state[next(two.nets[0].parameters())]
+    torch.testing.assert_close(state["m"], expected["m"], rtol=0.02, atol=0.01)
+
+
+def test_a_skipped_step_leaves_no_trace() -> None:
+    replicas = Replicas(1, "qadam", {"warmup_steps": 1})
+    replicas.step()
+    before = replicas.syncs[0].state_dict()["reducer"]["momenta"]["0"].clone()
+    replicas.backward()
+    replicas.syncs[0].before_step()  # no optimizer step, no after_step
+    after = replicas.syncs[0].state_dict()["reducer"]
+    assert torch.equal(after["momenta"]["0"], before)
+    assert after["steps"] == 1
