@@ -1,0 +1,225 @@
+"""DeMo / DisTrO: the strongest waves of each replica's momentum travel; signs move the parameters.
+
+Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", 2024; the preliminary report on
+DisTrO (Nous Research 2024). Momenta differ between replicas and are never exchanged whole:
+
+    D_w = decay D_w + g_w                       of each replica w
+    C_w = the `kept` largest of each 64 x 64 tile of DCT(D_w)
+    D_w -= iDCT(C_w)
+    q   = iDCT(mean over those who sent it, of the signs of C_w)
+    p  -= lr sign(q)
+
+A message has 12 bits for each place and 1 for its sign, in one exchange for all parameters (the
+released code sends 8 bytes a place, and two exchanges per tensor). With `delayed` an answer has the
+time of a whole step: q is then that of the step before, and the first step moves nothing; the last
+answer is not applied. Learning rates are a fraction of Adam's.
+
+Axes: T tiles, S the side of one, N coefficients of all tiles.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from thinpipe.gradcomp.buckets import device_of
+from thinpipe.gradcomp.dct import SIDE, Tiles
+from thinpipe.gradcomp.exchange import ExchangeKey, gather_bytes
+from thinpipe.gradcomp.registry import TrainOptions
+from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
+from thinpipe.pipeline.wire.thread import Worker
+from thinpipe.pipeline.wire.tile_topk import TileTopK
+
+REPLICAS_EQUAL = True
+
+
+class Config(BaseModel):
+    """`kept` of the 4,096 coefficients of a tile are sent; the published settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    kept: int = 32
+    decay: float = Field(0.999, ge=0, le=1)
+    delayed: bool = True
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> "Config":
+        TileTopK(self.kept, 1)
+        return self
+
+
+class DeMo:
+    """A `ReplicaSync` that leaves q where the optimizer looks for gradients."""
+
+    replicas_equal = REPLICAS_EQUAL
+    leaves = "updates"
+    loss_scope = "global"
+
+    def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers, config: Config) -> None:
+        self._parameters = [p for p in parameters if p.requires_grad]
+        self._peers, self._config, self._codec = peers, config, TileTopK(config.kept, 1)
+        device = device_of(parameters)
+        self._tiles = Tiles([p.shape for p in self._parameters], device)
+        self._momenta = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
+        self._left: list[Tensor] = []
+        """What this step leaves of the momenta, once it counts."""
+        self._worker, self._side_stream = Worker("gradcomp"), SideStream(device)
+        self._pending: Future[tuple[Tensor, CudaEvent]] | None = None
+        self._counts = False  # whether the step of what is under way was made
+        self._step = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent so far, headers included."""
+        return self._peers.bytes_sent
+
+    def due(self, step: int) -> bool:
+        """Every step exchanges something."""
+        return True
+
+    def begin_step(self, passes: int) -> None:
+        """Nothing is exchanged before all gradients are there."""
+
+    def before_step(self) -> None:
+        """Send what is strongest now; leave the answer, of this step or of the one before."""
+        answer_N = self._take() if self._config.delayed and self._pending is not None else None
+        finite, strongest_N = self._select()
+        self._submit(strongest_N)
+        if not self._config.delayed:
+            answer_N = self._take()
+        self._leave(answer_N, finite=finite)
+
+    def after_step(self) -> None:
+        """The step counts: momenta lose what was sent."""
+        self._momenta, self._left = self._left, []
+        self._counts = True
+
+    def finish(self) -> None:
+        """No step follows that could apply the last answer."""
+        self._wait()
+
+    def global_parameters(self) -> AbstractContextManager[None]:
+        """All replicas are the global model."""
+        self._wait()
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Momenta, and the answer that the next step will apply."""
+        answer = None
+        if self._pending is not None:
+            answer, finished = self._pending.result()
+            self._side_stream.wait(finished)
+        return {
+            "step": self._step,
+            "momenta": self._momenta,
+            "answer": answer,
+            "counts": self._counts,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._step, self._counts, self._pending = state["step"], state["counts"], None
+        for momentum, saved in zip(self._momenta, state["momenta"], strict=True):
+            momentum.copy_(saved)
+        if state["answer"] is not None:
+            self._pending = Future()
+            answer = state["answer"].to(device_of(self._parameters))
+            self._pending.set_result((answer, self._side_stream.now()))
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+
+    def _select(self) -> tuple[bool, Tensor]:
+        """Whether all gradients are finite, and the coefficients of which the largest are sent."""
+        gradients = [
+            torch.zeros_like(m) if p.grad is None else p.grad.float() * self._peers.size
+            for p, m in zip(self._parameters, self._momenta, strict=True)
+        ]
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        if not finite:  # all replicas will skip this step; the others' messages must still come
+            gradients = [torch.zeros_like(m) for m in self._momenta]
+        momenta = [
+            torch.add(gradient, momentum, alpha=self._config.decay)
+            for gradient, momentum in zip(gradients, self._momenta, strict=True)
+        ]
+        coefficients = self._tiles.transform(momenta)
+        sizes_TN = coefficients.abs().flatten(1)
+        chosen_TK = sizes_TN.topk(self._config.kept, sorted=False).indices
+        strongest = torch.zeros_like(sizes_TN)
+        strongest.scatter_(1, chosen_TK, coefficients.flatten(1).gather(1, chosen_TK))
+        sent = self._tiles.invert(strongest.view(-1, SIDE, SIDE))
+        self._left = [m - s for m, s in zip(momenta, sent, strict=True)]
+        return finite, strongest.flatten()
+
+    def _submit(self, strongest_N: Tensor) -> None:
+        """Exchange beside what follows."""
+        key, computed = ExchangeKey(self._step, 0), self._side_stream.now()
+        peers, codec, side_stream = self._peers, self._codec, self._side_stream
+        self._step += 1
+        self._counts = False
+
+        def exchange() -> tuple[Tensor, CudaEvent]:
+            with side_stream.after(computed):
+                seen_N, sum_N = torch.empty_like(strongest_N), torch.zeros_like(strongest_N)
+                count_N = torch.zeros_like(strongest_N)
+                for payload in gather_bytes(peers, key, strongest_N, seen_N, codec=codec):
+                    codec.add_to(payload.to(sum_N.device), sum_N, count_N)
+                return sum_N.div_(count_N.clamp_(min=1)), side_stream.now()
+
+        self._pending = self._worker.submit(exchange)
+
+    def _take(self) -> Tensor | None:
+        """The answer under way; None if its step was skipped."""
+        assert self._pending is not None
+        answer_N, finished = self._pending.result()
+        self._side_stream.wait(finished)
+        counts = self._counts or not self._config.delayed
+        self._pending = None
+        return answer_N if counts else None
+
+    def _leave(self, answer_N: Tensor | None, *, finite: bool) -> None:
+        if answer_N is None:
+            answer_N = torch.zeros(
+                self._tiles.count * SIDE * SIDE, device=device_of(self._parameters)
+            )
+        updates = self._tiles.invert(answer_N.view(-1, SIDE, SIDE))
+        for parameter, update in zip(self._parameters, updates, strict=True):
+            if not finite:
+                update = torch.full_like(update, torch.nan)
+            parameter.grad = update.to(parameter.dtype).contiguous()
+
+
+class SignDescent(torch.optim.Optimizer):
+    """Moves every parameter by the learning rate, against the sign of what it is given."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], *, lr: float, weight_decay: float
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Apply updates."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(parameter.grad.sign(), alpha=-group["lr"])
+
+
+def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> DeMo:
+    """Make the method."""
+    return DeMo(parameters, peers, config)
+
+
+def optimizer(
+    config: Config, parameters: Sequence[nn.Parameter], train: TrainOptions
+) -> torch.optim.Optimizer:
+    """Sign descent."""
+    return SignDescent(parameters, lr=train.lr, weight_decay=train.weight_decay)

@@ -1,0 +1,83 @@
+"""Laws of messages with the largest values of every tile."""
+
+from typing import Literal
+
+import pytest
+import torch
+
+from thinpipe.pipeline.wire.tile_topk import TILE, TileTopK
+
+SIZES = (1, 2, 100, TILE - 1, TILE, TILE + 1, 3 * TILE + 77)
+
+
+def values(numel: int) -> torch.Tensor:
+    return torch.randn(2, numel, generator=torch.Generator().manual_seed(numel))
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("kept", [2, 64, TILE])
+@pytest.mark.parametrize("numel", SIZES)
+def test_seen_is_what_the_peer_decodes(numel: int, kept: int, bits: Literal[1, 2]) -> None:
+    codec, x = TileTopK(kept, bits), values(numel)
+    wire = torch.zeros(2, codec.capacity(numel), dtype=torch.uint8)
+    seen, out = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
+    assert codec.encode(x, wire, seen) == wire.shape[1]
+    codec.decode(wire, out)
+    assert torch.equal(seen, out)
+    total, count = torch.zeros(numel), torch.zeros(numel)
+    for row in wire:
+        codec.add_to(row, total, count)
+    torch.testing.assert_close(total, out.sum(0))
+    if bits == 1:
+        assert torch.equal(count, out.abs().sum(0))
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_the_largest_of_each_tile_are_kept(bits: Literal[1, 2]) -> None:
+    x = values(2 * TILE)[:1]
+    codec = TileTopK(64, bits)
+    wire = torch.zeros(1, codec.capacity(2 * TILE), dtype=torch.uint8)
+    seen = torch.empty_like(x)
+    codec.encode(x, wire, seen)
+    for tile, found in zip(x.view(2, TILE), seen.view(2, TILE), strict=True):
+        chosen = tile.abs().topk(64).indices
+        places = found.nonzero().flatten()
+        assert torch.equal(places, chosen.sort().values)
+        if bits == 1:
+            assert torch.equal(found[places], tile[places].sign())
+
+
+def test_two_bits_keep_the_mean_of_what_was_chosen() -> None:
+    x = values(TILE)[:1] + 0.3
+    codec = TileTopK(256, 2)
+    wire = torch.zeros(1, codec.capacity(TILE), dtype=torch.uint8)
+    seen = torch.empty_like(x)
+    codec.encode(x, wire, seen)
+    chosen = seen[0].nonzero().flatten()
+    assert seen[0, chosen].mean() == pytest.approx(float(x[0, chosen].mean()), rel=1e-5)
+    assert len(seen[0, chosen].unique()) == 4
+
+
+def test_bytes_are_twelve_bits_an_index_and_the_codes() -> None:
+    """DeMo with 32 of 4,096: 52 bytes a tile; SparseLoCo with 64 and 2 bits: 112, and a head."""
+    assert TileTopK(32, 1).capacity(10 * TILE) == 10 * 52
+    assert TileTopK(64, 2).capacity(10 * TILE) == 10 * 112 + 20
+
+
+def test_what_is_not_finite_is_not_hidden() -> None:
+    for wrong in (torch.nan, torch.inf):
+        x = values(TILE)[:1]
+        x[0, 5] = wrong
+        seen = torch.empty_like(x)
+        two = TileTopK(4, 2)
+        two.encode(x, torch.zeros(1, two.capacity(TILE), dtype=torch.uint8), seen)
+        assert seen.isnan().any()
+        one = TileTopK(4, 1)
+        with pytest.raises(ValueError, match="not finite"):
+            one.encode(x, torch.zeros(1, one.capacity(TILE), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("kept", [0, 3, TILE + 2])
+def test_what_cannot_be_kept_is_refused(kept: int) -> None:
+    with pytest.raises(ValueError, match=f"kept = {kept}: use an even number"):
+        TileTopK(kept, 1)
