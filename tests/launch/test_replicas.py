@@ -1,5 +1,6 @@
 """Pipelines side by side: AQ-SGD across the cuts and CocktailSGD between replicas, together."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from pydantic import ValidationError
 
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start, weights
+from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.checkpoint.state import _collect, _distribute
 from thinpipe.pipeline.models.transformer import build_layers
 
@@ -89,6 +91,54 @@ def test_a_resumed_run_goes_on_bit_for_bit(ranks: Ranks, trained: Any) -> None:
         for kind in ("local", "global"):
             for name, weight in whole[kind].items():
                 assert torch.equal(weight, resumed[kind][name]), name
+
+
+SMALL: dict[str, Any] = {"bucket_mb": 0.01, "interval": 2, "overlap": 0, "warmup_steps": 2}
+
+
+def run_of(method: str) -> Any:
+    """The same run with another method, which exchanges at least every other step."""
+    fields = load_method(method).Config.model_fields
+    options = {name: value for name, value in SMALL.items() if name in fields}
+    return config(
+        pipeline={"cuts": [2], "replicas": 2},
+        boundary=AQSGD,
+        gradcomp={"method": method, method: options},
+    )
+
+
+def train_with_every_method(rank: int) -> dict[str, tuple[list[float], bool, float]]:
+    """Losses of four steps, whether a restart changes nothing, and the loss of an evaluation."""
+    found = {}
+    for method in method_names():
+        run, ends = run_of(method), []
+        for restart_at in (None, 3):
+            built, losses = start(run), []
+            for step, ids in enumerate(BATCHES[:5]):
+                if step == restart_at:
+                    state = _collect(built)
+                    built = start(run)
+                    _distribute(built, state)
+                totals = built.engine.train_step(share(batch(ids), rank // 2, 2), step)
+                losses.append(totals.loss)
+            held_out = share(batch([50, 51, 52]), rank // 2, 2)
+            loss, _ = built.engine.eval_step(held_out, 0, compressed=False)
+            built.sync.finish()
+            ends.append((losses, weights(built)))
+        (_, one), (_, other) = ends
+        same = ends[0][0] == ends[1][0] and all(torch.equal(one[n], other[n]) for n in one)
+        found[method] = (ends[0][0], same, loss)
+    return found
+
+
+def test_every_method_trains_and_resumes_beside_compressed_cuts(ranks: Ranks) -> None:
+    found = ranks(4, train_with_every_method)
+    for method in method_names():
+        evaluations = {rank[method][2] for rank in found}
+        assert len(evaluations) == 1, method
+        for losses, same, _ in (rank[method] for rank in found):
+            assert all(math.isfinite(loss) for loss in losses), method
+            assert same, method
 
 
 @pytest.mark.parametrize("method", ["cocktail", "none"])
