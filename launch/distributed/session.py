@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -118,10 +117,10 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
     met, network = meet(config.network, rank, world, wait_s=wait_s)
     name, place = fresh_name(met, rank, world, wait_s=wait_s), store_address()
     store = PrefixStore(name, met)
-    announce(place, name)
+    who = f"rank {rank} on {config.network.own_name()}"
+    announce(place, name, who)
     facts = {"config": config.shared(), "versions": versions(), **facts}
     run_id = agree(store, rank, world, facts, problem=problem, wait_s=wait_s)
-    who = f"rank {rank} on {socket.gethostname()}"
     failures = Failures(store, who)
     own_connection = PrefixStore(name, connect_store(place, wait_s=wait_s))
     watch = Watch(Failures(own_connection, who), f"rank {rank}", broken_links)

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +21,11 @@ _REPORT_S = 5.0
 _VMSTAT = Path("/proc/vmstat")
 
 
-def announce(address: tuple[str, int], name: str) -> None:
-    """Called by a rank: its run's failures are in this store, under this name."""
+def announce(address: tuple[str, int], name: str, who: str) -> None:
+    """Called by a rank: its run's failures are in this store, under this name, and who it is."""
     descriptor = os.environ.get(DESCRIPTOR)
     if descriptor is not None:
-        os.write(int(descriptor), json.dumps([*address, name]).encode())
+        os.write(int(descriptor), json.dumps([*address, name, who]).encode())
 
 
 def supervise(be_rank: Callable[[], None]) -> None:
@@ -70,13 +69,13 @@ def _pass_on_signals(rank: int) -> list[int]:
 
 
 def _report(message: str, reading: int) -> None:
-    who = f"rank {os.environ['RANK']} on {socket.gethostname()}"
-    os.write(2, f"{who}: {message}\n".encode())
     os.set_blocking(reading, False)  # a child of the rank's may hold the other end
     try:
-        host, port, name = json.loads(os.read(reading, 4096))
+        host, port, name, who = json.loads(os.read(reading, 4096))
     except (BlockingIOError, ValueError):  # it died before there were others
+        os.write(2, f"rank {os.environ['RANK']}: {message}\n".encode())
         return
+    os.write(2, f"{who}: {message}\n".encode())
     try:
         store = PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S))
         Failures(store, who).report(message, cause=True)

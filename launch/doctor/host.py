@@ -48,7 +48,7 @@ class HostInfo:
 
 def check_host(config: RunConfig, nnodes: int) -> list[CheckResult]:
     """Check this host without the others."""
-    name = socket.gethostname()
+    name = config.network.own_name()
     return [*_capacity(config, name, nnodes), _devices(name)]
 
 
@@ -62,7 +62,7 @@ def describe_host(
 ) -> HostInfo:
     """This host, for the others; it listens at `address`, and `chosen` leads to them."""
     return HostInfo(
-        name=socket.gethostname(),
+        name=config.network.own_name(),
         address=address,
         port=port,
         interface=chosen.name,
