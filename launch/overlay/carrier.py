@@ -6,6 +6,7 @@
 import contextlib
 import json
 import os
+import resource
 import secrets
 import shutil
 import socket
@@ -22,28 +23,16 @@ from thinpipe.launch.overlay import keys
 from thinpipe.launch.overlay.control import OverlayError, Server
 from thinpipe.launch.overlay.coordinator import Coordinator
 from thinpipe.launch.overlay.forwards import Forwards
+from thinpipe.launch.overlay.joining import Joiner
 from thinpipe.launch.overlay.links.dialer import Dialer
 from thinpipe.launch.overlay.links.frames import FrameError, Traffic
-from thinpipe.launch.overlay.links.handshake import (
-    LIMIT_S,
-    Hello,
-    Refused,
-    Welcome,
-    connect,
-    peer_name,
-    receive,
-    send,
-)
+from thinpipe.launch.overlay.links.handshake import LIMIT_S, Hello, Welcome, peer_name, send
 from thinpipe.launch.overlay.links.link import Link
 from thinpipe.launch.overlay.links.listener import Listener
-from thinpipe.launch.overlay.links.loop import READ, Loop, Steps
+from thinpipe.launch.overlay.links.loop import READ, Loop
 from thinpipe.launch.overlay.membership import Host, Membership, Roster
 from thinpipe.launch.overlay.settings import Settings
 
-_FOREVER_S = 1e9
-_AGAIN_S = 0.5
-_WELCOME_S = 10.0
-"""The coordinator looks whether it can reach a host before it answers."""
 _LEAVE_S = 2.0
 
 
@@ -142,39 +131,15 @@ class Carrier:
             port=self._port,
         )
 
-        def enter() -> Steps[ssl.SSLSocket]:
-            connection, _ = yield from connect(coordinator, self._context, lambda: hello)
-            try:
-                welcome = yield from receive(connection, Welcome)
-                if welcome.refused:
-                    raise Refused(welcome.refused)
-            except BaseException:
-                self._loop.close(connection)
-                raise
-            return connection
-
-        def wait(connection: ssl.SSLSocket) -> Steps[Roster]:
-            try:
-                while True:
-                    roster = yield from receive(connection, Roster)
-                    _report("waiting", joined=[host.name for host in roster.hosts])
-                    if roster.is_complete:
-                        return roster
-            finally:
-                self._loop.close(connection)
-
-        def entered(connection: ssl.SSLSocket) -> None:
-            self._loop.spawn(wait(connection), _FOREVER_S, done=self._take_roster, failed=failed)
-
-        def failed(error: Exception) -> None:
-            if isinstance(error, Refused):
-                _report("failed", message=str(error))
-                return
-            where = f"{coordinator[0]}:{coordinator[1]} cannot be reached"
-            _report("unreachable", message=f"{where}: {_explain(error)}")
-            self._loop.after(_AGAIN_S, lambda: self._join(coordinator))
-
-        self._loop.spawn(enter(), _WELCOME_S, done=entered, failed=failed)
+        Joiner(
+            self._loop,
+            self._context,
+            coordinator,
+            hello,
+            joined=self._take_roster,
+            report=_report,
+            explain=_explain,
+        ).start()
 
     def _take_roster(self, roster: Roster) -> None:
         """The hosts are known, or one of them has been started again."""
@@ -190,6 +155,7 @@ class Carrier:
                 self._add_link(roster, number)
             elif before is not None and before.hosts[number].incarnation != host.incarnation:
                 self._links[host.name].give_up("was started again")
+                self._links[host.name].attempt = 0
         _report("joined", roster=roster.model_dump())
         if self._coordinator is not None and before is not None:
             for link in self._links.values():
@@ -228,16 +194,14 @@ class Carrier:
                 "link", peer=link.peer, state=state, reason=reason
             ),
         )
-        dials = roster.dials(own, peer)
-        if dials or roster.hosts[number].reachable:
-            dialer = Dialer(
-                self._loop,
-                self._context,
-                link,
-                address=lambda: self._address(peer),
-                hello=lambda: self._hello(link) if dials else Hello(purpose="probe", name=own),
-            )
-            self._dialers.append(dialer)
+        dialer = Dialer(
+            self._loop,
+            self._context,
+            link,
+            address=lambda: self._address(peer),
+            hello=lambda attempt: self._hello(link, attempt),
+        )
+        self._dialers.append(dialer)
 
     def _address(self, peer: str) -> tuple[str, int]:
         """Where a host is reached at the moment."""
@@ -249,11 +213,18 @@ class Carrier:
         host = self._roster.hosts[self._roster.index(peer)]
         return host.address, host.port
 
-    def _hello(self, link: Link) -> Hello:
+    def _hello(self, link: Link, attempt: int) -> Hello | None:
+        """What to say to a peer; nothing if it cannot be reached from here."""
         assert self._roster is not None
+        own = self._settings.name
+        if not self._roster.dials(own, link.peer):
+            reachable = self._roster.hosts[self._roster.index(link.peer)].reachable
+            return Hello(purpose="probe", name=own) if reachable else None
         return Hello(
             purpose="link",
-            name=self._settings.name,
+            name=own,
+            incarnation=self._incarnation,
+            attempt=attempt,
             to=link.peer,
             run=self._roster.run,
             session=link.session.identity,
@@ -282,15 +253,18 @@ class Carrier:
             ) from None
 
     def _is_member(self, address: str) -> bool:
-        roster = self._roster
-        return roster is not None and address in [host.address for host in roster.hosts]
+        hosts = self._roster.hosts if self._roster is not None else ()
+        named = [*self._settings.peers.values()]
+        if self._settings.coordinator is not None:
+            named.append(self._settings.coordinator)
+        return address in [host.address for host in hosts] + [other for other, _ in named]
 
     def _welcome(self, connection: ssl.SSLSocket, hello: Hello, source: str) -> None:
         refusal = self._refusal(connection, hello)
-        if refusal:
-            self._refused[refusal] += 1
-        if refusal or hello.purpose == "probe":
-            self._answer(connection, Welcome(refused=refusal), self._loop.close)
+        if refusal is not None:
+            self._refused[refusal.refused] += 1
+        if refusal is not None or hello.purpose == "probe":
+            self._answer(connection, refusal or Welcome(), self._loop.close)
         elif hello.purpose == "join":
             assert self._coordinator is not None
             self._coordinator.admit(connection, hello, source)
@@ -299,6 +273,7 @@ class Carrier:
 
     def _resume(self, connection: ssl.SSLSocket, hello: Hello) -> None:
         link = self._links[hello.name]
+        link.attempt = hello.attempt
         known = link.prepare(hello.session, fresh=hello.fresh)
 
         def use(connection: ssl.SSLSocket) -> None:
@@ -313,21 +288,32 @@ class Carrier:
 
         self._answer(connection, Welcome(known=known, received=link.session.received), use)
 
-    def _refusal(self, connection: ssl.SSLSocket, hello: Hello) -> str:
+    def _refusal(self, connection: ssl.SSLSocket, hello: Hello) -> Welcome | None:
         proven, link = peer_name(connection), self._links.get(hello.name)
         if proven not in (None, hello.name):
-            return f"the key is that of {proven!r}, not of {hello.name!r}; correct network.name"
+            text = f"the key is that of {proven!r}, not of {hello.name!r}; correct network.name"
+            return Welcome(refused=text)
         if hello.purpose == "probe":
-            return ""
+            return None
         if hello.purpose == "join" and self._coordinator is not None:
             connected = link is not None and link.connected
             return self._coordinator.refusal(hello, connected=connected)
         if hello.purpose == "join":
-            return f"{self._settings.name} is not the machine of --rdzv; correct --rdzv"
-        run = self._roster.run if self._roster is not None else None
-        if link is None or (hello.run, hello.to) != (run, self._settings.name):
-            return "another run"
-        return ""
+            return Welcome(
+                refused=f"{self._settings.name} is not the machine of --rdzv; correct --rdzv"
+            )
+        roster = self._roster
+        if (
+            link is None
+            or roster is None
+            or (hello.run, hello.to) != (roster.run, self._settings.name)
+        ):
+            return Welcome(refused="another run")
+        if roster.hosts[roster.index(hello.name)].incarnation != hello.incarnation:
+            return Welcome(refused="of before a restart, or the restart is not known here yet")
+        if hello.attempt <= link.attempt:
+            return Welcome(refused="overtaken by a later connection")
+        return None
 
     def _answer(
         self, connection: ssl.SSLSocket, welcome: Welcome, then: Callable[[ssl.SSLSocket], None]
@@ -385,12 +371,15 @@ def _explain(error: Exception) -> str:
 
 def _report(event: str, **fields: Any) -> None:
     """A line for the launcher."""
+    os.set_blocking(1, event != "link")  # the launcher may be gone, or stopped
     with contextlib.suppress(OSError):
         os.write(1, json.dumps({"event": event, **fields}).encode() + b"\n")
 
 
 def main() -> None:
     """Serve as `sys.argv[1]`, JSON, says."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         Carrier(Settings.model_validate_json(sys.argv[1])).run()
     except ValueError as error:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from thinpipe.launch.overlay.links.loop import READ, WRITE, Loop
+from thinpipe.launch.overlay.links.loop import READ, WRITE, Loop, rest_if_full
 
 ADDRESS = "THINPIPE_OVERLAY"
 """Environment variable: where ranks find the carrier's socket."""
@@ -82,8 +82,10 @@ class Server:
         self._loop.watch(server, READ, lambda _: self._accept(server))
 
     def _accept(self, server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
+        try:
             _Connection(self._loop, server.accept()[0], self._handle)
+        except OSError as error:
+            rest_if_full(error)
 
 
 class _Connection:

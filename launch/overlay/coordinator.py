@@ -1,8 +1,10 @@
 """Where the hosts of a run join: each learns the others when all have come."""
 
 import ssl
+import time
 from collections.abc import Callable
 
+from thinpipe.launch.overlay.joining import REPEAT_S
 from thinpipe.launch.overlay.links.handshake import LIMIT_S, Hello, Welcome, connect, send
 from thinpipe.launch.overlay.links.loop import Loop
 from thinpipe.launch.overlay.membership import Host, Membership, Roster
@@ -24,15 +26,18 @@ class Coordinator:
         self._membership, self._on_change = membership, on_change
         self._joining: dict[str, _Joining] = {}
 
-    def refusal(self, hello: Hello, *, connected: bool) -> str:
+    def refusal(self, hello: Hello, *, connected: bool) -> Welcome | None:
         """Why a host cannot join; `connected`: one of its name is in the run and well."""
         joining = self._joining.get(hello.name)
-        if connected or (joining is not None and not joining.has_left()):
-            return (
+        other = joining is not None and joining.incarnation != hello.incarnation
+        if connected or (other and joining is not None and not joining.has_left()):
+            text = (
                 f"another machine is named {hello.name!r}, or this one was started twice; give "
                 "each a name of its own: network.name"
             )
-        return self._membership.refusal(hello)
+            return Welcome(refused=text, again=True)  # or its connection broke a moment ago
+        text = self._membership.refusal(hello)
+        return Welcome(refused=text) if text else None
 
     def admit(self, connection: ssl.SSLSocket, hello: Hello, source: str) -> None:
         """A host joins: see whether it can be reached, then enter it."""
@@ -67,7 +72,7 @@ class Coordinator:
                 del self._joining[name]
                 self._membership.leave(name, joining.incarnation)
                 self._on_change()
-            elif joining.sent != roster:
+            elif joining.sent != roster or time.monotonic() - joining.sent_s > REPEAT_S:
                 joining.send(self._loop, roster)
 
     def _enter(
@@ -80,9 +85,16 @@ class Coordinator:
             reachable=reachable,
             incarnation=hello.incarnation,
         )
-        hidden = self._membership.join(host)
         joining = _Joining(connection, hello.incarnation)
+        refusal = self._membership.refusal(hello)  # others may have come meanwhile
+        if refusal:
+            joining.send(self._loop, Welcome(refused=refusal))
+            return
+        hidden = self._membership.join(host)
         if hidden is None:
+            before = self._joining.pop(hello.name, None)
+            if before is not None:
+                self._loop.close(before.connection)
             self._joining[hello.name] = joining
             joining.send(self._loop, Welcome())
             self._on_change()
@@ -100,13 +112,14 @@ class _Joining:
     def __init__(self, connection: ssl.SSLSocket, incarnation: str) -> None:
         self.connection, self.incarnation = connection, incarnation
         self.sent: Roster | None = None
+        self.sent_s = time.monotonic()
         self.sending = False
 
     def send(self, loop: Loop, message: Roster | Welcome) -> None:
         """Send, without waiting."""
 
         def over(_: object) -> None:
-            self.sending = False
+            self.sending, self.sent_s = False, time.monotonic()
             self.sent = message if isinstance(message, Roster) else None
             if isinstance(message, Welcome) and message.refused:
                 loop.close(self.connection)

@@ -1,13 +1,12 @@
 """Local addresses that stand for ports of other hosts, and own ports that others may reach."""
 
-import contextlib
 import socket
 from collections.abc import Callable
 
 from thinpipe.launch.overlay.control import OverlayError
 from thinpipe.launch.overlay.links.frames import Traffic
 from thinpipe.launch.overlay.links.link import Link
-from thinpipe.launch.overlay.links.loop import READ, Loop
+from thinpipe.launch.overlay.links.loop import READ, Loop, rest_if_full
 from thinpipe.launch.overlay.membership import Roster, loopback_address
 
 LOOPBACK = "127.0.0.1"
@@ -77,8 +76,10 @@ class Forwards:
         server.setblocking(False)
 
         def on_event(_: int) -> None:
-            with contextlib.suppress(OSError):
+            try:
                 link.open(server.accept()[0], port, traffic)
+            except OSError as error:
+                rest_if_full(error)
 
         self._loop.watch(server, READ, on_event)
         return server

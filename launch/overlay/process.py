@@ -1,5 +1,6 @@
 """Starts this host's carrier, and waits until all hosts of the run have joined."""
 
+import contextlib
 import json
 import shutil
 import socket
@@ -17,7 +18,7 @@ from thinpipe.launch.overlay.control import Client, OverlayError
 from thinpipe.launch.overlay.membership import Roster, loopback_address
 from thinpipe.launch.overlay.settings import Settings
 
-_END_S = 2.0
+_END_S = 4.0
 
 
 class Overlay:
@@ -93,7 +94,9 @@ class Overlay:
             event = json.loads(line)
             if event["event"] == "joined":
                 self.roster = Roster.model_validate_json(json.dumps(event["roster"]))
-            if event["event"] == "link" and self.on_link is not None:
-                self.on_link(event["peer"], event["state"], event["reason"])
-            self._events.put(event)
+            if event["event"] != "link":
+                self._events.put(event)
+            elif self.on_link is not None:
+                with contextlib.suppress(OSError):  # a terminal that is gone
+                    self.on_link(event["peer"], event["state"], event["reason"])
         self._events.put({"event": "failed", "message": "the carrier ended unexpectedly"})

@@ -21,6 +21,7 @@ from thinpipe.launch.overlay.links.link import Link
 from thinpipe.launch.overlay.links.loop import Loop, Steps
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_LOOK_S = 20.0
 _REFUSED_S = 1.2
 """A carrier that is only busy refuses nobody."""
 
@@ -28,7 +29,8 @@ _REFUSED_S = 1.2
 class Dialer:
     """Connects a link to its peer; `address` says where that is at the moment.
 
-    With a `hello` whose purpose is "probe" it only looks whether somebody answers there.
+    `hello` is given the number of the attempt. With one whose purpose is "probe" it only looks
+    whether somebody answers there, and with none it does nothing.
     """
 
     def __init__(
@@ -38,27 +40,46 @@ class Dialer:
         link: Link,
         *,
         address: Callable[[], tuple[str, int]],
-        hello: Callable[[], Hello],
+        hello: Callable[[int], Hello | None],
     ) -> None:
         self._loop, self._context, self._link = loop, context, link
         self._address, self._hello = address, hello
         self._dialing = False
         self._due_s, self._pause_s = 0.0, _FIRST_PAUSE_S
+        self._attempt = 0
         self._refused_s: float | None = None
+        self._proven: tuple[str, int] | None = None
+        """Where the peer has proved to be: only there a refusal means anything."""
 
     def tick(self, now_s: float) -> None:
         """Try, if there is no connection and the last try was long enough ago."""
-        link = self._link
-        if link.connected or link.has_left or self._dialing or now_s < self._due_s:
+        link, address = self._link, self._address()
+        if link.connected:
+            self._refused_s = None
+        if link.has_left or self._dialing or now_s < self._due_s:
             return
-        self._dialing = True
-        self._loop.spawn(self._steps(), LIMIT_S, done=self._on_welcome, failed=self._on_failure)
+        hello = self._hello(self._attempt + 1)
+        known = self._proven == address or (hello is not None and hello.purpose == "link")
+        if hello is None or (link.connected and known):
+            return
+        self._dialing, self._attempt = True, self._attempt + 1
+        steps = self._steps(address, self._attempt)
+        self._loop.spawn(steps, LIMIT_S, done=self._on_welcome, failed=self._on_failure)
 
-    def _steps(self) -> Steps[tuple[ssl.SSLSocket, Hello, Welcome]]:
-        connection, said = yield from connect(self._address(), self._context, self._hello)
+    def _steps(
+        self, address: tuple[str, int], attempt: int
+    ) -> Steps[tuple[ssl.SSLSocket, Hello, Welcome]]:
+        def hello() -> Hello:
+            said = self._hello(attempt)
+            if said is None:
+                raise ValueError("the peer cannot be reached from here any more")
+            return said
+
+        connection, said = yield from connect(address, self._context, hello)
         try:
             if peer_name(connection) not in (None, self._link.peer):
                 raise ValueError(f"another host is where {self._link.peer} was")
+            self._proven = address
             return connection, said, (yield from receive(connection, Welcome))
         except BaseException:
             self._loop.close(connection)
@@ -89,7 +110,7 @@ class Dialer:
     def _on_failure(self, error: Exception) -> None:
         self._dialing = False
         self._note_refusal(refused=isinstance(error, ConnectionRefusedError))
-        self._wait(self._pause_s)
+        self._wait(_LOOK_S if self._link.connected else self._pause_s)
         self._pause_s = min(_LONGEST_PAUSE_S / 2, 2 * self._pause_s)
 
     def _note_refusal(self, *, refused: bool) -> None:
@@ -98,7 +119,11 @@ class Dialer:
             self._refused_s = None
         elif self._refused_s is None:
             self._refused_s = now_s
-        elif now_s - self._refused_s > _REFUSED_S and not self._link.is_lost:
+        elif (
+            now_s - self._refused_s > _REFUSED_S
+            and self._proven == self._address()
+            and not (self._link.connected or self._link.is_lost)
+        ):
             self._link.give_up("its carrier has ended: that machine refuses connections")
 
     def _wait(self, pause_s: float) -> None:

@@ -31,7 +31,7 @@ class Hello(BaseModel):
 
     "join": it wants to be part of the run, and listens at `port`. "probe": nothing, it looks
     whether this host can be reached. "link": it carries the frames of `session` to host `to`, of
-    which it has `received` so far.
+    which it has `received` so far; of several the one of the latest `attempt` counts.
     """
 
     model_config = _STRICT
@@ -45,6 +45,7 @@ class Hello(BaseModel):
     run: str = ""
     to: str = ""
     session: str = ""
+    attempt: Annotated[int, Field(ge=0)] = 0
     fresh: bool = True
     received: Annotated[int, Field(ge=0)] = 0
 
@@ -52,18 +53,24 @@ class Hello(BaseModel):
 class Welcome(BaseModel):
     """The answer: a reason to refuse, or what this host received in the session.
 
-    `known` is False if this host has no such session, and the other must begin a new one.
+    `known` is False if this host has no such session, and the other must begin a new one. `again`:
+    what it is refused for may be over in a few seconds.
     """
 
     model_config = _STRICT
 
     refused: str = ""
+    again: bool = False
     known: bool = True
     received: Annotated[int, Field(ge=0)] = 0
 
 
 class Refused(ConnectionError):  # noqa: N818  reads as what happened
     """The other host is a member of the run, and says why it does not want this connection."""
+
+    def __init__(self, welcome: Welcome) -> None:
+        super().__init__(welcome.refused)
+        self.welcome = welcome
 
 
 def connect(

@@ -72,6 +72,8 @@ class Link:
         self.connected = self.is_lost = False
         self.has_left = False
         """Whether the peer has said that it leaves; it may come back as another incarnation."""
+        self.attempt = 0
+        """Number of the peer's latest attempt to connect."""
         self._loop, self._patience_s, self._first_stream = loop, patience_s, first_stream
         self._exposed, self._on_roster, self._on_change = exposed, on_roster, on_change
         self._connection: ssl.SSLSocket | None = None
@@ -156,7 +158,9 @@ class Link:
         self._disconnect()
         if identity == self.session.identity:
             return True
-        if fresh:
+        if fresh and self.session.is_fresh:  # streams that wait here for the first connection stay
+            self.session.identity = identity
+        elif fresh:
             self.restart(identity)
         return fresh
 
@@ -207,7 +211,8 @@ class Link:
 
     def tick(self, now_s: float, late_s: float) -> None:
         """Heartbeats and time limits."""
-        self._heard_s += late_s if late_s > 2 * BEAT_S else 0.0  # it was this process that paused
+        if late_s > 2 * BEAT_S:  # it was this process that paused
+            self._heard_s = min(now_s, self._heard_s + late_s)
         silence_s = now_s - self._heard_s
         if self._connection is not None:
             self._read_kernel()
@@ -377,9 +382,13 @@ class Link:
             raise FrameError(f"a stream {header.stream} that it cannot open")
         if len(payload) != _PORT.size:
             raise FrameError(f"an OPEN frame of {len(payload)} bytes")
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        stream = self._stream(sock, header.stream, header.traffic)
         address = self._exposed(_PORT.unpack(payload)[0])
+        try:
+            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        except OSError:  # no descriptor is left; the frame counts
+            self._posted.append((Kind.RESET, header.traffic, header.stream, b""))
+            return
+        stream = self._stream(sock, header.stream, header.traffic)
         if address is None:
             stream.reset()
         else:

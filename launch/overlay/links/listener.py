@@ -5,20 +5,17 @@ trips, so that a flood must be hundreds a second to keep it out. It cannot keep 
 is in the run already.
 """
 
-import errno
 import socket
 import ssl
-import time
 from collections import Counter
 from collections.abc import Callable
 
 from thinpipe.launch.overlay.links.handshake import LIMIT_S, Hello, accept
-from thinpipe.launch.overlay.links.loop import READ, Loop, Task
+from thinpipe.launch.overlay.links.loop import READ, Loop, Task, rest_if_full
 
 _MOST, _MOST_OF_ONE = 64, 32
 """Connections that may be unproven at a time: in all, members' aside, and from one address."""
 _AT_ONCE = 16
-_PAUSE_S = 0.01
 
 OnHello = Callable[[ssl.SSLSocket, Hello, str], None]
 
@@ -59,8 +56,7 @@ class Listener:
             try:
                 sock, (source, _port) = self._server.accept()
             except OSError as error:
-                if error.errno in (errno.EMFILE, errno.ENFILE):
-                    time.sleep(_PAUSE_S)  # the port stays readable
+                rest_if_full(error)
                 return
             self._make_room(source)
             self._prove(sock, source)
@@ -87,6 +83,7 @@ class Listener:
             self.refused[type(error).__name__] += 1
 
         steps = accept(sock, self._context)
-        task = self._loop.spawn(steps, LIMIT_S, done=done, failed=failed)
+        patient = not self._is_member(source)
+        task = self._loop.spawn(steps, LIMIT_S, done=done, failed=failed, patient=patient)
         if task.is_under_way:
             self._unproven[number] = source, task

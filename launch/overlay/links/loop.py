@@ -1,6 +1,8 @@
 """One thread that waits for all sockets of a carrier, and runs what they are ready for."""
 
 import contextlib
+import errno
+import random
 import selectors
 import socket
 import time
@@ -9,6 +11,7 @@ from typing import TypeVar
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 _TICK_S = 0.1
+_FULL_S = 0.01
 _T = TypeVar("_T")
 
 Steps = Generator[tuple[socket.socket, int], None, _T]
@@ -54,9 +57,14 @@ class Loop:
         *,
         done: Callable[[_T], None],
         failed: Callable[[Exception], None],
+        patient: bool = False,
     ) -> "Task":
-        """Run steps to their end; after `limit_s` they fail with a TimeoutError."""
+        """Run steps to their end; after `limit_s` they fail with a TimeoutError.
+
+        Of all patient ones a single step is done at a time, after whatever else there is to do.
+        """
         task = Task(self, steps, time.monotonic() + limit_s, done, failed)
+        task.patient = patient
         self._tasks.add(task)
         task.advance(0)
         return task
@@ -88,7 +96,10 @@ class Loop:
     def _serve(self) -> None:
         due_s = time.monotonic() + _TICK_S
         while self._running:
-            for key, events in self._selector.select(max(0.0, due_s - time.monotonic())):
+            ready = self._selector.select(max(0.0, due_s - time.monotonic()))
+            patient = [entry for entry in ready if _is_patient(entry[0].data)]
+            urgent = [entry for entry in ready if not _is_patient(entry[0].data)]
+            for key, events in [*urgent, *random.sample(patient, min(1, len(patient)))]:
                 if self._selector.get_map().get(key.fd) is key:  # not closed by another call
                     key.data(events)
             now_s = time.monotonic()
@@ -118,6 +129,7 @@ class Task:
         self.limit_s = limit_s
         self._loop, self._steps, self._done, self._failed = loop, steps, done, failed
         self._waits: socket.socket | None = None
+        self.patient = False
 
     @property
     def is_under_way(self) -> bool:
@@ -149,6 +161,17 @@ class Task:
         if self._waits is not None and self._waits.fileno() >= 0:
             self._loop.watch(self._waits, 0, _ignore)
         self._waits = None
+
+
+def _is_patient(call: Callable[[int], None]) -> bool:
+    task = getattr(call, "__self__", None)
+    return isinstance(task, Task) and task.patient
+
+
+def rest_if_full(error: OSError) -> None:
+    """No descriptor is left for a connection, which stays: do not try again at once."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        time.sleep(_FULL_S)
 
 
 def _ignore(_events: int) -> None:

@@ -149,11 +149,12 @@ class Pair:
             on_change=lambda link, state, why: self.events.append((link.peer, state, why)),
         )
 
-    def _hello(self) -> Hello:
+    def _hello(self, attempt: int) -> Hello:
         session = self.a.session
         return Hello(
             purpose="link",
             name="a",
+            attempt=attempt,
             session=session.identity,
             fresh=session.is_fresh,
             received=session.received,

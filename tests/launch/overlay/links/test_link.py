@@ -218,3 +218,37 @@ def test_a_peer_that_breaks_the_rules_is_given_up(key: Path, what: str) -> None:
         while not any(state == "lost" for _, state, _ in pair.events):
             assert time.monotonic() < deadline_s, pair.events
             time.sleep(0.05)
+
+
+def test_a_refusal_means_nothing_where_the_peer_never_was(key: Path) -> None:
+    """Something else may refuse there, as a router in front of it does."""
+    with Pair(key) as pair:
+        near, far = pair.pipe()
+        with socket.create_server(("127.0.0.1", 0)) as unused:
+            elsewhere = unused.getsockname()
+        address, pair.wire.address = pair.wire.address, elsewhere
+        pair.wire.cut()
+        time.sleep(3)
+        pair.wire.address = address
+        assert transfer(near, far, b"on") == b"on"
+        assert not any(state == "lost" for _, state, _ in pair.events)
+
+
+def test_streams_that_wait_for_the_first_connection_are_carried(key: Path) -> None:
+    """Also those that begin at the end to which connections come."""
+    with Pair(key) as pair:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            near = socket.create_connection(server.getsockname(), timeout=60)
+            inside = server.accept()[0]
+        address = pair.wire.address
+        pair.wire.address = "127.0.0.1", 1  # nobody is there
+        pair.wire.cut()
+        time.sleep(0.5)
+        for link in (pair.a, pair.b):
+            pair.call(link.restart)
+        pair.call(lambda: pair.b.open(inside, PORT, Traffic.PIPELINE))
+        near.sendall(b"early")
+        pair.wire.address = address
+        far = pair.accept()
+        assert far.recv(5) == b"early"
+        near.close()

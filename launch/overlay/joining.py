@@ -1,0 +1,103 @@
+"""A host's way into a run: it asks the coordinator, and waits there until all have come."""
+
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any
+
+from thinpipe.launch.overlay.links.handshake import (
+    Hello,
+    Refused,
+    Welcome,
+    connect,
+    peer_name,
+    receive,
+)
+from thinpipe.launch.overlay.links.loop import Loop, Steps
+from thinpipe.launch.overlay.membership import Roster
+
+REPEAT_S = 2.0
+"""How often the coordinator says who has come, news or not."""
+_AGAIN_S = 0.5
+_WELCOME_S = 10.0
+"""The coordinator looks whether it can reach a host before it answers."""
+_STALE_S = 8.0
+"""As long a name may seem to be in use because its connection of before has not been missed."""
+
+Report = Callable[..., None]
+
+
+class Joiner:
+    """Tries until it is in, or is refused; `joined` is called with the hosts of the run."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        context: ssl.SSLContext,
+        coordinator: tuple[str, int],
+        hello: Hello,
+        *,
+        joined: Callable[[Roster], None],
+        report: Report,
+        explain: Callable[[Exception], str],
+    ) -> None:
+        self._loop, self._context, self._coordinator = loop, context, coordinator
+        self._hello, self._joined, self._report = hello, joined, report
+        self._explain = explain
+        self._refused_s: float | None = None
+
+    def start(self) -> None:
+        """Ask."""
+        self._spawn(self._enter(), done=self._wait)
+
+    def _wait(self, connection: ssl.SSLSocket) -> None:
+        """Take the next list of hosts; the coordinator sends one every few seconds."""
+
+        def done(roster: Roster) -> None:
+            self._report("waiting", joined=[host.name for host in roster.hosts])
+            if not roster.is_complete:
+                self._wait(connection)
+                return
+            self._loop.close(connection)
+            self._joined(roster)
+
+        self._spawn(self._next(connection), done=done)
+
+    def _enter(self) -> Steps[ssl.SSLSocket]:
+        connection, _ = yield from connect(self._coordinator, self._context, lambda: self._hello)
+        try:
+            welcome = yield from receive(connection, Welcome)
+            if welcome.refused:
+                raise Refused(welcome)
+        except BaseException:
+            self._loop.close(connection)
+            raise
+        return connection
+
+    def _next(self, connection: ssl.SSLSocket) -> Steps[Roster]:
+        try:
+            roster = yield from receive(connection, Roster)
+            names = [host.name for host in roster.hosts]
+            if peer_name(connection) not in (None, roster.coordinator) or (
+                roster.is_complete and self._hello.name not in names
+            ):
+                raise ValueError("it is not the machine where this run meets")
+        except BaseException:
+            self._loop.close(connection)
+            raise
+        return roster
+
+    def _spawn(self, steps: Steps[Any], *, done: Callable[[Any], None]) -> None:
+        self._loop.spawn(steps, _WELCOME_S, done=done, failed=self._failed)
+
+    def _failed(self, error: Exception) -> None:
+        if isinstance(error, Refused):
+            now_s = time.monotonic()
+            self._refused_s = self._refused_s or now_s
+            if not error.welcome.again or now_s - self._refused_s > _STALE_S:
+                self._report("failed", message=str(error))
+                return
+        else:
+            where = f"{self._coordinator[0]}:{self._coordinator[1]} cannot be reached"
+            self._report("unreachable", message=f"{where}: {self._explain(error)}")
+        self._loop.after(_AGAIN_S, self.start)
