@@ -110,7 +110,7 @@ class HostsRun:
     def status(self, host: int) -> Mapping[str, Any]:
         """What a host's carrier knows."""
         settings = json.loads(self.carrier(host).cmdline()[-1])
-        answer: Mapping[str, Any] = Client.connect(settings["socket"]).ask("status")
+        answer: Mapping[str, Any] = Client(settings["socket"]).ask("status")
         return answer
 
     def on(self, host: int, function: Callable[[], _T]) -> _T:

@@ -44,7 +44,7 @@ def open_group(store: Store, rank: int, world: int, *, wait_s: float) -> None:
     carrier = os.environ.get(ADDRESS)
     try:
         if carrier is not None:
-            open_ports(Client.connect(carrier), store, ports, rank=rank, world=world, wait_s=wait_s)
+            open_ports(Client(carrier), store, ports, rank=rank, world=world, wait_s=wait_s)
         timeout = timedelta(seconds=wait_s)
         dist.init_process_group(
             gloo_backend.BACKEND, store=store, rank=rank, world_size=world, timeout=timeout

@@ -3,7 +3,6 @@
 The socket lies in a folder that only this user can enter.
 """
 
-import contextlib
 import json
 import socket
 from collections.abc import Callable
@@ -21,25 +20,10 @@ class OverlayError(RuntimeError):
 
 
 class Client:
-    """A process's connection to the carrier."""
+    """How a process asks the carrier; a connection per question."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._lines = sock.makefile("rw")
-
-    @classmethod
-    def connect(cls, path: str, *, wait_s: float = 10.0) -> "Client":
-        """Connect to the carrier's socket.
-
-        Raises:
-            OverlayError: it is gone.
-        """
-        sock = socket.socket(socket.AF_UNIX)
-        sock.settimeout(wait_s)
-        try:
-            sock.connect(path)
-        except OSError as error:
-            raise OverlayError(f"this machine's carrier is gone ({error.strerror})") from None
-        return cls(sock)
+    def __init__(self, path: str, *, wait_s: float = 10.0) -> None:
+        self._path, self._wait_s = path, wait_s
 
     def ask(self, what: str, **arguments: Any) -> Any:
         """Have the carrier do something; return its answer.
@@ -47,24 +31,24 @@ class Client:
         Raises:
             OverlayError: it cannot, or is gone.
         """
+        line = json.dumps({"do": what, **arguments}).encode() + b"\n"
         try:
-            self._lines.write(json.dumps({"do": what, **arguments}) + "\n")
-            self._lines.flush()
-            line = self._lines.readline()
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(self._wait_s)
+                sock.connect(self._path)
+                sock.sendall(line)
+                with sock.makefile("rb") as lines:
+                    line = lines.readline()
+        except TimeoutError:
+            raise OverlayError("this machine's carrier does not answer") from None
         except OSError as error:
-            raise OverlayError(f"this machine's carrier does not answer ({error})") from None
+            raise OverlayError(f"this machine's carrier is gone ({error.strerror})") from None
         if not line:
             raise OverlayError("this machine's carrier is gone")
         answer = json.loads(line)
         if "error" in answer:
             raise OverlayError(answer["error"])
         return answer["answer"]
-
-    def events(self) -> Any:
-        """Events from the carrier, until it is gone."""
-        with contextlib.suppress(OSError, ValueError):
-            for line in self._lines:
-                yield json.loads(line)
 
 
 class Server:

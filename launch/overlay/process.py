@@ -43,7 +43,8 @@ class Overlay:
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for the launcher
             )
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._reader = threading.Thread(target=self._listen, daemon=True)
+        self._reader.start()
 
     def address(self, name: str) -> str:
         """What stands for a host on the loopback of every host."""
@@ -75,8 +76,8 @@ class Overlay:
                 reason, joined = "", event["joined"]
 
     def client(self) -> Client:
-        """A connection to the carrier."""
-        return Client.connect(self.socket)
+        """How to ask the carrier."""
+        return Client(self.socket)
 
     def close(self) -> None:
         """End the carrier."""
@@ -86,17 +87,19 @@ class Overlay:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._reader.join(_END_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            event = json.loads(line)
-            if event["event"] == "joined":
-                self.roster = Roster.model_validate_json(json.dumps(event["roster"]))
-            if event["event"] != "link":
-                self._events.put(event)
-            elif self.on_link is not None:
-                with contextlib.suppress(OSError):  # a terminal that is gone
-                    self.on_link(event["peer"], event["state"], event["reason"])
+        with self._process.stdout as lines:
+            for line in lines:
+                event = json.loads(line)
+                if event["event"] == "joined":
+                    self.roster = Roster.model_validate_json(json.dumps(event["roster"]))
+                if event["event"] != "link":
+                    self._events.put(event)
+                elif self.on_link is not None:
+                    with contextlib.suppress(OSError):  # a terminal that is gone
+                        self.on_link(event["peer"], event["state"], event["reason"])
         self._events.put({"event": "failed", "message": "the carrier ended unexpectedly"})

@@ -38,7 +38,7 @@ def open_ports(
 def carrier_status() -> dict[str, Any] | None:
     """What this host's carrier knows of its links; None if there is no carrier."""
     carrier = os.environ.get(ADDRESS)
-    status = None if carrier is None else Client.connect(carrier).ask("status")
+    status = None if carrier is None else Client(carrier).ask("status")
     return cast("dict[str, Any] | None", status)
 
 
@@ -51,7 +51,7 @@ def broken_links() -> str:
     if carrier is None:
         return ""
     try:
-        links = Client.connect(carrier, wait_s=1.0).ask("status")["links"]
+        links = Client(carrier, wait_s=1.0).ask("status")["links"]
     except OverlayError as error:
         return f" [{error}]"
     broken = [

@@ -1,0 +1,137 @@
+"""Real carriers on one machine: how they come into a run, and whom they do not believe."""
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from tests.commands import PATIENCE_S
+from tests.launch.overlay.links.pair import Wire
+from tests.launch.test_train import wait_until
+from tests.ports import free_port
+from thinpipe.launch.overlay import keys
+from thinpipe.launch.overlay.control import OverlayError
+from thinpipe.launch.overlay.links.handshake import Hello, Welcome
+from thinpipe.launch.overlay.process import Overlay
+from thinpipe.launch.overlay.settings import Settings
+
+pytestmark = pytest.mark.dist
+
+
+class Run:
+    """Hosts of one run; the first is where they meet."""
+
+    def __init__(self, folder: Path, needed: int) -> None:
+        self.key, self.port, self._needed = folder / "run.key", free_port(), needed
+        keys.new(self.key)
+        self.hosts = [self._host("h0", None, ("127.0.0.1", self.port))]
+        wait_until(self._listens, PATIENCE_S)
+
+    def host(self, name: str, coordinator: tuple[str, int] | None = None) -> Overlay:
+        where = coordinator or ("127.0.0.1", self.port)
+        self.hosts.append(self._host(name, where, ("127.0.0.1", 0)))
+        return self.hosts[-1]
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.close()
+
+    def _listens(self) -> bool:
+        with socket.socket() as sock:
+            return sock.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def _host(
+        self, name: str, coordinator: tuple[str, int] | None, listen: tuple[str, int]
+    ) -> Overlay:
+        return Overlay(
+            Settings(
+                name=name,
+                key_file=self.key,
+                needed=self._needed,
+                listen=listen,
+                coordinator=coordinator,
+                patience_s=10,
+                store_port=1,
+            )
+        )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path, 2)
+    yield run
+    run.close()
+
+
+def ignore(_text: str) -> None:
+    pass
+
+
+def say(run: Run, hello: Hello) -> Welcome:
+    """What host 0 answers."""
+    text = hello.model_dump_json().encode()
+    sock = socket.create_connection(("127.0.0.1", run.port), timeout=20)
+    with keys.contexts(run.key)[1].wrap_socket(sock) as connection:
+        connection.sendall(struct.pack("!I", len(text)) + text)
+        (length,) = struct.unpack("!I", connection.recv(4))
+        return Welcome.model_validate_json(connection.recv(length))
+
+
+def test_connections_of_the_past_are_not_believed(run: Run) -> None:
+    one = run.host("h1")
+    one.join(30, ignore)
+    run.hosts[0].join(30, ignore)
+    incarnations = {host.name: host.incarnation for host in one.roster.hosts}
+    known = {"purpose": "link", "name": "h1", "to": "h0", "run": one.roster.run, "session": "x"}
+    for wrong, reason in (
+        ({"incarnation": incarnations["h1"], "attempt": 0}, "overtaken by a later connection"),
+        ({"incarnation": "earlier", "attempt": 99}, "of before a restart"),
+        ({"incarnation": incarnations["h1"], "attempt": 99, "run": "other"}, "another run"),
+    ):
+        assert reason in say(run, Hello.model_validate({**known, **wrong})).refused
+    links = run.hosts[0].client().ask("status")["links"]
+    assert links["h1"]["connected"]
+    assert links["h1"]["resumed"] == 0
+
+
+def test_a_host_whose_connection_breaks_while_it_waits_comes_in_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, 3)
+    wire = Wire(("127.0.0.1", run.port))
+    one, broken = run.host("h1", wire.address), threading.Event()
+    thread = threading.Thread(target=lambda: one.join(60, lambda _: broken.set()))
+    thread.start()
+    while wire.connections == 0:
+        time.sleep(0.1)
+    time.sleep(1)
+    wire.cut()
+    assert broken.wait(30)  # it says so, and tries again
+    run.host("h2").join(60, ignore)
+    thread.join(60)
+    assert [host.name for host in one.roster.hosts] == ["h0", "h1", "h2"]
+    wire.close()
+    run.close()
+
+
+def test_a_second_machine_of_a_name_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, 3)
+    refused: SimpleQueue[str] = SimpleQueue()
+
+    def join(host: Overlay) -> None:
+        try:
+            host.join(20, ignore)
+        except OverlayError as error:
+            refused.put(str(error))
+
+    threads = [threading.Thread(target=join, args=(run.host("h1"),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    reason = refused.get(timeout=PATIENCE_S)
+    assert "another machine is named 'h1', or this one was started twice" in reason
+    run.close()
+    for thread in threads:
+        thread.join()
