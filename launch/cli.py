@@ -254,10 +254,12 @@ def _show_launch(
     print("\n\n".join(format_command(command) for command in commands.values()))
     if len(hosts.host) == 1:
         return
-    key = network.key_file or hosts.host[0].environment.get(KEY_FILE)
+    named = {h.name: network.key_file or h.environment.get(KEY_FILE) for h in hosts.host}
+    key = next((name for name in named.values() if name), None)
     _print_error(what_to_copy(hosts, run, key))
-    if not (key or network.trusted):
-        _print_error(f"note: {NO_KEY}")
+    without = [name for name, file in named.items() if not file]
+    if without and not network.trusted:
+        _print_error(f"note: for {', '.join(without)}: {NO_KEY}")
 
 
 def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:

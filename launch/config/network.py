@@ -14,9 +14,9 @@ KEY_FILE = "THINPIPE_KEY_FILE"
 """Environment variable that stands for `network.key_file` where that is not set."""
 NO_KEY = (
     "network.key_file is not set, and without a key nothing leaves this machine: make one with "
-    "`thinpipe key new run.key`, copy it to every machine (scp run.key host1:), and set "
-    'network.key_file = "run.key"; or, on a network where you trust everyone, set network.trusted '
-    "= true"
+    "`thinpipe key new run.key`, copy it to every machine (scp run.key host1:thinpipe/), and set "
+    'network.key_file = "run.key", or THINPIPE_KEY_FILE=run.key in the environment; or, on a '
+    "network where you trust everyone, set network.trusted = true"
 )
 NOT_LISTENING = "none"
 

@@ -68,6 +68,8 @@ def run_node(
     Raises:
         ValueError: there is no key, or the rendezvous host cannot be resolved or reached.
     """
+    # torch looks up the names of addresses; where no name server answers, that took 20 s
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     fork_server.start()  # imports while the others join
     try:
         network = several_machines(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.config.network import NOT_LISTENING, NetworkConfig
 from thinpipe.launch.host.interfaces import (
     Interface,
     interface_to,
@@ -32,6 +32,7 @@ _LINK_STATES = {
     "silent": "connection to {} lost ({}); connecting again",
     "back": "connection to {} is back",
     "lost": "{} is given up: {}",
+    "left": "{} has left the run",
 }
 
 
@@ -105,6 +106,11 @@ def several_machines(
             f"{limit_s:g} s (pipeline.peer_timeout_s); use a shorter patience, or raise the other"
         )
     coordinates = is_own_address(address)
+    if coordinates and config.listen == NOT_LISTENING:
+        raise ValueError(
+            f'network.listen = "none": {endpoint} (--rdzv) is this machine, which the others must '
+            "reach; remove the setting here, or name another machine with --rdzv"
+        )
     server = socket.create_server((LOOPBACK, 0)) if coordinates else None
     overlay = Overlay(
         Settings(
@@ -119,6 +125,7 @@ def several_machines(
         )
     )
     overlay.on_link = lambda peer, state, reason: log(_LINK_STATES[state].format(peer, reason))
+    log(f"waiting for {hosts} machines at {endpoint}, at most {limit_s:.0f} s")
     try:
         overlay.join(limit_s, log)
         store = (LOOPBACK, int(overlay.client().ask("store_port")))

@@ -57,7 +57,9 @@ class Rendezvous(RendezvousHandler):
         """Open the store, or connect to it. `environment` of ranks gets the number of the round."""
         self._network, self._hosts, self._limit_s = network, hosts, limit_s
         self._environment = environment
-        self._wait = _Wait(hosts, network.endpoint, limit_s) if hosts > 1 else None
+        self._wait = None
+        if hosts > 1:
+            self._wait = _Wait(hosts, network.endpoint, limit_s, silent=network.overlay is not None)
         self._holds = network.server is not None
         self._tcp = (
             connect_store(network.store, wait_s=limit_s)
@@ -167,11 +169,13 @@ class Rendezvous(RendezvousHandler):
 class _Wait:
     """Logs the wait for other machines, and ends the process on timeout."""
 
-    def __init__(self, hosts: int, endpoint: str, limit_s: float) -> None:
+    def __init__(self, hosts: int, endpoint: str, limit_s: float, *, silent: bool) -> None:
+        """`silent`: it was said before."""
         self.store: PrefixStore | None = None
         self._what = f"{hosts} machines at {endpoint}"
         self._limit = f"{limit_s:.0f} s (pipeline.peer_timeout_s)"
-        os.write(2, f"waiting for {self._what}, at most {self._limit}\n".encode())
+        if not silent:
+            os.write(2, f"waiting for {self._what}, at most {self._limit}\n".encode())
         self._timer = threading.Timer(limit_s, self._time_out)
         self._timer.daemon = True
         self._timer.start()

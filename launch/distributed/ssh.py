@@ -178,11 +178,12 @@ def ssh_commands(
 def what_to_copy(hosts: HostsConfig, run: str, key: str | None) -> str:
     """What every machine must have, and commands that copy it there; `key` if one is set."""
     files = [run, *([key] if key else [])]
-    lines = [f"every machine reads its own copy of {' and '.join(files)}:"]
+    lines = [f"every machine reads its own copy of {' and '.join(files)}; those without one need:"]
     for host in hosts.host:
         port = ["-P", str(host.port)] if host.port else []
-        words = ["scp", *port, *files]
-        lines.append(f"  {shlex.join(words)} {host.destination}:{_path(host.checkout)}/")
+        for file in files:
+            given = file if file.startswith("/") else f"{_path(host.checkout)}/{shlex.quote(file)}"
+            lines.append(f"  {shlex.join(['scp', *port, file])} {host.destination}:{given}")
     return "\n".join(lines)
 
 

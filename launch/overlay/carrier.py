@@ -34,6 +34,7 @@ from thinpipe.launch.overlay.membership import Host, Membership, Roster
 from thinpipe.launch.overlay.settings import Settings
 
 _LEAVE_S = 2.0
+_MOST_TOLD = 10
 
 
 class Carrier:
@@ -53,6 +54,7 @@ class Carrier:
         self._dialers: list[Dialer] = []
         self._forwards = Forwards(self._loop, settings.name, settings.store_port)
         self._refused: Counter[str] = Counter()
+        self._told: set[str] = set()
         self._listener = self._listen(accepting)
         self._coordinator: Coordinator | None = None
         self._membership = Membership(settings.name, settings.needed)
@@ -244,6 +246,7 @@ class Carrier:
                 context,
                 self._welcome,
                 is_member=self._is_member,
+                on_stranger=self._on_stranger,
             )
         except OSError as error:
             address, port = self._settings.listen
@@ -263,6 +266,7 @@ class Carrier:
         refusal = self._refusal(connection, hello)
         if refusal is not None:
             self._refused[refusal.refused] += 1
+            self._tell_refusal(f"{hello.name} ({source}): {refusal.refused}")
         if refusal is not None or hello.purpose == "probe":
             self._answer(connection, refusal or Welcome(), self._loop.close)
         elif hello.purpose == "join":
@@ -270,6 +274,17 @@ class Carrier:
             self._coordinator.admit(connection, hello, source)
         else:
             self._resume(connection, hello)
+
+    def _on_stranger(self, source: str, error: Exception) -> None:
+        if "VERIFY" in str(error):
+            self._tell_refusal(f"{source}: its key is another run's, or has expired")
+
+    def _tell_refusal(self, message: str) -> None:
+        """The launcher shows each once while it waits; a run that goes on is not disturbed."""
+        waiting = self._roster is None and len(self._told) < _MOST_TOLD
+        if waiting and message not in self._told:
+            self._told.add(message)
+            _report("refused", message=message)
 
     def _resume(self, connection: ssl.SSLSocket, hello: Hello) -> None:
         link = self._links[hello.name]
@@ -349,6 +364,7 @@ class Carrier:
                 **asdict(link.stats),
                 "connected": link.connected,
                 "lost": link.is_lost,
+                "left": link.has_left,
                 "silence_s": link.silence_s,
                 "resent": link.session.resent,
             }

@@ -25,8 +25,8 @@ def new_key(
         refuse(error)
     typer.echo(
         f"{path}: written, for this user only. Copy it to every machine of the run "
-        f"(scp {path} host1:), and name it in the run file:\n\n"
-        f'    [network]\n    key_file = "{path}"'
+        f"(scp {path} host1:thinpipe/), and name it in the run file, or in the environment of each "
+        f'(export THINPIPE_KEY_FILE={path}):\n\n    [network]\n    key_file = "{path}"'
     )
 
 

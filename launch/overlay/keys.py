@@ -106,8 +106,9 @@ def contexts(path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 def _check_file(path: Path) -> None:
     if not path.is_file():
         raise KeyFileError(
-            f"network.key_file = {str(path)!r}: no such file; make one with `{NEW_KEY}`, and copy "
-            "it to every machine of the run"
+            f"network.key_file = {str(path)!r}: no such file in {Path.cwd()}; copy it from the "
+            f"machine where it was made, or make one with `{NEW_KEY}` and copy it to every machine "
+            "of the run"
         )
     if os.name == "posix" and path.stat().st_mode & 0o077:
         raise KeyFileError(

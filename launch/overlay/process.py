@@ -56,7 +56,7 @@ class Overlay:
         Raises:
             OverlayError: they did not in time, or this one was refused.
         """
-        limit, reason, joined = monotonic() + limit_s, "", [self.name]
+        limit, reason, joined, refused = monotonic() + limit_s, "", [self.name], ""
         while True:
             try:
                 event = self._events.get(timeout=max(0.0, limit - monotonic()))
@@ -64,6 +64,7 @@ class Overlay:
                 raise OverlayError(
                     f"{self.roster.needed} machines did not join within {limit_s:.0f} s: "
                     + (reason or f"only {', '.join(joined)} did")
+                    + (f"; refused: {refused}" if refused else "")
                 ) from None
             if event["event"] == "joined":
                 return
@@ -72,8 +73,14 @@ class Overlay:
             if event["event"] == "unreachable" and event["message"] != reason:
                 reason = event["message"]
                 log(f"{reason}; trying again")
+            if event["event"] == "refused":
+                refused = event["message"]
+                log(f"refused: {refused}")
             if event["event"] == "waiting":
+                come = [name for name in event["joined"] if name not in joined]
                 reason, joined = "", event["joined"]
+                if come:
+                    log(f"{', '.join(come)} joined, {len(joined)} of {self.roster.needed} machines")
 
     def client(self) -> Client:
         """How to ask the carrier."""

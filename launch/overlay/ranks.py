@@ -59,4 +59,6 @@ def broken_links() -> str:
         for name, link in links.items()
         if link["silence_s"] > SILENT_S
     ]
-    return f" [no connection to {', '.join(broken)}]" if broken else ""
+    left = [f"{name} has left the run" for name, link in links.items() if link["left"]]
+    found = [f"no connection to {', '.join(broken)}"] if broken else []
+    return f" [{'; '.join(found + left)}]" if found or left else ""

@@ -8,7 +8,7 @@ from typing import Any, Self, TypedDict
 
 from rich.table import Table
 
-from thinpipe.launch.report.metrics import NOTHING
+from thinpipe.launch.report.metrics import NOTHING, format_round_trip
 
 _PERIOD_S = 1.0
 _MOST_SAMPLES = 240
@@ -99,7 +99,7 @@ def edge_panel(trace: EdgeTrace) -> Table:
         resumed[sample["target"]] += sample["resumed"]
     table = Table(box=None, show_edge=False, pad_edge=False, expand=True, header_style="dim")
     table.add_column("connection to")
-    headers = ("Mbit/s out", "Mbit/s in", "round trip", "sent again", "resumed", "silent")
+    headers = ("Mbit/s out", "Mbit/s in", "round trip", "resent", "resumed", "silent")
     for header in headers:
         table.add_column(header, justify="right", no_wrap=True)
     for sample in trace.now:
@@ -108,7 +108,7 @@ def edge_panel(trace: EdgeTrace) -> Table:
             sample["target"],
             f"{8e-6 * sample['sent_Bps']:,.1f}",
             f"{8e-6 * sample['received_Bps']:,.1f}",
-            f"{1e3 * sample['round_trip_s']:.1f} ms",
+            format_round_trip(sample["round_trip_s"]),
             f"{again[sample['target']]:,}",
             f"{resumed[sample['target']]:,}",
             f"{sample['silence_s']:.1f} s" if silent else NOTHING,

@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from thinpipe.launch.report.edge_trace import EdgeSample
-from thinpipe.launch.report.metrics import format_bytes
+from thinpipe.launch.report.metrics import format_bytes, format_round_trip
 
 FILE_NAME = "edges.json"
 Traces: TypeAlias = Mapping[str, Sequence[EdgeSample]]
@@ -65,13 +65,13 @@ def edge_table(edges: Sequence[Edge]) -> Table:
     """A row per direction between two hosts."""
     table = Table(box=box.HORIZONTALS, header_style="bold", pad_edge=False)
     table.add_column("connection")
-    for header in ("sent", "round trip", "sent again", "resumed", "longest silence"):
+    for header in ("sent", "round trip", "segments resent", "resumed", "longest silence"):
         table.add_column(header, justify="right", no_wrap=True)
     for edge in edges:
         table.add_row(
             f"{edge['source']} → {edge['target']}",
             format_bytes(edge["bytes"]),
-            f"{1e3 * edge['round_trip_s']:.1f} ms",
+            format_round_trip(edge["round_trip_s"]),
             f"{edge['retransmitted']:,}",
             f"{edge['resumed']:,}",
             f"{edge['longest_silence_s']:.1f} s",

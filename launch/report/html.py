@@ -22,6 +22,7 @@ from thinpipe.launch.report.metrics import (
     format_rate,
     format_ratio,
     format_repaired,
+    format_round_trip,
     other_scores,
 )
 from thinpipe.launch.report.plots import bytes_png, error_png, loss_png, overview_png
@@ -105,8 +106,9 @@ microbatches, a better schedule or smaller messages reduce it. If a rank has sev
 ones are paler."""
 
 _EDGES_TEXT = """What left each machine for another, with all that encryption, framing and
-repetition add. A cross marks a connection that broke and was resumed: nothing was lost. Long
-silences, and segments that TCP had to send again, are signs of a bad or overloaded network."""
+repetition add, and with evaluations, whose activations are not compressed. A cross marks a
+connection that broke and was resumed: nothing was lost. Long silences, and segments that TCP had to
+send again, are signs of a bad or overloaded network."""
 
 
 def _page(
@@ -265,7 +267,7 @@ def _edge_section(traces: Traces, summary: Summary) -> str:
             f'<td class="n">{cell}</td>'
             for cell in (
                 _bytes_cell(edge["bytes"]),
-                f"{1e3 * edge['round_trip_s']:.1f} ms",
+                escape(format_round_trip(edge["round_trip_s"])),
                 f"{edge['retransmitted']:,}",
                 f"{edge['resumed']:,}",
                 f"{edge['longest_silence_s']:.1f} s",

@@ -234,6 +234,11 @@ def _scaled(value: float, units: tuple[str, ...]) -> str:
     return f"{value:.{digits}f} {units[power]}"
 
 
+def format_round_trip(seconds: float) -> str:
+    """Milliseconds; on one machine there is hardly any."""
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 5e-5 else "<0.1 ms"
+
+
 def format_ratio(ratio: float | None) -> str:
     """Compression ratio: 7.9x, with a real multiplication sign; "-" if unknown."""
     if ratio is None:

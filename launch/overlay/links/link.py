@@ -199,6 +199,7 @@ class Link:
             self._on_change(self, "silent", reason)
         self._disconnect()
         if self.has_left:
+            self._on_change(self, "left", "")
             self.restart()
             self.has_left = True
 

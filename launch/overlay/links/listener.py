@@ -23,7 +23,8 @@ OnHello = Callable[[ssl.SSLSocket, Hello, str], None]
 class Listener:
     """Accepts connections, and hands on those whose other end has the run's key.
 
-    `refused` counts the others, by reason. `is_member` says whether an address is one of the run's.
+    `refused` counts the others, by reason, and `on_stranger` hears of each. `is_member` says
+    whether an address is one of the run's.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Listener:
         on_hello: OnHello,
         *,
         is_member: Callable[[str], bool] = lambda _: False,
+        on_stranger: Callable[[str, Exception], None] = lambda *_: None,
     ) -> None:
         """Listen.
 
@@ -42,7 +44,7 @@ class Listener:
         """
         self.refused: Counter[str] = Counter()
         self._loop, self._context, self._on_hello = loop, context, on_hello
-        self._is_member = is_member
+        self._is_member, self._on_stranger = is_member, on_stranger
         self._unproven: dict[int, tuple[str, Task]] = {}
         """By their number; the oldest first."""
         self._count = 0
@@ -81,6 +83,7 @@ class Listener:
         def failed(error: Exception) -> None:
             self._unproven.pop(number, None)
             self.refused[type(error).__name__] += 1
+            self._on_stranger(source, error)
 
         steps = accept(sock, self._context)
         patient = not self._is_member(source)
