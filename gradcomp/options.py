@@ -1,4 +1,6 @@
-"""Options that all methods share."""
+"""Options that all methods share, and what a run tells a method's own optimizer."""
+
+from typing import Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,3 +16,19 @@ class ExchangeOptions(BaseModel):
     def bucket_nbytes(self) -> int:
         """Size of a bucket in bytes."""
         return int(self.bucket_mb * 1e6)
+
+
+class TrainOptions(Protocol):
+    """What a run's settings say of the optimizer."""
+
+    @property
+    def lr(self) -> float:
+        """Learning rate after warm-up."""
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Of Adam."""
+
+    @property
+    def weight_decay(self) -> float:
+        """Decoupled from the gradient."""

@@ -10,6 +10,7 @@ from pydantic import AliasChoices, BaseModel
 from torch import nn
 
 from thinpipe.gradcomp import methods
+from thinpipe.gradcomp.options import TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
@@ -26,22 +27,6 @@ class Method(Protocol):
 
     def build(self, config: Any, parameters: Sequence[nn.Parameter], peers: Peers) -> ReplicaSync:
         """Make the exchange of one rank; `peers` are the replicas of its stages."""
-
-
-class TrainOptions(Protocol):
-    """What a run's settings say of the optimizer."""
-
-    @property
-    def lr(self) -> float:
-        """Learning rate after warm-up."""
-
-    @property
-    def betas(self) -> tuple[float, float]:
-        """Of Adam."""
-
-    @property
-    def weight_decay(self) -> float:
-        """Decoupled from the gradient."""
 
 
 _MakeOptimizer = Callable[

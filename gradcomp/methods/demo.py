@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from thinpipe.gradcomp.buckets import device_of
 from thinpipe.gradcomp.dct import SIDE, Tiles
 from thinpipe.gradcomp.exchange import ExchangeKey, gather_bytes
-from thinpipe.gradcomp.registry import TrainOptions
+from thinpipe.gradcomp.options import TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker

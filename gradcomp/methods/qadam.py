@@ -25,8 +25,7 @@ from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.methods.quantize import Quantize
-from thinpipe.gradcomp.options import ExchangeOptions
-from thinpipe.gradcomp.registry import TrainOptions
+from thinpipe.gradcomp.options import ExchangeOptions, TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.uniform import Uniform

@@ -65,7 +65,7 @@ def edge_table(edges: Sequence[Edge]) -> Table:
     """A row per direction between two hosts."""
     table = Table(box=box.HORIZONTALS, header_style="bold", pad_edge=False)
     table.add_column("connection")
-    for header in ("sent", "round trip", "segments resent", "resumed", "longest silence"):
+    for header in ("sent", "round trip", "resent", "resumed", "longest silence"):
         table.add_column(header, justify="right", no_wrap=True)
     for edge in edges:
         table.add_row(
