@@ -140,7 +140,6 @@ class Carrier:
             hello,
             joined=self._take_roster,
             report=_report,
-            explain=_explain,
         ).start()
 
     def _take_roster(self, roster: Roster) -> None:
@@ -372,17 +371,6 @@ class Carrier:
         }
         refused = {**strangers, **self._refused}
         return {"name": self._settings.name, "links": links, "refused": refused}
-
-
-def _explain(error: Exception) -> str:
-    """A failure to connect, in words."""
-    if "EXPIRED" in str(error).upper():
-        return "a key has expired; make a new one (thinpipe key new) and copy it to all machines"
-    if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in str(error):
-        return "its key is another run's; copy one key file to all machines"
-    if isinstance(error, ssl.SSLError):
-        return f"it does not speak TLS 1.3 ({error.reason}); does another program use that port?"
-    return str((isinstance(error, OSError) and error.strerror) or error)
 
 
 def _report(event: str, **fields: Any) -> None:

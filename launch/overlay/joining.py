@@ -39,11 +39,9 @@ class Joiner:
         *,
         joined: Callable[[Roster], None],
         report: Report,
-        explain: Callable[[Exception], str],
     ) -> None:
         self._loop, self._context, self._coordinator = loop, context, coordinator
         self._hello, self._joined, self._report = hello, joined, report
-        self._explain = explain
         self._refused_s: float | None = None
 
     def start(self) -> None:
@@ -99,5 +97,16 @@ class Joiner:
                 return
         else:
             where = f"{self._coordinator[0]}:{self._coordinator[1]} cannot be reached"
-            self._report("unreachable", message=f"{where}: {self._explain(error)}")
+            self._report("unreachable", message=f"{where}: {_explain(error)}")
         self._loop.after(_AGAIN_S, self.start)
+
+
+def _explain(error: Exception) -> str:
+    """A failure to connect, in words."""
+    if "EXPIRED" in str(error).upper():
+        return "a key has expired; make a new one (thinpipe key new) and copy it to all machines"
+    if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in str(error):
+        return "its key is another run's; copy one key file to all machines"
+    if isinstance(error, ssl.SSLError):
+        return f"it does not speak TLS 1.3 ({error.reason}); does another program use that port?"
+    return str((isinstance(error, OSError) and error.strerror) or error)
