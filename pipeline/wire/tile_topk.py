@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.entropy import CodingError
 
 TILE = 4096
 _HEAD = 5
@@ -122,6 +123,8 @@ class TileTopK:
 
     def _read(self, wire_W: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Places in the row (beyond its end: padding), and values."""
+        if len(wire_W) < self.capacity(numel):
+            raise CodingError(f"{len(wire_W)} bytes, where {self.capacity(numel)} are needed")
         tiles = -(-numel // TILE)
         count, head = self.kept * tiles, 4 * _HEAD if self.bits == 2 else 0
         indices, codes = wire_W[head : head + 3 * count // 2], wire_W[head + 3 * count // 2 :]

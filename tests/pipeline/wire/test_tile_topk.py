@@ -5,6 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
+from thinpipe.pipeline.wire.entropy import CodingError
 from thinpipe.pipeline.wire.tile_topk import TILE, TileTopK
 
 SIZES = (1, 2, 100, TILE - 1, TILE, TILE + 1, 3 * TILE + 77)
@@ -75,6 +76,15 @@ def test_what_is_not_finite_is_not_hidden() -> None:
         one = TileTopK(4, 1)
         with pytest.raises(ValueError, match="not finite"):
             one.encode(x, torch.zeros(1, one.capacity(TILE), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_a_row_that_is_too_short_is_an_error(bits: Literal[1, 2]) -> None:
+    codec = TileTopK(64, bits)
+    wire = torch.zeros(codec.capacity(TILE) - 1, dtype=torch.uint8)
+    for use in (codec.add_to, lambda row, out, _: codec.decode(row[None], out[None])):
+        with pytest.raises(CodingError, match="are needed"):
+            use(wire, torch.zeros(TILE), torch.zeros(TILE))
 
 
 @pytest.mark.parametrize("kept", [0, 3, TILE + 2])
