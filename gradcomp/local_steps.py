@@ -1,14 +1,14 @@
 """Replicas that train by themselves for many steps, and then exchange how far they have come.
 
-DiLoCo (Douillard et al. 2023), its streaming form (Douillard et al. 2025) and SparseLoCo (Sarfi et
-al. 2025) are this with different `OuterStep`s:
+DiLoCo (Douillard et al. 2023), its streaming form (Douillard et al. 2025), SparseLoCo (Sarfi et al.
+2025) and asynchronous averaging (BAGUA) are this with different `OuterStep`s:
 
     x   `SharedBucket.local_N`     this replica's parameters, moved by its own optimizer
     g   `SharedBucket.global_N`    the global model, equal on all replicas bit for bit
 
     1.  d_w = g - x_w                    of one fragment, every `interval` steps
     2.  u = outer step of all d_w        beside the next `overlap` steps of training
-    3.  g -= u;  x_w = (1 - mix) g + mix x_w
+    3.  g -= u;  x_w = (1 - mix) g + mix x_w, or, without a mix, x_w + g - x_w as of 1.
 
 Fragments take turns, `interval / fragments` steps apart. Steps are counted where all replicas
 agree, at their beginning, whether a step is skipped on one of them or not. Between exchanges
@@ -38,20 +38,18 @@ from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 
 
-class LocalStepsConfig(ExchangeOptions):
+class TurnsConfig(ExchangeOptions):
     """`interval` steps lie between two exchanges of a fragment, of which there are `fragments`.
 
-    An exchange has the time of `overlap` steps, 0: training waits for it. `mix` is how much of its
-    own parameters a replica keeps when the global ones arrive.
+    An exchange has the time of `overlap` steps, 0: training waits for it.
     """
 
     interval: int = Field(30, ge=1)
     fragments: int = Field(1, ge=1)
     overlap: int = Field(0, ge=0)
-    mix: float = Field(0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> "LocalStepsConfig":
+    def _fits_together(self) -> "TurnsConfig":
         if self.interval % self.fragments:
             raise ValueError(
                 f"interval = {self.interval}, fragments = {self.fragments}: fragments take turns; "
@@ -68,6 +66,12 @@ class LocalStepsConfig(ExchangeOptions):
     def turn(self) -> int:
         """Steps between two exchanges."""
         return self.interval // self.fragments
+
+
+class LocalStepsConfig(TurnsConfig):
+    """`mix` is how much of its own parameters a replica keeps when the global ones arrive."""
+
+    mix: float = Field(0.0, ge=0, lt=1)
 
 
 class OuterStep(Protocol):
@@ -111,11 +115,16 @@ class LocalSteps:
         self,
         parameters: Sequence[nn.Parameter],
         peers: Peers,
-        config: LocalStepsConfig,
+        config: TurnsConfig,
         outer: OuterStep,
+        *,
+        mix: float | None,
     ) -> None:
-        """Parameters become views of flat vectors; they keep their values."""
-        self._peers, self._config, self._outer = peers, config, outer
+        """Parameters become views of flat vectors; they keep their values.
+
+        Without a mix all that was learnt beside an exchange is kept.
+        """
+        self._peers, self._config, self._outer, self._mix = peers, config, outer, mix
         self._fragments = [
             [SharedBucket(bucket) for bucket in part]
             for part in _fragments(parameters, peers, config)
@@ -238,18 +247,22 @@ class LocalSteps:
         """Wait for the exchange under way and apply it."""
         if self._launched is None:
             return
-        updates, finished = self._launched.updates.result()
+        launched, (updates, finished) = self._launched, self._launched.updates.result()
         self._side_stream.wait(finished)
-        buckets, self._launched = self._fragments[self._launched.fragment], None
+        self._launched = None
         self._exchanges += 1
         self._outer.keep()
+        buckets = self._fragments[launched.fragment]
         with torch.no_grad():
-            for bucket, update_N in zip(buckets, updates, strict=True):
+            for bucket, update_N, distance_N in zip(
+                buckets, updates, launched.distances, strict=True
+            ):
                 bucket.global_N -= update_N
-                bucket.local_N.mul_(self._config.mix)
-                bucket.local_N.add_(
-                    bucket.global_N.to(bucket.local_N.dtype), alpha=1 - self._config.mix
-                )
+                if self._mix is None:
+                    bucket.local_N.add_((distance_N - update_N).to(bucket.local_N.dtype))
+                    continue
+                global_N = bucket.global_N.to(bucket.local_N.dtype)
+                bucket.local_N.mul_(self._mix).add_(global_N, alpha=1 - self._mix)
 
 
 def _updates(
@@ -274,7 +287,7 @@ def _distance(bucket: SharedBucket) -> Tensor:
 
 
 def _fragments(
-    parameters: Sequence[nn.Parameter], peers: Peers, config: LocalStepsConfig
+    parameters: Sequence[nn.Parameter], peers: Peers, config: TurnsConfig
 ) -> list[list[Any]]:
     """Buckets, dealt into as many groups of about equal size."""
     buckets = make_buckets(parameters, config.bucket_nbytes) if peers.size > 1 else ()

@@ -84,4 +84,4 @@ class DiLoCo:
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> LocalSteps:
     """Make the method."""
-    return LocalSteps(parameters, peers, config, DiLoCo(peers, config))
+    return LocalSteps(parameters, peers, config, DiLoCo(peers, config), mix=config.mix)

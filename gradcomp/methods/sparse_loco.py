@@ -79,4 +79,4 @@ class SparseLoCo:
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> LocalSteps:
     """Make the method."""
-    return LocalSteps(parameters, peers, config, SparseLoCo(peers, config))
+    return LocalSteps(parameters, peers, config, SparseLoCo(peers, config), mix=config.mix)
