@@ -6,9 +6,9 @@ for an exchange, and the lowest rate at which any of them has made one.
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,34 +24,24 @@ _FILL = 0.8
 """Of the slot: the rest is for messages of the pipeline and for steps that are shorter."""
 
 
-class Choice(NamedTuple):
-    """What CocktailSGD's compressor does."""
+@dataclass(frozen=True)
+class Choice:
+    """How much of the parameters an exchange holds; methods add how they travel."""
 
     subset: float
-    topk: float
-    bits: int
-
-
-CHOICES = {
-    Choice(0.05, 0.1, 4): 0.044,
-    Choice(0.05, 0.2, 4): 0.069,
-    Choice(0.1, 0.2, 4): 0.138,
-    Choice(0.2, 0.2, 4): 0.276,
-    Choice(0.3, 0.3, 4): 0.60,
-    Choice(0.5, 0.4, 4): 1.3,
-    Choice(1.0, 0.5, 4): 2.9,
-    Choice(1.0, 1.0, 4): 3.9,
-    Choice(1.0, 1.0, 8): 8.1,
-}
-"""From least to most, with about how many bits a parameter costs each way (normal changes)."""
 
 
 class Budget:
     """Measures the slot and the exchange on this replica, and chooses together with the others."""
 
-    def __init__(self, peers: Peers, start: Choice, numel: int) -> None:
-        """`numel` parameters are exchanged; `start` holds until all replicas have measured."""
-        self.choice = start
+    def __init__(
+        self, peers: Peers, start: Choice, numel: int, choices: Mapping[Choice, float]
+    ) -> None:
+        """`numel` parameters are exchanged; `start` holds until all replicas have measured.
+
+        `choices` go from least to most, with the bits that a parameter costs each way.
+        """
+        self.choice, self._choices = start, choices
         self._peers, self._numel = peers, numel
         self._slot_s = self._rate_bps = 0.0
 
@@ -77,13 +67,15 @@ class Budget:
         mine = torch.tensor([self._slot_s, self._rate_bps])
         key, exact = ExchangeKey(number, _BUCKET), Cast("fp32")
         measured = gather_all(self._peers, key, mine, codec=exact)
-        chosen = choose(measured, numel=self._numel) or self.choice
+        chosen = choose(self._choices, measured, numel=self._numel) or self.choice
         if chosen != self.choice:
             _LOG.info("exchange %d: %s instead of %s", number, chosen, self.choice)
             self.choice = chosen
 
 
-def choose(measured: Sequence[Tensor], *, numel: int) -> Choice | None:
+def choose(
+    choices: Mapping[Choice, float], measured: Sequence[Tensor], *, numel: int
+) -> Choice | None:
     """The most that fits, or the least of all; None before all replicas have measured.
 
     `measured` holds (seconds of the slot, bit/s of exchanges) of every replica.
@@ -92,8 +84,8 @@ def choose(measured: Sequence[Tensor], *, numel: int) -> Choice | None:
     if not slot_s or not rate_bps:
         return None
     values = 2 * (len(measured) - 1) / len(measured) * numel
-    fitting = [c for c, cost in CHOICES.items() if cost * values / rate_bps <= _FILL * slot_s]
-    return fitting[-1] if fitting else next(iter(CHOICES))
+    fitting = [c for c, cost in choices.items() if cost * values / rate_bps <= _FILL * slot_s]
+    return fitting[-1] if fitting else next(iter(choices))
 
 
 def _smoothed(old: float, new: float) -> float:

@@ -55,10 +55,10 @@ class FlatBucket:
 
 
 class SharedBucket(FlatBucket):
-    """Parameters beside the global copy of them (fp32).
+    """Parameters beside the global copy of them (fp32); their difference is not yet sent.
 
     Moving parameters in bf16 by steps below their resolution would lose the steps: what rounding
-    takes is kept in `lost_N` and counts as part of the parameters.
+    takes is kept in `left_N` and counts as part of the parameters.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -66,7 +66,8 @@ class SharedBucket(FlatBucket):
         super().__init__(bucket)
         self.global_N = self.local_N.float().clone()
         exact = self.local_N.dtype == torch.float32
-        self.lost_N = None if exact else torch.zeros_like(self.global_N)
+        self.left_N = None if exact else torch.zeros_like(self.global_N)
+        """What this replica keeps beside its parameters."""
 
     def capture(self) -> None:
         """Take the parameters as they are for the global ones: replicas are equal now."""
@@ -77,11 +78,11 @@ class SharedBucket(FlatBucket):
         return crc32(self.global_N.cpu())
 
     def moved(self, part: slice, subset: Subset) -> Tensor:
-        """How far the subset's parameters are from the global copy."""
+        """What is not yet sent of the subset: how far its parameters are from the global copy."""
         moved_n = torch.empty(subset.size, device=self.local_N.device)
         subset.gather(self.local_N[part], moved_n, self.global_N[part])
-        if self.lost_N is not None:
-            moved_n += gathered(subset, self.lost_N[part])
+        if self.left_N is not None:
+            moved_n += gathered(subset, self.left_N[part])
         return moved_n
 
     def apply(self, part: slice, subset: Subset, seen_n: Tensor, result_n: Tensor) -> None:
@@ -89,7 +90,7 @@ class SharedBucket(FlatBucket):
 
         They are put together from the new global copy: where nothing lacks, they are equal to it.
         """
-        if self.lost_N is None:
+        if self.left_N is None:
             subset.apply_exchanged(seen_n, result_n, self.local_N[part], self.global_N[part])
             return
         left_n = self.moved(part, subset).sub_(seen_n)
@@ -97,12 +98,54 @@ class SharedBucket(FlatBucket):
         local_n = left_n.add_(global_n)
         subset.scatter(global_n, self.global_N[part])
         rounded_n = local_n.to(self.local_N.dtype).float()
-        subset.scatter(local_n - rounded_n, self.lost_N[part])
+        subset.scatter(local_n - rounded_n, self.left_N[part])
         subset.scatter(rounded_n, self.local_N[part])
+
+    def before_move(self) -> None:
+        """The optimizer is about to move the parameters."""
+
+    def after_move(self) -> None:
+        """It has."""
 
     def swapped_in(self) -> AbstractContextManager[None]:
         """Inside, the parameters are the global ones."""
         return self.replaced_by(self.global_N)
+
+
+class OwedBucket(SharedBucket):
+    """What is not yet sent is kept apart, and parameters have but a share of it.
+
+    They are g + `residual` r, and the newest move in full. Each move counts `gain` times in r.
+    """
+
+    def __init__(self, bucket: Bucket, *, residual: float, gain: float) -> None:
+        """Parameters keep their values; nothing is owed."""
+        super().__init__(bucket)
+        self._residual, self._gain = residual, gain
+        self.left_N: Tensor = torch.zeros_like(self.global_N)
+
+    def moved(self, part: slice, subset: Subset) -> Tensor:
+        """What is not yet sent of the subset."""
+        return gathered(subset, self.left_N[part])
+
+    def apply(self, part: slice, subset: Subset, seen_n: Tensor, result_n: Tensor) -> None:
+        """Add `result_n` to the global copy; `seen_n` is no longer owed."""
+        subset.scatter(gathered(subset, self.global_N[part]).add_(result_n), self.global_N[part])
+        subset.scatter(self.moved(part, subset).sub_(seen_n), self.left_N[part])
+
+    @torch.no_grad()
+    def before_move(self) -> None:
+        """Parameters become g + residual r."""
+        self.local_N.copy_(self._start())
+
+    @torch.no_grad()
+    def after_move(self) -> None:
+        """The newest move is owed."""
+        move_N = self.local_N.float() - self._start().to(self.local_N.dtype).float()
+        self.left_N.add_(move_N, alpha=self._gain)
+
+    def _start(self) -> Tensor:
+        return torch.add(self.global_N, self.left_N, alpha=self._residual)
 
 
 def gathered(subset: Subset, x_N: Tensor) -> Tensor:

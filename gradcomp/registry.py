@@ -18,7 +18,8 @@ from thinpipe.pipeline.replica_sync import ReplicaSync
 class Method(Protocol):
     """What a method's file holds.
 
-    It may also hold `optimizer(config, parameters, train)`, which returns an optimizer or None.
+    It may also hold `optimizer(config, parameters, train, sync)`, which returns an optimizer or
+    None; `sync` is what `build` returned.
     """
 
     Config: type[BaseModel]
@@ -30,7 +31,7 @@ class Method(Protocol):
 
 
 _MakeOptimizer = Callable[
-    [BaseModel, Sequence[nn.Parameter], TrainOptions], torch.optim.Optimizer | None
+    [BaseModel, Sequence[nn.Parameter], TrainOptions, ReplicaSync], torch.optim.Optimizer | None
 ]
 
 
@@ -52,11 +53,15 @@ def load_method(name: str) -> Method:
 
 
 def build_optimizer(
-    name: str, options: BaseModel, parameters: Sequence[nn.Parameter], train: TrainOptions
+    name: str,
+    options: BaseModel,
+    parameters: Sequence[nn.Parameter],
+    train: TrainOptions,
+    sync: ReplicaSync,
 ) -> torch.optim.Optimizer | None:
     """The optimizer that a method brings along, or None: most work with any."""
     make = getattr(load_method(name), "optimizer", None)
-    return None if make is None else cast(_MakeOptimizer, make)(options, parameters, train)
+    return None if make is None else cast(_MakeOptimizer, make)(options, parameters, train, sync)
 
 
 def option_aliases(name: str) -> dict[str, str]:

@@ -90,8 +90,8 @@ def build(
         for stage in wiring.stages
     ]
     parameters = list(dict.fromkeys(p for m in modules.values() for p in trainable(m)))
-    optimizer = _optimizer(config, parameters)
     sync = _sync(config, parameters, transport)
+    optimizer = _optimizer(config, parameters, sync)
     engine = PipelineEngine(
         stages,
         transport,
@@ -151,8 +151,10 @@ def _tie(
     return trained[0] if trained else None  # what LoRA freezes stays equal by itself
 
 
-def _optimizer(config: RunConfig, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    own = build_optimizer(config.method, config.method_options, parameters, config.train)
+def _optimizer(
+    config: RunConfig, parameters: Sequence[nn.Parameter], sync: ReplicaSync
+) -> torch.optim.Optimizer:
+    own = build_optimizer(config.method, config.method_options, parameters, config.train, sync)
     return own or torch.optim.AdamW(
         parameters,
         lr=config.train.lr,

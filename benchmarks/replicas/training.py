@@ -1,4 +1,4 @@
-"""Fine-tune with several replicas in one process: real methods and messages, no network.
+"""Train with several replicas in one process: real methods and messages, no network.
 
 Backward passes run one after the other; where a method exchanges, every replica is on a thread of
 its own. Bytes are those of a run over a network.
@@ -6,10 +6,11 @@ its own. Bytes are those of a run over a network.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from statistics import mean
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,48 +18,65 @@ from torch import Tensor
 
 from benchmarks.fidelity.finetuning import Corpus, Scale, Weights
 from thinpipe.gradcomp.local_peers import local_peers
-from thinpipe.gradcomp.registry import load_method, parse_options
+from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.pipeline.models.transformer import TransformerStage, build_layers
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
-_EVAL_BATCH, _CLIP_NORM = 64, 1.0
+_T = TypeVar("_T")
+_EVAL_BATCH, _CLIP_NORM = 16, 1.0
 _PAUSE_S = 3600.0  # a long run may be paused
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method of `gradcomp.methods` with options."""
+    """A method of `gradcomp.methods` with options, at `rate` times the learning rate of others."""
 
     label: str
     name: str
     options: dict[str, Any]
+    rate: float = 1.0
+
+
+@dataclass(frozen=True)
+class Adam:
+    """What all optimizers are told."""
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Losses in nats per byte: of training, each replica with its own parameters, and of the global
-    model after the epoch, on the text it is trained on and on held-out text.
+    """Losses in nats per token: of training, each replica with its own parameters, also of the last
+    quarter of the steps alone, and of the global model after the epoch, on held-out text and, if it
+    is asked for, on the text it is trained on.
     """
 
     local: float
-    tuned: float
+    last_quarter: float
     held_out: float
+    tuned: float | None
 
 
 @dataclass(frozen=True)
 class Outcome:
     """One method with one seed. `step_nbytes` is what a replica sends per step, headers included.
 
-    `ring_nbytes` is what an fp32 ring all-reduce of the same parameters sends.
+    `ring_nbytes` is what an fp32 ring all-reduce of the same parameters sends, and `state_nbytes`
+    what a replica holds per parameter beside it: the optimizer's state and the method's.
     """
 
     method: str
+    replicas: int
+    lr: float
     seed: int
     epochs: tuple[Epoch, ...]
     step_nbytes: float
     ring_nbytes: float
+    state_nbytes: float
     seconds: float
 
     @property
@@ -92,89 +110,141 @@ class Replicas:
             sampler = EpochSampler(
                 scale.sequences, batch_size=scale.batch, replicas=size, replica=peer.rank, seed=seed
             )
-            optimizer = torch.optim.AdamW(model.parameters(), lr=scale.lr, weight_decay=0.01)
+            optimizer = _optimizer(method, list(model.parameters()), scale.lr, sync)
             steps = scale.epochs * sampler.steps_per_epoch
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_then_linear(steps))
             self._replicas.append(_Replica(model, sync, optimizer, schedule, sampler))
         self.steps_per_epoch = self._replicas[0].sampler.steps_per_epoch
+        self.numel = sum(p.numel() for p in self._replicas[0].model.parameters())
         self._pool = ThreadPoolExecutor(size)
 
     def step(self, sequences: SampleSet, step: int) -> float:
         """One step of all; the mean loss."""
+        self._on_all(lambda replica: replica.sync.begin_step(1))
         losses = [self._backward(replica, sequences, step) for replica in self._replicas]
         self._on_all(lambda replica: replica.sync.before_step())
         for replica in self._replicas:
-            torch.nn.utils.clip_grad_norm_(replica.model.parameters(), _CLIP_NORM)
+            if replica.sync.leaves == "gradients":
+                torch.nn.utils.clip_grad_norm_(replica.model.parameters(), _CLIP_NORM)
             replica.optimizer.step()
             replica.schedule.step()
             replica.optimizer.zero_grad()
         self._on_all(lambda replica: replica.sync.after_step())
         return sum(losses)
 
-    def global_loss(self, sequences: SampleSet) -> float:
-        """Loss of the model that all replicas stand for."""
-        replica, total = self._replicas[0], 0.0
-        with torch.no_grad(), replica.sync.global_parameters():
-            for ids_B in torch.split(torch.arange(len(sequences)), _EVAL_BATCH):
-                batch = sequences.batch(ids_B)
-                logits = replica.model(batch.inputs_BT).flatten(0, 1)
-                loss = F.cross_entropy(logits, batch.targets.flatten())
-                total += float(loss) * len(ids_B)
-        return total / len(sequences)
+    def global_losses(self, texts: Sequence[SampleSet]) -> list[float]:
+        """Losses of the model that all replicas stand for; they make it together."""
+
+        def losses(replica: _Replica) -> list[float]:
+            with torch.no_grad(), replica.sync.global_parameters():
+                chosen = texts if replica is self._replicas[0] else []
+                return [_loss(replica.model, text) for text in chosen]
+
+        return self._on_all(losses)[0]
 
     def sent(self) -> int:
         """Bytes sent so far, all replicas."""
         return sum(replica.sync.bytes_sent for replica in self._replicas)
 
+    def finish(self) -> None:
+        """Apply what is under way: training is over."""
+        self._on_all(lambda replica: replica.sync.finish())
+
+    def state_nbytes(self) -> float:
+        """What the first replica's optimizer and method hold per parameter."""
+        replica = self._replicas[0]
+        held = [replica.sync.state_dict(), replica.optimizer.state_dict()["state"]]
+        return _nbytes(held) / sum(p.numel() for p in replica.model.parameters())
+
     def close(self) -> None:
-        """End what is under way."""
-        for replica in self._replicas:
-            replica.sync.state_dict()  # waits for an exchange under way
+        """End the threads."""
         self._pool.shutdown()
 
     def _backward(self, replica: _Replica, sequences: SampleSet, step: int) -> float:
         """The replica's part of the mean loss."""
-        replica.sync.begin_step(1)
         batch = sequences.batch(replica.sampler.ids(step))
         logits = replica.model(batch.inputs_BT).flatten(0, 1)
-        loss: Tensor = F.cross_entropy(logits, batch.targets.flatten()) / len(self._replicas)
-        torch.autograd.backward(loss)
-        return float(loss.detach())
+        loss: Tensor = F.cross_entropy(logits, batch.targets.flatten())
+        shared = replica.sync.loss_scope == "global"
+        torch.autograd.backward(loss / len(self._replicas) if shared else loss)
+        return float(loss.detach()) / len(self._replicas)
 
-    def _on_all(self, call: Callable[[_Replica], None]) -> None:
-        list(self._pool.map(call, self._replicas))
+    def _on_all(self, call: Callable[[_Replica], _T]) -> list[_T]:
+        return list(self._pool.map(call, self._replicas))
 
 
 def train(
-    corpus: Corpus, method: Method, scale: Scale, *, replicas: int, weights: Weights, seed: int
+    corpus: Corpus,
+    method: Method,
+    scale: Scale,
+    *,
+    replicas: int,
+    weights: Weights,
+    seed: int,
+    evaluate_tuned: bool = True,
 ) -> Outcome:
-    """Fine-tune from `weights` and follow the global model.
+    """Train from `weights` and follow the global model.
 
     Raises:
         RuntimeError: a loss is not finite.
     """
     start = time.perf_counter()
     group = Replicas(replicas, method, scale, weights=weights, seed=seed)
+    texts = [corpus.held_out, corpus.tune] if evaluate_tuned else [corpus.held_out]
     epochs: list[Epoch] = []
     for epoch in range(scale.epochs):
         first = epoch * group.steps_per_epoch
         losses = [group.step(corpus.tune, first + i) for i in range(group.steps_per_epoch)]
-        local = sum(losses) / len(losses)
-        if not math.isfinite(local):
+        if not all(map(math.isfinite, losses)):
             raise RuntimeError(f"{method.label}, epoch {epoch + 1}: the loss is not finite")
-        tuned, held_out = group.global_loss(corpus.tune), group.global_loss(corpus.held_out)
-        epochs.append(Epoch(local, tuned, held_out))
+        if epoch == scale.epochs - 1:
+            group.finish()
+        held_out, *tuned = group.global_losses(texts)
+        last = losses[-max(1, len(losses) // 4) :]
+        epochs.append(Epoch(mean(losses), mean(last), held_out, tuned[0] if tuned else None))
     group.close()
     steps = scale.epochs * group.steps_per_epoch
-    numel = sum(weight.numel() for weight in weights.values())
     return Outcome(
         method=method.label,
+        replicas=replicas,
+        lr=scale.lr * method.rate,
         seed=seed,
         epochs=tuple(epochs),
         step_nbytes=group.sent() / steps / replicas,
-        ring_nbytes=8 * numel * (replicas - 1) / replicas,
+        ring_nbytes=8 * group.numel * (replicas - 1) / replicas,
+        state_nbytes=group.state_nbytes(),
         seconds=time.perf_counter() - start,
     )
+
+
+def _optimizer(
+    method: Method, parameters: Sequence[torch.nn.Parameter], lr: float, sync: ReplicaSync
+) -> torch.optim.Optimizer:
+    """The method's own, or AdamW."""
+    adam = Adam(lr * method.rate)
+    options = parse_options(method.name, method.options)
+    own = build_optimizer(method.name, options, parameters, adam, sync)
+    return own or torch.optim.AdamW(parameters, **asdict(adam))
+
+
+def _loss(model: TransformerStage, sequences: SampleSet) -> float:
+    total = 0.0
+    for ids_B in torch.split(torch.arange(len(sequences)), _EVAL_BATCH):
+        batch = sequences.batch(ids_B)
+        logits = model(batch.inputs_BT).flatten(0, 1)
+        total += float(F.cross_entropy(logits, batch.targets.flatten())) * len(ids_B)
+    return total / len(sequences)
+
+
+def _nbytes(held: Any) -> int:
+    """Bytes of all tensors in nested containers."""
+    if isinstance(held, Tensor):
+        return held.nbytes
+    if isinstance(held, Mapping):
+        held = held.values()
+    elif not isinstance(held, list | tuple):
+        return 0
+    return sum(map(_nbytes, held))
 
 
 def _warm_then_linear(steps: int) -> Callable[[int], float]:

@@ -12,7 +12,9 @@ DisTrO (Nous Research 2024). Momenta differ between replicas and are never excha
 A message has 12 bits for each place and 1 for its sign, in one exchange for all parameters (the
 released code sends 8 bytes a place, and two exchanges per tensor). With `delayed` an answer has the
 time of a whole step: q is then that of the step before, and the first step moves nothing; the last
-answer is not applied. Learning rates are a fraction of Adam's.
+answer is not applied. With `look_ahead` a replica computes the next gradients where its own message
+alone would bring the parameters, as Nous Research's Psyche does, and moves them back exactly.
+Learning rates are a fraction of Adam's.
 
 Axes: T tiles, S the side of one, N coefficients of all tiles.
 """
@@ -31,6 +33,7 @@ from thinpipe.gradcomp.dct import SIDE, Tiles
 from thinpipe.gradcomp.exchange import ExchangeKey, gather_bytes
 from thinpipe.gradcomp.options import TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 from thinpipe.pipeline.wire.tile_topk import TileTopK
@@ -39,17 +42,26 @@ REPLICAS_EQUAL = True
 
 
 class Config(BaseModel):
-    """`kept` of the 4,096 coefficients of a tile are sent; the published settings."""
+    """`kept` of the 4,096 coefficients of a tile are sent; the published settings.
+
+    `look_ahead` needs `delayed`: without it there is no answer to wait for.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kept: int = 32
     decay: float = Field(0.999, ge=0, le=1)
     delayed: bool = True
+    look_ahead: bool = False
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "Config":
         TileTopK(self.kept, 1)
+        if self.look_ahead and not self.delayed:
+            raise ValueError(
+                "look_ahead = true, delayed = false: there is nothing to look ahead to when every "
+                "step waits for its answer; remove one of them"
+            )
         return self
 
 
@@ -68,6 +80,11 @@ class DeMo:
         self._momenta = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]
         self._left: list[Tensor] = []
         """What this step leaves of the momenta, once it counts."""
+        self._own: list[Tensor] = []
+        """Signs of what this replica's message that is under way would move (int8)."""
+        self._here: list[Tensor] = []
+        """Parameters while they are ahead."""
+        self._rates: Sequence[Mapping[str, Any]] = ()
         self._worker, self._side_stream = Worker("gradcomp"), SideStream(device)
         self._pending: Future[tuple[Tensor, CudaEvent]] | None = None
         self._counts = False  # whether the step of what is under way was made
@@ -82,11 +99,22 @@ class DeMo:
         """Every step exchanges something."""
         return True
 
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Look ahead at the rate of this optimizer."""
+        self._rates = optimizer.param_groups
+
+    @torch.no_grad()
     def begin_step(self, passes: int) -> None:
         """Nothing is exchanged before all gradients are there."""
+        if self._own and self._counts:
+            self._here = [parameter.detach().clone() for parameter in self._parameters]
+            (group,) = self._rates
+            for parameter, sign in zip(self._parameters, self._own, strict=True):
+                parameter.add_(sign.to(parameter.dtype), alpha=-group["lr"])
 
     def before_step(self) -> None:
         """Send what is strongest now; leave the answer, of this step or of the one before."""
+        self._come_back()
         answer_N = self._take() if self._config.delayed and self._pending is not None else None
         finite, strongest_N = self._select()
         self._submit(strongest_N)
@@ -117,6 +145,7 @@ class DeMo:
         return {
             "step": self._step,
             "momenta": self._momenta,
+            "own": self._own,
             "answer": answer,
             "counts": self._counts,
         }
@@ -126,10 +155,18 @@ class DeMo:
         self._step, self._counts, self._pending = state["step"], state["counts"], None
         for momentum, saved in zip(self._momenta, state["momenta"], strict=True):
             momentum.copy_(saved)
+        device = device_of(self._parameters)
+        self._own = [sign.to(device) for sign in state["own"]]
         if state["answer"] is not None:
             self._pending = Future()
-            answer = state["answer"].to(device_of(self._parameters))
+            answer = state["answer"].to(device)
             self._pending.set_result((answer, self._side_stream.now()))
+
+    @torch.no_grad()
+    def _come_back(self) -> None:
+        for parameter, here in zip(self._parameters, self._here, strict=False):
+            parameter.copy_(here)
+        self._here = []
 
     def _wait(self) -> None:
         if self._pending is not None:
@@ -155,6 +192,9 @@ class DeMo:
         strongest.scatter_(1, chosen_TK, coefficients.flatten(1).gather(1, chosen_TK))
         sent = self._tiles.invert(strongest.view(-1, SIDE, SIDE))
         self._left = [m - s for m, s in zip(momenta, sent, strict=True)]
+        if self._config.look_ahead:
+            signs = self._tiles.invert(strongest.sign().view(-1, SIDE, SIDE))
+            self._own = [update.sign().to(torch.int8) for update in signs]
         return finite, strongest.flatten()
 
     def _submit(self, strongest_N: Tensor) -> None:
@@ -219,7 +259,10 @@ def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> D
 
 
 def optimizer(
-    config: Config, parameters: Sequence[nn.Parameter], train: TrainOptions
+    config: Config, parameters: Sequence[nn.Parameter], train: TrainOptions, sync: ReplicaSync
 ) -> torch.optim.Optimizer:
-    """Sign descent."""
-    return SignDescent(parameters, lr=train.lr, weight_decay=train.weight_decay)
+    """Sign descent, whose rate the exchange follows."""
+    descent = SignDescent(parameters, lr=train.lr, weight_decay=train.weight_decay)
+    assert isinstance(sync, DeMo)
+    sync.follow(descent)
+    return descent

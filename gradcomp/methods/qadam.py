@@ -27,6 +27,7 @@ from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.methods.quantize import Quantize
 from thinpipe.gradcomp.options import ExchangeOptions, TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.uniform import Uniform
 
@@ -159,7 +160,7 @@ def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> G
 
 
 def optimizer(
-    config: Config, parameters: Sequence[nn.Parameter], train: TrainOptions
+    config: Config, parameters: Sequence[nn.Parameter], train: TrainOptions, sync: ReplicaSync
 ) -> torch.optim.Optimizer:
     """Adam that takes what the exchange leaves."""
     return QAdam(

@@ -75,12 +75,13 @@ class Replicas:
             method.build(self._options, list(net.parameters()), peer)
             for net, peer in zip(self.nets, self.peers, strict=True)
         ]
-        self.optimizers = [self._optimizer(net) for net in self.nets]
+        pairs = zip(self.nets, self.syncs, strict=True)
+        self.optimizers = [self._optimizer(net, sync) for net, sync in pairs]
 
-    def _optimizer(self, net: nn.Module) -> torch.optim.Optimizer:
+    def _optimizer(self, net: nn.Module, sync: ReplicaSync) -> torch.optim.Optimizer:
         """The method's own, or AdamW."""
         parameters = list(net.parameters())
-        own = build_optimizer(self._method, self._options, parameters, Train())
+        own = build_optimizer(self._method, self._options, parameters, Train(), sync)
         return own or torch.optim.AdamW(parameters, lr=Train.lr)
 
     def restart(self) -> None:

@@ -16,7 +16,7 @@ def start(name: str, size: int, device: str = "cpu") -> Replicas:
     """Replicas with several buckets, which exchange at least every other step."""
     fields = load_method(name).Config.model_fields
     options = {"bucket_mb": 1e-4, "interval": 2, "warmup_steps": 1, "overlap": 1}
-    if name == "cocktail":
+    if name in ("cocktail", "ef_updates"):
         del options["warmup_steps"]
     chosen = {option: value for option, value in options.items() if option in fields}
     return Replicas(size, name, chosen, device=device)

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from thinpipe.gradcomp import methods
+from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
+from thinpipe.pipeline.replica_sync import ReplicaSync
 
 MOMENTUM = """
 import torch
@@ -19,7 +21,7 @@ from pydantic import BaseModel
 class Config(BaseModel):
     momentum: float = 0.9
 
-def optimizer(config, parameters, train):
+def optimizer(config, parameters, train, sync):
     return torch.optim.SGD(parameters, lr=train.lr, momentum=config.momentum)
 """
 
@@ -42,20 +44,26 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="allreduce, bytegrad, cocktail"):
+    with pytest.raises(ValueError, match="allreduce, async_average, bytegrad"):
         load_method("allredcue")
 
 
 def test_a_method_may_bring_its_optimizer(added: str) -> None:
     weight = nn.Parameter(torch.zeros(2))
     options = parse_options(added, {"momentum": 0.5})
-    optimizer = build_optimizer(added, options, [weight], Train())
+    optimizer = build_optimizer(added, options, [weight], Train(), _sync(weight))
     assert isinstance(optimizer, torch.optim.SGD)
     (group,) = optimizer.param_groups
     assert (group["lr"], group["momentum"], group["params"]) == (0.5, 0.5, [weight])
 
 
+def _sync(weight: nn.Parameter) -> ReplicaSync:
+    (peers,) = local_peers(1)
+    return load_method("none").build(parse_options("none", {}), [weight], peers)
+
+
 def test_other_methods_work_with_any() -> None:
-    for name in ("allreduce", "cocktail", "none", "quantize"):
+    for name in ("allreduce", "cocktail", "ef_updates", "none", "quantize"):
         options = parse_options(name, {})
-        assert build_optimizer(name, options, [nn.Parameter(torch.zeros(2))], Train()) is None
+        weight = nn.Parameter(torch.zeros(2))
+        assert build_optimizer(name, options, [weight], Train(), _sync(weight)) is None

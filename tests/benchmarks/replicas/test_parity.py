@@ -1,26 +1,30 @@
-"""The parity benchmark on a model of toy size: what it compares, its table and picture."""
+"""The parity benchmark on models of toy size: what it compares, its table and picture."""
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.fidelity.finetuning import Corpus, Scale, pretrain
+from benchmarks.fidelity.finetuning import Scale, pretrain
 from benchmarks.harness import Records
+from benchmarks.replicas.cost import cpu_ns
 from benchmarks.replicas.parity import (
     BASELINE,
     METHOD_LABELS,
     METHODS,
+    Case,
+    Row,
     chosen_methods,
     compare,
     draw,
-    read_texts,
+    run_case,
     table,
 )
-from benchmarks.replicas.training import Epoch, Method, Outcome, train
+from benchmarks.replicas.settings import GPT2, Setting, quick, read_corpus
+from benchmarks.replicas.training import Method, train
 
 TINY = Scale(
     layers=2,
@@ -34,32 +38,53 @@ TINY = Scale(
     batch=8,
     held_out=8,
 )
+TUNED = Setting("tuned", TINY, evaluate_tuned=True)
+SUBWORDS = Setting("subwords", replace(TINY, vocab=300), evaluate_tuned=False)
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Corpus:
+def texts(tmp_path: Path) -> tuple[Path, ...]:
     words = ["thin ", "pipe ", "sends ", "few ", "bytes ", "over ", "slow ", "links\n"]
     for name, seed in (("train", 1), ("tune", 2)):
         text = "".join(random.Random(seed).choices(words, k=1500))
         (tmp_path / name).write_text(text)
-    return read_texts(tmp_path / "train", tmp_path / "tune", TINY)
+    return tmp_path / "train", tmp_path / "tune"
+
+
+def pretrained(setting: Setting, texts: tuple[Path, ...]) -> Path:
+    """A file of weights."""
+    base = texts[0].with_name("base.pt")
+    torch.save(pretrain(read_corpus(setting, texts), setting.scale, seed=0), base)
+    return base
 
 
 def test_exact_averages_of_parameters_and_of_gradients_both_learn(
-    corpus: Corpus, tmp_path: Path
+    texts: tuple[Path, ...], tmp_path: Path
 ) -> None:
     exact = {"subset": 1.0, "topk": 1.0, "bits": 32, "delayed": False}
     methods = [METHODS[0], Method("cocktail exact", "cocktail", exact)]
     path = tmp_path / "out.jsonl"
-    plain, cocktail = compare(corpus, TINY, methods, replicas=2, seeds=[0], records=Records(path))
-    for outcome in (plain, cocktail):
-        assert outcome.epochs[-1].tuned < outcome.epochs[0].local
-    assert plain.ratio == pytest.approx(1.0, abs=0.1)  # headers alone
-    assert 0.9 < cocktail.ratio < 3  # characters that do not occur do not move: zstd finds that
-    assert cocktail.epochs[-1].tuned == pytest.approx(plain.epochs[-1].tuned, abs=0.05)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["result"]["method"] for line in lines] == [BASELINE, "cocktail exact"]
-    assert lines[1]["config"]["method"]["options"]["bits"] == 32
+    case = Case(TUNED, texts, pretrained(TUNED, texts), METHODS[0], 2, 5e-4, 0)
+    plain, cocktail = compare([case], methods, jobs=1, records=Records(path))
+    assert plain.ratio_fp32 == pytest.approx(1.0, abs=0.1)  # headers alone
+    assert 0.9 < cocktail.ratio_fp32 < 3  # what does not occur does not move: zstd finds that
+    assert plain.held_out_gap == plain.train_gap == plain.tuned_gap == 0
+    assert cocktail.tuned_gap == pytest.approx(0, abs=0.05)
+    lines = [json.loads(line)["result"] for line in path.read_text().splitlines()]
+    assert [line["method"] for line in lines] == [BASELINE, "cocktail exact"]
+    assert {field.name for field in fields(Row)} < set(lines[0])
+    first, last = lines[0]["outcome"]["epochs"]
+    assert last["tuned"] < first["local"]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=METHOD_LABELS)
+def test_every_method_trains(method: Method, texts: tuple[Path, ...]) -> None:
+    base = pretrained(SUBWORDS, texts)
+    outcome = run_case(Case(SUBWORDS, texts, base, method, 2, 1e-3, 0))
+    assert outcome.epochs[-1].held_out < 5  # a uniform guess of 300: 5.7
+    assert outcome.epochs[-1].tuned is None
+    assert outcome.ratio > 0
+    assert outcome.lr == 1e-3 * method.rate
 
 
 def test_methods_are_compared_with_exact_averages_whatever_was_asked_for() -> None:
@@ -68,8 +93,9 @@ def test_methods_are_compared_with_exact_averages_whatever_was_asked_for() -> No
     assert [method.label for method in chosen_methods(None)] == list(METHOD_LABELS)
 
 
-def test_a_loss_that_is_not_finite_ends_the_comparison(corpus: Corpus) -> None:
+def test_a_loss_that_is_not_finite_ends_the_comparison(texts: tuple[Path, ...]) -> None:
     """Logits of +-2.4e38 whatever is read: where a target's is the low one, the loss overflows."""
+    corpus = read_corpus(TUNED, texts)
     weights = dict(pretrain(corpus, replace(TINY, pretrain_steps=1), seed=0))
     weights["final_norm.weight"] = torch.zeros(TINY.width)
     weights["final_norm.bias"] = torch.ones(TINY.width)
@@ -79,14 +105,32 @@ def test_a_loss_that_is_not_finite_ends_the_comparison(corpus: Corpus) -> None:
         train(corpus, METHODS[0], TINY, replicas=2, weights=weights, seed=0)
 
 
-def outcome(method: str, seed: int, loss: float) -> Outcome:
-    return Outcome(method, seed, (Epoch(3.0, 3.0, 3.0), Epoch(loss, loss, loss)), 10.0, 1000.0, 1.0)
+def test_the_large_model_is_as_large_as_it_says() -> None:
+    scale = GPT2.scale
+    per_layer = 12 * scale.width**2
+    assert scale.layers * per_layer + 2 * scale.vocab * scale.width > 11e6
+    assert quick(GPT2).scale.sequences == scale.sequences // 4
 
 
-def test_the_table_compares_with_the_same_seed(tmp_path: Path) -> None:
-    outcomes = [outcome(m, s, 1.0 + s + d) for s in (0, 1) for m, d in ((BASELINE, 0), ("x", 0.25))]
-    cells = [cell.strip() for cell in table(outcomes).splitlines()[-1].split("|")[1:-1]]
-    assert cells[:4] == ["x", "100.0x", "50.0x", "0.320"]
-    assert cells[5] == cells[7] == "+0.2500 (+0.2500 to +0.2500)"
-    draw(outcomes, tmp_path / "out.png")
+def test_texts_of_a_wrong_number_are_refused(texts: tuple[Path, ...]) -> None:
+    with pytest.raises(ValueError, match="1 texts: name two"):
+        read_corpus(TUNED, texts[:1])
+
+
+def test_processor_time_is_counted_once_per_parameter_and_step() -> None:
+    """Top-k of all parameters costs more than none, and neither microseconds."""
+    none, topk = (cpu_ns(Method(name, name, {}), 2) for name in ("none", "topk"))
+    assert 0 <= none < topk < 1000
+
+
+def row(method: str, seed: int, gap: float) -> Row:
+    return Row(method, 4, 1e-3, seed, 100.0, 50.0, 3.0 + gap, gap, gap, None, 8.0, 5.0)
+
+
+def test_the_table_has_medians_and_ranges(tmp_path: Path) -> None:
+    rows = [row(m, s, s * d) for s in (0, 1, 2) for m, d in ((BASELINE, 0), ("x", 0.25))]
+    cells = [cell.strip() for cell in table(rows).splitlines()[-1].split("|")[1:-1]]
+    assert cells[:5] == ["x", "4", "0.001", "100.0x", "50.0x"]
+    assert cells[5:9] == ["3.2500", *["+0.2500 (+0.0000 to +0.5000)"] * 2, "-"]
+    draw(rows, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -77,9 +77,9 @@ def test_small_steps_survive_in_bf16() -> None:
     replicas = Replicas(2, "cocktail", {**EXACT, "delayed": False}, dtype=torch.bfloat16)
     replicas.step()
     bucket = replicas.syncs[0]._buckets[0]  # type: ignore[attr-defined]
-    held = bucket.local_N.float() + bucket.lost_N
+    held = bucket.local_N.float() + bucket.left_N
     torch.testing.assert_close(held, bucket.global_N, rtol=1e-6, atol=1e-6)
-    assert bucket.lost_N.abs().max() > 0
+    assert bucket.left_N.abs().max() > 0
     assert torch.equal(bucket.local_N, bucket.global_N.bfloat16())
 
 

@@ -1,0 +1,335 @@
+"""Replicas that train by themselves and exchange how far their parameters have moved, in turns.
+
+CocktailSGD (Wang et al., ICML 2023) and its relatives in `gradcomp/methods/` are this with
+different codecs C and different ways to keep what is not yet sent:
+
+    x   `SharedBucket.local_N`    this replica's parameters, moved by its own optimizer
+    g   `SharedBucket.global_N`   the global model, equal on all replicas bit for bit
+    r   `SharedBucket.moved`      moves that the others have not heard of
+    e   `_Shard.error_n`          what the server of a shard still owes the global model
+    M   `Subset`                  coordinates whose turn it is, the same on all replicas
+
+    1.  c_w = C(r_w[M])                   every replica w, to the server of each shard
+    2.  S = C(mean_w c_w + e[M])          the server, to all;   e[M] = its argument - S
+    3.  r_w[M] -= c_w;  g[M] += S         what C left out of step 1 is sent later
+
+So g + mean(r) + e moves by the mean of the local updates, exactly. With `delayed` the exchange that
+follows optimizer step t runs during forward and backward of step t + 1, and 3. is done before that
+step's optimizer moves the parameters. 3. is done by the training thread once everything has
+arrived: a failed exchange changes nothing.
+
+Axes: N values of a bucket, n values of a shard or of its subset.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from thinpipe.gradcomp.buckets import Bucket, device_of, make_buckets
+from thinpipe.gradcomp.budget import Budget, Choice
+from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
+from thinpipe.gradcomp.global_copy import SharedBucket, gathered
+from thinpipe.gradcomp.gradient_sync import GradientSync
+from thinpipe.gradcomp.methods.allreduce import AllReduce
+from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
+from thinpipe.pipeline.wire.subset import Subset, exact_fraction, random_subset
+from thinpipe.pipeline.wire.thread import Worker
+
+_AGREE_EVERY = 8
+"""Exchanges between two choices of a budget."""
+
+
+class MoveConfig(ExchangeOptions):
+    """Options of all methods that exchange moves; each adds how much it sends.
+
+    `subset` of the parameters take turns. `local_steps` optimizer steps lie between exchanges; the
+    first `warmup_steps` average gradients exactly instead. With `budget = "auto"` what is sent is
+    chosen as the run goes, so that the exchange just fits beside forward and backward.
+    """
+
+    group: int = Field(128, ge=1)
+    delayed: bool = True
+    local_steps: int = Field(1, ge=1)
+    warmup_steps: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**31)
+    budget: Literal["fixed", "auto"] = "fixed"
+
+    @property
+    def choice(self) -> Choice:
+        """What is sent at first."""
+        raise NotImplementedError
+
+    @property
+    def choices(self) -> Mapping[Choice, float]:
+        """What a budget chooses from, least first, with bits per parameter each way."""
+        raise NotImplementedError
+
+    def codec(self, choice: Choice) -> Codec:
+        """How the moves of a subset travel."""
+        raise NotImplementedError
+
+    def bucket(self, bucket: Bucket) -> SharedBucket:
+        """Parameters, the global copy, and what is not yet sent."""
+        return SharedBucket(bucket)
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> "MoveConfig":
+        exact_fraction(self.choice.subset)
+        assert self.codec(self.choice)
+        if self.budget == "auto" and not self.delayed:
+            raise ValueError(
+                'budget = "auto" fills the time beside forward and backward, which delayed = false '
+                'leaves unused; use delayed = true or budget = "fixed"'
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One server's part of a bucket; `error_n` is kept by that server alone."""
+
+    part: slice
+    error_n: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What an exchange found for one bucket, ready to be applied."""
+
+    subsets: list[Subset]
+    seen: list[Tensor]
+    results: list[Tensor]
+    left_n: Tensor
+
+
+class MoveExchange:
+    """A `ReplicaSync` that exchanges parameters instead of gradients."""
+
+    replicas_equal = False
+    leaves = "gradients"
+    loss_scope = "global"
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], peers: Peers, config: MoveConfig
+    ) -> None:
+        """Parameters become views of flat vectors; they keep their values."""
+        self._parameters, self._peers, self._config = tuple(parameters), peers, config
+        nbytes = config.bucket_nbytes
+        buckets = make_buckets(parameters, nbytes) if peers.size > 1 else ()
+        self._buckets = [config.bucket(bucket) for bucket in buckets]
+        self._shards = [_shards(bucket.local_N, peers) for bucket in self._buckets]
+        warmup = AllReduce(peers, Cast("fp32"))
+        self._warmup = GradientSync(
+            parameters if config.warmup_steps else (), peers, warmup, nbytes
+        )
+        numel = sum(bucket.local_N.numel() for bucket in self._buckets)
+        self._budget = Budget(peers, config.choice, numel, config.choices)
+        self._launched_s = 0.0
+        self._worker = Worker("gradcomp")
+        self._side_stream = SideStream(device_of(self._parameters))
+        self._pending: Future[tuple[list[_Update], CudaEvent]] | None = None
+        self._owed = False  # a restored run makes the exchange that was under way again
+        self._captured = False
+        self._steps, self._exchanges = 0, 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank has sent so far, headers included."""
+        return self._peers.bytes_sent
+
+    def due(self, step: int) -> bool:
+        """All steps, also those between exchanges.
+
+        The loss is divided by the tokens of all replicas, gradients are clipped by the norm over
+        all, and a step counts on all replicas or on none: exchanges are numbered by steps.
+        """
+        return True
+
+    def begin_step(self, passes: int) -> None:
+        """The first step finds replicas equal: what they hold becomes the global model."""
+        if not self._captured:
+            self._capture()
+        if self._owed:
+            self._launch()
+        self._warmup.begin_step(passes if self._warming_up else 0)
+
+    def before_step(self) -> None:
+        """Apply what was exchanged meanwhile; gradients become those of this replica alone."""
+        self._join()
+        if self._warming_up:
+            self._warmup.before_step()
+            return
+        for bucket in self._buckets:
+            bucket.before_move()
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, float(self._peers.size))
+
+    def after_step(self) -> None:
+        """Exchange, or start to."""
+        warming_up = self._warming_up
+        self._steps += 1
+        if warming_up:
+            self._capture()
+            return
+        for bucket in self._buckets:
+            bucket.after_move()
+        if self._steps % self._config.local_steps == 0:
+            self._launch()
+            if not self._config.delayed:
+                self._join()
+
+    def finish(self) -> None:
+        """Wait for the exchange under way and apply it."""
+        if self._owed:
+            self._launch()
+        self._join()
+        for bucket in self._buckets if self._captured else ():
+            bucket.before_move()
+
+    @contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Inside, parameters are g, without the exchange under way."""
+        self._wait()
+        with ExitStack() as stack, torch.no_grad():
+            for bucket in self._buckets if self._captured else ():
+                stack.enter_context(bucket.swapped_in())
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """g, e, what is not yet sent, and counters.
+
+        An exchange under way is waited for, but neither applied nor saved.
+        A restored run makes it again, from the same parameters: saving changes nothing.
+        """
+        self._wait()
+        return {
+            "steps": self._steps,
+            "exchanges": self._exchanges,
+            "captured": self._captured,
+            "owed": self._pending is not None or self._owed,
+            "global": [bucket.global_N for bucket in self._buckets],
+            "left": [bucket.left_N for bucket in self._buckets],
+            "error": [shards[self._peers.rank].error_n for shards in self._shards],
+            "choice": asdict(self._budget.choice),
+            "warmup": self._warmup.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._wait()
+        self._pending, self._owed = None, state["owed"]
+        self._steps, self._exchanges = state["steps"], state["exchanges"]
+        self._captured = state["captured"]
+        self._budget.choice = type(self._config.choice)(**state["choice"])
+        self._warmup.load_state_dict(state["warmup"])
+        saved = zip(state["global"], state["left"], state["error"], strict=True)
+        for bucket, shards, (global_N, left_N, error_n) in zip(
+            self._buckets, self._shards, saved, strict=True
+        ):
+            bucket.global_N.copy_(global_N)
+            if bucket.left_N is not None:
+                bucket.left_N.copy_(left_N)
+            own_error_n = shards[self._peers.rank].error_n
+            assert own_error_n is not None
+            own_error_n.copy_(error_n)
+
+    @property
+    def _warming_up(self) -> bool:
+        return self._steps < self._config.warmup_steps
+
+    def _wait(self) -> None:
+        """Wait until the communication thread no longer reads parameters, or raise its failure."""
+        if self._pending is not None:
+            self._pending.result()
+
+    def _capture(self) -> None:
+        for bucket in self._buckets:
+            bucket.capture()
+        self._captured = True
+
+    def _launch(self) -> None:
+        self._owed = False
+        for bucket in self._buckets:
+            bucket.check_storage()
+        self._launched_s = time.perf_counter()
+        job = partial(self._exchange_all, self._exchanges, self._side_stream.now())
+        self._pending = self._worker.submit(job)
+
+    def _exchange_all(self, number: int, moved: CudaEvent) -> tuple[list[_Update], CudaEvent]:
+        if self._config.budget == "auto" and number % _AGREE_EVERY == 0:
+            self._budget.agree(number)
+        with self._budget.measuring(), self._side_stream.after(moved):
+            updates = [
+                self._exchange(bucket, shards, number)
+                for bucket, shards in zip(self._buckets, self._shards, strict=True)
+            ]
+            return updates, self._side_stream.now()
+
+    def _exchange(self, bucket: SharedBucket, shards: Sequence[_Shard], number: int) -> _Update:
+        """Steps 1 and 2 of a bucket, on the communication thread; changes nothing."""
+        config, size, choice = self._config, self._peers.size, self._budget.choice
+        # replicas that did not start from one model are noticed in the first exchange
+        digest = bucket.digest() if number == 0 else 0
+        subsets = [
+            random_subset(
+                shard.part.stop - shard.part.start,
+                fraction=choice.subset,
+                seed=config.seed,
+                step=number,
+                bucket=bucket.index * size + server,
+            )
+            for server, shard in enumerate(shards)
+        ]
+        own, own_subset = shards[self._peers.rank], subsets[self._peers.rank]
+        assert own.error_n is not None
+        error_n = gathered(own_subset, own.error_n)
+        reduced = reduce_sharded(
+            self._peers,
+            ExchangeKey(number, bucket.index, digest),
+            [bucket.moved(shard.part, M) for shard, M in zip(shards, subsets, strict=True)],
+            codec=config.codec(choice),
+            finish=lambda total_n: total_n.div_(size).add_(error_n),
+        )
+        return _Update(subsets, reduced.seen, reduced.results, reduced.left_n)
+
+    def _join(self) -> None:
+        """Wait for the exchange under way and do its step 3."""
+        if self._pending is None:
+            return
+        self._budget.slot(time.perf_counter() - self._launched_s)
+        updates, finished = self._pending.result()
+        # the memory of updates is used again by the next exchange, which waits for what is queued
+        self._side_stream.wait(finished)
+        self._pending = None
+        self._exchanges += 1
+        with torch.no_grad():
+            for bucket, shards, update in zip(self._buckets, self._shards, updates, strict=True):
+                for server, shard in enumerate(shards):
+                    seen_n, result_n = update.seen[server], update.results[server]
+                    bucket.apply(shard.part, update.subsets[server], seen_n, result_n)
+                own_error_n = shards[self._peers.rank].error_n
+                assert own_error_n is not None
+                update.subsets[self._peers.rank].scatter(update.left_n, own_error_n)
+
+
+def _shards(local_N: Tensor, peers: Peers) -> list[_Shard]:
+    shards, start = [], 0
+    for server, part_n in enumerate(local_N.tensor_split(peers.size)):
+        own = server == peers.rank
+        error_n = torch.zeros_like(part_n, dtype=torch.float32) if own else None
+        shards.append(_Shard(slice(start, start + len(part_n)), error_n))
+        start += len(part_n)
+    return shards

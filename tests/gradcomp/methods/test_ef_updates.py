@@ -1,0 +1,140 @@
+"""Averaged updates with error feedback: nothing is lost, and Algorithm as written down."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from tests.gradcomp.replicas import Replicas, all_of, flat
+from thinpipe.gradcomp.methods.ef_updates import Config
+from thinpipe.gradcomp.registry import parse_options
+from thinpipe.pipeline.wire.sign_mean import SignMean
+
+NOW: dict[str, Any] = {"subset": 0.5, "delayed": False, "group": 8}
+
+
+def part(replicas: Replicas, key: str) -> list[Tensor]:
+    """What each replica keeps under a name (one bucket), as it is now."""
+    return [sync.state_dict()[key][0].clone() for sync in replicas.syncs]
+
+
+@pytest.mark.parametrize("gain", [1.0, 1.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nothing_is_lost(dtype: torch.dtype, gain: float) -> None:
+    """g + mean(r) + e moves by `gain` times the mean of the local moves."""
+    replicas = Replicas(3, "ef_updates", {**NOW, "gain": gain}, dtype=dtype)
+    start, moved = flat(replicas.nets[0]), torch.zeros(53)
+    for _ in range(40):
+        replicas.backward()
+        all_of(replicas.syncs, lambda sync: sync.before_step())
+        before = torch.stack(replicas.parameters())
+        replicas.optimize()
+        moved += gain * (torch.stack(replicas.parameters()) - before).mean(0)
+        all_of(replicas.syncs, lambda sync: sync.after_step())
+        owed, errors = torch.stack(part(replicas, "left")), torch.cat(part(replicas, "error"))
+        held = part(replicas, "global")[0] + owed.mean(0) + errors
+        torch.testing.assert_close(held, start + moved, rtol=0, atol=1e-5)
+    assert owed.abs().max() > 0
+    assert errors.abs().max() > 0
+
+
+def test_parameters_have_a_share_of_what_is_not_sent_and_the_newest_move() -> None:
+    replicas = Replicas(2, "ef_updates", {**NOW, "residual": 0.25, "gain": 1.0})
+    for _ in range(3):
+        replicas.step()
+    old = part(replicas, "left")
+    replicas.backward()
+    all_of(replicas.syncs, lambda sync: sync.before_step())
+    g = part(replicas, "global")[0].clone()
+    for found, owed in zip(replicas.parameters(), old, strict=True):
+        torch.testing.assert_close(found, g + 0.25 * owed, rtol=0, atol=1e-6)
+    before = replicas.parameters()
+    replicas.optimize()
+    moves = [x - y for x, y in zip(replicas.parameters(), before, strict=True)]
+    all_of(replicas.syncs, lambda sync: sync.after_step())
+    for found, owed, move in zip(replicas.parameters(), old, moves, strict=True):
+        assert not torch.equal(found, g)
+        torch.testing.assert_close(found, g + 0.25 * owed + move, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [1, 4])
+def test_the_global_copy_is_the_same_everywhere_after_every_step(bits: int) -> None:
+    replicas = Replicas(3, "ef_updates", {"subset": 0.5, "bits": bits, "bucket_mb": 1e-4})
+    seen = []
+    for _ in range(12):
+        replicas.step()
+        first, *others = replicas.global_parameters()
+        assert all(torch.equal(first, other) for other in others)
+        seen.append(first)
+    assert not torch.equal(seen[0], seen[-1])
+
+
+def test_one_replica_is_left_alone() -> None:
+    replicas, plain = Replicas(1, "ef_updates", {}), Replicas(1, "allreduce", {})
+    for _ in range(3):
+        replicas.step()
+        plain.step()
+    assert torch.equal(replicas.parameters()[0], plain.parameters()[0])
+
+
+def test_the_first_exchange_by_hand() -> None:
+    """All parameters at once: signs of each replica's move, and signs of their mean."""
+    replicas = Replicas(2, "ef_updates", {**NOW, "subset": 1.0, "group": 64, "gain": 2.0})
+    replicas.backward()
+    all_of(replicas.syncs, lambda sync: sync.before_step())
+    before = flat(replicas.nets[0])
+    replicas.optimize()
+    moves = [2.0 * (x - before) for x in replicas.parameters()]
+    all_of(replicas.syncs, lambda sync: sync.after_step())
+    expected = []
+    for server in range(2):
+        parts = [move.tensor_split(2)[server] for move in moves]
+        expected.append(coded((coded(parts[0]) + coded(parts[1])) / 2))
+    found = replicas.global_parameters()[0]
+    torch.testing.assert_close(found, before + torch.cat(expected), rtol=0, atol=1e-6)
+
+
+def coded(x: Tensor) -> Tensor:
+    """As the peer decodes it."""
+    codec, seen = SignMean(64), torch.empty(1, x.numel())
+    codec.encode(x[None], torch.empty(1, codec.capacity(x.numel()), dtype=torch.uint8), seen)
+    return seen[0]
+
+
+def test_the_default_sends_two_hundred_times_less_than_a_ring() -> None:
+    config = Config()
+    bits = config.choices[config.choice]
+    assert 32 / bits > 200
+    assert bits == pytest.approx(0.14 * 1.125)
+    assert list(config.choices.values()) == sorted(config.choices.values())
+
+
+def test_a_budget_fills_its_slot_and_replicas_stay_together() -> None:
+    replicas = Replicas(2, "ef_updates", {"budget": "auto", "bucket_mb": 1e-4})
+    for sync in replicas.syncs:
+        sync._budget._slot_s = 1e9  # type: ignore[attr-defined]
+    for _ in range(18):
+        replicas.step()
+        first, second = replicas.global_parameters()
+        assert torch.equal(first, second)
+    chosen = [sync.state_dict()["choice"] for sync in replicas.syncs]
+    assert chosen == [{"subset": 1.0, "bits": 8}] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "reported"),
+    [
+        ({"gain": 0}, "greater than 0"),
+        ({"residual": 1.5}, "less than or equal to 1"),
+        ({"bits": 16}, "less than or equal to 8"),
+        ({"subset": 2**-0.5}, "ratio"),
+        ({"gain": math.inf}, "finite"),
+        ({"group": 100}, "multiple of 8"),
+    ],
+)
+def test_impossible_settings_are_refused(options: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ValidationError, match=reported):
+        parse_options("ef_updates", options)
