@@ -58,6 +58,7 @@ class Decentral:
     replicas_equal = False
     leaves = "gradients"
     loss_scope = "replica"
+    overlaps = True
 
     def __init__(
         self,

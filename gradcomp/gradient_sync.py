@@ -50,6 +50,7 @@ class GradientSync:
     replicas_equal = True
     leaves = "gradients"
     loss_scope = "global"
+    overlaps = False  # the gradients that come last have the time of none
 
     def __init__(
         self,

@@ -125,6 +125,7 @@ class LocalSteps:
         Without a mix all that was learnt beside an exchange is kept.
         """
         self._peers, self._config, self._outer, self._mix = peers, config, outer, mix
+        self.overlaps = config.overlap > 0
         self._fragments = [
             [SharedBucket(bucket) for bucket in part]
             for part in _fragments(parameters, peers, config)

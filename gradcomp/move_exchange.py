@@ -126,6 +126,7 @@ class MoveExchange:
     ) -> None:
         """Parameters become views of flat vectors; they keep their values."""
         self._parameters, self._peers, self._config = tuple(parameters), peers, config
+        self.overlaps = config.delayed
         nbytes = config.bucket_nbytes
         buckets = make_buckets(parameters, nbytes) if peers.size > 1 else ()
         self._buckets = [config.bucket(bucket) for bucket in buckets]

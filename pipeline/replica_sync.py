@@ -25,6 +25,9 @@ class ReplicaSync(Protocol):
     loss_scope: Literal["global", "replica"]
     """Whose tokens the loss is divided by: those of all replicas, or of this one."""
 
+    overlaps: bool
+    """Whether an exchange has the time of a whole forward and backward."""
+
     bytes_sent: int
     """Bytes this rank has sent so far, headers included."""
 

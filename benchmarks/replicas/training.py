@@ -6,7 +6,7 @@ its own. Bytes are those of a run over a network.
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from statistics import mean
@@ -21,6 +21,7 @@ from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.launch.plan.replicas import held_nbytes
 from thinpipe.pipeline.models.transformer import TransformerStage, build_layers
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
@@ -154,7 +155,7 @@ class Replicas:
         """What the first replica's optimizer and method hold per parameter."""
         replica = self._replicas[0]
         held = [replica.sync.state_dict(), replica.optimizer.state_dict()["state"]]
-        return _nbytes(held) / sum(p.numel() for p in replica.model.parameters())
+        return held_nbytes(held) / sum(p.numel() for p in replica.model.parameters())
 
     def close(self) -> None:
         """End the threads."""
@@ -234,17 +235,6 @@ def _loss(model: TransformerStage, sequences: SampleSet) -> float:
         logits = model(batch.inputs_BT).flatten(0, 1)
         total += float(F.cross_entropy(logits, batch.targets.flatten())) * len(ids_B)
     return total / len(sequences)
-
-
-def _nbytes(held: Any) -> int:
-    """Bytes of all tensors in nested containers."""
-    if isinstance(held, Tensor):
-        return held.nbytes
-    if isinstance(held, Mapping):
-        held = held.values()
-    elif not isinstance(held, list | tuple):
-        return 0
-    return sum(map(_nbytes, held))
 
 
 def _warm_then_linear(steps: int) -> Callable[[int], float]:

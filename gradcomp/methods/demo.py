@@ -75,6 +75,7 @@ class DeMo:
     def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers, config: Config) -> None:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._peers, self._config, self._codec = peers, config, TileTopK(config.kept, 1)
+        self.overlaps = config.delayed
         device = device_of(parameters)
         self._tiles = Tiles([p.shape for p in self._parameters], device)
         self._momenta = [torch.zeros_like(p, dtype=torch.float32) for p in self._parameters]

@@ -27,6 +27,7 @@ class NoExchange:
     replicas_equal = REPLICAS_EQUAL
     leaves = "gradients"
     loss_scope = "replica"
+    overlaps = True
     bytes_sent = 0
 
     def due(self, step: int) -> bool:

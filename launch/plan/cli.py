@@ -18,6 +18,7 @@ from thinpipe.launch.plan.bits import Recommendation, recommend
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import Blocks, measure_messages, predict, stage_costs
 from thinpipe.launch.plan.profile import measure_blocks
+from thinpipe.launch.plan.replicas import show_replicas
 from thinpipe.launch.plan.simulate import check_simulated
 from thinpipe.launch.plan.suggestions import show_suggestions
 from thinpipe.launch.plan.tables import show_plan, show_recommendation
@@ -110,6 +111,8 @@ def _plan(
         advice, prediction = found
         show_recommendation(console, advice, prediction, network)
     show_suggestions(console, config, blocks, prediction, network)
+    if network.limited:
+        show_replicas(console, config, blocks, prediction, network)
     if found is None:
         return config, None
     console.print("recommended; --apply writes this to the run file:")

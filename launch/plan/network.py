@@ -100,6 +100,11 @@ class Network:
         return seconds(nbytes, _fastest([self.rate_bps[i][host] for i in self._others(host)]))
 
     @property
+    def limited(self) -> bool:
+        """Whether any rate is known."""
+        return any(self.rate_bps[i][j] is not None for i, j in links(self.hosts))
+
+    @property
     def highest_latency_s(self) -> float:
         """The highest latency between two hosts."""
         return max((self.latency_s[i][j] for i, j in links(self.hosts)), default=0.0)
