@@ -138,6 +138,7 @@ def run_case(case: Case) -> Outcome:
         weights=torch.load(case.base),
         seed=case.seed,
         evaluate_tuned=case.setting.evaluate_tuned,
+        bf16=case.setting.bf16,
     )
 
 

@@ -16,12 +16,14 @@ _STDLIB_NBYTES, _BYTES = 3_000_000, 256
 class Setting:
     """A model that is pretrained on one text and tuned on another, by replicas.
 
-    With `evaluate_tuned` it is also evaluated on the text that it was tuned on.
+    With `evaluate_tuned` it is also evaluated on the text that it was tuned on, and with `bf16` it
+    is tuned in bf16 (weights stay in fp32; losses are evaluated in fp32).
     """
 
     name: str
     scale: Scale
-    evaluate_tuned: bool
+    evaluate_tuned: bool = True
+    bf16: bool = False
 
 
 GPT2 = Setting(
@@ -35,20 +37,20 @@ GPT2 = Setting(
         pretrain_steps=640,
         pretrain_batch=8,
         pretrain_lr=1e-3,
-        sequences=2048,
+        sequences=1536,
         epochs=1,
         batch=8,
         lr=1e-3,
         held_out=256,
     ),
     evaluate_tuned=False,
+    bf16=True,
 )
 """GPT-2's shape with 11.9 M parameters and subwords; one pass."""
 
 BYTES = Setting(
     "bytes",
     Scale(layers=4, width=128, sequences=8192, epochs=1, lr=1e-3),
-    evaluate_tuned=True,
 )
 """A byte-level decoder with 0.8 M parameters; one pass."""
 

@@ -99,8 +99,16 @@ class Replicas:
     """Copies of one model that train together."""
 
     def __init__(
-        self, size: int, method: Method, scale: Scale, *, weights: Weights, seed: int
+        self,
+        size: int,
+        method: Method,
+        scale: Scale,
+        *,
+        weights: Weights,
+        seed: int,
+        bf16: bool = False,
     ) -> None:
+        self._bf16 = bf16
         peers = local_peers(size, timeout_s=_PAUSE_S)
         self._replicas = []
         for peer in peers:
@@ -164,8 +172,9 @@ class Replicas:
     def _backward(self, replica: _Replica, sequences: SampleSet, step: int) -> float:
         """The replica's part of the mean loss."""
         batch = sequences.batch(replica.sampler.ids(step))
-        logits = replica.model(batch.inputs_BT).flatten(0, 1)
-        loss: Tensor = F.cross_entropy(logits, batch.targets.flatten())
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._bf16):
+            logits = replica.model(batch.inputs_BT).flatten(0, 1)
+        loss: Tensor = F.cross_entropy(logits.float(), batch.targets.flatten())
         shared = replica.sync.loss_scope == "global"
         torch.autograd.backward(loss / len(self._replicas) if shared else loss)
         return float(loss.detach()) / len(self._replicas)
@@ -183,6 +192,7 @@ def train(
     weights: Weights,
     seed: int,
     evaluate_tuned: bool = True,
+    bf16: bool = False,
 ) -> Outcome:
     """Train from `weights` and follow the global model.
 
@@ -190,7 +200,7 @@ def train(
         RuntimeError: a loss is not finite.
     """
     start = time.perf_counter()
-    group = Replicas(replicas, method, scale, weights=weights, seed=seed)
+    group = Replicas(replicas, method, scale, weights=weights, seed=seed, bf16=bf16)
     texts = [corpus.held_out, corpus.tune] if evaluate_tuned else [corpus.held_out]
     epochs: list[Epoch] = []
     for epoch in range(scale.epochs):

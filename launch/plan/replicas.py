@@ -24,7 +24,7 @@ from thinpipe.launch.plan.profile import microbatch_count, training_nbytes
 from thinpipe.launch.report.metrics import format_bytes, format_duration
 
 _SHAPES = ((1024, 256), (1024,), (256, 512))
-_STEPS = 8
+_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,9 @@ class ReplicaStep:
 def measure_exchange(method: str, options: dict[str, Any], replicas: int) -> ExchangeCost:
     """Count what a method sends between replicas in this process, with random moves."""
     config = parse_options(method, options)
+    learning = int(getattr(config, "warmup_steps", 0)) and 1
+    if learning:
+        config = config.model_copy(update={"warmup_steps": learning})
     built = []
     for peer in local_peers(replicas):
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in _SHAPES]
@@ -62,7 +65,7 @@ def measure_exchange(method: str, options: dict[str, Any], replicas: int) -> Exc
         generator = torch.Generator().manual_seed(peer.rank)
         built.append((sync, parameters, generator))
     period = int(getattr(config, "interval", 1))
-    warmup = int(getattr(config, "warmup_steps", 0)) + period + 1
+    warmup = learning + period + 1
     steps = period * ceil(_STEPS / period)
     sent = []
     with ThreadPoolExecutor(replicas) as pool:
@@ -124,23 +127,22 @@ def show_replicas(
         title=f"the same machines as {network.hosts} replicas of the whole model",
         title_justify="left",
     )
-    for head in ("method", "sent", "exchange", "overlaps", "step", "speed-up", "memory"):
+    for head in ("method", "sent", "exchange", "step", "speed-up"):
         table.add_column(head, justify="left" if head == "method" else "right", no_wrap=True)
     for step in steps:
         table.add_row(
             step.cost.method,
             format_bytes(round(step.sent_nbytes)),
-            format_duration(step.exchange_s),
-            "yes" if step.cost.overlaps else "no",
+            format_duration(step.exchange_s) + ("*" if step.cost.overlaps else " "),
             format_duration(step.step_s),
             f"{prediction.step_s / step.step_s:.2f}",
-            format_bytes(round(step.memory)),
         )
     console.print(table)
+    memory = max(step.memory for step in steps)
     console.print(
-        "note: sent by a replica in a step; overlaps: the exchange runs beside forward and "
-        "backward; speed-up over the predicted pipeline; memory on every machine. What methods "
-        "cost in loss is in docs/data_parallel.md",
+        "note: sent by a replica in a step; * beside forward and backward; speed-up over the "
+        f"predicted pipeline. They need up to {format_bytes(round(memory))} on every machine. What "
+        "methods cost in loss is in docs/data_parallel.md",
         soft_wrap=True,
     )
 
@@ -152,8 +154,9 @@ def _step(sync: Any, parameters: list[nn.Parameter], generator: torch.Generator)
         parameter.grad = move.clone()
     sync.before_step()
     with torch.no_grad():
-        for parameter, move in zip(parameters, moves, strict=True):
-            parameter.add_(move, alpha=1e-3)
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.add_(parameter.grad, alpha=-1e-3)
     sync.after_step()
 
 

@@ -38,8 +38,8 @@ TINY = Scale(
     batch=8,
     held_out=8,
 )
-TUNED = Setting("tuned", TINY, evaluate_tuned=True)
-SUBWORDS = Setting("subwords", replace(TINY, vocab=300), evaluate_tuned=False)
+TUNED = Setting("tuned", TINY)
+SUBWORDS = Setting("subwords", replace(TINY, vocab=300), evaluate_tuned=False, bf16=True)
 
 
 @pytest.fixture
