@@ -133,12 +133,10 @@ def run_case(case: Case) -> Outcome:
     return train(
         read_corpus(case.setting, case.texts),
         case.method,
-        replace(case.setting.scale, lr=case.lr),
+        replace(case.setting, scale=replace(case.setting.scale, lr=case.lr)),
         replicas=case.replicas,
         weights=torch.load(case.base),
         seed=case.seed,
-        evaluate_tuned=case.setting.evaluate_tuned,
-        bf16=case.setting.bf16,
     )
 
 

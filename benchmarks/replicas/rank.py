@@ -53,6 +53,7 @@ class Plan:
     parameters: int
     compute_s: float
     shape: PaperShape | None = None
+    replicas: int = 2
 
     @property
     def pipeline_ranks(self) -> int:
@@ -123,7 +124,7 @@ def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
     Before the measured steps every method makes two, so that codecs are compiled, memories are
     warm and a delayed exchange is under way.
     """
-    transport = GlooTransport(plan.pipeline_ranks, 2, timeout_s=_TIMEOUT_S)
+    transport = GlooTransport(plan.pipeline_ranks, plan.replicas, timeout_s=_TIMEOUT_S)
     results = []
     for method in plan.methods:
         runner = _Runner(method, plan, transport)

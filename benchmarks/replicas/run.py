@@ -1,10 +1,13 @@
 """`python -m benchmarks.replicas`: step times of replicas over slow links, method beside method.
 
-Three measurements on emulated networks (`thinpipe shaped`):
+Measurements on emulated networks (`thinpipe shaped`):
 
 * `replicas`: two replicas, throttled like CocktailSGD's published setting: at "500 Mbps" an fp16
   all-reduce takes 22 times as long as the computation, whatever the size of the model. Rates are
   scaled by that; compute is slept.
+* `overlapped`: the same for all methods whose exchange runs beside the computation and is small
+  enough; means over many steps, as some exchange every 30 steps only.
+* `uplinks`: 8 replicas that share their uplinks of 10 Mbit/s with nobody.
 * `end-to-end`: two replicas of a two-stage pipeline at real rates, compressed at the cut and
   between replicas, against fp32 at both.
 * `priority`: round trips of small messages of the pipeline beside a bulk exchange.
@@ -34,6 +37,7 @@ _FP16_TO_COMPUTE, _AT_BPS = 22.0, 500e6
 _COCKTAIL = {"subset": 0.1, "topk": 0.2, "bits": 4}
 _BY_CUT = {cuts.name: cuts for cuts in CUTS}
 _PING_NBYTES, _PING_RATE = 8_000_000, 100e6
+_UPLINK_BPS = 10e6
 
 REPLICA_METHODS = (
     Method("none", "none", {}),
@@ -41,6 +45,15 @@ REPLICA_METHODS = (
     Method("all-reduce bf16", "allreduce", {"format": "bf16"}),
     Method("cocktail, no delay", "cocktail", {**_COCKTAIL, "delayed": False}),
     Method("cocktail", "cocktail", _COCKTAIL),
+)
+_RARE = {"interval": 30, "overlap": 5}
+OVERLAPPED_METHODS = (
+    Method("none", "none", {}),
+    Method("cocktail", "cocktail", _COCKTAIL),
+    Method("ef_updates", "ef_updates", {}),
+    Method("DeMo", "demo", {}),
+    Method("streaming DiLoCo, 4 bits", "diloco", {**_RARE, "bits": 4, "mix": 0.5}),
+    Method("SparseLoCo", "sparse_loco", _RARE),
 )
 END_TO_END_METHODS = (
     Method("fp32 cut, fp32 all-reduce", "allreduce", {}, _BY_CUT["fp32"]),
@@ -55,7 +68,7 @@ _FP32 = ("all-reduce fp32", "fp32 cut, fp32 all-reduce")
 
 @dataclass(frozen=True)
 class Row:
-    """A method at a rate: the median of the slower replica's steps.
+    """A method at a rate: the typical one of the slowest replica's steps.
 
     `stands_for_bps` is the rate of the published setting that `rate_bps` is scaled from.
     """
@@ -79,30 +92,34 @@ def scaled_rate(plan: Plan, stands_for_bps: float) -> float:
 
 def measure(plan: Plan) -> list[Row]:
     """Run a plan on a network of its own."""
-    with ShapedNetwork(NetworkSpec.of(2 * plan.pipeline_ranks)) as network:
+    with ShapedNetwork(NetworkSpec.of(plan.replicas * plan.pipeline_ranks)) as network:
         job = partial(run_host, plan=plan, set_rate=partial(set_rate, network))
         by_rank: list[list[RankResult]] = network.run(job, timeout_s=_LIMIT_S)
     return [make_row(plan, ranks) for ranks in zip(*by_rank, strict=True)]
 
 
 def make_row(plan: Plan, ranks: Sequence[RankResult]) -> Row:
-    """Join what the ranks saw of a method at a rate."""
+    """Join what the ranks saw of a method at a rate: medians, or means over a whole interval."""
     first = ranks[0]
     steps_s = tuple(max(seconds) for seconds in zip(*(r.steps_s for r in ranks), strict=True))
     nbytes = max(rank.sync_nbytes for rank in ranks)
     rate_bps = first.rate_bps
-    scale = scaled_rate(plan, 1.0)
+    scale, scaled = scaled_rate(plan, 1.0), plan.shape is None and plan.replicas == 2
     return Row(
         method=first.method,
         rate_bps=rate_bps,
-        stands_for_bps=rate_bps / scale if rate_bps and plan.shape is None else rate_bps,
-        step_s=statistics.median(steps_s),
+        stands_for_bps=rate_bps / scale if rate_bps and scaled else rate_bps,
+        step_s=_typical(steps_s),
         steps_s=steps_s,
         sync_nbytes=nbytes,
         cut_nbytes=sum(rank.cut_nbytes for rank in ranks),
         wire_s=8 * nbytes / (rate_bps * PAYLOAD_SHARE) if rate_bps else 0.0,
         compute_s=plan.compute_s,
     )
+
+
+def _typical(steps_s: Sequence[float]) -> float:
+    return (statistics.mean if len(steps_s) >= _RARE["interval"] else statistics.median)(steps_s)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -152,8 +169,11 @@ def _plans(options: argparse.Namespace) -> dict[str, Plan]:
     seconds = shape.microbatches * (shape.forward_s + shape.backward_s)
     rates = [None, *(scaled_rate(alone, rate * 1e6) for rate in options.mbps)]
     joint_rates = [None, *(rate * 1e6 for rate in options.mbps)]
+    many = replace(alone, methods=OVERLAPPED_METHODS, rates=rates, steps=2 * _RARE["interval"])
     return {
         "replicas": replace(alone, rates=rates),
+        "overlapped": many,
+        "uplinks": replace(many, rates=[None, _UPLINK_BPS], replicas=8),
         "end-to-end": Plan(
             END_TO_END_METHODS, joint_rates, options.steps, options.stage_parameters, seconds, shape
         ),
@@ -179,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.replicas", description=__doc__)
-    parts = ("replicas", "end-to-end", "priority")
+    parts = ("replicas", "overlapped", "uplinks", "end-to-end", "priority")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--mbps", type=float, nargs="+", default=[500.0, 100.0])
     parser.add_argument("--steps", type=int, default=3)

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.fidelity.finetuning import Corpus, Scale, Weights
+from benchmarks.fidelity.finetuning import Corpus, Weights
+from benchmarks.replicas.settings import Setting
 from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
 from thinpipe.launch.data.sample_set import SampleSet
@@ -99,16 +100,9 @@ class Replicas:
     """Copies of one model that train together."""
 
     def __init__(
-        self,
-        size: int,
-        method: Method,
-        scale: Scale,
-        *,
-        weights: Weights,
-        seed: int,
-        bf16: bool = False,
+        self, size: int, method: Method, setting: Setting, *, weights: Weights, seed: int
     ) -> None:
-        self._bf16 = bf16
+        self._bf16, scale = setting.bf16, setting.scale
         peers = local_peers(size, timeout_s=_PAUSE_S)
         self._replicas = []
         for peer in peers:
@@ -184,24 +178,16 @@ class Replicas:
 
 
 def train(
-    corpus: Corpus,
-    method: Method,
-    scale: Scale,
-    *,
-    replicas: int,
-    weights: Weights,
-    seed: int,
-    evaluate_tuned: bool = True,
-    bf16: bool = False,
+    corpus: Corpus, method: Method, setting: Setting, *, replicas: int, weights: Weights, seed: int
 ) -> Outcome:
     """Train from `weights` and follow the global model.
 
     Raises:
         RuntimeError: a loss is not finite.
     """
-    start = time.perf_counter()
-    group = Replicas(replicas, method, scale, weights=weights, seed=seed, bf16=bf16)
-    texts = [corpus.held_out, corpus.tune] if evaluate_tuned else [corpus.held_out]
+    start, scale = time.perf_counter(), setting.scale
+    group = Replicas(replicas, method, setting, weights=weights, seed=seed)
+    texts = [corpus.held_out, corpus.tune] if setting.evaluate_tuned else [corpus.held_out]
     epochs: list[Epoch] = []
     for epoch in range(scale.epochs):
         first = epoch * group.steps_per_epoch

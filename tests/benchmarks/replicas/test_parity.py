@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_finite_ends_the_comparison(texts: tuple[Path, ...]) 
     sign = 1.0 - 2.0 * (torch.arange(TINY.vocab) % 2).unsqueeze(1)
     weights["head.weight"] = (1.5e37 * sign).repeat(1, TINY.width)
     with pytest.raises(RuntimeError, match="all-reduce fp32, epoch 1: the loss is not finite"):
-        train(corpus, METHODS[0], TINY, replicas=2, weights=weights, seed=0)
+        train(corpus, METHODS[0], TUNED, replicas=2, weights=weights, seed=0)
 
 
 def test_the_large_model_is_as_large_as_it_says() -> None:

@@ -8,6 +8,7 @@ from benchmarks.links.workloads import PaperShape
 from benchmarks.replicas.rank import Plan, RankResult, ping_rank, run_rank
 from benchmarks.replicas.run import (
     END_TO_END_METHODS,
+    OVERLAPPED_METHODS,
     REPLICA_METHODS,
     make_row,
     scaled_rate,
@@ -54,6 +55,16 @@ def test_every_method_runs_between_two_replicas(ranks: Ranks) -> None:
     assert 0 < sent["cocktail"] < 1000
     assert all(row.step_s > 0.01 for row in rows)
     assert len(table(rows).splitlines()) == 2 + len(REPLICA_METHODS)
+
+
+@pytest.mark.dist
+def test_rare_exchanges_are_averaged_over_their_interval(ranks: Ranks) -> None:
+    plan = replace(ALONE, methods=OVERLAPPED_METHODS, steps=60, compute_s=0.001, replicas=3)
+    rows = [make_row(plan, group) for group in zip(*ranks(3, measure, plan), strict=True)]
+    sent = {row.method: row.sync_nbytes for row in rows}
+    assert sent["none"] == 0
+    assert 0 < sent["SparseLoCo"] < sent["streaming DiLoCo, 4 bits"] < sent["ef_updates"]
+    assert all(row.step_s == pytest.approx(sum(row.steps_s) / 60) for row in rows)
 
 
 @pytest.mark.dist
