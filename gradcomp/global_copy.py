@@ -121,7 +121,7 @@ class OwedBucket(SharedBucket):
     def __init__(self, bucket: Bucket, *, residual: float, gain: float) -> None:
         """Parameters keep their values; nothing is owed."""
         super().__init__(bucket)
-        self._residual, self._gain = residual, gain
+        self._residual, self.gain = residual, gain
         self.left_N: Tensor = torch.zeros_like(self.global_N)
 
     def moved(self, part: slice, subset: Subset) -> Tensor:
@@ -142,7 +142,7 @@ class OwedBucket(SharedBucket):
     def after_move(self) -> None:
         """The newest move is owed."""
         move_N = self.local_N.float() - self._start().to(self.local_N.dtype).float()
-        self.left_N.add_(move_N, alpha=self._gain)
+        self.left_N.add_(move_N, alpha=self.gain)
 
     def _start(self) -> Tensor:
         return torch.add(self.global_N, self.left_N, alpha=self._residual)

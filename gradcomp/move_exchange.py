@@ -33,10 +33,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from thinpipe.gradcomp.agreement import Agreement
 from thinpipe.gradcomp.buckets import Bucket, device_of, make_buckets
 from thinpipe.gradcomp.budget import Budget, Choice
 from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
-from thinpipe.gradcomp.global_copy import SharedBucket, gathered
+from thinpipe.gradcomp.global_copy import OwedBucket, SharedBucket, gathered
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.methods.allreduce import AllReduce
 from thinpipe.gradcomp.options import ExchangeOptions
@@ -48,7 +49,7 @@ from thinpipe.pipeline.wire.subset import Subset, exact_fraction, random_subset
 from thinpipe.pipeline.wire.thread import Worker
 
 _AGREE_EVERY = 8
-"""Exchanges between two choices of a budget."""
+"""Exchanges between two choices of a budget, or two measurements of the agreement."""
 
 
 class MoveConfig(ExchangeOptions):
@@ -84,6 +85,10 @@ class MoveConfig(ExchangeOptions):
         """Parameters, the global copy, and what is not yet sent."""
         return SharedBucket(bucket)
 
+    def gain_of(self, agreement: Agreement) -> float | None:
+        """What a move counts from here on, if that depends on how far gradients agree."""
+        return None
+
     @model_validator(mode="after")
     def _can_be_built(self) -> "MoveConfig":
         exact_fraction(self.choice.subset)
@@ -114,6 +119,15 @@ class _Update:
     left_n: Tensor
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What an exchange found; the training thread waits for `finished` before it reads tensors."""
+
+    updates: list[_Update]
+    samples: list[Tensor]
+    finished: CudaEvent
+
+
 class MoveExchange:
     """A `ReplicaSync` that exchanges parameters instead of gradients."""
 
@@ -137,10 +151,12 @@ class MoveExchange:
         )
         numel = sum(bucket.local_N.numel() for bucket in self._buckets)
         self._budget = Budget(peers, config.choice, numel, config.choices)
+        self._agreement = Agreement(parameters if self._buckets else (), peers)
+        self._adapts = config.gain_of(self._agreement) is not None
         self._launched_s = 0.0
         self._worker = Worker("gradcomp")
         self._side_stream = SideStream(device_of(self._parameters))
-        self._pending: Future[tuple[list[_Update], CudaEvent]] | None = None
+        self._pending: Future[_Found] | None = None
         self._owed = False  # a restored run makes the exchange that was under way again
         self._captured = False
         self._steps, self._exchanges = 0, 0
@@ -174,6 +190,8 @@ class MoveExchange:
             return
         for bucket in self._buckets:
             bucket.before_move()
+        if self._adapts:
+            self._agreement.sample()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, float(self._peers.size))
@@ -226,6 +244,7 @@ class MoveExchange:
             "error": [shards[self._peers.rank].error_n for shards in self._shards],
             "choice": asdict(self._budget.choice),
             "warmup": self._warmup.state_dict(),
+            "agreement": self._agreement.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -236,6 +255,8 @@ class MoveExchange:
         self._captured = state["captured"]
         self._budget.choice = type(self._config.choice)(**state["choice"])
         self._warmup.load_state_dict(state["warmup"])
+        self._agreement.load_state_dict(state["agreement"])
+        self._adapt()
         saved = zip(state["global"], state["left"], state["error"], strict=True)
         for bucket, shards, (global_N, left_N, error_n) in zip(
             self._buckets, self._shards, saved, strict=True
@@ -266,18 +287,22 @@ class MoveExchange:
         for bucket in self._buckets:
             bucket.check_storage()
         self._launched_s = time.perf_counter()
-        job = partial(self._exchange_all, self._exchanges, self._side_stream.now())
+        job = partial(
+            self._exchange_all, self._exchanges, self._agreement.sample_n, self._side_stream.now()
+        )
         self._pending = self._worker.submit(job)
 
-    def _exchange_all(self, number: int, moved: CudaEvent) -> tuple[list[_Update], CudaEvent]:
-        if self._config.budget == "auto" and number % _AGREE_EVERY == 0:
+    def _exchange_all(self, number: int, sample_n: Tensor, moved: CudaEvent) -> _Found:
+        agree = number % _AGREE_EVERY == 0
+        if self._config.budget == "auto" and agree:
             self._budget.agree(number)
         with self._budget.measuring(), self._side_stream.after(moved):
             updates = [
                 self._exchange(bucket, shards, number)
                 for bucket, shards in zip(self._buckets, self._shards, strict=True)
             ]
-            return updates, self._side_stream.now()
+            samples = self._agreement.share(number, sample_n) if self._adapts and agree else []
+            return _Found(updates, samples, self._side_stream.now())
 
     def _exchange(self, bucket: SharedBucket, shards: Sequence[_Shard], number: int) -> _Update:
         """Steps 1 and 2 of a bucket, on the communication thread; changes nothing."""
@@ -311,19 +336,31 @@ class MoveExchange:
         if self._pending is None:
             return
         self._budget.slot(time.perf_counter() - self._launched_s)
-        updates, finished = self._pending.result()
+        found = self._pending.result()
         # the memory of updates is used again by the next exchange, which waits for what is queued
-        self._side_stream.wait(finished)
+        self._side_stream.wait(found.finished)
         self._pending = None
         self._exchanges += 1
         with torch.no_grad():
-            for bucket, shards, update in zip(self._buckets, self._shards, updates, strict=True):
+            for bucket, shards, update in zip(
+                self._buckets, self._shards, found.updates, strict=True
+            ):
                 for server, shard in enumerate(shards):
                     seen_n, result_n = update.seen[server], update.results[server]
                     bucket.apply(shard.part, update.subsets[server], seen_n, result_n)
                 own_error_n = shards[self._peers.rank].error_n
                 assert own_error_n is not None
                 update.subsets[self._peers.rank].scatter(update.left_n, own_error_n)
+        if found.samples:
+            self._agreement.update(found.samples)
+            self._adapt()
+
+    def _adapt(self) -> None:
+        gain = self._config.gain_of(self._agreement)
+        if gain is not None:
+            for bucket in self._buckets:
+                assert isinstance(bucket, OwedBucket)
+                bucket.gain = gain
 
 
 def _shards(local_N: Tensor, peers: Peers) -> list[_Shard]:

@@ -3,8 +3,9 @@
 Replicas train locally and exchange how far they moved (`gradcomp/move_exchange.py`), but
 
 * **Steps are longer.** Where gradients are mostly noise, R replicas' moves, each of which Adam
-  brought to full length, cancel in the mean, and the model steps 1 / sqrt(R) as far as with
-  all-reduce. Each move counts `gain` times.
+  brought to full length, cancel in the mean, and the model steps sqrt(rho) as far as with
+  all-reduce, where rho measures how far gradients agree (`gradcomp/agreement.py`). Each move counts
+  `gain` times; "auto" makes up for half of that, rho^(-1/4), as what travels late is to be small.
 * **Parameters keep a share of what is not yet sent**: they are g + `residual` r and the newest
   move, where CocktailSGD's are g + r. What is not yet sent is mostly this replica's own noise.
 * **All of a subset travels, at one bit**: signs times the mean magnitude of each group.
@@ -14,10 +15,12 @@ Replicas train locally and exchange how far they moved (`gradcomp/move_exchange.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from pydantic import Field
 from torch import nn
 
+from thinpipe.gradcomp.agreement import Agreement
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.budget import Choice
 from thinpipe.gradcomp.global_copy import OwedBucket
@@ -55,7 +58,7 @@ class Config(MoveConfig):
 
     subset: float = Field(0.14, gt=0, le=1)
     bits: int = Field(1, ge=1, le=8)
-    gain: float = Field(1.4, gt=0)
+    gain: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     residual: float = Field(0.5, ge=0, le=1)
 
     @property
@@ -75,7 +78,12 @@ class Config(MoveConfig):
 
     def bucket(self, bucket: Bucket) -> OwedBucket:
         """What is not yet sent is kept apart."""
-        return OwedBucket(bucket, residual=self.residual, gain=self.gain)
+        gain = 1.0 if self.gain == "auto" else self.gain
+        return OwedBucket(bucket, residual=self.residual, gain=gain)
+
+    def gain_of(self, agreement: Agreement) -> float | None:
+        """Half of what is missing, in logarithms."""
+        return agreement.rho**-0.25 if self.gain == "auto" else None
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> MoveExchange:
