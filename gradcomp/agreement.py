@@ -1,14 +1,19 @@
-"""How far the replicas' gradients agree, measured on a sample of coordinates.
+"""How far the replicas' gradients agree, measured by unit: rows of tall matrices, else tensors.
 
-With g_w the gradients of the R replicas and E running means over exchanges,
+With g_w the gradients of the R replicas in a unit, and E running means as Adam's variance is one,
 
-    rho = mean over the sample of   E[(mean_w g_w)^2] / E[mean_w g_w^2]
+    own_w = E |g_w|^2        one = E mean_w |g_w|^2        rho = E |mean_w g_w|^2 / one
 
-is 1 where replicas agree and 1 / R where their gradients are independent noise: the factor by which
-averaging shrinks what Adam's variance measures. Local Adam therefore steps sqrt(rho) as far along
-the mean as all-reduce's Adam does.
+rho is 1 where replicas agree and 1 / R where gradients are independent noise. Local Adam divides by
+the root of own_w where all-reduce's Adam divides by that of E |mean_w g_w|^2; so its moves in the
+unit have to become sqrt(own_w / one) / sqrt(rho) times as large to be as long. The first factor is
+for what few replicas see: rows of an embedding, whose tokens are rare.
 
-Axes: n sampled coordinates.
+|mean_w g_w|^2 is not sent but estimated: all replicas project their unit on the same random signs,
+and the square of the mean of these projections is right on average. So two numbers per unit and
+exchange travel. The early estimates, of a few projections, are drawn towards the mean of all units.
+
+Axes: N values of all parameters, U units.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,80 +23,124 @@ import torch
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import device_of
-from thinpipe.gradcomp.exchange import ExchangeKey, gather_all
+from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 
-_SAMPLE = 4096
-_DECAY = 0.9
+_TALL = 4
+"""A matrix with more than this many times as many rows as columns has a unit for each row."""
+_ALL_OF, _THEN_EVERY = 64, 8
+"""Exchanges that share what was measured: at first all."""
+_PRIOR = 4.0
+"""How many projections the mean of all units counts as."""
+_MEMORY = 1000.0
+"""Projections after which no more count."""
 _BUCKET = 2**32 - 2
 _CODEC = Cast("bf16")
 
 
 class Agreement:
-    """All replicas measure the same, from the same numbers."""
+    """All replicas measure the same, from the same numbers; own_w is each one's own."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self, parameters: Sequence[nn.Parameter], peers: Peers, *, seed: int) -> None:
+        self.beta2 = 0.999
+        """Of Adam's variance."""
         self._parameters = [p for p in parameters if p.requires_grad]
-        self._places = _spread([p.numel() for p in self._parameters])
-        size = sum(places.numel() for places in self._places)
-        device = device_of(self._parameters)
-        self.sample_n = torch.zeros(size, device=device)
-        """Gradients of this replica, as `sample` found them."""
-        self._one_n, self._mean_n = (torch.zeros(size, device=device) for _ in range(2))
+        self._peers, self._seed = peers, seed
+        self._rows = [_rows(p.shape) for p in self._parameters]
+        self._device = device_of(self._parameters)
+        self._own_U, self._one_U, self._mean_U = (
+            torch.zeros(sum(self._rows), device=self._device) for _ in range(3)
+        )
+        self.sample_2U = torch.zeros(2, sum(self._rows), device=self._device)
+        """This replica's projections and squares, as the last step found them."""
+        self._steps = self._shared = self._shared_at = 0
 
-    @property
-    def rho(self) -> float:
-        """From 1 / R to 1; 1 before anything was measured."""
-        seen = self._one_n > 0
-        if not bool(seen.any()):
-            return 1.0
-        return float((self._mean_n[seen] / self._one_n[seen]).mean())
+    @staticmethod
+    def shares(number: int) -> bool:
+        """Whether exchange `number` shares what was measured."""
+        return number < _ALL_OF or number % _THEN_EVERY == 0
 
     def sample(self) -> None:
-        """Take this replica's gradients, which are not summed yet."""
-        parts = [
-            p.grad.flatten()[places.to(p.device)].float()
-            if p.grad is not None
-            else torch.zeros(places.numel(), device=p.device)
-            for p, places in zip(self._parameters, self._places, strict=True)
-        ]
-        self.sample_n = torch.cat(parts) if parts else self.sample_n
+        """Measure this replica's gradients, which are not summed yet."""
+        self._steps += 1
+        generator = torch.Generator().manual_seed(self._seed + self._steps)
+        projections, squares = [], []
+        for parameter, rows in zip(self._parameters, self._rows, strict=True):
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            units = gradient.detach().float().reshape(rows, -1)
+            matrix = units.view(-1, gradient.shape[-1]) if gradient.dim() else units
+            along = _signs(matrix.shape[1], generator, self._device)
+            projected = matrix @ along
+            if rows == 1:
+                projected = projected @ _signs(matrix.shape[0], generator, self._device)
+            projections.append(projected.view(rows))
+            squares.append(torch.linalg.vecdot(units, units))
+        if projections:
+            self.sample_2U = torch.stack([torch.cat(projections), torch.cat(squares)])
+            squares_U = self.sample_2U[1]
+            known_U = torch.where(squares_U.isfinite(), squares_U, self._own_U)
+            self._own_U.lerp_(known_U, 1 - self.beta2)
 
-    def share(self, number: int, sample_n: Tensor) -> list[Tensor]:
-        """All replicas' samples, on the communication thread.
+    def share(self, number: int, sample_2U: Tensor) -> Tensor:
+        """The mean of all replicas' samples, on the communication thread.
 
         Raises:
             TransportError, DesyncError: a replica is gone.
         """
-        return gather_all(self._peers, ExchangeKey(number, _BUCKET), sample_n, codec=_CODEC)
+        key = ExchangeKey(number, _BUCKET)
+        summed = sum_sharded(self._peers, key, sample_2U.flatten(), codec=_CODEC)
+        return summed.view_as(sample_2U) / self._peers.size
 
-    def update(self, samples: Sequence[Tensor]) -> None:
-        """Count an exchange."""
-        found_Rn = torch.stack(list(samples))
-        if bool(found_Rn.isfinite().all()):
-            self._one_n.lerp_(found_Rn.square().mean(0), 1 - _DECAY)
-            self._mean_n.lerp_(found_Rn.mean(0).square(), 1 - _DECAY)
+    def update(self, mean_2U: Tensor) -> None:
+        """Count what an exchange found."""
+        if not bool(mean_2U.isfinite().all()):
+            return
+        weight = 1 - self.beta2 ** max(1, self._steps - self._shared_at)
+        self._shared, self._shared_at = self._shared + 1, self._steps
+        self._mean_U.lerp_(mean_2U[0].square(), weight)
+        self._one_U.lerp_(mean_2U[1], weight)
+
+    def gains(self, power: float) -> dict[nn.Parameter, Tensor]:
+        """By how much to multiply moves of each parameter: sqrt(own / one) rho^(-power / 2).
+
+        Tensors broadcast with the parameters; ones before anything was measured.
+        """
+        tiny = torch.finfo(torch.float32).tiny
+        one_U = self._one_U.clamp_min(tiny)
+        known = min(float(self._shared), _MEMORY)
+        pooled = self._mean_U.sum() / one_U.sum()
+        rho_U = (self._mean_U / one_U * known + _PRIOR * pooled) / (known + _PRIOR)
+        rho_U = rho_U.clamp(0.5 / self._peers.size, 1.0)
+        own_U = (self._own_U / one_U).clamp(0.0, float(self._peers.size))
+        gain_U = own_U.sqrt() * rho_U.pow(-power / 2) if self._shared else torch.ones_like(one_U)
+        parts = torch.split(gain_U, self._rows)
+        return {
+            p: part.view(-1, *[1] * (p.dim() - 1)) if p.dim() else part[0]
+            for p, part in zip(self._parameters, parts, strict=True)
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        """The running means, and the sample under way."""
-        return {"sample": self.sample_n, "one": self._one_n, "mean": self._mean_n}
+        """Running means, counters, and the sample under way."""
+        return {
+            "sample": self.sample_2U,
+            "means": [self._own_U, self._one_U, self._mean_U],
+            "counters": [self._steps, self._shared, self._shared_at],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self.sample_n.copy_(state["sample"])
-        self._one_n.copy_(state["one"])
-        self._mean_n.copy_(state["mean"])
+        self.sample_2U.copy_(state["sample"])
+        kept = (self._own_U, self._one_U, self._mean_U)
+        for mine, saved in zip(kept, state["means"], strict=True):
+            mine.copy_(saved)
+        self._steps, self._shared, self._shared_at = state["counters"]
 
 
-def _spread(sizes: Sequence[int]) -> list[Tensor]:
-    """Places in each of several vectors, evenly spread over all of them end to end."""
-    total = sum(sizes)
-    count = min(total, _SAMPLE)
-    places = torch.arange(count) * total // max(count, 1)
-    found, start = [], 0
-    for size in sizes:
-        found.append(places[(places >= start) & (places < start + size)] - start)
-        start += size
-    return found
+def _rows(shape: torch.Size) -> int:
+    return shape[0] if len(shape) == 2 and shape[0] > _TALL * shape[1] else 1
+
+
+def _signs(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    bits = torch.randint(0, 2, (count,), generator=generator)
+    return (2 * bits - 1).to(device, torch.float32)

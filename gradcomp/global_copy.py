@@ -3,11 +3,11 @@
 Axes: N values of a bucket, n values of a shard.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.pipeline.wire.header import crc32
@@ -115,14 +115,19 @@ class SharedBucket(FlatBucket):
 class OwedBucket(SharedBucket):
     """What is not yet sent is kept apart, and parameters have but a share of it.
 
-    They are g + `residual` r, and the newest move in full. Each move counts `gain` times in r.
+    They are g + `residual` r, and the newest move in full. In r each move counts `gain` times.
     """
 
     def __init__(self, bucket: Bucket, *, residual: float, gain: float) -> None:
         """Parameters keep their values; nothing is owed."""
         super().__init__(bucket)
-        self._residual, self.gain = residual, gain
+        self._residual = residual
+        self._gains = [torch.tensor(gain, device=self.local_N.device)] * len(bucket.parameters)
         self.left_N: Tensor = torch.zeros_like(self.global_N)
+
+    def use_gains(self, gains: Mapping[nn.Parameter, Tensor]) -> None:
+        """What moves of each parameter count from here on; tensors broadcast with it."""
+        self._gains = [gains[parameter] for parameter in self._parameters]
 
     def moved(self, part: slice, subset: Subset) -> Tensor:
         """What is not yet sent of the subset."""
@@ -141,8 +146,11 @@ class OwedBucket(SharedBucket):
     @torch.no_grad()
     def after_move(self) -> None:
         """The newest move is owed."""
-        move_N = self.local_N.float() - self._start().to(self.local_N.dtype).float()
-        self.left_N.add_(move_N, alpha=self.gain)
+        start_N = self._start().to(self.local_N.dtype).float()
+        move_N = torch.sub(self.local_N.float(), start_N, out=start_N)
+        views = zip(self._views(self.left_N), self._views(move_N), self._gains, strict=True)
+        for left, move, gain in views:
+            left.addcmul_(move, gain)
 
     def _start(self) -> Tensor:
         return torch.add(self.global_N, self.left_N, alpha=self._residual)

@@ -49,7 +49,7 @@ from thinpipe.pipeline.wire.subset import Subset, exact_fraction, random_subset
 from thinpipe.pipeline.wire.thread import Worker
 
 _AGREE_EVERY = 8
-"""Exchanges between two choices of a budget, or two measurements of the agreement."""
+"""Exchanges between two choices of a budget."""
 
 
 class MoveConfig(ExchangeOptions):
@@ -85,8 +85,9 @@ class MoveConfig(ExchangeOptions):
         """Parameters, the global copy, and what is not yet sent."""
         return SharedBucket(bucket)
 
-    def gain_of(self, agreement: Agreement) -> float | None:
-        """What a move counts from here on, if that depends on how far gradients agree."""
+    @property
+    def gain_power(self) -> float | None:
+        """What `Agreement.gains` is asked for, if moves count what that says."""
         return None
 
     @model_validator(mode="after")
@@ -124,7 +125,7 @@ class _Found:
     """What an exchange found; the training thread waits for `finished` before it reads tensors."""
 
     updates: list[_Update]
-    samples: list[Tensor]
+    measured_2U: Tensor | None
     finished: CudaEvent
 
 
@@ -151,8 +152,9 @@ class MoveExchange:
         )
         numel = sum(bucket.local_N.numel() for bucket in self._buckets)
         self._budget = Budget(peers, config.choice, numel, config.choices)
-        self._agreement = Agreement(parameters if self._buckets else (), peers)
-        self._adapts = config.gain_of(self._agreement) is not None
+        self._adapts = config.gain_power is not None
+        measured = parameters if self._buckets and self._adapts else ()
+        self._agreement = Agreement(measured, peers, seed=config.seed)
         self._launched_s = 0.0
         self._worker = Worker("gradcomp")
         self._side_stream = SideStream(device_of(self._parameters))
@@ -160,6 +162,10 @@ class MoveExchange:
         self._owed = False  # a restored run makes the exchange that was under way again
         self._captured = False
         self._steps, self._exchanges = 0, 0
+
+    def follow(self, beta2: float) -> None:
+        """The optimizer is Adam, with this for its variance."""
+        self._agreement.beta2 = beta2
 
     @property
     def bytes_sent(self) -> int:
@@ -203,6 +209,7 @@ class MoveExchange:
         if warming_up:
             self._capture()
             return
+        self._adapt()
         for bucket in self._buckets:
             bucket.after_move()
         if self._steps % self._config.local_steps == 0:
@@ -256,7 +263,6 @@ class MoveExchange:
         self._budget.choice = type(self._config.choice)(**state["choice"])
         self._warmup.load_state_dict(state["warmup"])
         self._agreement.load_state_dict(state["agreement"])
-        self._adapt()
         saved = zip(state["global"], state["left"], state["error"], strict=True)
         for bucket, shards, (global_N, left_N, error_n) in zip(
             self._buckets, self._shards, saved, strict=True
@@ -288,21 +294,22 @@ class MoveExchange:
             bucket.check_storage()
         self._launched_s = time.perf_counter()
         job = partial(
-            self._exchange_all, self._exchanges, self._agreement.sample_n, self._side_stream.now()
+            self._exchange_all, self._exchanges, self._agreement.sample_2U, self._side_stream.now()
         )
         self._pending = self._worker.submit(job)
 
-    def _exchange_all(self, number: int, sample_n: Tensor, moved: CudaEvent) -> _Found:
-        agree = number % _AGREE_EVERY == 0
-        if self._config.budget == "auto" and agree:
+    def _exchange_all(self, number: int, sample_2U: Tensor, moved: CudaEvent) -> _Found:
+        if self._config.budget == "auto" and number % _AGREE_EVERY == 0:
             self._budget.agree(number)
         with self._budget.measuring(), self._side_stream.after(moved):
             updates = [
                 self._exchange(bucket, shards, number)
                 for bucket, shards in zip(self._buckets, self._shards, strict=True)
             ]
-            samples = self._agreement.share(number, sample_n) if self._adapts and agree else []
-            return _Found(updates, samples, self._side_stream.now())
+            measured_2U = None
+            if self._adapts and self._agreement.shares(number):
+                measured_2U = self._agreement.share(number, sample_2U)
+            return _Found(updates, measured_2U, self._side_stream.now())
 
     def _exchange(self, bucket: SharedBucket, shards: Sequence[_Shard], number: int) -> _Update:
         """Steps 1 and 2 of a bucket, on the communication thread; changes nothing."""
@@ -351,16 +358,16 @@ class MoveExchange:
                 own_error_n = shards[self._peers.rank].error_n
                 assert own_error_n is not None
                 update.subsets[self._peers.rank].scatter(update.left_n, own_error_n)
-        if found.samples:
-            self._agreement.update(found.samples)
-            self._adapt()
+        if found.measured_2U is not None:
+            self._agreement.update(found.measured_2U)
 
     def _adapt(self) -> None:
-        gain = self._config.gain_of(self._agreement)
-        if gain is not None:
+        """Moves count as much as the agreement of the gradients says."""
+        if self._config.gain_power is not None:
+            gains = self._agreement.gains(self._config.gain_power)
             for bucket in self._buckets:
                 assert isinstance(bucket, OwedBucket)
-                bucket.gain = gain
+                bucket.use_gains(gains)
 
 
 def _shards(local_N: Tensor, peers: Peers) -> list[_Shard]:

@@ -39,8 +39,8 @@ def _cocktail(label: str, subset: float, topk: float, **options: object) -> Meth
 
 METHODS = (
     Method(BASELINE, "allreduce", {}),
-    Method("ef_updates p.28", "ef_updates", {"subset": 0.28}),
-    Method("ef_updates p.14", "ef_updates", {"subset": 0.14}),
+    Method("ef_updates p.25", "ef_updates", {"subset": 0.25}),
+    Method("ef_updates p.125", "ef_updates", {}),
     _cocktail("cocktail p.19 k.2 b4", 0.19, 0.2),
     _cocktail("cocktail p.1 k.2 b4", 0.1, 0.2),
     Method("top-k .0082 bf16", "topk", {"fraction": 0.0082, "bits": 16}),

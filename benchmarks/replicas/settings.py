@@ -40,7 +40,7 @@ GPT2 = Setting(
         sequences=1536,
         epochs=1,
         batch=8,
-        lr=1e-3,
+        lr=3e-4,
         held_out=256,
     ),
     evaluate_tuned=False,

@@ -1,16 +1,18 @@
-"""Averaged updates with error feedback: CocktailSGD's relative that learns like all-reduce.
+"""Averaged updates with error feedback: CocktailSGD's relative that learns more like all-reduce.
 
 Replicas train locally and exchange how far they moved (`gradcomp/move_exchange.py`), but
 
-* **Steps are longer.** Where gradients are mostly noise, R replicas' moves, each of which Adam
-  brought to full length, cancel in the mean, and the model steps sqrt(rho) as far as with
-  all-reduce, where rho measures how far gradients agree (`gradcomp/agreement.py`). Each move counts
-  `gain` times; "auto" makes up for half of that, rho^(-1/4), as what travels late is to be small.
+* **Moves count by how far gradients agree.** Where they are mostly noise, or where a few replicas
+  see what the others do not, moves that Adam brought to full length on each replica cancel, or are
+  divided, in the mean: the model steps less far than with all-reduce. What is missing is measured
+  (`gradcomp/agreement.py`), and with `gain = "auto"` moves count that much more: in full where
+  replicas see different things, and half of it, in logarithms, where they differ by noise, since
+  what travels late is to be small.
 * **Parameters keep a share of what is not yet sent**: they are g + `residual` r and the newest
   move, where CocktailSGD's are g + r. What is not yet sent is mostly this replica's own noise.
 * **All of a subset travels, at one bit**: signs times the mean magnitude of each group.
 
-`benchmarks/results/replicas_gpt2_cpu_202611.md` has what each of the three is worth.
+`benchmarks/results/replicas_gpt2_cpu_202611.md` has what they are worth.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,17 +22,20 @@ from typing import Annotated, Literal
 from pydantic import Field
 from torch import nn
 
-from thinpipe.gradcomp.agreement import Agreement
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.budget import Choice
 from thinpipe.gradcomp.global_copy import OwedBucket
 from thinpipe.gradcomp.move_exchange import MoveConfig, MoveExchange
+from thinpipe.gradcomp.options import TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.sign_mean import SignMean
 from thinpipe.pipeline.wire.uniform import Uniform
 
 REPLICAS_EQUAL = False
+_POWER = 0.5
+"""Between moves as they are and moves as long as all-reduce's; see the results page."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class BitsChoice(Choice):
 CHOICES: dict[Choice, float] = {
     BitsChoice(subset, bits): subset * (bits + 16 / 128)
     for subset, bits in (
-        *((0.04, 1), (0.07, 1), (0.14, 1), (0.28, 1), (0.5, 1), (1.0, 1)),
+        *((0.04, 1), (0.08, 1), (0.125, 1), (0.25, 1), (0.5, 1), (1.0, 1)),
         *((1.0, 2), (1.0, 4), (1.0, 8)),
     )
 }
@@ -56,7 +61,7 @@ class Config(MoveConfig):
     `gain` is what a move counts, `residual` the share of unsent moves in a replica's parameters.
     """
 
-    subset: float = Field(0.14, gt=0, le=1)
+    subset: float = Field(0.125, gt=0, le=1)
     bits: int = Field(1, ge=1, le=8)
     gain: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     residual: float = Field(0.5, ge=0, le=1)
@@ -81,11 +86,20 @@ class Config(MoveConfig):
         gain = 1.0 if self.gain == "auto" else self.gain
         return OwedBucket(bucket, residual=self.residual, gain=gain)
 
-    def gain_of(self, agreement: Agreement) -> float | None:
-        """Half of what is missing, in logarithms."""
-        return agreement.rho**-0.25 if self.gain == "auto" else None
+    @property
+    def gain_power(self) -> float | None:
+        """The agreement of gradients decides, unless a number was given."""
+        return _POWER if self.gain == "auto" else None
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> MoveExchange:
     """Make the method."""
     return MoveExchange(parameters, peers, config)
+
+
+def optimizer(
+    config: Config, parameters: Sequence[nn.Parameter], train: TrainOptions, sync: ReplicaSync
+) -> None:
+    """Any Adam does; the exchange is told its beta2."""
+    assert isinstance(sync, MoveExchange)
+    sync.follow(train.betas[1])

@@ -108,7 +108,7 @@ def test_the_default_sends_two_hundred_times_less_than_a_ring() -> None:
     config = Config()
     bits = config.choices[config.choice]
     assert 32 / bits > 200
-    assert bits == pytest.approx(0.14 * 1.125)
+    assert bits == pytest.approx(0.125 * 1.125)
     assert list(config.choices.values()) == sorted(config.choices.values())
 
 
