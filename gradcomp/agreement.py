@@ -27,8 +27,8 @@ from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 
-_TALL = 4
-"""A matrix with more than this many times as many rows as columns has a unit for each row."""
+_TALL, _WIDE = 4, 64
+"""A matrix with over 4 times as many rows as columns, of which it has 64, has a unit per row."""
 _ALL_OF, _THEN_EVERY = 64, 8
 """Exchanges that share what was measured: at first all."""
 _PRIOR = 4.0
@@ -138,7 +138,8 @@ class Agreement:
 
 
 def _rows(shape: torch.Size) -> int:
-    return shape[0] if len(shape) == 2 and shape[0] > _TALL * shape[1] else 1
+    tall = len(shape) == 2 and shape[0] > _TALL * shape[1] and shape[1] >= _WIDE
+    return shape[0] if tall else 1
 
 
 def _signs(count: int, generator: torch.Generator, device: torch.device) -> Tensor:

@@ -9,7 +9,8 @@ from thinpipe.gradcomp.agreement import Agreement
 from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.pipeline.comm.transport import Peers
 
-SHAPES = ((40, 50), (60, 4), (7,))  # a matrix, an embedding, a vector
+ROWS = 260
+SHAPES = ((40, 50), (ROWS, 64), (7,))  # a matrix, an embedding, a vector
 
 
 def built(peers: Peers, beta2: float = 0.999) -> tuple[Agreement, list[nn.Parameter]]:
@@ -28,7 +29,7 @@ def step(replicas: list[tuple[Agreement, list[nn.Parameter]]], number: int) -> N
         agreement.update(mean_2U)
 
 
-def measured(size: int, shared: float, noise: float, steps: int = 400) -> list[list[Tensor]]:
+def measured(size: int, shared: float, noise: float, steps: int = 150) -> list[list[Tensor]]:
     """Gains of replicas whose gradients are a common part, always new, and noise of their own."""
     generator = torch.Generator().manual_seed(0)
     replicas = [built(peers) for peers in local_peers(size)]
@@ -51,28 +52,36 @@ def test_moves_become_as_long_as_those_of_averaged_gradients(
     """Independent noise: sqrt(R). Equal gradients: 1. A half each: rho is 1/2 + 1/2R."""
     for gains in measured(size, shared, noise):
         matrix, rows, vector = gains
-        assert matrix.item() == pytest.approx(gain, rel=0.1)
-        assert vector.item() == pytest.approx(gain, rel=0.1)
-        assert rows.shape == (60, 1)
-        assert rows.mean().item() == pytest.approx(gain, rel=0.1)
+        assert matrix.item() == pytest.approx(gain, rel=0.15)
+        assert vector.item() == pytest.approx(gain, rel=0.15)
+        assert rows.shape == (ROWS, 1)
+        assert rows.mean().item() == pytest.approx(gain, rel=0.15)
 
 
 def test_what_only_one_replica_sees_counts_as_often_as_there_are_replicas() -> None:
     """Adam brings a rare token's row to full length on one replica; the mean shortens it by R."""
     replicas = [built(peers) for peers in local_peers(4)]
     generator = torch.Generator().manual_seed(0)
-    for number in range(300):
+    for number in range(150):
         for rank, (_, weights) in enumerate(replicas):
             for weight in weights:
                 weight.grad = torch.randn(weight.shape, generator=generator)
-            row = torch.zeros(60, 1)
+            row = torch.zeros(ROWS, 1)
             row[rank] = 1  # every replica has a token of its own
             assert weights[1].grad is not None
             weights[1].grad *= row
         step(replicas, number)
     for rank, (agreement, weights) in enumerate(replicas):
         gains = agreement.gains(1.0)[weights[1]]
-        assert gains[rank].item() == pytest.approx(4.0, rel=0.15)
+        assert gains[rank].item() == pytest.approx(4.0, rel=0.2)
+
+
+def test_narrow_matrices_are_measured_whole() -> None:
+    """Two numbers per row would be as many bytes as LoRA's factors themselves."""
+    (peers,) = local_peers(1)
+    lora = [nn.Parameter(torch.zeros(shape)) for shape in ((8, 768), (768, 8), (768, 64))]
+    gains = Agreement(lora, peers, seed=0).gains(1.0)
+    assert [gains[weight].numel() for weight in lora] == [1, 1, 768]
 
 
 def test_half_the_power_is_the_root() -> None:
@@ -93,7 +102,7 @@ def test_before_anything_is_known_moves_count_once() -> None:
     (peers,) = local_peers(1)
     agreement, weights = built(peers)
     assert all(gain.eq(1).all() for gain in agreement.gains(1.0).values())
-    assert [agreement.gains(1.0)[weight].numel() for weight in weights] == [1, 60, 1]
+    assert [agreement.gains(1.0)[weight].numel() for weight in weights] == [1, ROWS, 1]
 
 
 def test_what_is_not_finite_is_not_counted() -> None:
