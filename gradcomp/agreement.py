@@ -61,8 +61,8 @@ class Agreement:
         """Whether exchange `number` shares what was measured."""
         return number < _ALL_OF or number % _THEN_EVERY == 0
 
-    def sample(self) -> None:
-        """Measure this replica's gradients, which are not summed yet."""
+    def sample(self, *, averaged: bool = False) -> None:
+        """Measure this replica's gradients, or those that all have averaged."""
         self._steps += 1
         generator = torch.Generator().manual_seed(self._seed + self._steps)
         projections, squares = [], []
@@ -81,6 +81,10 @@ class Agreement:
             squares_U = self.sample_2U[1]
             known_U = torch.where(squares_U.isfinite(), squares_U, self._own_U)
             self._own_U.lerp_(known_U, 1 - self.beta2)
+            if averaged:  # what Adam sees is the same everywhere
+                self._one_U.lerp_(known_U, 1 - self.beta2)
+                self._mean_U.lerp_(known_U, 1 - self.beta2)
+                self._shared, self._shared_at = self._shared + 1, self._steps
 
     def share(self, number: int, sample_2U: Tensor) -> Tensor:
         """The mean of all replicas' samples, on the communication thread.

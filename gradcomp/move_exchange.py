@@ -193,11 +193,12 @@ class MoveExchange:
         self._join()
         if self._warming_up:
             self._warmup.before_step()
+        if self._adapts:
+            self._agreement.sample(averaged=self._warming_up)
+        if self._warming_up:
             return
         for bucket in self._buckets:
             bucket.before_move()
-        if self._adapts:
-            self._agreement.sample()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, float(self._peers.size))
@@ -237,8 +238,8 @@ class MoveExchange:
     def state_dict(self) -> dict[str, Any]:
         """g, e, what is not yet sent, and counters.
 
-        An exchange under way is waited for, but neither applied nor saved.
-        A restored run makes it again, from the same parameters: saving changes nothing.
+        An exchange under way is waited for, but neither applied nor saved. A restored run makes it
+        again, from the same parameters: saving changes nothing.
         """
         self._wait()
         return {

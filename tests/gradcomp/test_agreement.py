@@ -119,6 +119,27 @@ def test_what_is_not_finite_is_not_counted() -> None:
         torch.testing.assert_close(gain, torch.ones_like(gain), rtol=0.01, atol=0)
 
 
+def test_after_a_warm_up_moves_are_as_long_as_they_should_be_at_first() -> None:
+    """Adam's variance is that of averaged gradients then, and becomes a replica's own in time."""
+    replicas = [built(peers, beta2=0.9) for peers in local_peers(2)]
+    generator = torch.Generator().manual_seed(0)
+    for agreement, weights in replicas:
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        for _ in range(50):
+            agreement.sample(averaged=True)
+        assert all(gain.eq(1).all() for gain in agreement.gains(1.0).values())
+    found = []
+    for number in range(40):
+        for _, weights in replicas:
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=generator)
+        step(replicas, number)
+        agreement, weights = replicas[0]
+        found.append(agreement.gains(1.0)[weights[0]].item())
+    assert found[0] < 1.2 < found[-1] < 1.7
+
+
 def test_it_is_shared_often_at_first_and_then_now_and_then() -> None:
     assert sum(map(Agreement.shares, range(64))) == 64
     assert sum(map(Agreement.shares, range(64, 1064))) == 125
