@@ -10,6 +10,7 @@ from rich.console import Console
 from tests.training import config
 from thinpipe.gradcomp.registry import method_names
 from thinpipe.launch.host.links import PAYLOAD_SHARE
+from thinpipe.launch.plan import replicas
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import predict
 from thinpipe.launch.plan.profile import BlockCost
@@ -64,13 +65,15 @@ def test_a_step_is_compute_and_what_the_exchange_adds() -> None:
     assert set(steps) == set(method_names()) - {"none"}
 
 
-def test_the_slowest_machine_counts() -> None:
+def test_the_slowest_machine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "method_names", lambda: ["ef_updates"])
     half = [[replace(BLOCK, forward_s=0.2, backward_s=0.4)] * 4, *BLOCKS[1:]]
     even, uneven = (replica_steps(RUN, blocks, SLOW)[0] for blocks in (BLOCKS, half))
     assert uneven.step_s > 1.5 * even.step_s
 
 
-def test_it_is_shown_beside_the_pipeline() -> None:
+def test_it_is_shown_beside_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "method_names", lambda: ["low_precision_decentralized", "topk"])
     keys = [(1, "forward"), (1, "backward"), (3, "forward"), (3, "backward")]
     given = predict(RUN, BLOCKS, dict.fromkeys(keys, Message(100_000)), SLOW)  # type: ignore[arg-type]
     console = Console(file=StringIO(), width=80)
