@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket, Readiness, device_of, make_buckets
-from thinpipe.gradcomp.exchange import ExchangeKey
+from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.thread import Worker
 
@@ -137,3 +138,24 @@ class GradientSync:
                 return reducer.reduce(bucket, torch.cat(gradients), key), side_stream.now()
 
         self._waiting.append((bucket, self._worker.submit(reduce)))
+
+
+class AllReduce:
+    """A reducer whose servers send the sum of what they got."""
+
+    def __init__(self, peers: Peers, codec: Codec) -> None:
+        self._peers, self._codec = peers, codec
+
+    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
+        """Sum, with one rounding on each way."""
+        return sum_sharded(self._peers, key, flat_N, codec=self._codec)
+
+    def keep(self) -> None:
+        """There is no memory."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """There is no state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """There is no state."""

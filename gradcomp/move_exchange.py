@@ -38,8 +38,7 @@ from thinpipe.gradcomp.buckets import Bucket, device_of, make_buckets
 from thinpipe.gradcomp.budget import Budget, Choice
 from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
 from thinpipe.gradcomp.global_copy import OwedBucket, SharedBucket, gathered
-from thinpipe.gradcomp.gradient_sync import GradientSync
-from thinpipe.gradcomp.methods.allreduce import AllReduce
+from thinpipe.gradcomp.gradient_sync import AllReduce, GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pydantic import Field
 from torch import nn
 
-from thinpipe.gradcomp.gradient_sync import GradientSync
-from thinpipe.gradcomp.methods.allreduce import AllReduce
+from thinpipe.gradcomp.gradient_sync import AllReduce, GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.uniform import Uniform
