@@ -16,6 +16,7 @@ exchange travel. The early estimates, of a few projections, are drawn towards th
 Axes: N values of all parameters, U units.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from thinpipe.pipeline.wire.cast import Cast
 
 _TALL, _WIDE = 4, 64
 """A matrix with over 4 times as many rows as columns, of which it has 64, has a unit per row."""
+_LONG = 4096
 _ALL_OF, _THEN_EVERY = 64, 8
 """Exchanges that share what was measured: at first all."""
 _PRIOR = 4.0
@@ -69,7 +71,7 @@ class Agreement:
         for parameter, rows in zip(self._parameters, self._rows, strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             units = gradient.detach().float().reshape(rows, -1)
-            matrix = units.view(-1, gradient.shape[-1]) if gradient.dim() else units
+            matrix = units.reshape(-1, _width(gradient.shape))
             along = _signs(matrix.shape[1], generator, self._device)
             projected = matrix @ along
             if rows == 1:
@@ -144,6 +146,11 @@ class Agreement:
 def _rows(shape: torch.Size) -> int:
     tall = len(shape) == 2 and shape[0] > _TALL * shape[1] and shape[1] >= _WIDE
     return shape[0] if tall else 1
+
+
+def _width(shape: torch.Size) -> int:
+    """Columns of the matrix that is projected; long vectors are cut, to need fewer signs."""
+    return shape[-1] if len(shape) > 1 else math.gcd(shape.numel(), _LONG)
 
 
 def _signs(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
