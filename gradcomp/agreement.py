@@ -31,6 +31,7 @@ from thinpipe.pipeline.wire.cast import Cast
 _TALL, _WIDE = 4, 64
 """A matrix with over 4 times as many rows as columns, of which it has 64, has a unit per row."""
 _LONG = 4096
+"""Columns at most that a vector is cut into."""
 _ALL_OF, _THEN_EVERY = 64, 8
 """Exchanges that share what was measured: at first all."""
 _PRIOR = 4.0
@@ -63,30 +64,33 @@ class Agreement:
         """Whether exchange `number` shares what was measured."""
         return number < _ALL_OF or number % _THEN_EVERY == 0
 
-    def sample(self, *, averaged: bool = False) -> None:
-        """Measure this replica's gradients, or those that all have averaged."""
-        self._steps += 1
+    def sample(self) -> None:
+        """Measure this replica's gradients, which are not summed yet, or those that all averaged.
+
+        What was measured counts once `keep` is called.
+        """
         generator = torch.Generator().manual_seed(self._seed + self._steps)
         projections, squares = [], []
         for parameter, rows in zip(self._parameters, self._rows, strict=True):
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             units = gradient.detach().float().reshape(rows, -1)
             matrix = units.reshape(-1, _width(gradient.shape))
-            along = _signs(matrix.shape[1], generator, self._device)
-            projected = matrix @ along
+            projected = matrix @ _signs(matrix.shape[1], generator, self._device)
             if rows == 1:
                 projected = projected @ _signs(matrix.shape[0], generator, self._device)
             projections.append(projected.view(rows))
             squares.append(torch.linalg.vecdot(units, units))
         if projections:
             self.sample_2U = torch.stack([torch.cat(projections), torch.cat(squares)])
-            squares_U = self.sample_2U[1]
-            known_U = torch.where(squares_U.isfinite(), squares_U, self._own_U)
-            self._own_U.lerp_(known_U, 1 - self.beta2)
-            if averaged:  # what Adam sees is the same everywhere
-                self._one_U.lerp_(known_U, 1 - self.beta2)
-                self._mean_U.lerp_(known_U, 1 - self.beta2)
-                self._shared, self._shared_at = self._shared + 1, self._steps
+
+    def keep(self, *, averaged: bool = False) -> None:
+        """The optimizer applied what was measured; `averaged`: the same on all replicas."""
+        self._steps += 1
+        self._own_U.lerp_(self.sample_2U[1], 1 - self.beta2)
+        if averaged:
+            self._one_U.lerp_(self.sample_2U[1], 1 - self.beta2)
+            self._mean_U.lerp_(self.sample_2U[1], 1 - self.beta2)
+            self._shared, self._shared_at = self._shared + 1, self._steps
 
     def share(self, number: int, sample_2U: Tensor) -> Tensor:
         """The mean of all replicas' samples, on the communication thread.
@@ -118,7 +122,9 @@ class Agreement:
         pooled = self._mean_U.sum() / one_U.sum()
         rho_U = (self._mean_U / one_U * known + _PRIOR * pooled) / (known + _PRIOR)
         rho_U = rho_U.clamp(0.5 / self._peers.size, 1.0)
-        own_U = (self._own_U / one_U).clamp(0.0, float(self._peers.size))
+        # what no replica has seen moves by weight decay alone, which all apply alike
+        own_U = torch.where(self._one_U > 0, self._own_U / one_U, 1.0)
+        own_U = own_U.clamp(0.0, float(self._peers.size))
         gain_U = own_U.sqrt() * rho_U.pow(-power / 2) if self._shared else torch.ones_like(one_U)
         parts = torch.split(gain_U, self._rows)
         return {

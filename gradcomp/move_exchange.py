@@ -22,6 +22,7 @@ Axes: N values of a bucket, n values of a shard or of its subset.
 """
 
 import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -67,18 +68,18 @@ class MoveConfig(ExchangeOptions):
     budget: Literal["fixed", "auto"] = "fixed"
 
     @property
+    @abstractmethod
     def choice(self) -> Choice:
         """What is sent at first."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def choices(self) -> Mapping[Choice, float]:
         """What a budget chooses from, least first, with bits per parameter each way."""
-        raise NotImplementedError
 
+    @abstractmethod
     def codec(self, choice: Choice) -> Codec:
         """How the moves of a subset travel."""
-        raise NotImplementedError
 
     def bucket(self, bucket: Bucket) -> SharedBucket:
         """Parameters, the global copy, and what is not yet sent."""
@@ -193,7 +194,7 @@ class MoveExchange:
         if self._warming_up:
             self._warmup.before_step()
         if self._adapts:
-            self._agreement.sample(averaged=self._warming_up)
+            self._agreement.sample()
         if self._warming_up:
             return
         for bucket in self._buckets:
@@ -206,6 +207,8 @@ class MoveExchange:
         """Exchange, or start to."""
         warming_up = self._warming_up
         self._steps += 1
+        if self._adapts:
+            self._agreement.keep(averaged=warming_up)
         if warming_up:
             self._capture()
             return

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.entropy import CodingError
 from thinpipe.pipeline.wire.kernels import Backend
 from thinpipe.pipeline.wire.kernels.sign_mean import SignKernels, load_sign_kernels
 
@@ -67,15 +68,26 @@ class SignMean:
         return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        """Write the rows' values."""
+        """Write the rows' values.
+
+        Raises:
+            CodingError: there are fewer bytes than a row has.
+        """
         for wire_W, out_N in zip(wire_BW, out_BN, strict=True):
             self._decode(wire_W, out_N, add=False)
 
     def decode_add(self, wire_W: Tensor, sum_N: Tensor) -> None:
-        """Add a row's values to `sum_N` (fp32, contiguous)."""
+        """Add a row's values to `sum_N` (fp32, contiguous).
+
+        Raises:
+            CodingError: there are fewer bytes than a row has.
+        """
         self._decode(wire_W.view(-1), sum_N, add=True)
 
     def _decode(self, wire_W: Tensor, out_N: Tensor, *, add: bool) -> None:
+        if len(wire_W) < self.capacity(out_N.numel()):  # compiled code would read past the end
+            needed = self.capacity(out_N.numel())
+            raise CodingError(f"{len(wire_W)} bytes, where {needed} are needed")
         scale_K, split = self._scales(out_N), self._scale_nbytes(out_N.numel())
         scale_K.view(torch.uint8).copy_(wire_W[:split])
         into_N = out_N

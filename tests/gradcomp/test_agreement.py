@@ -24,6 +24,7 @@ def step(replicas: list[tuple[Agreement, list[nn.Parameter]]], number: int) -> N
     """Measure, share and count the gradients that are there."""
     for agreement, _ in replicas:
         agreement.sample()
+        agreement.keep()
     found = all_of(replicas, lambda one: one[0].share(number, one[0].sample_2U))
     for (agreement, _), mean_2U in zip(replicas, found, strict=True):
         agreement.update(mean_2U)
@@ -105,18 +106,32 @@ def test_before_anything_is_known_moves_count_once() -> None:
     assert [agreement.gains(1.0)[weight].numel() for weight in weights] == [1, ROWS, 1]
 
 
-def test_what_is_not_finite_is_not_counted() -> None:
+def test_a_step_that_is_skipped_leaves_no_trace() -> None:
     replicas = [built(peers) for peers in local_peers(2)]
-    for number in range(3):
+    for skipped in (False, True, False):
         for _, weights in replicas:
             for weight in weights:
                 weight.grad = torch.ones_like(weight)
-        if number == 1:
+        if skipped:
             weights[0].grad[0, 0] = torch.inf  # type: ignore[index]
-        step(replicas, number)
-    gains = replicas[0][0].gains(0.0)
-    for gain in gains.values():
+            for agreement, _ in replicas:
+                agreement.sample()
+        else:
+            step(replicas, 0)
+    for gain in replicas[1][0].gains(0.0).values():
         torch.testing.assert_close(gain, torch.ones_like(gain), rtol=0.01, atol=0)
+
+
+def test_what_no_replica_has_seen_is_left_alone() -> None:
+    """Rows of tokens that did not occur: weight decay moves them, on all alike."""
+    replicas = [built(peers) for peers in local_peers(2)]
+    for _, weights in replicas:
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        weights[1].grad[5:] = 0  # type: ignore[index]
+    step(replicas, 0)
+    agreement, weights = replicas[0]
+    assert (agreement.gains(0.0)[weights[1]] - 1).abs().max() < 0.01
 
 
 def test_after_a_warm_up_moves_are_as_long_as_they_should_be_at_first() -> None:
@@ -127,7 +142,8 @@ def test_after_a_warm_up_moves_are_as_long_as_they_should_be_at_first() -> None:
         for weight in weights:
             weight.grad = torch.ones_like(weight)
         for _ in range(50):
-            agreement.sample(averaged=True)
+            agreement.sample()
+            agreement.keep(averaged=True)
         assert all(gain.eq(1).all() for gain in agreement.gains(1.0).values())
     found = []
     for number in range(40):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from thinpipe.pipeline.wire.entropy import CodingError
 from thinpipe.pipeline.wire.kernels import Backend
 from thinpipe.pipeline.wire.sign_mean import SignMean
 
@@ -85,6 +86,19 @@ def test_other_formats_are_read_and_written(dtype: torch.dtype) -> None:
     out = torch.empty_like(x)
     codec.decode(wire, out)
     assert torch.equal(out, expected.to(dtype))
+
+
+@pytest.mark.parametrize("missing", [1, 100, 140, 141])
+def test_a_row_that_is_cut_short_is_an_error(missing: int) -> None:
+    codec, x = SignMean(), values(1000, 1)
+    wire, _ = coded(codec, x)
+    assert wire.numel() == 141
+    short, out = wire[:, : 141 - missing], torch.zeros(1, 1000)
+    with pytest.raises(CodingError, match=f"{141 - missing} bytes, where 141"):
+        codec.decode(short, out)
+    with pytest.raises(CodingError):
+        codec.decode_add(short[0], out[0])
+    assert not out.any()
 
 
 @pytest.mark.parametrize("group", [0, 4, 100])
