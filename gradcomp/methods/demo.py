@@ -165,9 +165,10 @@ class DeMo:
 
     @torch.no_grad()
     def _come_back(self) -> None:
-        for parameter, here in zip(self._parameters, self._here, strict=False):
-            parameter.copy_(here)
-        self._here = []
+        if self._here:
+            for parameter, here in zip(self._parameters, self._here, strict=True):
+                parameter.copy_(here)
+            self._here = []
 
     def _wait(self) -> None:
         if self._pending is not None:

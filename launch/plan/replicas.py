@@ -6,7 +6,7 @@ pipeline: it sends activations in every microbatch, they a fraction of the model
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -108,8 +108,8 @@ def replica_steps(config: RunConfig, blocks: Blocks, network: Network) -> list[R
         options = config.method_options.model_dump() if method == config.method else {}
         try:
             cost = measure_exchange(method, options, replicas)
-        except ValueError:  # not with this number of replicas
-            continue
+        except ValueError:  # the run's options do not fit as many replicas
+            cost = replace(measure_exchange(method, {}, replicas), method=f"{method} (defaults)")
         sent = cost.nbytes * trained
         exchange_s = seconds(round(sent), slowest) + 2 * network.highest_latency_s
         step_s = max(compute_s, exchange_s) if cost.overlaps else compute_s + exchange_s

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.entropy import CodingError
 
 CastFormat = Literal["fp32", "bf16", "fp16"]
 
@@ -58,7 +59,14 @@ class Cast:
         return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        """Write the rows' values; the copy aligns bytes that start anywhere in a message."""
+        """Write the rows' values; the copy aligns bytes that start anywhere in a message.
+
+        Raises:
+            CodingError: a row has another number of bytes.
+        """
+        if wire_BW.shape[1] != self.capacity(out_BN.shape[1]):  # one byte would count for all
+            needed = self.capacity(out_BN.shape[1])
+            raise CodingError(f"{wire_BW.shape[1]} bytes, where {needed} are needed")
         cast_BN = torch.empty(out_BN.shape, dtype=self.dtype, device=out_BN.device)
         cast_BN.view(torch.uint8).copy_(wire_BW)
         out_BN.copy_(cast_BN)

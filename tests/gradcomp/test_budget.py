@@ -56,8 +56,17 @@ def test_replicas_that_measured_differently_choose_alike(caplog: Any) -> None:
     assert "exchange 0: TopKChoice(subset=0.3, topk=0.3, bits=4)" in caplog.text
 
 
-def test_a_run_fills_its_slot_and_replicas_stay_together() -> None:
-    replicas = Replicas(2, "cocktail", {"budget": "auto", "bucket_mb": 1e-4})
+@pytest.mark.parametrize(
+    ("method", "most"),
+    [
+        ("cocktail", {"subset": 1.0, "topk": 1.0, "bits": 8}),
+        ("ef_updates", {"subset": 1.0, "bits": 8}),
+    ],
+)
+def test_a_run_fills_its_slot_and_replicas_stay_together(
+    method: str, most: dict[str, float]
+) -> None:
+    replicas = Replicas(2, method, {"budget": "auto", "bucket_mb": 1e-4})
     for sync in replicas.syncs:
         sync._budget._slot_s = 1e9  # type: ignore[attr-defined]
     for _ in range(18):
@@ -65,7 +74,7 @@ def test_a_run_fills_its_slot_and_replicas_stay_together() -> None:
         first, second = replicas.global_parameters()
         assert torch.equal(first, second)
     chosen = [sync.state_dict()["choice"] for sync in replicas.syncs]
-    assert chosen == [{"subset": 1.0, "topk": 1.0, "bits": 8}] * 2
+    assert chosen == [most] * 2
 
 
 def test_there_is_no_slot_to_fill_without_delay() -> None:

@@ -112,18 +112,6 @@ def test_the_default_sends_two_hundred_times_less_than_a_ring() -> None:
     assert list(config.choices.values()) == sorted(config.choices.values())
 
 
-def test_a_budget_fills_its_slot_and_replicas_stay_together() -> None:
-    replicas = Replicas(2, "ef_updates", {"budget": "auto", "bucket_mb": 1e-4})
-    for sync in replicas.syncs:
-        sync._budget._slot_s = 1e9  # type: ignore[attr-defined]
-    for _ in range(18):
-        replicas.step()
-        first, second = replicas.global_parameters()
-        assert torch.equal(first, second)
-    chosen = [sync.state_dict()["choice"] for sync in replicas.syncs]
-    assert chosen == [{"subset": 1.0, "bits": 8}] * 2
-
-
 @pytest.mark.parametrize(
     ("options", "reported"),
     [

@@ -87,6 +87,17 @@ def test_it_is_shown_beside_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> Non
     assert f"{given.step_s / best.step_s:.2f}" in output
 
 
+def test_options_that_do_not_fit_as_many_replicas_are_not_used_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pairs of three machines; `decentralized` meets them on a ring instead."""
+    monkeypatch.setattr(replicas, "method_names", lambda: ["decentralized"])
+    exchange = {"method": "decentralized", "decentralized": {"peers": "pairs"}}
+    run = config(pipeline=RUN.pipeline.model_dump(exclude_unset=True), gradcomp=exchange)
+    (step,) = replica_steps(run, BLOCKS, SLOW)
+    assert step.cost.method == "decentralized (defaults)"
+
+
 def test_tensors_are_counted_wherever_they_are() -> None:
     held = {"a": [torch.zeros(3), {"b": torch.zeros(2, dtype=torch.int8)}], "c": 5, "d": None}
     assert held_nbytes(held) == 14

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
+from thinpipe.pipeline.wire.entropy import CodingError
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
@@ -34,3 +35,12 @@ def test_fp16_overflow_is_infinite_not_silent() -> None:
     codec.encode(x, wire)
     codec.decode(wire, out)
     assert torch.isinf(out).all()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 19, 21])
+def test_a_row_of_another_length_is_an_error(nbytes: int) -> None:
+    """One byte, above all, which a copy would repeat for all values."""
+    out_BN = torch.zeros(1, 10)
+    with pytest.raises(CodingError, match=f"{nbytes} bytes, where 20 are needed"):
+        Cast("bf16").decode(torch.ones(1, nbytes, dtype=torch.uint8), out_BN)
+    assert not out_BN.any()
