@@ -1,4 +1,4 @@
-"""How AQ-SGD is configured at the forward direction of a cut."""
+"""How AQ-SGD is configured at a direction of a cut."""
 
 from typing import Annotated, Literal
 
@@ -10,6 +10,7 @@ from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.aqsgd.store import Store
 from thinpipe.pipeline.config import Bits, QuantizerConfig, StatelessConfig, TileConfig, build_codec
 from thinpipe.pipeline.wire.cast import CastFormat
+from thinpipe.pipeline.wire.codec import Codec
 
 
 class MemoryConfig(BaseModel):
@@ -32,13 +33,14 @@ class MemoryConfig(BaseModel):
 class AqsgdConfig(QuantizerConfig):
     """Quantized changes. `first_visit` and `memory`: a float format or that many bits.
 
-    `first_visit = { kind = "stateless", bits = 5 }` sends first visits in tiles, and
+    `first_visit = "same"` codes first visits as changes are coded, from nothing.
+    `first_visit = { kind = "stateless", bits = 5 }` sends them in tiles, and
     `delta = "tiles"` the changes: a smaller error for the same bits (at 2 bits by a tenth), by a
     codec that is slower than the fused `delta = "uniform"`.
     """
 
     kind: Literal["aqsgd"] = "aqsgd"
-    first_visit: CastFormat | Bits | TileConfig = 8
+    first_visit: CastFormat | Bits | TileConfig | Literal["same"] = 8
     memory: Literal["fp32", "bf16", 4, 8] = "bf16"
     delta: Literal["uniform", "tiles"] = "uniform"
 
@@ -60,6 +62,24 @@ class AqsgdConfig(QuantizerConfig):
         if self.delta == "tiles":
             return Composed(TileConfig(bits=self.bits).quantizer())
         return self.quantizer(width)
+
+    def first_visit_codec(self, width: int) -> Codec:
+        """What codes tokens of samples without history."""
+        if self.first_visit != "same":
+            return build_codec(self.first_visit, width)
+        if self.delta == "tiles":
+            return TileConfig(bits=self.bits).quantizer()
+        return self.quantizer(width)
+
+
+class GradientAqsgdConfig(AqsgdConfig):
+    """Quantized changes of a sample's gradient since its last visit.
+
+    What is remembered is the gradient of the sample's own losses: what they are divided by in a
+    step (tokens of the batch, accumulation, replicas) is divided out.
+    """
+
+    first_visit: CastFormat | Bits | TileConfig | Literal["same"] = "same"
 
 
 class AutoConfig(AqsgdConfig):
@@ -96,7 +116,7 @@ def build_delta(
     """One end of a direction. Both are built alike, with a store and capacity of their own."""
     return DeltaBoundary(
         SampleMemory(build_codec(config.memory, width), store, capacity=capacity),
-        first_visit=build_codec(config.first_visit, width),
+        first_visit=config.first_visit_codec(width),
         delta=config.change_codec(width),
         key=key,
     )

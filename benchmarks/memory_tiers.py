@@ -97,7 +97,8 @@ def compare_tiers(scale: Scale, folder: Path, records: Records) -> str:
             print(f"round {turn + 1}: {tier}: {median(found):.3f} s per step", flush=True)
     if losses["ram"] != losses["disk"]:
         raise RuntimeError("losses differ between the tiers; timings would mean nothing")
-    row = row_nbytes(scale.run("ram", folder), 1)
+    run = scale.run("ram", folder)
+    row = row_nbytes(run, run.boundary_at(1).forward)
     moved = 2 * 6 * scale.batch * row  # read and written, at six ends
     base, rows = median(seconds["ram"]), []
     for tier in TIERS:

@@ -234,7 +234,7 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
                 spec,
                 width=config.model.width,
                 key=config.run.seed | (2 * cut + direction) << 32,
-                store=_store(config, cut, device) if isinstance(spec, AqsgdConfig) else None,
+                store=_store(config, spec, device) if isinstance(spec, AqsgdConfig) else None,
                 capacity=sample_capacity(config, config.stage_ranks[stage]),
             ),
             run_id=run_id,
@@ -252,7 +252,7 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
     )
 
 
-def _store(config: RunConfig, cut: int, device: torch.device) -> Store:
+def _store(config: RunConfig, spec: AqsgdConfig, device: torch.device) -> Store:
     tier = config.memory.tier
     if tier != "disk":
         return RamStore(
@@ -260,7 +260,7 @@ def _store(config: RunConfig, cut: int, device: torch.device) -> Store:
         )
     folder = memory_folder(config)
     try:
-        return DiskStore(RowFile(folder, row_nbytes(config, cut)))
+        return DiskStore(RowFile(folder, row_nbytes(config, spec)))
     except OSError as error:
         raise ConfigError(
             f"memory.folder = {folder}: no file can be made there: {error.strerror}"

@@ -13,7 +13,7 @@ from thinpipe.aqsgd.store import Store
 from thinpipe.launch.config.run import RunConfig, Spec
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless, raw
 from thinpipe.pipeline.comm.message import Mode
-from thinpipe.pipeline.config import DirectConfig, StatelessConfig, build_codec
+from thinpipe.pipeline.config import DirectConfig, StatelessConfig
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.loss import Classification, NextToken, Objective
 from thinpipe.pipeline.models.build import StageModule, build_model
@@ -55,7 +55,7 @@ def build_boundary(
     """
     if isinstance(spec, AqsgdConfig):
         delta = build_delta(spec, width=width, key=key, store=store, capacity=capacity)
-        first_visit = Stateless(build_codec(spec.first_visit, width), key)
+        first_visit = Stateless(spec.first_visit_codec(width), key)
         return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
     if isinstance(spec, DirectConfig):
         same: Boundary = Stateless(spec.quantizer(width), key)

@@ -6,7 +6,8 @@ one more exchange, which names the samples; both ends forget them, and their nex
 visit. Nothing else is ever sent. Samples of the step that is ending are left out: their messages
 proved both ends equal.
 
-Axes: R replicas, P ranks of a pipeline, C cuts, E = 2 ends of a cut (sender, receiver), B samples.
+Axes: R replicas, P ranks of a pipeline, C directions of cuts, E = 2 ends (sender, receiver),
+B samples.
 """
 
 import logging
@@ -19,12 +20,12 @@ from torch import Tensor
 from thinpipe.pipeline.comm.boundary import Memory
 from thinpipe.pipeline.comm.channel import Channel, IncomingChannel
 from thinpipe.pipeline.comm.transport import Scope, Transport, shared_nbytes
-from thinpipe.pipeline.wire.header import FORWARD, crc32
+from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD, crc32
 
 _log = logging.getLogger(__name__)
 
 Repaired = tuple[tuple[int, int], ...]
-"""(cut, samples forgotten over all replicas), of the cuts where there were any."""
+"""(cut, samples forgotten over all replicas and both directions), where there were any."""
 
 
 class Repair(NamedTuple):
@@ -41,17 +42,20 @@ class CacheConsistency:
         self, transport: Transport, channels: Sequence[Channel], cuts: Sequence[int]
     ) -> None:
         """`cuts` are all cuts of the pipeline, in the order that every rank uses."""
-        self._transport, self._cuts = transport, tuple(cuts)
+        self._transport = transport
+        self._places = [(cut, direction) for cut in cuts for direction in (FORWARD, BACKWARD)]
         self._memories: dict[tuple[int, int], Memory] = {}
+        """By place and end."""
         for channel in channels:
             codec, end = channel.codec, isinstance(channel, IncomingChannel)
-            if codec.direction == FORWARD and codec.memory is not None:
-                self._memories[self._cuts.index(codec.cut), int(end)] = codec.memory
+            if codec.memory is not None:
+                place = self._places.index((codec.cut, codec.direction))
+                self._memories[place, int(end)] = codec.memory
 
     @property
     def size(self) -> int:
         """Length of `numbers`."""
-        return 1 + 2 * len(self._cuts)
+        return 1 + 2 * len(self._places)
 
     def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:
         """Agree, before the first step, on how much is held, and of `ids_B`, on what.
@@ -78,7 +82,7 @@ class CacheConsistency:
 
     def numbers(self, ids_B: Tensor) -> list[float]:
         """This rank's part of a shared vector: for each end, what it holds of these samples."""
-        digests_CE = torch.zeros(len(self._cuts), 2, dtype=torch.float64)
+        digests_CE = torch.zeros(len(self._places), 2, dtype=torch.float64)
         for end, memory in self._memories.items():
             prints_B = memory.fingerprints(ids_B)
             digests_CE[end] = -1 if bool((prints_B < 0).any()) else crc32(prints_B)
@@ -89,56 +93,58 @@ class CacheConsistency:
         differs_C = _differ(self._per_end(all_WN[:, 1:])).any((0, 2))
         if not bool(differs_C.any()):
             return Repair()
-        cuts = torch.nonzero(differs_C).flatten().tolist()
+        places = torch.nonzero(differs_C).flatten().tolist()
         count = int(all_WN[:, 0].max())
-        prints_CEB = torch.zeros(len(cuts), 2, count, dtype=torch.float64)
-        for i, cut in enumerate(cuts):
+        prints_CEB = torch.zeros(len(places), 2, count, dtype=torch.float64)
+        for i, place in enumerate(places):
             for end in (0, 1):
-                if (cut, end) in self._memories:
-                    prints_B = self._memories[cut, end].fingerprints(ids_B)
+                if (place, end) in self._memories:
+                    prints_B = self._memories[place, end].fingerprints(ids_B)
                     prints_CEB[i, end, : len(ids_B)] = prints_B
         shared_WN = self._transport.share(prints_CEB.flatten(), scope)
         wrong_RCB = _differ(self._per_end(shared_WN, count))
         replica = self._transport.mesh.replica if scope == "world" else 0
-        for i, cut in enumerate(cuts):
-            self._forget(cut, ids_B[wrong_RCB[replica, i, : len(ids_B)]])
+        for i, place in enumerate(places):
+            self._forget(place, ids_B[wrong_RCB[replica, i, : len(ids_B)]])
         counts = wrong_RCB.sum((0, 2)).tolist()
-        repaired = tuple((self._cuts[cut], n) for cut, n in zip(cuts, counts, strict=True) if n)
-        return Repair(repaired, shared_nbytes(shared_WN))
+        found = [((self._places[place][0], n),) for place, n in zip(places, counts, strict=True)]
+        return Repair(_sum(*found), shared_nbytes(shared_WN))
 
     def _compare(self, ids_B: Tensor) -> Repaired:
         mine = torch.tensor(self.numbers(ids_B), dtype=torch.float64)
         return self.repair(self._transport.share(mine, "world"), ids_B, "world").repaired
 
-    def _forget(self, cut: int, ids_B: Tensor) -> None:
+    def _forget(self, place: int, ids_B: Tensor) -> None:
         for end in (0, 1):
-            if (cut, end) in self._memories and len(ids_B):
-                self._memories[cut, end].forget(ids_B)
+            if (place, end) in self._memories and len(ids_B):
+                self._memories[place, end].forget(ids_B)
                 if end == 1:
+                    cut, direction = self._places[place]
                     _log.warning(
-                        "cut %d: what its ends remember of %d samples (%s) differed or was lost; "
-                        "they will be sent like new ones",
-                        self._cuts[cut],
+                        "cut %d %s: what its ends remember of %d samples (%s) differed or was "
+                        "lost; they will be sent like new ones",
+                        cut,
+                        DIRECTIONS[direction],
                         len(ids_B),
                         _shorten(ids_B.tolist()),
                     )
 
     def _agree_on_room(self, ids_B: Tensor) -> None:
         """The smaller capacity of two ends counts."""
-        rooms_CE = torch.full((len(self._cuts), 2), float("inf"), dtype=torch.float64)
+        rooms_CE = torch.full((len(self._places), 2), float("inf"), dtype=torch.float64)
         for end, memory in self._memories.items():
             if memory.capacity is not None:
                 rooms_CE[end] = memory.capacity
         shared_PN = self._transport.share(rooms_CE.flatten(), "replica")
         own_CE = shared_PN.view(len(shared_PN), *rooms_CE.shape).amin(0)
-        for (cut, _), memory in self._memories.items():
-            memory.restrict(ids_B, int(min(float(own_CE[cut].min()), len(ids_B))))
+        for (place, _), memory in self._memories.items():
+            memory.restrict(ids_B, int(min(float(own_CE[place].min()), len(ids_B))))
 
     def _per_end(self, all_WN: Tensor, count: int = 1) -> Tensor:
         """[R, C, E, B]: of the ranks of a pipeline, only one holds any given end."""
-        pipeline_ranks, cuts = self._transport.mesh.pipeline_ranks, all_WN.shape[1] // (2 * count)
-        replicas = all_WN.shape[0] // pipeline_ranks
-        return all_WN.reshape(replicas, pipeline_ranks, cuts, 2, count).sum(1)
+        pipeline_ranks = self._transport.mesh.pipeline_ranks
+        replicas, places = all_WN.shape[0] // pipeline_ranks, all_WN.shape[1] // (2 * count)
+        return all_WN.reshape(replicas, pipeline_ranks, places, 2, count).sum(1)
 
 
 def _differ(prints_RCEB: Tensor) -> Tensor:
@@ -157,4 +163,4 @@ def _sum(*parts: Repaired) -> Repaired:
     for part in parts:
         for cut, samples in part:
             total[cut] = total.get(cut, 0) + samples
-    return tuple(sorted(total.items()))
+    return tuple((cut, samples) for cut, samples in sorted(total.items()) if samples)

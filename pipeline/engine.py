@@ -40,7 +40,7 @@ from thinpipe.pipeline.schedule import (
 from thinpipe.pipeline.stage import CompressedStage, ComputeEvent
 from thinpipe.pipeline.step_stats import RankStep, StepStats, StepTotals
 from thinpipe.pipeline.tied import TiedWeight
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 
@@ -94,6 +94,11 @@ class PipelineEngine:
         self._device: torch.device = stages[0].device
         self._stats = StepStats(transport, self.channels, options.cuts)
         self._guard = Guard(options.rules, [channel.codec for channel in self.channels])
+        self._remembered_gradients = [
+            channel.codec
+            for channel in self.channels
+            if channel.codec.direction == BACKWARD and channel.codec.memory is not None
+        ]
         self._schedules: dict[int, Any] = {}
         self._denominator = 1.0
         self._pass = -1
@@ -215,6 +220,7 @@ class PipelineEngine:
         self._begin_pass(part, count, step, "train", schedule)
         if not self._denominator:  # the first part; its receives are posted meanwhile
             self._denominator = self._count_tokens(batch)
+            self._undo_denominator()
         inputs = (part.inputs_BT.to(self._device),) if 0 in self._stages else ()
         losses: list[Tensor] = []
         arguments: dict[str, Any] = {}
@@ -269,12 +275,17 @@ class PipelineEngine:
         return "world" if self._sync.due(step) else "replica"
 
     def _count_tokens(self, batch: Batch) -> float:
-        """What losses are divided by; only ranks that compute them ask other replicas."""
+        """What losses are divided by; only ranks that need it ask other replicas."""
         tokens = torch.tensor([self.objective.count(batch.targets)], dtype=torch.float64)
-        computes_loss = any(stage.is_last for stage in self._stages.values())
-        if computes_loss and self._sync.loss_scope == "global":
+        needed = any(stage.is_last for stage in self._stages.values()) or self._remembered_gradients
+        if needed and self._sync.loss_scope == "global":
             tokens = self.transport.share(tokens, "stage").sum(0)
         return max(float(tokens), 1.0)
+
+    def _undo_denominator(self) -> None:
+        """Remember gradients of sums of losses: they do not depend on the rest of the batch."""
+        for codec in self._remembered_gradients:
+            codec.scale = self._denominator
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return self.objective.loss_sum(logits, targets) / self._denominator

@@ -44,12 +44,14 @@ def _tiles(bits: int) -> dict[str, Any]:
     return {"kind": "stateless", "bits": bits}
 
 
-def _rate(kind: str, forward: float, backward: float, **options: Any) -> dict[str, Any]:
+def _rate(
+    kind: str, forward: float, backward: float, *, gradients: str = "direct", **options: Any
+) -> dict[str, Any]:
     """Entropy-coded, with step sizes as multiples of a group's rms."""
     way = {"bits": 4, "coding": "zstd"}
     return {
         "forward": {"kind": kind, **way, "rate": forward, **options},
-        "backward": {"kind": "direct", **way, "rate": backward},
+        "backward": {"kind": gradients, **way, "rate": backward},
     }
 
 
@@ -88,7 +90,17 @@ CODED: dict[str, dict[str, Any]] = {
     "aq rate 0.8/0.7": _rate("aqsgd", 0.8, 0.7),
     "direct rate 0.5/0.5": _rate("direct", 0.5, 0.5),
 }
-METHODS = {**PAPER, **BEYOND, **CODED}
+BOTH: dict[str, dict[str, Any]] = {
+    f"both {name}": _rate("aqsgd", *rates, gradients="aqsgd")
+    for name, rates in (
+        ("rate 0.5/0.5", (0.5, 0.5)),
+        ("rate 0.6/0.5", (0.6, 0.5)),
+        ("rate 0.6/0.8", (0.6, 0.8)),
+        ("rate 0.8/0.7", (0.8, 0.7)),
+        ("rate 0.8/1.0", (0.8, 1.0)),
+    )
+}
+METHODS = {**PAPER, **BEYOND, **CODED, **BOTH}
 _SIZES = {
     "layers": "of the model, each a stage",
     "width": "of the model",
@@ -99,7 +111,12 @@ _SIZES = {
     "epochs": "of fine-tuning",
     "pretrain_steps": "of pretraining",
 }
-GROUPS = {"paper": list(PAPER), "beyond": list(BEYOND), "coded": list(CODED)}
+GROUPS = {
+    "paper": list(PAPER),
+    "beyond": list(BEYOND),
+    "coded": list(CODED),
+    "both": list(BOTH),
+}
 
 
 def compare(
@@ -160,7 +177,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         choices=[*GROUPS, *METHODS],
         default=["paper"],
-        help="of the paper (default), beyond it, entropy-coded, or by name",
+        help="of the paper (default), beyond it, entropy-coded, memories both ways, or by name",
     )
     for name, meaning in _SIZES.items():
         default = getattr(Scale, name)

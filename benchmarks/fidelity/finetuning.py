@@ -19,13 +19,13 @@ from torch import Tensor
 from benchmarks.fidelity.report import Epoch, Outcome
 from benchmarks.fidelity.sentences import write_text, write_tokenizer
 from thinpipe.aqsgd.delta import DeltaBoundary
+from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.load import DataConfig, load
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.single_process import in_process
-from thinpipe.pipeline.comm.boundary import Boundary
 from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.models.dropout import DropoutMasks
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
@@ -285,22 +285,24 @@ def _memories(built: Built, *, samples: int, numel: int) -> list[Tensor]:
     ids = torch.arange(samples)
     memories: list[Tensor] = []
     for upper, lower in zip(built.stages, built.stages[1:], strict=False):
-        sender = _training_boundary(upper.channels.activations_out)
-        receiver = _training_boundary(lower.channels.activations_in)
-        if not isinstance(sender, DeltaBoundary) or not isinstance(receiver, DeltaBoundary):
-            return []
-        if sender.memory.digest() != receiver.memory.digest():
-            raise RuntimeError(
-                f"the ends between stages {upper.stage_index} and {lower.stage_index} remember "
-                "different bits; the results are invalid"
-            )
-        memories.append(sender.memory.read(ids, numel))
+        activations = _memory(upper.channels.activations_out, lower.channels.activations_in)
+        _memory(lower.channels.gradients_out, upper.channels.gradients_in)
+        if activations is not None:
+            memories.append(activations.read(ids, numel))
     return memories
 
 
-def _training_boundary(channel: Channel | None) -> Boundary:
-    assert channel is not None, "every stage has a channel to its neighbours"
-    return channel.codec.training
+def _memory(sender: Channel | None, receiver: Channel | None) -> SampleMemory | None:
+    """What both ends of a direction remember, after a check that it is the same."""
+    assert sender is not None, "every stage has a channel to its neighbours"
+    assert receiver is not None
+    ends = [channel.codec.training for channel in (sender, receiver)]
+    memories = [end.memory for end in ends if isinstance(end, DeltaBoundary)]
+    if len({memory.digest() for memory in memories}) > 1:
+        raise RuntimeError(
+            f"the ends of {sender.codec.name} remember different bits; the results are invalid"
+        )
+    return memories[0] if memories else None
 
 
 def _change(previous: Sequence[Tensor], memory: Sequence[Tensor]) -> float | None:

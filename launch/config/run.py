@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig, MemoryConfig
+from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig, GradientAqsgdConfig, MemoryConfig
 from thinpipe.gradcomp.registry import load_method, method_names, option_aliases, parse_options
 from thinpipe.launch.config.devices import check_devices
 from thinpipe.launch.config.errors import explain
@@ -81,7 +81,10 @@ ForwardConfig = Annotated[
     BeforeValidator(_known_names),
 ]
 BackwardConfig = Annotated[
-    Annotated[DirectConfig | RawConfig | StatelessConfig, Field(discriminator="kind")],
+    Annotated[
+        GradientAqsgdConfig | DirectConfig | RawConfig | StatelessConfig,
+        Field(discriminator="kind"),
+    ],
     BeforeValidator(_known_names),
 ]
 Spec = ForwardConfig | BackwardConfig
@@ -252,6 +255,12 @@ class RunConfig(BaseModel):
                 f"memory.tier = {self.memory.tier!r} keeps nothing on disk"
             )
         delta = any(spec.kind == "aqsgd" for spec in self.specs.values())
+        if delta and self.train.epochs == 1:
+            found.append(
+                "note: AQ-SGD sends changes between epochs, and train.epochs = 1: every sample is "
+                'sent as a first visit; kind = "stateless" is smaller for the same error, and '
+                'kind = "auto" chooses it by itself'
+            )
         dropout = fresh_dropout(self.model)
         if delta and dropout:
             repeat = 'model.dropout_masks = "repeated" or dropout'

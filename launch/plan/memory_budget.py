@@ -7,7 +7,7 @@ capacity of the two ends of a cut counts. In RAM, the rows that a step writes co
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,12 +15,13 @@ from rich.console import Console
 from rich.table import Table
 
 from thinpipe.aqsgd.config import AqsgdConfig
-from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.run import RunConfig, Spec
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.device import check_gpus, choose_device, free_gpu_memory, gpu_count
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.report.metrics import format_bytes
 from thinpipe.pipeline.config import build_codec
+from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 _ROWS_IN_FLIGHT = 4
 """Per sample of a step with rows on disk: old, new, prefetched, and being written."""
@@ -28,9 +29,13 @@ _ROWS_IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class End:
-    """The memory at one end of a cut: it holds `held` of the `samples` that a replica visits."""
+    """The memory at one end of a direction of a cut.
+
+    It holds `held` of the `samples` that a replica visits.
+    """
 
     cut: int
+    direction: Direction
     side: Literal["sender", "receiver"]
     position: int
     row_nbytes: int
@@ -60,13 +65,12 @@ class Needs:
     device_free: int | None
 
 
-def row_nbytes(config: RunConfig, cut: int) -> int:
-    """Bytes per sample at one end of a cut; 0 for boundaries without a memory."""
-    forward = config.boundary_at(cut).forward
-    if not isinstance(forward, AqsgdConfig):
+def row_nbytes(config: RunConfig, spec: Spec) -> int:
+    """Bytes per sample at one end of a direction; 0 for boundaries without a memory."""
+    if not isinstance(spec, AqsgdConfig):
         return 0
     numel = config.data.sequence_length * config.model.width
-    return build_codec(forward.memory, config.model.width).capacity(numel)
+    return build_codec(spec.memory, config.model.width).capacity(numel)
 
 
 def sample_capacity(config: RunConfig, position: int) -> int | None:
@@ -82,7 +86,7 @@ def sample_capacity(config: RunConfig, position: int) -> int | None:
     in_progress = 0 if config.memory.tier == "disk" else _batch(config)
     samples = budget // per_sample - in_progress
     if samples < 1:
-        most = max(_per_sample(config, at) for _, _, at in _ends(config))
+        most = max(_per_sample(config, end.position) for end in _ends(config))
         raise ConfigError(
             f"memory.budget = {format_bytes(budget)}: a sample takes {format_bytes(per_sample)} on "
             f"pipeline rank {position}, and {in_progress} more are written during a step; use "
@@ -93,21 +97,20 @@ def sample_capacity(config: RunConfig, position: int) -> int | None:
 
 
 def plan_memory(config: RunConfig, sequences: int) -> list[End]:
-    """Every end of every cut of one replica; replicas are alike.
+    """Every memory of one replica; replicas are alike.
 
     Raises:
         ConfigError: the budget is too small for a single sample.
     """
     samples = sequences // config.pipeline.replicas
-    locations = _ends(config)
-    capacities = {at: sample_capacity(config, at) for _, _, at in locations}
-    ends = []
-    for cut, side, position in locations:
-        both = [capacities[at] for other, _, at in locations if other == cut]
+    ends = _ends(config)
+    capacities = {end.position: sample_capacity(config, end.position) for end in ends}
+    planned = []
+    for end in ends:
+        both = [capacities[other.position] for other in ends if other.cut == end.cut]
         held = min([samples, *(capacity for capacity in both if capacity is not None)])
-        if row_nbytes(config, cut):
-            ends.append(End(cut, side, position, row_nbytes(config, cut), samples, held))
-    return ends
+        planned.append(replace(end, samples=samples, held=held))
+    return planned
 
 
 def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs:
@@ -176,7 +179,8 @@ def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> Non
 def memory_notices(ends: Iterable[End]) -> list[str]:
     """Notices about budgets that do not hold all samples."""
     return [
-        f"note: cut {end.cut} remembers {end.held:,} of {end.samples:,} samples, as memory.budget "
+        f"note: cut {end.cut} {end.direction} remembers {end.held:,} of {end.samples:,} samples, "
+        "as memory.budget "
         "allows; the others are sent as first visits every time"
         for end in ends
         if end.side == "sender" and end.held < end.samples
@@ -194,11 +198,12 @@ def show_memory(console: Console, config: RunConfig, ends: list[End], ranks: ran
         console.print("no memories: no boundary uses AQ-SGD")
         return
     table = Table(title=f"memories of a replica, tier {config.memory.tier}", title_justify="left")
-    for name in ("cut", "end", "rank", "per sample", "held", "bytes"):
-        table.add_column(name, justify="left" if name == "end" else "right")
+    for name in ("cut", "direction", "end", "rank", "per sample", "held", "bytes"):
+        table.add_column(name, justify="left" if name in ("direction", "end") else "right")
     for end in ends:
         table.add_row(
             "auto" if config.pipeline.auto_cuts else str(end.cut),
+            end.direction,
             end.side,
             str(end.position),
             format_bytes(end.row_nbytes),
@@ -231,19 +236,24 @@ def memory_folder(config: RunConfig) -> Path:
     return config.run.path if folder is None else Path(folder).expanduser().resolve()
 
 
-def _ends(config: RunConfig) -> list[tuple[int, Literal["sender", "receiver"], int]]:
-    """(cut, side, rank in the pipeline) of every cut between two ranks."""
-    ranks = config.stage_ranks
-    found: list[tuple[int, Literal["sender", "receiver"], int]] = []
+def _ends(config: RunConfig) -> list[End]:
+    """Every memory, still empty, of the cuts between two ranks."""
+    ranks, found = config.stage_ranks, []
     for stage, cut in enumerate(config.pipeline.cuts):
-        if ranks[stage] != ranks[stage + 1]:
-            found += [(cut, "sender", ranks[stage]), (cut, "receiver", ranks[stage + 1])]
+        upper, lower = ranks[stage], ranks[stage + 1]
+        for direction in DIRECTIONS:
+            row = row_nbytes(config, config.specs[cut, direction])
+            if not row or upper == lower:
+                continue
+            source, target = (upper, lower) if direction == "forward" else (lower, upper)
+            found.append(End(cut, direction, "sender", source, row, samples=0, held=0))
+            found.append(End(cut, direction, "receiver", target, row, samples=0, held=0))
     return found
 
 
 def _per_sample(config: RunConfig, position: int) -> int:
-    """Bytes of one sample at all ends of cuts that a pipeline rank holds."""
-    return sum(row_nbytes(config, cut) for cut, _, at in _ends(config) if at == position)
+    """Bytes of one sample in all memories of a pipeline rank."""
+    return sum(end.row_nbytes for end in _ends(config) if end.position == position)
 
 
 def _rounded_up(nbytes: int) -> str:

@@ -30,7 +30,8 @@ class MessageCodec:
     run in. Values are coded on `device`, where receivers get tensors of `dtype`. Payloads are
     entropy-coded by `coding` where that makes them shorter, except in plain evaluation; "auto" does
     so where it is quicker at `link_rate` (bytes per second). From `level` 1 on, which both ends set
-    between two steps, training goes through one of `fallbacks` instead.
+    between two steps, training goes through one of `fallbacks` instead. Training's values are coded
+    times `scale`, which both ends set alike, so that what is remembered does not depend on it.
     """
 
     cut: int
@@ -43,6 +44,7 @@ class MessageCodec:
     link_rate: float = math.inf
     fallbacks: Sequence[Boundary] = ()
     level: int = 0
+    scale: float = 1.0
     _mode: Mode = "train"
     _step: int = 0
 
@@ -65,6 +67,8 @@ class MessageCodec:
         """The message (uint8, in host memory)."""
         plan = self._boundary.plan(ids_B, x_BTD.shape, step=self._step)
         message = host_bytes(HEADER_NBYTES + plan.capacity, self.device)
+        if self._mode == "train" and self.scale != 1.0:
+            x_BTD = x_BTD.float() * self.scale
         length = self._boundary.encode(plan, x_BTD, message[HEADER_NBYTES:])
         coding, message = self._shorten(message[: HEADER_NBYTES + length])
         self._header(microbatch, plan, message.numel() - HEADER_NBYTES, coding).write(message)
@@ -92,6 +96,8 @@ class MessageCodec:
             expand(message[HEADER_NBYTES:], payload)
         out_BTD = torch.empty(shape_BTD, dtype=self.dtype, device=self.device)
         self._boundary.decode(plan, payload, out_BTD)
+        if self._mode == "train" and self.scale != 1.0:
+            out_BTD.div_(self.scale)
         return out_BTD
 
     def finish_step(self, *, keep: bool) -> None:

@@ -29,6 +29,7 @@ AQSGD: Any = [
         "backward": {"kind": "direct", "bits": 6},
     }
 ]
+GRADIENTS: Any = [{"forward": {"kind": "raw"}, "backward": {"kind": "aqsgd", "memory": 4}}]
 STEPS = [batch(ids) for _ in range(3) for ids in ([0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12])]
 ALL = torch.arange(13)
 
@@ -79,10 +80,10 @@ def run(
     return found
 
 
-def settings(folder: Path, tier: str = "disk", **memory: Any) -> Any:
+def settings(folder: Path, tier: str = "disk", boundary: Any = AQSGD, **memory: Any) -> Any:
     return config(
         pipeline={"cuts": [1, 2], "peer_timeout_s": 120},
-        boundary=AQSGD,  # type: ignore[arg-type]
+        boundary=boundary,
         memory={"tier": tier, "folder": str(folder), **memory},
     )
 
@@ -180,6 +181,18 @@ def test_what_one_end_lost_both_forget_and_train_on(
         # at two ends, by every rank to two, and the message's digest and checksum
         named = 2 * len(item) * 8 + 8 + CHECKSUM_NBYTES if step in expected else 0
         assert control[step] - control[-1] == 3 * 2 * named
+
+
+@pytest.mark.parametrize(
+    ("accident", "after", "expected"),
+    [(lose_the_file, 2, {3: {1: 8}}), (forget_a_few, 1, {2: {2: 2}})],
+)
+def test_gradients_that_one_end_lost_both_forget(
+    ranks: Ranks, tmp_path: Path, accident: Accident, after: int, expected: dict[int, Any]
+) -> None:
+    results = ranks(3, run, settings(tmp_path, boundary=GRADIENTS), accident, after)
+    assert {step: found for step, found in enumerate(repaired(results)) if found} == expected
+    assert all(totals.loss > 0 and not totals.skipped for totals, _, _ in results[0])
 
 
 def test_repaired_samples_are_sent_like_new_ones(ranks: Ranks, tmp_path: Path) -> None:

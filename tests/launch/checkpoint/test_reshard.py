@@ -25,7 +25,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.distributed.session import Session
 
 BATCHES = [batch([8 * step + sample for sample in range(8)]) for step in range(5)]
-AQSGD = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct", "bits": 8}}]
+AQSGD = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "aqsgd", "bits": 6}}]
 COCKTAIL = {"subset": 0.5, "topk": 0.5, "bits": 4, "bucket_mb": 0.01}
 
 

@@ -60,7 +60,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ),
         (
             "[[boundary]]\nbackward = {bits = 3}",
-            ["backward.kind: not given; use one of direct, raw"],
+            ["backward.kind: not given; use one of aqsgd, direct, raw"],
         ),
         ("[pipeline]\ncuts = [9]", ["pipeline.cuts = [9]", "use values from 1 to 7"]),
         ("[pipeline]\ncuts = [0]", ["pipeline.cuts = [0]", "use values from 1 to 7"]),
@@ -134,8 +134,8 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ("[[boundary]]\ncut = 3", ["boundary.cut = 3", "no such cut"]),
         ("[[boundary]]\n[[boundary]]", ["two tables without a cut"]),
         (
-            '[[boundary]]\nbackward = {kind = "aqsgd"}',
-            ["backward.kind = 'aqsgd': use 'direct', 'raw'"],
+            '[[boundary]]\nbackward = {kind = "auto"}',
+            ["backward.kind = 'auto': use 'aqsgd', 'direct', 'raw'"],
         ),
         (
             '[[boundary]]\nforward = {kind = "aqsgd", bits = 9}',

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from tests.training import config
 from thinpipe.launch.cli import app
-from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.config.run import BoundaryConfig, RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.plan import memory_budget as planned
 from thinpipe.launch.plan.memory_budget import (
@@ -41,12 +41,16 @@ def xl(memory: Any = 4, **host: Any) -> RunConfig:
     )
 
 
+def row_of(run: RunConfig) -> int:
+    return row_nbytes(run, run.boundary_at(16).forward)
+
+
 def test_bytes_of_gpt2_xl_samples() -> None:
     scales = 2 * 1024
-    assert row_nbytes(xl(4), 16) == 1024 * 1600 // 2 + scales
-    assert PUBLISHED_XL / row_nbytes(xl(4), 16) == pytest.approx(8, rel=0.003)
-    assert PUBLISHED_XL / row_nbytes(xl(8), 16) == pytest.approx(4, rel=0.003)
-    assert PUBLISHED_XL / row_nbytes(xl("bf16"), 16) == 2
+    assert row_of(xl(4)) == 1024 * 1600 // 2 + scales
+    assert PUBLISHED_XL / row_of(xl(4)) == pytest.approx(8, rel=0.003)
+    assert PUBLISHED_XL / row_of(xl(8)) == pytest.approx(4, rel=0.003)
+    assert PUBLISHED_XL / row_of(xl("bf16")) == 2
     ends = plan_memory(xl(4), 2344)
     assert [(end.cut, end.side, end.position) for end in ends] == [
         (16, "sender", 0),
@@ -59,7 +63,7 @@ def test_bytes_of_gpt2_xl_samples() -> None:
 
 def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:
     run = xl(4, budget="2GB")
-    row, batch = row_nbytes(run, 16), 8
+    row, batch = row_of(run), 8
     assert sample_capacity(run, 0) == 2_000_000_000 // row - batch
     assert sample_capacity(run, 1) == 2_000_000_000 // (2 * row) - batch
     held = {(end.cut, end.side): end.held for end in plan_memory(run, 10_000)}
@@ -67,13 +71,39 @@ def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:
         sample_capacity(run, 1)
     }  # every cut touches the rank in the middle
     assert [text.split(" samples,")[0] for text in memory_notices(plan_memory(run, 10_000))] == [
-        f"note: cut {cut} remembers {sample_capacity(run, 1):,} of 10,000" for cut in (16, 32)
+        f"note: cut {cut} forward remembers {sample_capacity(run, 1):,} of 10,000"
+        for cut in (16, 32)
     ]
     assert memory_notices(plan_memory(run, 1000)) == []
     on_disk = xl(4, budget="2GB", tier="disk")
     assert sample_capacity(on_disk, 0) == 2_000_000_000 // row
     found = needs(run, plan_memory(run, 10_000), [1])
     assert found.ram - found.ram // 2 <= 2_000_000_000  # the other half: a checkpoint's copy
+
+
+def test_memories_of_gradients_count_too() -> None:
+    run = xl(4, budget="2GB")
+    gradients = {"kind": "aqsgd", "bits": 4, "memory": 4}
+    both = run.model_copy(
+        update={
+            "boundary": tuple(
+                BoundaryConfig.model_validate({**table.model_dump(), "backward": gradients})
+                for table in run.boundary
+            )
+        }
+    )
+    ends = plan_memory(both, 100)
+    assert [(end.direction, end.side, end.position) for end in ends if end.cut == 16] == [
+        ("forward", "sender", 0),
+        ("forward", "receiver", 1),
+        ("backward", "sender", 1),
+        ("backward", "receiver", 0),
+    ]
+    rows = 2_000_000_000 // (2 * row_of(run))
+    assert sample_capacity(both, 0) == rows - 8  # what a step writes
+    assert (
+        needs(both, ends, [0, 1, 2]).rows == 2 * needs(run, plan_memory(run, 100), [0, 1, 2]).rows
+    )
 
 
 def test_a_budget_below_one_sample_names_the_least_budget() -> None:
