@@ -1,0 +1,89 @@
+"""Range asymmetric numeral systems (rANS): the RansKernels contract and the choice of a backend.
+
+Duda 2013 (arXiv 1311.2540); interleaved as in Giesen 2014 (arXiv 1402.3392). Symbol s of a model
+has `freq` of 4096 slots, from `start` on. A state x, from 2^16 to below 2^32, takes a symbol in:
+
+    if x >= freq * 2^20: put out the low 16 bits of x as a word, x >>= 16
+    x = 4096 * (x // freq) + x % freq + start
+
+and gives it back by the reverse, in which x % 4096 is a slot of the symbol.
+
+Symbols are coded in blocks of 65536, the last of which may be shorter. Value i of a block belongs
+to state i % 8; the encoder goes from the last value to the first, and the decoder reads words in
+the reverse of the order in which they were put out: after value i if its state is below 2^16. All
+states of block b begin, and must end in the decoder, as 2^16 + (257 b + sum of the block's symbols)
+mod 2^16: so a damaged or misplaced block is noticed. All numbers are little endian:
+
+    per block   2 bytes: how many words it has, 0xFFFF if it is stored
+    per block   8 states of 4 bytes, then its words of 2 bytes, in the order in which they are read;
+                stored: ceil(log2 S) planes of ceil(n / 8) bytes, plane p with bit p of each symbol,
+                that of value i in bit i % 8 of byte i // 8
+
+A block is stored unless it is shorter coded.
+"""
+
+from typing import NamedTuple, Protocol, cast
+
+from torch import Tensor
+
+from thinpipe.pipeline.wire.kernels import Backend, backend_module
+
+PROBABILITY_BITS = 12
+SLOTS = 1 << PROBABILITY_BITS
+LOWEST = 1 << 16
+LANES = 8
+BLOCK = 1 << 16
+STORED = 0xFFFF
+RECIPROCAL_BITS = 44
+
+_MODULES = {"reference": "reference.rans", "numba": "cpu.rans"}
+
+
+class Lookup(NamedTuple):
+    """Tables of K models of S symbols, S at most 32, in the forms that kernels need.
+
+    `entry_KS` is freq * 2^16 + start, for 32 symbols whatever S is; `reciprocal_KS` is
+    ceil(2^44 / freq), which makes (x * reciprocal) >> 44 the quotient of all x below freq * 2^20.
+    """
+
+    symbols: int
+    entry_KS: Tensor  # int32
+    reciprocal_KS: Tensor  # int64
+    symbol_KM: Tensor  # uint8: whose slot it is
+
+
+class RansKernels(Protocol):
+    """Functions every backend offers, equal bit for bit. All tensors are contiguous, on the CPU.
+
+    Axes: N values, W bytes. Symbols are below S and models below K; without `model_N` all are 0.
+    """
+
+    def encode(
+        self, symbol_N: Tensor, model_N: Tensor | None, lookup: Lookup, wire_W: Tensor
+    ) -> int:
+        """Write blocks to the start of `wire_W`, which has room for stored ones; returns bytes."""
+
+    def decode(
+        self, wire_W: Tensor, model_N: Tensor | None, lookup: Lookup, symbol_N: Tensor
+    ) -> bool:
+        """Write the symbols, all below S; False if the bytes are not those of so many."""
+
+    def count(self, symbol_N: Tensor, count_S: Tensor) -> None:
+        """Add to `count_S` (int64) how often each symbol occurs."""
+
+
+def stored_nbytes(numel: int, symbols: int) -> int:
+    """Bytes of a stored block."""
+    return (symbols - 1).bit_length() * -(-numel // 8)
+
+
+def load_rans_kernels(backend: Backend) -> RansKernels:
+    """Return a backend's functions; "auto" is numba.
+
+    Raises:
+        ValueError: there are no such kernels for the backend.
+    """
+    chosen = "numba" if backend == "auto" else backend
+    if chosen not in _MODULES:
+        raise ValueError(f'backend = "{backend}": rANS kernels are "reference" and "numba"')
+    return cast(RansKernels, backend_module(_MODULES[chosen]))

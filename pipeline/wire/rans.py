@@ -1,0 +1,193 @@
+"""Entropy coding with tables that both ends know: rANS, which reaches below 1 bit per value.
+
+A table gives each symbol a share of 4096, and the cost of a symbol is within 0.2 % of the logarithm
+of its share; to that comes 34 bytes per block of 65536 values. Each value may have a table of its
+own, for which both ends must know beforehand what the value will look like. Bytes and algorithm are
+in `kernels/rans.py`.
+
+Axes: N values, K models (tables), S symbols.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.kernels import Backend
+from thinpipe.pipeline.wire.kernels.rans import (
+    BLOCK,
+    PROBABILITY_BITS,
+    RECIPROCAL_BITS,
+    SLOTS,
+    Lookup,
+    load_rans_kernels,
+    stored_nbytes,
+)
+
+__all__ = ["PROBABILITY_BITS", "Tables", "capacity", "counted", "decode", "encode", "unpacked"]
+
+MOST_MODELS, MOST_SYMBOLS = 128, 32
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """Models by the frequencies of their symbols, which add up to 4096; none may be 0.
+
+    Raises:
+        ValueError: frequencies that are no such numbers, over 128 models or over 32 symbols.
+    """
+
+    freq_KS: Tensor
+
+    def __post_init__(self) -> None:
+        freq_KS = self.freq_KS
+        if freq_KS.ndim != 2 or freq_KS.is_floating_point() or freq_KS.is_complex():
+            raise ValueError(f"frequencies {tuple(freq_KS.shape)} of {freq_KS.dtype}: use integers")
+        if not (1 <= len(freq_KS) <= MOST_MODELS and 1 <= self.symbols <= MOST_SYMBOLS):
+            raise ValueError(
+                f"frequencies of {len(freq_KS)} models and {self.symbols} symbols: "
+                f"use 1 to {MOST_MODELS} and 1 to {MOST_SYMBOLS}"
+            )
+        freq_KS = freq_KS.to("cpu", torch.int64, copy=True)
+        if int(freq_KS.min()) < 1 or int(freq_KS.max()) > SLOTS:
+            raise ValueError(f"frequencies {int(freq_KS.min())} to {int(freq_KS.max())}: use >= 1")
+        if (freq_KS.sum(1) != SLOTS).any():
+            raise ValueError(f"frequencies add up to {freq_KS.sum(1).tolist()}, expected {SLOTS}")
+        object.__setattr__(self, "freq_KS", freq_KS)
+
+    @property
+    def symbols(self) -> int:
+        """How many symbols there are."""
+        return self.freq_KS.shape[1]
+
+    @cached_property
+    def lookup(self) -> Lookup:
+        """The tables in the forms that kernels need."""
+        spare = MOST_SYMBOLS - self.symbols
+        start_KS = self.freq_KS.cumsum(1) - self.freq_KS
+        entry_KS = (self.freq_KS << 16 | start_KS).int()
+        reciprocal_KS = ((1 << RECIPROCAL_BITS) + self.freq_KS - 1) // self.freq_KS
+        symbol_S = torch.arange(self.symbols, dtype=torch.uint8)
+        symbol_KM = torch.stack([symbol_S.repeat_interleave(row) for row in self.freq_KS])
+        return Lookup(
+            self.symbols, F.pad(entry_KS, (0, spare)), F.pad(reciprocal_KS, (0, spare)), symbol_KM
+        )
+
+    def packed(self) -> Tensor:
+        """The frequencies as bytes: two each, little endian."""
+        return self.freq_KS.to(torch.int16).view(torch.uint8).flatten()
+
+
+def unpacked(wire: Tensor, symbols: int) -> Tables:
+    """The tables whose `packed` form fills `wire`.
+
+    Raises:
+        CodingError: it is no such form.
+    """
+    try:
+        return Tables(wire.clone().view(torch.int16).view(-1, symbols))
+    except (ValueError, RuntimeError) as error:
+        raise CodingError(f"a table in {wire.numel()} bytes: {error}") from error
+
+
+def capacity(count: int, symbols: int = MOST_SYMBOLS) -> int:
+    """Most bytes that `encode` writes for `count` symbols of so many kinds."""
+    full, rest = divmod(count, BLOCK)
+    nbytes = full * (2 + stored_nbytes(BLOCK, symbols))
+    return nbytes + 2 + stored_nbytes(rest, symbols) if rest else nbytes
+
+
+def encode(
+    symbol_N: Tensor,
+    model_N: Tensor | None,
+    tables: Tables,
+    wire: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> int:
+    """Write the symbols to the start of `wire` and return how many bytes they take.
+
+    `model_N` tells which table each symbol is coded with; None is the first one for all. All
+    tensors are uint8, on the CPU.
+
+    Raises:
+        ValueError: a symbol or model that the tables do not have, or not `capacity` bytes.
+    """
+    needed = capacity(symbol_N.numel(), tables.symbols)
+    if wire.numel() < needed:
+        raise ValueError(f"{wire.numel()} bytes: {symbol_N.numel()} symbols can take {needed}")
+    _check(symbol_N, tables.symbols, "symbol")
+    model_N = _checked_models(model_N, symbol_N.numel(), tables)
+    return load_rans_kernels(backend).encode(symbol_N.contiguous(), model_N, tables.lookup, wire)
+
+
+def decode(
+    wire: Tensor,
+    model_N: Tensor | None,
+    tables: Tables,
+    symbol_N: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Write to `symbol_N` what `encode` made these bytes of, no fewer and no more.
+
+    Raises:
+        ValueError: a model that the tables do not have.
+        CodingError: the bytes are damaged, or those of other tables, or of another number of
+            symbols; `symbol_N` may be overwritten.
+    """
+    model_N = _checked_models(model_N, symbol_N.numel(), tables)
+    into_N = symbol_N.contiguous()
+    kernels = load_rans_kernels(backend)
+    if not kernels.decode(wire.contiguous(), model_N, tables.lookup, into_N):
+        raise CodingError(f"{wire.numel()} bytes do not decode to {symbol_N.numel()} symbols")
+    if into_N is not symbol_N:
+        symbol_N.copy_(into_N)
+
+
+def counted(symbol_N: Tensor, symbols: int, *, backend: Backend = "auto") -> Tables:
+    """One table for what `symbol_N` (uint8) holds: shares as they occur, but none is 0.
+
+    Raises:
+        ValueError: a symbol that is not below `symbols`.
+    """
+    _check(symbol_N, symbols, "symbol")
+    count_S = torch.zeros(symbols, dtype=torch.int64)
+    load_rans_kernels(backend).count(symbol_N.contiguous(), count_S)
+    return Tables(apportioned(count_S)[None])
+
+
+def apportioned(count_S: Tensor) -> Tensor:
+    """Frequencies that add up to 4096, none of them 0, close to proportional to the counts.
+
+    What rounding leaves over goes where a unit shortens the message most. Integers throughout, so
+    equal counts give equal frequencies anywhere.
+    """
+    total = max(int(count_S.sum()), 1)
+    freq_S = (count_S * SLOTS // total).clamp_(min=1)
+    for _ in range(SLOTS - int(freq_S.sum())):
+        freq_S[(count_S * 1024 // (2 * freq_S + 1)).argmax()] += 1
+    for _ in range(int(freq_S.sum()) - SLOTS):
+        loss_S = count_S * 1024 // (2 * freq_S - 1)
+        freq_S[torch.where(freq_S > 1, loss_S, torch.iinfo(torch.int64).max).argmin()] -= 1
+    return freq_S
+
+
+def _check(value_N: Tensor, below: int, name: str) -> None:
+    """Compiled code would read past the end of a table."""
+    if value_N.dtype != torch.uint8:
+        raise ValueError(f"{name}s of {value_N.dtype}: use torch.uint8")
+    if value_N.numel() and int(value_N.max()) >= below:
+        raise ValueError(f"{name} {int(value_N.max())}: the tables have {below}")
+
+
+def _checked_models(model_N: Tensor | None, numel: int, tables: Tables) -> Tensor | None:
+    if model_N is None:
+        return None
+    if model_N.numel() != numel:
+        raise ValueError(f"{model_N.numel()} models for {numel} symbols")
+    _check(model_N, len(tables.freq_KS), "model")
+    return model_N.contiguous()

@@ -1,0 +1,276 @@
+"""Laws of entropy coding with tables that both ends know."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinpipe.pipeline.wire import rans
+from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.header import crc32
+from thinpipe.pipeline.wire.kernels import Backend
+from thinpipe.pipeline.wire.kernels.rans import BLOCK
+
+SEEDS = st.integers(0, 2**31)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def laplace(symbols: int, widths: tuple[float, ...]) -> rans.Tables:
+    """A table per width, each with its peak in the middle."""
+    distance_S = (torch.arange(symbols) - symbols // 2).abs()
+    counts_KS = torch.stack([1e6 * torch.exp(-distance_S / width) for width in widths]).long()
+    return rans.Tables(torch.stack([rans.apportioned(count_S) for count_S in counts_KS]))
+
+
+def drawn(tables: rans.Tables, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Symbols that follow the tables, and models that change at every value."""
+    draws = generator(seed)
+    model_N = torch.randint(len(tables.freq_KS), (count,), generator=draws).to(torch.uint8)
+    slot_N = torch.randint(4096, (count,), generator=draws)
+    return tables.lookup.symbol_KM[model_N.long(), slot_N], model_N
+
+
+def coded(
+    symbol_N: Tensor, model_N: Tensor | None, tables: rans.Tables, backend: Backend = "auto"
+) -> Tensor:
+    wire = torch.full((rans.capacity(symbol_N.numel(), tables.symbols),), 255, dtype=torch.uint8)
+    return wire[: rans.encode(symbol_N, model_N, tables, wire, backend=backend)].clone()
+
+
+def decoded(
+    wire: Tensor, model_N: Tensor | None, tables: rans.Tables, count: int, backend: Backend = "auto"
+) -> Tensor:
+    out_N = torch.full((count,), 255, dtype=torch.uint8)
+    rans.decode(wire, model_N, tables, out_N, backend=backend)
+    return out_N
+
+
+def entropy_bits(symbol_N: Tensor, model_N: Tensor, tables: rans.Tables) -> float:
+    shares = tables.freq_KS[model_N.long(), symbol_N.long()].double() / 4096
+    return -float(shares.log2().sum())
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> tuple[Tensor, Tensor | None, rans.Tables]:
+    """Any tables, and symbols that need not follow them."""
+    models, symbols = draw(st.integers(1, 128)), draw(st.integers(1, 32))
+    draws = generator(draw(SEEDS))
+    count_KS = torch.randint(1000, (models, symbols), generator=draws) ** draw(st.integers(1, 4))
+    tables = rans.Tables(torch.stack([rans.apportioned(count_S) for count_S in count_KS]))
+    count = draw(st.integers(0, 40) | st.integers(0, 3000))
+    symbol_N, model_N = drawn(tables, count, draw(SEEDS))
+    if draw(st.booleans()):
+        symbol_N = torch.randint(symbols, (count,), generator=draws).to(torch.uint8)
+    return symbol_N, model_N if draw(st.booleans()) else None, tables
+
+
+@settings(max_examples=150, deadline=None)
+@given(messages())
+def test_what_was_coded_comes_back_alike_from_any_backend(
+    message: tuple[Tensor, Tensor | None, rans.Tables],
+) -> None:
+    symbol_N, model_N, tables = message
+    wire = coded(symbol_N, model_N, tables)
+    assert torch.equal(wire, coded(symbol_N, model_N, tables, "reference"))
+    for backend in ("numba", "reference"):
+        assert torch.equal(decoded(wire, model_N, tables, len(symbol_N), backend), symbol_N)
+
+
+@pytest.mark.parametrize("count", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 4003])
+def test_blocks_come_back_alike_from_any_backend(count: int) -> None:
+    tables = laplace(16, (0.5, 1.0, 5.0))
+    symbol_N, model_N = drawn(tables, count)
+    symbol_N[BLOCK:] = 15  # rare: such a block is stored
+    wire = coded(symbol_N, model_N, tables)
+    assert torch.equal(wire, coded(symbol_N, model_N, tables, "reference"))
+    for backend in ("numba", "reference"):
+        assert torch.equal(decoded(wire, model_N, tables, count, backend), symbol_N)
+
+
+@pytest.mark.parametrize("symbols", [1, 2, 3, 16, 17, 32])
+@pytest.mark.parametrize("count", [0, 1, 8, 9, 5000, BLOCK + 1])
+def test_the_rarest_symbols_stay_within_the_capacity(count: int, symbols: int) -> None:
+    """`encode` would write past the end of `wire` otherwise, or be refused."""
+    tables = laplace(symbols, (0.01,))
+    symbol_N = torch.full((count,), symbols - 1, dtype=torch.uint8)
+    wire = coded(symbol_N, None, tables)
+    assert torch.equal(decoded(wire, None, tables, count), symbol_N)
+    bits = (symbols - 1).bit_length()
+    assert rans.capacity(count, symbols) <= bits * -(-count // 8) + 2 * -(-count // BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("count", "bits", "most"),
+    [
+        *((1 << 18, 0.3, 0.015), (1 << 18, 1.0, 0.005), (1 << 18, 2.0, 0.003)),
+        *((1 << 18, 3.5, 0.002), (BLOCK, 0.3, 0.015), (BLOCK, 2.0, 0.003)),
+        *((4096, 0.3, 0.25), (4096, 2.0, 0.035)),
+    ],
+)
+def test_the_length_is_close_to_the_entropy(count: int, bits: float, most: float) -> None:
+    symbols, width = {0.3: (8, 0.259), 1.0: (16, 0.439), 2.0: (16, 0.81), 3.5: (32, 2.13)}[bits]
+    tables = laplace(symbols, (width,))
+    symbol_N, model_N = drawn(tables, count)
+    least = entropy_bits(symbol_N, model_N, tables)
+    assert least / count == pytest.approx(bits, rel=0.05)
+    assert least < 8 * coded(symbol_N, model_N, tables).numel() < least * (1 + most)
+
+
+def test_a_table_of_its_own_makes_every_value_cheaper() -> None:
+    tables = laplace(32, (0.3, 1.0, 3.0, 8.0))
+    symbol_N, model_N = drawn(tables, 50_000)
+    together = rans.counted(symbol_N, 32)
+    assert coded(symbol_N, model_N, tables).numel() < 0.9 * coded(symbol_N, None, together).numel()
+
+
+def test_counted_shares_are_those_of_the_symbols() -> None:
+    symbol_N, _ = drawn(laplace(16, (1.0,)), 100_003)
+    for backend in ("numba", "reference"):
+        freq_S = rans.counted(symbol_N, 16, backend=backend).freq_KS[0]
+        count_S = torch.bincount(symbol_N, minlength=16)
+        assert ((freq_S - count_S * 4096 / 100_003).abs() < 1).logical_or(freq_S == 1).all()
+        least = -float((count_S * (count_S / 100_003).clamp(min=1e-9).log2()).sum())
+        assert -float((count_S * (freq_S / 4096).log2()).sum()) < 1.001 * least
+
+
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=32))
+def test_any_counts_make_a_table(counts: list[int]) -> None:
+    freq_S = rans.apportioned(torch.tensor(counts))
+    assert int(freq_S.sum()) == 4096
+    assert int(freq_S.min()) >= 1
+
+
+@pytest.mark.parametrize(("models", "symbols"), [(1, 1), (1, 16), (128, 32)])
+def test_tables_travel(models: int, symbols: int) -> None:
+    tables = laplace(symbols, tuple(0.1 + 0.1 * k for k in range(models)))
+    wire = tables.packed()
+    assert wire.numel() == 2 * models * symbols
+    assert torch.equal(rans.unpacked(wire, symbols).freq_KS, tables.freq_KS)
+    for damaged in (wire[:-1], wire[:-2], torch.cat([wire, wire[:1]]), wire ^ 1, wire[:0]):
+        with pytest.raises(CodingError, match="a table in"):
+            rans.unpacked(damaged, symbols)
+
+
+@pytest.mark.parametrize(
+    ("freq_KS", "words"),
+    [
+        (torch.full((1, 16), 255), "add up to"),
+        (torch.tensor([[4096, 0]]), "use >= 1"),
+        (torch.tensor([[4097, -1]]), "use >= 1"),
+        (torch.full((1, 16), 256.0), "use integers"),
+        (torch.full((16,), 256), "use integers"),
+        (torch.full((1, 64), 64), "64 symbols"),
+        (torch.full((129, 16), 256), "129 models"),
+        (torch.empty(0, 16, dtype=torch.int64), "0 models"),
+    ],
+)
+def test_tables_are_checked(freq_KS: Tensor, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        rans.Tables(freq_KS)
+
+
+def test_what_the_tables_do_not_have_is_refused() -> None:
+    tables, symbol_N = laplace(16, (1.0, 2.0)), torch.full((100,), 3, dtype=torch.uint8)
+    wire, two_N = torch.empty(100, dtype=torch.uint8), torch.full((100,), 2, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="symbol 16: the tables have 16"):
+        rans.encode(symbol_N + 13, None, tables, wire)
+    with pytest.raises(ValueError, match="model 2: the tables have 2"):
+        rans.encode(symbol_N, two_N, tables, wire)
+    with pytest.raises(ValueError, match="model 2: the tables have 2"):
+        rans.decode(wire, two_N, tables, symbol_N)
+    with pytest.raises(ValueError, match="99 models for 100 symbols"):
+        rans.encode(symbol_N, two_N[1:], tables, wire)
+    with pytest.raises(ValueError, match=r"symbols of torch\.int64"):
+        rans.encode(symbol_N.long(), None, tables, wire)
+    with pytest.raises(ValueError, match="53 bytes: 100 symbols can take 54"):
+        rans.encode(symbol_N, None, tables, wire[:53])
+    with pytest.raises(ValueError, match='"triton"'):
+        rans.encode(symbol_N, None, tables, wire, backend="triton")
+
+
+def mutated(wire: Tensor, seed: int) -> Tensor:
+    """A message with one kind of damage."""
+    draws, wire = generator(seed), wire.clone()
+
+    def below(most: int) -> int:
+        return int(torch.randint(most, (1,), generator=draws))
+
+    kind, at = below(6), below(wire.numel())
+    if kind == 0:
+        wire[at] ^= 1 << below(8)
+    elif kind == 1:
+        wire[at] = below(256)
+        wire[below(wire.numel())] ^= 1 + below(255)
+    elif kind == 2:
+        return wire[:at]
+    elif kind == 3:
+        return torch.cat([wire, wire[: 1 + below(100)]])
+    elif kind == 4:
+        return torch.cat([wire[:at], wire[at + 1 + below(20) :]])
+    else:
+        return torch.randint(256, (at,), dtype=torch.uint8, generator=draws)
+    return wire
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_damage_is_noticed(backend: Backend) -> None:
+    """What decodes nevertheless decodes to other symbols, and is next to nothing."""
+    tables = laplace(16, (0.5, 1.0, 3.0))
+    tries, missed = (20_000, 0) if backend == "numba" else (200, 0)
+    for seed in range(tries):
+        symbol_N, model_N = drawn(tables, 150 + seed % 1000, seed % 40)
+        wire = coded(symbol_N, model_N, tables)
+        damaged = mutated(wire, seed)
+        if torch.equal(damaged, wire):
+            continue
+        try:
+            out_N = decoded(damaged, model_N, tables, len(symbol_N), backend)
+        except CodingError:
+            continue
+        assert int(out_N.max()) < 16
+        missed += 1
+    assert missed <= tries / 5000
+
+
+@pytest.mark.parametrize("other", [0, 999, 1001, BLOCK + 1000])
+def test_another_number_of_symbols_is_refused(other: int) -> None:
+    tables = laplace(16, (1.0,))
+    wire = coded(drawn(tables, 1000)[0], None, tables)
+    with pytest.raises(CodingError, match=f"do not decode to {other} symbols"):
+        decoded(wire, None, tables, other)
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_swapped_blocks_are_noticed(backend: Backend) -> None:
+    tables = laplace(16, (1.0,))
+    symbol_N, _ = drawn(tables, 2 * BLOCK)
+    wire = coded(symbol_N, None, tables)
+    head, length = wire[:4], 32 + 2 * (int(wire[0]) + 256 * int(wire[1]))
+    first, second = wire[4 : 4 + length], wire[4 + length :]
+    swapped = torch.cat([head[2:], head[:2], second, first])
+    with pytest.raises(CodingError):
+        decoded(swapped, None, tables, 2 * BLOCK, backend)
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+def test_stored_symbols_that_the_tables_do_not_have_are_refused(backend: Backend) -> None:
+    tables = laplace(5, (1.0,))
+    wire = coded(torch.full((8,), 4, dtype=torch.uint8), None, tables)
+    assert wire.tolist() == [255, 255, 0, 0, 255]
+    wire[2] = 1
+    with pytest.raises(CodingError):
+        decoded(wire, None, tables, 8, backend)
+
+
+def test_bytes_are_those_of_before() -> None:
+    """A change here is a change of the format."""
+    tables = laplace(16, (1.0, 2.0))
+    symbol_N = (torch.arange(200) * 7 % 5 + 6).to(torch.uint8)
+    model_N = (torch.arange(200) % 2).to(torch.uint8)
+    wire = coded(symbol_N, model_N, tables)
+    assert wire.numel() == 98
+    assert crc32(wire) == 425992792
