@@ -69,7 +69,7 @@ def _take_in(x: Any, entry: Any, reciprocal: Any, words: Any, at: Any) -> Any:
     """A state with one more symbol, and where the words begin now."""
     freq = entry >> np.uint32(16)
     emitted = np.uint32((x >> _FULL_SHIFT) >= freq)
-    words[at - 1] = np.uint16(x & _LOW)
+    words[np.uint64(at - 1)] = np.uint16(x & _LOW)
     x = x >> np.uint32(emitted << np.uint32(4))
     quotient = np.uint32((np.uint64(x) * reciprocal) >> np.uint64(RECIPROCAL_BITS))
     x = x + quotient * (np.uint32(SLOTS) - freq) + (entry & _LOW)
@@ -81,7 +81,7 @@ def _place(model: Any, i: Any, symbol: Any) -> Any:
     """Where the entry of a symbol is."""
     if model is None:
         return np.uint64(symbol)
-    return np.uint64(model[i]) << np.uint64(5) | np.uint64(symbol)
+    return np.uint64(model[np.uint64(i)]) << np.uint64(5) | np.uint64(symbol)
 
 
 @njit
@@ -96,7 +96,7 @@ def _encode_block(
     for step in range(full - LANES, -1, -LANES):
         for lane in range(LANES - 1, -1, -1):
             i = step + lane
-            e = _place(model, i, symbol[i])
+            e = _place(model, i, symbol[np.uint64(i)])
             state[lane], at = _take_in(state[lane], entry[e], reciprocal[e], words, at)
     return at
 
@@ -140,7 +140,8 @@ def _encode(symbol: Any, model: Any, entry: Any, reciprocal: Any, planes: Any, w
 
 @njit
 def _word(wire: Any, at: Any) -> Any:
-    return np.uint32(wire[at]) | np.uint32(wire[at + 1]) << np.uint32(8)
+    low, high = np.uint32(wire[np.uint64(at)]), np.uint32(wire[np.uint64(at + 1)])
+    return low | high << np.uint32(8)
 
 
 @njit
@@ -150,7 +151,9 @@ def _give_back(x: Any, model: Any, i: Any, entry: Any, slots: Any) -> Any:
     if model is None:
         symbol = slots[np.uint64(slot)]
     else:
-        symbol = slots[np.uint64(model[i]) << np.uint64(PROBABILITY_BITS) | np.uint64(slot)]
+        symbol = slots[
+            np.uint64(model[np.uint64(i)]) << np.uint64(PROBABILITY_BITS) | np.uint64(slot)
+        ]
     e = entry[_place(model, i, symbol)]
     return symbol, np.uint32((x >> _SLOT_SHIFT) * (e >> np.uint32(16)) + slot - (e & _LOW))
 
@@ -169,7 +172,7 @@ def _decode_block(wire: Any, model: Any, entry: Any, slots: Any, symbol: Any, st
     at, i, full = 0, 0, symbol.size // LANES * LANES
     while i < full and at + 2 * LANES <= wire.size:
         for lane in range(LANES):
-            symbol[i + lane], x = _give_back(state[lane], model, i + lane, entry, slots)
+            symbol[np.uint64(i + lane)], x = _give_back(state[lane], model, i + lane, entry, slots)
             state[lane], at = _refilled(x, wire, at)
         i += LANES
     while i < symbol.size:
