@@ -1,1 +1,4 @@
-"""AQ-SGD: activations are sent as changes against what was last seen of the same sample."""
+"""AQ-SGD: what was last seen of a sample is remembered at both ends, and its changes are sent.
+
+`delta.py` quantizes changes as in the paper; `transform/` codes them in a learned basis.
+"""

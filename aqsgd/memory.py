@@ -117,7 +117,7 @@ class SampleMemory:
         Raises:
             ValueError: a sample was of another size when it was seen: its content has changed.
         """
-        rows = [self._row(sample, numel).cpu() for sample in ids_B.tolist()]
+        rows = [self.row(sample, numel).cpu() for sample in ids_B.tolist()]
         out_BN = torch.empty(len(rows), numel)
         if rows:
             self._codec.decode(torch.stack(rows), out_BN)
@@ -131,7 +131,7 @@ class SampleMemory:
         Raises:
             ValueError: the sample was of another size when it was seen.
         """
-        old = brought_to(device, self._row(sample, numel))
+        old = brought_to(device, self.row(sample, numel))
         home = self._store.empty_row(old.numel())
         fresh = _written(home, device)
         return Visit(sample, PackedMemory(self._codec, old[None], fresh[None]), home)
@@ -167,6 +167,24 @@ class SampleMemory:
                 self._staged[sample] = _UNSEEN.after(wire_BW[i]), homes[i]
             else:
                 self._store.give_back(homes[i])
+
+    def row(self, sample: int, numel: int) -> Tensor:
+        """The bytes held of a known sample, valid until the end of the step.
+
+        Raises:
+            ValueError: the sample was of another size when it was seen.
+        """
+        self._fixed_nbytes(numel, sample)
+        return self._store.row(sample)
+
+    def renew(self, sample: int, row: Tensor, numel: int) -> None:
+        """Keep bytes (host) of a sample aside until `commit`, whether it is known or not."""
+        nbytes = self._fixed_nbytes(numel, sample)
+        known = self._histories.get(sample, _UNSEEN)
+        if known is _UNSEEN and self._limit is not None and len(self._histories) >= self._limit:
+            return
+        home = self._store.empty_row(nbytes)
+        self._staged[sample] = known.after(row), home.copy_(row)
 
     def commit(self) -> None:
         """Make staged rows the memory, as far as there is room."""
@@ -256,10 +274,6 @@ class SampleMemory:
         if self._store.is_lost(sample):
             return -1
         return zlib.crc32(_HISTORY.pack(sample, history.chain, history.generation)) + 1
-
-    def _row(self, sample: int, numel: int) -> Tensor:
-        self._fixed_nbytes(numel, sample)
-        return self._store.row(sample)
 
     def _fixed_nbytes(self, numel: int, sample: int) -> int:
         """Bytes of a row, which are those of the first."""

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.aqsgd.disk import DiskStore, RowFile
 from thinpipe.aqsgd.store import RamStore, Store
 from thinpipe.gradcomp.registry import build_optimizer, load_method
@@ -234,7 +233,7 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
                 spec,
                 width=config.model.width,
                 key=config.run.seed | (2 * cut + direction) << 32,
-                store=_store(config, spec, device) if isinstance(spec, AqsgdConfig) else None,
+                store=_store(config, spec, device) if row_nbytes(config, spec) else None,
                 capacity=sample_capacity(config, config.stage_ranks[stage]),
             ),
             run_id=run_id,
@@ -252,7 +251,7 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
     )
 
 
-def _store(config: RunConfig, spec: AqsgdConfig, device: torch.device) -> Store:
+def _store(config: RunConfig, spec: Spec, device: torch.device) -> Store:
     tier = config.memory.tier
     if tier != "disk":
         return RamStore(

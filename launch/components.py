@@ -10,6 +10,8 @@ import torch
 
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.aqsgd.store import Store
+from thinpipe.aqsgd.transform.boundary import FirstVisits
+from thinpipe.aqsgd.transform.config import TransformConfig, build_transform
 from thinpipe.launch.config.run import RunConfig, Spec
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless, raw
 from thinpipe.pipeline.comm.message import Mode
@@ -57,6 +59,9 @@ def build_boundary(
         delta = build_delta(spec, width=width, key=key, store=store, capacity=capacity)
         first_visit = Stateless(spec.first_visit_codec(width), key)
         return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
+    if isinstance(spec, TransformConfig):
+        training = build_transform(spec, width=width, store=store, capacity=capacity)
+        return {"train": training, "eval": raw(), "eval_compressed": FirstVisits(training)}
     if isinstance(spec, DirectConfig):
         same: Boundary = Stateless(spec.quantizer(width), key)
     elif isinstance(spec, StatelessConfig):

@@ -100,7 +100,27 @@ BOTH: dict[str, dict[str, Any]] = {
         ("rate 0.8/1.0", (0.8, 1.0)),
     )
 }
-METHODS = {**PAPER, **BEYOND, **CODED, **BOTH}
+
+
+def _transform(
+    forward: float, backward: float, *, first: tuple[float, float] = (0.1, 0.3), of: str = "change"
+) -> dict[str, Any]:
+    steps = zip(("forward", "backward"), (forward, backward), first, strict=True)
+    return {
+        way: {"kind": "transform", "step": step, "first_step": start, "of": of}
+        for way, step, start in steps
+    }
+
+
+TRANSFORM: dict[str, dict[str, Any]] = {
+    "transform .8/.8": _transform(0.8, 0.8),
+    "transform .6/.6": _transform(0.6, 0.6),
+    "transform .5/.8": _transform(0.5, 0.8),
+    "transform 1/1": _transform(1.0, 1.0),
+    "transform .05/.3 of values": _transform(0.05, 0.3, first=(0.05, 0.3), of="value"),
+    "transform .1/.3 of values": _transform(0.1, 0.3, of="value"),
+}
+METHODS = {**PAPER, **BEYOND, **CODED, **BOTH, **TRANSFORM}
 _SIZES = {
     "layers": "of the model, each a stage",
     "width": "of the model",
@@ -116,6 +136,7 @@ GROUPS = {
     "beyond": list(BEYOND),
     "coded": list(CODED),
     "both": list(BOTH),
+    "transform": list(TRANSFORM),
 }
 
 

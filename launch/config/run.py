@@ -28,6 +28,7 @@ from pydantic import (
 )
 
 from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig, GradientAqsgdConfig, MemoryConfig
+from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
 from thinpipe.gradcomp.registry import load_method, method_names, option_aliases, parse_options
 from thinpipe.launch.config.devices import check_devices
 from thinpipe.launch.config.errors import explain
@@ -75,14 +76,14 @@ def _known_names(value: Any) -> Any:
 
 ForwardConfig = Annotated[
     Annotated[
-        AqsgdConfig | AutoConfig | DirectConfig | RawConfig | StatelessConfig,
+        AqsgdConfig | AutoConfig | DirectConfig | RawConfig | StatelessConfig | TransformConfig,
         Field(discriminator="kind"),
     ],
     BeforeValidator(_known_names),
 ]
 BackwardConfig = Annotated[
     Annotated[
-        GradientAqsgdConfig | DirectConfig | RawConfig | StatelessConfig,
+        GradientAqsgdConfig | DirectConfig | GradientTransformConfig | RawConfig | StatelessConfig,
         Field(discriminator="kind"),
     ],
     BeforeValidator(_known_names),
@@ -254,7 +255,7 @@ class RunConfig(BaseModel):
                 f"note: memory.folder = {self.memory.folder!r} is not used: "
                 f"memory.tier = {self.memory.tier!r} keeps nothing on disk"
             )
-        delta = any(spec.kind == "aqsgd" for spec in self.specs.values())
+        delta = any(spec.kind in ("aqsgd", "transform") for spec in self.specs.values())
         if delta and self.train.epochs == 1:
             found.append(
                 "note: AQ-SGD sends changes between epochs, and train.epochs = 1: every sample is "

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from thinpipe.aqsgd.config import AqsgdConfig
+from thinpipe.aqsgd.transform.config import TransformConfig
+from thinpipe.aqsgd.transform.row import RowCodec
 from thinpipe.launch.config.run import RunConfig, Spec
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.device import check_gpus, choose_device, free_gpu_memory, gpu_count
@@ -67,9 +69,11 @@ class Needs:
 
 def row_nbytes(config: RunConfig, spec: Spec) -> int:
     """Bytes per sample at one end of a direction; 0 for boundaries without a memory."""
+    numel = config.data.sequence_length * config.model.width
+    if isinstance(spec, TransformConfig) and spec.memory:
+        return RowCodec().capacity(numel)
     if not isinstance(spec, AqsgdConfig):
         return 0
-    numel = config.data.sequence_length * config.model.width
     return build_codec(spec.memory, config.model.width).capacity(numel)
 
 

@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from thinpipe.aqsgd.transform.config import TransformConfig
 from thinpipe.launch.components import build_boundary
 from thinpipe.launch.config.run import RunConfig, Spec
 from thinpipe.launch.plan.profile import microbatch_shape
@@ -21,6 +22,9 @@ def describe(spec: Spec) -> str:
     """`aqsgd 4-bit`, `direct 8-bit zstd`; `direct rate 0.5` implies entropy coding."""
     if isinstance(spec, RawConfig):
         return f"{spec.kind} {spec.format}"
+    if isinstance(spec, TransformConfig):
+        size = f"step {spec.step:g}" if spec.error is None else f"error {spec.error:g}"
+        return f"{spec.kind} {size}"
     if not isinstance(spec, StatelessConfig) and spec.rate is not None:
         return f"{spec.kind} rate {spec.rate:g}"
     return f"{spec.kind} {spec.bits}-bit" + ("" if spec.coding == "none" else f" {spec.coding}")

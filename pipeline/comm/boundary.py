@@ -49,7 +49,8 @@ class MessagePlan:
     """What both ends know of a message before it exists.
 
     `capacity` is the most payload bytes it can have, `known_B` says which samples are remembered,
-    and `checksum` stands for what is remembered of them (0 without a memory).
+    and `checksum` stands for what is remembered of them (0 without a memory). A payload that is not
+    `exact` may be shorter than its capacity.
     """
 
     ids_B: Tensor
@@ -58,6 +59,7 @@ class MessagePlan:
     capacity: int
     known_B: Tensor | None = None
     checksum: int = 0
+    exact: bool = True
 
 
 class Boundary(Protocol):

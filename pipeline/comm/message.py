@@ -86,7 +86,7 @@ class MessageCodec:
         plan = self._boundary.plan(ids_B, shape_BTD, step=self._step)
         coding, length = coding_and_length(message)
         if coding == 0 or coding != CODING_IDS[self.coding]:
-            coding, length = 0, plan.capacity
+            coding, length = 0, plan.capacity if plan.exact else length
         length = min(length, plan.capacity)
         message = message[: HEADER_NBYTES + length]
         self._header(microbatch, plan, length, coding).check(message)

@@ -1,0 +1,99 @@
+"""A linear transform of tokens, sent from one end of a cut to the other, in whole numbers.
+
+A basis has entries in 1 / 16384, a step is 2^(i / 4) for a whole number i, and coefficients are
+whole numbers of steps. Projecting and restoring are floating-point products, which machines may
+round differently; what both ends must agree on (coefficients under another basis or step) is
+computed in whole numbers: products of integers in float64, exact below 2^53 in any order.
+
+Axes: N tokens, D channels, K dimensions.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+
+import torch
+from torch import Tensor
+
+from thinpipe.pipeline.wire.header import crc32
+
+_POINT = 14
+_ONE = 1 << _POINT
+
+
+@dataclass(frozen=True)
+class Basis:
+    """K directions in D channels, as columns (int16, in 1 / 16384); `wide` of them, the first ones,
+    have coefficients that are remembered in 16 bits, the others in 8."""
+
+    entry_DK: Tensor
+    wide: int = 0
+
+    @staticmethod
+    def identity(width: int) -> "Basis":
+        """Channels as they are."""
+        return Basis(torch.diag(torch.full((width,), _ONE, dtype=torch.int16)))
+
+    @staticmethod
+    def nearest(v_DK: Tensor, wide: int) -> "Basis":
+        """Orthonormal columns, rounded."""
+        return Basis((v_DK * _ONE).round().clamp(-_ONE, _ONE).to(torch.int16).contiguous(), wide)
+
+    @functools.cached_property
+    def matrix(self) -> Tensor:
+        """As floats, on the CPU."""
+        return self.entry_DK.float() / _ONE
+
+    @functools.cached_property
+    def checksum(self) -> int:
+        """CRC-32 of the entries."""
+        return crc32(self.entry_DK)
+
+    def project(self, x_ND: Tensor) -> Tensor:
+        """Coefficients (fp32) of tokens, on their device."""
+        return x_ND.float() @ self.matrix.to(x_ND.device)
+
+    def restore(self, y_NK: Tensor) -> Tensor:
+        """Tokens (fp32) from their coefficients."""
+        return y_NK @ self.matrix.to(y_NK.device).T
+
+    @property
+    def limits(self) -> Tensor:
+        """The largest coefficient of each dimension that is remembered (int32)."""
+        limit_K = torch.full((self.entry_DK.shape[1],), 2**7 - 1, dtype=torch.int32)
+        limit_K[: self.wide] = 2**15 - 1
+        return limit_K
+
+    def turned(self, q_NL: Tensor, other: "Basis") -> Tensor:
+        """Coefficients (int32) under another basis, in this one; the same on any machine."""
+        turn_KL = self.entry_DK.double().T @ other.entry_DK.double()
+        turn_KL = torch.floor((turn_KL + _ONE / 2) / _ONE)
+        return torch.floor((q_NL.double() @ turn_KL.T + _ONE / 2) / _ONE).int()
+
+
+def step_size(index: int) -> float:
+    """2^(index / 4), the same on any machine."""
+    return math.ldexp(_quarters()[index % 4], index // 4)
+
+
+def step_index(size: float) -> int:
+    """That of the step nearest to a positive size, by ratio."""
+    return round(4 * math.log2(size))
+
+
+def rescaled(q_NK: Tensor, old: int, new: int) -> Tensor:
+    """Coefficients (int32) in steps of index `old`, in those of index `new`."""
+    if old == new:
+        return q_NK
+    factor = torch.tensor(step_size(old - new), dtype=torch.float64)
+    return torch.floor(q_NK.double() * factor + 0.5).clamp_(-(2**30), 2**30).int()
+
+
+@functools.cache
+def _quarters() -> tuple[float, ...]:
+    """2^(i / 4), rounded to 2^-20, so that products with coefficients are exact."""
+    with localcontext() as context:
+        context.prec = 30
+        exact = [(Decimal(i) / 4 * Decimal(2).ln()).exp() for i in range(4)]
+        return tuple(float(int(value * 2**20 + Decimal("0.5")) / 2**20) for value in exact)

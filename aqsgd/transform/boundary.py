@@ -1,0 +1,344 @@
+"""AQ-SGD in a learned transform: entropy-coded changes of whole-number coefficients.
+
+A token a is sent in a basis V and steps of size s (`basis.py`), against what both
+ends remember of the sample, the whole numbers Q:
+
+    q = round(V'a / s) - Q;   Q += q;   the receiver computes V (s Q)
+
+V is the Karhunen-Loeve transform of what the sender has sent (`basis_search.py`); steps are its
+choice too, message by message (`steps.py`). Samples without history have Q = 0, and models of their
+own. The ends need to agree on whole numbers only, so that their floating-point products may differ.
+
+Payload: `_HEAD` (version of the basis; a piece of the next one: index, of how many, bytes; the two
+steps; bytes of first visits), the piece, a byte per sample (0: not finite, nothing is coded), then
+coefficients of first visits and of changes (`coefficients.py`).
+
+Axes: B samples, T tokens, D channels, N tokens of several samples, K dimensions.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinpipe.aqsgd.memory import SampleMemory
+from thinpipe.aqsgd.transform import coefficients
+from thinpipe.aqsgd.transform.basis import rescaled, step_size
+from thinpipe.aqsgd.transform.basis_search import sampled
+from thinpipe.aqsgd.transform.coefficients import LARGEST, Coded
+from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Learned, proposal_capacity
+from thinpipe.aqsgd.transform.proposals import NO_PIECE, PIECE_NBYTES, Piece, Proposals
+from thinpipe.aqsgd.transform.row import Held, pack, unpack
+from thinpipe.aqsgd.transform.steps import Steps
+from thinpipe.pipeline.comm.boundary import MessagePlan
+from thinpipe.pipeline.comm.error_stats import ErrorMeter
+from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.header import crc32
+
+CODEC_ID = 33
+BITS = 4
+"""In headers and where fidelities are compared; what is sent takes as many as it needs."""
+
+_HEAD = struct.Struct("<IHHIhhI")
+
+
+class _Part(NamedTuple):
+    """The samples of a message that are coded alike, and what is remembered of each.
+
+    Numbers are in the current basis, and in steps of each sample's own.
+    """
+
+    kind: Kind
+    rows: list[int]
+    held: list[Held]
+
+    def at(self, step: int, tokens: int, dimensions: int) -> Tensor:
+        """What is remembered (int32 [N, K]), in steps of this index; nothing of first visits."""
+        if self.kind == FIRST or not self.rows:
+            return torch.zeros(len(self.rows) * tokens, dimensions, dtype=torch.int32)
+        found = [rescaled(held.q_TK, held.step, step) for held in self.held]
+        return torch.cat(found).clamp_(-LARGEST, LARGEST)
+
+    def values(self) -> Tensor:
+        """Of known samples (fp32 [N, K])."""
+        return torch.cat([held.q_TK.float() * step_size(held.step) for held in self.held])
+
+
+class _Seen(NamedTuple):
+    """Tokens that the sender looks at: what is to be sent of them, also in coefficients."""
+
+    change_ND: Tensor
+    change_NK: Tensor
+    value_ND: Tensor
+
+
+class _Sent(NamedTuple):
+    """A part as it was coded, in steps of index `step`."""
+
+    part: _Part
+    step: int
+    held_NK: Tensor
+    coded: Coded
+    seen: _Seen | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """What is decoded, in steps."""
+        return self.held_NK + self.coded.q_NK
+
+
+class TransformBoundary:
+    """One end of one direction of a cut. Without a memory every visit is a first one."""
+
+    codec_id = CODEC_ID
+    bits = BITS
+
+    def __init__(self, width: int, memory: SampleMemory | None, steps: Steps) -> None:
+        """Of tokens of `width` channels."""
+        self.memory = memory
+        self.learned = Learned(width)
+        self.error_meter = ErrorMeter()
+        self._width, self._steps = width, steps
+        self._proposals = Proposals(width)
+
+    def capacity(self, shape_BTD: torch.Size) -> int:
+        """With a piece of a basis, and 16 bits per value."""
+        values = coefficients.capacity(shape_BTD[:-1].numel(), self._width)
+        piece = min(PIECE_NBYTES, proposal_capacity(self._width))
+        return _HEAD.size + piece + shape_BTD[0] + coefficients.capacity(0, 0) + values
+
+    def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
+        """Lengths depend on values; the checksum stands for all that both ends have learned."""
+        prints_B = torch.zeros(len(ids_B), dtype=torch.int64)
+        if self.memory is not None:
+            prints_B = self.memory.fingerprints(ids_B)
+        checksum = crc32(torch.cat([prints_B, torch.tensor([self.learned.digest()])]))
+        nbytes = self.capacity(shape_BTD)
+        return MessagePlan(ids_B, shape_BTD, step, nbytes, prints_B != 0, checksum, exact=False)
+
+    def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
+        """Fill `wire` as far as needed and stage what the receiver will have seen."""
+        piece = self._proposals.next_piece()
+        used, sent = self.write(plan, x_BTD, wire, piece)
+        for done in sent:
+            self._observe(done, x_BTD)
+        self._keep(plan, sent, piece)
+        return used
+
+    def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
+        """Fill `out_BTD` and stage what it shows.
+
+        Raises:
+            CodingError: the payload is damaged.
+        """
+        sent, piece = self.read(plan, wire, out_BTD)
+        self._keep(plan, sent, piece)
+
+    def write(
+        self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor, piece: Piece
+    ) -> tuple[int, list[_Sent]]:
+        """Fill `wire` as far as needed; the bytes used, and what they stand for."""
+        x_BTD = x_BTD.detach()
+        finite_B = torch.isfinite(x_BTD).flatten(1).all(1).cpu()
+        sent, blocks = [], []
+        for kind in KINDS:
+            done, block = self._write_part(plan, self._part(plan, kind, finite_B), x_BTD)
+            sent.append(done)
+            blocks.append(block)
+        steps = [done.step for done in sent]
+        numbers = (self.learned.version, piece.place, piece.of, len(piece.data), *steps)
+        head = _HEAD.pack(*numbers, blocks[0].numel()) + piece.data
+        head_W = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        parts = [head_W, finite_B.to(torch.uint8), *blocks]
+        used = sum(part.numel() for part in parts)
+        torch.cat(parts, out=wire[:used])
+        return used, sent
+
+    def read(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> tuple[list[_Sent], Piece]:
+        """Fill `out_BTD`; what the bytes stand for."""
+        samples, tokens = plan.shape_BTD[:2]
+        steps, piece, finite_B, blocks = self._split(wire, samples)
+        out_BTD[~finite_B.to(out_BTD.device)] = torch.nan
+        sent = []
+        for kind, step, block in zip(KINDS, steps, blocks, strict=True):
+            part = self._part(plan, kind, finite_B)
+            model_K, scales = self.learned.model_MK[kind], self.learned.scales(kind)
+            coded = coefficients.decode(block, len(part.rows) * tokens, model_K, scales)
+            done = _Sent(part, step, part.at(step, tokens, model_K.numel()), coded)
+            value_BTD = self._restored(done.total, step, out_BTD.device)
+            shape = (len(part.rows), *plan.shape_BTD[1:])
+            out_BTD[part.rows] = value_BTD.view(shape).to(out_BTD.dtype)
+            sent.append(done)
+        return sent, piece
+
+    def finish_step(self, *, keep: bool) -> None:
+        """Learn from the step's messages, or forget them."""
+        if self.memory is not None:
+            if keep:
+                self.memory.commit()
+            else:
+                self.memory.discard()
+        if keep:
+            self.learned.commit()
+        else:
+            self.learned.discard()
+        self._proposals.finish_step(self.learned, keep=keep)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory, what both ends have learned, and the sender's search."""
+        memory = {} if self.memory is None else self.memory.state_dict()
+        own = {"learned": self.learned.state_dict(), "proposals": self._proposals.state_dict()}
+        return memory | own
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+        if self.memory is not None:
+            self.memory.load_state_dict(state)
+        self.learned.load_state_dict(state["learned"])
+        self._proposals.load_state_dict(state["proposals"])
+
+    def _write_part(self, plan: MessagePlan, part: _Part, x_BTD: Tensor) -> tuple[_Sent, Tensor]:
+        """What was sent, and its bytes."""
+        x_ND = x_BTD[part.rows].flatten(0, 1)
+        y_NK = self.learned.basis.project(x_ND).cpu()
+        seen, step = None, 0
+        if part.rows:
+            seen = self._look(part, x_ND, y_NK)
+            step = self._steps.choose(part.kind == CHANGE, *seen)
+        held_NK = part.at(step, plan.shape_BTD[1], y_NK.shape[1])
+        wanted_NK = (y_NK / step_size(step)).round_().clamp_(-LARGEST, LARGEST).int()
+        q_NK = (wanted_NK - held_NK).clamp_(-LARGEST, LARGEST)
+        block = torch.empty(coefficients.capacity(*q_NK.shape), dtype=torch.uint8)
+        model_K, scales = self.learned.model_MK[part.kind], self.learned.scales(part.kind)
+        used, coded = coefficients.encode(q_NK, model_K, scales, block)
+        return _Sent(part, step, held_NK, coded, seen), block[:used]
+
+    def _look(self, part: _Part, x_ND: Tensor, y_NK: Tensor) -> _Seen:
+        """Some tokens of a part."""
+        some = sampled(len(x_ND))
+        value_ND, change_NK = x_ND[some].float().cpu(), y_NK[some]
+        if part.kind == FIRST:
+            return _Seen(value_ND, change_NK, value_ND)
+        held_NK = part.values()[some]
+        change_ND = value_ND - self.learned.basis.restore(held_NK)
+        return _Seen(change_ND, change_NK - held_NK, value_ND)
+
+    def _split(
+        self, wire: Tensor, samples: int
+    ) -> tuple[tuple[int, int], Piece, Tensor, tuple[Tensor, ...]]:
+        """Steps, piece of a basis, which samples are finite, and the blocks of a payload."""
+        if wire.numel() < _HEAD.size + samples:
+            raise CodingError(f"a payload of {wire.numel()} bytes for {samples} samples")
+        head = _HEAD.unpack(wire[: _HEAD.size].numpy().tobytes())
+        version, index, of, nbytes, first_step, change_step, first = head
+        rest = wire[_HEAD.size :]
+        if version != self.learned.version or nbytes + samples + first > rest.numel():
+            raise CodingError(
+                f"a payload of {wire.numel()} bytes in basis {version}, with parts of {nbytes}, "
+                f"{samples} and {first} bytes; expected basis {self.learned.version}"
+            )
+        piece = Piece(index, of, rest[:nbytes].numpy().tobytes())
+        finite_B = rest[nbytes : nbytes + samples] != 0
+        blocks = rest[nbytes + samples :].tensor_split([first])
+        return (first_step, change_step), piece, finite_B, blocks
+
+    def _part(self, plan: MessagePlan, kind: Kind, finite_B: Tensor) -> _Part:
+        assert plan.known_B is not None
+        chosen_B = finite_B & (plan.known_B == (kind == CHANGE))
+        rows = torch.nonzero(chosen_B).flatten().tolist()
+        if kind == FIRST:
+            return _Part(kind, rows, [])
+        return _Part(kind, rows, [self._held(plan, row) for row in rows])
+
+    def _held(self, plan: MessagePlan, row: int) -> Held:
+        """What is remembered of a sample, in the current basis."""
+        assert self.memory is not None
+        tokens, numel = plan.shape_BTD[1], plan.shape_BTD[1:].numel()
+        stored = self.memory.row(int(plan.ids_B[row]), numel).cpu()
+        held = unpack(stored, self.learned.bases, tokens)
+        if held.version == self.learned.version:
+            return held
+        turned = self.learned.basis.turned(held.q_TK, self.learned.bases[held.version])
+        return held._replace(version=self.learned.version, q_TK=turned)
+
+    def _restored(self, q_NK: Tensor, step: int, device: torch.device) -> Tensor:
+        return self.learned.basis.restore(q_NK.to(device).float() * step_size(step))
+
+    def _keep(self, plan: MessagePlan, sent: Sequence[_Sent], piece: Piece) -> None:
+        """Learn from a message, and stage its samples."""
+        if piece.data:
+            self.learned.take_piece(*piece)
+        tokens, numel = plan.shape_BTD[1], plan.shape_BTD[1:].numel()
+        for done in sent:
+            self.learned.count(done.part.kind, done.coded)
+            if self.memory is None:
+                continue
+            total_BTK = done.total.view(-1, tokens, done.total.shape[1])
+            for row, q_TK in zip(done.part.rows, total_BTK, strict=True):
+                held = Held(self.learned.version, done.step, q_TK)
+                row_W = pack(held, self.learned.basis, numel)
+                self.memory.renew(int(plan.ids_B[row]), row_W, numel)
+
+    def _observe(self, sent: _Sent, x_BTD: Tensor) -> None:
+        """What the sender measures, and learns for the next basis."""
+        rows, kind = sent.part.rows, sent.part.kind
+        known = kind == CHANGE
+        self.error_meter.count(known=len(rows) * known, first_visits=len(rows) * (not known))
+        if sent.seen is None:
+            return
+        tokens, size = x_BTD.shape[1], step_size(sent.step)
+        change_ND, _, value_ND = sent.seen
+        self._proposals.search.see(kind, change_ND, value_ND, step=size, of=len(rows) * tokens)
+        if self.error_meter.wants(known=known):
+            x_1N = x_BTD.detach()[rows[0]].reshape(1, -1)
+            decoded_1N, old_1N = (
+                self._restored(q_NK[:tokens], sent.step, x_BTD.device).view(1, -1)
+                for q_NK in (sent.total, sent.held_NK)
+            )
+            self.error_meter.measure(x_1N, decoded_1N, old_1N if known else None)
+
+
+class FirstVisits:
+    """A boundary as it codes samples without history, which learns nothing: for evaluation."""
+
+    codec_id = CODEC_ID
+    bits = BITS
+    memory = None
+
+    def __init__(self, training: TransformBoundary) -> None:
+        """What `training` has learned is used."""
+        self._training = training
+        self.error_meter = ErrorMeter()
+
+    def capacity(self, shape_BTD: torch.Size) -> int:
+        """That of training."""
+        return self._training.capacity(shape_BTD)
+
+    def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
+        """No sample is known."""
+        none_B, checksum = (
+            torch.zeros(len(ids_B), dtype=torch.bool),
+            self._training.learned.digest(),
+        )
+        nbytes = self.capacity(shape_BTD)
+        return MessagePlan(ids_B, shape_BTD, step, nbytes, none_B, checksum, exact=False)
+
+    def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
+        """Fill `wire` as far as needed."""
+        return self._training.write(plan, x_BTD, wire, NO_PIECE)[0]
+
+    def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
+        """Fill `out_BTD`."""
+        self._training.read(plan, wire, out_BTD)
+
+    def finish_step(self, *, keep: bool) -> None:
+        """Nothing was learned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: what there is belongs to training."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""

@@ -1,0 +1,69 @@
+"""How transform coding is configured at a direction of a cut."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from thinpipe.aqsgd.memory import SampleMemory
+from thinpipe.aqsgd.store import Store
+from thinpipe.aqsgd.transform.boundary import BITS, TransformBoundary
+from thinpipe.aqsgd.transform.row import RowCodec
+from thinpipe.aqsgd.transform.steps import Steps
+from thinpipe.pipeline.wire.entropy import Coding
+
+
+class TransformConfig(BaseModel):
+    """Changes (or values) in a basis learned from them, entropy-coded; both directions alike.
+
+    `step` is the quantization step as a multiple of the rms of what `of` says: the change since a
+    sample's last visit, or the value itself. `first_step` is that of samples without history, of
+    the value's rms. With `error` steps are chosen such that decoded values are that far from what
+    they should be, relative to them; 0.05 is gentle. `memory = false` sends every visit like a
+    first one, for runs of a single epoch.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["transform"] = "transform"
+    step: float = Field(0.8, gt=0, le=100, allow_inf_nan=False)
+    of: Literal["change", "value"] = "change"
+    first_step: float = Field(0.1, gt=0, le=100, allow_inf_nan=False)
+    error: float | None = Field(None, gt=0, lt=1)
+    memory: bool = True
+
+    @property
+    def bits(self) -> int:
+        """What it counts as where fidelities are compared; it sends fewer."""
+        return BITS
+
+    @property
+    def coding(self) -> Coding:
+        """Its messages are entropy-coded already."""
+        return "none"
+
+    @property
+    def rate(self) -> None:
+        """Steps are its own."""
+
+    @property
+    def steps(self) -> Steps:
+        """How the sender chooses steps."""
+        return Steps(self.step, self.first_step, self.of, self.error)
+
+
+class GradientTransformConfig(TransformConfig):
+    """The transform for gradients, whose first visits need less precision."""
+
+    first_step: float = Field(0.3, gt=0, le=100, allow_inf_nan=False)
+
+
+def build_transform(
+    config: TransformConfig,
+    *,
+    width: int,
+    store: Store | None = None,
+    capacity: int | None = None,
+) -> TransformBoundary:
+    """One end of a direction. Both are built alike, with a store and capacity of their own."""
+    memory = SampleMemory(RowCodec(), store, capacity=capacity) if config.memory else None
+    return TransformBoundary(width, memory, config.steps)

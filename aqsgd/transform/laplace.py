@@ -1,0 +1,99 @@
+"""Static models of quantized coefficients: Laplace distributions on a geometric grid of scales.
+
+Model j stands for a scale of 2^((j - 20) / 4) steps. A coefficient of a model with shift h is coded
+as q >> h, clamped to 32 symbols, then its h low bits, which are almost uniform where h > 0. Both
+ends of a link need the same integers, whatever computes them: tables come from decimal arithmetic.
+
+Axes: J models, S symbols, F frequency tables.
+"""
+
+import functools
+from decimal import Decimal, localcontext
+
+import torch
+from torch import Tensor
+
+from thinpipe.pipeline.wire.rans import Tables
+
+SYMBOLS = 32
+MIDDLE = 16
+"""The symbol of 0."""
+MODELS = 61
+LAST_UNSHIFTED = 25
+DIGIT_BITS = 5
+"""Low bits are coded in uniform digits of at most so many bits."""
+UNIFORM = LAST_UNSHIFTED + 5
+"""Table of digits of one bit; those of more follow."""
+MAGNITUDE_BITS = 12
+_UNIT = 20
+_SUM = 1 << 12
+
+
+@functools.cache
+def tables() -> Tables:
+    """Frequencies: of rounded coefficients, of shifted ones, and uniform ones of 1 to 5 bits."""
+    rounded = [_frequencies(_rounded(_scale(j))) for j in range(LAST_UNSHIFTED + 1)]
+    shifted = [_frequencies(_floored(_scale(j))) for j in range(LAST_UNSHIFTED - 3, UNIFORM - 4)]
+    uniform = [_uniform(bits) for bits in range(1, DIGIT_BITS + 1)]
+    return Tables(torch.tensor(rounded + shifted + uniform, dtype=torch.int32))
+
+
+@functools.cache
+def shifts() -> Tensor:
+    """Low bits of each model (int64)."""
+    return torch.tensor([max(0, -(-(j - LAST_UNSHIFTED) // 4)) for j in range(MODELS)])
+
+
+@functools.cache
+def table_ids() -> Tensor:
+    """The frequency table of each model (uint8)."""
+    found = [j if j <= LAST_UNSHIFTED else UNIFORM - 4 + (j - 26) % 4 for j in range(MODELS)]
+    return torch.tensor(found, dtype=torch.uint8)
+
+
+@functools.cache
+def magnitudes() -> Tensor:
+    """Mean |q| under each model, in 1 / 4096 (int64)."""
+    with localcontext() as context:
+        context.prec = 30
+        found = []
+        for j in range(MODELS):
+            beta = _scale(j)
+            mean = (-1 / (2 * beta)).exp() / (1 - (-1 / beta).exp())
+            found.append(int(mean * (1 << MAGNITUDE_BITS) + Decimal("0.5")))
+    return torch.tensor(found)
+
+
+def _scale(model: int) -> Decimal:
+    """In steps."""
+    return (Decimal(model - _UNIT) / 4 * Decimal(2).ln()).exp()
+
+
+def _rounded(beta: Decimal) -> list[Decimal]:
+    """Probabilities of q = -16 and below, -15, ..., 15 and above, rounded to nearest."""
+    edges = [(k - Decimal("0.5")) / beta for k in range(-MIDDLE + 1, MIDDLE)]
+    return _between(edges)
+
+
+def _floored(beta: Decimal) -> list[Decimal]:
+    """The same, rounded down; `beta` is in units of 2^h steps."""
+    return _between([k / beta for k in range(-MIDDLE + 1, MIDDLE)])
+
+
+def _between(edges: list[Decimal]) -> list[Decimal]:
+    below = [e.exp() / 2 if e < 0 else 1 - (-e).exp() / 2 for e in edges]
+    return [b - a for a, b in zip([Decimal(0), *below], [*below, Decimal(1)], strict=True)]
+
+
+def _frequencies(probabilities: list[Decimal]) -> list[int]:
+    """Whole numbers that sum to 4096, each at least 1; the most probable one takes the rest."""
+    found = [1 + int(p * (_SUM - SYMBOLS)) for p in probabilities]
+    found[found.index(max(found))] += _SUM - sum(found)
+    return found
+
+
+def _uniform(bits: int) -> list[int]:
+    """2^bits digits; what is not one of them keeps the least there is."""
+    digits, rest = 1 << bits, SYMBOLS - (1 << bits)
+    each = (_SUM - rest) // digits
+    return [_SUM - rest - each * (digits - 1), *[each] * (digits - 1), *[1] * rest]

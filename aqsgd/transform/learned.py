@@ -1,0 +1,193 @@
+"""What both ends of a direction learn alike from its messages: basis and models of coefficients.
+
+Everything is whole numbers. A step's messages are coded with what was learned before it, in any
+order; at its end both ends take in sums over them, or drop these with the step. A new basis comes
+from the sender in pieces, one to a message, and is used from the step after its last piece.
+
+Axes: N tokens, D channels, K dimensions, M = 2 kinds of visits, T scales of a token.
+"""
+
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinpipe.aqsgd.transform import laplace
+from thinpipe.aqsgd.transform.basis import Basis
+from thinpipe.aqsgd.transform.coefficients import SCALES, Coded
+from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.rans import PROBABILITY_BITS, Tables
+
+Kind = Literal[0, 1]
+FIRST: Kind = 0
+CHANGE: Kind = 1
+KINDS: tuple[Kind, Kind] = (FIRST, CHANGE)
+"""Values of samples without history, and changes of known ones."""
+
+_HEAD = struct.Struct("<II")
+_SAMPLED = 4
+"""Every fourth token is counted for the models of dimensions."""
+_START = (31, 19)
+"""Models before anything is known, for steps of a tenth of a value and of a whole change."""
+
+
+class Proposal(NamedTuple):
+    """A new basis, with the models that its dimensions start at."""
+
+    basis: Basis
+    model_MK: Tensor
+
+    def packed(self) -> bytes:
+        """Bytes to send."""
+        entry_DK = self.basis.entry_DK
+        head = _HEAD.pack(entry_DK.shape[1], self.basis.wide)
+        models = self.model_MK.to(torch.uint8).numpy().tobytes()
+        return head + models + entry_DK.contiguous().numpy().tobytes()
+
+    @staticmethod
+    def unpacked(data: bytes, width: int) -> "Proposal":
+        """What was sent.
+
+        Raises:
+            CodingError: the bytes are not those of a basis of this width.
+        """
+        dimensions, wide = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (0, 0)
+        models = 2 * dimensions
+        sized = len(data) == _HEAD.size + models + 2 * width * dimensions
+        if not sized or not 0 < dimensions <= width or wide > dimensions:
+            raise CodingError(
+                f"a basis of {len(data)} bytes, {dimensions} dimensions and {wide} wide ones does "
+                f"not fit {width} channels"
+            )
+        numbers = torch.frombuffer(bytearray(data[_HEAD.size :]), dtype=torch.uint8)
+        model_MK = numbers[:models].long().view(2, dimensions).clamp_max(laplace.MODELS - 1)
+        entry_DK = numbers[models:].clone().view(torch.int16).view(width, dimensions)
+        return Proposal(Basis(entry_DK, wide), model_MK)
+
+
+def proposal_capacity(width: int) -> int:
+    """Most bytes of a basis."""
+    return _HEAD.size + 2 * width + 2 * width * width
+
+
+class Learned:
+    """One end's copy."""
+
+    def __init__(self, width: int) -> None:
+        """Of tokens of `width` channels; the basis is that of the channels at first."""
+        self._width = width
+        self.version = 0
+        self.bases = {0: Basis.identity(width)}
+        self.model_MK = torch.tensor(_START)[:, None].repeat(1, width)
+        self._scales_MT = torch.zeros(2, SCALES, dtype=torch.int64)
+        self._pieces: dict[int, bytes] = {}
+        self._of = 0
+        self._forget_step()
+
+    @property
+    def basis(self) -> Basis:
+        """The current one."""
+        return self.bases[self.version]
+
+    @property
+    def received(self) -> int:
+        """Pieces of the next basis that earlier steps brought."""
+        return len(self._pieces)
+
+    def scales(self, kind: Kind) -> Tables:
+        """Frequencies of the tokens' scales in this step."""
+        return self._tables[kind]
+
+    def _scale_tables(self, kind: Kind) -> Tables:
+        count_T = self._scales_MT[kind] + 1
+        spare = (1 << PROBABILITY_BITS) - SCALES
+        frequency_T = 1 + count_T * spare // int(count_T.sum())
+        frequency_T[int(frequency_T.argmax())] += (1 << PROBABILITY_BITS) - int(frequency_T.sum())
+        return Tables(frequency_T[None].int())
+
+    def take_piece(self, index: int, of: int, data: bytes) -> None:
+        """Keep a piece of the next basis until the end of the step."""
+        self._new_pieces[index], self._new_of = data, of
+
+    def count(self, kind: Kind, coded: Coded) -> None:
+        """Take in a message's coefficients at the end of the step."""
+        self._new_scales_MT[kind] += torch.bincount(coded.scale_N, minlength=SCALES)
+        magnitude_J = laplace.magnitudes()
+        model_NK = coded.model_NK[::_SAMPLED]
+        near = [(model_NK + i).clamp_(0, laplace.MODELS - 1) for i in (-1, 0, 1)]
+        sums = [magnitude_J[model].sum(0) for model in near]
+        found_K = coded.q_NK[::_SAMPLED].abs().long().sum(0) << laplace.MAGNITUDE_BITS
+        self._sums[kind] += torch.stack([found_K, *sums])
+
+    def commit(self) -> None:
+        """End a step that counts."""
+        for kind in KINDS:
+            found_K, below_K, here_K, above_K = self._sums[kind]
+            rises_K = 2 * found_K > here_K + above_K
+            falls_K = 2 * found_K < here_K + below_K
+            self.model_MK[kind] += rises_K.long() - falls_K.long()
+        self.model_MK.clamp_(0, laplace.MODELS - 1)
+        known = self._new_scales_MT.sum(1, keepdim=True) > 0
+        fresh_MT = self._scales_MT // 2 + self._new_scales_MT
+        self._scales_MT = torch.where(known, fresh_MT, self._scales_MT)
+        self._pieces |= self._new_pieces
+        self._of = self._new_of or self._of
+        if self._of and len(self._pieces) == self._of:
+            self._adopt(b"".join(self._pieces[index] for index in sorted(self._pieces)))
+        self._forget_step()
+
+    def discard(self) -> None:
+        """End a step that does not count."""
+        self._forget_step()
+
+    def digest(self) -> int:
+        """A number below 2^32 for what was learned before this step, equal at both ends."""
+        return self._digest
+
+    def _computed_digest(self) -> int:
+        crc = zlib.crc32(struct.pack("<qq", self.version, len(self._pieces)))
+        for tensor in (self.model_MK, self._scales_MT):
+            crc = zlib.crc32(tensor.numpy().tobytes(), crc)
+        return zlib.crc32(struct.pack("<I", self.basis.checksum), crc)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Between two steps."""
+        return {
+            "version": self.version,
+            "bases": {str(v): (basis.entry_DK, basis.wide) for v, basis in self.bases.items()},
+            "models": self.model_MK,
+            "scales": self._scales_MT,
+            "pieces": {str(index): _bytes(data) for index, data in self._pieces.items()},
+            "of": self._of,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore it."""
+        self.version = state["version"]
+        self.bases = {int(v): Basis(*basis) for v, basis in state["bases"].items()}
+        self.model_MK, self._scales_MT = state["models"].clone(), state["scales"].clone()
+        self._pieces = {int(i): data.numpy().tobytes() for i, data in state["pieces"].items()}
+        self._of = state["of"]
+        self._forget_step()
+
+    def _adopt(self, data: bytes) -> None:
+        basis, self.model_MK = Proposal.unpacked(data, self._width)
+        self.version += 1
+        self.bases[self.version] = basis
+        self._pieces, self._of = {}, 0
+
+    def _forget_step(self) -> None:
+        dimensions = self.basis.entry_DK.shape[1]
+        self._tables = [self._scale_tables(kind) for kind in KINDS]
+        self._digest = self._computed_digest()
+        self._new_scales_MT = torch.zeros_like(self._scales_MT)
+        self._new_pieces: dict[int, bytes] = {}
+        self._new_of = 0
+        self._sums = [torch.zeros(4, dimensions, dtype=torch.int64) for _ in KINDS]
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,0 +1,68 @@
+"""The sender's choice of a message's quantization step.
+
+Axes: N tokens, D channels, K dimensions.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinpipe.aqsgd.transform.basis import step_index
+
+_RANGE = 400
+"""Of indices: steps from 2^-100 to 2^100."""
+_MASSIVE = 100.0
+"""A channel with so many times the median channel's mean square does not count for the step."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps as multiples of an rms: of the change ("change") or of the value itself ("value").
+
+    First visits take `first` times the value's rms. With `error`, steps are such that decoded
+    values differ from what they should be by that much, relative to the value.
+    """
+
+    change: float
+    first: float
+    of: Literal["change", "value"] = "change"
+    error: float | None = None
+
+    def choose(self, known: bool, change_ND: Tensor, change_NK: Tensor, value_ND: Tensor) -> int:
+        """Index of the step for these tokens.
+
+        `change_ND` is what is to be sent of them, the value itself if they are not `known`, and
+        `change_NK` the same in coefficients.
+        """
+        if self.error is not None:
+            return self._by_error(change_NK, value_ND)
+        if known and self.of == "change":
+            return _index(self.change * _rms(change_ND))
+        return _index((self.change if known else self.first) * _rms(value_ND))
+
+    def _by_error(self, change_NK: Tensor, value_ND: Tensor) -> int:
+        """Reverse water-filling: a dimension's error is a step's, or all of what is smaller."""
+        assert self.error is not None
+        square_K = change_NK.double().square().mean(0).sort().values
+        allowed = (self.error * _rms(value_ND)) ** 2 * value_ND.shape[1]
+        below_K = square_K.cumsum(0) - square_K  # of dimensions that are given up
+        left_K = torch.arange(len(square_K), 0, -1)
+        level_K = (allowed - below_K) / left_K
+        fits = torch.nonzero(level_K <= square_K).flatten()
+        level = float(level_K[fits[0]]) if len(fits) else float(square_K[-1])
+        return _index((12 * max(level, 0.0)) ** 0.5)
+
+
+def _rms(value_ND: Tensor) -> float:
+    """Without channels of massive activations, which are the same in every token."""
+    square_D = value_ND.double().square().mean(0)
+    usual_D = square_D <= _MASSIVE * square_D.median()
+    return float(square_D[usual_D].mean().sqrt()) if bool(usual_D.any()) else 0.0
+
+
+def _index(size: float) -> int:
+    if not size > 0:
+        return -_RANGE
+    return max(-_RANGE, min(step_index(size), _RANGE))

@@ -1,0 +1,50 @@
+"""Bases and steps: nearly exact in floats, and exact in whole numbers however they are computed."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinpipe.aqsgd.transform.basis import Basis, rescaled, step_index, step_size
+
+
+def orthonormal(width: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
+
+
+def test_restoring_undoes_projecting() -> None:
+    basis, x_ND = Basis.nearest(orthonormal(96), wide=0), torch.randn(50, 96)
+    again_ND = basis.restore(basis.project(x_ND))
+    assert float((again_ND - x_ND).norm() / x_ND.norm()) < 1e-3
+    same = Basis.identity(96)
+    assert torch.equal(same.restore(same.project(x_ND)), x_ND)
+
+
+def test_numbers_of_another_basis_stand_for_the_same_tokens() -> None:
+    old, new = Basis.nearest(orthonormal(64), 0), Basis.nearest(orthonormal(64, 1), 0)
+    q_NK = torch.randint(-200, 201, (40, 64), dtype=torch.int32)
+    before_ND, after_ND = old.restore(q_NK.float()), new.restore(new.turned(q_NK, old).float())
+    assert float((after_ND - before_ND).abs().max()) < 3  # each number is rounded by up to a half
+
+
+def test_turning_is_exact_in_any_order() -> None:
+    """Sums in another order give the same whole numbers, up to the largest numbers there are."""
+    width = 200
+    old, new = Basis.nearest(orthonormal(width), 8), Basis.nearest(orthonormal(width, 1), 8)
+    q_NK = torch.randint(-(2**15), 2**15, (16, width), dtype=torch.int32)
+    order = torch.randperm(width)
+    shuffled = [Basis(basis.entry_DK[order].contiguous(), 8) for basis in (old, new)]
+    assert torch.equal(new.turned(q_NK, old), shuffled[1].turned(q_NK, shuffled[0]))
+
+
+@pytest.mark.parametrize("index", [-400, -37, -4, -1, 0, 1, 2, 3, 4, 10, 400])
+def test_steps_are_quarter_octaves(index: int) -> None:
+    assert step_size(index) == pytest.approx(2 ** (index / 4), rel=1e-6)
+    assert step_index(step_size(index)) == index
+
+
+@pytest.mark.parametrize(("old", "new"), [(0, 0), (4, 0), (0, 4), (-7, 3), (2, -9)])
+def test_numbers_in_other_steps_are_rounded_to_nearest(old: int, new: int) -> None:
+    q_NK = torch.arange(-500, 501, dtype=torch.int32)[:, None]
+    expected = q_NK.double() * 2 ** ((old - new) / 4)
+    assert float((rescaled(q_NK, old, new) - expected).abs().max()) <= 0.5 + 1e-2

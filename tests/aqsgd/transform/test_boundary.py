@@ -1,0 +1,304 @@
+"""Transform coding with memories: both ends hold the same whole numbers, in fewer bits."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import Ranks
+from tests.training import batch, config, share, start
+from thinpipe.aqsgd.transform.basis import Basis, step_size
+from thinpipe.aqsgd.transform.boundary import FirstVisits, TransformBoundary
+from thinpipe.aqsgd.transform.config import (
+    GradientTransformConfig,
+    TransformConfig,
+    build_transform,
+)
+from thinpipe.aqsgd.transform.learned import Proposal
+from thinpipe.aqsgd.transform.row import Held, pack, unpack
+from thinpipe.aqsgd.transform.steps import Steps
+from thinpipe.pipeline.wire.entropy import CodingError
+
+WIDTH, TOKENS = 32, 16
+BOTH: Any = [{"forward": {"kind": "transform"}, "backward": {"kind": "transform"}}]
+EPOCH = [batch([0, 1, 2, 3, 4, 5, 6, 7]), batch([8, 9, 10, 11])]
+
+
+class Source:
+    """Samples in few dimensions, which change by a tenth between visits."""
+
+    def __init__(self, samples: int = 8, seed: int = 0) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._mix_DD = torch.linalg.qr(self._normal(WIDTH, WIDTH))[0] * torch.logspace(0, -3, WIDTH)
+        self._base_BTD = self._normal(samples, TOKENS, WIDTH) @ self._mix_DD.T
+
+    def visit(self, ids: list[int]) -> Tensor:
+        change_BTD = self._normal(len(ids), TOKENS, WIDTH) @ self._mix_DD.T
+        return self._base_BTD[ids] + 0.1 * change_BTD
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._generator)
+
+
+def ends(**options: Any) -> tuple[TransformBoundary, TransformBoundary]:
+    spec = TransformConfig(**options)
+    return build_transform(spec, width=WIDTH), build_transform(spec, width=WIDTH)
+
+
+def send(
+    sender: Any, receiver: Any, x_BTD: Tensor, ids: list[int], step: int = 0
+) -> tuple[Tensor, int]:
+    ids_B = torch.tensor(ids)
+    plan, other = (end.plan(ids_B, x_BTD.shape, step=step) for end in (sender, receiver))
+    assert (plan.capacity, plan.checksum) == (other.capacity, other.checksum)
+    wire, out_BTD = torch.empty(plan.capacity, dtype=torch.uint8), torch.empty_like(x_BTD)
+    used = sender.encode(plan, x_BTD, wire)
+    receiver.decode(other, wire[:used], out_BTD)
+    return out_BTD, used
+
+
+def finish(*both: TransformBoundary, keep: bool = True) -> None:
+    for end in both:
+        end.finish_step(keep=keep)
+
+
+def assert_alike(sender: TransformBoundary, receiver: TransformBoundary) -> None:
+    assert sender.learned.digest() == receiver.learned.digest()
+    if sender.memory is not None and receiver.memory is not None:
+        assert sender.memory.digest() == receiver.memory.digest()
+
+
+def train(
+    sender: TransformBoundary, receiver: TransformBoundary, steps: range, seed: int = 0
+) -> list[tuple[float, float]]:
+    """(bits per value, relative error) of every step; samples are visited in random order."""
+    source, found = Source(), []
+    for step in range(steps.stop):
+        ids = torch.randperm(8, generator=torch.Generator().manual_seed(step)).tolist()
+        x_BTD = source.visit(ids)
+        if step < steps.start:
+            continue
+        used, decoded = 0, []
+        for half in (slice(0, 4), slice(4, 8)):
+            out_BTD, nbytes = send(sender, receiver, x_BTD[half], ids[half], step)
+            decoded.append(out_BTD)
+            used += nbytes
+        finish(sender, receiver)
+        assert_alike(sender, receiver)
+        error = float((torch.cat(decoded) - x_BTD).norm() / x_BTD.norm())
+        found.append((8 * used / x_BTD.numel(), error))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"of": "value", "step": 0.1}, {"error": 0.03}, {"memory": False}, {"first_step": 0.02}],
+)
+def test_both_ends_are_alike_after_every_step(options: Any) -> None:
+    found = train(*ends(**options), range(12))
+    assert all(error < 0.1 for _, error in found)
+    assert found[-1][0] < 0.7 * found[0][0]  # a basis was found
+
+
+def test_changes_take_fewer_bits_than_values() -> None:
+    with_memory, without = (train(*ends(memory=m), range(12))[-1] for m in (True, False))
+    assert with_memory[0] < without[0] - 0.5
+    assert with_memory[1] < without[1] * 1.5
+
+
+def test_the_wanted_error_is_met() -> None:
+    for wanted in (0.01, 0.03, 0.1):
+        error = train(*ends(error=wanted), range(12))[-1][1]
+        assert error == pytest.approx(wanted, rel=0.15)
+
+
+def test_only_whole_numbers_need_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The receiver's products are another machine's: what it remembers is still the same."""
+    sender, receiver = ends()
+    clean = train(*ends(), range(12))
+    restore = Basis.restore
+    project = Basis.project
+    noise = torch.Generator().manual_seed(1)
+
+    def other_restore(basis: Basis, y_NK: Tensor) -> Tensor:
+        value_ND = restore(basis, y_NK)
+        return value_ND * (1 + 1e-3 * torch.randn(value_ND.shape, generator=noise))
+
+    def other_project(basis: Basis, x_ND: Tensor) -> Tensor:
+        y_NK = project(basis, x_ND)
+        return y_NK * (1 + 1e-3 * torch.randn(y_NK.shape, generator=noise))
+
+    monkeypatch.setattr(Basis, "restore", other_restore)
+    monkeypatch.setattr(Basis, "project", other_project)
+    perturbed = train(sender, receiver, range(12))  # asserts that both ends are alike
+    assert perturbed != clean
+    assert sender.learned.version > 0
+
+
+def test_a_step_that_does_not_count_leaves_nothing_behind() -> None:
+    left, right = ends(), ends()
+    source = Source()
+    ids = list(range(8))
+    for step in range(8):
+        x_BTD, lost_BTD = source.visit(ids), 3 * source.visit(ids)
+        send(*left, x_BTD, ids, step)
+        send(*right, lost_BTD, ids, step)
+        finish(*right, keep=False)
+        send(*right, x_BTD, ids, step)
+        finish(*left, *right)
+        assert_alike(*right)
+        assert left[0].learned.digest() == right[0].learned.digest()
+    assert left[0].memory is not None
+    assert right[0].memory is not None
+    assert left[0].memory.digest() == right[0].memory.digest()
+
+
+@pytest.mark.parametrize("stop", [1, 2, 5, 9])
+def test_state_survives_a_restart_bit_for_bit(stop: int) -> None:
+    whole = ends()
+    train(*whole, range(stop))
+    again = ends()
+    for old, new in zip(whole, again, strict=True):
+        new.load_state_dict(old.state_dict())
+    rest = [train(*pair, range(stop, 14)) for pair in (whole, again)]
+    assert rest[0] == rest[1]
+    assert_alike(whole[0], again[0])
+
+
+def test_a_sample_that_is_not_finite_reaches_the_peer_but_no_memory() -> None:
+    sender, receiver = ends()
+    x_BTD = Source().visit([0, 1, 2])
+    x_BTD[1, 3, 5] = torch.inf
+    out_BTD, _ = send(sender, receiver, x_BTD, [0, 1, 2])
+    finish(sender, receiver)
+    assert bool(out_BTD[1].isnan().all())
+    assert bool(out_BTD[[0, 2]].isfinite().all())
+    assert receiver.memory is not None
+    assert len(receiver.memory) == 2
+
+
+def test_zeros_and_extremes_are_coded() -> None:
+    for size in (0.0, 1e-30, 1e30):
+        sender, receiver = ends()
+        for step in range(3):
+            x_BTD = size * Source().visit([0, 1, 2, 3])
+            out_BTD, used = send(sender, receiver, x_BTD, [0, 1, 2, 3], step)
+            finish(sender, receiver)
+            assert_alike(sender, receiver)
+            assert float((out_BTD - x_BTD).abs().max()) <= 0.3 * float(x_BTD.abs().max())
+            assert used <= sender.capacity(x_BTD.shape)
+
+
+def test_massive_channels_do_not_coarsen_the_others() -> None:
+    x_BTD = Source().visit(list(range(8)))
+    plain = Steps(0.8, 0.1).choose(False, *[x_BTD.flatten(0, 1)] * 3)
+    x_BTD[..., 3] += 1000.0
+    massive = Steps(0.8, 0.1).choose(False, *[x_BTD.flatten(0, 1)] * 3)
+    assert abs(step_size(massive) / step_size(plain) - 1) < 0.2
+    sender, receiver = ends()
+    for step in range(6):
+        out_BTD, _ = send(sender, receiver, x_BTD, list(range(8)), step)
+        finish(sender, receiver)
+        others = [channel for channel in range(WIDTH) if channel != 3]
+        error = (out_BTD - x_BTD)[..., others].norm() / x_BTD[..., others].norm()
+        assert float(error) < 0.2
+
+
+def test_evaluation_learns_nothing_and_is_like_a_first_visit() -> None:
+    sender, receiver = ends()
+    train(sender, receiver, range(6))
+    before = sender.learned.digest()
+    x_BTD = Source(seed=0).visit([0, 1])
+    out_BTD, used = send(FirstVisits(sender), FirstVisits(receiver), x_BTD, [0, 1])
+    assert before == sender.learned.digest()
+    assert float((out_BTD - x_BTD).norm() / x_BTD.norm()) < 0.1
+    again_BTD, more = send(sender, receiver, x_BTD, [100, 101], 6)
+    assert torch.equal(out_BTD, again_BTD)
+    assert used == more
+
+
+def test_a_row_holds_a_byte_per_value_and_two_of_wide_dimensions() -> None:
+    basis = Basis(torch.zeros(WIDTH, WIDTH - 4, dtype=torch.int16), wide=4)
+    q_TK = torch.randint(-120, 120, (TOKENS, WIDTH - 4), dtype=torch.int32)
+    q_TK[:, :4] *= 250
+    row = pack(Held(3, -17, q_TK), basis, TOKENS * WIDTH)
+    assert row.numel() == 8 + TOKENS * WIDTH
+    version, step, found_TK = unpack(row, {3: basis}, TOKENS)
+    assert (version, step) == (3, -17)
+    assert torch.equal(found_TK, q_TK)
+    clamped = unpack(pack(Held(3, 0, q_TK * 0 + 40_000), basis, TOKENS * WIDTH), {3: basis}, TOKENS)
+    assert clamped.q_TK[0].tolist() == [2**15 - 1] * 4 + [127] * (WIDTH - 8)
+
+
+@pytest.mark.parametrize("cut", [0, 5, 7, 100, -1])
+def test_a_basis_that_does_not_fit_is_refused(cut: int) -> None:
+    proposal = Proposal(Basis.identity(WIDTH), torch.full((2, WIDTH), 20))
+    assert torch.equal(
+        Proposal.unpacked(proposal.packed(), WIDTH).basis.entry_DK, proposal.basis.entry_DK
+    )
+    with pytest.raises(CodingError, match=f"does not fit {WIDTH} channels"):
+        Proposal.unpacked(proposal.packed()[:cut], WIDTH)
+
+
+def test_damaged_payloads_end_in_errors() -> None:
+    """What a checksum would have caught: nothing but `CodingError`, or other values, comes out."""
+    sender, receiver = ends()
+    train(sender, receiver, range(4))
+    ids, x_BTD = list(range(8)), Source().visit(list(range(8)))
+    plan = sender.plan(torch.tensor(ids), x_BTD.shape, step=4)
+    wire = torch.empty(plan.capacity, dtype=torch.uint8)
+    wire = wire[: sender.encode(plan, x_BTD, wire)]
+    generator, refused = torch.Generator().manual_seed(0), 0
+    for turn in range(200):
+        hurt = wire.clone()
+        place = turn if turn < 60 else int(torch.randint(len(wire), (1,), generator=generator))
+        hurt[place] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        if turn % 10 == 0:
+            hurt = hurt[:place]
+        try:
+            receiver.read(plan, hurt, torch.empty_like(x_BTD))
+        except CodingError:
+            refused += 1
+    assert refused > 100
+
+
+def digests(rank: int, run: Any) -> list[dict[str, tuple[str, int]]]:
+    built, found = start(run), []
+    replica = rank // run.pipeline.pipeline_ranks
+    for step, whole in enumerate(EPOCH * 4):
+        totals = built.engine.train_step(share(whole, replica, run.pipeline.replicas), step)
+        assert not totals.skipped
+        ends = {c.codec.name: c.codec.training for c in built.engine.channels}
+        found.append({name: _digest(end) for name, end in ends.items()})
+    return found
+
+
+def _digest(end: Any) -> tuple[str, int]:
+    return end.memory.digest() if end.memory is not None else "", end.learned.digest()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("schedule", "precision", "memory"),
+    [("Deep1F1B", "fp32", True), ("1F1B", "bf16", True), ("GPipe", "fp32", False)],
+)
+def test_both_ends_of_a_pipeline_are_alike(
+    ranks: Ranks, schedule: str, precision: str, memory: bool
+) -> None:
+    boundary = [{way: {**spec, "memory": memory} for way, spec in BOTH[0].items()}]
+    run = config(
+        pipeline={"cuts": [1, 3], "schedule": schedule, "replicas": 2, "precision": precision},
+        boundary=boundary,  # type: ignore[arg-type]
+    )
+    everyone = ranks(6, digests, run)
+    for step in range(8):
+        for first in (0, 3):
+            upper, middle, lower = (everyone[first + stage][step] for stage in range(3))
+            for way in ("forward", "backward"):
+                assert upper[f"cut 1 {way}"] == middle[f"cut 1 {way}"]
+                assert middle[f"cut 3 {way}"] == lower[f"cut 3 {way}"]
+
+
+def test_gradients_have_a_coarser_first_step() -> None:
+    assert GradientTransformConfig().first_step > TransformConfig().first_step
