@@ -161,6 +161,17 @@ def test_training_goes_on_bit_for_bit_with_other_devices_per_rank(
 
 
 @pytest.mark.dist
+def test_training_goes_on_bit_for_bit_in_a_learned_transform(ranks: Ranks, tmp_path: Path) -> None:
+    boundary = [{way: {"kind": "transform"} for way in ("forward", "backward")}]
+    run = run_config([1, 3], boundary=boundary)
+    through = ranks(3, train, run, str(tmp_path / "other"))
+    ranks(3, _save, run, str(tmp_path))
+    resumed = ranks(3, _resume, run, str(tmp_path))
+    assert resumed[0]["losses"] == through[0]["losses"][3:]
+    assert_equal(joined(resumed, "weights"), joined(through, "weights"))
+
+
+@pytest.mark.dist
 def test_a_schedule_with_several_stages_per_rank_is_resumed_from(
     ranks: Ranks, tmp_path: Path
 ) -> None:
