@@ -21,7 +21,7 @@ import logging
 import struct
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -61,17 +61,32 @@ class _History(NamedTuple):
 _UNSEEN = _History(0, 0)
 
 
+class Beside(Protocol):
+    """What both ends of a direction know beside their samples, and what rows are read with."""
+
+    def digest(self) -> int:
+        """A number below 2^32, equal at both ends."""
+
+    def reset(self) -> None:
+        """Know nothing."""
+
+
 class SampleMemory:
     """Last seen values by sample id; ids that were never committed are unknown."""
 
     def __init__(
-        self, codec: Codec, store: Store | None = None, *, capacity: int | None = None
+        self,
+        codec: Codec,
+        store: Store | None = None,
+        *,
+        capacity: int | None = None,
+        beside: Beside | None = None,
     ) -> None:
         """`codec` turns values into stored bytes; it must be deterministic.
 
         `capacity` is how many samples this end could hold; the ends agree on one (`restrict`).
         """
-        self.capacity = capacity
+        self.capacity, self._beside = capacity, beside
         self._codec, self._store = codec, store or RamStore()
         self._limit = capacity
         self._histories: dict[int, _History] = {}
@@ -110,6 +125,16 @@ class SampleMemory:
     def forget(self, ids_B: Tensor) -> None:
         """Drop what is held of these samples; unknown ones are passed over."""
         self._forget([sample for sample in ids_B.tolist() if sample in self._histories])
+
+    def learned(self) -> int:
+        """What is known beside samples, as a number; 0 without any."""
+        return 0 if self._beside is None else self._beside.digest()
+
+    def reset(self) -> None:
+        """Drop all samples, and what is known beside them."""
+        self._forget(list(self._histories))
+        if self._beside is not None:
+            self._beside.reset()
 
     def read(self, ids_B: Tensor, numel: int) -> Tensor:
         """fp32 values [B, N] of known samples.

@@ -66,6 +66,7 @@ class CacheConsistency:
             OSError: this rank has no space for what was agreed.
         """
         self._agree_on_room(ids_B)
+        self._agree_on_what_was_learned()
         repaired = self._compare(ids_B)
         self.prefetch(first_ids_B)
         return _sum(repaired, self._compare(first_ids_B))
@@ -139,6 +140,25 @@ class CacheConsistency:
         own_CE = shared_PN.view(len(shared_PN), *rooms_CE.shape).amin(0)
         for (place, _), memory in self._memories.items():
             memory.restrict(ids_B, int(min(float(own_CE[place].min()), len(ids_B))))
+
+    def _agree_on_what_was_learned(self) -> None:
+        """Ends that know different things beside their samples start anew."""
+        known_CE = torch.zeros(len(self._places), 2, dtype=torch.float64)
+        for key, memory in self._memories.items():
+            known_CE[key] = memory.learned()
+        shared_PN = self._transport.share(known_CE.flatten(), "replica")
+        all_CE = shared_PN.view(len(shared_PN), *known_CE.shape).sum(0)
+        for (place, end), memory in self._memories.items():
+            if all_CE[place, 0] == all_CE[place, 1]:
+                continue
+            memory.reset()
+            if end == 1:
+                cut, direction = self._places[place]
+                _log.warning(
+                    "cut %d %s: its ends had learned different things, and start anew",
+                    cut,
+                    DIRECTIONS[direction],
+                )
 
     def _per_end(self, all_WN: Tensor, count: int = 1) -> Tensor:
         """[R, C, E, B]: of the ranks of a pipeline, only one holds any given end."""

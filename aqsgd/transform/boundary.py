@@ -95,13 +95,12 @@ class TransformBoundary:
     codec_id = CODEC_ID
     bits = BITS
 
-    def __init__(self, width: int, memory: SampleMemory | None, steps: Steps) -> None:
-        """Of tokens of `width` channels."""
-        self.memory = memory
-        self.learned = Learned(width)
+    def __init__(self, learned: Learned, memory: SampleMemory | None, steps: Steps) -> None:
+        """`memory` holds rows that `learned` reads."""
+        self.memory, self.learned = memory, learned
         self.error_meter = ErrorMeter()
-        self._width, self._steps = width, steps
-        self._proposals = Proposals(width)
+        self._width, self._steps = learned.width, steps
+        self._proposals = Proposals(learned.width)
 
     def capacity(self, shape_BTD: torch.Size) -> int:
         """With a piece of a basis, and 16 bits per value."""

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.aqsgd.store import Store
 from thinpipe.aqsgd.transform.boundary import BITS, TransformBoundary
+from thinpipe.aqsgd.transform.learned import Learned
 from thinpipe.aqsgd.transform.row import RowCodec
 from thinpipe.aqsgd.transform.steps import Steps
 from thinpipe.pipeline.wire.entropy import Coding
@@ -65,5 +66,7 @@ def build_transform(
     capacity: int | None = None,
 ) -> TransformBoundary:
     """One end of a direction. Both are built alike, with a store and capacity of their own."""
-    memory = SampleMemory(RowCodec(), store, capacity=capacity) if config.memory else None
-    return TransformBoundary(width, memory, config.steps)
+    learned, memory = Learned(width), None
+    if config.memory:
+        memory = SampleMemory(RowCodec(), store, capacity=capacity, beside=learned)
+    return TransformBoundary(learned, memory, config.steps)

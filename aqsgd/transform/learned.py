@@ -78,10 +78,14 @@ class Learned:
 
     def __init__(self, width: int) -> None:
         """Of tokens of `width` channels; the basis is that of the channels at first."""
-        self._width = width
+        self.width = width
+        self.reset()
+
+    def reset(self) -> None:
+        """Know nothing."""
         self.version = 0
-        self.bases = {0: Basis.identity(width)}
-        self.model_MK = torch.tensor(_START)[:, None].repeat(1, width)
+        self.bases = {0: Basis.identity(self.width)}
+        self.model_MK = torch.tensor(_START)[:, None].repeat(1, self.width)
         self._scales_MT = torch.zeros(2, SCALES, dtype=torch.int64)
         self._pieces: dict[int, bytes] = {}
         self._of = 0
@@ -174,7 +178,7 @@ class Learned:
         self._forget_step()
 
     def _adopt(self, data: bytes) -> None:
-        basis, self.model_MK = Proposal.unpacked(data, self._width)
+        basis, self.model_MK = Proposal.unpacked(data, self.width)
         self.version += 1
         self.bases[self.version] = basis
         self._pieces, self._of = {}, 0

@@ -40,6 +40,12 @@ class Memory(Protocol):
     def forget(self, ids_B: Tensor) -> None:
         """Hold nothing of these samples."""
 
+    def learned(self) -> int:
+        """A number (below 2^53) for what is known beside samples, equal at both ends; 0 nothing."""
+
+    def reset(self) -> None:
+        """Hold nothing, and know nothing beside."""
+
     def release(self) -> None:
         """Give back what is held; the memory is not used again."""
 

@@ -232,6 +232,38 @@ def test_a_cut_whose_state_is_missing_at_one_end_starts_empty(
     assert [held for _, held, _ in results] == [{1: 0}, {1: 0, 2: 13}, {2: 13}]
 
 
+def resume_with_one_end_anew(rank: int, run_settings: Any) -> Any:
+    """What is known of the first cut, forwards, is lost at its upper end."""
+    built = start(run_settings)
+    for step, item in enumerate(STEPS[:4]):
+        built.engine.train_step(item, step)
+    state = {c.codec.name: c.codec.training.state_dict() for c in built.engine.channels}
+    again = start(run_settings)
+    for channel in again.engine.channels:
+        if (rank, channel.codec.name) != (0, "cut 1 forward"):
+            channel.codec.training.load_state_dict(state[channel.codec.name])
+    again.engine.begin(ALL, STEPS[4].ids_B)
+    held = {c.codec.name: len(c.codec.memory) for c in again.engine.channels}  # type: ignore[arg-type]
+    losses = [again.engine.train_step(STEPS[4 + i], 4 + i).loss for i in (0, 1)]
+    digests = {c.codec.name: c.codec.memory.learned() for c in again.engine.channels}  # type: ignore[union-attr]
+    return held, losses, digests
+
+
+def test_ends_that_learned_different_things_start_anew(ranks: Ranks) -> None:
+    boundary: Any = [{way: {"kind": "transform"} for way in ("forward", "backward")}]
+    results = ranks(
+        3, resume_with_one_end_anew, config(pipeline={"cuts": [1, 2]}, boundary=boundary)
+    )
+    (first, losses, _), (middle, _, _), (last, _, _) = results
+    assert first == {"cut 1 forward": 0, "cut 1 backward": 13}
+    assert middle == {**first, "cut 2 forward": 13, "cut 2 backward": 13}
+    assert last == {"cut 2 forward": 13, "cut 2 backward": 13}
+    assert all(loss > 0 for loss in losses)
+    for upper, lower in ((0, 1), (1, 2)):
+        ours, theirs = results[upper][2], results[lower][2]
+        assert all(ours[name] == theirs[name] for name in ours.keys() & theirs.keys())
+
+
 def with_own_budget(rank: int, all_settings: list[Any]) -> Any:
     built = start(all_settings[rank])
     built.engine.begin(ALL, STEPS[0].ids_B)
