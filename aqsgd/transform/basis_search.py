@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thinpipe.aqsgd.transform import laplace
+from thinpipe.aqsgd.transform import logistic
 from thinpipe.aqsgd.transform.basis import Basis
 from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Proposal
 
 _MOST_TOKENS = 256
 _ENTRY_BITS = 16
-_REACH = 16
+_REACH = 8
 """Standard deviations that a remembered coefficient may reach, and that changes of step may add."""
 
 
@@ -120,7 +120,7 @@ class BasisSearch:
             seen = kind if self._count_M[kind] else (CHANGE if kind == FIRST else FIRST)
             variance_K = _variances(self._sent_MDD[seen] / self._count_M[seen], v_DK)
             model_K = 20 + 4 * ((variance_K / 2).clamp_min(2.0**-12).log2() / 2)
-            found.append(model_K.round().clamp(0, laplace.MODELS - 1).long())
+            found.append(model_K.round().clamp(0, logistic.MODELS - 1).long())
         return torch.stack(found)
 
 

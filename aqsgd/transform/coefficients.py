@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinpipe.aqsgd.transform import laplace
+from thinpipe.aqsgd.transform import logistic
 from thinpipe.pipeline.wire import rans
 from thinpipe.pipeline.wire.entropy import CodingError
 
@@ -79,12 +79,12 @@ def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> C
     rans.decode(parts[0], _only_table(tokens), scales, scale_N)
     scale_N = scale_N.long()
     model_NK = models(model_K, scale_N)
-    shift_NK = laplace.shifts()[model_NK]
+    shift_NK = logistic.shifts()[model_NK]
     widths = _digit_widths(shift_NK)
     more = [_digit_tables(width) for _, width in widths]
-    table = torch.cat([laplace.table_ids()[model_NK].flatten(), *more])
+    table = torch.cat([logistic.table_ids()[model_NK].flatten(), *more])
     symbols = torch.empty(table.numel(), dtype=torch.uint8)
-    rans.decode(parts[1], table, laplace.tables(), symbols)
+    rans.decode(parts[1], table, logistic.tables(), symbols)
     symbol_NK = symbols[: model_NK.numel()].view(model_NK.shape).int()
     q_NK = _joined(symbol_NK, shift_NK, symbols[model_NK.numel() :], widths)
     outside_NK = _outside(symbol_NK)
@@ -97,7 +97,7 @@ def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> C
 def models(model_K: Tensor, scale_N: Tensor) -> Tensor:
     """The model of every coefficient (int64)."""
     raised_N1 = 2 * (scale_N - UNSCALED)[:, None]
-    return (model_K[None] + raised_N1).clamp_(0, laplace.MODELS - 1)
+    return (model_K[None] + raised_N1).clamp_(0, logistic.MODELS - 1)
 
 
 def _coded_scales(scale_N: Tensor, scales: rans.Tables) -> Tensor:
@@ -108,15 +108,15 @@ def _coded_scales(scale_N: Tensor, scales: rans.Tables) -> Tensor:
 
 def _coded_values(coded: Coded) -> tuple[Tensor, Tensor]:
     """Bytes of all coefficients, and of those outside the symbols."""
-    shift_NK = laplace.shifts()[coded.model_NK]
-    symbol_NK = (coded.q_NK >> shift_NK) + laplace.MIDDLE
-    symbol_NK = symbol_NK.clamp_(0, laplace.SYMBOLS - 1)
+    shift_NK = logistic.shifts()[coded.model_NK]
+    symbol_NK = (coded.q_NK >> shift_NK) + logistic.MIDDLE
+    symbol_NK = symbol_NK.clamp_(0, logistic.SYMBOLS - 1)
     outside_NK = _outside(symbol_NK)
     digits, more = _digits(coded.q_NK, shift_NK, ~outside_NK)
     symbols = torch.cat([symbol_NK.flatten().to(torch.uint8), *digits])
-    table = torch.cat([laplace.table_ids()[coded.model_NK].flatten(), *more])
+    table = torch.cat([logistic.table_ids()[coded.model_NK].flatten(), *more])
     wire = torch.empty(rans.capacity(symbols.numel()), dtype=torch.uint8)
-    used = rans.encode(symbols, table, laplace.tables(), wire)
+    used = rans.encode(symbols, table, logistic.tables(), wire)
     return wire[:used], _as_bytes(coded.q_NK[outside_NK])
 
 
@@ -141,17 +141,17 @@ def _only_table(count: int) -> Tensor:
 
 def _outside(symbol_NK: Tensor) -> Tensor:
     """Where the symbol stands for all that is at least as large."""
-    return (symbol_NK == 0) | (symbol_NK == laplace.SYMBOLS - 1)
+    return (symbol_NK == 0) | (symbol_NK == logistic.SYMBOLS - 1)
 
 
 def _best_scales(q_NK: Tensor, model_K: Tensor) -> Tensor:
     """For each token the scale (int64) under which magnitudes as large are expected."""
-    magnitude_J = laplace.magnitudes().float()
-    weight_K = 1 / magnitude_J[model_K].clamp_min(magnitude_J[laplace.LAST_UNSHIFTED - 8])
+    magnitude_J = logistic.magnitudes().float()
+    weight_K = 1 / magnitude_J[model_K].clamp_min(magnitude_J[logistic.LAST_UNSHIFTED - 8])
     every = models(model_K, torch.arange(SCALES))
     expected = magnitude_J[every] @ weight_K
     between = (expected[1:] * expected[:-1]).sqrt()
-    found_N = (q_NK.abs().float() * (1 << laplace.MAGNITUDE_BITS)) @ weight_K
+    found_N = (q_NK.abs().float() * (1 << logistic.MAGNITUDE_BITS)) @ weight_K
     return torch.searchsorted(between, found_N)
 
 
@@ -160,13 +160,13 @@ def _digit_widths(shift_NK: Tensor) -> list[tuple[Tensor, Tensor]]:
     shift_N, found, lower = shift_NK.flatten(), [], 0
     while bool((has := shift_N > lower).any()):
         index = torch.nonzero(has).flatten()
-        found.append((index, (shift_N[index] - lower).clamp_max(laplace.DIGIT_BITS)))
-        lower += laplace.DIGIT_BITS
+        found.append((index, (shift_N[index] - lower).clamp_max(logistic.DIGIT_BITS)))
+        lower += logistic.DIGIT_BITS
     return found
 
 
 def _digit_tables(width: Tensor) -> Tensor:
-    return (laplace.UNIFORM - 1 + width).to(torch.uint8)
+    return (logistic.UNIFORM - 1 + width).to(torch.uint8)
 
 
 def _digits(q_NK: Tensor, shift_NK: Tensor, kept_NK: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -176,7 +176,7 @@ def _digits(q_NK: Tensor, shift_NK: Tensor, kept_NK: Tensor) -> tuple[list[Tenso
     for index, width in _digit_widths(shift_NK):
         digits.append(((q_N[index] >> lower) & ((1 << width) - 1)).to(torch.uint8))
         tables.append(_digit_tables(width))
-        lower += laplace.DIGIT_BITS
+        lower += logistic.DIGIT_BITS
     return digits, tables
 
 
@@ -184,10 +184,10 @@ def _joined(
     symbol_NK: Tensor, shift_NK: Tensor, digits: Tensor, widths: list[tuple[Tensor, Tensor]]
 ) -> Tensor:
     """Coefficients (int32) from their symbols and low bits."""
-    q_N = ((symbol_NK - laplace.MIDDLE).long() << shift_NK).flatten()
+    q_N = ((symbol_NK - logistic.MIDDLE).long() << shift_NK).flatten()
     lower = 0
     for index, _ in widths:
         digit, digits = digits[: index.numel()], digits[index.numel() :]
         q_N[index] += digit.long() << lower
-        lower += laplace.DIGIT_BITS
+        lower += logistic.DIGIT_BITS
     return q_N.view(symbol_NK.shape).int()

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from thinpipe.aqsgd.transform import laplace
+from thinpipe.aqsgd.transform import logistic
 from thinpipe.aqsgd.transform.basis import Basis
 from thinpipe.aqsgd.transform.coefficients import SCALES, Coded
 from thinpipe.pipeline.wire.entropy import CodingError
@@ -63,7 +63,7 @@ class Proposal(NamedTuple):
                 f"not fit {width} channels"
             )
         numbers = torch.frombuffer(bytearray(data[_HEAD.size :]), dtype=torch.uint8)
-        model_MK = numbers[:models].long().view(2, dimensions).clamp_max(laplace.MODELS - 1)
+        model_MK = numbers[:models].long().view(2, dimensions).clamp_max(logistic.MODELS - 1)
         entry_DK = numbers[models:].clone().view(torch.int16).view(width, dimensions)
         return Proposal(Basis(entry_DK, wide), model_MK)
 
@@ -119,11 +119,11 @@ class Learned:
     def count(self, kind: Kind, coded: Coded) -> None:
         """Take in a message's coefficients at the end of the step."""
         self._new_scales_MT[kind] += torch.bincount(coded.scale_N, minlength=SCALES)
-        magnitude_J = laplace.magnitudes()
+        magnitude_J = logistic.magnitudes()
         model_NK = coded.model_NK[::_SAMPLED]
-        near = [(model_NK + i).clamp_(0, laplace.MODELS - 1) for i in (-1, 0, 1)]
+        near = [(model_NK + i).clamp_(0, logistic.MODELS - 1) for i in (-1, 0, 1)]
         sums = [magnitude_J[model].sum(0) for model in near]
-        found_K = coded.q_NK[::_SAMPLED].abs().long().sum(0) << laplace.MAGNITUDE_BITS
+        found_K = coded.q_NK[::_SAMPLED].abs().long().sum(0) << logistic.MAGNITUDE_BITS
         self._sums[kind] += torch.stack([found_K, *sums])
 
     def commit(self) -> None:
@@ -133,7 +133,7 @@ class Learned:
             rises_K = 2 * found_K > here_K + above_K
             falls_K = 2 * found_K < here_K + below_K
             self.model_MK[kind] += rises_K.long() - falls_K.long()
-        self.model_MK.clamp_(0, laplace.MODELS - 1)
+        self.model_MK.clamp_(0, logistic.MODELS - 1)
         known = self._new_scales_MT.sum(1, keepdim=True) > 0
         fresh_MT = self._scales_MT // 2 + self._new_scales_MT
         self._scales_MT = torch.where(known, fresh_MT, self._scales_MT)

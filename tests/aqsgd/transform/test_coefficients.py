@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinpipe.aqsgd.transform import coefficients, laplace
+from thinpipe.aqsgd.transform import coefficients, logistic
 from thinpipe.aqsgd.transform.coefficients import LARGEST, SCALES, Coded
 from thinpipe.pipeline.wire.entropy import CodingError
 from thinpipe.pipeline.wire.rans import Tables
@@ -23,12 +23,12 @@ def coded(q_NK: Tensor, model_K: Tensor) -> tuple[Tensor, Coded]:
     return wire[:used], result
 
 
-def laplacian(scale_NK: Tensor, seed: int = 0) -> Tensor:
+def drawn(scale_NK: Tensor, seed: int = 0) -> Tensor:
+    """Logistic numbers of these mean magnitudes."""
     generator = torch.Generator().manual_seed(seed)
-    shape = scale_NK.shape
-    sign = torch.randint(2, shape, generator=generator) * 2 - 1
-    exponential = torch.empty(shape).exponential_(generator=generator)
-    return (sign * exponential * scale_NK).round().clamp(-LARGEST, LARGEST).int()
+    uniform_NK = torch.rand(scale_NK.shape, generator=generator, dtype=torch.float64)
+    value_NK = scale_NK / (2 * math.log(2)) * torch.logit(uniform_NK, eps=1e-12)
+    return value_NK.round().clamp(-LARGEST, LARGEST).int()
 
 
 @settings(max_examples=60, deadline=None)
@@ -45,8 +45,8 @@ def test_what_is_decoded_is_what_was_encoded(
     generator = torch.Generator().manual_seed(seed)
     low, high = sorted(exponents)
     scale_NK = 2 ** torch.empty(tokens, dimensions).uniform_(low, high, generator=generator)
-    q_NK = laplacian(scale_NK, seed)
-    model_K = torch.randint(laplace.MODELS, (dimensions,), generator=generator)
+    q_NK = drawn(scale_NK, seed)
+    model_K = torch.randint(logistic.MODELS, (dimensions,), generator=generator)
     wire, sent = coded(q_NK, model_K)
     received = coefficients.decode(wire, tokens, model_K, EVEN)
     for ours, theirs in zip(sent, received, strict=True):
@@ -67,22 +67,21 @@ def test_extremes_take_no_more_than_two_bytes_each(extreme: int) -> None:
 def test_bits_are_near_the_entropy(scale: float) -> None:
     """Dimensions and tokens of different scales; models that are right for the dimensions."""
     model_K = (20 + 4 * math.log2(scale) + torch.linspace(-8, 8, 64)).round().long()
-    model_K.clamp_(0, laplace.MODELS - 1)
+    model_K.clamp_(0, logistic.MODELS - 1)
     token_N1 = 2 ** (torch.randint(-2, 3, (1024, 1)) / 2)
     scale_NK = 2 ** ((model_K - 20) / 4) * token_N1
-    q_NK = laplacian(scale_NK)
+    q_NK = drawn(scale_NK)
     wire, _ = coded(q_NK, model_K)
-    size_NK, wide_NK = q_NK.abs().double(), scale_NK.double()
-    zero_NK = 1 - torch.exp(-0.5 / wide_NK)
-    other_NK = torch.exp(-(size_NK - 0.5) / wide_NK) * (1 - torch.exp(-1 / wide_NK)) / 2
-    ideal = -torch.where(size_NK == 0, zero_NK, other_NK).log2().sum() / 8
+    size_NK, wide_NK = q_NK.abs().double(), scale_NK.double() / (2 * math.log(2))
+    above_NK, below_NK = (torch.sigmoid((size_NK + edge) / wide_NK) for edge in (0.5, -0.5))
+    ideal = -(above_NK - below_NK).log2().sum() / 8
     scales_nbytes = 1024 * 5 / 8
     assert wire.numel() <= 1.03 * float(ideal) + scales_nbytes + 150
 
 
 def test_damage_ends_in_an_error_or_in_other_numbers() -> None:
     model_K = torch.full((16,), 22)
-    wire, _ = coded(laplacian(torch.full((64, 16), 1.5)), model_K)
+    wire, _ = coded(drawn(torch.full((64, 16), 1.5)), model_K)
     generator, caught = torch.Generator().manual_seed(0), 0
     for _ in range(300):
         hurt = wire.clone()
