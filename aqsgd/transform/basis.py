@@ -24,8 +24,11 @@ _ONE = 1 << _POINT
 
 @dataclass(frozen=True)
 class Basis:
-    """K directions in D channels, as columns (int16, in 1 / 16384); `wide` of them, the first ones,
-    have coefficients that are remembered in 16 bits, the others in 8."""
+    """K directions in D channels, as columns (int16, in 1 / 16384), the widest first.
+
+    Coefficients are remembered in a byte each: on average, as those of the first `wide` dimensions
+    take two, and those of the last 2 `wide` half a byte.
+    """
 
     entry_DK: Tensor
     wide: int = 0
@@ -33,12 +36,14 @@ class Basis:
     @staticmethod
     def identity(width: int) -> "Basis":
         """Channels as they are."""
-        return Basis(torch.diag(torch.full((width,), _ONE, dtype=torch.int16)))
+        entry_DK = torch.diag(torch.full((width,), _ONE, dtype=torch.int16))
+        return Basis(entry_DK)
 
     @staticmethod
     def nearest(v_DK: Tensor, wide: int) -> "Basis":
         """Orthonormal columns, rounded."""
-        return Basis((v_DK * _ONE).round().clamp(-_ONE, _ONE).to(torch.int16).contiguous(), wide)
+        entry_DK = (v_DK * _ONE).round().clamp(-_ONE, _ONE).to(torch.int16)
+        return Basis(entry_DK.contiguous(), wide)
 
     @functools.cached_property
     def matrix(self) -> Tensor:
@@ -48,7 +53,7 @@ class Basis:
     @functools.cached_property
     def checksum(self) -> int:
         """CRC-32 of the entries."""
-        return crc32(self.entry_DK)
+        return crc32(self.entry_DK, self.wide)
 
     def project(self, x_ND: Tensor) -> Tensor:
         """Coefficients (fp32) of tokens, on their device."""
@@ -58,12 +63,23 @@ class Basis:
         """Tokens (fp32) from their coefficients."""
         return y_NK @ self.matrix.to(y_NK.device).T
 
-    @property
-    def limits(self) -> Tensor:
-        """The largest coefficient of each dimension that is remembered (int32)."""
-        limit_K = torch.full((self.entry_DK.shape[1],), 2**7 - 1, dtype=torch.int32)
-        limit_K[: self.wide] = 2**15 - 1
-        return limit_K
+    def remembered(self, q_NK: Tensor) -> Tensor:
+        """Coefficients (int32) in K bytes a token (uint8); larger ones than fit are clamped."""
+        wide, narrow = self.wide, q_NK.shape[1] - 2 * self.wide
+        wide_NW = q_NK[:, :wide].clamp(-(2**15) + 1, 2**15 - 1)
+        usual_NU = q_NK[:, wide:narrow].clamp(-(2**7) + 1, 2**7 - 1)
+        low_NW, high_NW = q_NK[:, narrow:].clamp(-(2**3) + 1, 2**3 - 1).tensor_split(2, 1)
+        parts = [wide_NW, wide_NW >> 8, usual_NU, (low_NW & 15) | (high_NW << 4)]
+        return (torch.cat(parts, 1) & 255).to(torch.uint8)
+
+    def recalled(self, stored_NK: Tensor) -> Tensor:
+        """Coefficients (int32) from their bytes."""
+        wide, narrow = self.wide, stored_NK.shape[1] - self.wide
+        signed_NK = stored_NK.view(torch.int8).int()
+        low_NW, high_NW = stored_NK[:, :wide].int(), signed_NK[:, wide : 2 * wide]
+        half_NW = signed_NK[:, narrow:]
+        parts = [high_NW << 8 | low_NW, signed_NK[:, 2 * wide : narrow]]
+        return torch.cat([*parts, (half_NW << 28) >> 28, half_NW >> 4], 1)
 
     def turned(self, q_NL: Tensor, other: "Basis") -> Tensor:
         """Coefficients (int32) under another basis, in this one; the same on any machine."""

@@ -1,8 +1,9 @@
 """The sender's search for a better basis: the Karhunen-Loeve transform of what it sends.
 
-Covariances are taken in units of the quantization step, of some tokens of every message. After 1,
-2, 4, ... steps the sender asks what the eigenvectors would have saved since the basis last changed,
-and sends them if that is more than they take: as many messages at least are still to come.
+Covariances are taken in units of the quantization step, of some tokens of every message. The
+sender sends their eigenvectors after the first step. After 2, 4, 8, ... steps it asks what newer
+ones would have saved since the basis last changed, and sends them if that is more than they take:
+as many messages at least are still to come.
 
 Axes: N tokens, D channels, K dimensions, M = 2 kinds of visits.
 """
@@ -21,7 +22,9 @@ from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Proposa
 _MOST_TOKENS = 256
 _ENTRY_BITS = 16
 _REACH = 8
-"""Standard deviations that a remembered coefficient may reach, and that changes of step may add."""
+"""Standard deviations that a remembered coefficient may reach."""
+_LEAST = 0.1
+"""Steps: what is smaller would be rounded to nothing, now and when changes have added up."""
 
 
 class _Seen(NamedTuple):
@@ -100,17 +103,16 @@ class BasisSearch:
             return None
         v_DD = torch.linalg.eigh(sent_DD.double())[1].flip(1).float()
         saved = _bits(_variances(sent_DD, basis.matrix)) - _bits(_variances(sent_DD, v_DD))
-        if saved * self._tokens < _ENTRY_BITS * self._width**2:
+        if self._steps > 1 and saved * self._tokens < _ENTRY_BITS * self._width**2:
             return None
         return self._proposal(v_DD)
 
     def _proposal(self, v_DD: Tensor) -> Proposal:
-        """The directions that are remembered in 16 bits first; as many of the last are left out."""
-        reach_K = _REACH * _variances(self._value_DD / self._values, v_DD).sqrt()
-        wide = min(int((reach_K > 2**7).sum()), self._width // 8)
-        kept = self._width - wide
-        order = reach_K[:kept].argsort(descending=True)
-        v_DK = v_DD[:, :kept][:, order]
+        """The widest directions first; those without a value to speak of are left out."""
+        size_D, order = _variances(self._value_DD / self._values, v_DD).sqrt().sort(descending=True)
+        kept = max(int((size_D > _LEAST).sum()), 1)
+        v_DK, reach_K = v_DD[:, order[:kept]], _REACH * size_D[:kept]
+        wide = min(int((reach_K > 2**7).sum()), kept // 3)
         return Proposal(Basis.nearest(v_DK, wide), self._models(v_DK))
 
     def _models(self, v_DK: Tensor) -> Tensor:

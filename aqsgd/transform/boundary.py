@@ -272,8 +272,8 @@ class TransformBoundary:
         tokens, numel = plan.shape_BTD[1], plan.shape_BTD[1:].numel()
         for done in sent:
             self.learned.count(done.part.kind, done.coded)
-            if self.memory is None:
-                continue
+            if self.memory is None or self.learned.version == 0:
+                continue  # nobody knows yet how large coefficients are
             total_BTK = done.total.view(-1, tokens, done.total.shape[1])
             for row, q_TK in zip(done.part.rows, total_BTK, strict=True):
                 held = Held(self.learned.version, done.step, q_TK)

@@ -57,7 +57,7 @@ class Proposal(NamedTuple):
         dimensions, wide = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (0, 0)
         models = 2 * dimensions
         sized = len(data) == _HEAD.size + models + 2 * width * dimensions
-        if not sized or not 0 < dimensions <= width or wide > dimensions:
+        if not sized or not 0 < dimensions <= width or 3 * wide > dimensions:
             raise CodingError(
                 f"a basis of {len(data)} bytes, {dimensions} dimensions and {wide} wide ones does "
                 f"not fit {width} channels"

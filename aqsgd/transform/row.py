@@ -1,10 +1,9 @@
-"""How a sample's coefficients are remembered: a byte each, and a second one for the widest.
+"""How a sample's coefficients are remembered: 8 + T D bytes, whatever K.
 
-Row: version of the basis (u32), index of the step (i32), low bytes of all K dimensions of all T
-tokens, high bytes of the wide ones. A basis of D channels has at most D - wide dimensions, so that
-rows are 8 + T D bytes whatever the basis.
+These are the version of the basis (u32), the index of the step (i32), and a byte for each of K
+dimensions of T tokens.
 
-Axes: T tokens, D channels, K dimensions, W wide dimensions.
+Axes: T tokens, D channels, K dimensions.
 """
 
 import struct
@@ -29,29 +28,22 @@ class Held(NamedTuple):
 
 
 def pack(held: Held, basis: Basis, numel: int) -> Tensor:
-    """A row; numbers beyond its limits are clamped."""
-    limit_K = basis.limits
-    q_TK = held.q_TK.clamp(-limit_K, limit_K)
+    """A row, with what the basis remembers of the numbers."""
     row = torch.zeros(_HEAD.size + numel, dtype=torch.uint8)
-    low, high = q_TK & 0xFF, (q_TK[:, : basis.wide] >> 8) & 0xFF
     head = _HEAD.pack(held.version, held.step)
     row[: _HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-    end = _HEAD.size + low.numel()
-    row[_HEAD.size : end] = low.flatten()
-    row[end : end + high.numel()] = high.flatten()
+    stored_TK = basis.remembered(held.q_TK)
+    row[_HEAD.size : _HEAD.size + stored_TK.numel()] = stored_TK.flatten()
     return row
 
 
 def unpack(row: Tensor, bases: dict[int, Basis], tokens: int) -> Held:
-    """What `pack` was given, within its limits."""
+    """What is remembered of what `pack` was given."""
     version, step = _HEAD.unpack(row[: _HEAD.size].numpy().tobytes())
     basis = bases[version]
-    dimensions, wide = basis.entry_DK.shape[1], basis.wide
-    end = _HEAD.size + tokens * dimensions
-    q_TK = row[_HEAD.size : end].view(torch.int8).view(tokens, dimensions).int()
-    high_TW = row[end : end + tokens * wide].view(torch.int8).view(tokens, wide)
-    q_TK[:, :wide] = (q_TK[:, :wide] & 0xFF) | high_TW.int() << 8
-    return Held(version, step, q_TK)
+    end = _HEAD.size + tokens * basis.entry_DK.shape[1]
+    stored_TK = row[_HEAD.size : end].view(tokens, -1)
+    return Held(version, step, basis.recalled(stored_TK))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Bases and steps: nearly exact in floats, and exact in whole numbers however they are computed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +14,12 @@ def orthonormal(width: int, seed: int = 0) -> Tensor:
     return torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
 
 
+def nearest(width: int, seed: int = 0, wide: int = 0) -> Basis:
+    return Basis.nearest(orthonormal(width, seed), wide)
+
+
 def test_restoring_undoes_projecting() -> None:
-    basis, x_ND = Basis.nearest(orthonormal(96), wide=0), torch.randn(50, 96)
+    basis, x_ND = nearest(96), torch.randn(50, 96)
     again_ND = basis.restore(basis.project(x_ND))
     assert float((again_ND - x_ND).norm() / x_ND.norm()) < 1e-3
     same = Basis.identity(96)
@@ -21,7 +27,7 @@ def test_restoring_undoes_projecting() -> None:
 
 
 def test_numbers_of_another_basis_stand_for_the_same_tokens() -> None:
-    old, new = Basis.nearest(orthonormal(64), 0), Basis.nearest(orthonormal(64, 1), 0)
+    old, new = nearest(64), nearest(64, 1)
     q_NK = torch.randint(-200, 201, (40, 64), dtype=torch.int32)
     before_ND, after_ND = old.restore(q_NK.float()), new.restore(new.turned(q_NK, old).float())
     assert float((after_ND - before_ND).abs().max()) < 3  # each number is rounded by up to a half
@@ -30,10 +36,10 @@ def test_numbers_of_another_basis_stand_for_the_same_tokens() -> None:
 def test_turning_is_exact_in_any_order() -> None:
     """Sums in another order give the same whole numbers, up to the largest numbers there are."""
     width = 200
-    old, new = Basis.nearest(orthonormal(width), 8), Basis.nearest(orthonormal(width, 1), 8)
+    old, new = nearest(width), nearest(width, 1)
     q_NK = torch.randint(-(2**15), 2**15, (16, width), dtype=torch.int32)
     order = torch.randperm(width)
-    shuffled = [Basis(basis.entry_DK[order].contiguous(), 8) for basis in (old, new)]
+    shuffled = [replace(basis, entry_DK=basis.entry_DK[order].contiguous()) for basis in (old, new)]
     assert torch.equal(new.turned(q_NK, old), shuffled[1].turned(q_NK, shuffled[0]))
 
 
@@ -48,3 +54,15 @@ def test_numbers_in_other_steps_are_rounded_to_nearest(old: int, new: int) -> No
     q_NK = torch.arange(-500, 501, dtype=torch.int32)[:, None]
     expected = q_NK.double() * 2 ** ((old - new) / 4)
     assert float((rescaled(q_NK, old, new) - expected).abs().max()) <= 0.5 + 1e-2
+
+
+@pytest.mark.parametrize("wide", [0, 1, 5])
+def test_numbers_are_remembered_in_a_byte_on_average(wide: int) -> None:
+    """Two bytes for the first dimensions, half a byte for the last ones; clamped to that."""
+    basis = nearest(16, wide=wide)
+    limit_K = torch.tensor([2**15 - 1] * wide + [127] * (16 - 3 * wide) + [7] * (2 * wide))
+    q_NK = (torch.empty(200, 16).uniform_(-1.3, 1.3) * limit_K).int()
+    stored_NK = basis.remembered(q_NK)
+    assert stored_NK.shape == q_NK.shape
+    assert stored_NK.dtype == torch.uint8
+    assert torch.equal(basis.recalled(stored_NK), q_NK.clamp(-limit_K, limit_K).int())
