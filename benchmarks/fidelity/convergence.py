@@ -16,14 +16,14 @@ data.
 import argparse
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.fidelity.finetuning import Corpus, Scale, fine_tune, pretrain, read_corpus
-from benchmarks.fidelity.report import BASELINE, Outcome, draw, tables
+from benchmarks.fidelity.report import BASELINE, Outcome, draw, make_row, tables
 from benchmarks.harness import Records
 
 
@@ -120,6 +120,24 @@ TRANSFORM: dict[str, dict[str, Any]] = {
     "transform .05/.3 of values": _transform(0.05, 0.3, first=(0.05, 0.3), of="value"),
     "transform .1/.3 of values": _transform(0.1, 0.3, of="value"),
 }
+GPT2 = Scale(
+    layers=8,
+    width=256,
+    heads=4,
+    tokens=128,
+    vocab=4096,
+    pretrain_steps=800,
+    pretrain_batch=8,
+    pretrain_lr=1e-3,
+    sequences=256,
+    epochs=4,
+    batch=8,
+    held_out=128,
+    stages=4,
+)
+"""GPT-2's shape with subwords, in four stages."""
+SETTINGS = {"bytes": Scale(), "gpt2": GPT2}
+_QUICK = ("aq rate 0.6/0.5", "both rate 0.6/0.5", "transform .6/.6", "transform .8/.8")
 METHODS = {**PAPER, **BEYOND, **CODED, **BOTH, **TRANSFORM}
 _SIZES = {
     "layers": "of the model, each a stage",
@@ -141,26 +159,34 @@ GROUPS = {
 
 
 def compare(
-    corpus: Corpus, scale: Scale, *, methods: Sequence[str], seeds: Iterable[int], records: Records
+    corpus: Corpus,
+    scale: Scale,
+    *,
+    methods: Sequence[str],
+    seeds: Iterable[int],
+    records: Records,
+    rates: Sequence[float] = (),
 ) -> list[Outcome]:
-    """Fine-tune with every method for every seed, the baseline first; prints one line for each."""
+    """Fine-tune with every method for every seed and rate, the baseline first.
+
+    Prints one line for each. By default the scale's own rate is the only one.
+    """
     outcomes: list[Outcome] = []
     for seed in seeds:
         start = time.perf_counter()
         weights = pretrain(corpus, scale, seed=seed)
         print(f"seed {seed}: pretrained in {time.perf_counter() - start:.0f} s", flush=True)
-        for method in dict.fromkeys([BASELINE, *methods]):
-            config = scale.run(METHODS[method], seed)
-            outcome = fine_tune(corpus, config, weights, method=method)
-            outcomes.append(outcome)
-            records.add({"scale": asdict(scale), "run": config.shared()}, asdict(outcome))
-            print(
-                f"seed {seed}: {method}: train {outcome.final_loss:.4f}, "
-                f"held out {outcome.held_out:.4f}, "
-                + "".join(f"{name} {value:.3f}, " for name, value in outcome.scores.items())
-                + f"{outcome.seconds:.0f} s",
-                flush=True,
-            )
+        for at in [replace(scale, lr=rate) for rate in rates or [scale.lr]]:
+            done: list[Outcome] = []
+            for method in dict.fromkeys([BASELINE, *methods]):
+                config = at.run(METHODS[method], seed)
+                done.append(fine_tune(corpus, config, weights, method=method))
+                row = make_row(done[-1], done[0])
+                result = asdict(row) | {"outcome": asdict(done[-1])}
+                records.add({"scale": asdict(at), "run": config.shared()}, result)
+                scores = "".join(f", {k} {v:.3f}" for k, v in done[-1].scores.items())
+                print(f"{row}{scores}, {done[-1].seconds:.0f} s", flush=True)
+            outcomes += done
     return outcomes
 
 
@@ -168,18 +194,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison from the command line."""
     options = _parse(arguments)
     torch.set_num_threads(1)
-    scale = Scale(
-        **{name: getattr(options, name) for name in (*_SIZES, "lr", "dropout", "dropout_masks")},
+    given = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
+    scale = replace(
+        SETTINGS[options.setting],
+        **given,
+        dropout=options.dropout,
+        dropout_masks=options.dropout_masks,
         task="language" if options.labelled is None else "classification",
     )
+    methods = [m for name in options.methods for m in GROUPS.get(name, [name])]
+    if options.quick:
+        scale = replace(scale, sequences=scale.sequences // 2, epochs=4)
+        methods, options.seeds = list(_QUICK), 1
     outcomes = compare(
         read_corpus(options.train, options.eval, scale, labelled=options.labelled),
         scale,
-        methods=[m for name in options.methods for m in GROUPS.get(name, [name])],
+        methods=methods,
         seeds=range(options.first_seed, options.first_seed + options.seeds),
         records=Records(options.json),
+        rates=options.lr or (),
     )
-    print(f"\n{tables(outcomes)}")
+    for rate in dict.fromkeys(outcome.lr for outcome in outcomes):
+        print(f"\n{tables([outcome for outcome in outcomes if outcome.lr == rate])}")
     if options.plot is not None:
         draw(outcomes, options.plot)
 
@@ -191,6 +227,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--train", type=Path, required=True, help="text to train on")
     parser.add_argument("--eval", type=Path, required=True, help="held-out text")
+    parser.add_argument(
+        "--setting", choices=sorted(SETTINGS), default="bytes", help="a small decoder, or GPT-2's"
+    )
+    parser.add_argument("--quick", action="store_true", help="four methods, one seed, fewer steps")
     parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
     parser.add_argument("--first-seed", type=int, default=0, help="of the repetitions (default 0)")
     parser.add_argument(
@@ -201,10 +241,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of the paper (default), beyond it, entropy-coded, memories both ways, or by name",
     )
     for name, meaning in _SIZES.items():
-        default = getattr(Scale, name)
         flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=int, default=default, help=f"{meaning} (default {default})")
-    parser.add_argument("--lr", type=float, default=Scale.lr, help="peak rate of fine-tuning")
+        parser.add_argument(flag, type=int, help=f"{meaning} (default: the setting's)")
+    parser.add_argument("--lr", type=float, nargs="+", help="peak rates of fine-tuning")
     parser.add_argument(
         "--labelled",
         nargs=2,

@@ -42,7 +42,8 @@ class Scale:
     """Size of the experiment; batches are in sequences, learning rates are AdamW's peaks.
 
     Pretraining is language modelling without dropout; `task` and dropout are those of fine-tuning.
-    Tokens are bytes, or with a larger `vocab` subwords, which are learned from the texts.
+    Tokens are bytes, or with a larger `vocab` subwords, which are learned from the texts. Every
+    layer is a stage, unless there are to be fewer `stages`, which share them evenly.
     """
 
     layers: int = 8
@@ -62,6 +63,7 @@ class Scale:
     task: Literal["language", "classification"] = "language"
     dropout: float = 0.0
     dropout_masks: DropoutMasks = "random"
+    stages: int | None = None
 
     @property
     def pretrained(self) -> TransformerConfig:
@@ -95,14 +97,15 @@ class Scale:
         )
 
     def run(self, boundary: Mapping[str, Any], seed: int) -> RunConfig:
-        """Fine-tuning with one layer per stage and the same boundary at all cuts."""
+        """Fine-tuning with the same boundary at all cuts."""
+        each = self.layers // (self.stages or self.layers)
         return RunConfig.model_validate(
             {
                 "run": {"seed": seed},
                 "model": self.model,
                 "data": self.data,
                 "pipeline": {
-                    "cuts": range(1, self.layers),
+                    "cuts": range(each, self.layers, each),
                     "schedule": "GPipe",
                     "microbatches": self.microbatches,
                 },
@@ -148,12 +151,19 @@ def read_corpus(
     """
     if labelled is not None and scale.vocab > _BYTES:
         return _read_sentences((train, evaluation), labelled, scale)
-    pretrain, tune = sequences(train, scale, "all", scale.sequences)
-    if labelled is not None:
-        place = {"path": str(labelled[0]), "eval_path": str(labelled[1])}
-        return Corpus(pretrain, *load(scale.data.model_copy(update=place)))
-    held_out, _ = sequences(evaluation, scale, scale.held_out, 1)
-    return Corpus(pretrain, tune, held_out)
+    with TemporaryDirectory() as folder:
+        options = {}
+        if scale.vocab > _BYTES:
+            both = Path(folder) / "both.txt"
+            both.write_bytes(train.read_bytes() + evaluation.read_bytes())
+            write_tokenizer(Path(folder), both, vocab=scale.vocab)
+            options = {"tokenizer": folder}
+        pretrain, tune = sequences(train, scale, "all", scale.sequences, **options)
+        if labelled is not None:
+            place = {"path": str(labelled[0]), "eval_path": str(labelled[1])}
+            return Corpus(pretrain, *load(scale.data.model_copy(update=place)))
+        held_out, _ = sequences(evaluation, scale, scale.held_out, 1, **options)
+        return Corpus(pretrain, tune, held_out)
 
 
 def _read_sentences(texts: Sequence[Path], labelled: tuple[Path, Path], scale: Scale) -> Corpus:
@@ -231,6 +241,7 @@ def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: st
             held_out=after["loss"],
             held_out_compressed=compressed["loss"],
             seconds=time.perf_counter() - start,
+            lr=config.train.lr,
             scores=_scores(after),
             scores_compressed=_scores(compressed),
         )

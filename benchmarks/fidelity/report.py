@@ -57,6 +57,7 @@ class Outcome:
     held_out: float
     held_out_compressed: float
     seconds: float
+    lr: float = 0.0
     scores: Mapping[str, float] = field(default_factory=dict)
     scores_compressed: Mapping[str, float] = field(default_factory=dict)
 
@@ -66,9 +67,78 @@ class Outcome:
         return self.epochs[-1].loss
 
 
+@dataclass(frozen=True)
+class Row:
+    """A method with one seed and rate, against the uncompressed run that is like it otherwise.
+
+    Bits are per value and direction in all epochs but the first, headers included, and `ratio_fp32`
+    is of these; `ratio_fp32_run` is of all epochs. Gaps are in nats.
+    """
+
+    method: str
+    seed: int
+    lr: float
+    bits_forward: float
+    bits_backward: float
+    ratio_fp32: float
+    ratio_fp32_run: float
+    train_gap: float
+    held_out_gap: float
+    held_out_compressed_gap: float
+
+
+def make_row(outcome: Outcome, baseline: Outcome) -> Row:
+    """The outcome's row."""
+    later = outcome.epochs[1:] or outcome.epochs
+    each = sum(epoch.values for epoch in later) / 2
+    return Row(
+        method=outcome.method,
+        seed=outcome.seed,
+        lr=outcome.lr,
+        bits_forward=8 * sum(epoch.forward_bytes for epoch in later) / each,
+        bits_backward=8 * sum(epoch.backward_bytes for epoch in later) / each,
+        ratio_fp32=_ratio(later),
+        ratio_fp32_run=_ratio(outcome.epochs),
+        train_gap=outcome.final_loss - baseline.final_loss,
+        held_out_gap=outcome.held_out - baseline.held_out,
+        held_out_compressed_gap=outcome.held_out_compressed - baseline.held_out_compressed,
+    )
+
+
+def row_table(rows: Sequence[Row]) -> str:
+    """A line per method and rate: medians over seeds, and the worst seed's gap."""
+    heads = (
+        *("method", "lr", "seeds", "bits forward", "bits backward", "vs fp32", "whole run"),
+        *("training loss", "worst seed", "held out", "held out, compressed"),
+    )
+    lines = []
+    for method, lr in dict.fromkeys((row.method, row.lr) for row in rows):
+        found = [row for row in rows if (row.method, row.lr) == (method, lr)]
+        lines.append(
+            [
+                method,
+                f"{lr:g}",
+                str(len(found)),
+                f"{median(row.bits_forward for row in found):.2f}",
+                f"{median(row.bits_backward for row in found):.2f}",
+                f"{median(row.ratio_fp32 for row in found):.1f}x",
+                f"{median(row.ratio_fp32_run for row in found):.1f}x",
+                f"{median(row.train_gap for row in found):+.4f}",
+                f"{max(row.train_gap for row in found):+.4f}",
+                f"{median(row.held_out_gap for row in found):+.4f}",
+                f"{median(row.held_out_compressed_gap for row in found):+.4f}",
+            ]
+        )
+    return format_table(heads, lines)
+
+
+def _ratio(epochs: Sequence[Epoch]) -> float:
+    return 4 * sum(epoch.values for epoch in epochs) / sum(epoch.nbytes for epoch in epochs)
+
+
 def read_outcomes(path: Path) -> list[Outcome]:
     """The outcomes in a file of records, one JSON object per line."""
-    results = [json.loads(line)["result"] for line in path.read_text().splitlines()]
+    results = [json.loads(line)["result"]["outcome"] for line in path.read_text().splitlines()]
     return [
         Outcome(**{**found, "epochs": tuple(Epoch(**epoch) for epoch in found["epochs"])})
         for found in results
@@ -176,7 +246,10 @@ def _draw_lines(
 
 def tables(outcomes: Sequence[Outcome]) -> str:
     """All that apply."""
-    found = [summary_table(outcomes), per_seed_table(outcomes), relative_table(outcomes)]
+    first = {outcome.seed: outcome for outcome in outcomes if outcome.method == BASELINE}
+    rows = [make_row(outcome, first[outcome.seed]) for outcome in outcomes]
+    found = [row_table(rows), summary_table(outcomes), per_seed_table(outcomes)]
+    found.append(relative_table(outcomes))
     if any(outcome.scores for outcome in outcomes):
         found.append(score_table(outcomes))
     return "\n\n".join(found)

@@ -70,7 +70,14 @@ def test_bytes_are_those_of_the_codecs(corpus: Corpus, tmp_path: Path) -> None:
     ]
     assert delta.epochs[1].values == 2 * CUTS * VALUES
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["result"]["method"] for line in lines] == ["fp32", *methods]
+    rows = [line["result"] for line in lines]
+    assert [row["method"] for row in rows] == ["fp32", *methods]
+    assert rows[0]["train_gap"] == rows[0]["held_out_gap"] == 0.0
+    assert rows[2]["bits_forward"] == 8 * direct.epochs[1].forward_bytes / (CUTS * VALUES)
+    assert rows[2]["train_gap"] == direct.final_loss - plain.final_loss
+    both = [sum(epoch.nbytes for epoch in run.epochs[1:]) for run in (plain, delta)]
+    assert rows[1]["ratio_fp32"] == pytest.approx(8 * CUTS * VALUES * 2 / both[1])
+    assert rows[1]["ratio_fp32_run"] < rows[1]["ratio_fp32"]
     assert read_outcomes(path) == [plain, delta, direct]
     assert lines[1]["config"]["run"]["boundary"][0]["forward"]["bits"] == 3
 
@@ -91,6 +98,22 @@ def test_methods_start_from_the_same_weights_and_differ_in_training(corpus: Corp
     assert changes[:2] == [[None] * 3] * 2
     assert changes[2][0] is None
     assert all(ratio is not None and 0 < ratio < 1 for ratio in changes[2][1:])
+
+
+@pytest.mark.parametrize("stages", [3, 1])
+def test_stages_share_the_layers(stages: int) -> None:
+    cuts = replace(TINY, layers=6, stages=stages).run(METHODS["fp32"], 0).pipeline.cuts
+    assert cuts == tuple(range(6 // stages, 6, 6 // stages))
+
+
+def test_memories_in_both_directions_and_a_transform_are_compared(corpus: Corpus) -> None:
+    methods = ["both rate 0.6/0.5", "transform .6/.6"]
+    scale = replace(TINY, vocab=256, epochs=2)
+    outcomes = compare(
+        corpus, scale, methods=methods, seeds=[0], records=Records(None), rates=[1e-3, 1e-4]
+    )
+    assert [outcome.lr for outcome in outcomes] == [1e-3] * 3 + [1e-4] * 3
+    assert all(outcome.epochs[0].nbytes > outcome.epochs[1].nbytes for outcome in outcomes[1:3])
 
 
 def test_classifiers_start_from_the_language_model(corpus: Corpus, tmp_path: Path) -> None:
