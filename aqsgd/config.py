@@ -8,7 +8,14 @@ from thinpipe.aqsgd.delta import DeltaBoundary
 from thinpipe.aqsgd.delta_codec import ChangeCodec, Composed, Switching
 from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.aqsgd.store import Store
-from thinpipe.pipeline.config import Bits, QuantizerConfig, StatelessConfig, TileConfig, build_codec
+from thinpipe.pipeline.config import (
+    Bits,
+    QuantizerConfig,
+    StatelessConfig,
+    TileConfig,
+    build_codec,
+    no_rans,
+)
 from thinpipe.pipeline.wire.cast import CastFormat
 from thinpipe.pipeline.wire.codec import Codec
 
@@ -54,6 +61,9 @@ class AqsgdConfig(QuantizerConfig):
                 f'{", ".join(unused)}: has no meaning with delta = "tiles", which has a '
                 'bf16 scale per tile and rounds to nearest; remove it, or use delta = "uniform"'
             )
+        if self.coding == "rans" and (self.delta == "tiles" or self.kind != "aqsgd"):
+            mixed = f'kind = "{self.kind}"' if self.kind != "aqsgd" else 'delta = "tiles"'
+            raise ValueError(no_rans(mixed))
         self.change_codec(width=1)
         return self
 

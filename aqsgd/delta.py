@@ -20,6 +20,7 @@ from thinpipe.aqsgd.delta_codec import ChangeCodec, unpacked
 from thinpipe.aqsgd.memory import SampleMemory, Visit
 from thinpipe.pipeline.comm.boundary import MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
+from thinpipe.pipeline.comm.payload import rows_of
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
@@ -73,9 +74,12 @@ class DeltaBoundary:
         prints_B = self.memory.fingerprints(ids_B)
         known_B, numel = prints_B != 0, shape_BTD[1:].numel()
         known = int(known_B.sum())
-        nbytes = known * self._delta.capacity(numel)
-        nbytes += (len(ids_B) - known) * self._first_visit.capacity(numel)
-        return MessagePlan(ids_B, shape_BTD, step, nbytes, known_B, crc32(prints_B))
+        rows = tuple(
+            rows_of(codec, count, codec.capacity(numel), numel)
+            for codec, count in ((self._first_visit, len(ids_B) - known), (self._delta, known))
+        )
+        nbytes = sum(part.samples * part.nbytes for part in rows)
+        return MessagePlan(ids_B, shape_BTD, step, nbytes, known_B, crc32(prints_B), rows)
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
         """Fill `wire` and stage what the receiver will have seen."""

@@ -106,9 +106,10 @@ class QuantizerConfig(BaseModel):
     """Uniform quantization: `bits` per value, and what shares a scale.
 
     `coding = "zstd"` shortens payloads; it pays where the link is slower than about 1 Gbit/s.
-    "auto" leaves it to the sender, which codes while its link is slower than the coder. With `rate`
-    the step is that many times a group's rms (see `Uniform`): 1.0 takes about 2 bits once coded,
-    0.5 about 3.
+    "rans" makes them shorter yet at `bits = 4`, in more time: by 3 % at 2 bits per value, by a
+    third below 1 bit. "auto" leaves it to the sender, which takes what is quickest on its link.
+    With `rate` the step is that many times a group's rms (see `Uniform`): 1.0 takes about 2 bits
+    once coded, 0.5 about 3.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -126,7 +127,7 @@ class QuantizerConfig(BaseModel):
             raise ValueError(
                 f"rate = {self.rate} with bits = {self.bits} and coding = "
                 f'"{self.coding}": it saves bytes only when its 16 levels are coded; '
-                'set bits = 4 and coding = "zstd" or "auto"'
+                'set bits = 4 and coding = "zstd", "rans" or "auto"'
             )
         self.quantizer(width=1)
         return self
@@ -179,6 +180,17 @@ class StatelessConfig(TileConfig):
     """
 
     coding: Coding = "none"
+
+    @model_validator(mode="after")
+    def _tiles_are_not_coded_by_rans(self) -> "StatelessConfig":
+        if self.coding == "rans":
+            raise ValueError(no_rans('kind = "stateless"'))
+        return self
+
+
+def no_rans(setting: str) -> str:
+    """What to say where codes do not have one place in every row."""
+    return f'coding = "rans" has no meaning with {setting}; use coding = "zstd"'
 
 
 def build_codec(spec: CastFormat | int | TileConfig, width: int) -> Codec:

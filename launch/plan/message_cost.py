@@ -26,7 +26,7 @@ def describe(spec: Spec) -> str:
         size = f"step {spec.step:g}" if spec.error is None else f"error {spec.error:g}"
         return f"{spec.kind} {size}"
     if not isinstance(spec, StatelessConfig) and spec.rate is not None:
-        return f"{spec.kind} rate {spec.rate:g}"
+        return f"{spec.kind} rate {spec.rate:g}" + (" rans" if spec.coding == "rans" else "")
     return f"{spec.kind} {spec.bits}-bit" + ("" if spec.coding == "none" else f" {spec.coding}")
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.comm.boundary import Boundary, Memory, MessagePlan
-from thinpipe.pipeline.wire.entropy import CODING_IDS, Coder, Coding, expand
+from thinpipe.pipeline.comm.payload import accepted, expand_payload, ways
+from thinpipe.pipeline.wire.entropy import Coder, Coding
 from thinpipe.pipeline.wire.header import (
     DIRECTIONS,
     HEADER_NBYTES,
@@ -70,7 +71,7 @@ class MessageCodec:
         if self._mode == "train" and self.scale != 1.0:
             x_BTD = x_BTD.float() * self.scale
         length = self._boundary.encode(plan, x_BTD, message[HEADER_NBYTES:])
-        coding, message = self._shorten(message[: HEADER_NBYTES + length])
+        coding, message = self._shorten(message[: HEADER_NBYTES + length], plan)
         self._header(microbatch, plan, message.numel() - HEADER_NBYTES, coding).write(message)
         return message
 
@@ -85,7 +86,7 @@ class MessageCodec:
         """
         plan = self._boundary.plan(ids_B, shape_BTD, step=self._step)
         coding, length = coding_and_length(message)
-        if coding == 0 or coding != CODING_IDS[self.coding]:
+        if coding not in accepted(self.coding):
             coding, length = 0, plan.capacity if plan.exact else length
         length = min(length, plan.capacity)
         message = message[: HEADER_NBYTES + length]
@@ -93,7 +94,7 @@ class MessageCodec:
         payload = message[HEADER_NBYTES:]
         if coding:
             payload = host_bytes(plan.capacity, self.device)
-            expand(message[HEADER_NBYTES:], payload)
+            expand_payload(coding, message[HEADER_NBYTES:], payload, plan.rows)
         out_BTD = torch.empty(shape_BTD, dtype=self.dtype, device=self.device)
         self._boundary.decode(plan, payload, out_BTD)
         if self._mode == "train" and self.scale != 1.0:
@@ -138,15 +139,16 @@ class MessageCodec:
     def _boundary(self) -> Boundary:
         return self._at_level if self._mode == "train" else self.boundaries[self._mode]
 
-    def _shorten(self, message: Tensor) -> tuple[int, Tensor]:
+    def _shorten(self, message: Tensor, plan: MessagePlan) -> tuple[int, Tensor]:
         """The id of the coding used, and the message with its payload in that form."""
         if self.coding == "none" or self._mode == "eval":
             return 0, message
-        coded = torch.empty_like(message)
-        length = self._compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:])
-        if length is None:
+        coded, possible = torch.empty_like(message), ways(self.coding, plan.rows)
+        done = self._compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:], possible)
+        if done is None:
             return 0, message
-        return CODING_IDS[self.coding], coded[: HEADER_NBYTES + length]
+        coding, length = done
+        return coding, coded[: HEADER_NBYTES + length]
 
     def _header(self, microbatch: int, plan: MessagePlan, length: int, coding: int) -> Header:
         return Header(

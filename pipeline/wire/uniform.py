@@ -81,7 +81,11 @@ class Uniform:
 
     def capacity(self, numel: int) -> int:
         """Exact bytes of a row: b * ceil(N / 8) of codes and one scale per group."""
-        return self._scale_nbytes(numel) + self.bits * -(-numel // 8)
+        return self.scale_nbytes(numel) + self.bits * -(-numel // 8)
+
+    def scale_nbytes(self, numel: int) -> int:
+        """Bytes of a row's scales; codes follow."""
+        return -(-numel // self._group(numel)) * _SCALE_DTYPES[self.scale_dtype].itemsize
 
     def encode(
         self,
@@ -209,7 +213,7 @@ class Uniform:
     def _new_codes(self, x_BN: Tensor, wire_BW: Tensor) -> Codes:
         """Payload in place; scales beside the message, in which they may start at any byte."""
         numel = x_BN.shape[1]
-        group, split = self._group(numel), self._scale_nbytes(numel)
+        group, split = self._group(numel), self.scale_nbytes(numel)
         scale_BK = torch.empty(
             (x_BN.shape[0], -(-numel // group)),
             dtype=_SCALE_DTYPES[self.scale_dtype],
@@ -219,7 +223,7 @@ class Uniform:
 
     def _received(self, wire_BW: Tensor, out_BN: Tensor) -> Codes:
         codes = self._new_codes(out_BN, wire_BW)
-        codes.scale_BK.view(torch.uint8).copy_(wire_BW[:, : self._scale_nbytes(out_BN.shape[1])])
+        codes.scale_BK.view(torch.uint8).copy_(wire_BW[:, : self.scale_nbytes(out_BN.shape[1])])
         return codes
 
     def _dequantize(self, codes: Codes, out_BN: Tensor) -> None:
@@ -237,9 +241,6 @@ class Uniform:
         assert self.width is not None
         rows, numel = x_BN.shape
         return x_BN.reshape(rows, numel // self.width, self.width).transpose(1, 2).flatten(1)
-
-    def _scale_nbytes(self, numel: int) -> int:
-        return -(-numel // self._group(numel)) * _SCALE_DTYPES[self.scale_dtype].itemsize
 
     def _group(self, numel: int) -> int:
         if isinstance(self.scale_per, int):

@@ -89,6 +89,18 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ),
         ('[[boundary]]\nforward = {kind = "aqsgd", rate = 0.0}', ["forward.rate = 0.0"]),
         (
+            '[[boundary]]\nforward = {kind = "auto", coding = "rans"}',
+            ['boundary.0.forward.coding = "rans" has no meaning with kind = "auto"'],
+        ),
+        (
+            '[[boundary]]\nforward = {kind = "aqsgd", delta = "tiles", coding = "rans"}',
+            ['coding = "rans" has no meaning with delta = "tiles"; use coding = "zstd"'],
+        ),
+        (
+            '[[boundary]]\nbackward = {kind = "stateless", coding = "rans"}',
+            ['boundary.0.backward.coding = "rans" has no meaning with kind = "stateless"'],
+        ),
+        (
             '[[boundary]]\nbackward = {kind = "stateless", bits = 8}',
             ["boundary.0.backward.bits = 8: use 2 to 7"],
         ),

@@ -16,6 +16,7 @@ from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
         (AutoConfig(bits=2), "auto 2-bit"),
         (DirectConfig(bits=8, coding="zstd"), "direct 8-bit zstd"),
         (AqsgdConfig(bits=4, rate=0.5, coding="zstd"), "aqsgd rate 0.5"),
+        (AqsgdConfig(bits=4, rate=2.0, coding="rans"), "aqsgd rate 2 rans"),
         (StatelessConfig(bits=5), "stateless 5-bit"),
         (StatelessConfig(bits=4, coding="auto"), "stateless 4-bit auto"),
     ],

@@ -13,6 +13,7 @@ from thinpipe.pipeline.comm.boundary import Stateless, raw
 from thinpipe.pipeline.comm.gloo_link import GlooLink
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.entropy import Coding
 from thinpipe.pipeline.wire.header import FORWARD, HEADER_NBYTES, DesyncError
 from thinpipe.pipeline.wire.uniform import Uniform
 
@@ -32,8 +33,10 @@ def values(seed: int = 0) -> torch.Tensor:
     return x
 
 
-def test_a_coded_message_is_shorter_and_gives_the_same_values() -> None:
-    sender, receiver, plain = message_codec(), message_codec(), message_codec(coding="none")
+@pytest.mark.parametrize("coding", ["zstd", "rans", "auto"])
+def test_a_coded_message_is_shorter_and_gives_the_same_values(coding: str) -> None:
+    sender, receiver = (message_codec(coding=coding, link_rate=1e3) for _ in range(2))
+    plain = message_codec(coding="none")
     message = sender.encode(0, values(), IDS)
     uncoded = plain.encode(1, values(), IDS)
     found = receiver.decode(0, message, IDS, SHAPE)
@@ -58,17 +61,23 @@ def test_plain_evaluation_is_not_coded() -> None:
     assert len(message) == HEADER_NBYTES + 4 * SHAPE.numel()
 
 
-def test_an_end_that_does_not_code_refuses_coded_messages() -> None:
-    message = message_codec().encode(0, values(), IDS)
-    with pytest.raises(DesyncError, match="coding: peer sent 1, expected 0"):
-        message_codec(coding="none").decode(0, message, IDS, SHAPE)
+@pytest.mark.parametrize(
+    ("coding", "number", "other"), [("zstd", 1, "none"), ("rans", 2, "none"), ("rans", 2, "zstd")]
+)
+def test_an_end_that_does_not_code_refuses_coded_messages(
+    coding: str, number: int, other: str
+) -> None:
+    message = message_codec(coding=coding).encode(0, values(), IDS)
+    with pytest.raises(DesyncError, match=f"coding: peer sent {number}, expected 0"):
+        message_codec(coding=other).decode(0, message, IDS, SHAPE)
 
 
-def test_a_damaged_coded_payload_is_found() -> None:
-    message = message_codec().encode(0, values(), IDS)
+@pytest.mark.parametrize("coding", ["zstd", "rans"])
+def test_a_damaged_coded_payload_is_found(coding: str) -> None:
+    message = message_codec(coding=coding).encode(0, values(), IDS)
     message[HEADER_NBYTES + 9] ^= 1
     with pytest.raises(DesyncError, match="checksum differs"):
-        message_codec().decode(0, message, IDS, SHAPE)
+        message_codec(coding=coding).decode(0, message, IDS, SHAPE)
 
 
 @pytest.mark.parametrize(("link_rate", "coded"), [(1e3, True), (float("inf"), False)])
@@ -86,12 +95,12 @@ def test_the_sender_decides_by_its_link_and_the_receiver_follows(
     assert (sizes[2] == full) != coded
 
 
-def _visits(rank: int) -> tuple[int, str]:
+def _visits(rank: int, coding: Coding) -> tuple[int, str]:
     """Four visits of the same samples; returns bytes sent and the memory's digest."""
     assert dist.group.WORLD is not None
     link = GlooLink(dist.group.WORLD, peer=1 - rank, channel=1, name="edge")
     boundary, sent = build_delta(AqsgdConfig(bits=2, memory=4), width=64, key=3), 0
-    ends = MessageCodec(3, FORWARD, {"train": boundary}, run_id=5, coding="zstd")
+    ends = MessageCodec(3, FORWARD, {"train": boundary}, run_id=5, coding=coding)
     for step in range(4):
         link.begin_pass(step)
         ends.begin_pass(step=step, mode="train")
@@ -108,8 +117,11 @@ def _visits(rank: int) -> tuple[int, str]:
 
 
 @pytest.mark.dist
-def test_shorter_messages_arrive_over_gloo_and_memories_stay_equal(ranks: Ranks) -> None:
-    (sent, digest), (_, other) = ranks(2, _visits)
+@pytest.mark.parametrize("coding", ["zstd", "rans"])
+def test_shorter_messages_arrive_over_gloo_and_memories_stay_equal(
+    ranks: Ranks, coding: Coding
+) -> None:
+    (sent, digest), (_, other) = ranks(2, _visits, coding)
     assert digest == other
     uncoded = 4 * (HEADER_NBYTES + SHAPE.numel() // 4 + 4 * 32 * 2) + 3 * SHAPE.numel() // 4
     assert 0 < sent < uncoded

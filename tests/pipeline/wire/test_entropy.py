@@ -1,5 +1,7 @@
 """Coded payloads come back whole, shorter, or not coded at all."""
 
+import time
+
 import pytest
 import torch
 
@@ -45,11 +47,14 @@ def test_damaged_bytes_are_refused() -> None:
         expand(coded[:length], torch.empty(5000, dtype=torch.uint8))
 
 
+ZSTD = {1: compress}
+
+
 @pytest.mark.parametrize(("link_rate", "pays"), [(0.0, True), (1e4, True), (1e15, False)])
 def test_a_coder_works_while_the_link_is_slower(link_rate: float, pays: bool) -> None:
     coder, payload = Coder(link_rate), likely(100_000)
     coded = torch.empty_like(payload)
-    lengths = [coder(payload, coded) for _ in range(1 + 64 + 1)]
+    lengths = [coder(payload, coded, ZSTD) for _ in range(1 + 64 + 1)]
     assert lengths[0] is not None  # the first one is how it learns
     assert all((length is not None) == pays for length in lengths[1:65])
     assert lengths[65] is not None  # what was left out is tried again
@@ -58,6 +63,28 @@ def test_a_coder_works_while_the_link_is_slower(link_rate: float, pays: bool) ->
 def test_a_payload_that_does_not_shrink_is_not_worth_coding() -> None:
     coder, payload = Coder(1e4), torch.randint(0, 256, (10_000,), dtype=torch.uint8)
     coded, shrinking = torch.empty(100_000, dtype=torch.uint8), likely(100_000)
-    assert coder(payload, coded) is None
-    assert coder(shrinking, coded) is None
-    assert [coder(shrinking, coded) is not None for _ in range(64)][-1]
+    assert coder(payload, coded, ZSTD) is None
+    assert coder(shrinking, coded, ZSTD) is None
+    assert [coder(shrinking, coded, ZSTD) is not None for _ in range(64)][-1]
+
+
+@pytest.mark.parametrize(("link_rate", "best"), [(1e3, 2), (1e6, 1)])
+def test_of_several_ways_the_quickest_in_all_is_taken(link_rate: float, best: int) -> None:
+    """The second way saves 200 bytes more but takes at least 10 ms."""
+
+    def shorter(payload: torch.Tensor, coded: torch.Tensor) -> int:
+        time.sleep(0.01)
+        coded[:300] = 7
+        return 300
+
+    def quick(payload: torch.Tensor, coded: torch.Tensor) -> int:
+        coded[:500] = 5
+        return 500
+
+    coder, payload = Coder(link_rate), torch.zeros(10_000, dtype=torch.uint8)
+    coded = torch.empty_like(payload)
+    expected = {1: (1, 500), 2: (2, 300)}[best]
+    for _ in range(3):
+        assert coder(payload, coded, {1: quick, 2: shorter}) == expected
+        assert (coded[: expected[1]] == {1: 5, 2: 7}[best]).all()
+    assert (coder(payload, coded, {1: quick}) is not None) == (best == 1)
