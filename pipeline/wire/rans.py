@@ -11,8 +11,8 @@ Axes: N values, K models (tables), S symbols.
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from thinpipe.pipeline.wire.entropy import CodingError
@@ -66,15 +66,15 @@ class Tables:
     @cached_property
     def lookup(self) -> Lookup:
         """The tables in the forms that kernels need."""
-        spare = MOST_SYMBOLS - self.symbols
-        start_KS = self.freq_KS.cumsum(1) - self.freq_KS
-        entry_KS = (self.freq_KS << 16 | start_KS).int()
-        reciprocal_KS = ((1 << RECIPROCAL_BITS) + self.freq_KS - 1) // self.freq_KS
-        symbol_S = torch.arange(self.symbols, dtype=torch.uint8)
-        symbol_KM = torch.stack([symbol_S.repeat_interleave(row) for row in self.freq_KS])
-        return Lookup(
-            self.symbols, F.pad(entry_KS, (0, spare)), F.pad(reciprocal_KS, (0, spare)), symbol_KM
-        )
+        freq_KS = self.freq_KS.numpy()  # tables may be counted for every message: numpy is quick
+        models, symbols = freq_KS.shape
+        entry_KS = np.zeros((models, MOST_SYMBOLS), np.int32)
+        entry_KS[:, :symbols] = freq_KS << 16 | (freq_KS.cumsum(1) - freq_KS)
+        reciprocal_KS = np.zeros((models, MOST_SYMBOLS), np.int64)
+        reciprocal_KS[:, :symbols] = ((1 << RECIPROCAL_BITS) + freq_KS - 1) // freq_KS
+        symbol = np.tile(np.arange(symbols, dtype=np.uint8), models)
+        symbol_KM = np.repeat(symbol, freq_KS.ravel()).reshape(models, SLOTS)
+        return Lookup(symbols, *map(torch.from_numpy, (entry_KS, reciprocal_KS, symbol_KM)))
 
     def packed(self) -> Tensor:
         """The frequencies as bytes: two each, little endian."""
@@ -166,14 +166,15 @@ def apportioned(count_S: Tensor) -> Tensor:
     What rounding leaves over goes where a unit shortens the message most. Integers throughout, so
     equal counts give equal frequencies anywhere.
     """
-    total = max(int(count_S.sum()), 1)
-    freq_S = (count_S * SLOTS // total).clamp_(min=1)
-    for _ in range(SLOTS - int(freq_S.sum())):
-        freq_S[(count_S * 1024 // (2 * freq_S + 1)).argmax()] += 1
-    for _ in range(int(freq_S.sum()) - SLOTS):
-        loss_S = count_S * 1024 // (2 * freq_S - 1)
-        freq_S[torch.where(freq_S > 1, loss_S, torch.iinfo(torch.int64).max).argmin()] -= 1
-    return freq_S
+    counts = count_S.tolist()
+    total, symbols = max(sum(counts), 1), range(len(counts))
+    freqs = [max(1, count * SLOTS // total) for count in counts]
+    for _ in range(SLOTS - sum(freqs)):
+        freqs[max(symbols, key=lambda s: counts[s] * SLOTS // (2 * freqs[s] + 1))] += 1
+    for _ in range(sum(freqs) - SLOTS):
+        larger = [s for s in symbols if freqs[s] > 1]
+        freqs[min(larger, key=lambda s: counts[s] * SLOTS // (2 * freqs[s] - 1))] -= 1
+    return torch.tensor(freqs)
 
 
 def _check(value_N: Tensor, below: int, name: str) -> None:
