@@ -106,8 +106,8 @@ class QuantizerConfig(BaseModel):
     """Uniform quantization: `bits` per value, and what shares a scale.
 
     `coding = "zstd"` shortens payloads; it pays where the link is slower than about 1 Gbit/s.
-    "rans" makes them shorter yet at `bits = 4`, in more time: by 3 % at 2 bits per value, by a
-    third below 1 bit. "auto" leaves it to the sender, which takes what is quickest on its link.
+    "rans" makes changes shorter yet at `bits = 4`, in more time: by 3 % at 2 bits per value, by a
+    quarter below 1 bit. "auto" leaves it to the sender, which takes what is quickest on its link.
     With `rate` the step is that many times a group's rms (see `Uniform`): 1.0 takes about 2 bits
     once coded, 0.5 about 3.
     """
