@@ -76,7 +76,7 @@ def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> C
             raise CodingError(f"coefficients: {escaped} bytes for {values} values of 2 bytes")
         return _unscaled(_as_numbers(parts[2]).view(tokens, -1), model_K)
     scale_N = torch.empty(tokens, dtype=torch.uint8)
-    rans.decode(parts[0], _only_table(tokens), scales, scale_N)
+    rans.decode(parts[0], None, scales, scale_N)
     scale_N = scale_N.long()
     model_NK = models(model_K, scale_N)
     shift_NK = logistic.shifts()[model_NK]
@@ -102,8 +102,7 @@ def models(model_K: Tensor, scale_N: Tensor) -> Tensor:
 
 def _coded_scales(scale_N: Tensor, scales: rans.Tables) -> Tensor:
     wire = torch.empty(rans.capacity(scale_N.numel()), dtype=torch.uint8)
-    table_N = _only_table(scale_N.numel())
-    return wire[: rans.encode(scale_N.to(torch.uint8), table_N, scales, wire)]
+    return wire[: rans.encode(scale_N.to(torch.uint8), None, scales, wire)]
 
 
 def _coded_values(coded: Coded) -> tuple[Tensor, Tensor]:
@@ -133,10 +132,6 @@ def _as_bytes(q: Tensor) -> Tensor:
 def _as_numbers(wire: Tensor) -> Tensor:
     """int32; the bytes may lie anywhere in a message."""
     return wire.clone().view(torch.int16).int()
-
-
-def _only_table(count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.uint8)
 
 
 def _outside(symbol_NK: Tensor) -> Tensor:
