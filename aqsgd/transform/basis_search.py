@@ -21,10 +21,10 @@ from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Proposa
 
 _MOST_TOKENS = 256
 _ENTRY_BITS = 16
-_REACH = 8
+_REACH = 5
 """Standard deviations that a remembered coefficient may reach."""
-_LEAST = 0.1
-"""Steps: what is smaller would be rounded to nothing, now and when changes have added up."""
+_LEAST = 1.0
+"""Steps: what is smaller costs more bits than it is worth; half or twice as much is no better."""
 
 
 class _Seen(NamedTuple):
@@ -112,7 +112,8 @@ class BasisSearch:
         size_D, order = _variances(self._value_DD / self._values, v_DD).sqrt().sort(descending=True)
         kept = max(int((size_D > _LEAST).sum()), 1)
         v_DK, reach_K = v_DD[:, order[:kept]], _REACH * size_D[:kept]
-        wide = min(int((reach_K > 2**7).sum()), kept // 3)
+        narrow = int((reach_K < 2**3).sum())
+        wide = min(int((reach_K > 2**7).sum()), narrow // 2, kept // 3)
         return Proposal(Basis.nearest(v_DK, wide), self._models(v_DK))
 
     def _models(self, v_DK: Tensor) -> Tensor:

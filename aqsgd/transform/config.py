@@ -26,9 +26,9 @@ class TransformConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["transform"] = "transform"
-    step: float = Field(0.8, gt=0, le=100, allow_inf_nan=False)
+    step: float = Field(0.6, gt=0, le=100, allow_inf_nan=False)
     of: Literal["change", "value"] = "change"
-    first_step: float = Field(0.1, gt=0, le=100, allow_inf_nan=False)
+    first_step: float = Field(0.05, gt=0, le=100, allow_inf_nan=False)
     error: float | None = Field(None, gt=0, lt=1)
     memory: bool = True
 
@@ -55,7 +55,7 @@ class TransformConfig(BaseModel):
 class GradientTransformConfig(TransformConfig):
     """The transform for gradients, whose first visits need less precision."""
 
-    first_step: float = Field(0.3, gt=0, le=100, allow_inf_nan=False)
+    first_step: float = Field(0.15, gt=0, le=100, allow_inf_nan=False)
 
 
 def build_transform(

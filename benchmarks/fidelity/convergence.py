@@ -91,19 +91,17 @@ CODED: dict[str, dict[str, Any]] = {
     "direct rate 0.5/0.5": _rate("direct", 0.5, 0.5),
 }
 BOTH: dict[str, dict[str, Any]] = {
-    f"both {name}": _rate("aqsgd", *rates, gradients="aqsgd")
-    for name, rates in (
-        ("rate 0.5/0.5", (0.5, 0.5)),
-        ("rate 0.6/0.5", (0.6, 0.5)),
-        ("rate 0.6/0.8", (0.6, 0.8)),
-        ("rate 0.8/0.7", (0.8, 0.7)),
-        ("rate 0.8/1.0", (0.8, 1.0)),
-    )
+    f"both rate {forward}/{backward}": _rate("aqsgd", forward, backward, gradients="aqsgd")
+    for forward, backward in ((0.5, 0.5), (0.6, 0.5), (0.8, 0.7))
 }
 
 
 def _transform(
-    forward: float, backward: float, *, first: tuple[float, float] = (0.1, 0.3), of: str = "change"
+    forward: float,
+    backward: float,
+    *,
+    first: tuple[float, float] = (0.05, 0.15),
+    of: str = "change",
 ) -> dict[str, Any]:
     steps = zip(("forward", "backward"), (forward, backward), first, strict=True)
     return {
@@ -113,12 +111,12 @@ def _transform(
 
 
 TRANSFORM: dict[str, dict[str, Any]] = {
-    "transform .8/.8": _transform(0.8, 0.8),
+    "transform .4/.4": _transform(0.4, 0.4),
     "transform .6/.6": _transform(0.6, 0.6),
-    "transform .5/.8": _transform(0.5, 0.8),
+    "transform .8/.8": _transform(0.8, 0.8),
     "transform 1/1": _transform(1.0, 1.0),
+    "transform .8/.8, first .1/.3": _transform(0.8, 0.8, first=(0.1, 0.3)),
     "transform .05/.3 of values": _transform(0.05, 0.3, first=(0.05, 0.3), of="value"),
-    "transform .1/.3 of values": _transform(0.1, 0.3, of="value"),
 }
 GPT2 = Scale(
     layers=8,
