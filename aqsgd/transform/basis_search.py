@@ -53,8 +53,8 @@ class BasisSearch:
         """Take in some `of` so many tokens that were sent: what was coded, and the values."""
         self._seen.append(_Seen(kind, sent_ND / step, value_ND / step, of))
 
-    def end_step(self, basis: Basis) -> Proposal | None:
-        """Count a step; a better basis, if it is time to look and there is one."""
+    def end_step(self, basis: Basis, *, first: bool) -> Proposal | None:
+        """Count a step; a better basis, if it is time to look and there is one, or the first."""
         for kind, sent_ND, value_ND, of in self._seen:
             self._sent_MDD[kind] += sent_ND.T @ sent_ND
             self._value_DD += value_ND.T @ value_ND
@@ -63,9 +63,10 @@ class BasisSearch:
             self._tokens += of
         self._seen = []
         self._steps += 1
-        if self._steps & (self._steps - 1) or not sum(self._count_M):
+        due = first or not self._steps & (self._steps - 1)
+        if not due or not sum(self._count_M):
             return None
-        found = self._search(basis)
+        found = self._search(basis, first=first)
         self._sent_MDD *= 0.5
         self._value_DD *= 0.5
         self._values *= 0.5
@@ -97,13 +98,13 @@ class BasisSearch:
         self._sent_MDD, self._value_DD = state["sent"].clone(), state["value"].clone()
         self._count_M, self._values = list(state["count"]), state["values"]
 
-    def _search(self, basis: Basis) -> Proposal | None:
+    def _search(self, basis: Basis, *, first: bool) -> Proposal | None:
         sent_DD = self._sent_MDD.sum(0) / sum(self._count_M)
         if not bool(torch.isfinite(sent_DD).all()):
             return None
         v_DD = torch.linalg.eigh(sent_DD.double())[1].flip(1).float()
         saved = _bits(_variances(sent_DD, basis.matrix)) - _bits(_variances(sent_DD, v_DD))
-        if self._steps > 1 and saved * self._tokens < _ENTRY_BITS * self._width**2:
+        if not first and saved * self._tokens < _ENTRY_BITS * self._width**2:
             return None
         return self._proposal(v_DD)
 

@@ -1,7 +1,7 @@
 """AQ-SGD in a learned transform: entropy-coded changes of whole-number coefficients.
 
-A token a is sent in a basis V and steps of size s (`basis.py`), against what both
-ends remember of the sample, the whole numbers Q:
+A token a is sent in a basis V and steps of size s (`basis.py`), against what both ends remember of
+the sample, the whole numbers Q:
 
     q = round(V'a / s) - Q;   Q += q;   the receiver computes V (s Q)
 
@@ -31,7 +31,7 @@ from thinpipe.aqsgd.transform.coefficients import LARGEST, Coded
 from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Learned, proposal_capacity
 from thinpipe.aqsgd.transform.proposals import NO_PIECE, PIECE_NBYTES, Piece, Proposals
 from thinpipe.aqsgd.transform.row import Held, pack, unpack
-from thinpipe.aqsgd.transform.steps import Steps
+from thinpipe.aqsgd.transform.steps import STEP_RANGE, Steps
 from thinpipe.pipeline.comm.boundary import MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
 from thinpipe.pipeline.wire.entropy import CodingError
@@ -119,7 +119,7 @@ class TransformBoundary:
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
         """Fill `wire` as far as needed and stage what the receiver will have seen."""
-        piece = self._proposals.next_piece()
+        piece = self._proposals.next_piece(self.learned)
         used, sent = self.write(plan, x_BTD, wire, piece)
         for done in sent:
             self._observe(done, x_BTD)
@@ -238,6 +238,8 @@ class TransformBoundary:
                 f"a payload of {wire.numel()} bytes in basis {version}, with parts of {nbytes}, "
                 f"{samples} and {first} bytes; expected basis {self.learned.version}"
             )
+        if max(abs(first_step), abs(change_step)) > STEP_RANGE:
+            raise CodingError(f"steps {first_step} and {change_step}: not within {STEP_RANGE}")
         piece = Piece(index, of, rest[:nbytes].numpy().tobytes())
         finite_B = rest[nbytes : nbytes + samples] != 0
         blocks = rest[nbytes + samples :].tensor_split([first])
@@ -317,11 +319,8 @@ class FirstVisits:
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
         """No sample is known."""
-        none_B, checksum = (
-            torch.zeros(len(ids_B), dtype=torch.bool),
-            self._training.learned.digest(),
-        )
-        nbytes = self.capacity(shape_BTD)
+        none_B = torch.zeros(len(ids_B), dtype=torch.bool)
+        nbytes, checksum = self.capacity(shape_BTD), self._training.learned.digest()
         return MessagePlan(ids_B, shape_BTD, step, nbytes, none_B, checksum, exact=False)
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:

@@ -32,8 +32,10 @@ class Proposals:
         self._sent = 0  # in steps that count
         self._next = 0
 
-    def next_piece(self) -> Piece:
-        """What the next message brings along."""
+    def next_piece(self, learned: Learned) -> Piece:
+        """What the next message brings along; all again if the ends had to start anew."""
+        if learned.received < self._sent:
+            self._sent = self._next = learned.received
         if self._next == len(self._pieces):
             return NO_PIECE
         self._next += 1
@@ -51,7 +53,7 @@ class Proposals:
         if self._pieces:
             self._pieces, self._sent, self._next = [], 0, 0
             self.search.adopted()
-        found = self.search.end_step(learned.basis)
+        found = self.search.end_step(learned.basis, first=learned.version == 0)
         if found is not None:
             self._pieces = _cut(found.packed())
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from thinpipe.aqsgd.transform.basis import step_index
 
-_RANGE = 400
-"""Of indices: steps from 2^-100 to 2^100."""
+STEP_RANGE = 480
+"""Of indices: steps from 2^-120 to 2^120."""
 _MASSIVE = 100.0
 """A channel with so many times the median channel's mean square does not count for the step."""
 
@@ -37,16 +37,21 @@ class Steps:
         `change_NK` the same in coefficients.
         """
         if self.error is not None:
-            return self._by_error(change_NK, value_ND)
+            return self._by_error(change_ND, change_NK, value_ND)
         if known and self.of == "change":
             return _index(self.change * _rms(change_ND))
         return _index((self.change if known else self.first) * _rms(value_ND))
 
-    def _by_error(self, change_NK: Tensor, value_ND: Tensor) -> int:
-        """Reverse water-filling: a dimension's error is a step's, or all of what is smaller."""
+    def _by_error(self, change_ND: Tensor, change_NK: Tensor, value_ND: Tensor) -> int:
+        """Reverse water-filling: a dimension's error is a step's, or all of what is smaller.
+
+        What the basis leaves out is part of the error, but not more than three quarters.
+        """
         assert self.error is not None
         square_K = change_NK.double().square().mean(0).sort().values
         allowed = (self.error * _rms(value_ND)) ** 2 * value_ND.shape[1]
+        left_out = float(change_ND.double().square().sum(1).mean() - square_K.sum())
+        allowed = max(allowed - left_out, allowed / 4)
         below_K = square_K.cumsum(0) - square_K  # of dimensions that are given up
         left_K = torch.arange(len(square_K), 0, -1)
         level_K = (allowed - below_K) / left_K
@@ -64,5 +69,5 @@ def _rms(value_ND: Tensor) -> float:
 
 def _index(size: float) -> int:
     if not size > 0:
-        return -_RANGE
-    return max(-_RANGE, min(step_index(size), _RANGE))
+        return -STEP_RANGE
+    return max(-STEP_RANGE, min(step_index(size), STEP_RANGE))

@@ -1,5 +1,6 @@
 """Transform coding with memories: both ends hold the same whole numbers, in fewer bits."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start
+from thinpipe.aqsgd.transform import proposals
 from thinpipe.aqsgd.transform.basis import Basis, step_size
 from thinpipe.aqsgd.transform.boundary import FirstVisits, TransformBoundary
 from thinpipe.aqsgd.transform.config import (
@@ -110,7 +112,7 @@ def test_changes_take_fewer_bits_than_values() -> None:
 def test_the_wanted_error_is_met() -> None:
     for wanted in (0.01, 0.03, 0.1):
         error = train(*ends(error=wanted), range(12))[-1][1]
-        assert error == pytest.approx(wanted, rel=0.15)
+        assert error == pytest.approx(wanted, rel=0.2)
 
 
 def test_only_whole_numbers_need_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +166,24 @@ def test_state_survives_a_restart_bit_for_bit(stop: int) -> None:
     rest = [train(*pair, range(stop, 14)) for pair in (whole, again)]
     assert rest[0] == rest[1]
     assert_alike(whole[0], again[0])
+
+
+@pytest.mark.parametrize("stop", [1, 2, 6])
+def test_ends_that_start_anew_find_a_basis_again(
+    monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    """Even when pieces of one were under way."""
+    monkeypatch.setattr(proposals, "PIECE_NBYTES", 900)
+    sender, receiver = ends()
+    train(sender, receiver, range(stop))
+    for end in (sender, receiver):
+        assert end.memory is not None
+        end.memory.reset()
+        assert (len(end.memory), end.learned.version) == (0, 0)
+    found = train(sender, receiver, range(stop, stop + 6))
+    assert sender.learned.version == receiver.learned.version > 0
+    assert found[-1][0] < 0.5 * found[0][0]
+    assert len(receiver.memory or ()) == 8
 
 
 def test_a_sample_that_is_not_finite_reaches_the_peer_but_no_memory() -> None:
@@ -264,11 +284,15 @@ def test_damaged_payloads_end_in_errors() -> None:
 def digests(rank: int, run: Any) -> list[dict[str, tuple[str, int]]]:
     built, found = start(run), []
     replica = rank // run.pipeline.pipeline_ranks
+    own = [share(whole, replica, run.pipeline.replicas).ids_B for whole in EPOCH]
+    built.engine.begin(torch.cat(own), own[0])
     for step, whole in enumerate(EPOCH * 4):
-        totals = built.engine.train_step(share(whole, replica, run.pipeline.replicas), step)
+        part = share(whole, replica, run.pipeline.replicas)
+        totals = built.engine.train_step(part, step, own[(step + 1) % 2])
         assert not totals.skipped
         ends = {c.codec.name: c.codec.training for c in built.engine.channels}
         found.append({name: _digest(end) for name, end in ends.items()})
+    built.engine.close()
     return found
 
 
@@ -278,16 +302,21 @@ def _digest(end: Any) -> tuple[str, int]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("schedule", "precision", "memory"),
-    [("Deep1F1B", "fp32", True), ("1F1B", "bf16", True), ("GPipe", "fp32", False)],
+    ("schedule", "precision", "memory", "tier"),
+    [
+        ("Deep1F1B", "fp32", True, "disk"),
+        ("1F1B", "bf16", True, "ram"),
+        ("GPipe", "fp32", False, "ram"),
+    ],
 )
 def test_both_ends_of_a_pipeline_are_alike(
-    ranks: Ranks, schedule: str, precision: str, memory: bool
+    ranks: Ranks, tmp_path: Path, schedule: str, precision: str, memory: bool, tier: str
 ) -> None:
     boundary = [{way: {**spec, "memory": memory} for way, spec in BOTH[0].items()}]
     run = config(
         pipeline={"cuts": [1, 3], "schedule": schedule, "replicas": 2, "precision": precision},
         boundary=boundary,  # type: ignore[arg-type]
+        memory={"tier": tier, "folder": str(tmp_path)},
     )
     everyone = ranks(6, digests, run)
     for step in range(8):
