@@ -3,7 +3,7 @@
 Covariances are taken in units of the quantization step, of some tokens of every message. The
 sender sends their eigenvectors after the first step. After 2, 4, 8, ... steps it asks what newer
 ones would have saved since the basis last changed, and sends them if that is more than they take:
-as many messages at least are still to come.
+as many messages at least are still to come. It also does when a basis leaves out too much.
 
 Axes: N tokens, D channels, K dimensions, M = 2 kinds of visits.
 """
@@ -23,8 +23,10 @@ _MOST_TOKENS = 256
 _ENTRY_BITS = 16
 _REACH = 5
 """Standard deviations that a remembered coefficient may reach."""
-_LEAST = 1.0
-"""Steps: what is smaller costs more bits than it is worth; half or twice as much is no better."""
+_LEFT_OUT = 0.1
+"""Of a token, in units of what rounding adds (width / 12 squared steps), when a basis is found."""
+_MOST_LEFT_OUT = 0.3
+"""When more is left out, a new basis is needed."""
 
 
 class _Seen(NamedTuple):
@@ -55,7 +57,10 @@ class BasisSearch:
 
     def end_step(self, basis: Basis, *, first: bool) -> Proposal | None:
         """Count a step; a better basis, if it is time to look and there is one, or the first."""
+        left_out = tokens = 0.0
         for kind, sent_ND, value_ND, of in self._seen:
+            left_out += float(sent_ND.square().sum() - basis.project(sent_ND).square().sum())
+            tokens += len(sent_ND)
             self._sent_MDD[kind] += sent_ND.T @ sent_ND
             self._value_DD += value_ND.T @ value_ND
             self._count_M[kind] += len(sent_ND)
@@ -63,10 +68,11 @@ class BasisSearch:
             self._tokens += of
         self._seen = []
         self._steps += 1
-        due = first or not self._steps & (self._steps - 1)
+        needed = first or left_out > _MOST_LEFT_OUT * tokens * self._width / 12
+        due = needed or not self._steps & (self._steps - 1)
         if not due or not sum(self._count_M):
             return None
-        found = self._search(basis, first=first)
+        found = self._search(basis, needed=needed)
         self._sent_MDD *= 0.5
         self._value_DD *= 0.5
         self._values *= 0.5
@@ -98,21 +104,22 @@ class BasisSearch:
         self._sent_MDD, self._value_DD = state["sent"].clone(), state["value"].clone()
         self._count_M, self._values = list(state["count"]), state["values"]
 
-    def _search(self, basis: Basis, *, first: bool) -> Proposal | None:
+    def _search(self, basis: Basis, *, needed: bool) -> Proposal | None:
         sent_DD = self._sent_MDD.sum(0) / sum(self._count_M)
         if not bool(torch.isfinite(sent_DD).all()):
             return None
         v_DD = torch.linalg.eigh(sent_DD.double())[1].flip(1).float()
         saved = _bits(_variances(sent_DD, basis.matrix)) - _bits(_variances(sent_DD, v_DD))
-        if not first and saved * self._tokens < _ENTRY_BITS * self._width**2:
+        if not needed and saved * self._tokens < _ENTRY_BITS * self._width**2:
             return None
         return self._proposal(v_DD)
 
     def _proposal(self, v_DD: Tensor) -> Proposal:
-        """The widest directions first; those without a value to speak of are left out."""
-        size_D, order = _variances(self._value_DD / self._values, v_DD).sqrt().sort(descending=True)
-        kept = max(int((size_D > _LEAST).sum()), 1)
-        v_DK, reach_K = v_DD[:, order[:kept]], _REACH * size_D[:kept]
+        """The widest directions first; the narrowest are left out, as far as that is allowed."""
+        square_D, order = _variances(self._value_DD / self._values, v_DD).sort(descending=True)
+        from_here_D = square_D.flip(0).cumsum(0).flip(0)
+        kept = max(int((from_here_D > _LEFT_OUT * self._width / 12).sum()), 1)
+        v_DK, reach_K = v_DD[:, order[:kept]], _REACH * square_D[:kept].sqrt()
         narrow = int((reach_K < 2**3).sum())
         wide = min(int((reach_K > 2**7).sum()), narrow // 2, kept // 3)
         return Proposal(Basis.nearest(v_DK, wide), self._models(v_DK))

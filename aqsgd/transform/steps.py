@@ -14,7 +14,8 @@ from thinpipe.aqsgd.transform.basis import step_index
 STEP_RANGE = 480
 """Of indices: steps from 2^-120 to 2^120."""
 _MASSIVE = 100.0
-"""A channel with so many times the median channel's mean square does not count for the step."""
+"""A channel of the largest 2 % does not count for the step, if its mean square is so many times that
+of the largest of the others."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +62,12 @@ class Steps:
 
 
 def _rms(value_ND: Tensor) -> float:
-    """Without channels of massive activations, which are the same in every token."""
-    square_D = value_ND.double().square().mean(0)
-    usual_D = square_D <= _MASSIVE * square_D.median()
-    return float(square_D[usual_D].mean().sqrt()) if bool(usual_D.any()) else 0.0
+    """Without channels of massive activations, which are few, and the same in every token."""
+    square_D = value_ND.double().square().mean(0).sort(descending=True).values
+    few = min(max(2, len(square_D) // 50), len(square_D) - 1)
+    usual = float(square_D[few])
+    massive = int((square_D[:few] > _MASSIVE * usual).sum()) if usual else 0
+    return float(square_D[massive:].mean().sqrt())
 
 
 def _index(size: float) -> int:

@@ -106,7 +106,7 @@ def test_both_ends_are_alike_after_every_step(options: Any) -> None:
 def test_changes_take_fewer_bits_than_values() -> None:
     with_memory, without = (train(*ends(memory=m), range(12))[-1] for m in (True, False))
     assert with_memory[0] < without[0] - 0.5
-    assert with_memory[1] < without[1] * 1.5
+    assert with_memory[1] < without[1] * 2
 
 
 def test_the_wanted_error_is_met() -> None:
@@ -197,6 +197,24 @@ def test_a_sample_that_is_not_finite_reaches_the_peer_but_no_memory() -> None:
     assert bool(out_BTD[[0, 2]].isfinite().all())
     assert receiver.memory is not None
     assert receiver.memory.fingerprints(torch.tensor([100, 101, 102])).bool().tolist() == [1, 0, 1]
+
+
+def test_directions_that_come_up_later_are_taken_in() -> None:
+    """Values fill four dimensions at first, then others: the basis follows."""
+    sender, receiver = ends(error=0.03)
+    generator = torch.Generator().manual_seed(0)
+    ids = list(range(8))
+    for step in range(40):
+        x_BTD = torch.zeros(8, TOKENS, WIDTH)
+        part = slice(0, 4) if step < 20 else slice(4, 10)
+        shape = x_BTD[..., part].shape
+        x_BTD[..., part] = torch.randn(shape, generator=generator)
+        out_BTD, _ = send(sender, receiver, x_BTD, ids, step)
+        finish(sender, receiver)
+        assert_alike(sender, receiver)
+        if step == 19:
+            assert sender.learned.basis.matrix.shape[1] < 10
+    assert float((out_BTD - x_BTD).norm() / x_BTD.norm()) < 0.05
 
 
 def test_zeros_and_extremes_are_coded() -> None:
