@@ -137,7 +137,7 @@ class BasisSearch:
 
 def sampled(tokens: int) -> slice:
     """Which tokens of a message are looked at."""
-    return slice(None, None, math.ceil(tokens / _MOST_TOKENS))
+    return slice(None, None, max(1, math.ceil(tokens / _MOST_TOKENS)))
 
 
 def _variances(c_DD: Tensor, v_DK: Tensor) -> Tensor:

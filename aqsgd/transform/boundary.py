@@ -42,17 +42,20 @@ BITS = 4
 """In headers and where fidelities are compared; what is sent takes as many as it needs."""
 
 _HEAD = struct.Struct("<IHHIhhI")
+_MOST_MISSED = 0.1
+"""Of the sum of squares: more must not be outside the basis."""
 
 
 class _Part(NamedTuple):
     """The samples of a message that are coded alike, and what is remembered of each.
 
-    Numbers are in the current basis, and in steps of each sample's own.
+    Numbers are in the basis of this version, and in steps of each sample's own.
     """
 
     kind: Kind
     rows: list[int]
     held: list[Held]
+    version: int
 
     def at(self, step: int, tokens: int, dimensions: int) -> Tensor:
         """What is remembered (int32 [N, K]), in steps of this index; nothing of first visits."""
@@ -141,13 +144,15 @@ class TransformBoundary:
         """Fill `wire` as far as needed; the bytes used, and what they stand for."""
         x_BTD = x_BTD.detach()
         finite_B = torch.isfinite(x_BTD).flatten(1).all(1).cpu()
+        version = self._fitting_basis(x_BTD[finite_B.to(x_BTD.device)])
         sent, blocks = [], []
         for kind in KINDS:
-            done, block = self._write_part(plan, self._part(plan, kind, finite_B), x_BTD)
+            part = self._part(plan, kind, finite_B, version)
+            done, block = self._write_part(plan, part, x_BTD)
             sent.append(done)
             blocks.append(block)
         steps = [done.step for done in sent]
-        numbers = (self.learned.version, piece.place, piece.of, len(piece.data), *steps)
+        numbers = (version, piece.place, piece.of, len(piece.data), *steps)
         head = _HEAD.pack(*numbers, blocks[0].numel()) + piece.data
         head_W = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         parts = [head_W, finite_B.to(torch.uint8), *blocks]
@@ -158,15 +163,15 @@ class TransformBoundary:
     def read(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> tuple[list[_Sent], Piece]:
         """Fill `out_BTD`; what the bytes stand for."""
         samples, tokens = plan.shape_BTD[:2]
-        steps, piece, finite_B, blocks = self._split(wire, samples)
+        version, steps, piece, finite_B, blocks = self._split(wire, samples)
         out_BTD[~finite_B.to(out_BTD.device)] = torch.nan
         sent = []
         for kind, step, block in zip(KINDS, steps, blocks, strict=True):
-            part = self._part(plan, kind, finite_B)
-            model_K, scales = self.learned.model_MK[kind], self.learned.scales(kind)
+            part = self._part(plan, kind, finite_B, version)
+            model_K, scales = self.learned.models(kind, version), self.learned.scales(kind)
             coded = coefficients.decode(block, len(part.rows) * tokens, model_K, scales)
             done = _Sent(part, step, part.at(step, tokens, model_K.numel()), coded)
-            value_BTD = self._restored(done.total, step, out_BTD.device)
+            value_BTD = self._restored(done, done.total, out_BTD.device)
             shape = (len(part.rows), *plan.shape_BTD[1:])
             out_BTD[part.rows] = value_BTD.view(shape).to(out_BTD.dtype)
             sent.append(done)
@@ -201,7 +206,7 @@ class TransformBoundary:
     def _write_part(self, plan: MessagePlan, part: _Part, x_BTD: Tensor) -> tuple[_Sent, Tensor]:
         """What was sent, and its bytes."""
         x_ND = x_BTD[part.rows].flatten(0, 1)
-        y_NK = self.learned.basis.project(x_ND).cpu()
+        y_NK = self.learned.bases[part.version].project(x_ND).cpu()
         seen, step = None, 0
         if part.rows:
             seen = self._look(part, x_ND, y_NK)
@@ -210,7 +215,8 @@ class TransformBoundary:
         wanted_NK = (y_NK / step_size(step)).round_().clamp_(-LARGEST, LARGEST).int()
         q_NK = (wanted_NK - held_NK).clamp_(-LARGEST, LARGEST)
         block = torch.empty(coefficients.capacity(*q_NK.shape), dtype=torch.uint8)
-        model_K, scales = self.learned.model_MK[part.kind], self.learned.scales(part.kind)
+        model_K = self.learned.models(part.kind, part.version)
+        scales = self.learned.scales(part.kind)
         used, coded = coefficients.encode(q_NK, model_K, scales, block)
         return _Sent(part, step, held_NK, coded, seen), block[:used]
 
@@ -221,19 +227,30 @@ class TransformBoundary:
         if part.kind == FIRST:
             return _Seen(value_ND, change_NK, value_ND)
         held_NK = part.values()[some]
-        change_ND = value_ND - self.learned.basis.restore(held_NK)
+        change_ND = value_ND - self.learned.bases[part.version].restore(held_NK)
         return _Seen(change_ND, change_NK - held_NK, value_ND)
+
+    def _fitting_basis(self, x_BTD: Tensor) -> int:
+        """The version to code values in: the channels as they are where the last one misses much.
+
+        That is an exception, before the sender has found a new one: samples are not remembered so.
+        """
+        x_ND = x_BTD.flatten(0, 1)
+        some_ND = x_ND[sampled(len(x_ND))].float()
+        square = float(some_ND.square().sum())
+        inside = float(self.learned.basis.project(some_ND).square().sum())
+        return self.learned.version if inside >= (1 - _MOST_MISSED) * square else 0
 
     def _split(
         self, wire: Tensor, samples: int
-    ) -> tuple[tuple[int, int], Piece, Tensor, tuple[Tensor, ...]]:
-        """Steps, piece of a basis, which samples are finite, and the blocks of a payload."""
+    ) -> tuple[int, tuple[int, int], Piece, Tensor, tuple[Tensor, ...]]:
+        """Version, steps, piece of a basis, which samples are finite, and the blocks."""
         if wire.numel() < _HEAD.size + samples:
             raise CodingError(f"a payload of {wire.numel()} bytes for {samples} samples")
         head = _HEAD.unpack(wire[: _HEAD.size].numpy().tobytes())
         version, index, of, nbytes, first_step, change_step, first = head
         rest = wire[_HEAD.size :]
-        if version != self.learned.version or nbytes + samples + first > rest.numel():
+        if version not in (0, self.learned.version) or nbytes + samples + first > rest.numel():
             raise CodingError(
                 f"a payload of {wire.numel()} bytes in basis {version}, with parts of {nbytes}, "
                 f"{samples} and {first} bytes; expected basis {self.learned.version}"
@@ -243,29 +260,30 @@ class TransformBoundary:
         piece = Piece(index, of, rest[:nbytes].numpy().tobytes())
         finite_B = rest[nbytes : nbytes + samples] != 0
         blocks = rest[nbytes + samples :].tensor_split([first])
-        return (first_step, change_step), piece, finite_B, blocks
+        return version, (first_step, change_step), piece, finite_B, blocks
 
-    def _part(self, plan: MessagePlan, kind: Kind, finite_B: Tensor) -> _Part:
+    def _part(self, plan: MessagePlan, kind: Kind, finite_B: Tensor, version: int) -> _Part:
         assert plan.known_B is not None
         chosen_B = finite_B & (plan.known_B == (kind == CHANGE))
         rows = torch.nonzero(chosen_B).flatten().tolist()
         if kind == FIRST:
-            return _Part(kind, rows, [])
-        return _Part(kind, rows, [self._held(plan, row) for row in rows])
+            return _Part(kind, rows, [], version)
+        return _Part(kind, rows, [self._held(plan, row, version) for row in rows], version)
 
-    def _held(self, plan: MessagePlan, row: int) -> Held:
-        """What is remembered of a sample, in the current basis."""
+    def _held(self, plan: MessagePlan, row: int, version: int) -> Held:
+        """What is remembered of a sample, in a basis."""
         assert self.memory is not None
         tokens, numel = plan.shape_BTD[1], plan.shape_BTD[1:].numel()
         stored = self.memory.row(int(plan.ids_B[row]), numel).cpu()
-        held = unpack(stored, self.learned.bases, tokens)
-        if held.version == self.learned.version:
+        held, bases = unpack(stored, self.learned.bases, tokens), self.learned.bases
+        if held.version == version:
             return held
-        turned = self.learned.basis.turned(held.q_TK, self.learned.bases[held.version])
-        return held._replace(version=self.learned.version, q_TK=turned)
+        turned = bases[version].turned(held.q_TK, bases[held.version])
+        return held._replace(version=version, q_TK=turned)
 
-    def _restored(self, q_NK: Tensor, step: int, device: torch.device) -> Tensor:
-        return self.learned.basis.restore(q_NK.to(device).float() * step_size(step))
+    def _restored(self, sent: _Sent, q_NK: Tensor, device: torch.device) -> Tensor:
+        y_NK = q_NK.to(device).float() * step_size(sent.step)
+        return self.learned.bases[sent.part.version].restore(y_NK)
 
     def _keep(self, plan: MessagePlan, sent: Sequence[_Sent], piece: Piece) -> None:
         """Learn from a message, and stage its samples."""
@@ -273,12 +291,14 @@ class TransformBoundary:
             self.learned.take_piece(*piece)
         tokens, numel = plan.shape_BTD[1], plan.shape_BTD[1:].numel()
         for done in sent:
-            self.learned.count(done.part.kind, done.coded)
-            if self.memory is None or self.learned.version == 0:
-                continue  # nobody knows yet how large coefficients are
+            version = done.part.version
+            if version == self.learned.version:
+                self.learned.count(done.part.kind, done.coded)
+            if self.memory is None or version == 0:
+                continue  # nobody knows how large coefficients of channels are
             total_BTK = done.total.view(-1, tokens, done.total.shape[1])
             for row, q_TK in zip(done.part.rows, total_BTK, strict=True):
-                held = Held(self.learned.version, done.step, q_TK)
+                held = Held(version, done.step, q_TK)
                 row_W = pack(held, self.learned.basis, numel)
                 self.memory.renew(int(plan.ids_B[row]), row_W, numel)
 
@@ -295,7 +315,7 @@ class TransformBoundary:
         if self.error_meter.wants(known=known):
             x_1N = x_BTD.detach()[rows[0]].reshape(1, -1)
             decoded_1N, old_1N = (
-                self._restored(q_NK[:tokens], sent.step, x_BTD.device).view(1, -1)
+                self._restored(sent, q_NK[:tokens], x_BTD.device).view(1, -1)
                 for q_NK in (sent.total, sent.held_NK)
             )
             self.error_meter.measure(x_1N, decoded_1N, old_1N if known else None)

@@ -112,6 +112,12 @@ class Learned:
         frequency_T[int(frequency_T.argmax())] += (1 << PROBABILITY_BITS) - int(frequency_T.sum())
         return Tables(frequency_T[None].int())
 
+    def models(self, kind: Kind, version: int) -> Tensor:
+        """The models of the dimensions of a basis."""
+        if version == self.version:
+            return self.model_MK[kind]
+        return torch.full((self.bases[version].entry_DK.shape[1],), _START[kind])
+
     def take_piece(self, index: int, of: int, data: bytes) -> None:
         """Keep a piece of the next basis until the end of the step."""
         self._new_pieces[index], self._new_of = data, of

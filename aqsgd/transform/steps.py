@@ -14,8 +14,8 @@ from thinpipe.aqsgd.transform.basis import step_index
 STEP_RANGE = 480
 """Of indices: steps from 2^-120 to 2^120."""
 _MASSIVE = 100.0
-"""A channel of the largest 2 % does not count for the step, if its mean square is so many times that
-of the largest of the others."""
+"""A channel of the largest 2 % does not count for the step if its mean square is so many times that
+of the others' largest."""
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,8 @@ def test_a_sample_that_is_not_finite_reaches_the_peer_but_no_memory() -> None:
     assert bool(out_BTD[[0, 2]].isfinite().all())
     assert receiver.memory is not None
     assert receiver.memory.fingerprints(torch.tensor([100, 101, 102])).bool().tolist() == [1, 0, 1]
+    out_BTD, _ = send(sender, receiver, x_BTD.fill_(torch.nan), [103, 104, 105], 4)
+    assert bool(out_BTD.isnan().all())
 
 
 def test_directions_that_come_up_later_are_taken_in() -> None:
@@ -212,9 +214,10 @@ def test_directions_that_come_up_later_are_taken_in() -> None:
         out_BTD, _ = send(sender, receiver, x_BTD, ids, step)
         finish(sender, receiver)
         assert_alike(sender, receiver)
+        assert float((out_BTD - x_BTD).norm() / x_BTD.norm()) < 0.05
         if step == 19:
             assert sender.learned.basis.matrix.shape[1] < 10
-    assert float((out_BTD - x_BTD).norm() / x_BTD.norm()) < 0.05
+    assert sender.learned.version == 2
 
 
 def test_zeros_and_extremes_are_coded() -> None:
