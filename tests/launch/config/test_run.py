@@ -147,7 +147,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ("[[boundary]]\n[[boundary]]", ["two tables without a cut"]),
         (
             '[[boundary]]\nbackward = {kind = "auto"}',
-            ["backward.kind = 'auto': use 'aqsgd', 'direct', 'raw'"],
+            ["backward.kind = 'auto': use 'aqsgd', 'direct', 'transform', 'raw'"],
         ),
         (
             '[[boundary]]\nforward = {kind = "aqsgd", bits = 9}',
