@@ -8,7 +8,7 @@ import torch
 from thinpipe.aqsgd.transform.basis_search import BasisSearch
 from thinpipe.aqsgd.transform.learned import Learned
 
-PIECE_NBYTES = 64 * 1024
+PIECE_NBYTES = 256 * 1024
 
 
 class Piece(NamedTuple):
