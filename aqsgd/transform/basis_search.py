@@ -27,6 +27,8 @@ _LEFT_OUT = 0.1
 """Of a token, in units of what rounding adds (width / 12 squared steps), when a basis is found."""
 _MOST_LEFT_OUT = 0.3
 """When more is left out, a new basis is needed."""
+_TOKENS_BETWEEN = 32
+"""Tokens per channel before that: then bases take at most 0.5 bits a value."""
 
 
 class _Seen(NamedTuple):
@@ -68,7 +70,8 @@ class BasisSearch:
             self._tokens += of
         self._seen = []
         self._steps += 1
-        needed = first or left_out > _MOST_LEFT_OUT * tokens * self._width / 12
+        too_much = left_out > _MOST_LEFT_OUT * tokens * self._width / 12
+        needed = first or (too_much and self._tokens >= _TOKENS_BETWEEN * self._width)
         due = needed or not self._steps & (self._steps - 1)
         if not due or not sum(self._count_M):
             return None

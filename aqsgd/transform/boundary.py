@@ -257,6 +257,12 @@ class TransformBoundary:
             )
         if max(abs(first_step), abs(change_step)) > STEP_RANGE:
             raise CodingError(f"steps {first_step} and {change_step}: not within {STEP_RANGE}")
+        most = -(-proposal_capacity(self._width) // PIECE_NBYTES)
+        if nbytes and not (index < of <= most and nbytes <= PIECE_NBYTES):
+            raise CodingError(
+                f"piece {index} of {of} of a basis, {nbytes} bytes; there are at most {most}, of "
+                f"{PIECE_NBYTES} bytes"
+            )
         piece = Piece(index, of, rest[:nbytes].numpy().tobytes())
         finite_B = rest[nbytes : nbytes + samples] != 0
         blocks = rest[nbytes + samples :].tensor_split([first])

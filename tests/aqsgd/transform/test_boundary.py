@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start
-from thinpipe.aqsgd.transform import proposals
+from thinpipe.aqsgd.transform import boundary, proposals
 from thinpipe.aqsgd.transform.basis import Basis, step_size
 from thinpipe.aqsgd.transform.boundary import FirstVisits, TransformBoundary
 from thinpipe.aqsgd.transform.config import (
@@ -173,7 +173,8 @@ def test_ends_that_start_anew_find_a_basis_again(
     monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
     """Even when pieces of one were under way."""
-    monkeypatch.setattr(proposals, "PIECE_NBYTES", 900)
+    for module in (proposals, boundary):
+        monkeypatch.setattr(module, "PIECE_NBYTES", 900)
     sender, receiver = ends()
     train(sender, receiver, range(stop))
     for end in (sender, receiver):
@@ -300,6 +301,20 @@ def test_damaged_payloads_end_in_errors() -> None:
         except CodingError:
             refused += 1
     assert refused > 100
+
+
+@pytest.mark.parametrize(("place", "value"), [(4, 200), (6, 200), (6, 0)])
+def test_pieces_that_cannot_be_of_a_basis_are_refused(place: int, value: int) -> None:
+    """Index and number of pieces are bounded: no peer fills memory with them."""
+    sender, receiver = ends()
+    train(sender, receiver, range(1))
+    x_BTD = Source().visit([0, 1])
+    plan = sender.plan(torch.tensor([0, 1]), x_BTD.shape, step=1)
+    wire = torch.empty(plan.capacity, dtype=torch.uint8)
+    wire = wire[: sender.encode(plan, x_BTD, wire)]
+    wire[place] = value
+    with pytest.raises(CodingError, match="of a basis"):
+        receiver.read(plan, wire, torch.empty_like(x_BTD))
 
 
 def digests(rank: int, run: Any) -> list[dict[str, tuple[str, int]]]:
