@@ -10,11 +10,12 @@ from torch import nn
 
 from thinpipe.aqsgd.disk import DiskStore, RowFile
 from thinpipe.aqsgd.store import RamStore, Store
-from thinpipe.gradcomp.registry import build_optimizer, load_method
+from thinpipe.gradcomp.registry import load_method
 from thinpipe.launch.components import Built, build_boundary, build_objective, build_stage
 from thinpipe.launch.config.run import RunConfig, Spec
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.device import choose_devices, make_repeatable
+from thinpipe.launch.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from thinpipe.launch.plan.memory_budget import memory_folder, row_nbytes, sample_capacity
 from thinpipe.pipeline.comm.bandwidth import measure_rate
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless
@@ -25,7 +26,8 @@ from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
 from thinpipe.pipeline.config import RawConfig
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
-from thinpipe.pipeline.models.build import StageModule, trainable
+from thinpipe.pipeline.models.build import StageModule
+from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import build_schedule
@@ -56,6 +58,18 @@ class Wiring:
     rates: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a program gives that a run file only names.
+
+    `optimizer` makes the optimizer of a rank's parameters; `schedule` is what its learning rates
+    are multiplied by in a step (from 0).
+    """
+
+    optimizer: OptimizerFactory | None = None
+    schedule: Callable[[int], float] | None = None
+
+
 def build(
     config: RunConfig,
     transport: Transport,
@@ -63,6 +77,7 @@ def build(
     run_id: int,
     total_steps: int,
     wiring: Wiring | None = None,
+    given: Given | None = None,
 ) -> Built:
     """Make this rank's part of the run; every rank calls it alike.
 
@@ -71,7 +86,7 @@ def build(
     """
     if config.pipeline.auto_cuts:
         raise ValueError('pipeline.cuts = "auto": not decided here; give the cuts')
-    wiring = wiring or _rank_wiring(config, transport)
+    wiring, given = wiring or _rank_wiring(config, transport), given or Given()
     devices = _devices(config)
     device = devices[0]
     make_repeatable(device)
@@ -88,9 +103,9 @@ def build(
         )
         for stage in wiring.stages
     ]
-    parameters = list(dict.fromkeys(p for m in modules.values() for p in trainable(m)))
-    sync = _sync(config, parameters, transport)
-    optimizer = _optimizer(config, parameters, sync)
+    parameters = named_parameters(list(modules.values()))
+    sync = _sync(config, list(parameters.values()), transport)
+    optimizer = make_optimizer(config, parameters, sync, given.optimizer)
     engine = PipelineEngine(
         stages,
         transport,
@@ -100,16 +115,20 @@ def build(
         tied=None if shared is None else TiedWeight(shared, transport),
         make_schedule=wiring.make_schedule,
     )
-    return Built(stages, engine, optimizer, _lr_schedule(config, optimizer, total_steps), sync)
+    factor = given.schedule or _lr_factor(config, total_steps)
+    lr_schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return Built(stages, engine, optimizer, lr_schedule, sync)
 
 
 def engine_options(config: RunConfig) -> EngineOptions:
     """How the engine runs a step of this config."""
+    tokens, width = config.message_shape
     return EngineOptions(
         schedule=config.pipeline.schedule,
         microbatches=config.pipeline.microbatches,
         cuts=config.pipeline.cuts,
-        hidden=config.model.width,
+        hidden=width,
+        tokens=tokens if isinstance(config.model, OwnModelConfig) else None,
         depth=config.pipeline.depth,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
@@ -148,18 +167,6 @@ def _tie(
         return None
     trained = [weight for weight in weights if weight is not None and weight.requires_grad]
     return trained[0] if trained else None  # what LoRA freezes stays equal by itself
-
-
-def _optimizer(
-    config: RunConfig, parameters: Sequence[nn.Parameter], sync: ReplicaSync
-) -> torch.optim.Optimizer:
-    own = build_optimizer(config.method, config.method_options, parameters, config.train, sync)
-    return own or torch.optim.AdamW(
-        parameters,
-        lr=config.train.lr,
-        betas=config.train.betas,
-        weight_decay=config.train.weight_decay,
-    )
 
 
 def _sync(
@@ -231,7 +238,7 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
             direction=direction,
             boundaries=build_boundary(
                 spec,
-                width=config.model.width,
+                width=config.message_shape[1],
                 key=config.run.seed | (2 * cut + direction) << 32,
                 store=_store(config, spec, device) if row_nbytes(config, spec) else None,
                 capacity=sample_capacity(config, config.stage_ranks[stage]),
@@ -266,9 +273,8 @@ def _store(config: RunConfig, spec: Spec, device: torch.device) -> Store:
         ) from error
 
 
-def _lr_schedule(
-    config: RunConfig, optimizer: torch.optim.Optimizer, total_steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
+def _lr_factor(config: RunConfig, total_steps: int) -> Callable[[int], float]:
+    """What the learning rate of a step is multiplied by."""
     train = config.train
 
     def factor(step: int) -> float:
@@ -280,4 +286,4 @@ def _lr_schedule(
         done = min((step - train.warmup_steps) / rest, 1.0)
         return 1.0 - done if train.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
 
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return factor

@@ -19,6 +19,8 @@ from thinpipe.pipeline.config import DirectConfig, StatelessConfig
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.loss import Classification, NextToken, Objective
 from thinpipe.pipeline.models.build import StageModule, build_model
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.loss import OwnLoss
 from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.stage import CompressedStage
@@ -37,7 +39,9 @@ class Built:
 
 def build_objective(config: RunConfig) -> Objective:
     """What the model's head is trained for."""
-    classes = config.model.classes
+    model, classes = config.model, config.model.classes
+    if isinstance(model, OwnModelConfig) and model.functions.loss is not None:
+        return OwnLoss(model.functions.loss, model.functions.count, model.outputs[-1])
     return NextToken() if classes is None else Classification(classes)
 
 

@@ -6,6 +6,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
+from thinpipe.pipeline.models.own.config import Example, OwnModelConfig
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,48 @@ def check_data(config: RunConfig) -> Corpus:
         ValueError, OSError, ImportError: data are missing or too short.
     """
     model = config.model
+    vocab = None if isinstance(model, OwnModelConfig) else model.vocab
     corpus = Corpus(
-        *load(config.data, seed=config.run.seed, vocab=model.vocab, classes=model.classes or 2)
+        *load(config.data, seed=config.run.seed, vocab=vocab, classes=model.classes or 2)
     )
-    if len(corpus.train) < config.train.batch_size:
+    check_batch_size(config, corpus.train)
+    return corpus
+
+
+def check_batch_size(config: RunConfig, training: SampleSet) -> None:
+    """Check that there is enough for a step.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    if len(training) < config.train.batch_size:
         raise ConfigError(
-            f"train.batch_size = {config.train.batch_size}, but there are {len(corpus.train)} "
+            f"train.batch_size = {config.train.batch_size}, but there are {len(training)} "
             f"training samples (data.train_sequences = {config.data.train_sequences!r}); use a "
             "smaller batch or more data"
         )
-    return corpus
+
+
+def with_sizes(config: RunConfig) -> RunConfig:
+    """The config, complete for a model of one's own: its data say how long its messages are.
+
+    Raises:
+        ValueError, OSError, ImportError: the data cannot be loaded, or do not fit the model.
+    """
+    if not isinstance(config.model, OwnModelConfig):
+        return config
+    return sized_for(config, check_data(config).train)
+
+
+def sized_for(config: RunConfig, training: SampleSet) -> RunConfig:
+    """The same for samples that are loaded.
+
+    Raises:
+        ValueError: the model does not take them, or cannot be cut where the config says.
+    """
+    assert isinstance(config.model, OwnModelConfig)
+    batch = training.batch([0])
+    example = Example(*(part[0].to("meta") for part in (batch.inputs_BT, batch.targets)))
+    sized = config.model_copy(update={"model": config.model.with_example(example)})
+    sized.check_model_cuts()
+    return sized

@@ -51,14 +51,16 @@ Precision = Literal["fp32", "bf16"]
 class EngineOptions:
     """How a step is run.
 
-    `cuts` are all cuts of the pipeline, `hidden` is D, the width there; `clip_norm` limits the
-    gradient norm over all stages, 0 leaves it alone; `rules` are the guard's, by direction.
+    `cuts` are all cuts of the pipeline, `hidden` is D, the width there, and `tokens` T, by default
+    as many as inputs have; `clip_norm` limits the gradient norm over all stages, 0 leaves it alone;
+    `rules` are the guard's, by direction.
     """
 
     schedule: ScheduleName
     microbatches: int
     cuts: tuple[int, ...]
     hidden: int
+    tokens: int | None = None
     depth: int = DEPTH
     accumulate: int = 1
     clip_norm: float = 0.0
@@ -236,7 +238,7 @@ class PipelineEngine:
         self, batch: Batch, count: int, step: int, mode: Mode, schedule: Any = None
     ) -> None:
         self._pass += 1
-        tokens = batch.inputs_BT.shape[1]
+        tokens = self._options.tokens or batch.inputs_BT.shape[1]
         microbatches = [
             Microbatch(torch.Size((len(part), tokens, self._options.hidden)), part.samples)
             for part in batch.split(count)

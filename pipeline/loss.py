@@ -54,7 +54,7 @@ class NextToken:
 
     def tally(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
         """Loss sum and tokens."""
-        return _head(self.loss_sum(logits_BTV, targets_BT), self.count(targets_BT))
+        return loss_head(self.loss_sum(logits_BTV, targets_BT), self.count(targets_BT))
 
     def metrics(self, tally: Sequence[float]) -> dict[str, float]:
         """The mean loss."""
@@ -85,7 +85,9 @@ class Classification:
         known = targets_B != IGNORED_TARGET
         pairs = targets_B[known] * self.classes + logits_BC[known].argmax(-1)
         confusion = torch.bincount(pairs, minlength=self.classes**2).double().cpu()
-        return torch.cat([_head(self.loss_sum(logits_BC, targets_B), int(known.sum())), confusion])
+        return torch.cat(
+            [loss_head(self.loss_sum(logits_BC, targets_B), int(known.sum())), confusion]
+        )
 
     def metrics(self, tally: Sequence[float]) -> dict[str, float]:
         """The mean loss, the accuracy, and the Matthews correlation (-1 to 1)."""
@@ -110,7 +112,8 @@ def _matthews(confusion_CC: Tensor) -> float:
     return float(covariance) / math.sqrt(float(spread)) if spread > 0 else 0.0
 
 
-def _head(loss: Tensor, count: int) -> Tensor:
+def loss_head(loss: Tensor, count: int) -> Tensor:
+    """What every tally begins with: loss sum and number of losses (float64)."""
     return torch.stack([loss.double().cpu(), torch.tensor(float(count), dtype=torch.float64)])
 
 

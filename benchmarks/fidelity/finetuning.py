@@ -5,6 +5,7 @@ Copies are fine-tuned as language models, or as classifiers of labelled sentence
 Axes: B samples, T tokens.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -216,7 +217,7 @@ def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: st
         seed=config.run.seed,
     )
     steps = config.train.epochs * sampler.steps_per_epoch
-    numel = config.data.sequence_length * config.model.width
+    numel = math.prod(config.message_shape)
     with in_process(config, total_steps=steps) as built:
         _load(built, weights)
         torch.manual_seed(config.run.seed)  # random dropout

@@ -1,5 +1,6 @@
 """Saving and restoring a run's whole state, all ranks together, bit for bit."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -65,6 +66,19 @@ def common_resume(session: Session, root: Path, resume: Resume) -> Resume:
     if not requests or not (required or any(saved for *_, saved in answers)):
         return Resume(False)
     return Resume(True, next((r.step for r in requests if r.step is not None), None), required)
+
+
+def saved_epochs(session: Session, root: Path, resume: Resume) -> int:
+    """Whole epochs that the checkpoint to resume from has done, as all ranks know it.
+
+    Restoring reports what is wrong with it.
+    """
+    done = 0
+    with contextlib.suppress(CheckpointError, KeyError):
+        step = (resume.step or checkpoint.latest(root) or 0) if resume.wanted else 0
+        if step:
+            done = step // checkpoint.read_manifest(root / f"step-{step}").meta["steps_per_epoch"]
+    return int(min(gather_json(session.transport, done)))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from thinpipe.launch.config.model import ModelSection
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import family_of
+from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.schedule import ZERO_BUBBLE, stage_to_rank
 
 
@@ -26,6 +27,8 @@ def _problem(pipeline: PipelineConfig, model: ModelSection) -> str | None:
     bounds = (0, *pipeline.cuts, model.layers)
     sizes = [stop - first for first, stop in pairwise(bounds)]
     ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
+    if isinstance(model, OwnModelConfig):
+        return "not supported for a model of one's own (model.factory); use one device per rank"
     if pipeline.schedule in ZERO_BUBBLE:
         return (
             f'pipeline.schedule = "{pipeline.schedule}" splits the backward pass, which torchgpipe '

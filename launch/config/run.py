@@ -47,6 +47,7 @@ from thinpipe.pipeline.comm.guard import GuardConfig
 from thinpipe.pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.masks import check_masks
+from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.transformer import TransformerConfig
 from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
@@ -133,6 +134,9 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 class TrainConfig(BaseModel):
     """AdamW with linear warm-up, then decay to zero.
 
+    `optimizer = "muon"` is Muon for the matrices of hidden layers and AdamW for the rest;
+    "module:function" is one's own, called as `function(named_parameters, lr=...)`.
+
     `batch_size` is over all replicas; `clip_norm` limits the global gradient norm, 0 turns it off.
     """
 
@@ -141,6 +145,7 @@ class TrainConfig(BaseModel):
     epochs: int = Field(3, ge=1, le=10**9)
     batch_size: int = Field(16, ge=1)
     accumulate: int = Field(1, ge=1)
+    optimizer: str = "adamw"
     lr: float = Field(1e-3, gt=0)
     warmup_steps: int = Field(20, ge=0)
     decay: Literal["cosine", "linear", "none"] = "cosine"
@@ -201,9 +206,44 @@ class RunConfig(BaseModel):
 
     def with_cuts(self, cuts: Sequence[int]) -> "RunConfig":
         """The same run with these cuts instead of `cuts = "auto"`."""
-        fields = self.model_dump(exclude_none=True)
-        fields["pipeline"]["cuts"] = list(cuts)
-        return RunConfig.model_validate(fields)
+        pipeline = self.pipeline.model_dump(exclude_none=True) | {"cuts": list(cuts)}
+        return self.updated(pipeline=pipeline)
+
+    def updated(self, **sections: Any) -> "RunConfig":
+        """The same run with other sections, checked as a whole.
+
+        Raises:
+            ValidationError: they do not fit.
+        """
+        return RunConfig.model_validate({**dict(self), **sections})
+
+    def with_train(self, **settings: Any) -> "RunConfig":
+        """The same run with other settings of [train].
+
+        Raises:
+            ConfigError: they do not fit.
+        """
+        try:
+            return self.updated(train={**dict(self.train), **settings})
+        except ValidationError as error:
+            raise ConfigError("; ".join(explain(error, RunConfig))) from None
+
+    @property
+    def message_shape(self) -> tuple[int, int]:
+        """[T, D] of a sample at every cut."""
+        model = self.model
+        if not isinstance(model, OwnModelConfig):
+            return self.data.sequence_length, model.width
+        return model.usual_shape or (1, 1)  # a model that cannot be cut sends nothing
+
+    def check_model_cuts(self) -> None:
+        """Check that a model of one's own can be cut where the cuts are.
+
+        Raises:
+            ValueError: it cannot; names layer and shape.
+        """
+        if isinstance(self.model, OwnModelConfig) and not self.pipeline.auto_cuts:
+            self.model.check_cuts(self.pipeline.cuts)
 
     def boundary_at(self, cut: int) -> BoundaryConfig:
         """The boundary of a cut; in a single epoch "auto" is stateless."""
@@ -240,6 +280,7 @@ class RunConfig(BaseModel):
                     "things; set data.tokenizer to the folder of its tokenizer"
                 )
         if self.pipeline.cuts and could_be_tied(self.model) and _keeps_ties(self):
+            assert not isinstance(self.model, OwnModelConfig), "ties nothing"
             megabytes = 4 * self.model.vocab * self.model.width / 1e6
             found.append(
                 "note: a cut separates embedding and head, so they are separate weights; "
@@ -279,6 +320,8 @@ class RunConfig(BaseModel):
         shared = self.model_dump(mode="json", exclude=_LOCAL)
         if isinstance(self.model, HuggingFaceConfig):
             shared["model"]["folder"] = self.model.digest()
+        if isinstance(self.model, OwnModelConfig):
+            shared["model"]["structure"] = self.model.digest
         return shared
 
     def digest(self) -> str:
@@ -305,6 +348,7 @@ class RunConfig(BaseModel):
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
         _check_cuts(self.pipeline, self.model.layers)
+        self.check_model_cuts()
         check_schedule(
             self.pipeline.schedule,
             stages=self.pipeline.stages,
@@ -394,13 +438,8 @@ def _check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineCo
 
 def _check_sizes(config: RunConfig) -> None:
     data, model, train = config.data, config.model, config.train
-    if data.sequence_length > model.context:
-        raise ValueError(
-            f"data.sequence_length = {data.sequence_length} is longer than "
-            f"model.context = {model.context}; raise the context or shorten the sequences"
-        )
-    if data.tokenizer == "bytes" and model.vocab < 256:
-        raise ValueError(f"model.vocab = {model.vocab}: bytes need 256")
+    if not isinstance(model, OwnModelConfig) and data.factory is None:
+        _check_tokens(data, model)
     parts = config.pipeline.replicas * train.accumulate
     if train.batch_size % parts:
         raise ValueError(
@@ -410,9 +449,20 @@ def _check_sizes(config: RunConfig) -> None:
         )
 
 
+def _check_tokens(data: DataConfig, model: TransformerConfig | HuggingFaceConfig) -> None:
+    if data.sequence_length > model.context:
+        raise ValueError(
+            f"data.sequence_length = {data.sequence_length} is longer than "
+            f"model.context = {model.context}; raise the context or shorten the sequences"
+        )
+    if data.tokenizer == "bytes" and model.vocab < 256:
+        raise ValueError(f"model.vocab = {model.vocab}: bytes need 256")
+
+
 def _check_task(config: RunConfig) -> None:
     data, model = config.data, config.model
-    if (model.task == "classification") != (data.kind == "labelled"):
+    labelled = data.kind == "labelled"
+    if data.factory is None and (model.task == "classification") != labelled:
         raise ValueError(
             f'model.task = "{model.task}", data.label_field = {data.label_field!r}: '
             "classification needs labels and language modelling has none; set both or neither"

@@ -14,6 +14,7 @@ from thinpipe.launch.data.classification import labelled_set
 from thinpipe.launch.data.columns import RowFields
 from thinpipe.launch.data.hub import parse_dataset, read_dataset
 from thinpipe.launch.data.instructions import Layout, encode_examples, instruction_set, mix
+from thinpipe.launch.data.own import load_own
 from thinpipe.launch.data.rows import Field as RowField
 from thinpipe.launch.data.rows import Format, Row, find_format, read_rows
 from thinpipe.launch.data.sample_set import ColumnSet, SampleSet, SequenceSet, spread
@@ -38,8 +39,12 @@ class DataConfig(RowFields):
     is `hf:NAME/CONFIG` or `hf:OWNER/NAME/CONFIG`; `sources` are a mixture; without any, the text is
     the source code of Python's standard library. Evaluation data are in `eval_path`, or held out
     from the rest. `max_bytes` limits how much running text is read, `train_sequences = "all"` takes
-    all of it.
+    all of it. `factory` and `eval_factory` ("module:function") return datasets of one's own, whose
+    items are (input, target); without the second, the last `eval_sequences` samples are held out.
     """
+
+    factory: str | None = None
+    eval_factory: str | None = None
 
     path: str | None = Field(default=None, min_length=1)
     eval_path: str | None = Field(default=None, min_length=1)
@@ -71,6 +76,23 @@ class DataConfig(RowFields):
         return self
 
     @model_validator(mode="after")
+    def _own_alone(self) -> "DataConfig":
+        if self.factory is None:
+            if self.eval_factory is not None:
+                raise ValueError(
+                    f"eval_factory = {self.eval_factory!r}: nothing to train on; set factory"
+                )
+            return self
+        allowed = {"factory", "eval_factory", "eval_sequences"}
+        for name, field in type(self).model_fields.items():
+            if name not in allowed and getattr(self, name) != field.default:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r}: factory = {self.factory!r} returns the "
+                    "samples as they are; remove it"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _kind_fits(self) -> "DataConfig":
         if self.sources and self.kind != "instructions":
             raise ValueError(
@@ -86,6 +108,8 @@ class DataConfig(RowFields):
     @property
     def source(self) -> str:
         """Return the setting that chooses the text, as error messages quote it."""
+        if self.factory is not None:
+            return f"data.factory = {self.factory!r}"
         if self.dataset is not None:
             return f"data.dataset = {self.dataset!r}"
         if self.sources:
@@ -99,7 +123,7 @@ def files(config: DataConfig) -> list[Path]:
     Raises:
         ValueError: a path is missing or matches nothing.
     """
-    if config.dataset is not None:
+    if config.dataset is not None or config.factory is not None:
         found = []
     elif config.sources:
         found = [
@@ -128,6 +152,9 @@ def load(
             settings; too few samples; the tokenizer has more tokens than the model.
         ImportError: an optional package is needed and not installed.
     """
+    if config.factory is not None:
+        count = 0 if config.eval_sequences == "all" else config.eval_sequences
+        return load_own(config.factory, config.eval_factory, count)
     tokenizer = load_tokenizer(config.tokenizer)
     if vocab is not None and tokenizer.vocab > vocab:
         raise ValueError(

@@ -56,7 +56,7 @@ class SequenceSet:
         return len(self._tokens)
 
     def batch(self, ids: Ids) -> Batch:
-        ids_B = _checked(ids, len(self))
+        ids_B = checked_ids(ids, len(self))
         tokens = self._tokens[ids_B].to(torch.int64)
         return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ids_B)
 
@@ -76,7 +76,7 @@ class ColumnSet:
         return len(self._columns)
 
     def batch(self, ids: Ids) -> Batch:
-        ids_B = _checked(ids, len(self))
+        ids_B = checked_ids(ids, len(self))
         columns = self._columns
         return Batch(
             columns.inputs_BT[ids_B].to(torch.int64),
@@ -114,7 +114,12 @@ def spread(
     return torch.arange(wanted) * available // wanted
 
 
-def _checked(ids: Ids, count: int) -> Tensor:
+def checked_ids(ids: Ids, count: int) -> Tensor:
+    """The ids of samples as int64, 1-d.
+
+    Raises:
+        ValueError: one is not of a set of `count`.
+    """
     ids_B = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
     wrong = ids_B[(ids_B < 0) | (ids_B >= count)]
     if len(wrong):

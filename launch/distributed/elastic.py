@@ -151,6 +151,12 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def ranks_here() -> range:
+    """The ranks on this host, which launchers number consecutively."""
+    first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def rank_threads(processes: int) -> int:
     """Compute threads of each of `processes` ranks on this machine: OMP_NUM_THREADS if set, else
     `threads_per_rank`.

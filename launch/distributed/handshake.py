@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.store import connect_store, hold_store
+from thinpipe.pipeline.comm.transport import Transport
 
 _READ_WAIT_S = 60.0
 """For ranks to read what others sent before: a busy machine may stall one."""
@@ -143,6 +145,18 @@ def agree(
     if problems:
         raise HandshakeError(problems)
     return int(_get(store, "run_id", 0, wait_s), 16)
+
+
+def agree_now(transport: Transport, facts: Mapping[str, Any], problem: str | None) -> None:
+    """Compare what became known after the start.
+
+    Raises:
+        HandshakeError: a rank has a problem, or differs.
+    """
+    own = json.loads(json.dumps([problem, facts], default=str))
+    problems = _problems([(text, found) for text, found in gather_json(transport, own)])
+    if problems:
+        raise HandshakeError(problems)
 
 
 def _problems(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:

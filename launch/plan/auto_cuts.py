@@ -26,6 +26,7 @@ from thinpipe.launch.plan.partition import Problem, best_cuts
 from thinpipe.launch.plan.predict import Blocks, block_memory, measure_messages, stage_costs
 from thinpipe.launch.plan.profile import BlockCost, measure_blocks
 from thinpipe.launch.report.metrics import format_duration
+from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 _log = logging.getLogger(__name__)
 _MEMORY_SHARE = 0.9
@@ -158,16 +159,27 @@ def find_cuts(
     ]
     # without a spare core, a stage in the middle encodes and decodes twice on top of its compute
     above_s, below_s = down.decode_s + up.encode_s, down.encode_s + up.decode_s
+    allowed = set(_places(config))
     problem = Problem(
         compute_s=[list(map(_seconds, row)) for row in blocks],
-        cut_s=[[seconds] * count for seconds in cut_s],
+        cut_s=[[s if k in allowed else math.inf for k in range(count)] for s in cut_s],
         fixed_s=[
             (above_s * (s > 0) + below_s * (s < stages - 1)) * (not spare[s]) for s in range(stages)
         ],
         memory=[[block_memory(config, s, block) for block in row] for s, row in enumerate(blocks)],
         memory_limit=memory_limit or [math.inf] * stages,
     )
+    if len(allowed) < stages - 1:
+        raise ValueError(
+            f"pipeline.stages = {stages}: the model can be cut in {len(allowed)} places only, "
+            f"where messages are equally long; use at most {len(allowed) + 1}"
+        )
     return best_cuts(problem)
+
+
+def _places(config: RunConfig) -> Sequence[int]:
+    model = config.model
+    return model.places if isinstance(model, OwnModelConfig) else range(1, model.layers)
 
 
 def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[float], list[bool]]:

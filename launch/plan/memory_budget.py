@@ -69,12 +69,13 @@ class Needs:
 
 def row_nbytes(config: RunConfig, spec: Spec) -> int:
     """Bytes per sample at one end of a direction; 0 for boundaries without a memory."""
-    numel = config.data.sequence_length * config.model.width
+    tokens, width = config.message_shape
+    numel = tokens * width
     if isinstance(spec, TransformConfig) and spec.memory:
         return RowCodec().capacity(numel)
     if not isinstance(spec, AqsgdConfig):
         return 0
-    return build_codec(spec.memory, config.model.width).capacity(numel)
+    return build_codec(spec.memory, width).capacity(numel)
 
 
 def sample_capacity(config: RunConfig, position: int) -> int | None:

@@ -20,6 +20,7 @@ from thinpipe.launch.host.resources import BackgroundLoad, free_memory
 from thinpipe.launch.report.metrics import format_duration
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
+from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.schedule import fit_microbatches
 from thinpipe.pipeline.timing import Stopwatch
 
@@ -87,7 +88,7 @@ def microbatch_count(config: RunConfig) -> int:
 def microbatch_shape(config: RunConfig) -> torch.Size:
     """Shape [B, T, D] of the largest microbatch at a cut."""
     per_microbatch = -(-samples_at_once(config) // microbatch_count(config))
-    return torch.Size((per_microbatch, config.data.sequence_length, config.model.width))
+    return torch.Size((per_microbatch, *config.message_shape))
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,25 @@ def interference_warning(
     )
 
 
+def _made_up(
+    config: RunConfig, first: int, shape: torch.Size, *, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Inputs of a block, and targets, for a microbatch of that shape."""
+    model, (samples, tokens, _) = config.model, shape
+    if isinstance(model, OwnModelConfig):
+        x, target = model.example
+        x = x if first == 0 else model.outputs[first - 1][0]
+        inputs, targets = (
+            torch.zeros(samples, *part.shape, dtype=part.dtype, device=device)
+            for part in (x, target)
+        )
+        return (inputs.normal_() if inputs.is_floating_point() else inputs), targets
+    tokens_BT = torch.randint(min(256, model.vocab), (samples, tokens), device=device)
+    labels_B = torch.zeros(samples, dtype=torch.int64, device=device)
+    x = tokens_BT if first == 0 else torch.randn(shape, device=device)
+    return x, tokens_BT if model.classes is None else labels_B
+
+
 class _Bench:
     """One block with an optimizer of its own and random inputs of the right shape."""
 
@@ -190,14 +210,11 @@ class _Bench:
         self._parameters = list(self._block.parameters())
         trained = list(trainable(self._block))  # with adapters, a block may have none
         self._optimizer = torch.optim.AdamW(trained, lr=1e-9) if trained else None
-        samples, tokens, width = microbatch_shape(config)
+        shape = microbatch_shape(config)
         self._is_last = first == config.model.layers - 1
-        tokens_BT = torch.randint(min(256, config.model.vocab), (samples, tokens), device=device)
-        self._x = tokens_BT if first == 0 else torch.randn(samples, tokens, width, device=device)
-        self._samples = Samples(torch.arange(samples, device=device))
+        self._x, self._targets = _made_up(config, first, shape, device=device)
+        self._samples = Samples(torch.arange(len(self._x), device=device))
         self._objective = build_objective(config)
-        labels_B = torch.zeros(samples, dtype=torch.int64, device=device)
-        self._targets = tokens_BT if config.model.classes is None else labels_B
         self.rounds: list[tuple[float, float, float]] = []
 
     def cost(self, typical: Callable[[Sequence[float]], float]) -> BlockCost:
@@ -228,7 +245,8 @@ class _Bench:
         x.requires_grad_(x.is_floating_point())
         bf16 = self._config.pipeline.precision == "bf16"
         with torch.autocast(self._device.type, torch.bfloat16, enabled=bf16):
-            output: Tensor = self._block(x, self._samples)
+            wants = getattr(self._block, "wants_samples", False)
+            output: Tensor = self._block(x, self._samples) if wants else self._block(x)
         return self._objective.loss_sum(output, self._targets) if self._is_last else output
 
     def _activations(self) -> int:

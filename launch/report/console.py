@@ -79,6 +79,14 @@ class Display:
             self._view.step(record)
         if record.repaired:
             self.note_repaired(record.repaired)
+        if record.eval is not None:
+            self.evaluated(record)
+
+    def evaluated(self, record: StepRecord) -> None:
+        """Take in the evaluation after a step."""
+        self._progress.eval = record.eval
+        if self._view is not None:
+            self._view.evaluated(record)
 
     def note(self, text: str) -> None:
         """Print a line that stays, such as "checkpoint saved"."""
@@ -130,7 +138,6 @@ class _Progress:
     def update(self, record: StepRecord) -> None:
         self.mean_loss = self._mean.update(record.loss)
         self.spark.add(self.mean_loss)
-        self.eval = record.eval or self.eval
         self.skipped += record.skipped
         self.record = record
 
@@ -177,7 +184,7 @@ class _Log:
         self._console = console
         self._progress = progress
         self._first: tuple[int, float] | None = None
-        self._printed_s = -LOG_INTERVAL_S
+        self._printed_s, self._printed_step = -LOG_INTERVAL_S, 0
 
     def start(self) -> None:
         _print(self._console, f"ThinPipe {self._info.name}\n{_shape(self._info)}")
@@ -186,15 +193,21 @@ class _Log:
         now_s = time.monotonic()
         self._first = self._first or (record.step, now_s)
         due = now_s - self._printed_s >= LOG_INTERVAL_S
-        if due or record.eval is not None or record.step == self._info.total_steps:
-            self._printed_s = now_s
-            _print(self._console, self._line(record, now_s))
-        if record.eval is not None:
-            for line in _evaluation(record.eval):
-                _print(self._console, f"  evaluation: {line}")
+        if due or record.step == self._info.total_steps:
+            self._print_step(record, now_s)
+
+    def evaluated(self, record: StepRecord) -> None:
+        if record.step != self._printed_step:
+            self._print_step(record, time.monotonic())
+        for line in _evaluation(record.eval or {}):
+            _print(self._console, f"  evaluation: {line}")
 
     def stop(self, *, clear: bool) -> None:
         """Nothing to do: lines are printed whole."""
+
+    def _print_step(self, record: StepRecord, now_s: float) -> None:
+        self._printed_s, self._printed_step = now_s, record.step
+        _print(self._console, self._line(record, now_s))
 
     def _line(self, record: StepRecord, now_s: float) -> str:
         total = self._info.total_steps
@@ -250,6 +263,9 @@ class _Panel:
 
     def step(self, record: StepRecord) -> None:
         self._bar.update(self._task, completed=record.step)
+
+    def evaluated(self, record: StepRecord) -> None:
+        """Nothing to do: the panel is drawn again all the time."""
 
     def stop(self, *, clear: bool) -> None:
         if self._live.is_started:

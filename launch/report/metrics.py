@@ -51,7 +51,8 @@ class StepRecord:
     only after an evaluation: `loss` with uncompressed boundaries and, if measured,
     `loss_compressed` with those of training; likewise other metrics of the objective. In
     classification `tokens` counts samples. `repaired` counts, by cut, samples whose memories
-    differed or were lost and were reset at both ends; `notes` are messages of the guard.
+    differed or were lost and were reset at both ends; `notes` are messages of the guard. `own`
+    holds numbers that the user's program logged.
     """
 
     step: int
@@ -70,6 +71,7 @@ class StepRecord:
     eval: Mapping[str, Loss] | None
     repaired: Mapping[int, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    own: Mapping[str, Loss] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

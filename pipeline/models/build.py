@@ -9,10 +9,12 @@ from torch import nn
 
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_stage, check_folder
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.stage import OwnStage, build_own
 from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
 
-ModelConfig = TransformerConfig | HuggingFaceConfig
-StageModule = TransformerStage | HuggingFaceStage
+ModelConfig = TransformerConfig | HuggingFaceConfig | OwnModelConfig
+StageModule = TransformerStage | HuggingFaceStage | OwnStage
 
 
 def build_model(
@@ -23,8 +25,11 @@ def build_model(
     Raises:
         ValueError: there is no such range of layers, or the model's folder cannot be used.
     """
-    build = build_stage if isinstance(config, HuggingFaceConfig) else build_layers
-    return build(config, first, stop, seed=seed, device=device)  # type: ignore[arg-type]
+    if isinstance(config, HuggingFaceConfig):
+        return build_stage(config, first, stop, seed=seed, device=device)
+    if isinstance(config, OwnModelConfig):
+        return build_own(config, first, stop, seed=seed, device=device)
+    return build_layers(config, first, stop, seed=seed, device=device)
 
 
 def check_model(config: ModelConfig) -> None:

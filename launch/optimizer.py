@@ -1,0 +1,153 @@
+"""The optimizer of a rank's parameters: AdamW, Muon, or one of the user's own."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinpipe.gradcomp.registry import build_optimizer
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.pipeline.models.own.functions import load_function
+from thinpipe.pipeline.replica_sync import ReplicaSync
+
+Named = Mapping[str, nn.Parameter]
+OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
+
+_OUTSIDE = ("embed", "head", "wte", "wpe", "classifier", "score")
+"""In names of embeddings and heads: their rows are looked up one by one, as Muon's are not."""
+
+
+def make_optimizer(
+    config: RunConfig, parameters: Named, sync: ReplicaSync, own: OptimizerFactory | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer that the settings ask for; `own` makes it instead if given.
+
+    Raises:
+        ValueError: the function in `train.optimizer` cannot be used, or the exchange between
+            replicas brings an optimizer along.
+    """
+    train = config.train
+    brought = build_optimizer(
+        config.method, config.method_options, list(parameters.values()), train, sync
+    )
+    if brought is not None:
+        if train.optimizer != "adamw":
+            raise ValueError(
+                f'train.optimizer = "{train.optimizer}": gradcomp.method = "{config.method}" '
+                "brings its own optimizer along; remove train.optimizer, or choose another method"
+            )
+        return brought
+    if own is not None:
+        return own(parameters)
+    if train.optimizer == "adamw":
+        return torch.optim.AdamW(
+            parameters.values(), lr=train.lr, betas=train.betas, weight_decay=train.weight_decay
+        )
+    if train.optimizer == "muon":
+        return MuonAndAdamW(parameters, train.lr, train.betas, train.weight_decay)
+    return _own(train.optimizer, parameters, train.lr)
+
+
+def _own(name: str, parameters: Named, lr: float) -> torch.optim.Optimizer:
+    make = load_function(name, "train.optimizer")
+    try:
+        found = make(list(parameters.items()), lr=lr)
+    except Exception as error:
+        raise ValueError(
+            f'train.optimizer = "{name}": called as {name.partition(":")[2]}(named_parameters, '
+            f"lr={lr}) fails: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(found, torch.optim.Optimizer):
+        raise ValueError(
+            f'train.optimizer = "{name}": returned {type(found).__name__}, not an Optimizer'
+        )
+    return found
+
+
+def rebind(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str], real: Named
+) -> torch.optim.Optimizer:
+    """Give an optimizer of the whole model's parameters those of this rank instead.
+
+    `names` are those of the parameters that it was made with, which have no values. Its groups and
+    their settings stay.
+
+    Raises:
+        ValueError: it has state already, or parameters of something else.
+    """
+    kind = type(optimizer).__name__
+    if optimizer.state:
+        raise ValueError(
+            f"{kind} makes its state when it is made, but each rank has only its part of the "
+            f"model; give Run a function instead, as in lambda parameters: {kind}(parameters)"
+        )
+    for group in optimizer.param_groups:
+        unknown = [parameter for parameter in group["params"] if parameter not in names]
+        if unknown:
+            raise ValueError(
+                f"{kind} has a parameter of shape {list(unknown[0].shape)} that is none of the "
+                "pipeline's; make it with pipe.parameters()"
+            )
+        here = [names[parameter] for parameter in group["params"] if names[parameter] in real]
+        group["params"] = [real[name] for name in here]
+        if "param_names" in group:
+            group["param_names"] = here
+    return optimizer
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024) for matrices of hidden layers, AdamW for all else, at one rate.
+
+    Muon's steps are scaled to AdamW's size (Liu et al. 2025, section 2.2).
+    """
+
+    def __init__(
+        self, parameters: Named, lr: float, betas: tuple[float, float], weight_decay: float
+    ) -> None:
+        hidden = [p for name, p in parameters.items() if _is_hidden_matrix(name, p)]
+        rest = [p for name, p in parameters.items() if not _is_hidden_matrix(name, p)]
+        self._parts: list[torch.optim.Optimizer] = []
+        if hidden:
+            self._parts.append(
+                torch.optim.Muon(
+                    hidden, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+                )
+            )
+        if rest:
+            adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay)
+            self._parts.append(adamw)
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._share()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Let both take a step."""
+        assert closure is None, "gradients are there already"
+        for part in self._parts:
+            part.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore both."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        """Both work on the groups and the state that this object has."""
+        groups: Iterable[dict[str, Any]] = iter(self.param_groups)
+        for part in self._parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]  # type: ignore[call-overload]
+            part.state = self.state
+
+
+def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 2 and not any(word in name for word in _OUTSIDE)
+
+
+def named_parameters(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    """What is trained of some modules, each parameter once."""
+    found: dict[nn.Parameter, str] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                found.setdefault(parameter, name)
+    return {name: parameter for parameter, name in found.items()}

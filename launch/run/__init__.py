@@ -1,0 +1,1 @@
+"""A run of one rank: its loop, and how Python programs make one."""

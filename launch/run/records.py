@@ -1,0 +1,137 @@
+"""Records of a run's steps: shown, written to its folder, and made into the report."""
+
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.distributed.handshake import versions
+from thinpipe.launch.plan.message_cost import describe
+from thinpipe.launch.report.console import Display
+from thinpipe.launch.report.edges import edges_of, traces_of
+from thinpipe.launch.report.metrics import MetricsWriter, RunInfo, StepRecord, read_metrics
+from thinpipe.launch.report.summary import summarize
+from thinpipe.launch.report.timeline import Timeline
+from thinpipe.pipeline.models.build import parameter_count, stage_counts
+from thinpipe.pipeline.stage import ComputeEvent
+
+
+class Records:
+    """The steps of a run so far; those from before a resume are read from its folder.
+
+    A record is written when the next one comes, as an evaluation may still be added to it.
+    """
+
+    def __init__(self, config: RunConfig, info: RunInfo, display: Display, *, writes: bool) -> None:
+        """Nothing is written unless this rank `writes` the run folder."""
+        self._config, self._info, self._display, self._writes = config, info, display, writes
+        self._records: list[StepRecord] = []
+        self._writer: MetricsWriter | None = None
+        self._pending: StepRecord | None = None
+
+    def open(self, stack: ExitStack, resume_step: int | None) -> None:
+        """Begin the file, or go on with it after a step; the stack closes it."""
+        if not self._writes:
+            return
+        path = self._info.folder / "metrics.jsonl"
+        write_config(self._config, self._info.folder / "config.toml")
+        writer = stack.enter_context(MetricsWriter(path, resume_step))
+        stack.callback(self.flush)
+        self._records = read_metrics(path)  # of the run that is resumed
+        self._writer = writer
+
+    def add(self, record: StepRecord) -> None:
+        """Show a step."""
+        self.flush()
+        self._pending = record
+        self._display.step(record)
+        for note in record.notes:
+            self._display.note(f"warning: {note}")
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Add an evaluation to the last step."""
+        if self._pending is not None:
+            self._pending = replace(self._pending, eval=dict(metrics))
+            self._display.evaluated(self._pending)
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add numbers of the user's own to the last step."""
+        if self._pending is not None:
+            self._pending = replace(self._pending, own={**self._pending.own, **metrics})
+
+    def flush(self) -> None:
+        """Write the last step."""
+        record, self._pending = self._pending, None
+        if record is None:
+            return
+        self._records.append(record)
+        if self._writer is not None:
+            self._writer.write(record)
+
+    def report(
+        self,
+        hosts: Sequence[dict[str, Any] | None],
+        timeline: Timeline | None,
+        *,
+        shows: bool,
+    ) -> None:
+        """Write the report where the run folder is, and show the summary."""
+        if not self._records or not (self._writes or shows):
+            return
+        summary = summarize(self._info, self._records, edges_of(hosts))
+        if self._writes:
+            from thinpipe.launch.report.html import write_report  # slow to import
+
+            write_report(
+                self._info.folder,
+                self._info,
+                records=self._records,
+                timeline=timeline.events if timeline else (),
+                traces=traces_of(hosts),
+                summary=summary,
+            )
+            if timeline is not None:
+                timeline.write(self._info.folder)
+        self._display.finish(summary)
+
+
+def describe_run(config: RunConfig, steps: int) -> RunInfo:
+    """What display and report say of a run."""
+    return RunInfo(
+        name=config.run.name,
+        folder=Path(config.run.path),
+        stages=config.pipeline.stages,
+        replicas=config.pipeline.replicas,
+        schedule=config.pipeline.schedule,
+        microbatches=config.pipeline.microbatches,
+        cuts=config.pipeline.cuts,
+        methods={key: describe(spec) for key, spec in config.specs.items()},
+        total_steps=steps,
+        parameters=parameter_count(config.model),
+        exchanged=stage_counts(config.model, config.pipeline.cuts).trained,
+        machine=f"{platform.machine()}, {os.cpu_count()} cores",
+        versions=versions(),
+        config_digest=config.digest(),
+        unit="token" if config.model.task == "language" else "sample",
+    )
+
+
+def timeline_of(config: RunConfig, record: StepRecord, events: Sequence[ComputeEvent]) -> Timeline:
+    """The timeline of a step."""
+    pipeline = config.pipeline
+    return Timeline(
+        step=record.step,
+        schedule=pipeline.schedule,
+        depth=pipeline.depth,
+        microbatches=max((event.microbatch for event in events), default=0) + 1,
+        accumulate=config.train.accumulate,
+        pipeline_ranks=pipeline.pipeline_ranks,
+        replicas=pipeline.replicas,
+        cuts=pipeline.cuts,
+        wire=record.wire,
+        events=tuple(events),
+    )

@@ -1,0 +1,177 @@
+"""One rank's part of a run: epochs, batches, steps, evaluations."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from thinpipe.launch.build import Given
+from thinpipe.launch.checkpoint.run_folder import RunFolder
+from thinpipe.launch.checkpoint.state import Resume, common_resume, saved_epochs
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.corpus import check_batch_size, sized_for
+from thinpipe.launch.data.sample_set import SampleSet
+from thinpipe.launch.distributed.elastic import rank_threads, ranks_here
+from thinpipe.launch.distributed.handshake import agree_now
+from thinpipe.launch.distributed.session import Session, StopFlag, join
+from thinpipe.launch.plan.auto_cuts import decide_cuts
+from thinpipe.launch.plan.memory_budget import check_memory
+from thinpipe.launch.report.metrics import StepRecord
+from thinpipe.launch.run.training import Training
+from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+
+
+class Run:
+    """A run, as one of its ranks sees it; all ranks make the same calls in the same order.
+
+        with Run(config, resume) as run:
+            for epoch in run.epochs(3):
+                for batch in run.batches(samples, size=32):
+                    run.step(batch)
+                run.evaluate(held_out)
+
+    Epochs and batches that were done before a resume are left out; of a run that is done already
+    the last epoch remains, with no batches.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        resume: Resume,
+        *,
+        show: int = 0,
+        facts: Mapping[str, Any] | None = None,
+        problem: str | None = None,
+        given: Given | None = None,
+    ) -> None:
+        """The rank with local rank `show` shows progress on each host.
+
+        `facts` must be equal on all ranks; `problem` is what keeps this rank from starting.
+        """
+        self.config, self._resume, self._show = config, resume, show
+        self._facts, self._problem, self._given = facts or {}, problem, given or Given()
+        self._stack, self._stop = ExitStack(), StopFlag()
+        self._session: Session | None = None
+        self._training: Training | None = None
+        self._samples: SampleSet | None = None
+        self._epoch, self._done = -1, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs to train, counted from 0. After the last, the report is written.
+
+        Raises:
+            ConfigError, HandshakeError, CheckpointError: the run cannot start.
+            PeerError: a peer failed; start again with `resume`.
+        """
+        self.config = self.config.with_train(epochs=count)
+        session = self._join()
+        first = saved_epochs(session, self._checkpoints, self._resume)
+        for self._epoch in range(min(first, count - 1), count):
+            yield self._epoch
+            if self._training is not None:
+                self._training.save_if_due(self._done)
+        if self._training is not None:
+            self._training.finish()
+
+    def batches(self, samples: SampleSet, size: int) -> Iterator[Batch]:
+        """This replica's batches of what is left of the epoch; each must be given to `step`.
+
+        `samples` and `size`, the samples of a step over all replicas, stay the same for a run.
+
+        Raises:
+            ValueError: they changed, there is no epoch under way, or a batch was left out.
+        """
+        training = self._open(samples, size)
+        for step in training.left_of(self._epoch):
+            self._stop.check()
+            yield training.batch(step)
+            if self._done != step + 1:
+                raise ValueError(f"step {step + 1}: its batch was not given to run.step")
+            if step != training.left_of(self._epoch).stop - 1:  # at its end, an evaluation first
+                training.save_if_due(self._done)
+
+    def step(self, batch: Batch) -> StepRecord:
+        """Run one optimizer step; every rank gets the same record."""
+        training = self._opened("run.step")
+        record = training.step(batch, self._done)
+        self._done += 1
+        return record
+
+    def evaluate(self, samples: SampleSet) -> dict[str, float]:
+        """Metrics on held-out samples, by name; with cuts, those of compressed boundaries too."""
+        return self._opened("run.evaluate").evaluate(samples, self._done - 1)
+
+    def log(self, **metrics: float) -> None:
+        """Add numbers of one's own to the last step's record."""
+        self._opened("run.log").records.log(metrics)
+
+    @property
+    def done_before(self) -> bool:
+        """Whether there was nothing left to train."""
+        return self._opened("run.done_before").nothing_left
+
+    @property
+    def _checkpoints(self) -> Path:
+        return self.config.run.path / "checkpoints"
+
+    def _join(self) -> Session:
+        torch.set_num_threads(rank_threads(len(ranks_here())))
+        session = self._stack.enter_context(join(self.config, self._facts, self._problem))
+        self._resume = common_resume(session, self._checkpoints, self._resume)
+        folder = RunFolder(self.config.run.path)
+        folder.acquire(session, resume=self._resume.wanted)
+        self._stack.callback(folder.release)
+        self._session = session
+        return session
+
+    def _open(self, samples: SampleSet, size: int) -> Training:
+        if self._session is None:
+            raise ValueError("run.batches: no epoch is under way; use it inside run.epochs")
+        if self._training is None:
+            self._training = self._start(self._session, samples, size)
+        if samples is not self._samples or size != self.config.train.batch_size:
+            raise ValueError(
+                "run.batches: other samples or another size than before; memories belong to the "
+                "samples of a run: make another run"
+            )
+        return self._training
+
+    def _start(self, session: Session, samples: SampleSet, size: int) -> Training:
+        config = self.config.with_train(batch_size=size)
+        problem = None
+        try:
+            check_batch_size(config, samples)
+            if isinstance(config.model, OwnModelConfig):
+                config = sized_for(config, samples)
+            check_memory(config, len(samples), ranks_here())
+        except ValueError as error:
+            problem = str(error)
+        digests = {"train": samples.digest, **self._facts.get("data", {})}
+        agree_now(session.transport, {"config": config.shared(), "data": digests}, problem)
+        shows = session.local_rank == self._show
+        config = decide_cuts(config, session, resume=self._resume.wanted, log=shows)
+        config.check_model_cuts()
+        training = Training(config, samples, session, digests, show=self._show, given=self._given)
+        training.begin(self._stack, self._resume)
+        self.config, self._samples, self._done = config, samples, training.start
+        return training
+
+    def _opened(self, what: str) -> Training:
+        if self._training is None:
+            raise ValueError(f"{what}: nothing was trained yet; use it after run.batches")
+        return self._training

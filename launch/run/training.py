@@ -1,0 +1,201 @@
+"""What a rank trains with once its samples are known: steps, evaluations, checkpoints, records."""
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from thinpipe.launch.build import Given, build
+from thinpipe.launch.checkpoint.state import Checkpoints, Resume
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.data.sample_set import SampleSet
+from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.launch.distributed.gather import gather_json
+from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.overlay.ranks import carrier_status
+from thinpipe.launch.plan.memory_budget import memory_folder, memory_notices, plan_memory
+from thinpipe.launch.report.console import Display
+from thinpipe.launch.report.edge_trace import EdgeTrace
+from thinpipe.launch.report.metrics import StepRecord
+from thinpipe.launch.report.timeline import Timeline, gather_events
+from thinpipe.launch.run.records import Records, describe_run, timeline_of
+from thinpipe.pipeline.batch import Batch
+
+
+class Training:
+    """Steps of one rank; `epochs` long, in order from the one that a checkpoint left off at."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        samples: SampleSet,
+        session: Session,
+        digests: Mapping[str, str],
+        *,
+        show: int,
+        given: Given,
+    ) -> None:
+        """Build this rank's stages; `digests` are those of the samples, by set."""
+        self._config, self._samples, self._session = config, samples, session
+        self.shows = session.local_rank == show
+        speaks = session.local_rank == max(0, show)
+        self._carrier: Callable[[], dict[str, Any] | None] = (
+            carrier_status if speaks else lambda: None
+        )
+        self._sampler = EpochSampler(
+            len(samples),
+            batch_size=config.train.batch_size,
+            replicas=config.pipeline.replicas,
+            replica=session.mesh.replica,
+            seed=config.run.seed,
+        )
+        self.steps = config.train.epochs * self._sampler.steps_per_epoch
+        torch.manual_seed(config.run.seed + 1000 * session.mesh.rank)  # dropout
+        self.built = build(
+            config, session.transport, run_id=session.run_id, total_steps=self.steps, given=given
+        )
+        facts = {
+            "config": config.shared(),
+            "data": digests,
+            "steps_per_epoch": self._sampler.steps_per_epoch,
+        }
+        folder = config.run.path / "checkpoints"
+        keep = config.checkpoint.keep
+        self._checkpoints = Checkpoints(folder, keep, self.built, session, facts, config.data)
+        self._timeline: Timeline | None = None
+        self.start = 0
+
+    @property
+    def nothing_left(self) -> bool:
+        """Whether the checkpoint was of a run that was at its end."""
+        return self.start >= self.steps
+
+    def begin(self, stack: ExitStack, resume: Resume) -> None:
+        """Restore what was saved, open display and metrics, and let both ends of cuts agree."""
+        config = self._config
+        self.start = self._checkpoints.restore(resume.step) if resume.wanted else 0
+        # after the first epoch, when AQ-SGD sends changes
+        first = max(self.start, self._sampler.steps_per_epoch)
+        self._timeline_step = min(self.steps - 1, first + 2)
+        self._trace = stack.enter_context(EdgeTrace(self._carrier))
+        info = describe_run(config, self.steps)
+        self.display = Display(info if self.shows else None, self._trace, interactive=os.isatty(1))
+        stack.enter_context(self.display)
+        writes = self._session.writes_run_folder
+        self.records = Records(config, info, self.display, writes=writes)
+        if self.nothing_left:
+            self.display.note(f"all {self.steps} steps are done already")
+            return
+        self.records.open(stack, self.start if resume.wanted else None)
+        if resume.wanted:
+            self.display.note(f"resumed from step {self.start} of {config.run.path}")
+        held = memory_notices(plan_memory(config, len(self._samples)))
+        for notice in (*config.notices(), *self._samples.notes, *held):
+            self.display.note(notice)
+        self._check_memories()
+
+    def left_of(self, epoch: int) -> range:
+        """The steps of an epoch that are still to be done."""
+        per_epoch = self._sampler.steps_per_epoch
+        return range(max(self.start, epoch * per_epoch), (epoch + 1) * per_epoch)
+
+    def batch(self, step: int) -> Batch:
+        """This replica's samples of a step."""
+        return self._samples.batch(self._sampler.ids(step))
+
+    def step(self, batch: Batch, step: int) -> StepRecord:
+        """Run an optimizer step; all ranks get the same numbers."""
+        lr = next((float(g["lr"]) for g in self.built.optimizer.param_groups), 0.0)
+        start = time.perf_counter()
+        totals = self.built.engine.train_step(batch, step, self._ids(step + 1))
+        self.built.lr_schedule.step()
+        if step + 1 == self.steps:
+            self.built.sync.finish()
+        elapsed = time.perf_counter() - start
+        record = StepRecord(
+            step=step + 1,
+            epoch=self._sampler.epoch(step) + 1,
+            loss=totals.loss,
+            tokens_per_s=totals.tokens / elapsed,
+            step_s=elapsed,
+            bubble=totals.bubble,
+            wire=totals.wire,
+            tokens=totals.tokens,
+            grad_norm=totals.grad_norm,
+            lr=lr,
+            skipped=totals.skipped,
+            sync_bytes=totals.sync_bytes,
+            control_bytes=totals.control_bytes,
+            eval=None,
+            repaired=dict(totals.repaired),
+            notes=totals.notes,
+        )
+        if step == self._timeline_step:
+            events = self.built.engine.take_events()
+            shared = gather_events(self._session.transport, events, start)
+            self._timeline = timeline_of(self._config, record, shared)
+        self.records.add(record)
+        return record
+
+    def evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:
+        """Metrics with boundaries uncompressed and compressed, the same on all ranks."""
+        metrics = self._evaluate(samples, step, compressed=False)
+        if self._config.pipeline.cuts:
+            compressed = self._evaluate(samples, step, compressed=True)
+            metrics |= {f"{name}_compressed": value for name, value in compressed.items()}
+        self.records.evaluated(metrics)
+        return metrics
+
+    def save_if_due(self, done: int) -> None:
+        """Save after `done` steps if the settings say so, or the run is at its end."""
+        options = self._config.checkpoint
+        every = options.every_steps or options.every_epochs * self._sampler.steps_per_epoch
+        if done > self.start and (done == self.steps or done % every == 0):
+            self.records.flush()
+            self._checkpoints.save(done)
+
+    def finish(self) -> None:
+        """Free what samples are remembered in, and write the report."""
+        if self.nothing_left:
+            return
+        self.built.engine.close()
+        mine = self._carrier()
+        if mine is not None:
+            mine["trace"] = self._trace.samples
+        hosts = gather_json(self._session.transport, mine)
+        self.records.flush()
+        self.records.report(hosts, self._timeline, shows=self.shows)
+
+    def _check_memories(self) -> None:
+        try:
+            repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(self.start))
+        except OSError as error:
+            raise ConfigError(
+                f"memory.folder = {memory_folder(self._config)}: {error.strerror}; "
+                "free disk space, name another folder, or lower memory.budget"
+            ) from error
+        if repaired:
+            self.display.note_repaired(dict(repaired))
+
+    def _ids(self, step: int) -> torch.Tensor:
+        """This replica's samples of a step; none after the last."""
+        return self._sampler.ids(step) if step < self.steps else torch.empty(0, dtype=torch.int64)
+
+    def _evaluate(self, samples: SampleSet, step: int, *, compressed: bool) -> dict[str, float]:
+        engine = self.built.engine
+        tallies = [
+            engine.eval_step(samples.batch(ids), step, compressed=compressed)
+            for ids in self._eval_batches(len(samples))
+        ]
+        return engine.objective.metrics([sum(column) for column in zip(*tallies, strict=True)])
+
+    def _eval_batches(self, count: int) -> Iterator[torch.Tensor]:
+        """This replica's share of the held-out samples; all replicas get equally many batches."""
+        mesh, size = self._session.mesh, self._config.train.batch_size
+        for first in range(0, count, size):
+            ids = torch.arange(first, min(first + size, count))
+            yield ids.tensor_split(mesh.replicas)[mesh.replica]

@@ -1,0 +1,250 @@
+"""Settings of a model of the user's own, and what can be known of it without values."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, PrivateAttr
+from torch import Tensor, nn
+
+from thinpipe.pipeline.models.own.deferred import DeferredModel
+from thinpipe.pipeline.models.own.functions import load_function
+
+_SAMPLES = 2
+"""In the batch whose shapes are computed: enough to tell the axis of samples from others."""
+
+
+class Example(NamedTuple):
+    """Shape and type of one sample's input and target, as tensors on the meta device."""
+
+    x: Tensor
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The user's functions: `make()` is the model; `loss` and `count` are as in `OwnLoss`."""
+
+    make: Callable[[], nn.Module]
+    loss: Callable[..., Any] | None = None
+    count: Callable[[Tensor], int] | None = None
+
+
+class OwnModelConfig(BaseModel):
+    """A model of one's own: an `nn.Sequential` that a function returns, cut between its layers.
+
+    `factory`, `loss` and `count` are written "module:function". `loss(outputs, targets)` returns
+    the sum of the losses and their number, by default next-token cross entropy; `count(targets)`
+    returns their number alone, which is needed if it depends on the values of targets.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    factory: str
+    loss: str | None = None
+    count: str | None = None
+    task: ClassVar[Literal["language"]] = "language"  # what settings of other models say
+    classes: ClassVar[None] = None
+    tie_embeddings: ClassVar[Literal["untied"]] = "untied"
+    _functions: Functions | None = PrivateAttr(None)
+    _example: Example | None = PrivateAttr(None)
+
+    @classmethod
+    def of(cls, functions: Functions, **names: str | None) -> "OwnModelConfig":
+        """The settings of functions that are here already; `names` are only recorded."""
+        config = cls.model_validate(names)
+        config._functions = functions
+        return config
+
+    def with_example(self, example: Example) -> "OwnModelConfig":
+        """The same, for samples like this one: messages have sizes then."""
+        config = self.model_copy()
+        config.__dict__.pop("outputs", None)
+        config._example = example
+        return config
+
+    @cached_property
+    def functions(self) -> Functions:
+        """The functions.
+
+        Raises:
+            ValueError: one cannot be imported.
+        """
+        if self._functions is not None:
+            return self._functions
+        return Functions(
+            load_function(self.factory, "model.factory"),
+            load_function(self.loss, "model.loss") if self.loss else None,
+            load_function(self.count, "model.count") if self.count else None,
+        )
+
+    @cached_property
+    def deferred(self) -> DeferredModel:
+        """The model without values.
+
+        Raises:
+            ValueError: it cannot be built so, or is no `nn.Sequential`.
+        """
+        where = f'model.factory = "{self.factory}"'
+        deferred = DeferredModel(self.functions.make, where)
+        model = deferred.skeleton
+        if not isinstance(model, nn.Sequential) or not len(model):
+            raise ValueError(
+                f"{where}: returned {type(model).__name__}; it is cut between the layers of an "
+                "nn.Sequential: return one, in which every layer takes one tensor and returns one"
+            )
+        return deferred
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Names of the layers, which names of parameters begin with."""
+        return [name for name, _ in self.deferred.skeleton.named_children()]
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return len(self.names)
+
+    @property
+    def example(self) -> Example:
+        """One sample.
+
+        Raises:
+            ValueError: no data are loaded.
+        """
+        if self._example is None:
+            raise ValueError(
+                f'model.factory = "{self.factory}": sizes of messages follow from the data, which '
+                "are not loaded here"
+            )
+        return self._example
+
+    @cached_property
+    def outputs(self) -> list[Tensor]:
+        """Every layer's output for two samples, on the meta device.
+
+        Raises:
+            ValueError: a layer fails without values, or does not return a tensor.
+        """
+        x, found = _batch(self.example.x), []
+        modules = dict(self.deferred.skeleton.named_children())
+        for index, (name, layer) in enumerate(modules.items()):
+            try:
+                with torch.no_grad():
+                    x = layer(x)
+            except Exception as error:
+                raise ValueError(
+                    f'model.factory = "{self.factory}": layer {index} ("{name}", '
+                    f"{type(layer).__name__}) fails for an input of shape {_shape(x)} on the meta "
+                    f"device, where sizes of messages are computed: {type(error).__name__}: "
+                    f"{error}; make its input fit, and let it not look at values of tensors"
+                ) from error
+            if not isinstance(x, Tensor):
+                raise ValueError(
+                    f'model.factory = "{self.factory}": layer {index} ("{name}", '
+                    f"{type(layer).__name__}) returns {type(x).__name__}; a stage sends one "
+                    "tensor: return one"
+                )
+            found.append(x)
+        return found
+
+    def message_shape(self, cut: int) -> tuple[int, int] | None:
+        """[T, D] of a sample at a cut; None if what crosses it is something else."""
+        y = self.outputs[cut - 1]
+        fits = y.ndim == 3 and len(y) == _SAMPLES and y.is_floating_point()
+        return (y.shape[1], y.shape[2]) if fits else None
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of names, shapes and types of all parameters and buffers."""
+        state = self.deferred.skeleton.state_dict()
+        text = repr([(name, tuple(t.shape), str(t.dtype)) for name, t in state.items()])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def largest_dropout(self) -> float:
+        """The largest rate of its dropout layers."""
+        kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+        modules = self.deferred.skeleton.modules()
+        return max((m.p for m in modules if isinstance(m, kinds)), default=0.0)
+
+    def check_cuts(self, cuts: Sequence[int]) -> None:
+        """Check that the model can be cut there; sizes only where samples are known.
+
+        Raises:
+            ValueError: layers on both sides share a parameter, or messages have no fixed size.
+        """
+        shared = self._shared(cuts)
+        if shared is not None:
+            before, after, cut = shared
+            raise ValueError(
+                f"pipeline.cuts = {list(cuts)}: {before} and {after} are one parameter, and the "
+                f"cut {cut} lies between them; move the cut, or untie them"
+            )
+        if self._example is None or not cuts:
+            return
+        shapes = {cut: self.message_shape(cut) for cut in range(1, self.layers)}
+        for cut in cuts:
+            if shapes[cut] is None or shapes[cut] != shapes[cuts[0]]:
+                raise ValueError(self._cannot_cut(cut, cuts, shapes))
+
+    def _cannot_cut(
+        self, cut: int, cuts: Sequence[int], shapes: Mapping[int, tuple[int, int] | None]
+    ) -> str:
+        y = self.outputs[cut - 1]
+        usual = self.usual_shape
+        where = [other for other, shape in shapes.items() if shape == usual]
+        remedy = (
+            f"cut where it is {list(usual)} per sample: before layers {_listed(where)}"
+            if usual
+            else "let layers between cuts return [samples, tokens, width]"
+        )
+        return (
+            f"pipeline.cuts = {list(cuts)}: layer {cut - 1} returns {y.dtype} of shape "
+            f"{list(y.shape)} for {_SAMPLES} samples; what crosses cuts must be floats of shape "
+            f"[samples, tokens, width], the same at every cut; {remedy}"
+        )
+
+    @property
+    def usual_shape(self) -> tuple[int, int] | None:
+        """[T, D] of a sample at most places between layers; None if it can be cut nowhere."""
+        found = [self.message_shape(cut) for cut in range(1, self.layers)]
+        shapes = Counter(shape for shape in found if shape is not None)
+        return shapes.most_common(1)[0][0] if shapes else None
+
+    @property
+    def places(self) -> list[int]:
+        """Where it can be cut, all with messages of the usual shape."""
+        return [
+            cut
+            for cut in range(1, self.layers)
+            if self.message_shape(cut) == self.usual_shape and not self._shared([cut])
+        ]
+
+    def _shared(self, cuts: Sequence[int]) -> tuple[str, str, int] | None:
+        """A parameter of layers on both sides of a cut, under both names, and the cut."""
+        holder: dict[nn.Parameter, tuple[int, str]] = {}
+        for index, (name, layer) in enumerate(self.deferred.skeleton.named_children()):
+            for path, parameter in layer.named_parameters(name):
+                first, before = holder.setdefault(parameter, (index, path))
+                between = [cut for cut in cuts if first < cut <= index]
+                if between:
+                    return before, path, between[0]
+        return None
+
+
+def _listed(cuts: Sequence[int]) -> str:
+    shown = ", ".join(map(str, cuts[:8]))
+    return shown if len(cuts) <= 8 else f"{shown}, ..., {cuts[-1]}"
+
+
+def _batch(sample: Tensor) -> Tensor:
+    return sample.expand(_SAMPLES, *sample.shape).contiguous()
+
+
+def _shape(x: Any) -> list[int] | str:
+    return list(x.shape) if isinstance(x, Tensor) else type(x).__name__

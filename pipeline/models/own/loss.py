@@ -1,0 +1,93 @@
+"""The loss of a model of the user's own.
+
+Axes: B samples.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinpipe.pipeline.loss import IGNORED_TARGET, loss_head
+
+Loss = Callable[[Tensor, Tensor], tuple[Tensor, int]]
+
+
+class OwnLoss:
+    """`loss(outputs, targets)` returns the sum of the losses and how many they are.
+
+    Training divides the sum by the number over the whole step, which every rank must know before
+    there are outputs. So the number must follow from the targets: from their shape, or from
+    `count(targets)` if that is given.
+    """
+
+    tally_size = 2
+
+    def __init__(self, loss: Loss, count: Callable[[Tensor], int] | None, output: Tensor) -> None:
+        """`output` is what the model returns for some samples, on the meta device."""
+        self._loss, self._count, self._output = loss, count, output
+        self._counts: dict[torch.Size, int] = {}
+
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum, a scalar in fp32.
+
+        Raises:
+            ValueError: the function returned something else.
+        """
+        found = self._call(outputs, targets)[0]
+        if not isinstance(found, Tensor) or found.ndim:
+            raise ValueError(
+                f"the loss function returned a sum of {_kind(found)}; return (sum, number), the "
+                'sum as a scalar tensor, as with reduction="sum"'
+            )
+        return found.float()
+
+    def count(self, targets: Tensor) -> int:
+        """The number of losses of these targets.
+
+        Raises:
+            ValueError: it does not follow from their shape, and there is no `count`.
+        """
+        if self._count is not None:
+            return int(self._count(targets))
+        if targets.shape not in self._counts:
+            self._counts[targets.shape] = self._count_by_shape(targets)
+        return self._counts[targets.shape]
+
+    def tally(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Loss sum and number of losses."""
+        return loss_head(self.loss_sum(outputs, targets), self.count(targets))
+
+    def metrics(self, tally: Sequence[float]) -> dict[str, float]:
+        """The mean loss."""
+        return {"loss": tally[0] / max(tally[1], 1)}
+
+    def _count_by_shape(self, targets: Tensor) -> int:
+        output_shape = (len(targets), *self._output.shape[1:])
+        outputs = torch.empty(output_shape, dtype=self._output.dtype, device="meta")
+        found: Any = None
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # it looks at values
+            found = self._call(outputs, targets.to("meta"))[1]
+        if isinstance(found, int):
+            return found
+        raise ValueError(
+            "how many losses there are depends on the values of targets, and every rank has to "
+            "know it before there are outputs; give the number as a function of its own: "
+            "count(targets), such as one that counts what is not "
+            f"{IGNORED_TARGET} (model.count in a run file, count= of Pipeline)"
+        )
+
+    def _call(self, outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:
+        found = self._loss(outputs, targets)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise ValueError(
+                f"the loss function returned {_kind(found)}; return (sum, number): the sum of the "
+                "losses and how many they are"
+            )
+        return found
+
+
+def _kind(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -1,0 +1,56 @@
+"""A stage of a model of the user's own: some layers of its `nn.Sequential`."""
+
+import torch
+from torch import Tensor, nn
+
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+
+
+class OwnStage(nn.Module):
+    """Layers `first` to `stop - 1`; parameters carry the names they have in the whole model."""
+
+    def __init__(
+        self,
+        config: OwnModelConfig,
+        first: int,
+        stop: int,
+        *,
+        seed: int,
+        device: torch.device | str,
+    ) -> None:
+        """Only these layers are given values, by the seed, whatever the cuts and the device.
+
+        Raises:
+            ValueError: there are no such layers, or the constructor leaves parameters unset.
+        """
+        super().__init__()
+        if not 0 <= first < stop <= config.layers:
+            raise ValueError(
+                f"first = {first}, stop = {stop}: not a non-empty range of the model's "
+                f"{config.layers} layers; use 0 <= first < stop <= {config.layers}"
+            )
+        skeleton = list(config.deferred.skeleton.children())[first:stop]
+        layers = config.deferred.fill(skeleton, seed=seed, device=device)
+        for name, layer in zip(config.names[first:stop], layers, strict=True):
+            self.add_module(name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layers; never returns a view, so that schedules may detach it in place."""
+        for layer in self.children():
+            x = layer(x)
+        return x if x._base is None else x.clone()
+
+    def tied_weight(self) -> None:
+        """No weight is shared with another stage."""
+        return
+
+    def share_tied_weight(self, weight: nn.Parameter) -> None:
+        """Never called: there is none."""
+        raise AssertionError("a model of one's own ties nothing across stages")
+
+
+def build_own(
+    config: OwnModelConfig, first: int, stop: int, *, seed: int, device: torch.device | str
+) -> OwnStage:
+    """Build the stage that holds layers `first` to `stop - 1`."""
+    return OwnStage(config, first, stop, seed=seed, device=device)
