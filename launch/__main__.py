@@ -12,7 +12,7 @@ _STARTS_NOTHING = {"--dry-run", "--help"}
 def main() -> None:
     """Run the command line."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our messages say it without C++ stacks
-    trains = sys.argv[1:2] == ["train"] and not _STARTS_NOTHING & {*sys.argv}
+    trains = sys.argv[1:2] in (["train"], ["run"]) and not _STARTS_NOTHING & {*sys.argv}
     if trains and "RANK" not in os.environ:
         fork_server.start()
     try:

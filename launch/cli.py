@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -15,12 +14,12 @@ from rich.console import Console
 from thinpipe.launch.checkpoint.export_hf import ExportDtype, export
 from thinpipe.launch.checkpoint.files import CheckpointError
 from thinpipe.launch.checkpoint.run_folder import check_folder
-from thinpipe.launch.checkpoint.state import Resume, after_restart, saved_so_far
+from thinpipe.launch.checkpoint.state import Resume, after_restart
 from thinpipe.launch.config.cli_options import SetOption, refuse, run_app
 from thinpipe.launch.config.network import KEY_FILE, NO_KEY, NetworkConfig
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.corpus import check_data
+from thinpipe.launch.corpus import check_data, with_sizes
 from thinpipe.launch.distributed.elastic import (
     Nodes,
     keep_freed_memory,
@@ -30,7 +29,6 @@ from thinpipe.launch.distributed.elastic import (
 )
 from thinpipe.launch.distributed.fork_server import end_with_parent
 from thinpipe.launch.distributed.handshake import HandshakeError, versions
-from thinpipe.launch.distributed.session import PeerError, TerminatedError
 from thinpipe.launch.distributed.ssh import (
     HostsConfig,
     check_run,
@@ -42,11 +40,13 @@ from thinpipe.launch.distributed.ssh import (
 )
 from thinpipe.launch.doctor.cli import doctor
 from thinpipe.launch.host.links import parse_rate, parse_time
-from thinpipe.launch.host.packages import explain
 from thinpipe.launch.overlay.cli import key
 from thinpipe.launch.plan.cli import plan
 from thinpipe.launch.plan.memory_budget import check_memory, plan_memory, show_memory
 from thinpipe.launch.plan.trace import trace_run
+from thinpipe.launch.run.ending import end_done, end_failed, print_error
+from thinpipe.launch.run.program import SHOW
+from thinpipe.launch.run.script import look_at, run_as_rank
 from thinpipe.launch.shaped.cli import shaped
 from thinpipe.launch.train import train_rank
 from thinpipe.pipeline.models.build import check_model
@@ -62,8 +62,20 @@ app = typer.Typer(
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Resume from the newest checkpoint in the run folder.")
 ]
-
-FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
+ShowOption = Annotated[
+    int,
+    typer.Option(
+        "--show", metavar="RANK", min=-1, help="Local rank that shows progress; -1: none."
+    ),
+]
+NodesOption = Annotated[int, typer.Option(help="Number of machines; run the same command on each.")]
+RendezvousOption = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Rendezvous address, on one of the machines."),
+]
+RestartsOption = Annotated[
+    int, typer.Option(min=0, help="Restarts after a failure, from the newest checkpoint.")
+]
 
 
 def _show_version(wanted: bool) -> None:
@@ -99,26 +111,10 @@ def train(  # noqa: PLR0913  # one parameter per option
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the size of AQ-SGD's memories, and exit.")
     ] = False,
-    show: Annotated[
-        int,
-        typer.Option(
-            "--show",
-            metavar="RANK",
-            min=-1,
-            help="Local rank that shows progress; -1: none.",
-        ),
-    ] = 0,
-    nnodes: Annotated[
-        int, typer.Option(help="Number of machines; run the same command on each.")
-    ] = 1,
-    rdzv: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Rendezvous address, on one of the machines."),
-    ] = None,
-    max_restarts: Annotated[
-        int,
-        typer.Option(min=0, help="Restarts after a failure, from the newest checkpoint."),
-    ] = 0,
+    show: ShowOption = 0,
+    nnodes: NodesOption = 1,
+    rdzv: RendezvousOption = None,
+    max_restarts: RestartsOption = 0,
 ) -> None:
     """Train. Starts all ranks on this machine, or with --nnodes its share of them.
 
@@ -141,6 +137,37 @@ def train(  # noqa: PLR0913  # one parameter per option
         sys.exit(_run_all(config, resume=resume, max_restarts=max_restarts))
     nodes = Nodes(nnodes, rdzv or "", max_restarts, config.pipeline.peer_timeout_s)
     sys.exit(_run_here(config, nodes))
+
+
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def run_script(  # one parameter per option
+    script: Annotated[
+        Path, typer.Argument(metavar="PROGRAM.PY", help="Program that makes a thinpipe.Run.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Of the program.")
+    ] = None,
+    show: ShowOption = 0,
+    nnodes: NodesOption = 1,
+    rdzv: RendezvousOption = None,
+    max_restarts: RestartsOption = 0,
+) -> None:
+    """Run a Python program of one's own on all ranks. Options go before the program."""
+    own = arguments or []
+    if started_by_launcher():
+        end_with_parent()
+        keep_freed_memory()
+        os.environ.setdefault(SHOW, str(show))
+        run_as_rank(script, own)
+    try:
+        needs = look_at(script, own)
+        if nnodes == 1 and rdzv is None:
+            sys.exit(run_local(main, sys.argv[1:], needs.world_size, max_restarts=max_restarts))
+        nodes = Nodes(nnodes, rdzv or "", max_restarts, needs.join_s)
+        processes = _share(needs.world_size, nodes)
+        sys.exit(run_node(main, sys.argv[1:], processes, nodes, needs.network))
+    except (ValueError, OSError, ImportError) as error:
+        refuse(error)
 
 
 @app.command()
@@ -250,16 +277,16 @@ def _show_launch(
     if Path(run).expanduser().exists():
         network = check_run(hosts, run, overrides).network
     else:
-        _print_error(f"note: {run} is not on this machine, so the settings were not checked")
+        print_error(f"note: {run} is not on this machine, so the settings were not checked")
     print("\n\n".join(format_command(command) for command in commands.values()))
     if len(hosts.host) == 1:
         return
     named = {h.name: network.key_file or h.environment.get(KEY_FILE) for h in hosts.host}
     key = next((name for name in named.values() if name), None)
-    _print_error(what_to_copy(hosts, run, key))
+    print_error(what_to_copy(hosts, run, key))
     without = [name for name, file in named.items() if not file]
     if without and not network.trusted:
-        _print_error(f"note: for {', '.join(without)}: {NO_KEY}")
+        print_error(f"note: for {', '.join(without)}: {NO_KEY}")
 
 
 def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
@@ -267,6 +294,7 @@ def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
         check_folder(config.run.path)
         check_model(config.model)
         corpus = check_data(config)
+        config = with_sizes(config)
         check_memory(config, len(corpus.train), range(config.world_size))
         _check_resume(config, resume=resume)
     except (ValueError, OSError, ImportError) as error:
@@ -284,6 +312,7 @@ def _show_memory(config: RunConfig, *, resume: bool) -> None:
         check_folder(config.run.path)
         _check_resume(config, resume=resume)
         sequences = len(check_data(config).train)
+        config = with_sizes(config)
         ends, ranks = plan_memory(config, sequences), range(config.world_size)
         show_memory(Console(highlight=False), config, ends, ranks)
         check_memory(config, sequences, ranks)
@@ -293,17 +322,22 @@ def _show_memory(config: RunConfig, *, resume: bool) -> None:
 
 def _run_here(config: RunConfig, nodes: Nodes) -> int:
     try:
-        if nodes.count < 1 or config.world_size % nodes.count:
-            raise ConfigError(
-                f"--nnodes = {nodes.count}: {config.world_size} ranks cannot be shared evenly by "
-                "that many machines; change the stages, the replicas or --nnodes"
-            )
+        processes = _share(config.world_size, nodes)
         check_folder(config.run.path)
         check_data(config)
-        processes = config.world_size // nodes.count
         return run_node(main, sys.argv[1:], processes, nodes, config.network)
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
+
+
+def _share(ranks: int, nodes: Nodes) -> int:
+    """Ranks of this machine."""
+    if nodes.count < 1 or ranks % nodes.count:
+        raise ConfigError(
+            f"--nnodes = {nodes.count}: {ranks} ranks cannot be shared evenly by that many "
+            "machines; change the stages, the replicas or --nnodes"
+        )
+    return ranks // nodes.count
 
 
 def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
@@ -311,30 +345,6 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
     keep_freed_memory()
     try:
         train_rank(config, resume, show=show)
-    except PeerError as error:
-        _print_error(f"rank {os.environ['RANK']}: {error}")
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            _print_error(saved_so_far(config))
-        os._exit(FAILED)  # links are broken: clean-up that involves peers would hang
-    except (ValueError, HandshakeError) as error:
-        refuse(error)
-    except ImportError as error:
-        _print_error(f"rank {os.environ['RANK']}: {explain(error)}")
-        os._exit(FAILED)
-    except TerminatedError:
-        os._exit(TERMINATED)
-    except KeyboardInterrupt:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            _print_error(saved_so_far(config))
-        os._exit(INTERRUPTED)
-    except Exception:
-        _print_error(f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}")
-        os._exit(FAILED)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads still wait inside torch, which would abort the process
-
-
-def _print_error(text: str) -> None:
-    """Write whole lines at once: all ranks of a machine share its terminal."""
-    os.write(2, f"{text}\n".encode())
+    except BaseException as error:
+        end_failed(error, config, clear=(ValueError, HandshakeError))
+    end_done()

@@ -51,9 +51,13 @@ def check_batch_size(config: RunConfig, training: SampleSet) -> None:
     if len(training) < config.train.batch_size:
         raise ConfigError(
             f"train.batch_size = {config.train.batch_size}, but there are {len(training)} "
-            f"training samples (data.train_sequences = {config.data.train_sequences!r}); use a "
-            "smaller batch or more data"
+            f"training samples ({_limit(config)}); use a smaller batch or more data"
         )
+
+
+def _limit(config: RunConfig) -> str:
+    data = config.data
+    return data.source if data.factory else f"data.train_sequences = {data.train_sequences!r}"
 
 
 def with_sizes(config: RunConfig) -> RunConfig:

@@ -1,9 +1,67 @@
 """ThinPipe: pipeline-parallel training over slow networks, with every link compressed.
 
+A program of one's own:
+
+    import thinpipe as tp
+
+    pipe = tp.Pipeline(model, loss, stages=4, boundary=tp.Boundary(forward=tp.AQSGD(bits=4)))
+    run = tp.Run("runs/mine", pipe, torch.optim.AdamW(pipe.parameters(), 1e-3))
+    for epoch in run.epochs(3):
+        for batch in run.batches(samples, size=32):
+            run.step(batch)
+
 `pipeline` is the engine, `aqsgd` and `gradcomp` compress what crosses cuts and joins replicas,
 `launch` configures, starts and watches runs.
 """
 
+from importlib import import_module as _import_module
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING
+from typing import Any as _Any
+
+if TYPE_CHECKING:
+    from thinpipe.aqsgd.config import AqsgdConfig as AQSGD  # noqa: N814  the method's name
+    from thinpipe.aqsgd.config import GradientAqsgdConfig as GradientAQSGD
+    from thinpipe.aqsgd.transform.config import GradientTransformConfig as GradientTransform
+    from thinpipe.aqsgd.transform.config import TransformConfig as Transform
+    from thinpipe.launch.config.run import BoundaryConfig as Boundary
+    from thinpipe.launch.run.program import Pipeline, Run
+    from thinpipe.pipeline.config import DirectConfig as Direct
+    from thinpipe.pipeline.config import RawConfig as Raw
+    from thinpipe.pipeline.config import StatelessConfig as Stateless
+
+__all__ = [
+    "AQSGD",
+    "Boundary",
+    "Direct",
+    "GradientAQSGD",
+    "GradientTransform",
+    "Pipeline",
+    "Raw",
+    "Run",
+    "Stateless",
+    "Transform",
+]
 
 __version__ = _version("thinpipe")
+
+_PLACES = {
+    "AQSGD": ("aqsgd.config", "AqsgdConfig"),
+    "Boundary": ("launch.config.run", "BoundaryConfig"),
+    "Direct": ("pipeline.config", "DirectConfig"),
+    "GradientAQSGD": ("aqsgd.config", "GradientAqsgdConfig"),
+    "GradientTransform": ("aqsgd.transform.config", "GradientTransformConfig"),
+    "Pipeline": ("launch.run.program", "Pipeline"),
+    "Raw": ("pipeline.config", "RawConfig"),
+    "Run": ("launch.run.program", "Run"),
+    "Stateless": ("pipeline.config", "StatelessConfig"),
+    "Transform": ("aqsgd.transform.config", "TransformConfig"),
+}
+"""Imported when they are first used: torch takes seconds."""
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'thinpipe' has no attribute {name!r}")
+    module, member = _PLACES[name]
+    return getattr(_import_module(f"thinpipe.{module}"), member)

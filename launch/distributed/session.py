@@ -140,12 +140,19 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
             raise PeerError(_report(failures, who, rank, error, since_s)) from error
         if not isinstance(error, TerminatedError):  # which is often the echo of a failure
             with contextlib.suppress(RuntimeError):
-                failures.report(str(error).strip() or type(error).__name__, cause=True)
+                failures.report(_in_words(error), cause=True)
         raise
     watch.stand_down()
     dist.destroy_process_group()
     if network is not None:
         network.close()
+
+
+def _in_words(error: Exception) -> str:
+    """The message, with the kind of error where that says more."""
+    text, kind = str(error).strip(), type(error).__name__
+    says_it = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
+    return text if text and says_it else f"{kind}: {text}" if text else kind
 
 
 def _report(failures: Failures, who: str, rank: int, error: Exception, since_s: float) -> str:

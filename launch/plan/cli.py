@@ -10,6 +10,7 @@ from rich.console import Console
 
 from thinpipe.launch.config.cli_options import SetOption, refuse
 from thinpipe.launch.config.run import RunConfig, Spec, load_config
+from thinpipe.launch.corpus import with_sizes
 from thinpipe.launch.distributed.elastic import keep_freed_memory, rank_threads
 from thinpipe.launch.host.links import parse_rate, parse_time
 from thinpipe.launch.plan.apply import apply_plan, boundary_text
@@ -56,7 +57,7 @@ def plan(  # noqa: PLR0913  # one parameter per option
     """
     console = Console()
     try:
-        config = load_config(config_path, overrides or [])
+        config = with_sizes(load_config(config_path, overrides or []))
         check_simulated(config.pipeline.schedule)
         if config.pipeline.devices_per_rank > 1:
             raise ValueError(

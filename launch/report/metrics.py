@@ -73,6 +73,14 @@ class StepRecord:
     notes: tuple[str, ...] = ()
     own: Mapping[str, Loss] = field(default_factory=dict)
 
+    @property
+    def bytes_per_cut(self) -> dict[int, int]:
+        """Bytes sent across each cut, both directions and headers included."""
+        found: dict[int, int] = {}
+        for total in self.wire:
+            found[total.cut] = found.get(total.cut, 0) + total.nbytes
+        return found
+
 
 @dataclass(frozen=True)
 class RunInfo:

@@ -21,6 +21,7 @@ from thinpipe.launch.plan.auto_cuts import decide_cuts
 from thinpipe.launch.plan.memory_budget import check_memory
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.run.training import Training
+from thinpipe.launch.run.weights import save_model
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
@@ -120,6 +121,18 @@ class Run:
         """Add numbers of one's own to the last step's record."""
         self._opened("run.log").records.log(metrics)
 
+    def save_model(self, path: str | Path) -> None:
+        """Write the whole model's state dict as safetensors, on rank 0's machine.
+
+        All ranks call it; rank 0 needs RAM for the whole model.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        training, session = self._opened("run.save_model"), self._session
+        assert session is not None, "something was trained"
+        save_model(session, training.built, Path(path).expanduser().resolve())
+
     @property
     def done_before(self) -> bool:
         """Whether there was nothing left to train."""
@@ -144,7 +157,9 @@ class Run:
             raise ValueError("run.batches: no epoch is under way; use it inside run.epochs")
         if self._training is None:
             self._training = self._start(self._session, samples, size)
-        if samples is not self._samples or size != self.config.train.batch_size:
+        assert self._samples is not None, "set with it"
+        same = samples is self._samples or samples.digest == self._samples.digest
+        if not same or size != self.config.train.batch_size:
             raise ValueError(
                 "run.batches: other samples or another size than before; memories belong to the "
                 "samples of a run: make another run"

@@ -14,7 +14,7 @@ from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES
 Scope = Literal["replica", "stage", "world"]
 """Ranks that share a vector: those of this rank's pipeline, the replicas of its stages, or all."""
 
-RATE, CLOCK, TIED, FIRST_CUT = 2, 4, 6, 8
+RATE, CLOCK, TIED, WEIGHTS, FIRST_CUT = 2, 4, 6, 8, 10
 """Channels of links, two each, one per direction. Those below `FIRST_CUT` reach all ranks, those of
 cuts the ranks of this pipeline."""
 

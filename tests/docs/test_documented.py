@@ -34,6 +34,8 @@ RUN_ELSEWHERE = {  # by their beginnings: where, or why not
     "torchrun --nnodes 3": "tests/docs/test_commands.py",
     "thinpipe train run.toml": "tests/launch/test_train.py",
     "thinpipe train examples/": "tests/launch/test_examples.py, or it needs a download",
+    "thinpipe run ": "tests/launch/run/test_program.py",
+    "torchrun --nproc-per-node 4 mine.py": "tests/launch/run/test_program.py",
     "thinpipe trace ": "tests/launch/test_train.py",
     "thinpipe export ": "tests/launch/checkpoint/test_export_hf.py",
     "thinpipe key ": "tests/launch/overlay/test_keys.py",

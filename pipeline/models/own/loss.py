@@ -3,14 +3,13 @@
 Axes: B samples.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.loss import IGNORED_TARGET, loss_head
+from thinpipe.pipeline.loss import loss_head
 
 Loss = Callable[[Tensor, Tensor], tuple[Tensor, int]]
 
@@ -67,16 +66,18 @@ class OwnLoss:
     def _count_by_shape(self, targets: Tensor) -> int:
         output_shape = (len(targets), *self._output.shape[1:])
         outputs = torch.empty(output_shape, dtype=self._output.dtype, device="meta")
-        found: Any = None
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # it looks at values
+        reason = "it returned no whole number"
+        try:
             found = self._call(outputs, targets.to("meta"))[1]
-        if isinstance(found, int):
-            return found
+            if isinstance(found, int):
+                return found
+        except Exception as error:  # of any kind: it is not our code
+            reason = f"{type(error).__name__}: {error}"
         raise ValueError(
-            "how many losses there are depends on the values of targets, and every rank has to "
-            "know it before there are outputs; give the number as a function of its own: "
-            "count(targets), such as one that counts what is not "
-            f"{IGNORED_TARGET} (model.count in a run file, count= of Pipeline)"
+            "every rank has to know how many losses there are before there are outputs, but the "
+            f"loss function does not say it for outputs of shape {list(output_shape)} and targets "
+            f"of shape {list(targets.shape)} without values ({reason}); give the number as a "
+            "function of its own, count(targets): model.count in a run file, count= of Pipeline"
         )
 
     def _call(self, outputs: Tensor, targets: Tensor) -> tuple[Any, Any]:

@@ -1,0 +1,78 @@
+"""`thinpipe run mine.py`: finds out how many ranks a program wants, and runs it as each of them."""
+
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
+
+from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.distributed.fork_server import START_METHOD
+from thinpipe.launch.run.ending import end_failed
+from thinpipe.launch.run.program import LOOKING, Wanted, run_program
+
+
+class Needs(NamedTuple):
+    """What a program wants to be started with."""
+
+    world_size: int
+    join_s: float
+    network: NetworkConfig
+
+
+def look_at(script: Path, arguments: Sequence[str]) -> Needs:
+    """Run a program, in a process of its own, up to where its `Run` is made.
+
+    Raises:
+        ConfigError: it cannot be read, fails before, or makes none.
+    """
+    if script.suffix == ".toml":
+        raise ConfigError(f"{script}: a run file; use `thinpipe train {script}`")
+    if not script.is_file():
+        raise ConfigError(f"{script}: no such file, seen from {Path.cwd()}; correct the path")
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    context: Any = multiprocessing.get_context(START_METHOD)
+    process = context.Process(target=_look, args=(str(script), list(arguments), sender))
+    process.start()
+    sender.close()
+    try:
+        found = receiver.recv()
+    except EOFError:
+        found = "it ended before making a thinpipe.Run"
+    process.join()
+    if isinstance(found, str):
+        raise ConfigError(f"{script}: {found}")
+    return Needs(found["world_size"], found["join_s"], NetworkConfig(**found["network"]))
+
+
+def run_as_rank(script: Path, arguments: Sequence[str]) -> NoReturn:
+    """Run the program as one rank, and end the process."""
+    run_program(lambda: _execute(str(script), arguments))
+
+
+def _look(script: str, arguments: Sequence[str], sender: Connection) -> None:
+    LOOKING.set(True)
+    try:
+        _execute(script, arguments)
+    except Wanted as wanted:
+        config = wanted.config
+        network = config.network.model_dump()
+        join_s = config.pipeline.peer_timeout_s
+        sender.send({"world_size": config.world_size, "join_s": join_s, "network": network})
+    except BaseException as error:
+        sender.send("it failed before making a thinpipe.Run; see above")
+        end_failed(error, None)
+
+
+def _execute(script: str, arguments: Sequence[str]) -> None:
+    """As `python script arguments` would."""
+    main = ModuleType("__main__")
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    source = Path(script).read_bytes()
+    exec(compile(source, script, "exec"), main.__dict__)

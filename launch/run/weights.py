@@ -1,0 +1,106 @@
+"""Brings the weights of all stages to rank 0, and writes them as one file."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from thinpipe.launch.checkpoint.reshard import module_of
+from thinpipe.launch.components import Built
+from thinpipe.launch.distributed.gather import gather_json
+from thinpipe.launch.distributed.session import Session
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.transport import WEIGHTS, Transport
+from thinpipe.pipeline.stage import CompressedStage
+from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, opened, sealed
+
+_PIECE_NBYTES = 16 << 20
+"""Sent at a time, so that a slow link brings one within the timeout."""
+
+
+def save_model(session: Session, built: Built, path: Path) -> None:
+    """Write the whole model's state dict on rank 0's machine; all ranks call it.
+
+    Of replicas that differ, it is the model that all stand for. Rank 0 holds the whole model in RAM
+    meanwhile; the weights cross the network once, uncompressed.
+
+    Raises:
+        TransportError: a rank is gone, or weights came damaged.
+        OSError: the file cannot be written; on every rank.
+    """
+    transport, mesh = session.transport, session.mesh
+    with built.sync.global_parameters():
+        mine = _state(built.stages)
+        listed = gather_json(transport, [_description(name, t) for name, t in mine.items()])
+        if mesh.rank == 0:
+            state = dict(mine)
+            for rank in mesh.pipeline[1:]:
+                state |= _receive(transport, rank, listed[rank])
+        elif mesh.rank in mesh.pipeline and mesh.replica == 0:
+            _send(transport, mine)
+    problem = None
+    if mesh.rank == 0:
+        try:
+            _write(state, path)
+        except OSError as error:
+            problem = f"{path}: {error.strerror}; choose a writable place with free space"
+    problems = [text for text in gather_json(transport, problem) if text]
+    if problems:
+        raise OSError(problems[0])
+
+
+def _state(stages: Sequence[CompressedStage]) -> dict[str, Tensor]:
+    return {
+        name: tensor.detach().cpu()
+        for stage in stages
+        for name, tensor in module_of(stage).state_dict().items()
+    }
+
+
+def _description(name: str, tensor: Tensor) -> list[object]:
+    return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def _send(transport: Transport, state: Mapping[str, Tensor]) -> None:
+    link = transport.link(0, WEIGHTS, f"weights, rank {transport.mesh.rank} -> rank 0")
+    number = 0
+    for tensor in state.values():
+        for piece in torch.split(_bytes(tensor), _PIECE_NBYTES):
+            link.begin_pass(number)
+            link.send(0, sealed(piece, number))
+            number += 1
+    link.begin_pass(number)  # waits for the last
+
+
+def _receive(
+    transport: Transport, rank: int, listed: Sequence[tuple[str, str, Sequence[int]]]
+) -> dict[str, Tensor]:
+    link = transport.link(rank, WEIGHTS, f"weights, rank {rank} -> rank 0")
+    found, number = {}, 0
+    for name, dtype, shape in listed:
+        tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
+        for piece in torch.split(_bytes(tensor), _PIECE_NBYTES):
+            link.begin_pass(number)
+            link.expect(0, piece.numel() + CHECKSUM_NBYTES)
+            data = opened(link.take(0), number)
+            if data is None:
+                raise TransportError(f"rank {rank}'s weight {name} came damaged")
+            piece.copy_(data)
+            number += 1
+        found[name] = tensor
+    return found
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _write(state: Mapping[str, Tensor], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, partial)
+    partial.chmod(0o644)  # safetensors lets only its owner read
+    os.replace(partial, path)

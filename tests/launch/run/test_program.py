@@ -1,0 +1,234 @@
+"""Programs of one's own: from a script to a model that plain torch loads."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.commands import PATIENCE_S, Command
+from thinpipe.launch.report.metrics import read_metrics
+
+pytestmark = pytest.mark.dist
+
+MODULE = """
+import torch, torch.nn.functional as F
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, d):
+        super().__init__()
+        self.n = nn.LayerNorm(d)
+        self.f = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d))
+    def forward(self, x):
+        return x + self.f(self.n(x))
+
+def model():
+    return nn.Sequential(nn.Embedding(60, 16), *[Block(16) for _ in range(6)], nn.Linear(16, 60))
+
+class Texts(torch.utils.data.Dataset):
+    def __init__(self, path): self.x = torch.load(path)
+    def __len__(self): return len(self.x)
+    def __getitem__(self, i): return self.x[i, :-1], self.x[i, 1:]
+
+def loss(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()
+
+def training(): return Texts("train.pt")
+def held_out(): return Texts("eval.pt")
+"""
+
+PROGRAM = """
+import os, sys, torch, thinpipe as tp
+from own import Texts, loss, model
+
+pipe = tp.Pipeline(model, loss, cuts=[2, 5], microbatches=4, device="cpu", replicas={replicas},
+                   exchange="{exchange}",
+                   boundary=tp.Boundary(forward=tp.AQSGD(bits=4), backward=tp.Direct(bits=8)))
+step = None
+run = tp.Run("runs/mine", pipe, torch.optim.AdamW(pipe.parameters(), 1e-2))
+for epoch in run.epochs(3):
+    if epoch == int(os.environ.get("STOP_AT", 9)):
+        raise KeyError("stopped")
+    for batch in run.batches(Texts("train.pt"), size=8):
+        step = run.step(batch)
+        run.log(twice=2 * step.loss)
+    found = run.evaluate(Texts("eval.pt"))
+run.save_model("mine.safetensors")
+if step:
+    print(f"{{sorted(found)}} {{step.bytes_per_cut}} {{step.skipped}}")
+"""
+
+TWIN = """
+[run]
+folder = "runs/twin"
+[model]
+factory = "own:model"
+loss = "own:loss"
+[data]
+factory = "own:training"
+eval_factory = "own:held_out"
+[pipeline]
+cuts = [2, 5]
+device = "cpu"
+[[boundary]]
+forward = { kind = "aqsgd", bits = 4 }
+backward = { kind = "direct", bits = 8 }
+[train]
+optimizer = "torch.optim:AdamW"
+lr = 1e-2
+epochs = 3
+batch_size = 8
+warmup_steps = 0
+decay = "none"
+clip_norm = 0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(MODULE)
+    write_program(tmp_path)
+    (tmp_path / "run.toml").write_text(TWIN)
+    starts = torch.arange(24)[:, None]
+    samples = (starts * 7 + torch.arange(13) * (1 + starts % 3)) % 60
+    torch.save(samples[:16], "train.pt")
+    torch.save(samples[16:], "eval.pt")
+    return tmp_path
+
+
+def write_program(folder: Path, replicas: int = 1, exchange: str = "allreduce") -> None:
+    (folder / "mine.py").write_text(PROGRAM.format(replicas=replicas, exchange=exchange))
+
+
+def run(
+    *arguments: object, code: int = 0, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    done = Command(*arguments, environment=environment).done()
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def losses(folder: Path) -> list[float]:
+    return [record.loss for record in read_metrics(folder / "metrics.jsonl")]
+
+
+def own_module() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    exec(MODULE, found)
+    return found
+
+
+def test_the_documented_program_runs_as_it_stands(folder: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "own_code.md").read_text()
+    (folder / "documented.py").write_text(page.split("```python\n")[1].split("```")[0])
+    samples = torch.load("train.pt")
+    torch.save(samples.repeat(2, 1), "train.pt")
+    run("run", "documented.py")
+    assert len(losses(folder / "runs/mine")) == 3
+    assert Path("mine.safetensors").stat().st_mode & 0o044, "others may read it"
+
+
+def test_a_program_trains_and_plain_torch_loads_its_model(folder: Path) -> None:
+    done = run("run", "mine.py")
+    assert "['loss', 'loss_compressed'] {2: " in done.stdout
+    found = own_module()
+    plain: nn.Module = found["model"]()
+    plain.load_state_dict(load_file("mine.safetensors"))
+    samples = torch.load("eval.pt")
+    with torch.no_grad():
+        total, count = found["loss"](plain(samples[:, :-1]), samples[:, 1:])
+    records = read_metrics(folder / "runs/mine/metrics.jsonl")
+    assert records[-1].eval is not None
+    assert float(total) / count == pytest.approx(records[-1].eval["loss"], rel=1e-5)
+    assert records[-1].loss < 0.8 * records[0].loss
+    assert records[2].own == {"twice": pytest.approx(2 * records[2].loss)}
+    assert (folder / "runs/mine/report.html").exists()
+
+
+def test_its_run_file_twin_does_the_same(folder: Path) -> None:
+    run("run", "mine.py")
+    run("train", "run.toml")
+    assert losses(folder / "runs/mine") == losses(folder / "runs/twin")
+
+
+def test_it_goes_on_where_it_stopped_bit_for_bit(folder: Path) -> None:
+    run("run", "mine.py")
+    whole = load_file("mine.safetensors")
+    Path("mine.safetensors").unlink()
+    Path("runs/mine").rename("runs/whole")
+    stopped = run("run", "mine.py", code=1, environment={"STOP_AT": "2"})
+    assert "KeyError: 'stopped'" in stopped.stderr
+    run("run", "mine.py")
+    resumed = load_file("mine.safetensors")
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    assert losses(folder / "runs/mine") == losses(folder / "runs/whole")
+    again = run("run", "mine.py")  # nothing is left to train
+    assert "all 6 steps are done already" in again.stdout
+
+
+@pytest.mark.parametrize("exchange", ["cocktail", "diloco"])
+def test_replicas_of_ones_own_model(folder: Path, exchange: str) -> None:
+    write_program(folder, replicas=2, exchange=exchange)
+    run("run", "mine.py")
+    summary = json.loads((folder / "runs/mine/summary.json").read_text())
+    assert summary["replicas"] == 2
+    assert set(load_file("mine.safetensors")) == set(own_module()["model"]().state_dict())
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "torch.optim:SGD"])
+def test_other_optimizers_train_and_resume_bit_for_bit(folder: Path, optimizer: str) -> None:
+    chosen = ("--set", f'train.optimizer="{optimizer}"', "--set", "checkpoint.keep=9")
+    run("train", "run.toml", *chosen)
+    whole = losses(folder / "runs/twin")
+    assert whole[-1] < whole[0]
+    run("train", "run.toml", *chosen, "--resume", "--step", 2)
+    assert losses(folder / "runs/twin") == whole
+
+
+def test_cuts_can_be_measured(folder: Path) -> None:
+    auto = ("--set", 'pipeline.cuts="auto"', "--set", "pipeline.stages=3")
+    done = run("train", "run.toml", *auto)
+    assert 'pipeline.cuts = "auto": [' in done.stderr
+
+
+def test_what_is_no_program_is_refused(folder: Path) -> None:
+    assert "no such file" in run("run", "nothing.py", code=2).stderr
+    assert "a run file; use `thinpipe train" in run("run", "run.toml", code=2).stderr
+    (folder / "empty.py").write_text("print('hello')")
+    assert "ended before making a thinpipe.Run" in run("run", "empty.py", code=2).stderr
+    (folder / "fails.py").write_text("1 / 0")
+    assert "ZeroDivisionError" in run("run", "fails.py", code=2).stderr
+    alone = subprocess.run(
+        [sys.executable, "mine.py"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert alone.returncode == 1
+    assert "needs 3 processes; start it with `thinpipe run mine.py`" in alone.stderr
+
+
+def test_batches_that_are_left_out_or_changed_are_refused(folder: Path) -> None:
+    program = (folder / "mine.py").read_text()
+    (folder / "skips.py").write_text(program.replace("step = run.step(batch)", "continue"))
+    assert "step 1: its batch was not given to run.step" in run("run", "skips.py", code=1).stderr
+    other = program.replace('Texts("train.pt")', 'Texts(["train.pt", "eval.pt"][epoch])')
+    (folder / "changes.py").write_text(other)
+    assert "memories belong to the samples" in run("run", "changes.py", code=1).stderr
+
+
+@pytest.mark.slow
+def test_torchrun_runs_it_too(folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "mine.py"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(losses(folder / "runs/mine")) == 6

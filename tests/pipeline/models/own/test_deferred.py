@@ -1,0 +1,131 @@
+"""Values of a deferred model: those that its constructor says, whichever part is computed."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from thinpipe.pipeline.models.own.deferred import DeferredModel
+
+D = 16
+
+
+class Everything(nn.Module):
+    """Initialised in every way that constructors use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = nn.Parameter(torch.randn(D, D) * 0.02)
+        self.ones = nn.Parameter(torch.ones(D))
+        self.orthogonal = nn.Parameter(torch.empty(D, D))
+        nn.init.orthogonal_(self.orthogonal)
+        self.truncated = nn.Parameter(torch.empty(D, 4 * D))
+        nn.init.trunc_normal_(self.truncated, std=0.02, a=-0.03, b=0.03)
+        self.table = nn.Embedding(10, D, padding_idx=3)
+        self.linear = nn.Linear(D, D)
+        with torch.no_grad():
+            self.linear.bias.copy_(torch.linspace(0, 1, D))
+        self.register_buffer("mask", torch.tril(torch.ones(4, 4)))
+        self.register_buffer("given", torch.tensor([1.0, 2.5]), persistent=False)
+        self.plain = torch.arange(5) * 2
+        self.norm = nn.BatchNorm1d(D)
+        self.attention = nn.MultiheadAttention(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def model() -> nn.Sequential:
+    layers = nn.Sequential(nn.Embedding(600, D), Everything(), Everything(), nn.Linear(D, 600))
+
+    def narrow(module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding) and module.padding_idx is None:
+            nn.init.normal_(module.weight, std=0.01)
+
+    layers.apply(narrow)
+    layers[3].weight = layers[0].weight
+    return layers
+
+
+@pytest.fixture(scope="module")
+def deferred() -> DeferredModel:
+    return DeferredModel(model, "model")
+
+
+@torch.no_grad()
+def test_values_are_what_the_constructor_says(deferred: DeferredModel) -> None:
+    first, second, _ = deferred.fill(list(deferred.skeleton)[:3], seed=0, device="cpu")
+    assert 0.009 < float(first.weight.std()) < 0.011
+    assert isinstance(second, Everything)
+    assert 0.015 < float(second.scaled.std()) < 0.025
+    torch.testing.assert_close(second.orthogonal @ second.orthogonal.T, torch.eye(D))
+    assert float(second.truncated.abs().max()) <= 0.03
+    assert 0.01 < float(second.truncated.std()) < 0.02
+    assert not second.table.weight[3].any()
+    assert 0.8 < float(second.table.weight[4:].std()) < 1.2
+    assert float(second.linear.weight.abs().max()) <= 1 / math.sqrt(D)
+    torch.testing.assert_close(second.linear.bias, torch.linspace(0, 1, D))
+    assert torch.equal(second.mask, torch.ones(4, 4).tril())
+    assert second.given.tolist() == [1.0, 2.5]
+    assert second.plain.tolist() == [0, 2, 4, 6, 8]
+    assert torch.equal(second.norm.running_var, torch.ones(D))
+    assert int(second.norm.num_batches_tracked) == 0
+
+
+def test_a_layer_has_the_same_values_alone_as_in_the_whole(deferred: DeferredModel) -> None:
+    layers = list(deferred.skeleton)
+    whole, alone = deferred.fill(layers, seed=5, device="cpu"), []
+    for layer in layers:
+        alone += deferred.fill([layer], seed=5, device="cpu")
+    for one, other in zip(whole, alone, strict=True):
+        for name, value in one.state_dict().items():
+            assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_equal_layers_and_other_seeds_get_other_values(deferred: DeferredModel) -> None:
+    layers = list(deferred.skeleton)
+    _, one, two, _ = deferred.fill(layers, seed=0, device="cpu")
+    (other,) = deferred.fill(layers[1:2], seed=1, device="cpu")
+    assert not torch.equal(one.scaled, two.scaled)
+    assert not torch.equal(one.truncated, two.truncated)
+    assert not torch.equal(one.scaled, other.scaled)
+
+
+def test_what_is_shared_stays_shared(deferred: DeferredModel) -> None:
+    layers = deferred.fill(list(deferred.skeleton), seed=0, device="cpu")
+    assert layers[0].weight is layers[3].weight
+
+
+def test_building_draws_nothing_from_the_global_generator(deferred: DeferredModel) -> None:
+    before = torch.random.get_rng_state()
+    deferred.fill(list(DeferredModel(model, "model").skeleton)[:0], seed=0, device="cpu")
+    deferred.fill(list(deferred.skeleton), seed=0, device="cpu")
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    deferred = DeferredModel(lambda: nn.Linear(2, 2).requires_grad_(False), "model")
+    (layer,) = deferred.fill([deferred.skeleton], seed=0, device="cpu")
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def test_parameters_that_nothing_initialises_are_refused() -> None:
+    class Unset(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, 3))
+
+    deferred = DeferredModel(Unset, "mine:model")
+    with pytest.raises(ValueError, match=r"mine:model: Unset layer never gives weight a value"):
+        deferred.fill([deferred.skeleton], seed=0, device="cpu")
+
+
+def test_constructors_that_look_at_values_are_refused() -> None:
+    def looks() -> nn.Module:
+        return nn.Linear(2, int(torch.randn(1).item()))
+
+    with pytest.raises(ValueError, match=r"mine:model: fails on the meta device"):
+        DeferredModel(looks, "mine:model")
+    with pytest.raises(ValueError, match=r"returned int, not a module"):
+        DeferredModel(lambda: 3, "mine:model")  # type: ignore[arg-type, return-value]
