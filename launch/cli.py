@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 
 from thinpipe.launch.checkpoint.export_hf import ExportDtype, export
-from thinpipe.launch.checkpoint.files import CheckpointError
+from thinpipe.launch.checkpoint.manifest import CheckpointError
+from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.checkpoint.run_folder import check_folder
-from thinpipe.launch.checkpoint.state import Resume, after_restart
 from thinpipe.launch.config.cli_options import SetOption, refuse, run_app
 from thinpipe.launch.config.network import KEY_FILE, NO_KEY, NetworkConfig
 from thinpipe.launch.config.run import RunConfig, load_config

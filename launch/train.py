@@ -1,7 +1,7 @@
 """One rank of a run that a run file describes."""
 
+from thinpipe.launch.checkpoint.resume import Resume
 from thinpipe.launch.checkpoint.run_folder import check_folder
-from thinpipe.launch.checkpoint.state import Resume
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import Corpus, check_data
 from thinpipe.launch.host.packages import explain

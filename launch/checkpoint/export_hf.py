@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.launch.checkpoint import files as checkpoint
-from thinpipe.launch.checkpoint.files import CheckpointError
+from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.reshard import common_model, parts_of
 from thinpipe.launch.checkpoint.run_folder import check_folder
 from thinpipe.launch.config.run import RunConfig, load_config
@@ -64,7 +64,7 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
         raise ConfigError(f"{out}: exists and is not empty; name a new folder")
     out = out.resolve()  # "." has no name, and a link is not to be replaced
     root = run_folder / "checkpoints"
-    step = checkpoint.latest(root) if step is None else step
+    step = checkpoint.newest(root) if step is None else step
     if step is None:
         raise CheckpointError(f"{root}: no checkpoint was saved yet")
     plain = _trained(root / f"step-{step}", config, model)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files as checkpoint
-from thinpipe.launch.checkpoint.files import CheckpointError
+from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.components import Built
 from thinpipe.pipeline.comm.channel import Channel
 from thinpipe.pipeline.config import PipelineConfig

@@ -1,253 +1,222 @@
 """Saving and restoring a run's whole state, all ranks together, bit for bit."""
 
-import contextlib
 import logging
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from thinpipe.aqsgd.memory import ROWS
-from thinpipe.launch.checkpoint import files as checkpoint
-from thinpipe.launch.checkpoint.files import CheckpointError, Part
-from thinpipe.launch.checkpoint.reshard import (
-    Layout,
-    channel_name,
-    module_of,
-    parameter_names,
-    part_name,
-    restore,
-)
+from thinpipe.launch.checkpoint import files
+from thinpipe.launch.checkpoint.choice import Chosen
+from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot
+from thinpipe.launch.checkpoint.facts import check_facts
+from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, through_json
+from thinpipe.launch.checkpoint.reshard import Layout, restore
+from thinpipe.launch.checkpoint.resume import choose, place_of
+from thinpipe.launch.checkpoint.transaction import Gather, Place, Save, Transaction
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.diff import changed_settings, describe_changes, epochs_hint
-from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.data.load import DataConfig, files
+from thinpipe.launch.config.run import CheckpointConfig, RunConfig
+from thinpipe.launch.data.load import DataConfig
+from thinpipe.launch.distributed.board import Board
 from thinpipe.launch.distributed.gather import gather_json
-from thinpipe.launch.distributed.handshake import differences
-from thinpipe.launch.distributed.network import ROUND
 from thinpipe.launch.distributed.session import Session
+from thinpipe.pipeline.comm.transport import Peers
 
 _log = logging.getLogger(__name__)
+_SLOWEST_DISK_S = 3600.0
+"""How long ranks wait for each other's disks; a rank that is gone is noticed at once elsewhere."""
 
 
-class Resume(NamedTuple):
-    """Whether to resume from a checkpoint, and from which step if not the newest.
-
-    If not `required`, a run without a checkpoint starts from scratch.
-    """
-
-    wanted: bool
-    step: int | None = None
-    required: bool = True
-
-
-def after_restart(resume: Resume) -> Resume:
-    """The request, or an optional resume if ranks were restarted after a failure.
-
-    torchrun's own count leaves out restarts for a machine that came back.
-    """
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    again = restarts > 0 or int(os.environ.get(ROUND, "1")) > 1
-    return Resume(True, required=False) if again and not resume.wanted else resume
-
-
-def common_resume(session: Session, root: Path, resume: Resume) -> Resume:
-    """The common decision: agents count restarts differently, so one request is enough."""
-    try:
-        saved = checkpoint.latest(root) is not None
-    except CheckpointError:
-        saved = True  # restoring will report the damage
-    answers = gather_json(session.transport, [*resume, saved])
-    requests = [Resume(*request) for *request, _ in answers if request[0]]
-    required = any(request.required for request in requests)
-    if not requests or not (required or any(saved for *_, saved in answers)):
-        return Resume(False)
-    return Resume(True, next((r.step for r in requests if r.step is not None), None), required)
-
-
-def saved_epochs(session: Session, root: Path, resume: Resume) -> int:
-    """Whole epochs that the checkpoint to resume from has done, as all ranks know it.
-
-    Restoring reports what is wrong with it.
-    """
-    done = 0
-    with contextlib.suppress(CheckpointError, KeyError):
-        step = (resume.step or checkpoint.latest(root) or 0) if resume.wanted else 0
-        if step:
-            done = step // checkpoint.read_manifest(root / f"step-{step}").meta["steps_per_epoch"]
-    return int(min(gather_json(session.transport, done)))
-
-
-@dataclass(frozen=True)
 class Checkpoints:
     """Saves and restores the state of one run, all ranks together.
 
-    `facts` (config and data digests) must be equal when the run is resumed; `data` is used in the
-    error message if they are not.
+    A save is begun with a copy of the state (`start`, after which training goes on) and written by
+    a thread; `save` waits for it. What cannot be saved is a warning, and the next save tries again.
     """
 
-    root: Path
-    keep: int
-    built: Built
-    session: Session
-    facts: Mapping[str, Any]
-    data: DataConfig = field(default_factory=DataConfig)
+    def __init__(
+        self,
+        root: Path,
+        options: CheckpointConfig,
+        built: Built,
+        session: Session,
+        facts: Mapping[str, Any],
+        data: DataConfig | None = None,
+        *,
+        memories_on_disk: bool = False,
+    ) -> None:
+        """`facts` (config and data digests) must be equal when the run is resumed.
 
-    def save(self, step: int) -> None:
-        """Save as `root/step-<step>`; `step` optimizer steps are done.
-
-        Each rank writes its part; the first rank of each host writes the manifest and publishes.
+        `data` is used in the error message if they are not.
         """
-        if self.session.local_rank == 0:
-            checkpoint.begin(self.root, step)
-        gather_json(self.session.transport, "folder exists")
-        folder = checkpoint.partial_folder(self.root, step)
-        mine = checkpoint.write_part(folder, self._part, _collect(self.built))
-        parts = [Part(**fields) for fields in gather_json(self.session.transport, asdict(mine))]
-        if self.session.local_rank == 0:
-            checkpoint.finish(self.root, step, parts=parts, meta=self.facts)
-            checkpoint.prune(self.root, self.keep)
-        gather_json(self.session.transport, "published")
+        self._stall_s = 0.0
+        self._root, self._options = root, options
+        self._memories_on_disk = memories_on_disk
+        self._built, self._session = built, session
+        self._facts, self._data = through_json(facts), data or DataConfig()
+        self._serial = 0
+        self._last_step: int | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._board: Board | None = None
+        self._under_way: Future[str | None] | None = None
+        self._step_under_way = 0
+        self._place: Place | None = None
+        self._made_peers: Peers | None = None
 
-    def restore(self, step: int | None) -> int:
-        """Restore a step, by default the newest that all ranks have; return the steps done.
+    def start(self, step: int) -> None:
+        """Save as `root/step-<step>` while training goes on; `step` optimizer steps are done.
+
+        Waits for the save before it, and for the copy of the state. Memories on disk are too large
+        to copy: they are written before this returns.
+        """
+        began_s = time.perf_counter()
+        self.wait()
+        transaction = self._transaction(step, self._beside)
+        state = collect(self._built)
+        self._step_under_way = step
+        self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
+        if self._memories_on_disk:
+            self._under_way = self._thread.submit(transaction.run, state)
+            self.wait()
+        else:
+            self._under_way = self._thread.submit(transaction.run, snapshot(state))
+        self._stall_s += time.perf_counter() - began_s
+
+    def wait(self) -> bool:
+        """Wait for the save that is under way; whether it succeeded."""
+        if self._under_way is None:
+            return True
+        problem = self._under_way.result()
+        self._under_way = None
+        return self._finished(self._step_under_way, problem)
+
+    def save(self, step: int) -> bool:
+        """Save and wait; whether it is saved."""
+        if self.wait() and self._last_step == step:
+            return True
+        began_s = time.perf_counter()
+        transaction = self._transaction(step, self._gather)
+        problem = transaction.run(collect(self._built))
+        self._stall_s += time.perf_counter() - began_s
+        return self._finished(step, problem)
+
+    def save_last(self, step: int) -> None:
+        """Save the end of the run.
 
         Raises:
-            CheckpointError: on every rank, if one lacks it or it is damaged or of another run.
+            CheckpointError: that was not possible.
         """
-        problem = None
+        if not self.save(step):
+            raise CheckpointError(
+                f"step {step}, the last one, could not be saved (see above); {self._saved()}: free "
+                "disk space, then train again with --resume"
+            )
+
+    def held_up(self) -> str:
+        """For how long saves have held training up, in words."""
+        return f"saving held training up for {self._stall_s:.2f} s"
+
+    def restore(self, step: int | None) -> int:
+        """Restore a step, by default the newest that is whole; return the steps done.
+
+        Raises:
+            CheckpointError: on every rank, if there is none, or it is of another run.
+        """
+        layout = Layout.of(self._facts["config"]["pipeline"])
+        return self.resume(choose(self._session, self._root, step, layout))
+
+    def resume(self, chosen: Chosen) -> int:
+        """Restore what was chosen; return the steps done.
+
+        Raises:
+            CheckpointError: on every rank, if it is of another run.
+        """
+        manifest, problem = chosen.manifest, None
+        self._serial, self._last_step = chosen.last_serial, manifest.step
         try:
-            newest = checkpoint.latest(self.root) if step is None else step
-        except CheckpointError as error:
-            newest, problem = None, str(error)
-        self._raise_everywhere(problem)
-        step = min(found or 0 for found in gather_json(self.session.transport, newest))
-        folder = self.root / f"step-{step}"
-        try:
-            if step == 0:
-                raise CheckpointError(f"{self.root}: a rank has no checkpoint to resume from")
-            saved = checkpoint.read_manifest(folder).meta
-            self._check_facts(folder, saved)
-            self._load(folder, *(Layout.of(f["config"]["pipeline"]) for f in (saved, self.facts)))
+            check_facts(chosen.folder, manifest.meta, self._facts, self._data)
+            self._load(chosen.folder, manifest)
         except CheckpointError as error:
             problem = str(error)
         self._raise_everywhere(problem)
-        return step
+        return manifest.step
 
     @property
-    def _part(self) -> str:
-        return part_name(self.session.mesh.replica, self.session.mesh.position)
+    def _where(self) -> Place:
+        if self._place is None:
+            self._place = place_of(self._session, self._root)
+        return self._place
 
-    def _load(self, folder: Path, before: Layout, now: Layout) -> None:
-        if before == now:
-            state = checkpoint.read_part(folder, self._part, mapped=ROWS)  # may be larger than RAM
-            _distribute(self.built, state)
+    def _transaction(self, step: int, gather: Gather) -> Transaction:
+        self._serial += 1
+        keep, copies = self._options.keep, self._options.copies
+        save = Save(step, self._session.run_id, self._serial, self._facts, keep, copies)
+        several = len(set(self._where.hosts)) > 1
+        peers = self._peers() if copies > 1 and several else None
+        return Transaction(self._where, save, gather, peers)
+
+    def _finished(self, step: int, problem: str | None) -> bool:
+        """Remember what was saved, or warn."""
+        if problem is None:
+            self._last_step = step
+        elif self._session.local_rank == 0:
+            _log.warning(
+                "step %d was not saved: %s; training goes on, the next save tries again (%s)",
+                step,
+                problem,
+                self._saved(),
+            )
+        return problem is None
+
+    def _saved(self) -> str:
+        return (
+            "nothing is saved yet"
+            if self._last_step is None
+            else f"step {self._last_step} is saved"
+        )
+
+    def _gather(self, value: Any) -> list[Any]:
+        return gather_json(self._session.transport, value)
+
+    def _beside(self, value: Any) -> list[Any]:
+        """As `_gather`, for the thread that writes."""
+        if self._board is None:
+            mesh, store = self._session.mesh, self._session.store
+            self._board = Board(
+                store, mesh.rank, mesh.world_size, name="checkpoints", limit_s=_SLOWEST_DISK_S
+            )
+        return self._board.gather(value)
+
+    def _peers(self) -> Peers:
+        if self._made_peers is None:
+            world = range(self._session.mesh.world_size)
+            self._made_peers = self._session.transport.peers(world)
+        return self._made_peers
+
+    def _layouts(self, manifest: Manifest) -> tuple[Layout, Layout]:
+        saved, mine = (facts["config"]["pipeline"] for facts in (manifest.meta, self._facts))
+        return Layout.of(saved), Layout.of(mine)
+
+    def _load(self, folder: Path, manifest: Manifest) -> None:
+        before, now = self._layouts(manifest)
+        if before == now:  # memories may be larger than RAM
+            state = files.read_part(folder, self._where.part, mapped=ROWS, verify=False)
+            distribute(self._built, state)
         else:
-            restore(self.built, folder, before, now, self.session.mesh)
+            restore(self._built, folder, before, now, self._session.mesh)
 
     def _raise_everywhere(self, problem: str | None) -> None:
         """Raise one rank's problem on all of them, so that none waits for it."""
-        problems = [text for text in gather_json(self.session.transport, problem) if text]
+        problems = [text for text in self._gather(problem) if text]
         if problems:
             raise CheckpointError(problems[0])
-
-    def _check_facts(self, folder: Path, saved: Mapping[str, Any]) -> None:
-        """Check that data and settings that may not change are those of the checkpoint."""
-        changed = changed_settings(saved["config"], self.facts["config"])
-        differing = describe_changes(changed)
-        samples = differences(saved.get("data"), self.facts.get("data"), "data")
-        if samples and not any(change.name.startswith("data.") for change in changed):
-            differing.append(self._other_samples(folder, [name for name, *_ in samples]))
-        if differing:
-            it = "it" if len(differing) == 1 else "them"
-            raise CheckpointError(
-                f"{folder} was made with {'; with '.join(differing)}; change {it} back"
-                f"{epochs_hint(changed)}, or train without --resume"
-            )
-
-    def _other_samples(self, folder: Path, sets: Sequence[str]) -> str:
-        """Describe how the samples differ from those of a checkpoint."""
-        saved_s = checkpoint.saved_at(folder)
-        late = [str(path) for path in files(self.data) if path.stat().st_mtime > saved_s]
-        found = f"written since then: {', '.join(late[:4])}" if late else "no file is newer"
-        more = f" and {len(late) - 4} more" if len(late) > 4 else ""
-        return (
-            f"other samples ({' and '.join(sets)} differ; {self.data.source}, data.tokenizer = "
-            f"{self.data.tokenizer!r}: {found}{more}; restore the old content or point to a copy "
-            "of it)"
-        )
 
 
 def saved_so_far(config: RunConfig) -> str:
     """How to continue a run that has stopped."""
-    try:
-        step = checkpoint.latest(config.run.path / "checkpoints")
-    except CheckpointError:
-        step = None
+    step = files.newest(config.run.path / "checkpoints")
     if step is None:
         return "no checkpoint was saved yet"
     return f"everything up to step {step} is saved; continue from there with --resume"
-
-
-def _collect(built: Built) -> dict[str, Any]:
-    gpu_rng = [torch.cuda.get_rng_state(device) for device in _gpus(built)]
-    return {
-        "model": {str(s.stage_index): module_of(s).state_dict() for s in built.stages},
-        "global_model": _global_model(built),
-        "optimizer": built.optimizer.state_dict(),
-        "parameters": parameter_names(built),
-        "lr_schedule": {"last_epoch": built.lr_schedule.last_epoch},
-        "engine": built.engine.state_dict(),
-        "sync": built.sync.state_dict(),
-        "boundaries": {
-            channel_name(channel): channel.codec.training.state_dict()
-            for channel in built.engine.channels
-        },
-        "rng": torch.random.get_rng_state(),
-        "gpu_rng": torch.stack(gpu_rng) if gpu_rng else None,
-    }
-
-
-def _gpus(built: Built) -> list[torch.device]:
-    """Those that hold parameters, the first one first."""
-    modules = [module_of(stage) for stage in built.stages]
-    devices = dict.fromkeys(p.device for module in modules for p in module.parameters())
-    return [device for device in devices if device.type == "cuda"]
-
-
-def _global_model(built: Built) -> dict[str, Any] | None:
-    """The replicas' common model, if it differs from their own weights."""
-    if built.sync.replicas_equal:
-        return None
-    with built.sync.global_parameters():
-        return {
-            str(stage.stage_index): {
-                name: weight.clone() for name, weight in module_of(stage).state_dict().items()
-            }
-            for stage in built.stages
-        }
-
-
-def _distribute(built: Built, state: Mapping[str, Any]) -> None:
-    for stage in built.stages:
-        module_of(stage).load_state_dict(state["model"][str(stage.stage_index)])
-    for channel in built.engine.channels:
-        found = state["boundaries"].get(channel_name(channel))
-        if found is not None:
-            channel.codec.training.load_state_dict(found)
-        elif channel.codec.memory is not None:
-            _log.warning(
-                "%s: no memory was saved; its samples are sent as first visits",
-                channel_name(channel),
-            )
-    built.optimizer.load_state_dict(state["optimizer"])
-    built.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
-    built.engine.load_state_dict(state["engine"])
-    built.sync.load_state_dict(state["sync"])
-    torch.random.set_rng_state(state["rng"])
-    if state.get("gpu_rng") is not None:
-        for device, rng in zip(_gpus(built), state["gpu_rng"], strict=False):
-            torch.cuda.set_rng_state(rng, device)

@@ -163,13 +163,17 @@ class EvalConfig(BaseModel):
 
 
 class CheckpointConfig(BaseModel):
-    """Save every `every_epochs` epochs (or `every_steps` steps) and at the end; keep the newest."""
+    """Save every `every_epochs` epochs (or `every_steps` steps) and at the end; keep the newest.
+
+    With `copies = 2` each part is kept on a second machine too, so that a lost disk loses nothing.
+    """
 
     model_config = _STRICT
 
     every_epochs: int = Field(1, ge=1)
     every_steps: int | None = Field(None, ge=1)
     keep: int = Field(2, ge=1)
+    copies: int = Field(1, ge=1)
 
 
 class RunConfig(BaseModel):

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from thinpipe.launch.checkpoint import files as checkpoint
-from thinpipe.launch.checkpoint.files import CheckpointError
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.distributed.elastic import has_spare_core, usable_cores
 from thinpipe.launch.distributed.gather import gather_json
@@ -36,10 +34,12 @@ _NOISE = 1.15
 """Costs within this factor count as equal: a busy machine varies as much."""
 
 
-def decide_cuts(config: RunConfig, session: Session, *, resume: bool, log: bool) -> RunConfig:
+def decide_cuts(
+    config: RunConfig, session: Session, *, saved: Sequence[int] | None, log: bool
+) -> RunConfig:
     """The config with its cuts; a collective with the same result on all ranks.
 
-    With `log` this rank logs them. A resumed run keeps the cuts of its checkpoint. Links are not
+    With `log` this rank logs them. A resumed run keeps the `saved` ones. Links are not
     measured here: messages are equally long at every cut of these models, so a link is equally
     slow wherever the cut is.
 
@@ -48,10 +48,8 @@ def decide_cuts(config: RunConfig, session: Session, *, resume: bool, log: bool)
     """
     if not config.pipeline.auto_cuts:
         return config
-    saved = _saved_cuts(config) if resume else None
-    found = [cuts for cuts in gather_json(session.transport, saved) if cuts is not None]
-    if found:
-        return config.with_cuts(found[0])
+    if saved is not None:
+        return config.with_cuts(saved)
     measured_here = _measure(config) if session.local_rank == 0 else None
     own = [measured_here, _memory_per_rank(config), spare_core(_ranks_here())]
     measured, limits, spare = _by_stage(config, gather_json(session.transport, own))
@@ -206,19 +204,6 @@ def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[
         limits.append(_MEMORY_SHARE * min(memory for _, memory, _ in of_replicas) / on_rank)
         spare.append(all(has_spare for *_, has_spare in of_replicas))
     return blocks, limits, spare
-
-
-def _saved_cuts(config: RunConfig) -> list[int] | None:
-    root = config.run.path / "checkpoints"
-    try:
-        newest = checkpoint.latest(root)
-        if newest is None:
-            return None
-        meta = checkpoint.read_manifest(root / f"step-{newest}").meta
-    except CheckpointError:
-        return None  # restoring reports what is wrong with it
-    cuts: list[int] = meta["config"]["pipeline"]["cuts"]
-    return cuts
 
 
 def _ranks_here() -> int:

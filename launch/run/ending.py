@@ -5,7 +5,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from thinpipe.launch.checkpoint.files import CheckpointError
+from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.state import saved_so_far
 from thinpipe.launch.config.cli_options import USAGE_ERROR, refuse
 from thinpipe.launch.config.run import RunConfig

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from thinpipe.launch.build import Given
-from thinpipe.launch.checkpoint.state import Resume, after_restart
+from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.run import BoundaryConfig, RunConfig
 from thinpipe.launch.config.toml import ConfigError

@@ -9,8 +9,9 @@ from typing import Any, Self
 import torch
 
 from thinpipe.launch.build import Given
+from thinpipe.launch.checkpoint.reshard import Layout
+from thinpipe.launch.checkpoint.resume import Resume, common_resume
 from thinpipe.launch.checkpoint.run_folder import RunFolder
-from thinpipe.launch.checkpoint.state import Resume, common_resume, saved_epochs
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_batch_size, sized_for
 from thinpipe.launch.data.sample_set import SampleSet
@@ -80,9 +81,9 @@ class Run:
             PeerError: a peer failed; start again with `resume`.
         """
         self.config = self.config.with_train(epochs=count)
-        session = self._join()
-        first = saved_epochs(session, self._checkpoints, self._resume)
-        for self._epoch in range(min(first, count - 1), count):
+        self._join()
+        first = min(self._resume.epochs, count - 1)
+        for self._epoch in range(first, count):
             yield self._epoch
             if self._training is not None:
                 self._training.save_if_due(self._done)
@@ -138,19 +139,17 @@ class Run:
         """Whether there was nothing left to train."""
         return self._opened("run.done_before").nothing_left
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self.config.run.path / "checkpoints"
-
-    def _join(self) -> Session:
+    def _join(self) -> None:
         torch.set_num_threads(rank_threads(len(ranks_here())))
         session = self._stack.enter_context(join(self.config, self._facts, self._problem))
-        self._resume = common_resume(session, self._checkpoints, self._resume)
+        pipeline = self.config.pipeline
+        layout = None if pipeline.auto_cuts else Layout.of(pipeline.model_dump(mode="json"))
+        checkpoints = self.config.run.path / "checkpoints"
+        self._resume = common_resume(session, checkpoints, self._resume, layout)
         folder = RunFolder(self.config.run.path)
         folder.acquire(session, resume=self._resume.wanted)
         self._stack.callback(folder.release)
         self._session = session
-        return session
 
     def _open(self, samples: SampleSet, size: int) -> Training:
         if self._session is None:
@@ -179,7 +178,7 @@ class Run:
         digests = {"train": samples.digest, **self._facts.get("data", {})}
         agree_now(session.transport, {"config": config.shared(), "data": digests}, problem)
         shows = session.local_rank == self._show
-        config = decide_cuts(config, session, resume=self._resume.wanted, log=shows)
+        config = decide_cuts(config, session, saved=self._resume.cuts, log=shows)
         config.check_model_cuts()
         training = Training(config, samples, session, digests, show=self._show, given=self._given)
         training.begin(self._stack, self._resume)

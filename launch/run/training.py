@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from thinpipe.launch.build import Given, build
-from thinpipe.launch.checkpoint.state import Checkpoints, Resume
+from thinpipe.launch.checkpoint.resume import Resume
+from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
@@ -64,8 +65,15 @@ class Training:
             "steps_per_epoch": self._sampler.steps_per_epoch,
         }
         folder = config.run.path / "checkpoints"
-        keep = config.checkpoint.keep
-        self._checkpoints = Checkpoints(folder, keep, self.built, session, facts, config.data)
+        self._checkpoints = Checkpoints(
+            folder,
+            config.checkpoint,
+            self.built,
+            session,
+            facts,
+            config.data,
+            memories_on_disk=config.memory.tier == "disk",
+        )
         self._timeline: Timeline | None = None
         self.start = 0
 
@@ -77,7 +85,7 @@ class Training:
     def begin(self, stack: ExitStack, resume: Resume) -> None:
         """Restore what was saved, open display and metrics, and let both ends of cuts agree."""
         config = self._config
-        self.start = self._checkpoints.restore(resume.step) if resume.wanted else 0
+        self.start = self._checkpoints.resume(resume.chosen) if resume.chosen else 0
         # after the first epoch, when AQ-SGD sends changes
         first = max(self.start, self._sampler.steps_per_epoch)
         self._timeline_step = min(self.steps - 1, first + 2)
@@ -156,12 +164,14 @@ class Training:
         every = options.every_steps or options.every_epochs * self._sampler.steps_per_epoch
         if done > self.start and (done == self.steps or done % every == 0):
             self.records.flush()
-            self._checkpoints.save(done)
+            self._checkpoints.start(done)
 
     def finish(self) -> None:
         """Free what samples are remembered in, and write the report."""
         if self.nothing_left:
             return
+        self._checkpoints.save_last(self.steps)
+        self.display.note(self._checkpoints.held_up())
         self.built.engine.close()
         mine = self._carrier()
         if mine is not None:

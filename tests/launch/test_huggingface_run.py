@@ -12,7 +12,7 @@ from tests.ranks import Ranks
 from tests.training import RAW, config, share, start, weights
 from thinpipe.launch.checkpoint.export_hf import export
 from thinpipe.launch.checkpoint.state import Checkpoints
-from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.config.run import CheckpointConfig, RunConfig, write_config
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.single_process import in_process
 from thinpipe.pipeline.batch import Batch
@@ -61,7 +61,9 @@ def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str
         store: Any = None
         session = Session(store, built.engine.transport, 7, rank)
         facts = {"config": run.shared()}
-        Checkpoints(run.run.path / "checkpoints", 2, built, session, facts).save(len(losses))
+        Checkpoints(run.run.path / "checkpoints", CheckpointConfig(), built, session, facts).save(
+            len(losses)
+        )
         if rank == 0:
             write_config(run, run.run.path / "config.toml")
         found.append((losses, weights(built)))

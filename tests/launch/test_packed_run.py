@@ -16,7 +16,7 @@ from thinpipe.launch.checkpoint.export_hf import export
 from thinpipe.launch.checkpoint.reshard import parameter_names
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.config.run import CheckpointConfig, RunConfig, write_config
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.distributed.session import Session
@@ -86,7 +86,7 @@ class Training:
         facts = {"config": run.shared(), "data": self._corpus.digests}
         session = Session(store, transport, 7, rank)
         root = run.run.path / "checkpoints"
-        self.checkpoints = Checkpoints(root, 9, self.built, session, facts)
+        self.checkpoints = Checkpoints(root, CheckpointConfig(keep=9), self.built, session, facts)
 
     def train(self, steps: range) -> dict[str, Any]:
         losses = []

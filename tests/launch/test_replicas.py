@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start, weights
 from thinpipe.gradcomp.registry import load_method, method_names
-from thinpipe.launch.checkpoint.state import _collect, _distribute
+from thinpipe.launch.checkpoint.contents import collect, distribute
 from thinpipe.pipeline.models.transformer import build_layers
 
 pytestmark = pytest.mark.dist
@@ -31,13 +31,13 @@ def train(rank: int, stop_at: int | None) -> Any:
     totals = []
     for step, ids in enumerate(BATCHES):
         if step == stop_at:
-            state = _collect(built)
+            state = collect(built)
             built = start(RUN)
-            _distribute(built, state)
+            distribute(built, state)
         totals.append(built.engine.train_step(share(batch(ids), replica, 2), step))
     held_out = share(batch([50, 51, 52, 53]), replica, 2)
     loss, _ = built.engine.eval_step(held_out, 0, compressed=False)
-    state = _collect(built)
+    state = collect(built)
     (stage,) = state["global_model"]
     return {
         "local": weights(built),
@@ -116,9 +116,9 @@ def train_with_every_method(rank: int) -> dict[str, tuple[list[float], bool, flo
             built, losses = start(run), []
             for step, ids in enumerate(BATCHES[:5]):
                 if step == restart_at:
-                    state = _collect(built)
+                    state = collect(built)
                     built = start(run)
-                    _distribute(built, state)
+                    distribute(built, state)
                 totals = built.engine.train_step(share(batch(ids), rank // 2, 2), step)
                 losses.append(totals.loss)
             held_out = share(batch([50, 51, 52]), rank // 2, 2)

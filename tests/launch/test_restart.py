@@ -13,7 +13,7 @@ import pytest
 from tests.commands import PATIENCE_S
 from tests.launch.test_train import ranks_of, run_file, wait_until
 from tests.ports import free_port
-from thinpipe.launch.checkpoint.state import Resume, after_restart
+from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.distributed.network import ROUND
 from thinpipe.launch.report.metrics import read_metrics
 

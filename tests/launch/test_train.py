@@ -324,18 +324,34 @@ def test_user_errors_exit_with_2_before_any_rank_starts(
     assert not (run_file.parent / "run").exists()
 
 
-def test_a_damaged_checkpoint_is_refused_by_name(run_file: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_named(run_file: Path) -> None:
     assert thinpipe(run_file, "--set", "pipeline.cuts=[2]").returncode == 0
     part = run_file.parent / "run/checkpoints/step-15/replica-0.rank-1.safetensors"
     damaged = bytearray(part.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     part.write_bytes(damaged)
+    asked = thinpipe(run_file, "--resume", "--step", "15", "--set", "pipeline.cuts=[2]")
+    assert asked.returncode == 2
+    assert part.name in asked.stderr
+    assert "--resume --step 12" in asked.stderr  # the one before is offered
+    (part.parents[1] / "latest").unlink()
     done = thinpipe(run_file, "--resume", "--set", "pipeline.cuts=[2]")
+    assert done.returncode == 0, done.stderr
+    assert f"warning: step-15 cannot be used: rank 1: {part}: sha256 is " in done.stderr
+    assert "latest is missing; resuming from step-12" in done.stderr
+    assert "resumed from step 12" in done.stdout
+    assert [r.step for r in read_metrics(part.parents[2] / "metrics.jsonl")] == [*range(1, 16)]
+
+
+def test_a_step_of_which_nothing_is_whole_is_no_reason_to_start_anew(run_file: Path) -> None:
+    one = ("--set", "pipeline.cuts=[]", "--set", "train.epochs=1")
+    assert thinpipe(run_file, *one).returncode == 0
+    for part in (run_file.parent / "run/checkpoints").glob("step-*/*.safetensors"):
+        part.write_bytes(b"")
+    done = thinpipe(run_file, *one, "--resume")
     assert done.returncode == 2
-    assert part.name in done.stderr
-    assert "--resume --step 12" in done.stderr  # the one before is offered
-    older = thinpipe(run_file, "--resume", "--step", "12", "--set", "pipeline.cuts=[2]")
-    assert older.returncode == 0, older.stderr
+    assert "no step is whole: step-5 cannot be used: rank 0: " in done.stderr
+    assert "train without --resume to start anew" in done.stderr
 
 
 def test_resume_with_other_settings_is_refused(run_file: Path) -> None:

@@ -15,7 +15,7 @@ from thinpipe.launch.checkpoint.export_hf import export
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.cli import app
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.config.run import CheckpointConfig, RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.single_process import in_process
@@ -55,7 +55,7 @@ def saved_run(run: RunConfig, *, steps: int) -> Tensor:
         store: Any = None
         session = Session(store, built.engine.transport, 7, 0)
         root = run.run.path / "checkpoints"
-        Checkpoints(root, 2, built, session, {"config": run.shared()}).save(steps)
+        Checkpoints(root, CheckpointConfig(), built, session, {"config": run.shared()}).save(steps)
         write_config(run, run.run.path / "config.toml")
         return logits(built)
 

@@ -1,13 +1,12 @@
 import ast
 import json
-import math
 import os
 import random
 import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,41 @@ from tests.disk import full_disk
 from thinpipe.launch.checkpoint import files as checkpoint
 from thinpipe.launch.checkpoint import state_file as statefile
 from thinpipe.launch.checkpoint.files import (
-    CheckpointError,
-    Part,
     begin,
-    finish,
     read_part,
     write_part,
 )
+from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, Part
+
+
+def finish(
+    root: Path, step: int, *, parts: Iterable[Part], meta: dict[str, Any], serial: int = 0
+) -> Path:
+    """What one host does when all ranks have written: both phases, and what follows them."""
+    listed = tuple(sorted(parts, key=lambda part: part.name))
+    manifest = Manifest(step, 7, serial or step, meta, listed)
+    checkpoint.prepare(root, manifest)
+    folder = checkpoint.publish(root, manifest)
+    checkpoint.settle(root, step, keep=9)
+    return folder
+
 
 STAGES = ("stage-0.replica-0", "stage-1.replica-0")
 
 
-def save(root: Path, step: int, *, seed: int = 0, meta: dict[str, Any] | None = None) -> Path:
+def save(
+    root: Path,
+    step: int,
+    *,
+    seed: int = 0,
+    meta: dict[str, Any] | None = None,
+    serial: int = 0,
+) -> Path:
     folder = begin(root, step)
     generator = torch.Generator().manual_seed(1000 * seed + step)
     states = {name: {"w": torch.randn(64, generator=generator), "step": step} for name in STAGES}
     parts = [write_part(folder, name, state) for name, state in states.items()]
-    return finish(root, step, parts=parts, meta=meta or {"config": "abc"})
+    return finish(root, step, parts=parts, meta=meta or {"config": "abc"}, serial=serial)
 
 
 def flip_bit(path: Path, bit: int) -> None:
@@ -74,7 +91,7 @@ def test_a_finished_step_is_listed_named_and_readable(tmp_path: Path) -> None:
 
     assert folder == tmp_path / "step-100"
     assert checkpoint.steps(tmp_path) == [20, 100]
-    assert checkpoint.latest(tmp_path) == 100
+    assert checkpoint.newest(tmp_path) == 100
     manifest = checkpoint.read_manifest(folder)
     assert manifest.step == 100
     assert manifest.meta == {"versions": {"torch": "x"}, "loss": 0.1}
@@ -82,10 +99,11 @@ def test_a_finished_step_is_listed_named_and_readable(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-100", "step-20"]
 
 
-def test_a_folder_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_has_nothing(tmp_path: Path) -> None:
     for root in (tmp_path, tmp_path / "absent"):
-        assert checkpoint.latest(root) is None
-        assert checkpoint.steps(root) == []
+        assert checkpoint.newest(root) is None
+        assert checkpoint.steps(root) == checkpoint.offers(root) == []
+        assert checkpoint.broken(root) == {}
 
 
 def truncate(path: Path) -> None:
@@ -161,30 +179,18 @@ def test_only_a_step_that_holds_the_part_whole_is_offered(tmp_path: Path) -> Non
 def test_a_manifest_of_another_format_or_none_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 50)
     path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(CheckpointError, match="format 2 is not the one read here, 1"):
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(CheckpointError, match="format 3 is not the one read here, 2"):
         checkpoint.read_manifest(folder)
     with pytest.raises(CheckpointError, match=r"step-51/manifest\.json: missing"):
         checkpoint.read_manifest(tmp_path / "step-51")
-
-
-def test_latest_that_names_a_broken_step_offers_the_newest_complete_one(tmp_path: Path) -> None:
-    for step in (30, 40, 50):
-        save(tmp_path, step)
-    truncate(tmp_path / "step-50" / f"{STAGES[0]}.safetensors")
-    assert checkpoint.steps(tmp_path) == [30, 40]
-    for name in ("step-50", "step-60", "\0\0\0", ""):
-        (tmp_path / "latest").write_text(name)
-        with pytest.raises(CheckpointError, match="step-40 is complete") as caught:
-            checkpoint.latest(tmp_path)
-        assert str(tmp_path / "latest") in str(caught.value)
-        assert repr(name) in str(caught.value)
 
 
 CRASH = """
 import os, sys, torch
 from pathlib import Path
 from thinpipe.launch.checkpoint import files as checkpoint
+from thinpipe.launch.checkpoint.manifest import Manifest
 folder = checkpoint.begin(Path(sys.argv[1]), 50)
 part = checkpoint.write_part(folder, "stage-0.replica-0", {"w": torch.ones(64)})
 real, left = os.replace, int(sys.argv[2])
@@ -195,30 +201,35 @@ def replace(source, target):
     left -= 1
     real(source, target)
 os.replace = replace
-checkpoint.finish(Path(sys.argv[1]), 50, parts=[part], meta={})
+manifest = Manifest(50, 7, 50, {}, (part,))
+checkpoint.prepare(Path(sys.argv[1]), manifest)
+checkpoint.publish(Path(sys.argv[1]), manifest)
+checkpoint.settle(Path(sys.argv[1]), 50, keep=9)
 """
 
 
-@pytest.mark.parametrize("moves", [0, 2])
+@pytest.mark.parametrize(("moves", "prepared"), [(0, False), (1, True), (2, True)])
 def test_a_crash_while_finishing_leaves_the_older_step_and_the_next_save_works(
-    tmp_path: Path, moves: int
+    tmp_path: Path, moves: int, prepared: bool
 ) -> None:
     save(tmp_path, 40)
     command = [sys.executable, "-c", CRASH, str(tmp_path), str(moves)]
     assert subprocess.run(command, check=False, timeout=60).returncode == 9
 
-    assert checkpoint.latest(tmp_path) == 40
+    assert checkpoint.newest(tmp_path) == 40
     assert checkpoint.steps(tmp_path) == [40]
     assert read_part(tmp_path / "step-40", STAGES[0])["step"] == 40
+    offered = {offer.step: offer.prepared for offer in checkpoint.offers(tmp_path)}
+    assert offered == ({40: False, 50: True} if prepared else {40: False})
     save(tmp_path, 50)
-    assert checkpoint.latest(tmp_path) == 50
+    assert checkpoint.newest(tmp_path) == 50
     assert len(checkpoint.read_manifest(tmp_path / "step-50").parts) == 2
 
 
 def test_an_exception_between_begin_and_finish_changes_nothing(tmp_path: Path) -> None:
     save(tmp_path, 40)
     write_part(begin(tmp_path, 50), "stage-7", {})
-    assert checkpoint.latest(tmp_path) == 40
+    assert checkpoint.newest(tmp_path) == 40
     save(tmp_path, 50)
     assert not (tmp_path / "step-50" / "stage-7.safetensors").exists()
 
@@ -232,17 +243,6 @@ def fail_on_move_to(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         real(source, target)
 
     monkeypatch.setattr(os, "replace", replace)
-
-
-def test_latest_moves_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 40)
-    with monkeypatch.context() as patch:
-        fail_on_move_to(patch, "latest")
-        with pytest.raises(OSError, match="no move to latest"):
-            save(tmp_path, 50)
-    assert checkpoint.latest(tmp_path) == 40
-    assert checkpoint.steps(tmp_path) == [40, 50]
-    assert read_part(tmp_path / "step-40", STAGES[0])["step"] == 40
 
 
 def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
@@ -289,7 +289,12 @@ def test_hosts_on_one_file_system_may_all_begin_and_finish(tmp_path: Path) -> No
                 barrier.wait(timeout=60)
                 shared[rank] = write_part(folder, f"rank-{rank}", {"rank": rank, "save": save})
                 barrier.wait(timeout=60)
-                finish(tmp_path, save // 2, parts=shared.values(), meta={"host": rank})
+                parts = tuple(shared[other] for other in sorted(shared))
+                manifest = Manifest(save // 2, 7, save + 1, {}, parts)
+                for phase in (checkpoint.prepare, checkpoint.publish):
+                    phase(tmp_path, manifest)
+                    barrier.wait(timeout=60)
+                checkpoint.settle(tmp_path, manifest.step, keep=9)
         except Exception as error:
             errors.append(error)
             barrier.abort()
@@ -301,43 +306,9 @@ def test_hosts_on_one_file_system_may_all_begin_and_finish(tmp_path: Path) -> No
         thread.join(timeout=120)
     assert errors == []
     assert checkpoint.steps(tmp_path) == [0, 1, 2, 3]
-    assert checkpoint.latest(tmp_path) == 3
+    assert checkpoint.newest(tmp_path) == 3
     assert read_part(tmp_path / "step-3", "rank-2") == {"rank": 2, "save": 7}
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-def test_another_host_publishes_while_parts_are_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part = write_part(begin(tmp_path, 40), "stage-0", {"a": 1})
-    looked, scandir = [], os.scandir
-
-    def overtaken(path: Any) -> Any:
-        if not looked:
-            looked.append(path)
-            finish(tmp_path, 40, parts=[part], meta={"host": 0})
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", overtaken)
-    finish(tmp_path, 40, parts=[part], meta={"host": 1})
-    assert looked == [checkpoint.partial_folder(tmp_path, 40)]
-    assert checkpoint.read_manifest(tmp_path / "step-40").meta == {"host": 0}
-
-
-def test_a_second_finish_agrees_only_with_the_same_parts(tmp_path: Path) -> None:
-    folder = begin(tmp_path, 40)
-    part = write_part(folder, "stage-0", {"a": 1})
-    finish(tmp_path, 40, parts=[part], meta={"host": 0})
-    (tmp_path / "latest").unlink()
-
-    finish(tmp_path, 40, parts=[part], meta={"host": 1})
-
-    assert checkpoint.latest(tmp_path) == 40
-    assert checkpoint.read_manifest(tmp_path / "step-40").meta == {"host": 0}
-    with pytest.raises(CheckpointError, match="does not hold the same parts"):
-        finish(tmp_path, 40, parts=[Part("stage-0", part.nbytes, "0" * 64)], meta={})
-    with pytest.raises(CheckpointError, match="call begin"):
-        finish(tmp_path, 41, parts=[part], meta={})
 
 
 def test_a_host_with_its_own_disk_lists_the_parts_of_others(tmp_path: Path) -> None:
@@ -378,21 +349,47 @@ def test_finish_refuses_parts_that_are_not_the_files(tmp_path: Path) -> None:
         finish(tmp_path, 40, parts=[one, two, two], meta={})
     with pytest.raises(CheckpointError, match=r"two\.safetensors: truncated"):
         finish(tmp_path, 40, parts=[one, Part("two", two.nbytes + 1, two.sha256)], meta={})
-    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.newest(tmp_path) is None
 
 
-@pytest.mark.parametrize("value", [{1}, math.nan])
-def test_meta_that_json_cannot_hold_is_refused(tmp_path: Path, value: object) -> None:
-    part = write_part(begin(tmp_path, 0), "stage-0", {})
-    with pytest.raises(ValueError, match="meta = "):
-        finish(tmp_path, 0, parts=[part], meta={"value": value})
+def test_publishing_twice_agrees_only_with_the_same_parts(tmp_path: Path) -> None:
+    part = write_part(begin(tmp_path, 40), "stage-0", {"a": 1})
+    manifest = Manifest(40, 7, 1, {}, (part,))
+    checkpoint.prepare(tmp_path, manifest)
+    folder = checkpoint.publish(tmp_path, manifest)
+    assert checkpoint.publish(tmp_path, manifest) == folder  # another host on this file system
+    other = Manifest(40, 7, 1, {}, (Part("stage-0", part.nbytes, "0" * 64),))
+    with pytest.raises(CheckpointError, match="does not hold the same parts"):
+        checkpoint.publish(tmp_path, other)
+    with pytest.raises(CheckpointError, match="call begin"):
+        checkpoint.prepare(tmp_path, Manifest(41, 7, 1, {}, (part,)))
 
 
-def test_meta_keys_become_strings_without_spoiling_the_manifest(tmp_path: Path) -> None:
-    part = write_part(begin(tmp_path, 0), "stage-0", {})
-    folder = finish(tmp_path, 0, parts=[part], meta={"cuts": {10: (1, 2), 9: 0}, "who": "é"})
-    want = {"cuts": {"10": [1, 2], "9": 0}, "who": "é"}
-    assert checkpoint.read_manifest(folder).meta == want
+def test_a_step_that_is_only_prepared_is_offered_and_can_be_completed(tmp_path: Path) -> None:
+    save(tmp_path, 40)
+    part = write_part(begin(tmp_path, 50), "stage-0", {"a": 1})
+    manifest = Manifest(50, 7, 50, {}, (part,))
+    checkpoint.prepare(tmp_path, manifest)
+    assert checkpoint.newest(tmp_path) == 40
+    (offer,) = [offer for offer in checkpoint.offers(tmp_path) if offer.prepared]
+    assert (offer.step, offer.serial, offer.digest) == (50, 50, manifest.digest)
+    assert read_part(offer.folder(tmp_path), "stage-0") == {"a": 1}
+    checkpoint.publish(tmp_path, manifest)
+    assert checkpoint.newest(tmp_path) == 50
+
+
+def test_the_step_that_was_saved_last_is_the_newest_whatever_its_number(tmp_path: Path) -> None:
+    for serial, step in enumerate((10, 20, 30, 15), start=1):
+        save(tmp_path, step, serial=serial)
+    assert checkpoint.newest(tmp_path) == 15
+    assert checkpoint.steps(tmp_path) == [10, 15, 20, 30]
+
+
+def test_a_folder_that_was_renamed_to_another_step_is_told(tmp_path: Path) -> None:
+    save(tmp_path, 40).rename(tmp_path / "step-50")
+    with pytest.raises(CheckpointError, match="is that of step 40; the folder was renamed"):
+        checkpoint.read_manifest(tmp_path / "step-50")
+    assert list(checkpoint.broken(tmp_path)) == [50]
 
 
 def test_writing_without_begin_is_refused(tmp_path: Path) -> None:
@@ -402,39 +399,29 @@ def test_writing_without_begin_is_refused(tmp_path: Path) -> None:
         begin(tmp_path, -1)
 
 
-def test_prune_keeps_the_newest_and_the_one_latest_names(tmp_path: Path) -> None:
+def test_settling_keeps_the_newest_of_those_saved_before(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step)
-    (tmp_path / "latest").write_text("step-20\n")
     begin(tmp_path, 15)
     begin(tmp_path, 60)
 
-    checkpoint.prune(tmp_path, 2)
+    checkpoint.settle(tmp_path, 40, keep=2)
 
-    assert checkpoint.steps(tmp_path) == [20, 40, 50]
+    assert checkpoint.steps(tmp_path) == [30, 40, 50]  # 50 was saved later: nobody said it is whole
+    assert checkpoint.pointer(tmp_path) == "step-40"
     assert not (tmp_path / ".step-15.partial").exists()
     assert (tmp_path / ".step-60.partial").is_dir(), "a newer save may be under way"
 
 
-def test_prune_never_counts_a_damaged_step_among_those_kept(tmp_path: Path) -> None:
+def test_a_damaged_step_never_counts_among_those_kept(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         save(tmp_path, step)
     truncate(tmp_path / "step-30" / f"{STAGES[0]}.safetensors")
-    checkpoint.prune(tmp_path, 2)
+    with pytest.raises(ValueError, match="keep = 0"):
+        checkpoint.settle(tmp_path, 40, keep=0)
+    checkpoint.settle(tmp_path, 40, keep=2)
     assert checkpoint.steps(tmp_path) == [20, 40]
     assert (tmp_path / "step-30").is_dir()
-
-
-def test_prune_removes_nothing_when_latest_is_broken_or_keep_is_zero(tmp_path: Path) -> None:
-    checkpoint.prune(tmp_path, 1)
-    for step in (10, 20):
-        save(tmp_path, step)
-    with pytest.raises(ValueError, match="keep = 0"):
-        checkpoint.prune(tmp_path, 0)
-    (tmp_path / "latest").write_text("step-30")
-    with pytest.raises(CheckpointError, match="step-30"):
-        checkpoint.prune(tmp_path, 1)
-    assert checkpoint.steps(tmp_path) == [10, 20]
 
 
 @pytest.mark.parametrize("module", [checkpoint, statefile])

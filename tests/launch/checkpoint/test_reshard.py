@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tests.ranks import Ranks
 from tests.training import batch, config, start
-from thinpipe.launch.checkpoint.files import CheckpointError
+from thinpipe.launch.checkpoint.contents import collect
+from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.reshard import (
     Layout,
     common_model,
@@ -19,9 +20,9 @@ from thinpipe.launch.checkpoint.reshard import (
     moved_samples,
     parameter_names,
 )
-from thinpipe.launch.checkpoint.state import Checkpoints, _collect
+from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.run import CheckpointConfig, RunConfig
 from thinpipe.launch.distributed.session import Session
 
 BATCHES = [batch([8 * step + sample for sample in range(8)]) for step in range(5)]
@@ -39,7 +40,13 @@ def run_config(cuts: list[int], **sections: Any) -> RunConfig:
 def checkpoints(rank: int, run: RunConfig, root: str, built: Built) -> Checkpoints:
     store: Any = None
     session = Session(store, built.engine.transport, 7, rank)
-    return Checkpoints(Path(root), 9, built, session, {"config": run.shared(), "data": "same"})
+    return Checkpoints(
+        Path(root),
+        CheckpointConfig(keep=9),
+        built,
+        session,
+        {"config": run.shared(), "data": "same"},
+    )
 
 
 def optimizer_state(built: Built) -> dict[str, Any]:
@@ -66,7 +73,7 @@ def outcome(built: Built, losses: list[float], log: str = "") -> dict[str, Any]:
 
 def common_weights(built: Built) -> dict[str, Tensor]:
     """Those of the model that all replicas stand for."""
-    stages = common_model(_collect(built)).values()
+    stages = common_model(collect(built)).values()
     return {name: tensor.clone() for stage in stages for name, tensor in stage.items()}
 
 

@@ -111,7 +111,7 @@ def _decide(rank: int) -> tuple[int, ...]:
     )
     store: Any = None
     session = Session(store, GlooTransport(3, 1, timeout_s=60), 7, local_rank=rank)
-    return decide_cuts(run, session, resume=False, log=False).pipeline.cuts
+    return decide_cuts(run, session, saved=None, log=False).pipeline.cuts
 
 
 @pytest.mark.dist

@@ -1,0 +1,92 @@
+"""What a checkpoint holds of a rank: collected from its parts, and given back to them."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinpipe.aqsgd.memory import ROWS
+from thinpipe.launch.checkpoint.reshard import channel_name, module_of, parameter_names
+from thinpipe.launch.components import Built
+
+_log = logging.getLogger(__name__)
+
+
+def collect(built: Built) -> dict[str, Any]:
+    """The whole state; its tensors are mostly those that training goes on to change."""
+    gpu_rng = [torch.cuda.get_rng_state(device) for device in _gpus(built)]
+    return {
+        "model": {str(s.stage_index): module_of(s).state_dict() for s in built.stages},
+        "global_model": _global_model(built),
+        "optimizer": built.optimizer.state_dict(),
+        "parameters": parameter_names(built),
+        "lr_schedule": {"last_epoch": built.lr_schedule.last_epoch},
+        "engine": built.engine.state_dict(),
+        "sync": built.sync.state_dict(),
+        "boundaries": {
+            channel_name(channel): channel.codec.training.state_dict()
+            for channel in built.engine.channels
+        },
+        "rng": torch.random.get_rng_state(),
+        "gpu_rng": torch.stack(gpu_rng) if gpu_rng else None,
+    }
+
+
+def snapshot(state: Any) -> Any:
+    """A copy of a state in host memory, which training does not change.
+
+    Rows of memories are copies already (`Store.pack`), unless they are on disk: a file's are not
+    copied here, so such a state must be written before training goes on.
+    """
+    if isinstance(state, Tensor):
+        return state.detach().clone() if state.device.type == "cpu" else state.detach().cpu()
+    if isinstance(state, Mapping):
+        return {key: value if key == ROWS else snapshot(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(snapshot(value) for value in state)
+    return state
+
+
+def distribute(built: Built, state: Mapping[str, Any]) -> None:
+    """Give back what `collect` found."""
+    for stage in built.stages:
+        module_of(stage).load_state_dict(state["model"][str(stage.stage_index)])
+    for channel in built.engine.channels:
+        found = state["boundaries"].get(channel_name(channel))
+        if found is not None:
+            channel.codec.training.load_state_dict(found)
+        elif channel.codec.memory is not None:
+            _log.warning(
+                "%s: no memory was saved; its samples are sent as first visits",
+                channel_name(channel),
+            )
+    built.optimizer.load_state_dict(state["optimizer"])
+    built.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
+    built.engine.load_state_dict(state["engine"])
+    built.sync.load_state_dict(state["sync"])
+    torch.random.set_rng_state(state["rng"])
+    if state.get("gpu_rng") is not None:
+        for device, rng in zip(_gpus(built), state["gpu_rng"], strict=False):
+            torch.cuda.set_rng_state(rng, device)
+
+
+def _gpus(built: Built) -> list[torch.device]:
+    """Those that hold parameters, the first one first."""
+    modules = [module_of(stage) for stage in built.stages]
+    devices = dict.fromkeys(p.device for module in modules for p in module.parameters())
+    return [device for device in devices if device.type == "cuda"]
+
+
+def _global_model(built: Built) -> dict[str, Any] | None:
+    """The replicas' common model, if it differs from their own weights."""
+    if built.sync.replicas_equal:
+        return None
+    with built.sync.global_parameters():
+        return {
+            str(stage.stage_index): {
+                name: weight.clone() for name, weight in module_of(stage).state_dict().items()
+            }
+            for stage in built.stages
+        }

@@ -1,0 +1,121 @@
+"""Parts of a checkpoint sent from one machine to another: second copies, and what a disk has lost.
+
+Files travel in chunks over links of their own. A read or write that fails does not stop the
+exchange, in which others wait: the target finds by the file's digest that it is not whole.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from thinpipe.launch.checkpoint.manifest import Part, file_digest
+from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, ExchangeHeader
+
+_CHUNK_NBYTES = 2**22
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A part that goes from a rank's folder into that of another."""
+
+    part: Part
+    source: int
+    target: int
+
+
+def second_copies(parts: Sequence[Part], hosts: Sequence[int], copies: int) -> list[Transfer]:
+    """Every rank's part to the hosts after its own; `hosts` is the first rank of each rank's."""
+    firsts = sorted(set(hosts))
+    return [
+        Transfer(part, rank, firsts[(firsts.index(hosts[rank]) + further) % len(firsts)])
+        for further in range(1, min(copies, len(firsts)))
+        for rank, part in enumerate(parts)
+    ]
+
+
+def run_transfers(peers: Peers, folder: Path, transfers: Iterable[Transfer]) -> list[str]:
+    """This rank's share of the transfers, in the order that all ranks use.
+
+    Returns what went wrong with files that were to come here.
+    """
+    problems = []
+    for number, transfer in enumerate(transfers):
+        if peers.rank == transfer.source:
+            _send(peers, folder, transfer, number)
+        if peers.rank == transfer.target:
+            problem = _receive(peers, folder, transfer, number)
+            if problem is not None:
+                problems.append(f"{transfer.part.path(folder)}: {problem}")
+    return problems
+
+
+def _chunks(nbytes: int) -> Iterable[tuple[int, int]]:
+    """(number, length) of the messages of a file."""
+    for number, start in enumerate(range(0, nbytes, _CHUNK_NBYTES)):
+        yield number, min(_CHUNK_NBYTES, nbytes - start)
+
+
+def _header(transfer: Transfer, number: int, chunk: int) -> ExchangeHeader:
+    return ExchangeHeader(0, 0, 0, step=number, bucket=chunk, sender=transfer.source)
+
+
+def _send(peers: Peers, folder: Path, transfer: Transfer, number: int) -> None:
+    with contextlib.ExitStack() as stack:
+        file: BufferedReader | None = None
+        with contextlib.suppress(OSError):
+            file = stack.enter_context(transfer.part.path(folder).open("rb"))
+        for chunk, length in _chunks(transfer.part.nbytes):
+            message = torch.zeros(EXCHANGE_HEADER_NBYTES + length, dtype=torch.uint8)
+            if file is not None:
+                with contextlib.suppress(OSError):
+                    file.readinto(message[EXCHANGE_HEADER_NBYTES:].numpy().data)
+            _header(transfer, number, chunk).write(message)
+            peers.exchange({transfer.target: message}, (), _CHUNK_NBYTES)
+
+
+def _receive(peers: Peers, folder: Path, transfer: Transfer, number: int) -> str | None:
+    path = transfer.part.path(folder)
+    scratch = path.with_name(f".{path.name}.copy")
+    problem: str | None = None
+    with contextlib.ExitStack() as stack:
+        file: BinaryIO | None = None
+        try:
+            file = stack.enter_context(scratch.open("wb"))
+        except OSError as error:
+            problem = f"not written: {error.strerror}"
+        for chunk, length in _chunks(transfer.part.nbytes):
+            found = peers.exchange({}, (transfer.source,), length)[transfer.source]
+            _header(transfer, number, chunk).check(found)
+            problem = problem or _append(file, found[EXCHANGE_HEADER_NBYTES:])
+    if problem is None:
+        problem = _put_in_place(scratch, path, transfer.part)
+    with contextlib.suppress(OSError):
+        scratch.unlink(missing_ok=True)
+    return problem
+
+
+def _append(file: BinaryIO | None, data: Tensor) -> str | None:
+    try:
+        if file is not None:
+            file.write(data.numpy().data)
+    except OSError as error:
+        return f"not written: {error.strerror}"
+    return None
+
+
+def _put_in_place(scratch: Path, path: Path, part: Part) -> str | None:
+    try:
+        if file_digest(scratch, flush=True) != part.sha256:
+            return "the copy on the other machine is damaged"
+        os.replace(scratch, path)
+    except OSError as error:
+        return f"not written: {error.strerror}"
+    return None

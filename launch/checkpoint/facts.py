@@ -1,0 +1,45 @@
+"""Whether a checkpoint is of this run: settings and data that may not change."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from thinpipe.launch.checkpoint.files import saved_at
+from thinpipe.launch.checkpoint.manifest import CheckpointError
+from thinpipe.launch.config.diff import changed_settings, describe_changes, epochs_hint
+from thinpipe.launch.data.load import DataConfig, files
+from thinpipe.launch.distributed.handshake import differences
+
+
+def check_facts(
+    folder: Path, saved: Mapping[str, Any], now: Mapping[str, Any], data: DataConfig
+) -> None:
+    """Check that data and settings that may not change are those of the checkpoint.
+
+    Raises:
+        CheckpointError: naming each that differs.
+    """
+    changed = changed_settings(saved["config"], now["config"])
+    differing = describe_changes(changed)
+    samples = differences(saved.get("data"), now.get("data"), "data")
+    if samples and not any(change.name.startswith("data.") for change in changed):
+        differing.append(_other_samples(folder, data, [name for name, *_ in samples]))
+    if differing:
+        it = "it" if len(differing) == 1 else "them"
+        raise CheckpointError(
+            f"{folder} was made with {'; with '.join(differing)}; change {it} back"
+            f"{epochs_hint(changed)}, or train without --resume"
+        )
+
+
+def _other_samples(folder: Path, data: DataConfig, sets: Sequence[str]) -> str:
+    """Describe how the samples differ from those of a checkpoint."""
+    saved_s = saved_at(folder)
+    late = [str(path) for path in files(data) if path.stat().st_mtime > saved_s]
+    found = f"written since then: {', '.join(late[:4])}" if late else "no file is newer"
+    more = f" and {len(late) - 4} more" if len(late) > 4 else ""
+    return (
+        f"other samples ({' and '.join(sets)} differ; {data.source}, data.tokenizer = "
+        f"{data.tokenizer!r}: {found}{more}; restore the old content or point to a copy "
+        "of it)"
+    )

@@ -1,0 +1,112 @@
+"""Whether a run goes on from a checkpoint, and from which: all ranks together, before building."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from thinpipe.launch.checkpoint import files
+from thinpipe.launch.checkpoint.choice import Choice, Chosen
+from thinpipe.launch.checkpoint.manifest import Manifest
+from thinpipe.launch.checkpoint.reshard import Layout, part_name
+from thinpipe.launch.checkpoint.transaction import Place
+from thinpipe.launch.distributed.gather import gather_json
+from thinpipe.launch.distributed.network import ROUND
+from thinpipe.launch.distributed.session import Session
+
+_log = logging.getLogger(__name__)
+
+
+class Resume(NamedTuple):
+    """Whether to resume from a checkpoint, and from which step if not the newest.
+
+    If not `required`, a run without a checkpoint starts from scratch.
+    """
+
+    wanted: bool
+    step: int | None = None
+    required: bool = True
+    chosen: Chosen | None = None
+
+    @property
+    def epochs(self) -> int:
+        """Whole epochs that the chosen checkpoint has done."""
+        if self.chosen is None:
+            return 0
+        return self.chosen.manifest.step // int(self.chosen.manifest.meta["steps_per_epoch"])
+
+    @property
+    def cuts(self) -> list[int] | None:
+        """Those of the chosen checkpoint."""
+        if self.chosen is None:
+            return None
+        cuts: list[int] = self.chosen.manifest.meta["config"]["pipeline"]["cuts"]
+        return cuts
+
+
+def after_restart(resume: Resume) -> Resume:
+    """The request, or an optional resume if ranks were restarted after a failure.
+
+    torchrun's own count leaves out restarts for a machine that came back.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    again = restarts > 0 or int(os.environ.get(ROUND, "1")) > 1
+    return Resume(True, required=False) if again and not resume.wanted else resume
+
+
+def common_resume(session: Session, root: Path, resume: Resume, layout: Layout | None) -> Resume:
+    """The common decision, with the checkpoint that it means.
+
+    Agents count restarts differently, so one request is enough. A step's folder that cannot be
+    used counts as one: a run does not silently start anew beside it. `layout` is that of this run;
+    None: that of the checkpoint.
+
+    Raises:
+        CheckpointError: on every rank, if there is no whole checkpoint.
+    """
+    saved = bool(files.offers(root) or files.broken(root))
+    answers = gather_json(session.transport, [*resume[:3], saved])
+    requests = [Resume(*request) for *request, _ in answers if request[0]]
+    required = any(request.required for request in requests)
+    if not requests or not (required or any(saved for *_, saved in answers)):
+        return Resume(False)
+    step = next((r.step for r in requests if r.step is not None), None)
+    chosen = choose(session, root, step, layout)
+    return Resume(True, chosen.manifest.step, required, chosen)
+
+
+def choose(session: Session, root: Path, step: int | None, layout: Layout | None) -> Chosen:
+    """`step`, or the newest that is whole for this layout on all machines.
+
+    Raises:
+        CheckpointError: on every rank, if there is none.
+    """
+    place = place_of(session, root)
+
+    def needed(manifest: Manifest) -> Sequence[str]:
+        """Under another layout, all parts."""
+        saved = Layout.of(manifest.meta["config"]["pipeline"])
+        return [place.part] if layout in (saved, None) else [part.name for part in manifest.parts]
+
+    world = range(session.mesh.world_size)
+    choice = Choice(
+        place,
+        lambda value: gather_json(session.transport, value),
+        lambda: session.transport.peers(world),
+    )
+    chosen = choice.newest(step, needed)
+    if chosen.refused and session.mesh.rank == 0:
+        _log.warning(
+            "warning: %s; resuming from step-%d, the newest whole one",
+            "; ".join(chosen.refused),
+            chosen.manifest.step,
+        )
+    return chosen
+
+
+def place_of(session: Session, root: Path) -> Place:
+    """Where this rank saves; a collective."""
+    mesh = session.mesh
+    hosts = gather_json(session.transport, mesh.rank - session.local_rank)
+    return Place(root, part_name(mesh.replica, mesh.position), mesh.rank, tuple(hosts))
