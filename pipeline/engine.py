@@ -138,11 +138,13 @@ class PipelineEngine:
         """Give back what samples are remembered in; no step follows."""
         self._stats.consistency.release()
 
-    def train_step(self, batch: Batch, step: int, upcoming_B: Tensor = _NO_IDS) -> StepTotals:
+    def train_step(
+        self, batch: Batch, step: int, upcoming_B: Tensor = _NO_IDS, *, stop: bool = False
+    ) -> StepTotals:
         """Run one optimizer step; every rank gets the same totals.
 
         `upcoming_B` are this replica's samples of the next step: memories fetch them meanwhile, and
-        both ends of each cut agree on them.
+        both ends of each cut agree on them. `stop`: this rank was asked to stop; all learn of it.
 
         Raises:
             ValueError: the batch is empty, holds an id twice, or one that `begin` did not announce.
@@ -167,6 +169,7 @@ class PipelineEngine:
             seconds=time.perf_counter() - start,
             sync_bytes=self._sync.bytes_sent + (self._tied.nbytes_sent if self._tied else 0),
             events=[event for stage in self._stages.values() for event in stage.events()],
+            stop=stop,
         )
         totals = self._stats.share(own, self._scope(step))
         self._apply(totals)

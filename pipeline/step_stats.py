@@ -15,7 +15,7 @@ from thinpipe.pipeline.comm.transport import Scope, Transport, shared_nbytes
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD, Direction
 
-_SCALARS = 6
+_SCALARS = 7
 _COUNTS = 3  # of a direction: bytes, messages, values
 
 
@@ -44,7 +44,7 @@ class StepTotals:
     `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
     `control_bytes` the size of the exchange of these numbers and of what repairing took, both over
     all ranks. `repaired` counts samples of the next step whose memories differed or were lost.
-    `notes` are warnings of the guard.
+    `notes` are warnings of the guard. `stopping`: a rank was asked to stop, and all ranks know.
     """
 
     loss: float
@@ -58,6 +58,7 @@ class StepTotals:
     control_bytes: int
     repaired: Repaired = ()
     notes: tuple[str, ...] = ()
+    stopping: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class RankStep:
     seconds: float
     sync_bytes: int
     events: Sequence[ComputeEvent]
+    stop: bool = False
 
 
 class StepStats:
@@ -101,7 +103,7 @@ class StepStats:
         busy = math.fsum(e.end_s - e.start_s for e in step.events if e.computes)
         sync_bytes, self._sync_bytes = step.sync_bytes - self._sync_bytes, step.sync_bytes
         tokens = step.tokens if self._transport.mesh.position == 0 else 0
-        scalars = [step.loss, tokens, step.square_norm, busy, step.seconds, sync_bytes]
+        scalars = [step.loss, tokens, step.square_norm, busy, step.seconds, sync_bytes, step.stop]
         held = self.consistency.numbers(self._coming_B)
         mine = torch.tensor([*scalars, *held, *self._traffic()], dtype=torch.float64)
         all_WN = self._transport.share(mine, scope)
@@ -109,7 +111,7 @@ class StepStats:
         return self._totals(all_WN, self.consistency.repair(held_WN, self._coming_B, scope), scope)
 
     def _totals(self, all_WN: torch.Tensor, repair: Repair, scope: Scope) -> StepTotals:
-        loss, tokens, _, _, _, sync_bytes = all_WN[:, :_SCALARS].sum(0).tolist()
+        loss, tokens, _, _, _, sync_bytes, stop = all_WN[:, :_SCALARS].sum(0).tolist()
         mesh = self._transport.mesh
         replica_norms = all_WN[:, 2].view(-1, mesh.pipeline_ranks).sum(1).sqrt()
         seconds = float(all_WN[:, 4].max())
@@ -125,6 +127,7 @@ class StepStats:
             sync_bytes=int(sync_bytes),
             control_bytes=shared_nbytes(all_WN) + repair.nbytes,
             repaired=repair.repaired,
+            stopping=stop > 0 and len(all_WN) == mesh.world_size,
         )
 
     def _traffic(self) -> list[float]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files
+from thinpipe.launch.checkpoint.board import Board
 from thinpipe.launch.checkpoint.choice import Chosen
 from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot
 from thinpipe.launch.checkpoint.facts import check_facts
@@ -19,7 +20,6 @@ from thinpipe.launch.checkpoint.transaction import Gather, Place, Save, Transact
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import CheckpointConfig, RunConfig
 from thinpipe.launch.data.load import DataConfig
-from thinpipe.launch.distributed.board import Board
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session
 from thinpipe.pipeline.comm.transport import Peers

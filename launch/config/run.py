@@ -166,6 +166,7 @@ class CheckpointConfig(BaseModel):
     """Save every `every_epochs` epochs (or `every_steps` steps) and at the end; keep the newest.
 
     With `copies = 2` each part is kept on a second machine too, so that a lost disk loses nothing.
+    On SIGTERM and at the first Ctrl-C a run saves and ends, within `grace_s` seconds.
     """
 
     model_config = _STRICT
@@ -174,6 +175,7 @@ class CheckpointConfig(BaseModel):
     every_steps: int | None = Field(None, ge=1)
     keep: int = Field(2, ge=1)
     copies: int = Field(1, ge=1)
+    grace_s: float = Field(20.0, ge=1, le=25)
 
 
 class RunConfig(BaseModel):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -28,6 +29,8 @@ from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.wire.header import DesyncError
 
 _TERMINATION_GRACE_S = 5.0
+_ECHO_S = 2.0
+"""After the failure of a peer, of which SIGTERM is the echo, this process does not live as long."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,16 @@ class PeerError(RuntimeError):
 
 
 class TerminatedError(Exception):
-    """SIGTERM: someone asked this rank to stop."""
+    """The run was asked to stop; `code` is what this process exits with."""
+
+    def __init__(self, number: int | None) -> None:
+        """`number` is the signal that came here, None if it came to another rank."""
+        super().__init__("asked to stop" if number else "another rank was asked to stop")
+        self.code = 1 if number is None else 128 + number
 
 
 class StopFlag:
-    """Set by SIGTERM. A rank that is blocked and does not see it is ended after a few seconds.
+    """Set by SIGTERM, and by Ctrl-C while training. A rank that does not end in time is ended.
 
     Raising from the handler would hide the failure of a peer, of which SIGTERM is often the echo.
     Python runs no handler while the main thread is inside a C++ call, which waits for peers are:
@@ -67,32 +75,59 @@ class StopFlag:
     """
 
     def __init__(self) -> None:
-        self._set = False
+        self.number: int | None = None
+        """The signal, once it has come."""
+        self._training, self._grace_s = False, _TERMINATION_GRACE_S
         numbers, written = os.pipe()
         os.set_blocking(written, False)
         signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
         threading.Thread(target=self._watch, args=(numbers,), daemon=True).start()
 
+    def begin_training(self, grace_s: float) -> None:
+        """From here on there is something to save, for which there is so much time."""
+        self._training, self._grace_s = True, grace_s
+
     def check(self) -> None:
-        """Stop here if asked to.
+        """Stop here if asked to, as long as there is nothing to save.
 
         Raises:
             TerminatedError: the flag is set.
         """
-        if self._set:
-            raise TerminatedError
+        if self.number is not None and not self._training:
+            raise TerminatedError(self.number)
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._set = True
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and not self._training:
+            raise KeyboardInterrupt
+        self.number = number
 
     def _watch(self, numbers: int) -> None:
-        """End the process if the main thread has not done so in time."""
-        while signal.SIGTERM not in os.read(numbers, 64):
+        """End the process if the main thread has not done so in time, or at a second Ctrl-C."""
+        while not self._counts(first := os.read(numbers, 64)):
             pass
-        self._set = True
-        time.sleep(_TERMINATION_GRACE_S)
-        os._exit(128 + signal.SIGTERM)
+        self.number = self.number or first[-1]
+        limit_s = time.monotonic() + self._grace_s
+        if not self._again(numbers, min(self._grace_s, _ECHO_S)):
+            if self._training and os.environ.get("LOCAL_RANK", "0") == "0":
+                text = f"asked to stop: saving after this step, within {self._grace_s:.0f} s\n"
+                os.write(2, text.encode())
+            self._again(numbers, limit_s - time.monotonic())
+        os._exit(128 + self.number)
+
+    @staticmethod
+    def _again(numbers: int, wait_s: float) -> bool:
+        """Whether Ctrl-C comes again meanwhile."""
+        limit_s = time.monotonic() + wait_s
+        while (left_s := limit_s - time.monotonic()) > 0:
+            come = select.select([numbers], [], [], left_s)[0]
+            if come and signal.SIGINT in os.read(numbers, 64):
+                return True
+        return False
+
+    def _counts(self, numbers: bytes) -> bool:
+        return signal.SIGTERM in numbers or (signal.SIGINT in numbers and self._training)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from thinpipe.launch.distributed.handshake import HandshakeError
 from thinpipe.launch.distributed.session import PeerError, TerminatedError
 from thinpipe.launch.host.packages import explain
 
-FAILED, INTERRUPTED, TERMINATED = 1, 130, 143
+FAILED, INTERRUPTED = 1, 130
 
 OURS = (ConfigError, CheckpointError, HandshakeError)
 """Errors whose message says it all."""
@@ -47,7 +47,7 @@ def end_failed(
     elif isinstance(error, ImportError):
         print_error(f"{rank}: {explain(error)}")
     elif isinstance(error, TerminatedError):
-        code = TERMINATED
+        code = error.code
     elif isinstance(error, KeyboardInterrupt):
         code = INTERRUPTED
     elif isinstance(error, SystemExit):
@@ -56,7 +56,7 @@ def end_failed(
             print_error(error.code)
     else:
         print_error(f"{rank} failed:\n{''.join(traceback.format_exception(error))}")
-    quiet = isinstance(error, (*clear, ImportError, SystemExit, TerminatedError))
+    quiet = isinstance(error, (*clear, ImportError, SystemExit))
     if first_here and config is not None and not quiet:
         print_error(saved_so_far(config))
     sys.stderr.flush()

@@ -17,7 +17,7 @@ from thinpipe.launch.corpus import check_batch_size, sized_for
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.distributed.elastic import rank_threads, ranks_here
 from thinpipe.launch.distributed.handshake import agree_now
-from thinpipe.launch.distributed.session import Session, StopFlag, join
+from thinpipe.launch.distributed.session import Session, StopFlag, TerminatedError, join
 from thinpipe.launch.plan.auto_cuts import decide_cuts
 from thinpipe.launch.plan.memory_budget import check_memory
 from thinpipe.launch.report.metrics import StepRecord
@@ -104,13 +104,16 @@ class Run:
             yield training.batch(step)
             if self._done != step + 1:
                 raise ValueError(f"step {step + 1}: its batch was not given to run.step")
+            if training.stopping:
+                training.save_now(self._done)
+                raise TerminatedError(self._stop.number)
             if step != training.left_of(self._epoch).stop - 1:  # at its end, an evaluation first
                 training.save_if_due(self._done)
 
     def step(self, batch: Batch) -> StepRecord:
         """Run one optimizer step; every rank gets the same record."""
         training = self._opened("run.step")
-        record = training.step(batch, self._done)
+        record = training.step(batch, self._done, stop=self._stop.number is not None)
         self._done += 1
         return record
 
@@ -182,6 +185,7 @@ class Run:
         config.check_model_cuts()
         training = Training(config, samples, session, digests, show=self._show, given=self._given)
         training.begin(self._stack, self._resume)
+        self._stop.begin_training(config.checkpoint.grace_s)
         self.config, self._samples, self._done = config, samples, training.start
         return training
 

@@ -75,7 +75,7 @@ class Training:
             memories_on_disk=config.memory.tier == "disk",
         )
         self._timeline: Timeline | None = None
-        self.start = 0
+        self.start, self.stopping = 0, False
 
     @property
     def nothing_left(self) -> bool:
@@ -115,11 +115,15 @@ class Training:
         """This replica's samples of a step."""
         return self._samples.batch(self._sampler.ids(step))
 
-    def step(self, batch: Batch, step: int) -> StepRecord:
-        """Run an optimizer step; all ranks get the same numbers."""
+    def step(self, batch: Batch, step: int, *, stop: bool = False) -> StepRecord:
+        """Run an optimizer step; all ranks get the same numbers.
+
+        With `stop`, or if that is so on another rank, `stopping` is set afterwards.
+        """
         lr = next((float(g["lr"]) for g in self.built.optimizer.param_groups), 0.0)
         start = time.perf_counter()
-        totals = self.built.engine.train_step(batch, step, self._ids(step + 1))
+        totals = self.built.engine.train_step(batch, step, self._ids(step + 1), stop=stop)
+        self.stopping = totals.stopping
         self.built.lr_schedule.step()
         if step + 1 == self.steps:
             self.built.sync.finish()
@@ -165,6 +169,11 @@ class Training:
         if done > self.start and (done == self.steps or done % every == 0):
             self.records.flush()
             self._checkpoints.start(done)
+
+    def save_now(self, done: int) -> None:
+        """Save because the run is to stop after `done` steps."""
+        self.records.flush()
+        self._checkpoints.save(done)
 
     def finish(self) -> None:
         """Free what samples are remembered in, and write the report."""

@@ -18,6 +18,7 @@ import torch
 
 from tests.commands import PATIENCE_S, Command
 from tests.ports import free_port
+from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.files import read_manifest
 from thinpipe.launch.report.metrics import read_metrics
 
@@ -392,12 +393,31 @@ def check_that_the_edge_is_named(output: str, victim: int) -> None:
         assert any(f"rank {victim}" in line for line in own), output
 
 
-def test_ctrl_c_leaves_no_process(long_run: subprocess.Popen[str]) -> None:
+def test_ctrl_c_saves_and_leaves_no_process(
+    run_file: Path, long_run: subprocess.Popen[str]
+) -> None:
     os.killpg(long_run.pid, signal.SIGINT)
     output, _ = long_run.communicate(timeout=PATIENCE_S)
     assert long_run.returncode == 130
     assert "death signal" not in output
     wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
+    (step,) = files.steps(run_file.parent / "run" / "checkpoints")
+    assert step == steps_of(run_file)
+    assert f"everything up to step {step} is saved" in output
+
+
+def test_sigterm_to_one_rank_saves_on_all(run_file: Path) -> None:
+    run = Command("train", run_file, *ENDLESS)
+    try:
+        wait_until(lambda: steps_of(run_file) > 3, PATIENCE_S)
+        ranks = sorted(rank.pid for rank in psutil.Process(run.pid).children())
+        os.kill(ranks[1], signal.SIGTERM)
+        done = run.done()
+    finally:
+        run.kill()
+    assert done.returncode in (1, 143)
+    (step,) = files.steps(run_file.parent / "run" / "checkpoints")
+    assert f"everything up to step {step} is saved; continue from there" in done.stderr
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(long_run: subprocess.Popen[str]) -> None:
