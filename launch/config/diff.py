@@ -8,7 +8,7 @@ from thinpipe.launch.config.toml import toml_value
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _MAY_CHANGE = (
-    *("run.name", "eval.", "checkpoint.", "network."),
+    *("run.name", "eval.", "checkpoint.", "network.", "train.max_skipped"),
     *(f"pipeline.{name}" for name in ("cuts", "ranks", "replicas", "schedule", "depth")),
     *(f"pipeline.{name}" for name in ("microbatches", "device")),
     *(f"pipeline.{name}" for name in ("devices_per_rank", "peer_timeout_s")),

@@ -138,6 +138,7 @@ class TrainConfig(BaseModel):
     "module:function" is one's own, called as `function(named_parameters, lr=...)`.
 
     `batch_size` is over all replicas; `clip_norm` limits the global gradient norm, 0 turns it off.
+    So many skipped steps in a row as `max_skipped` (loss or gradients not finite) end the run.
     """
 
     model_config = _STRICT
@@ -152,6 +153,7 @@ class TrainConfig(BaseModel):
     weight_decay: float = Field(0.01, ge=0)
     betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     clip_norm: float = Field(1.0, ge=0)
+    max_skipped: int = Field(10, ge=1)
 
 
 class EvalConfig(BaseModel):

@@ -56,7 +56,7 @@ class Run:
         """
         self.config, self._resume, self._show = config, resume, show
         self._facts, self._problem, self._given = facts or {}, problem, given or Given()
-        self._stack, self._stop = ExitStack(), StopFlag()
+        self._stack, self._joined, self._stop = ExitStack(), ExitStack(), StopFlag()
         self._session: Session | None = None
         self._training: Training | None = None
         self._samples: SampleSet | None = None
@@ -89,6 +89,8 @@ class Run:
                 self._training.save_if_due(self._done)
         if self._training is not None:
             self._training.finish()
+            self._joined.close()  # nobody waits for a rank that writes the report
+            self._training.report()
 
     def batches(self, samples: SampleSet, size: int) -> Iterator[Batch]:
         """This replica's batches of what is left of the epoch; each must be given to `step`.
@@ -144,7 +146,8 @@ class Run:
 
     def _join(self) -> None:
         torch.set_num_threads(rank_threads(len(ranks_here())))
-        session = self._stack.enter_context(join(self.config, self._facts, self._problem))
+        self._stack.enter_context(self._joined)
+        session = self._joined.enter_context(join(self.config, self._facts, self._problem))
         pipeline = self.config.pipeline
         layout = None if pipeline.auto_cuts else Layout.of(pipeline.model_dump(mode="json"))
         checkpoints = self.config.run.path / "checkpoints"

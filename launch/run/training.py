@@ -24,6 +24,7 @@ from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.report.timeline import Timeline, gather_events
 from thinpipe.launch.run.records import Records, describe_run, timeline_of
+from thinpipe.launch.run.skips import Skips
 from thinpipe.pipeline.batch import Batch
 
 
@@ -74,8 +75,15 @@ class Training:
             config.data,
             memories_on_disk=config.memory.tier == "disk",
         )
+        self._skips = Skips(
+            config.train.max_skipped,
+            lr=config.train.lr,
+            precision=config.pipeline.precision,
+            speaks=session.mesh.rank == 0,
+        )
         self._timeline: Timeline | None = None
         self.start, self.stopping = 0, False
+        self._hosts: list[dict[str, Any] | None] = []
 
     @property
     def nothing_left(self) -> bool:
@@ -151,6 +159,7 @@ class Training:
             shared = gather_events(self._session.transport, events, start)
             self._timeline = timeline_of(self._config, record, shared)
         self.records.add(record)
+        self._skips.count(record.step, skipped=record.skipped)
         return record
 
     def evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:
@@ -176,18 +185,23 @@ class Training:
         self._checkpoints.save(done)
 
     def finish(self) -> None:
-        """Free what samples are remembered in, and write the report."""
+        """Save the end, free what samples are remembered in, and gather what the report needs."""
         if self.nothing_left:
             return
+        self._skips.finish(self.steps)
         self._checkpoints.save_last(self.steps)
         self.display.note(self._checkpoints.held_up())
         self.built.engine.close()
         mine = self._carrier()
         if mine is not None:
             mine["trace"] = self._trace.samples
-        hosts = gather_json(self._session.transport, mine)
+        self._hosts = gather_json(self._session.transport, mine)
         self.records.flush()
-        self.records.report(hosts, self._timeline, shows=self.shows)
+
+    def report(self) -> None:
+        """Write the report; no other rank is needed any more."""
+        if not self.nothing_left:
+            self.records.report(self._hosts, self._timeline, shows=self.shows)
 
     def _check_memories(self) -> None:
         try:

@@ -1,0 +1,54 @@
+"""Steps whose loss or gradients are not finite: the first one warns, many in a row end the run."""
+
+import logging
+
+_log = logging.getLogger(__name__)
+
+
+class SkippedError(ValueError):
+    """The run does not learn any more; the message says what to change."""
+
+
+class Skips:
+    """Counts skipped steps, alike on all ranks."""
+
+    def __init__(self, limit: int, *, lr: float, precision: str, speaks: bool) -> None:
+        """`limit` is how many in a row end the run; the rank that `speaks` warns."""
+        self._limit, self._lr, self._precision, self._speaks = limit, lr, precision, speaks
+        self._row = self._total = self._steps = 0
+
+    def count(self, step: int, *, skipped: bool) -> None:
+        """Step number `step` (from 1) was skipped, or not.
+
+        Raises:
+            SkippedError: too many in a row were.
+        """
+        self._steps += 1
+        self._row = self._row + 1 if skipped else 0
+        self._total += skipped
+        if skipped and self._total == 1 and self._speaks:
+            _log.warning(
+                "warning: step %d was skipped: its loss or gradients are not finite; weights stay "
+                "as they were",
+                step,
+            )
+        if self._row >= self._limit:
+            self._give_up(step)
+
+    def finish(self, step: int) -> None:
+        """The run ends after `step`.
+
+        Raises:
+            SkippedError: it has learned nothing since its first step.
+        """
+        if self._row > 1 and self._row >= self._steps - 1:
+            self._give_up(step)
+
+    def _give_up(self, step: int) -> None:
+        bf16 = ', pipeline.precision = "fp32"' if self._precision == "bf16" else ""
+        raise SkippedError(
+            f"steps {step - self._row + 1} to {step} were skipped: their losses or gradients are "
+            f"not finite; use a lower train.lr than {self._lr:g}, more train.warmup_steps, a "
+            f"train.clip_norm{bf16}, or more bits at the cuts, from an older checkpoint: "
+            "--resume --step N (train.max_skipped says how many in a row are too many)"
+        )
