@@ -51,10 +51,9 @@ def write_weights(folder: Path, *, shard_nbytes: int = _SHARD_NBYTES) -> None:
     """Fill a folder that holds config.json with small random fp32 weights, a shard at a time."""
     from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
     from thinpipe.pipeline.models.hf.shards import INDEX
-    from thinpipe.pipeline.models.hf.stage import build_on_meta
     from thinpipe.pipeline.models.hf.weights import tied_names
 
-    whole = build_on_meta(HuggingFaceConfig(config=str(folder)))
+    whole = HuggingFaceConfig(config=str(folder)).whole()
     copies = tied_names(whole)
     places: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
@@ -79,14 +78,14 @@ def measure(folder: Path, stage: int | None, stages: int) -> dict[str, float]:
     """Build one stage (or none) in this process."""
     from thinpipe.pipeline.models.hf import shards
     from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-    from thinpipe.pipeline.models.hf.stage import build_on_meta, build_stage
+    from thinpipe.pipeline.models.hf.stage import build_stage
 
     weights = (folder / shards.SINGLE).exists() or (folder / shards.INDEX).exists()
     config = HuggingFaceConfig(**{"pretrained" if weights else "config": str(folder)})
     start, parameters = time.perf_counter(), 0
     with mock.patch("thinpipe.pipeline.models.hf.shards.safe_open", wraps=safe_open) as opening:
         if stage is None:
-            build_on_meta(config)
+            config.whole()
         else:
             bounds = [config.layers * i // stages for i in range(stages + 1)]
             module = build_stage(config, bounds[stage], bounds[stage + 1], seed=0, device="cpu")

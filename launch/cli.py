@@ -310,6 +310,7 @@ def _check_resume(config: RunConfig, *, resume: bool) -> None:
 def _show_memory(config: RunConfig, *, resume: bool) -> None:
     try:
         check_folder(config.run.path)
+        check_model(config.model)
         _check_resume(config, resume=resume)
         sequences = len(check_data(config).train)
         config = with_sizes(config)

@@ -75,14 +75,61 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("roberta", {**_BERT, "pad_token_id": 1, "max_position_embeddings": 34}),
     "deberta": ("deberta-v2", _DEBERTA),
 }
-ENCODERS = ("bert", "roberta", "deberta")
+_MOE = {
+    **_LLAMA,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+_DEEPSEEK = {
+    **_MOE,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+}
+_NEXT = {
+    **_MOE,
+    "head_dim": 8,
+    "shared_expert_intermediate_size": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+# Families that are in no list: how they are cut is found by trying.
+TRIED: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("bloom", {**_GPT2, "hidden_size": 32}),
+    "falcon": ("falcon", {**_LLAMA, "multi_query": True}),
+    "gpt-bigcode": ("gpt_bigcode", _GPT2),
+    "mpt": ("mpt", {**_GPT2, "n_layers": LAYERS, "d_model": 32, "n_heads": 4}),
+    "nemotron": ("nemotron", {**_LLAMA, "head_dim": 8}),
+    "stablelm": ("stablelm", _LLAMA),
+    "apertus": ("apertus", _LLAMA),
+    "mixtral": ("mixtral", _MOE),
+    "qwen3-moe": ("qwen3_moe", {**_MOE, "head_dim": 8}),
+    "deepseek-v3": ("deepseek_v3", _DEEPSEEK),
+    "qwen3-next": ("qwen3_next", _NEXT),
+    "qwen3.5-moe": ("qwen3_5_moe_text", _NEXT),
+    "electra": ("electra", {**_BERT, "embedding_size": 16}),
+    "modernbert": ("modernbert", {**_LLAMA, "local_attention": 4}),
+    "xlm-roberta": ("xlm-roberta", {**_BERT, "pad_token_id": 1, "max_position_embeddings": 34}),
+}
+ENCODERS = ("bert", "roberta", "deberta", "electra", "modernbert", "xlm-roberta")
 
 
 def settings(name: str, **changes: Any) -> Any:
     """The transformers config of a tiny model."""
     from transformers import AutoConfig
 
-    kind, values = MODELS[name]
+    kind, values = {**MODELS, **TRIED}[name]
     config = AutoConfig.for_model(kind, **{**values, **changes})
     if name in ENCODERS:
         config.num_labels = CLASSES

@@ -7,7 +7,7 @@ export of a run without training steps equals its source byte for byte.
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +21,9 @@ from thinpipe.launch.checkpoint.run_folder import check_folder
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.hf.families import family_of
+from thinpipe.pipeline.models.hf.layouts import Layout
 from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
 from thinpipe.pipeline.models.hf.shards import SINGLE, write_shards
-from thinpipe.pipeline.models.hf.stage import build_on_meta
 from thinpipe.pipeline.models.hf.weights import Sources, tied_names
 
 _log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        notes += _Export(model, plain, dtype).write(partial)
+        notes += write_folder(model, plain, partial, dtype=dtype)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -97,7 +96,18 @@ def _trained(folder: Path, config: RunConfig, model: HuggingFaceConfig) -> dict[
             tensors |= {name.removeprefix(_PREFIX): tensor for name, tensor in stage.items()}
     if model.lora is None:
         return tensors
-    return merge_lora(tensors, model.lora, inputs_first=stores_inputs_first(build_on_meta(model)))
+    return merge_lora(tensors, model.lora, inputs_first=stores_inputs_first(model.whole()))
+
+
+def write_folder(
+    model: HuggingFaceConfig, tensors: Mapping[str, Tensor], folder: Path, *, dtype: ExportDtype
+) -> list[str]:
+    """Write a whole model, by the names of its parameters, to an empty folder; return notes.
+
+    Raises:
+        ConfigError: a weight overflows `dtype`.
+    """
+    return _Export(model, tensors, dtype).write(folder)
 
 
 class _Export:
@@ -107,22 +117,24 @@ class _Export:
         self, model: HuggingFaceConfig, tensors: Mapping[str, Tensor], dtype: ExportDtype
     ) -> None:
         self._model, self._tensors, self._dtype = model, tensors, dtype
-        self._whole = build_on_meta(model)
+        self._whole = model.whole()
         self._on_disk: dict[str, str] = {}
+        self._layouts: list[Layout] = []
         self._files: dict[str, str] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         if model.weights is not None:
-            family = family_of(model.transformers_config)
-            self._on_disk = Sources(model.weights, self._whole, family).on_disk
+            sources = Sources(model.weights, self._whole, model.family)
+            self._on_disk, self._layouts = sources.on_disk, sources.layouts
             self._files = model.weights.files
-            self._dtypes = model.weights.dtypes(self._on_disk.values())
+            converted = [name for layout in self._layouts for name, _, _ in layout.sources]
+            self._dtypes = model.weights.dtypes([*self._on_disk.values(), *converted])
 
     def write(self, folder: Path) -> list[str]:
         """Write everything; return notes on deviations from the source."""
         untied = self._untied()
         copies = tied_names(self._whole).keys() - self._on_disk.keys() - set(untied)
         names = [name for name in self._whole.state_dict() if name not in copies]
-        stored = {disk: self._cast(name, disk) for name in names if (disk := self._place(name))}
+        stored = self._stored(names)
         write_shards(folder, stored, self._file_names(stored))
         self._write_config(folder, stored, untied=bool(untied))
         assert self._model.folder is not None
@@ -145,23 +157,37 @@ class _Export:
             if not torch.equal(self._tensors[name], self._tensors[source])
         ]
 
-    def _place(self, name: str) -> str:
-        """The tensor's name on disk."""
-        if name in self._on_disk:
-            return self._on_disk[name]
-        from transformers.core_model_loading import revert_weight_conversion
+    def _stored(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Tensors by their names on disk, in the layout of the source."""
+        stored = {
+            self._on_disk[name]: self._cast(self._tensors[name], name, self._on_disk[name])
+            for name in names
+            if name in self._on_disk
+        }
+        placed = set(self._on_disk)
+        for layout in self._layouts:
+            for disk, tensor in layout.to_disk(self._tensors, self._whole).items():
+                stored[disk] = self._cast(tensor, disk, disk)
+            placed |= set(layout.produces)
+        new = {name: self._tensors[name] for name in names if name not in placed}
+        if new:
+            from transformers.core_model_loading import revert_weight_conversion
 
-        (stored,) = revert_weight_conversion(self._whole, {name: self._tensors[name]})
-        return str(stored)
+            sources = tied_names(self._whole)
+            found = {
+                name: self._cast(tensor, name, sources.get(name, name))
+                for name, tensor in new.items()
+            }
+            stored |= revert_weight_conversion(self._whole, found)
+        return stored
 
-    def _cast(self, name: str, stored: str) -> Tensor:
-        tensor = self._tensors[name]
+    def _cast(self, tensor: Tensor, name: str, source: str) -> Tensor:
+        """In the dtype to write; `source` is a name on disk or of a parameter with one."""
         if not tensor.is_floating_point():
             return tensor
         if self._dtype != "source":
             return _fitting(tensor, _DTYPES[self._dtype], name)
-        source = tied_names(self._whole).get(name, "")
-        found = self._dtypes.get(stored) or self._dtypes.get(self._on_disk.get(source, ""))
+        found = self._dtypes.get(source) or self._dtypes.get(self._on_disk.get(source, ""))
         return _fitting(tensor, found or tensor.dtype, name)
 
     def _file_names(self, stored: Mapping[str, Tensor]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+from thinpipe.pipeline.models.hf.self_check import check_step
 from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_stage, check_folder
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.own.stage import OwnStage, build_own
@@ -33,13 +34,17 @@ def build_model(
 
 
 def check_model(config: ModelConfig) -> None:
-    """Look at a model's files without reading weights; needs all of them.
+    """Look at a model's files without reading weights, unless a self-check is asked for.
+
+    Needs all files.
 
     Raises:
         ValueError: they cannot be used; names file, tensor and remedy.
     """
     if isinstance(config, HuggingFaceConfig):
         check_folder(config)
+        if config.self_check:
+            check_step(config, seed=0)
 
 
 def trainable(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -1,16 +1,24 @@
 """Settings of a Hugging Face model, and its shape, from the config.json of its folder."""
 
 import hashlib
+import sys
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from thinpipe.pipeline.models.hf.families import family_of
+from thinpipe.pipeline.models.hf.discovery import find_family
+from thinpipe.pipeline.models.hf.families import Family, registered, task_of
 from thinpipe.pipeline.models.hf.shards import Shards
+from thinpipe.pipeline.models.hf.whole import build_on_meta
 
-_ROBERTA_LIKE = ("roberta",)
+# Their positions count from padding_idx + 1.
+_ROBERTA_LIKE = (
+    *("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta"),
+    "xlm-roberta-xl",
+)
+_CONTEXTS = ("max_position_embeddings", "max_seq_len", "seq_length")
 _HEADS = ("summary_", "classifier_", "pooler_")  # rates of task heads
 
 
@@ -36,7 +44,8 @@ class HuggingFaceConfig(BaseModel):
     config.json is read, for random weights; it takes precedence over `pretrained`. `task =
     "classification"` puts a head of `classes` classes on an encoder. `dropout` replaces every
     dropout rate of the folder's config. With `tie_embeddings = "exact"` a tied head stays equal to
-    the embedding when a cut separates them; "untied" lets the copies diverge.
+    the embedding when a cut separates them; "untied" lets the copies diverge. With `self_check` one
+    step of the cut model is compared with that of the whole one before training.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -49,6 +58,7 @@ class HuggingFaceConfig(BaseModel):
     activation_checkpointing: bool = False
     tie_embeddings: Literal["untied", "exact"] = "untied"
     lora: LoraConfig | None = None
+    self_check: bool = False
 
     @field_validator("pretrained", "config")
     @classmethod
@@ -62,7 +72,8 @@ class HuggingFaceConfig(BaseModel):
         self._check_folder(self.folder)
         config = self.transformers_config
         try:
-            needed = family_of(config).task
+            needed = task_of(config)
+            _check_router(config)
         except ValueError as error:
             raise ValueError(f"{self.folder / 'config.json'}: {error}") from None
         if self.task != needed:
@@ -111,9 +122,9 @@ class HuggingFaceConfig(BaseModel):
     def context(self) -> int:
         """Longest sequence in tokens."""
         config = self.transformers_config
-        # RoBERTa numbers positions from padding_idx + 1.
         unused = config.pad_token_id + 1 if config.model_type in _ROBERTA_LIKE else 0
-        return int(config.max_position_embeddings) - unused
+        longest = next((getattr(config, n) for n in _CONTEXTS if hasattr(config, n)), None)
+        return sys.maxsize if longest is None else int(longest) - unused  # none: no positions
 
     @property
     def ties_embeddings(self) -> bool:
@@ -135,7 +146,8 @@ class HuggingFaceConfig(BaseModel):
             found.append(
                 "note: model.config is set, so weights are random and model.pretrained is not read"
             )
-        shared = family_of(self.transformers_config).shared
+        family = registered(self.transformers_config.model_type)
+        shared = family.shared if family else ()
         if cut and shared:
             found.append(
                 f"note: {', '.join(shared)} are used by every stage; they are frozen, so that "
@@ -168,6 +180,23 @@ class HuggingFaceConfig(BaseModel):
             config.num_labels = self.classes
         return config
 
+    @cached_property
+    def family(self) -> Family:
+        """How the model is cut: as registered, or found by trying.
+
+        Raises:
+            ValueError: it cannot be cut.
+        """
+        return find_family(self.whole())
+
+    def whole(self) -> Any:
+        """A whole model on the meta device, without weights.
+
+        Raises:
+            ValueError: the library cannot build it.
+        """
+        return build_on_meta(self.transformers_config, self.task)
+
     def _check_folder(self, folder: Path) -> None:
         setting = "model.config" if self.config else "model.pretrained"
         if not folder.is_dir():
@@ -190,6 +219,24 @@ def _read(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
+
+
+def _check_router(config: Any) -> None:
+    """Refuse a loss that the model asks for and the pipeline would not compute.
+
+    Raises:
+        ValueError: the routers' balancing loss is on.
+    """
+    names = ("router_aux_loss_coef", "aux_loss_alpha", "router_z_loss_coef")
+    rates = {name: getattr(config, name, None) or 0.0 for name in names}
+    asked = {name: rate for name, rate in rates.items() if rate > 0}
+    if getattr(config, "output_router_logits", False) and asked:
+        name, rate = next(iter(asked.items()))
+        raise ValueError(
+            f"output_router_logits = true, {name} = {rate}: the routers' balancing loss runs over "
+            "all layers, of which a stage has only its own, so it is not computed; set "
+            "output_router_logits = false in config.json to train without it"
+        )
 
 
 def _dropout_names(config: Any) -> list[str]:

@@ -1,16 +1,17 @@
 """Where a Hugging Face model family has its blocks, and what only its first and last stage need.
 
 A family's own forward runs on every stage, with some modules replaced: hidden states enter as
-`inputs_embeds`, so that masks, positions and rotary tables are made on each stage. To add a family:
+`inputs_embeds`, so that masks, positions and rotary tables are made on each stage. Most families
+need no entry: `discovery.py` finds out by trying. For one that it cannot tell, call, before the
+model is built:
 
-    "gpt2": Family(
+    register_family("gpt2", Family(
         "h",                                              # its list of blocks
         first={"wte": "identity", "wpe": "zero", "drop": "identity"},  # on the first stage only
         last={"ln_f": "identity"},                          # on the last stage only
-    ),
+    ))
 
-Paths start at the base model. `check_passes_through` refuses a family whose other modules change
-hidden states too.
+Paths start at the base model.
 """
 
 from collections.abc import Mapping
@@ -23,72 +24,76 @@ from torch import Tensor, nn
 Substitute = Literal["identity", "none", "zero", "inputs"]
 """What replaces a module on the other stages: the identity; None, if it is optional; a position
 embedding of zero; an embedding block that returns `inputs_embeds`."""
+Task = Literal["language", "classification"]
 
 
 @dataclass(frozen=True)
 class Family:
-    """Paths from the base model. `shared` modules are used by every stage; `task` is the head's."""
+    """Paths from the base model. `shared` modules are used by every stage."""
 
     blocks: str
     first: Mapping[str, Substitute] = field(default_factory=dict)
     last: Mapping[str, Substitute] = field(default_factory=dict)
     shared: tuple[str, ...] = ()
-    task: Literal["language", "classification"] = "language"
 
 
-_GPT2 = Family("h", {"wte": "identity", "wpe": "zero", "drop": "identity"}, {"ln_f": "identity"})
-_BERT = Family("encoder.layer", {"embeddings": "inputs"}, {"pooler": "none"}, task="classification")
-
-_FAMILIES = {
-    "gpt2": _GPT2,
-    "gpt_neo": _GPT2,
-    "gptj": Family("h", {"wte": "identity", "drop": "identity"}, {"ln_f": "identity"}),
-    "opt": Family(
-        "decoder.layers",
-        {
-            "decoder.embed_tokens": "identity",
-            "decoder.embed_positions": "zero",
-            "decoder.project_in": "none",
-        },
-        {"decoder.final_layer_norm": "none", "decoder.project_out": "none"},
-    ),
-    "bert": _BERT,
-    "roberta": _BERT,
-    "deberta-v2": Family(
-        "encoder.layer",
-        {"embeddings": "inputs", "encoder.conv": "none"},
-        shared=("encoder.rel_embeddings", "encoder.LayerNorm"),
-        task="classification",
-    ),
-}
-
-_REMEDY = (
-    "train one of {known}, or a family with a base_model_pp_plan (Llama and its relatives), or "
-    "add its blocks, first and last modules to pipeline/models/hf/families.py (five lines)"
+# Its convolution stands between two blocks, and its shared parts are read, not called.
+_DEBERTA = Family(
+    "encoder.layer",
+    {"embeddings": "inputs", "encoder.conv": "none"},
+    shared=("encoder.rel_embeddings", "encoder.LayerNorm"),
 )
+# Written once, by `register_family`: a family is a fact about code, not state of a run.
+_REGISTERED = {"deberta-v2": _DEBERTA}
 
 
-def family_of(config: Any) -> Family:
-    """The family of a transformers config: from the table, or from the plan in its own class.
+def register_family(model_type: str, family: Family) -> None:
+    """Say how the models of a family are cut, where trying cannot tell.
+
+    `model_type` is that of config.json. Call it in every process, before the model is built. The
+    self-check (`model.self_check`) compares one step of the cut model with the whole one.
 
     Raises:
-        ValueError: neither knows it.
+        ValueError: the family has another entry already.
     """
-    if config.model_type in _FAMILIES:
-        return _FAMILIES[config.model_type]
-    plan = list(getattr(config, "base_model_pp_plan", None) or ())
-    blocks = next((name for name in plan if name in ("layers", "h")), None)
-    if blocks is None:
+    if _REGISTERED.setdefault(model_type, family) != family:
         raise ValueError(
-            f"model_type = {config.model_type!r}: its blocks and ends are listed neither here "
-            f"nor in its transformers config (base_model_pp_plan); {_remedy()}"
+            f"register_family({model_type!r}): has another entry already; remove one of them"
         )
-    at = plan.index(blocks)
-    return Family(
-        blocks,
-        first={name: "identity" for name in plan[:at]},
-        last={name: "identity" for name in plan[at + 1 :]},
-    )
+
+
+def registered(model_type: str) -> Family | None:
+    """The entry of a family, if it needs one."""
+    return _REGISTERED.get(model_type)
+
+
+def task_of(config: Any) -> Task:
+    """What a model of this transformers config is trained for: encoders classify.
+
+    Raises:
+        ValueError: it has both an encoder and a decoder, or more than text goes into it.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model_type = {kind!r} is an encoder-decoder: its decoder needs the encoder's output "
+            "in every block, so that more than hidden states would cross a cut; train a decoder "
+            "(GPT-2, Llama and their relatives) or an encoder (BERT and its relatives)"
+        )
+    encoder = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if encoder and not getattr(config, "is_decoder", False):
+        known = kind in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        task: Task = "classification"
+    else:
+        known, task = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "language"
+    if not known or not all(hasattr(config, name) for name in ("num_hidden_layers", "vocab_size")):
+        raise ValueError(
+            f"model_type = {kind!r}: is neither a causal language model nor a text encoder with a "
+            "classification head; use one, for example the text part of a multimodal model"
+        )
+    return task
 
 
 class IndexedBlocks(nn.ModuleList):
@@ -105,6 +110,16 @@ class IndexedBlocks(nn.ModuleList):
         return nn.ModuleList(blocks[position]) if isinstance(position, slice) else blocks[position]
 
 
+def keep_blocks(base: Any, family: Family, first: int, stop: int) -> None:
+    """Leave only blocks `first` to `stop - 1` in a base model."""
+    parent, _, name = family.blocks.rpartition(".")
+    blocks = base.get_submodule(family.blocks)
+    setattr(base.get_submodule(parent), name, IndexedBlocks(blocks, first, stop))
+    kinds = getattr(base.config, "layer_types", None)  # kinds of masks, looked up by position
+    if kinds and len(kinds) == len(blocks) > stop - first:
+        base.config.layer_types = kinds[first:stop]
+
+
 def replace_modules(base: nn.Module, substitutes: Mapping[str, Substitute]) -> None:
     """Replace modules of a base model, where it has them."""
     for path, substitute in substitutes.items():
@@ -114,40 +129,6 @@ def replace_modules(base: nn.Module, substitutes: Mapping[str, Substitute]) -> N
             setattr(owner, name, _SUBSTITUTES[substitute]())
 
 
-@torch.no_grad()
-def check_passes_through(model: Any, *, width: int) -> None:
-    """Refuse a base model that changes hidden states even without its blocks and ends.
-
-    Some families scale embeddings in their forward, or add something at every call: when cut, they
-    would silently compute something else.
-
-    Raises:
-        ValueError: the hidden states differ, or the family's forward cannot run without blocks.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x_BTD = torch.randn(1, 3, width, generator=generator)
-    reason = "it changes hidden states outside its blocks"
-    try:
-        out_BTD = model(inputs_embeds=x_BTD, use_cache=False, return_dict=True).last_hidden_state
-        same = torch.equal(out_BTD, x_BTD)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        same, reason = False, f"its forward fails without blocks ({error})"
-    if not same:
-        raise ValueError(
-            f"model_type = {model.config.model_type!r} cannot be cut by its base_model_pp_plan: "
-            f"{reason}; {_remedy()}"
-        )
-
-
-def in_table(model_type: str) -> bool:
-    """Whether the family is listed (and tested) here."""
-    return model_type in _FAMILIES
-
-
-def _remedy() -> str:
-    return _REMEDY.format(known=", ".join(_FAMILIES))
-
-
 class _ZeroPositions(nn.Module):
     def forward(self, *arguments: Any, **settings: Any) -> Tensor:
         device = next((a.device for a in arguments if isinstance(a, Tensor)), None)
@@ -155,8 +136,13 @@ class _ZeroPositions(nn.Module):
 
 
 class _InputsAsEmbeddings(nn.Module):
-    def forward(self, *arguments: Any, inputs_embeds: Tensor, **settings: Any) -> Tensor:
-        return inputs_embeds
+    def forward(
+        self, *arguments: Any, inputs_embeds: Tensor | None = None, **settings: Any
+    ) -> Tensor:
+        if inputs_embeds is not None:
+            return inputs_embeds
+        given = (a for a in arguments if isinstance(a, Tensor) and a.is_floating_point())
+        return next(given)
 
 
 _SUBSTITUTES: dict[Substitute, Any] = {

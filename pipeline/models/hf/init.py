@@ -2,11 +2,12 @@
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextlib.contextmanager
@@ -18,24 +19,78 @@ def seeded(seed: int, name: str) -> Iterator[None]:
         yield
 
 
-def initialise(model: Any, *, seed: int, tied_to: tuple[str, nn.Embedding] | None) -> None:
+def initialise(
+    model: Any, *, seed: int, tied_to: tuple[str, nn.Embedding] | None
+) -> frozenset[str]:
     """Fill every parameter and buffer as the family does, each module by a seed of its name.
 
     Buffers that no file holds, such as rotary tables, are filled here too. `tied_to` is the name
     of the embedding that the head is a copy of, and that embedding; it may have no memory here.
+    Returns the names of those that the family's `_init_weights` leaves unset: they hold NaN.
     """
-    for name, module in model.named_modules():
-        if not _holds_tensors(module):
-            continue
-        if tied_to is not None and module is model.get_output_embeddings():
+    _erase(model)
+    head = _head_of(model) if tied_to is not None else None
+    # Modules before those that hold them, which may fill them in a way of their own.
+    for name, module in reversed(list(model.named_modules())):
+        if next(_tensors(module), None) is None or (
+            hasattr(module, "_init_weights") and not _holds_tensors(module)
+        ):
+            continue  # nothing to fill, or a model, whose parts a cut may have replaced
+        if tied_to is not None and module is head:
             name, embedding = tied_to
             with seeded(seed, name):
                 model._init_weights(_as_embedding(module, embedding))
-            if getattr(module, "bias", None) is not None:
-                nn.init.zeros_(module.bias)
+            bias: Any = getattr(module, "bias", None)
+            if bias is not None:
+                nn.init.zeros_(bias)
         else:
             with seeded(seed, name):
                 model._init_weights(module)
+    return frozenset(name for name, tensor in _tensors(model) if _is_unset(tensor))
+
+
+def fill_from_constructors(
+    model: Any, blocks: str, unset: frozenset[str], *, seed: int, config: Any
+) -> frozenset[str]:
+    """Give what `_init_weights` left unset the values that the constructor of its block gives.
+
+    `blocks` is the path of the blocks in the whole model, `config` the whole model's. Returns the
+    names of what constructors leave unset, too.
+    """
+    left, held = unset, dict(_tensors(model))
+    for index, block in model.get_submodule(blocks).named_children():
+        prefix = f"{blocks}.{index}."
+        if not any(name.startswith(prefix) for name in left):
+            continue
+        with seeded(seed, prefix), _new_memory_is_nan():
+            try:
+                built = type(block)(config, int(index))
+            except (AttributeError, TypeError, ValueError):
+                continue  # a constructor of another kind: refused by name, with its parameters
+        for name, tensor in _tensors(built):
+            if prefix + name in left and not _is_unset(tensor):
+                held[prefix + name].data.copy_(tensor)
+                left -= {prefix + name}
+    return left
+
+
+@contextlib.contextmanager
+def _new_memory_is_nan() -> Iterator[None]:
+    """Fill what `torch.empty` returns with NaN, so that unset parameters show."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _head_of(model: Any) -> Any:
+    """The head, if this part of the model has it."""
+    try:
+        return model.get_output_embeddings()
+    except AttributeError:  # a family that looks into the head, where a cut has replaced it
+        return None
 
 
 def _as_embedding(head: Any, embedding: nn.Embedding) -> nn.Embedding:
@@ -47,3 +102,27 @@ def _as_embedding(head: Any, embedding: nn.Embedding) -> nn.Embedding:
 def _holds_tensors(module: nn.Module) -> bool:
     parameters = module.parameters(recurse=False)
     return any(True for _ in parameters) or any(True for _ in module.buffers(recurse=False))
+
+
+_UNSET = torch.iinfo(torch.int64).min  # of integer buffers, as NaN of floats
+
+
+@torch.no_grad()
+def _erase(model: nn.Module) -> None:
+    """Put NaN where `_init_weights` has yet to put values: unset memory may hold anything."""
+    for _, tensor in _tensors(model):
+        if tensor.is_floating_point():
+            tensor.fill_(math.nan)
+        elif tensor.dtype == torch.int64:
+            tensor.fill_(_UNSET)
+
+
+def _is_unset(tensor: Tensor) -> bool:
+    if tensor.is_floating_point():
+        return bool(tensor.isnan().any())
+    return tensor.dtype == torch.int64 and bool((tensor == _UNSET).any())
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

@@ -25,12 +25,12 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int) -> None:
 
     Raises:
         ImportError: peft is not installed.
-        ValueError: a target names no linear layer, or peft has no default for the family.
+        ValueError: a target names no linear layer, or there is no default for the family.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
 
-    targets = config.targets or _default_targets(model.config.model_type)
+    targets = config.targets or default_targets(model)
     heads = _heads(model)
     options = PeftConfig(
         r=config.rank,
@@ -68,11 +68,14 @@ def check_targets(model: Any, config: LoraConfig) -> None:
 
 
 def _no_such_target(model: Any, targets: Sequence[str], missing: Sequence[str]) -> ValueError:
-    available = list(dict.fromkeys(name.rpartition(".")[2] for name in _linear_layers(model)))
     return ValueError(
         f"model.lora.targets = {list(targets)}: no linear layers of a block: {list(missing)}; "
-        f"use some of {available}"
+        f"use some of {_available(model)}"
     )
+
+
+def _available(model: Any) -> list[str]:
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in _linear_layers(model)))
 
 
 def _linear_layers(model: Any) -> list[str]:
@@ -120,13 +123,28 @@ def merge_lora(
     return merged
 
 
-def _default_targets(model_type: str) -> list[str]:
+# Names of the attention's inputs, for families that peft has no default for.
+_ATTENTION = (
+    *(("q_proj", "v_proj"), ("qkv_proj",), ("query_key_value",), ("Wqkv",), ("c_attn",)),
+    *(("query", "value"), ("q_lin", "v_lin")),
+)
+
+
+def default_targets(model: Any) -> list[str]:
+    """The layers to adapt: peft's for the family, or the attention's inputs.
+
+    Raises:
+        ValueError: there is no default, and the attention has other names.
+    """
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 
-    targets = DEFAULTS.get(model_type)
+    targets = DEFAULTS.get(model.config.model_type)
+    if targets is None:
+        held = {name.rpartition(".")[2] for name in _linear_layers(model)}
+        targets = next((names for names in _ATTENTION if held.issuperset(names)), None)
     if targets is None:
         raise ValueError(
-            f"model.lora.targets: peft has no default for {model_type}; name its linear layers, "
-            'for example ["q_proj", "v_proj"]'
+            f"model.lora.targets: there is no default for {model.config.model_type}; name some of "
+            f"its linear layers: {_available(model)}"
         )
     return list(targets)

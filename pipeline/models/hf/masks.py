@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.attention import attention_mask, positions
-from thinpipe.pipeline.models.hf.families import family_of
+from thinpipe.pipeline.models.hf.families import task_of
 
 _FAMILIES = (
     *("gemma", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gptj", "llama", "mistral", "olmo"),
@@ -75,7 +75,7 @@ def mask_inputs(
 
 
 def _refusal(config: Any) -> str | None:
-    if family_of(config).task == "classification":
+    if task_of(config) == "classification":
         return "it is an encoder, which reads one text at a time"
     if config.model_type == "gpt_neo":
         return "its blocks add causal and local masks of their own"

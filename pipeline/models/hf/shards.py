@@ -61,7 +61,7 @@ class Shards:
         # What was read of a mapped file stays resident until it is closed: one tensor at a time.
         for name in sorted(names, key=self.files.__getitem__):
             for _, piece in self._pieces([name]):
-                yield name, piece[:]
+                yield name, _values(piece)
 
     def shapes(self, names: Collection[str]) -> dict[str, list[int]]:
         """Shapes of some tensors; opens every file, reads only headers.
@@ -129,6 +129,11 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str
             "weight_map": {name: files[name] for name in sorted(tensors)},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _values(piece: Any) -> Tensor:
+    tensor: Tensor = piece[:] if piece.get_shape() else piece[...]
+    return tensor
 
 
 _AGAIN = "copy or download the file again"

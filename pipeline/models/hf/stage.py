@@ -1,13 +1,14 @@
 """A Hugging Face transformer cut between any two blocks, each stage with its own part only.
 
 The whole model is laid out on the meta device; a stage keeps its blocks under their indices in the
-whole model, parts that only the ends need are taken out (`families.py`), and the family's own
+whole model, parts that only the ends need are taken out (`discovery.py`), and the family's own
 forward runs on what is left. Nothing but hidden states crosses a cut.
 
 Axes: B samples, T tokens, D width, V vocabulary, C classes.
 """
 
 import copy
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -15,15 +16,8 @@ from torch import Tensor, nn
 
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.hf.families import (
-    Family,
-    IndexedBlocks,
-    check_passes_through,
-    family_of,
-    in_table,
-    replace_modules,
-)
-from thinpipe.pipeline.models.hf.init import initialise
+from thinpipe.pipeline.models.hf.families import Family, keep_blocks, replace_modules
+from thinpipe.pipeline.models.hf.init import fill_from_constructors, initialise
 from thinpipe.pipeline.models.hf.lora import add_lora, check_targets
 from thinpipe.pipeline.models.hf.masks import check_masks, mask_inputs, needs_mask
 from thinpipe.pipeline.models.hf.weights import Sources
@@ -99,8 +93,8 @@ def build_stage(
             f"first = {first}, stop = {stop}: not a non-empty range of the model's "
             f"{config.layers} layers; use 0 <= first < stop <= {config.layers}"
         )
-    family = family_of(config.transformers_config)
-    model = build_on_meta(config)
+    family = config.family
+    model = config.whole()
     sources = Sources(config.weights, model, family) if config.weights else None
     tied_to = _embedding(model) if config.ties_embeddings else None
     _cut(model, family, first, stop)
@@ -108,9 +102,16 @@ def build_stage(
         model.to_empty(device="cpu")
         if first == 0 and stop == config.layers:
             model.tie_weights()  # to_empty gave every parameter memory of its own
-        initialise(model, seed=seed, tied_to=tied_to)
-        if sources is not None:
-            sources.load(model)
+        unset = initialise(model, seed=seed, tied_to=tied_to)
+        if unset:
+            unset = fill_from_constructors(
+                model,
+                _path_of_blocks(model, family),
+                unset,
+                seed=seed,
+                config=copy.deepcopy(config.transformers_config),
+            )
+        _check_set(config, unset - (sources.load(model) if sources is not None else set()))
     if stop - first < config.layers:
         _freeze(model.base_model, family.shared)  # else the copies would diverge
     if config.activation_checkpointing:
@@ -130,48 +131,28 @@ def check_folder(config: HuggingFaceConfig) -> None:
         ValueError: the family cannot be cut, or LoRA finds no layer.
         ShardError: a tensor or file is missing, damaged or of another shape.
     """
-    model = build_on_meta(config)
+    model, family = config.whole(), config.family
     if config.weights is not None:
-        Sources(config.weights, model, family_of(config.transformers_config)).check()
+        Sources(config.weights, model, family).check()
     if config.lora is not None:
         check_targets(model, config.lora)
         add_lora(model, config.lora, seed=0)
 
 
-def build_on_meta(config: HuggingFaceConfig) -> Any:
-    """The whole model on the meta device, after checking that it can be cut."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    factory: Any = AutoModelForCausalLM
-    if config.task == "classification":
-        factory = AutoModelForSequenceClassification
-    settings = copy.deepcopy(config.transformers_config)  # stages change theirs
-    if not in_table(settings.model_type):
-        _check_plan(factory, settings)
-    with torch.device("meta"):
-        model = factory.from_config(settings, dtype=torch.float32)
-    model.tie_weights()  # transformers 5.0 leaves that out on the meta device
-    return model
-
-
-def _check_plan(factory: Any, settings: Any) -> None:
-    """Check that the model without blocks and ends returns hidden states unchanged."""
-    settings = copy.deepcopy(settings)
-    family = family_of(settings)
-    with torch.device("meta"):
-        model = factory.from_config(settings, dtype=torch.float32)
-    base = model.base_model
-    _keep_blocks(base, family, 0, 0)
-    replace_modules(base, {**family.first, **family.last})
-    base.to_empty(device="cpu")
-    initialise(base, seed=0, tied_to=None)
-    check_passes_through(base, width=settings.hidden_size)
+def _check_set(config: HuggingFaceConfig, unset: Set[str]) -> None:
+    if unset:
+        shown = ", ".join(sorted(unset)[:4]) + (", ..." if len(unset) > 4 else "")
+        raise ValueError(
+            f"model_type = {config.transformers_config.model_type!r}: neither the library's "
+            f"initialisation nor a constructor sets {shown}; train from weights "
+            "(model.pretrained), or a model of another family"
+        )
 
 
 def _cut(model: Any, family: Family, first: int, stop: int) -> None:
     base = model.base_model
     whole = len(base.get_submodule(family.blocks))
-    _keep_blocks(base, family, first, stop)
+    keep_blocks(base, family, first, stop)
     if first > 0:
         replace_modules(base, family.first)
     if stop < whole:
@@ -181,12 +162,9 @@ def _cut(model: Any, family: Family, first: int, stop: int) -> None:
                 setattr(model, name, nn.Identity())
 
 
-def _keep_blocks(base: Any, family: Family, first: int, stop: int) -> None:
-    parent, _, name = family.blocks.rpartition(".")
-    blocks = base.get_submodule(family.blocks)
-    setattr(base.get_submodule(parent), name, IndexedBlocks(blocks, first, stop))
-    if getattr(base.config, "layer_types", None):  # kinds of masks, looked up by position
-        base.config.layer_types = base.config.layer_types[first:stop]
+def _path_of_blocks(model: Any, family: Family) -> str:
+    has_prefix = model.base_model is not model
+    return f"{model.base_model_prefix}.{family.blocks}" if has_prefix else family.blocks
 
 
 def _embedding(model: Any) -> tuple[str, nn.Embedding]:

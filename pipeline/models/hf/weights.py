@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thinpipe.pipeline.models.hf.families import Family
+from thinpipe.pipeline.models.hf.layouts import Layout, match_names
 from thinpipe.pipeline.models.hf.shards import INDEX, SINGLE, ShardError, Shards
 
 _log = logging.getLogger(__name__)
@@ -21,8 +22,7 @@ class Sources:
         """`whole` is the uncut model, which may lie on the meta device.
 
         Raises:
-            ShardError: the folder holds more layers than the config has, or a layout that is
-                converted on loading (merged experts, for example).
+            ShardError: the folder holds more layers than the config has.
         """
         self.shards = shards
         base = whole.base_model_prefix
@@ -30,11 +30,15 @@ class Sources:
         self._layers = int(whole.config.num_hidden_layers)
         self._optional = _optional_names(whole)
         self._tied = tied_names(whole)
-        self._whole = whole.state_dict()
-        self.on_disk = self._match(whole)
+        self._model, self._whole = whole, whole.state_dict()
+        matched = match_names(shards.files, whole)
+        for stored, name in matched.unknown.items():
+            self._check_layer(stored, name)
+        self.on_disk, self.layouts = matched.plain, matched.layouts
+        self._converted = {name: layout for layout in self.layouts for name in layout.produces}
 
-    def load(self, model: Any) -> None:
-        """Fill the parameters of a cut (or whole) model.
+    def load(self, model: Any) -> set[str]:
+        """Fill the parameters of a cut (or whole) model; return the names of those found.
 
         Task heads and poolers that the folder lacks keep their random values, and are logged.
 
@@ -42,10 +46,13 @@ class Sources:
             ShardError: a tensor is missing, unreadable or of another shape.
         """
         wanted: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
+        converted: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for name, tensor in model.state_dict().items():
             source = self._source(name)
             if source is not None:
                 wanted[source].append((name, tensor))
+            elif (known := self._known(name)) is not None:
+                converted[self.layouts.index(self._converted[known])][name] = tensor
             elif name not in self._optional:
                 raise self._missing(name)
             else:
@@ -55,6 +62,10 @@ class Sources:
                 for name, tensor in wanted[source]:
                     self._check_shape(source, name, list(stored.shape), list(tensor.shape))
                     tensor.copy_(stored)
+            for index, tensors in converted.items():
+                self._load_converted(self.layouts[index], tensors)
+        found = {name for tensors in converted.values() for name in tensors}
+        return found | {name for pairs in wanted.values() for name, _ in pairs}
 
     def check(self) -> None:
         """Check every tensor of the whole model by the files' headers; needs all files.
@@ -65,41 +76,44 @@ class Sources:
         shapes = self.shards.shapes(list(self.on_disk.values()))
         for name, tensor in self._whole.items():
             source = self._source(name)
-            if source is None and name not in self._optional:
-                raise self._missing(name)
             if source is not None:
                 self._check_shape(source, name, shapes[source], list(tensor.shape))
+            elif self._known(name) is None and name not in self._optional:
+                raise self._missing(name)
+        for layout in self.layouts:
+            shapes = self.shards.shapes([name for name, _, _ in layout.sources])
+            stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+            self._convert(layout, stored)
+
+    def _load_converted(self, layout: Layout, tensors: dict[str, Tensor]) -> None:
+        stored = dict(self.shards.read([name for name, _, _ in layout.sources]))
+        made = self._convert(layout, stored)
+        for name, tensor in tensors.items():
+            tensor.copy_(made[self._known(name) or name])
+
+    def _convert(self, layout: Layout, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters from a group of stored tensors, after checking their shapes."""
+        first = layout.sources[0][0]
+        try:
+            made = layout.from_disk(stored, self._model)
+        except ValueError as error:
+            raise ShardError(
+                f"{self._file(first)}: {error}: {first} and its like do not fit together; use the "
+                "weights that belong to this config.json"
+            ) from error
+        for name in layout.produces:
+            if name not in made:
+                raise self._missing(name)
+            wanted = list(self._whole[name].shape)
+            self._check_shape(first, name, list(made[name].shape), wanted)
+        return made
+
+    def _known(self, name: str) -> str | None:
+        """The parameter itself, or the one that it is a copy of, if a layout produces it."""
+        return next((n for n in (name, self._tied.get(name, "")) if n in self._converted), None)
 
     def _source(self, name: str) -> str | None:
         return self.on_disk.get(name) or self.on_disk.get(self._tied.get(name, ""))
-
-    def _match(self, whole: Any) -> dict[str, str]:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            rename_source_key,
-        )
-
-        rules = get_model_conversion_mapping(whole)
-        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        names = whole.state_dict()
-        found = {}
-        for stored in self.shards.files:
-            name, converter = rename_source_key(
-                stored, renamings, converters, whole.base_model_prefix, names
-            )
-            if name in names:
-                if converter is not None:
-                    raise ShardError(
-                        f"{self._file(stored)}: {stored} is stored in a layout that is converted "
-                        f"on loading ({converter}); load and save the model once with transformers"
-                    )
-                found[name] = stored
-            else:
-                self._check_layer(stored, name)
-        return found
 
     def _check_layer(self, stored: str, name: str) -> None:
         block = self._blocks.match(name)
@@ -111,7 +125,8 @@ class Sources:
 
     def _missing(self, name: str) -> ShardError:
         block = self._blocks.match(name)
-        held = [int(found[1]) for known in self.on_disk if (found := self._blocks.match(known))]
+        known = [*self.on_disk, *self._converted]
+        held = [int(found[1]) for each in known if (found := self._blocks.match(each))]
         if block is not None and held and int(block[1]) > max(held):
             why = (
                 f"config.json has {self._layers} layers, the files hold {max(held) + 1}; use the "

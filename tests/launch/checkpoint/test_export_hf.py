@@ -103,7 +103,11 @@ def assert_same_bytes(left: Path, right: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "gpt-neox", "llama", "gemma", "opt-350m", "bert", "deberta"]
+    "name",
+    [
+        *("gpt2", "gpt-neox", "llama", "gemma", "opt-350m", "bert", "deberta", "mixtral"),
+        *("qwen3-moe", "deepseek-v3", "qwen3-next", "falcon"),
+    ],
 )
 def test_export_without_training_is_byte_identical(name: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
@@ -176,7 +180,9 @@ def test_an_untied_head_keeps_the_dtype(tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt-neox", "llama-tied", "opt", "roberta", "deberta"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt-neox", "llama-tied", "opt", "roberta", "deberta", "mixtral"]
+)
 @pytest.mark.parametrize("weights", ["pretrained", "config"])
 def test_transformers_computes_the_logits_of_the_trained_pipeline(
     name: str, weights: str, tmp_path: Path

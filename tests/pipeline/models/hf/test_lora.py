@@ -6,7 +6,7 @@ import torch
 
 from tests.huggingface import CLASSES, LAYERS, saved_model, section
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig, LoraConfig
-from thinpipe.pipeline.models.hf.lora import merge_lora
+from thinpipe.pipeline.models.hf.lora import default_targets, merge_lora
 from thinpipe.pipeline.models.hf.stage import build_stage, check_folder
 
 CUTS = ((0, 2), (2, LAYERS))
@@ -88,8 +88,23 @@ def test_a_stage_without_any_target_is_refused_with_our_message(tmp_path: Path) 
         build_stage(config, 0, 2, seed=0, device="meta")
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("phi3", ["qkv_proj"]), ("olmo", ["q_proj", "v_proj"]), ("modernbert", ["Wqkv"])],
+)
+def test_a_family_that_peft_does_not_know_gets_its_attention_s_inputs(
+    name: str, expected: list[str], tmp_path: Path
+) -> None:
+    saved_model(name, tmp_path)
+    config = HuggingFaceConfig(**section(name, tmp_path, lora={}))
+    assert default_targets(config.whole()) == expected
+    check_folder(config)
+
+
 def test_a_family_without_default_targets_asks_for_them(tmp_path: Path) -> None:
-    saved_model("olmo", tmp_path)
-    config = HuggingFaceConfig(**section("olmo", tmp_path, lora={}))
-    with pytest.raises(ValueError, match=r"no default for olmo.*name its linear layers"):
-        check_folder(config)
+    whole = saved_model("llama", tmp_path)
+    whole.config.model_type = "unheard-of"
+    for block in whole.model.layers:
+        block.self_attn.queries = block.self_attn.__dict__["_modules"].pop("q_proj")
+    with pytest.raises(ValueError, match=r"no default for unheard-of; name some of .*'queries'"):
+        default_targets(whole)

@@ -165,3 +165,30 @@ def test_a_classifier_may_start_from_a_model_without_its_head(
     assert stages[1].model.classifier.weight.shape == (5, 32)
     loaded = stages[1].model.bert.encoder.layer[0].attention.self.query.weight
     assert torch.equal(loaded, base.encoder.layer[3].attention.self.query.weight)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
+def test_experts_stored_one_by_one_are_merged_and_checked(name: str, tmp_path: Path) -> None:
+    saved_model(name, tmp_path)
+    config = HuggingFaceConfig(**section(name, tmp_path))
+    assert config.weights is not None
+    expert = next(
+        key for key in config.weights.files if "layers.3." in key and ".experts.2." in key
+    )
+    check_folder(config)
+    file = tmp_path / config.weights.files[expert]
+    tensors = load_file(file)
+    save_file({**tensors, expert: tensors[expert][:, :-1].contiguous()}, file)
+    for use in (
+        lambda: check_folder(config),
+        lambda: build_stage(config, 2, 4, seed=0, device="cpu"),
+    ):
+        with pytest.raises(ShardError, match=r"layers\.3\..*experts.*belong to this config.json"):
+            use()
+    build_stage(config, 0, 2, seed=0, device="cpu")
+
+
+def test_a_weight_without_dimensions_is_read(tmp_path: Path) -> None:
+    save_file({"scale": torch.tensor(3.0), "w": torch.ones(2)}, tmp_path / "model.safetensors")
+    read = dict(Shards(tmp_path).read(["scale", "w"]))
+    assert read["scale"] == torch.tensor(3.0)

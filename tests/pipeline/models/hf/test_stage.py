@@ -6,12 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.huggingface import LAYERS, MODELS, VOCAB, saved_model, section, settings
+from tests.huggingface import LAYERS, MODELS, TRIED, VOCAB, saved_model, section, settings
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.models.hf import families
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.hf.families import Family
-from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_on_meta, build_stage
+from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_stage
 
 CUTS = ((0, 2), (2, 4), (4, LAYERS))
 TIED = ("gpt2", "gpt2-inverse", "opt", "opt-350m", "gpt-neo", "llama-tied", "gemma", "gemma2")
@@ -69,7 +67,7 @@ def summed_gradients(stages: list[HuggingFaceStage]) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *TRIED])
 def test_stages_from_shards_compute_what_the_whole_model_does(name: str, tmp_path: Path) -> None:
     check_against_the_whole_model(name, tmp_path)
 
@@ -172,7 +170,7 @@ def test_parameters_carry_the_names_of_the_whole_model(tmp_path: Path) -> None:
 def test_nothing_is_allocated_for_other_stages(tmp_path: Path) -> None:
     saved_model("llama", tmp_path)
     config = HuggingFaceConfig(**section("llama", tmp_path))
-    whole = sum(parameter.numel() for parameter in build_on_meta(config).parameters())
+    whole = sum(parameter.numel() for parameter in config.whole().parameters())
     counts = [sum(p.numel() for p in stage.parameters()) for stage in build("llama", tmp_path)]
     assert sum(counts) == whole
     middle = build("llama", tmp_path, ((2, 4),))[0]
@@ -241,55 +239,3 @@ def test_outputs_are_not_views(name: str, tmp_path: Path) -> None:
         x = stage(x, samples)
         assert not x._is_view()
         x = x.detach_()
-
-
-def test_the_error_for_an_unknown_family_explains_how_to_add_it(tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    AutoConfig.for_model("bloom", n_layer=2, hidden_size=8, n_head=2).save_pretrained(tmp_path)
-    expected = r"config\.json: model_type = 'bloom'.*base_model_pp_plan.*models/hf/families\.py"
-    with pytest.raises(ValueError, match=expected):
-        HuggingFaceConfig(config=str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "family"),
-    [
-        (
-            "bloom",
-            {"n_layer": LAYERS, "hidden_size": 32, "n_head": 4, "vocab_size": VOCAB},
-            Family(
-                "h",
-                first={"word_embeddings": "identity", "word_embeddings_layernorm": "identity"},
-                last={"ln_f": "identity"},
-            ),
-        ),
-        (
-            "falcon",
-            {**MODELS["llama"][1], "multi_query": True},
-            Family("h", first={"word_embeddings": "identity"}, last={"ln_f": "identity"}),
-        ),
-    ],
-)
-def test_an_unknown_family_is_cut_once_its_lines_are_added(
-    name: str,
-    values: dict[str, Any],
-    family: Family,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(MODELS, name, (name, values))
-    with pytest.raises(ValueError, match=r"pipeline/models/hf/families\.py \(five lines\)"):
-        check_against_the_whole_model(name, tmp_path)
-    monkeypatch.setitem(families._FAMILIES, name, family)
-    check_against_the_whole_model(name, tmp_path)
-
-
-def test_a_plan_that_would_change_hidden_states_is_refused(tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    values = {**MODELS["llama"][1], "embedding_multiplier": 3.0}
-    AutoConfig.for_model("granite", **values).save_pretrained(tmp_path)
-    config = HuggingFaceConfig(config=str(tmp_path))
-    with pytest.raises(ValueError, match=r"'granite' cannot be cut.*outside its blocks"):
-        build_stage(config, 0, 2, seed=0, device="cpu")

@@ -1,0 +1,81 @@
+"""One step of a cut model against the whole one, bit for bit.
+
+Axes: B samples, T tokens, D width, V vocabulary, C classes.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinpipe.pipeline.batch import Samples
+from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_stage
+
+_TOKENS = 16
+
+
+def check_step(config: HuggingFaceConfig, *, seed: int) -> None:
+    """Compare logits and gradients of the model as it is and cut in up to three stages.
+
+    Takes memory for two copies of the model, with gradients.
+
+    Raises:
+        ValueError: they differ; names the first tensor that does.
+    """
+    layers = config.layers
+    bounds = sorted({0, layers // 3, 2 * layers // 3, layers})
+    whole = [build_stage(config, 0, layers, seed=seed, device="cpu")]
+    cut = [build_stage(config, *ends, seed=seed, device="cpu") for ends in pairwise(bounds)]
+    expected, found = (_run(stages, config) for stages in (whole, cut))
+    kind = config.transformers_config.model_type
+    differing = [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])]
+    if differing:
+        name = differing[0]
+        by = float((found[name] - expected[name]).abs().max())
+        raise ValueError(
+            f"model_type = {kind!r}, cut before layers {bounds[1:-1]}: {name} differs from the "
+            f"whole model's by {by:.2g} ({len(differing)} of {len(found)} tensors differ); do not "
+            "train it cut, or say how it is cut with register_family"
+        )
+
+
+def _run(stages: list[HuggingFaceStage], config: HuggingFaceConfig) -> dict[str, Tensor]:
+    """Logits, and gradients by parameter, those of tied copies summed."""
+    x, samples = _batch(config)
+    ends = []
+    for stage in stages:
+        start = x.detach().requires_grad_(x.is_floating_point())
+        x = stage.eval()(start, samples)
+        ends.append((start, x))
+    found = {"logits": x.detach()}
+    gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    for start, end in reversed(ends):
+        end.backward(gradient)
+        if start.grad is not None:
+            gradient = start.grad
+    head = _head(stages[-1]) if config.ties_embeddings else None
+    embedding = stages[0].model.get_input_embeddings().weight
+    for stage in stages:
+        for name, parameter in stage.model.named_parameters():
+            # a copy of the embedding: its gradient is the rest of the embedding's
+            if parameter.grad is not None and (parameter is not head or parameter is embedding):
+                found[name] = parameter.grad
+    if head is not None and head is not embedding and head.grad is not None:
+        name = next(n for n, p in stages[0].model.named_parameters() if p is embedding)
+        found[name] = found[name] + head.grad
+    return found
+
+
+def _head(stage: HuggingFaceStage) -> Any:
+    return stage.model.get_output_embeddings().weight
+
+
+def _batch(config: HuggingFaceConfig) -> tuple[Tensor, Samples]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = min(_TOKENS, config.context)
+    ids_BT = torch.randint(min(5, config.vocab - 1), config.vocab, (2, tokens), generator=generator)
+    mask_BT = torch.ones(2, tokens, dtype=torch.int64)
+    mask_BT[1, tokens // 2 :] = 0
+    return ids_BT, Samples(torch.arange(2), mask_BT)

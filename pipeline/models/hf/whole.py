@@ -1,0 +1,26 @@
+"""The whole model of a config, without memory."""
+
+import copy
+from typing import Any
+
+import torch
+
+from thinpipe.pipeline.models.hf.families import Task
+
+
+def build_on_meta(transformers_config: Any, task: Task) -> Any:
+    """The whole model on the meta device, with a config of its own, which stages change.
+
+    Raises:
+        ValueError: the library cannot build it.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    factory: Any = AutoModelForCausalLM
+    if task == "classification":
+        factory = AutoModelForSequenceClassification
+    settings = copy.deepcopy(transformers_config)
+    with torch.device("meta"):
+        model = factory.from_config(settings, dtype=torch.float32)
+    model.tie_weights()  # transformers 5.0 leaves that out on the meta device
+    return model

@@ -1,0 +1,176 @@
+"""How a family is cut, found by trying; and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.huggingface import LAYERS, MODELS, TRIED, saved_model, section, settings
+from thinpipe.pipeline.models.hf import families
+from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+from thinpipe.pipeline.models.hf.families import Family, register_family
+from thinpipe.pipeline.models.hf.self_check import check_step
+from thinpipe.pipeline.models.hf.stage import build_stage, check_folder
+
+
+def config_of(kind: str, folder: Path, **values: Any) -> HuggingFaceConfig:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind, **values).save_pretrained(folder)
+    return HuggingFaceConfig(config=str(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        (
+            "gpt2",
+            Family(
+                "h", {"wte": "identity", "wpe": "zero", "drop": "identity"}, {"ln_f": "identity"}
+            ),
+        ),
+        (
+            "opt-350m",
+            Family(
+                "decoder.layers",
+                {
+                    "decoder.embed_tokens": "identity",
+                    "decoder.embed_positions": "zero",
+                    "decoder.project_in": "identity",
+                },
+                {"decoder.project_out": "identity"},
+            ),
+        ),
+        ("bert", Family("encoder.layer", {"embeddings": "inputs"}, {"pooler": "none"})),
+        ("llama", Family("layers", {"embed_tokens": "identity"}, {"norm": "identity"})),
+    ],
+)
+def test_the_ends_are_found_by_the_order_of_calls(
+    name: str, family: Family, tmp_path: Path
+) -> None:
+    settings(name).save_pretrained(tmp_path)
+    model = section(name, tmp_path)
+    found = HuggingFaceConfig(config=model.pop("pretrained"), **model).family
+    assert (found.blocks, found.first, found.shared) == (family.blocks, family.first, ())
+    assert found.last.items() >= family.last.items()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "problem"),
+    [
+        ("granite", {"embedding_multiplier": 3.0}, "hidden states change outside its blocks"),
+        ("albert", {"num_attention_heads": 2}, "no list of 6 blocks"),
+        ("mamba", {}, r"state-space or recurrent layers \(Mamba"),
+    ],
+)
+def test_a_family_that_a_cut_would_change_is_refused(
+    kind: str, values: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    encoder = {"task": "classification", "classes": 2} if kind == "albert" else {}
+    shape = {"hidden_size": 32, "num_hidden_layers": LAYERS, "vocab_size": 99}
+    if kind == "granite":
+        shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+    from transformers import AutoConfig
+
+    AutoConfig.for_model(kind, **shape, **values).save_pretrained(tmp_path)
+    config = HuggingFaceConfig(config=str(tmp_path), **encoder)
+    with pytest.raises(ValueError, match=rf"'{kind}' cannot be cut: .*{problem}.*register_family"):
+        check_folder(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("t5", "encoder-decoder: its decoder needs"),
+        ("vit", "neither a causal language model nor a text encoder"),
+        ("llama4", "the text part of a multimodal model"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused_by_the_run_file(
+    kind: str, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=rf"model_type = '{kind}'.*{problem}"):
+        config_of(kind, tmp_path)
+
+
+def test_a_router_s_loss_is_not_dropped_silently(tmp_path: Path) -> None:
+    shape = TRIED["mixtral"][1]
+    config_of("mixtral", tmp_path / "off", **shape, router_aux_loss_coef=0.01)
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef = 0\.01: .*not computed; set"):
+        config_of(
+            "mixtral", tmp_path, **shape, router_aux_loss_coef=0.01, output_router_logits=True
+        )
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "_REGISTERED", dict(families._REGISTERED))
+
+
+@pytest.mark.usefixtures("registry")
+def test_a_registered_family_is_cut_as_it_says(tmp_path: Path) -> None:
+    family = Family("h", {"wte": "identity", "wpe": "zero"}, {"ln_f": "identity"})
+    register_family("gpt2", family)
+    register_family("gpt2", family)
+    settings("gpt2").save_pretrained(tmp_path)
+    config = HuggingFaceConfig(config=str(tmp_path))
+    assert config.family is family
+    check_step(config, seed=0)
+    with pytest.raises(ValueError, match="another entry already"):
+        register_family("gpt2", Family("h"))
+
+
+@pytest.mark.usefixtures("registry")
+def test_the_self_check_finds_a_wrong_entry(tmp_path: Path) -> None:
+    families._REGISTERED["gpt2"] = Family("h", {"wte": "identity"}, {"ln_f": "identity"})
+    saved_model("gpt2", tmp_path)
+    config = HuggingFaceConfig(pretrained=str(tmp_path))
+    with pytest.raises(ValueError, match=r"'gpt2', cut before layers \[2, 4\]: logits differs"):
+        check_step(config, seed=0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "deepseek-v3"])
+def test_the_self_check_passes_what_is_cut_right(name: str, tmp_path: Path) -> None:
+    settings(name).save_pretrained(tmp_path)
+    model = section(name, tmp_path)
+    check_step(HuggingFaceConfig(config=model.pop("pretrained"), **model), seed=0)
+
+
+@pytest.mark.parametrize("name", ["apertus", "qwen3-next", "qwen3.5-moe"])
+def test_no_parameter_starts_unset(name: str, tmp_path: Path) -> None:
+    settings(name).save_pretrained(tmp_path)
+    config = HuggingFaceConfig(config=str(tmp_path))
+    whole = build_stage(config, 0, LAYERS, seed=0, device="cpu").state_dict()
+    stage = build_stage(config, 2, 4, seed=0, device="cpu").state_dict()
+    assert all(tensor.isfinite().all() for tensor in whole.values())
+    assert all(tensor.equal(whole[key]) for key, tensor in stage.items())
+
+
+def test_a_parameter_that_nothing_sets_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.llama import modeling_llama
+
+    original = modeling_llama.LlamaPreTrainedModel._init_weights
+
+    def forgetful(self: Any, module: Any) -> None:
+        if not isinstance(module, modeling_llama.LlamaRMSNorm):
+            original(self, module)
+
+    saved_model("llama", tmp_path)
+    monkeypatch.setattr(modeling_llama.LlamaPreTrainedModel, "_init_weights", forgetful)
+    with pytest.raises(ValueError, match=r"'llama'.*sets model\.norm\.weight; train from weights"):
+        build_stage(HuggingFaceConfig(config=str(tmp_path)), 0, LAYERS, seed=0, device="cpu")
+    build_stage(HuggingFaceConfig(pretrained=str(tmp_path)), 0, LAYERS, seed=0, device="cpu")
+
+
+def test_residual_projections_of_gpt2_start_smaller(tmp_path: Path) -> None:
+    settings("gpt2").save_pretrained(tmp_path)
+    config = HuggingFaceConfig(config=str(tmp_path))
+    model = build_stage(config, 0, LAYERS, seed=0, device="cpu").model
+    spread = model.transformer.h[1].mlp.c_proj.weight.std().item()
+    assert spread == pytest.approx(0.02 / (2 * LAYERS) ** 0.5, rel=0.05)
+
+
+def test_every_tested_model_needs_no_entry_but_deberta() -> None:
+    assert {kind for kind, _ in MODELS.values()} & families._REGISTERED.keys() == {"deberta-v2"}
