@@ -40,13 +40,13 @@ def quantize(x_BN: Tensor, codes: Codes, *, noise: Noise | None, rate: float | N
     y_BN = y_BN.clamp(-half, half - 1)
     q_BN = y_BN.round() if noise is None else _round_stochastic(y_BN, noise)
     code_BN = (q_BN + half).to(torch.uint8)
-    payload_BP.copy_(_pack(code_BN, bits))
+    payload_BP.copy_(pack(code_BN, bits))
     scale_BK.copy_(step_BK)
 
 
 def dequantize(codes: Codes, out_BN: Tensor) -> None:
     """Write the values of codes and scales; see `KernelSet.dequantize`."""
-    code_BN = _unpack(codes.payload_BP, codes.bits, out_BN.shape[1])
+    code_BN = unpack(codes.payload_BP, codes.bits, out_BN.shape[1])
     q_BKG = _grouped(code_BN.float() - (1 << (codes.bits - 1)), codes.group)
     value_BKG = q_BKG * codes.scale_BK.float().unsqueeze(-1)
     out_BN.copy_(value_BKG.flatten(1)[:, : out_BN.shape[1]])
@@ -212,7 +212,8 @@ def _block_lanes(numel: int) -> list[int]:
     return [_LANES] * full + ([-(-rest // _PLANES)] if rest else [])
 
 
-def _pack(code_BN: Tensor, bits: int) -> Tensor:
+def pack(code_BN: Tensor, bits: int) -> Tensor:
+    """The bytes of codes (uint8 [B, N]), in the layout of `kernels/__init__.py`."""
     rows, numel = code_BN.shape
     full = numel // _BLOCK * _BLOCK
     parts = [_pack_blocks(code_BN[:, :full].reshape(rows, full // _BLOCK, _PLANES, _LANES), bits)]
@@ -235,7 +236,8 @@ def _pack_blocks(code_BK8L: Tensor, bits: int) -> Tensor:
     return torch.cat(rows, 2).flatten(1)
 
 
-def _unpack(payload_BP: Tensor, bits: int, numel: int) -> Tensor:
+def unpack(payload_BP: Tensor, bits: int, numel: int) -> Tensor:
+    """The codes (uint8 [B, N]) of such bytes."""
     rows = payload_BP.shape[0]
     full, rest = divmod(numel, _BLOCK)
     split = full * bits * _LANES

@@ -23,10 +23,10 @@ def test_payload_is_block_planar(bits: int, numel: int) -> None:
     codes = torch.randint(
         0, 2**bits, (1, numel), generator=torch.Generator().manual_seed(numel), dtype=torch.uint8
     )
-    payload = reference._pack(codes, bits)
+    payload = reference.pack(codes, bits)
     assert payload.shape == (1, bits * -(-numel // 8))
     assert payload[0].tolist() == _pack_one_by_one(codes[0].tolist(), bits)
-    assert torch.equal(reference._unpack(payload, bits, numel), codes)
+    assert torch.equal(reference.unpack(payload, bits, numel), codes)
 
 
 def _pack_one_by_one(codes: list[int], bits: int) -> list[int]:

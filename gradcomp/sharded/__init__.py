@@ -1,0 +1,1 @@
+"""A stage's weights over several ranks: FSDP2, with QSDP's quantized collectives."""

@@ -1,0 +1,57 @@
+"""What the shards of a stage send each other: the `[shards]` section."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+WeightRounding = Literal["shift", "stochastic", "nearest", "learned"]
+GradientRounding = Literal["shift", "stochastic", "nearest"]
+
+
+def _representable(bits: int) -> int:
+    if not (2 <= bits <= 8 or bits in (16, 32)):
+        raise ValueError(f"{bits} bits: use 2 to 8, or 16 (bf16) or 32 (fp32) without quantization")
+    return bits
+
+
+Bits = Annotated[int, AfterValidator(_representable)]
+
+
+class ShardsConfig(BaseModel):
+    """How `pipeline.shards` ranks hold a stage together.
+
+    `method = "fsdp"` sends weights and gradients in 32 bits, or 16; `method = "qsdp"` quantizes
+    them. `gather = "step"` gathers weights once per step and keeps them until its last backward;
+    `"microbatch"` gathers them for every forward and backward, and keeps one block at a time.
+    Vectors, such as those of norms and biases, and tensors of fewer than `keep_below` values travel
+    in 32 bits. `bucket` values share a scale.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    method: Literal["fsdp", "qsdp"] = "fsdp"
+    gather: Literal["step", "microbatch"] = "step"
+    weight_bits: Bits | None = None
+    gradient_bits: Bits | None = None
+    weight_rounding: WeightRounding = "shift"
+    gradient_rounding: GradientRounding = "stochastic"
+    bucket: int = Field(1024, ge=8)
+    keep_below: int = Field(1024, ge=0)
+
+    @model_validator(mode="after")
+    def _method_fits_bits(self) -> "ShardsConfig":
+        for name, bits in (
+            ("weight_bits", self.weight_bits),
+            ("gradient_bits", self.gradient_bits),
+        ):
+            if self.method == "fsdp" and bits is not None and bits < 16:
+                raise ValueError(
+                    f'{name} = {bits}: method = "fsdp" does not quantize; use 16 or 32 bits, or '
+                    'method = "qsdp"'
+                )
+        return self
+
+    def bits_of(self, what: Literal["weight", "gradient"]) -> int:
+        """Bits per value that are sent."""
+        given = self.weight_bits if what == "weight" else self.gradient_bits
+        return given or (32 if self.method == "fsdp" else 8)
