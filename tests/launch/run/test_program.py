@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.commands import PATIENCE_S, Command
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.overlay import keys
 from thinpipe.launch.report.metrics import read_metrics
+from thinpipe.launch.shaped.linux import ShapedError
+from thinpipe.launch.shaped.network import ShapedNetwork
 
 pytestmark = pytest.mark.dist
 
@@ -232,3 +237,36 @@ def test_torchrun_runs_it_too(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert len(losses(folder / "runs/mine")) == 6
+
+
+@pytest.mark.slow
+def test_machines_with_disks_of_their_own_run_it_together(folder: Path) -> None:
+    run("run", "mine.py")
+    alone = losses(folder / "runs/mine")
+    keys.new(folder / "run.key")
+    try:
+        network = ShapedNetwork(NetworkSpec.of(3, "100mbit", delay="1ms"))
+    except ShapedError as error:
+        pytest.skip(str(error))
+    command = [sys.executable, "-P", "-m", "thinpipe.launch", "run", "--nnodes", "3"]
+    command += ["--rdzv", "host0:29500", "mine.py"]
+
+    def start(host: int) -> int:
+        place = folder / f"host{host}"
+        place.mkdir()
+        for name in ("mine.py", "own.py", "train.pt", "eval.pt"):
+            (place / name).write_bytes((folder / name).read_bytes())
+        out = os.open(folder / f"log{host}", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.chdir(place)
+        key = {"THINPIPE_KEY_FILE": str(folder / "run.key"), "OMP_NUM_THREADS": "1"}
+        os.execve(command[0], command, {**os.environ, **key})
+
+    with network:
+        pids = [network.start(host, partial(start, host)) for host in range(3)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    assert codes == [0, 0, 0], "\n".join((folder / f"log{host}").read_text() for host in range(3))
+    assert losses(folder / "host0/runs/mine") == alone
+    assert (folder / "host0/mine.safetensors").exists()
+    assert not (folder / "host1/mine.safetensors").exists()
