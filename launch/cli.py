@@ -40,9 +40,10 @@ from thinpipe.launch.distributed.ssh import (
 )
 from thinpipe.launch.doctor.cli import doctor
 from thinpipe.launch.host.links import parse_rate, parse_time
+from thinpipe.launch.memory.check import check_host, show_host
 from thinpipe.launch.overlay.cli import key
 from thinpipe.launch.plan.cli import plan
-from thinpipe.launch.plan.memory_budget import check_memory, plan_memory, show_memory
+from thinpipe.launch.plan.memory_budget import plan_memory, show_memory
 from thinpipe.launch.plan.trace import trace_run
 from thinpipe.launch.run.ending import end_done, end_failed, print_error
 from thinpipe.launch.run.program import SHOW
@@ -109,7 +110,7 @@ def train(  # noqa: PLR0913  # one parameter per option
         typer.Option("--step", help="With --resume: step of the checkpoint to use."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the size of AQ-SGD's memories, and exit.")
+        bool, typer.Option("--dry-run", help="Show what the run needs of memory, and exit.")
     ] = False,
     show: ShowOption = 0,
     nnodes: NodesOption = 1,
@@ -295,7 +296,7 @@ def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
         check_model(config.model)
         corpus = check_data(config)
         config = with_sizes(config)
-        check_memory(config, len(corpus.train), range(config.world_size))
+        check_host(config, len(corpus.train), range(config.world_size))
         _check_resume(config, resume=resume)
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
@@ -316,7 +317,8 @@ def _show_memory(config: RunConfig, *, resume: bool) -> None:
         config = with_sizes(config)
         ends, ranks = plan_memory(config, sequences), range(config.world_size)
         show_memory(Console(highlight=False), config, ends, ranks)
-        check_memory(config, sequences, ranks)
+        show_host(Console(highlight=False), config, sequences, ranks)
+        check_host(config, sequences, ranks)
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
 

@@ -19,11 +19,9 @@ from thinpipe.launch.distributed.handshake import versions
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces
 from thinpipe.launch.host.packages import explain
-from thinpipe.launch.host.resources import free_memory
+from thinpipe.launch.memory.check import host_needs
+from thinpipe.launch.memory.model import rank_memory
 from thinpipe.launch.overlay import keys
-from thinpipe.launch.plan.memory_budget import needs, plan_memory
-from thinpipe.launch.plan.profile import checkpoint_nbytes, training_nbytes
-from thinpipe.pipeline.models.build import stage_counts
 
 _SOON_DAYS = 14
 _SYSCTL = Path("/proc/sys/net/ipv4")
@@ -160,24 +158,21 @@ def _why_not_an_interface(text: str) -> str:
 def _capacity(config: RunConfig, where: str, nnodes: int) -> list[CheckResult]:
     """Memory and disk, against the minimum for this host's share of the model."""
     share = config.pipeline.replicas / nnodes
-    held, trained = stage_counts(config.model, config.pipeline.cuts)
-    memory, need = free_memory(), share * training_nbytes(held, trained)
-    counted = "weights, gradients and Adam"
     sequences, wrong = _sequences(config, where)
-    ends = plan_memory(config, sequences) if sequences else []
     ranks = config.world_size // nnodes
     starts = range(0, config.world_size, ranks)
-    memories = max(needs(config, ends, range(first, first + ranks)).ram for first in starts)
-    if memories:
-        need, counted = need + memories, f"{counted} and AQ-SGD's memories"
-    text = f"{memory / 1e9:.3g} GB of memory free; {counted} need {need / 1e9:.3g} GB"
-    results = [*wrong, ok(where, text)]
-    if memory < need:
+    most = max(
+        (host_needs(config, sequences, range(first, first + ranks)) for first in starts),
+        key=lambda found: found.total,
+    )
+    results, text = [*wrong, ok(where, str(most))], str(most)
+    if most.total > most.free:
         remedy = "use more hosts, a smaller model or memory.budget, or stop other processes"
         results = [*wrong, problem(where, text, remedy)]
     folder = next(p for p in (config.run.path, *config.run.path.parents) if p.exists())
     copies = config.checkpoint.keep + 1  # the oldest is deleted after the new one is complete
-    disk, need = shutil.disk_usage(folder).free, share * copies * checkpoint_nbytes(held, trained)
+    held = sum(memory.saved for memory in rank_memory(config))
+    disk, need = shutil.disk_usage(folder).free, share * copies * held
     if disk < need:
         results.append(
             problem(

@@ -180,7 +180,7 @@ def interference_warning(
     )
 
 
-def _made_up(
+def made_up(
     config: RunConfig, first: int, shape: torch.Size, *, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Inputs of a block, and targets, for a microbatch of that shape."""
@@ -212,7 +212,7 @@ class _Bench:
         self._optimizer = torch.optim.AdamW(trained, lr=1e-9) if trained else None
         shape = microbatch_shape(config)
         self._is_last = first == config.model.layers - 1
-        self._x, self._targets = _made_up(config, first, shape, device=device)
+        self._x, self._targets = made_up(config, first, shape, device=device)
         self._samples = Samples(torch.arange(len(self._x), device=device))
         self._objective = build_objective(config)
         self.rounds: list[tuple[float, float, float]] = []

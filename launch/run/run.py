@@ -18,8 +18,8 @@ from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.distributed.elastic import rank_threads, ranks_here
 from thinpipe.launch.distributed.handshake import agree_now
 from thinpipe.launch.distributed.session import Session, StopFlag, TerminatedError, join
+from thinpipe.launch.memory.check import check_host
 from thinpipe.launch.plan.auto_cuts import decide_cuts
-from thinpipe.launch.plan.memory_budget import check_memory
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.run.weights import save_model
@@ -178,7 +178,7 @@ class Run:
             check_batch_size(config, samples)
             if isinstance(config.model, OwnModelConfig):
                 config = sized_for(config, samples)
-            check_memory(config, len(samples), ranks_here())
+            check_host(config, len(samples), ranks_here())
         except ValueError as error:
             problem = str(error)
         digests = {"train": samples.digest, **self._facts.get("data", {})}

@@ -2,10 +2,12 @@
 
 import logging
 
+from thinpipe.launch.config.toml import ConfigError
+
 _log = logging.getLogger(__name__)
 
 
-class SkippedError(ValueError):
+class SkippedError(ConfigError):
     """The run does not learn any more; the message says what to change."""
 
 

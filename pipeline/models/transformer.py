@@ -302,6 +302,8 @@ def build_layers(
 
 @torch.no_grad()
 def _initialise(parameter: nn.Parameter, name: str, *, seed: int, layers: int) -> None:
+    if parameter.is_meta:  # whose values nobody can look at, and which may be larger than RAM
+        return
     if parameter.ndim == 1:
         parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
         return

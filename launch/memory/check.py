@@ -1,0 +1,88 @@
+"""Whether a host has the memory for its ranks: model, activations, memories, checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host.device import choose_device
+from thinpipe.launch.memory.model import ModelMemory, rank_memory
+from thinpipe.launch.plan.memory_budget import check_memory, needs, plan_memory
+from thinpipe.launch.report.metrics import format_bytes
+
+_PROCESS_NBYTES = 120 * 2**20
+"""What a rank holds beside the rest: threads, buffers of links, imports that it changed."""
+
+
+@dataclass(frozen=True)
+class HostNeeds:
+    """Bytes of RAM that some ranks need on one host, and those that are free.
+
+    `copies` is what a save copies before it is written beside training.
+    """
+
+    model: ModelMemory
+    copies: int
+    memories: int
+    processes: int
+    free: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.model.total + self.copies + self.memories + self.processes
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.model.weights,
+            "gradients": self.model.gradients,
+            "optimizer": self.model.optimizer,
+            "activations": self.model.activations,
+            "a copy while a checkpoint is written": self.copies,
+            "AQ-SGD's memories": self.memories,
+            "processes": self.processes,
+        }
+        listed = ", ".join(f"{format_bytes(n)} of {name}" for name, n in parts.items() if n)
+        return f"RAM {format_bytes(self.total)} of {format_bytes(self.free)} free ({listed})"
+
+
+def host_needs(config: RunConfig, sequences: int, ranks: Sequence[int]) -> HostNeeds:
+    """What these ranks need, all on this host; stages on a GPU need its memory instead.
+
+    Raises:
+        ConfigError: the budget of memories is too small for a single sample.
+    """
+    ends = plan_memory(config, sequences) if sequences else []
+    memories = needs(config, ends, ranks)
+    model, copies = ModelMemory(), 0
+    if choose_device(config.pipeline.device).type == "cpu":
+        by_position = rank_memory(config)
+        for rank in ranks:
+            own = by_position[rank % config.pipeline.pipeline_ranks]
+            model = model.plus(own)
+            copies += 0 if config.memory.tier == "disk" else own.saved
+    return HostNeeds(model, copies, memories.ram, _PROCESS_NBYTES * len(ranks), memories.ram_free)
+
+
+def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> None:
+    """Check that this host has enough memory and disk for these ranks.
+
+    Raises:
+        ConfigError, ValueError: naming what is too small or missing, and the remedy.
+    """
+    check_memory(config, sequences, ranks)
+    found = host_needs(config, sequences, ranks)
+    if found.total > found.free:
+        raise ConfigError(
+            f"the {len(ranks)} ranks on this host do not fit: {found}; use more machines or "
+            "stages, a smaller model, smaller microbatches (pipeline.microbatches), or "
+            'memory.tier = "disk"'
+        )
+
+
+def show_host(console: Console, config: RunConfig, sequences: int, ranks: range) -> None:
+    """Print what all ranks need if they run on this host."""
+    found = host_needs(config, sequences, ranks)
+    console.print(f"model, activations and memories together: {found}")
