@@ -115,14 +115,39 @@ def gather_sum(
     return frames.total(incoming, seen_N, TO_SERVER, peers.rank), seen_N
 
 
-def gather_all(peers: Peers, key: ExchangeKey, mine_N: Tensor, *, codec: Codec) -> list[Tensor]:
-    """Every replica's vector (fp32), by rank, as the others see it.
+def scatter_sum(
+    peers: Peers, key: ExchangeKey, targets: Sequence[Tensor], *, codec: Codec
+) -> Tensor:
+    """Sum of the vectors that all have for this rank; `targets` holds this one's for each (fp32).
+
+    What a rank has for itself is not sent, and not compressed.
 
     Raises:
         TransportError, DesyncError: nothing was changed.
     """
+    frames, me = _Frames(key, codec), peers.rank
+    outgoing = {peer: frames.pack(targets[peer], None, TO_SERVER, me) for peer in _others(peers)}
+    incoming = peers.exchange(outgoing, list(outgoing), codec.capacity(targets[me].numel()))
+    return frames.total(incoming, targets[me], TO_SERVER, me)
+
+
+def gather_all(
+    peers: Peers,
+    key: ExchangeKey,
+    mine_N: Tensor,
+    *,
+    codec: Codec,
+    out: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """Every replica's vector (fp32), by rank, as the others see it.
+
+    They are written to `out` if it is given, of which `mine_N` may be one.
+
+    Raises:
+        TransportError, DesyncError: nothing was changed beside this rank's own vector.
+    """
     frames = _Frames(key, codec)
-    found = [torch.empty_like(mine_N) for _ in range(peers.size)]
+    found = [torch.empty_like(mine_N) for _ in range(peers.size)] if out is None else list(out)
     message = frames.pack(mine_N, found[peers.rank], TO_SERVER, peers.rank)
     capacity = codec.capacity(mine_N.numel())
     for peer, theirs in _to_all(peers, message, capacity).items():
@@ -184,14 +209,16 @@ class _Frames:
     key: ExchangeKey
     codec: Codec
 
-    def pack(self, x_n: Tensor, seen_n: Tensor, phase: int, sender: int) -> Tensor:
+    def pack(self, x_n: Tensor, seen_n: Tensor | None, phase: int, sender: int) -> Tensor:
         """Message with header and payload; an empty vector has no payload."""
         longest = EXCHANGE_HEADER_NBYTES + self.codec.capacity(x_n.numel())
         message = host_bytes(longest, x_n.device)
         length = 0
         if x_n.numel():
             with written_on(x_n.device, message[EXCHANGE_HEADER_NBYTES:]) as near:
-                length = self.codec.encode(x_n[None], near[None], seen_n[None])
+                length = self.codec.encode(
+                    x_n[None], near[None], None if seen_n is None else seen_n[None]
+                )
         message = message[: EXCHANGE_HEADER_NBYTES + length]
         self._header(phase, sender).write(message)
         return message

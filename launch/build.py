@@ -11,6 +11,7 @@ from torch import nn
 from thinpipe.aqsgd.disk import DiskStore, RowFile
 from thinpipe.aqsgd.store import RamStore, Store
 from thinpipe.gradcomp.registry import load_method
+from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
 from thinpipe.launch.components import Built, build_boundary, build_objective, build_stage
 from thinpipe.launch.config.run import RunConfig, Spec
 from thinpipe.launch.config.toml import ConfigError
@@ -92,9 +93,12 @@ def build(
     make_repeatable(device)
     modules = {stage: build_stage(config, stage, devices) for stage in wiring.stages}
     shared = _tie(config, modules)
+    held, shards = _shard(config, modules, transport, devices)
+    if shared is not None and shards is not None:
+        (shared,) = (part for stage in shards.stages if (part := stage.tied_weight()) is not None)
     stages = [
         CompressedStage(
-            modules[stage],
+            held[stage],
             stage,
             config.pipeline.stages,
             channels=_channels(config, wiring, stage, run_id=run_id),
@@ -103,8 +107,13 @@ def build(
         )
         for stage in wiring.stages
     ]
-    parameters = named_parameters(list(modules.values()))
+    parameters = named_parameters(list(held.values()))
     sync = _sync(config, list(parameters.values()), transport)
+    if shards is not None and given.optimizer is not None:
+        raise ValueError(
+            f"pipeline.shards = {config.pipeline.shards}: an optimizer of one's own would get some "
+            'rows of every parameter; use train.optimizer = "adamw"'
+        )
     optimizer = make_optimizer(config, parameters, sync, given.optimizer)
     engine = PipelineEngine(
         stages,
@@ -113,11 +122,12 @@ def build(
         optimizer=optimizer,
         sync=sync,
         tied=None if shared is None else TiedWeight(shared, transport),
+        shards=shards,
         make_schedule=wiring.make_schedule,
     )
     factor = given.schedule or _lr_factor(config, total_steps)
     lr_schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    return Built(stages, engine, optimizer, lr_schedule, sync)
+    return Built(stages, engine, optimizer, lr_schedule, sync, shards)
 
 
 def engine_options(config: RunConfig) -> EngineOptions:
@@ -167,6 +177,31 @@ def _tie(
         return None
     trained = [weight for weight in weights if weight is not None and weight.requires_grad]
     return trained[0] if trained else None  # what LoRA freezes stays equal by itself
+
+
+def _shard(
+    config: RunConfig,
+    modules: Mapping[int, StageModule | LocalPipeline],
+    transport: Transport,
+    devices: Sequence[torch.device],
+) -> tuple[Mapping[int, nn.Module], StageShards | None]:
+    """This rank's shards of its stages, or the stages as they are."""
+    if config.pipeline.shards == 1:
+        return modules, None
+    if devices[0].type != "cpu":
+        raise ConfigError(
+            f"pipeline.shards = {config.pipeline.shards}: stages are held together on CPUs only; "
+            'set pipeline.device = "cpu"'
+        )
+    group = transport.shard_group
+    held = {
+        stage: ShardedStage(module, module.parts(), group)
+        for stage, module in modules.items()
+        if not isinstance(module, LocalPipeline | OwnStage)  # refused by the config
+    }
+    what = f"stage {'+'.join(map(str, held))} shard"
+    peers = transport.peers(transport.mesh.stage_shards, what)
+    return held, StageShards(list(held.values()), peers, config.shards, seed=config.run.seed)
 
 
 def _sync(

@@ -12,6 +12,7 @@ from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.aqsgd.store import Store
 from thinpipe.aqsgd.transform.boundary import FirstVisits
 from thinpipe.aqsgd.transform.config import TransformConfig, build_transform
+from thinpipe.gradcomp.sharded.stage import StageShards
 from thinpipe.launch.config.run import RunConfig, Spec
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless, raw
 from thinpipe.pipeline.comm.message import Mode
@@ -35,6 +36,7 @@ class Built:
     optimizer: torch.optim.Optimizer
     lr_schedule: torch.optim.lr_scheduler.LRScheduler
     sync: ReplicaSync
+    shards: StageShards | None = None
 
 
 def build_objective(config: RunConfig) -> Objective:

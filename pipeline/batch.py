@@ -10,6 +10,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from thinpipe.pipeline.loss import IGNORED_TARGET
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -61,6 +63,14 @@ class Batch:
     def samples(self) -> Samples:
         """What stage modules are given."""
         return Samples(self.ids_B, self.mask_BT, self.segments_BT, self.prefix_BT)
+
+    def counting(self, count: int) -> Self:
+        """The same samples, of which the loss of the first `count` alone is counted."""
+        if count == len(self):
+            return self
+        targets = self.targets.clone()
+        targets[count:] = IGNORED_TARGET
+        return replace(self, targets=targets)
 
     def split(self, parts: int) -> list[Self]:
         """Split into consecutive parts, the first ones a sample longer where it does not divide."""

@@ -6,8 +6,8 @@ one more exchange, which names the samples; both ends forget them, and their nex
 visit. Nothing else is ever sent. Samples of the step that is ending are left out: their messages
 proved both ends equal.
 
-Axes: R replicas, P ranks of a pipeline, C directions of cuts, E = 2 ends (sender, receiver),
-B samples.
+Axes: R lanes (replicas, or shards of them), P ranks of a pipeline, C directions of cuts, E = 2 ends
+(sender, receiver), B samples.
 """
 
 import logging
@@ -60,7 +60,7 @@ class CacheConsistency:
     def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:
         """Agree, before the first step, on how much is held, and of `ids_B`, on what.
 
-        `ids_B` are all samples of this replica, `first_ids_B` those of the first step.
+        `ids_B` are all samples of this lane, `first_ids_B` those of the first step.
 
         Raises:
             OSError: this rank has no space for what was agreed.
@@ -104,9 +104,10 @@ class CacheConsistency:
                     prints_CEB[i, end, : len(ids_B)] = prints_B
         shared_WN = self._transport.share(prints_CEB.flatten(), scope)
         wrong_RCB = _differ(self._per_end(shared_WN, count))
-        replica = self._transport.mesh.replica if scope == "world" else 0
+        mesh = self._transport.mesh
+        lane = mesh.lane if scope == "world" else mesh.shard
         for i, place in enumerate(places):
-            self._forget(place, ids_B[wrong_RCB[replica, i, : len(ids_B)]])
+            self._forget(place, ids_B[wrong_RCB[lane, i, : len(ids_B)]])
         counts = wrong_RCB.sum((0, 2)).tolist()
         found = [((self._places[place][0], n),) for place, n in zip(places, counts, strict=True)]
         return Repair(_sum(*found), shared_nbytes(shared_WN))
@@ -136,7 +137,7 @@ class CacheConsistency:
         for end, memory in self._memories.items():
             if memory.capacity is not None:
                 rooms_CE[end] = memory.capacity
-        shared_PN = self._transport.share(rooms_CE.flatten(), "replica")
+        shared_PN = self._transport.share(rooms_CE.flatten(), "lane")
         own_CE = shared_PN.view(len(shared_PN), *rooms_CE.shape).amin(0)
         for (place, _), memory in self._memories.items():
             memory.restrict(ids_B, int(min(float(own_CE[place].min()), len(ids_B))))
@@ -146,7 +147,7 @@ class CacheConsistency:
         known_CE = torch.zeros(len(self._places), 2, dtype=torch.float64)
         for key, memory in self._memories.items():
             known_CE[key] = memory.learned()
-        shared_PN = self._transport.share(known_CE.flatten(), "replica")
+        shared_PN = self._transport.share(known_CE.flatten(), "lane")
         all_CE = shared_PN.view(len(shared_PN), *known_CE.shape).sum(0)
         for (place, end), memory in self._memories.items():
             if all_CE[place, 0] == all_CE[place, 1]:
@@ -163,8 +164,8 @@ class CacheConsistency:
     def _per_end(self, all_WN: Tensor, count: int = 1) -> Tensor:
         """[R, C, E, B]: of the ranks of a pipeline, only one holds any given end."""
         pipeline_ranks = self._transport.mesh.pipeline_ranks
-        replicas, places = all_WN.shape[0] // pipeline_ranks, all_WN.shape[1] // (2 * count)
-        return all_WN.reshape(replicas, pipeline_ranks, places, 2, count).sum(1)
+        lanes, places = all_WN.shape[0] // pipeline_ranks, all_WN.shape[1] // (2 * count)
+        return all_WN.reshape(lanes, pipeline_ranks, places, 2, count).sum(1)
 
 
 def _differ(prints_RCEB: Tensor) -> Tensor:

@@ -22,8 +22,9 @@ class PipelineConfig(BaseModel):
 
     `cuts = [2, 4]` makes three stages: layers 0-1, 2-3 and the rest; `cuts = "auto"` with
     `stages = 3` leaves the places to a measurement at the start. `replicas` pipelines train
-    side by side. Schedules with several stages per rank (Interleaved1F1B, LoopedBFS and the
-    zero-bubble ones) share the stages among `ranks`, by default half as many as there are stages.
+    side by side. `shards` ranks hold each stage together, and share its samples. Schedules with
+    several stages per rank (Interleaved1F1B, LoopedBFS and the zero-bubble ones) share the stages
+    among `ranks`, by default half as many as there are stages.
     `depth` is how many more microbatches per hop Deep1F1B keeps in flight than 1F1B.
     `device = "auto"` is a GPU where a host has one; a host's GPUs are assigned round-robin.
     `devices_per_rank` spreads the blocks of each stage over that many GPUs with torchgpipe; then
@@ -38,6 +39,7 @@ class PipelineConfig(BaseModel):
     depth: int = Field(DEPTH, ge=0)
     microbatches: int = Field(4, ge=1, le=4096)
     replicas: int = Field(1, ge=1)
+    shards: int = Field(1, ge=1)
     ranks: int | None = Field(None, ge=1)
     precision: Precision = "fp32"
     device: DeviceName = "auto"
@@ -83,6 +85,11 @@ class PipelineConfig(BaseModel):
     def stages(self) -> int:
         """Number of stages."""
         return len(self.cuts) + 1
+
+    @property
+    def lanes(self) -> int:
+        """Pipelines that run samples of their own: replicas, or the shards of each."""
+        return self.replicas * self.shards
 
     @property
     def pipeline_ranks(self) -> int:

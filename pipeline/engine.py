@@ -37,6 +37,7 @@ from thinpipe.pipeline.schedule import (
     forward_order,
     pass_order,
 )
+from thinpipe.pipeline.shards import Shards
 from thinpipe.pipeline.stage import CompressedStage, ComputeEvent
 from thinpipe.pipeline.step_stats import RankStep, StepStats, StepTotals
 from thinpipe.pipeline.tied import TiedWeight
@@ -72,7 +73,7 @@ class EngineOptions:
 class PipelineEngine:
     """Runs steps on the stages that live on this rank; all ranks call the same methods alike."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what a step is made of
         self,
         stages: Sequence[CompressedStage],
         transport: Transport,
@@ -81,6 +82,7 @@ class PipelineEngine:
         optimizer: torch.optim.Optimizer,
         sync: ReplicaSync,
         tied: TiedWeight | None = None,
+        shards: Shards | None = None,
         make_schedule: Callable[..., Any] = build_schedule,
     ) -> None:
         """`make_schedule` has the signature of `build_schedule`."""
@@ -90,8 +92,9 @@ class PipelineEngine:
         self.transport, self._options, self.objective = transport, options, options.objective
         self._first_error = FirstError()  # stages of a rank wait for each other
         self._optimizer, self._sync, self._tied = optimizer, sync, tied
+        self._shards = shards
         self._parameters = _unique_parameters(stages)
-        self._once_per_microbatch = _once_per_microbatch(stages)
+        self._once_per_microbatch = shards is None and _once_per_microbatch(stages)
         self._make_schedule = make_schedule
         self._device: torch.device = stages[0].device
         self._stats = StepStats(transport, self.channels, options.cuts)
@@ -157,8 +160,12 @@ class PipelineEngine:
         parts = batch.split(min(self._options.accumulate, len(batch)))
         microbatches = sum(self._fit(len(part)) for part in parts)
         self._sync.begin_step(microbatches if self._once_per_microbatch else 0)
+        if self._shards is not None:
+            self._shards.begin_step(step, microbatches)
         self._denominator = 0.0
         losses = [loss for part in parts for loss in self._train_part(part, step, batch)]
+        if self._shards is not None:
+            self._shards.before_step()
         self._sync.before_step()
         if self._tied is not None:
             self._tied.sum_gradients()
@@ -167,7 +174,7 @@ class PipelineEngine:
             tokens=self.objective.count(batch.targets),
             square_norm=self._square_norm(),
             seconds=time.perf_counter() - start,
-            sync_bytes=self._sync.bytes_sent + (self._tied.nbytes_sent if self._tied else 0),
+            sent=self._sent(),
             events=[event for stage in self._stages.values() for event in stage.events()],
             stop=stop,
         )
@@ -197,7 +204,7 @@ class PipelineEngine:
         inputs = batch.inputs_BT.to(self._device).tensor_split(count)
         self._begin_pass(batch, count, step, mode)
         modules = [stage.submod for stage in self._stages.values()]
-        with _evaluating(modules), self._sync.global_parameters(), self._autocast():
+        with _evaluating(modules, self._shards), self._sync.global_parameters(), self._autocast():
             return run_in_order(
                 forward_order(list(self._stages), microbatches=count),
                 self._stages,
@@ -276,6 +283,12 @@ class PipelineEngine:
         norms = torch._foreach_norm(gradients) if gradients else []
         return math.fsum(float(norm) ** 2 for norm in norms)
 
+    def _sent(self) -> tuple[int, int, int]:
+        exchanged = self._sync.bytes_sent + (self._tied.nbytes_sent if self._tied else 0)
+        if self._shards is None:
+            return exchanged, 0, 0
+        return exchanged, self._shards.weight_bytes, self._shards.gradient_bytes
+
     def _scope(self, step: int) -> Scope:
         return "world" if self._sync.due(step) else "replica"
 
@@ -283,8 +296,9 @@ class PipelineEngine:
         """What losses are divided by; only ranks that need it ask other replicas."""
         tokens = torch.tensor([self.objective.count(batch.targets)], dtype=torch.float64)
         needed = any(stage.is_last for stage in self._stages.values()) or self._remembered_gradients
-        if needed and self._sync.loss_scope == "global":
-            tokens = self.transport.share(tokens, "stage").sum(0)
+        scope: Scope = "stage" if self._sync.loss_scope == "global" else "shards"
+        if needed and (scope == "stage" or self._shards is not None):
+            tokens = self.transport.share(tokens, scope).sum(0)
         return max(float(tokens), 1.0)
 
     def _undo_denominator(self) -> None:
@@ -315,14 +329,21 @@ class PipelineEngine:
         )
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        enabled = self._options.precision == "bf16"
-        return torch.autocast(self._device.type, torch.bfloat16, enabled=enabled)
+        """With shards without the cache of casts: FSDP2 takes a block's gradients when that of its
+        input is there, and the backward of a cast that an earlier microbatch made comes later.
+        """
+        return torch.autocast(
+            self._device.type,
+            torch.bfloat16,
+            enabled=self._options.precision == "bf16",
+            cache_enabled=self._shards is None,
+        )
 
 
 def _check(batch: Batch, own_ids_B: Tensor | None) -> None:
     ids = batch.ids_B.tolist()
     if not ids:
-        raise ValueError("a training step needs at least one sample on every replica")
+        raise ValueError("a training step needs at least one sample on every replica and shard")
     twice = sorted({sample for sample in ids if ids.count(sample) > 1})
     if twice:
         raise ValueError(f"sample ids {twice} appear twice in a step; memories need unique ids")
@@ -347,11 +368,12 @@ def _once_per_microbatch(stages: Sequence[CompressedStage]) -> bool:
 
 
 @contextlib.contextmanager
-def _evaluating(modules: Sequence[Any]) -> Any:
+def _evaluating(modules: Sequence[Any], shards: Shards | None) -> Any:
     for module in modules:
         module.eval()
     try:
-        yield
+        with contextlib.nullcontext() if shards is None else shards.evaluating():
+            yield
     finally:
         for module in modules:
             module.train()

@@ -1,4 +1,9 @@
-"""Ranks as replicas x pipeline positions: rank = replica * pipeline_ranks + position."""
+"""Ranks as replicas x pipeline positions x shards of a stage.
+
+rank = (replica * pipeline_ranks + position) * shards + shard: the shards of a stage, which exchange
+most, are neighbours. The ranks of one replica and one shard number are a *lane*: a pipeline that
+runs samples of its own. Without shards, lanes are replicas.
+"""
 
 from dataclasses import dataclass
 
@@ -10,25 +15,41 @@ class Mesh:
     pipeline_ranks: int
     replicas: int
     rank: int
+    shards: int = 1
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.pipeline_ranks * self.replicas
+        return self.pipeline_ranks * self.lanes
+
+    @property
+    def lanes(self) -> int:
+        """Number of lanes, which share the samples of a step."""
+        return self.replicas * self.shards
 
     @property
     def replica(self) -> int:
         """Which replica this rank belongs to."""
-        return self.rank // self.pipeline_ranks
+        return self.rank // (self.pipeline_ranks * self.shards)
 
     @property
     def position(self) -> int:
         """Rank within its pipeline."""
-        return self.rank % self.pipeline_ranks
+        return self.rank // self.shards % self.pipeline_ranks
+
+    @property
+    def shard(self) -> int:
+        """Which part of its stages' weights this rank keeps."""
+        return self.rank % self.shards
+
+    @property
+    def lane(self) -> int:
+        """Which samples this rank works on."""
+        return self.replica * self.shards + self.shard
 
     def rank_at(self, position: int) -> int:
         """The rank at a position of this rank's pipeline."""
-        return self.replica * self.pipeline_ranks + position
+        return self._rank(self.lane, position)
 
     @property
     def pipeline(self) -> list[int]:
@@ -37,18 +58,51 @@ class Mesh:
 
     @property
     def same_stage(self) -> list[int]:
-        """Ranks at this rank's position, by replica."""
-        return list(range(self.position, self.world_size, self.pipeline_ranks))
+        """Ranks that hold the same weights as this one, by replica."""
+        lanes = range(self.shard, self.lanes, self.shards)
+        return [self._rank(lane, self.position) for lane in lanes]
+
+    @property
+    def stage_shards(self) -> list[int]:
+        """Ranks that hold this rank's stages together, by shard."""
+        first = self.replica * self.shards
+        return [self._rank(lane, self.position) for lane in range(first, first + self.shards)]
+
+    @property
+    def all_at_position(self) -> list[int]:
+        """Ranks at this rank's position, by lane."""
+        return [self._rank(lane, self.position) for lane in range(self.lanes)]
+
+    @property
+    def whole_replica(self) -> list[int]:
+        """Ranks of this rank's replica, by lane and position."""
+        first = self.replica * self.shards
+        return self._by_lane(range(first, first + self.shards))
+
+    @property
+    def world(self) -> list[int]:
+        """All ranks, by lane and position."""
+        return self._by_lane(range(self.lanes))
+
+    def _by_lane(self, lanes: range) -> list[int]:
+        positions = range(self.pipeline_ranks)
+        return [self._rank(lane, position) for lane in lanes for position in positions]
+
+    def _rank(self, lane: int, position: int) -> int:
+        replica, shard = divmod(lane, self.shards)
+        return (replica * self.pipeline_ranks + position) * self.shards + shard
 
 
-def check_world(pipeline_ranks: int, replicas: int, world_size: int) -> None:
+def check_world(pipeline_ranks: int, replicas: int, world_size: int, *, shards: int = 1) -> None:
     """Refuse a number of processes that does not fit.
 
     Raises:
-        ValueError: the world has not pipeline_ranks * replicas ranks.
+        ValueError: the world has not pipeline_ranks * replicas * shards ranks.
     """
-    if world_size != pipeline_ranks * replicas:
+    needed = pipeline_ranks * replicas * shards
+    if world_size != needed:
+        sharded = f" x {shards} shards" if shards > 1 else ""
         raise ValueError(
             f"{world_size} processes were started, but {pipeline_ranks} pipeline ranks x {replicas}"
-            f" replicas need {pipeline_ranks * replicas}; start that many"
+            f" replicas{sharded} need {needed}; start that many"
         )

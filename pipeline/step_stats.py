@@ -15,7 +15,7 @@ from thinpipe.pipeline.comm.transport import Scope, Transport, shared_nbytes
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD, Direction
 
-_SCALARS = 7
+_SCALARS = 9
 _COUNTS = 3  # of a direction: bytes, messages, values
 
 
@@ -42,9 +42,10 @@ class StepTotals:
 
     `bubble` is the part of the step that the ranks did not compute, averaged over ranks.
     `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
-    `control_bytes` the size of the exchange of these numbers and of what repairing took, both over
-    all ranks. `repaired` counts samples of the next step whose memories differed or were lost.
-    `notes` are warnings of the guard. `stopping`: a rank was asked to stop, and all ranks know.
+    `weight_bytes` and `gradient_bytes` what the shards of stages did, `control_bytes` the size of
+    the exchange of these numbers and of what repairing took, all over all ranks. `repaired` counts
+    samples of the next step whose memories differed or were lost. `notes` are warnings of
+    the guard. `stopping`: a rank was asked to stop, and all ranks know.
     """
 
     loss: float
@@ -56,6 +57,8 @@ class StepTotals:
     wire: tuple[WireTotal, ...]
     sync_bytes: int
     control_bytes: int
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
     repaired: Repaired = ()
     notes: tuple[str, ...] = ()
     stopping: bool = False
@@ -63,13 +66,15 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class RankStep:
-    """A step as this rank sees it. `sync_bytes` counts from the start of the run."""
+    """A step as this rank sees it. `sent` counts from the start of the run: what replicas exchange,
+    and what shards send of weights and of gradients.
+    """
 
     loss: float
     tokens: int
     square_norm: float
     seconds: float
-    sync_bytes: int
+    sent: tuple[int, int, int]
     events: Sequence[ComputeEvent]
     stop: bool = False
 
@@ -83,7 +88,7 @@ class StepStats:
         """`cuts` are all cuts of the pipeline, so that every rank lays its vector out alike."""
         self._transport, self._cuts = transport, tuple(cuts)
         self._outgoing = [end for end in channels if isinstance(end, OutgoingChannel)]
-        self._sync_bytes = 0
+        self._sent = (0, 0, 0)
         self._coming_B = torch.empty(0, dtype=torch.int64)
         self.consistency = CacheConsistency(transport, channels, cuts)
 
@@ -101,9 +106,10 @@ class StepStats:
     def share(self, step: RankStep, scope: Scope) -> StepTotals:
         """Exchange this rank's numbers for the totals over all ranks in the scope."""
         busy = math.fsum(e.end_s - e.start_s for e in step.events if e.computes)
-        sync_bytes, self._sync_bytes = step.sync_bytes - self._sync_bytes, step.sync_bytes
+        sent = [now - before for now, before in zip(step.sent, self._sent, strict=True)]
+        self._sent = step.sent
         tokens = step.tokens if self._transport.mesh.position == 0 else 0
-        scalars = [step.loss, tokens, step.square_norm, busy, step.seconds, sync_bytes, step.stop]
+        scalars = [step.loss, tokens, step.square_norm, busy, step.seconds, *sent, step.stop]
         held = self.consistency.numbers(self._coming_B)
         mine = torch.tensor([*scalars, *held, *self._traffic()], dtype=torch.float64)
         all_WN = self._transport.share(mine, scope)
@@ -111,9 +117,10 @@ class StepStats:
         return self._totals(all_WN, self.consistency.repair(held_WN, self._coming_B, scope), scope)
 
     def _totals(self, all_WN: torch.Tensor, repair: Repair, scope: Scope) -> StepTotals:
-        loss, tokens, _, _, _, sync_bytes, stop = all_WN[:, :_SCALARS].sum(0).tolist()
+        loss, tokens, _, _, _, *sent, stop = all_WN[:, :_SCALARS].sum(0).tolist()
+        sync_bytes, weight_bytes, gradient_bytes = map(int, sent)
         mesh = self._transport.mesh
-        replica_norms = all_WN[:, 2].view(-1, mesh.pipeline_ranks).sum(1).sqrt()
+        replica_norms = all_WN[:, 2].view(-1, mesh.pipeline_ranks * mesh.shards).sum(1).sqrt()
         seconds = float(all_WN[:, 4].max())
         finite = bool(torch.isfinite(replica_norms).all()) and math.isfinite(loss)
         return StepTotals(
@@ -124,7 +131,9 @@ class StepStats:
             seconds=seconds,
             bubble=1.0 - float(all_WN[:, 3].mean()) / seconds,
             wire=self._wire(all_WN[:, _SCALARS + self.consistency.size :].sum(0)),
-            sync_bytes=int(sync_bytes),
+            sync_bytes=sync_bytes,
+            weight_bytes=weight_bytes,
+            gradient_bytes=gradient_bytes,
             control_bytes=shared_nbytes(all_WN) + repair.nbytes,
             repaired=repair.repaired,
             stopping=stop > 0 and len(all_WN) == mesh.world_size,

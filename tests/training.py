@@ -50,7 +50,9 @@ def batch(ids: list[int], tokens: int = TOKENS) -> Batch:
 def start(run: RunConfig, *, timeout_s: float = 120) -> Built:
     """This rank's part of a run; call it on all ranks."""
     pipeline = run.pipeline
-    transport = GlooTransport(pipeline.pipeline_ranks, pipeline.replicas, timeout_s=timeout_s)
+    transport = GlooTransport(
+        pipeline.pipeline_ranks, pipeline.replicas, timeout_s=timeout_s, shards=pipeline.shards
+    )
     torch.manual_seed(0)
     return build(run, transport, run_id=7, total_steps=100)
 
@@ -72,10 +74,10 @@ def train_steps(
 ) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
     """Losses, final weights of this rank, and what `check` said after every step."""
     built = start(run)
-    replica = rank // run.pipeline.pipeline_ranks
+    lane = built.engine.transport.mesh.lane
     losses, seen = [], []
     for step, whole in enumerate(batches):
-        totals = built.engine.train_step(share(whole, replica, run.pipeline.replicas), step)
+        totals = built.engine.train_step(share(whole, lane, run.pipeline.lanes), step)
         losses.append(totals.loss)
         seen.append(check(built, totals) if check else None)
     return losses, weights(built), seen

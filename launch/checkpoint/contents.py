@@ -31,6 +31,7 @@ def collect(built: Built) -> dict[str, Any]:
         },
         "rng": torch.random.get_rng_state(),
         "gpu_rng": torch.stack(gpu_rng) if gpu_rng else None,
+        **_sharded(built),
     }
 
 
@@ -66,10 +67,25 @@ def distribute(built: Built, state: Mapping[str, Any]) -> None:
     built.lr_schedule.last_epoch = state["lr_schedule"]["last_epoch"]
     built.engine.load_state_dict(state["engine"])
     built.sync.load_state_dict(state["sync"])
+    if built.shards is not None:
+        built.shards.load_state_dict(state["shards"])
     torch.random.set_rng_state(state["rng"])
     if state.get("gpu_rng") is not None:
         for device, rng in zip(_gpus(built), state["gpu_rng"], strict=False):
             torch.cuda.set_rng_state(rng, device)
+
+
+def _sharded(built: Built) -> dict[str, Any]:
+    """Which shard this is, of which of its tensors, and what shards know."""
+    if built.shards is None:
+        return {}
+    names = [
+        name
+        for stage in built.stages
+        for name, _ in module_of(stage).named_parameters(remove_duplicate=False)
+    ]
+    shard = built.engine.transport.mesh.shard
+    return {"shard": shard, "divided": names, "shards": built.shards.state_dict()}
 
 
 def _gpus(built: Built) -> list[torch.device]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from thinpipe.launch.checkpoint import files as checkpoint
 from thinpipe.launch.checkpoint.manifest import CheckpointError
-from thinpipe.launch.checkpoint.reshard import common_model, parts_of
+from thinpipe.launch.checkpoint.reshard import in_shards, parts_of, whole_model
 from thinpipe.launch.checkpoint.run_folder import check_folder
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
@@ -91,9 +91,10 @@ def _trained(folder: Path, config: RunConfig, model: HuggingFaceConfig) -> dict[
             "restore the original files"
         )
     tensors: dict[str, Tensor] = {}
-    for part in parts_of(folder, replica=0):
-        for stage in common_model(checkpoint.read_part(folder, part)).values():
-            tensors |= {name.removeprefix(_PREFIX): tensor for name, tensor in stage.items()}
+    states = [checkpoint.read_part(folder, part) for part in parts_of(folder, replica=0)]
+    for shards in in_shards(states):
+        whole = whole_model(shards)
+        tensors |= {name.removeprefix(_PREFIX): tensor for name, tensor in whole.items()}
     if model.lora is None:
         return tensors
     return merge_lora(tensors, model.lora, inputs_first=stores_inputs_first(model.whole()))

@@ -7,7 +7,7 @@ exchange's state, random numbers of dropout) is reset, and that is logged.
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _log = logging.getLogger(__name__)
 
+OwnRows = Callable[[Tensor], Tensor]
+
 
 class Layout(NamedTuple):
     """How layers and samples are distributed: `holders[i]` is the rank of stage i."""
@@ -34,16 +36,24 @@ class Layout(NamedTuple):
     cuts: tuple[int, ...]
     holders: tuple[int, ...]
     replicas: int
+    shards: int = 1
 
     @classmethod
     def of(cls, pipeline: Mapping[str, Any]) -> "Layout":
         """The layout of a [pipeline] section."""
         config = PipelineConfig.model_validate(pipeline)
         ranks = stage_to_rank(config.schedule, stages=config.stages, ranks=config.pipeline_ranks)
-        return cls(config.cuts, tuple(ranks[stage] for stage in sorted(ranks)), config.replicas)
+        holders = tuple(ranks[stage] for stage in sorted(ranks))
+        return cls(config.cuts, holders, config.replicas, config.shards)
+
+    @property
+    def lanes(self) -> int:
+        """Among how many pipelines samples are divided."""
+        return self.replicas * self.shards
 
     def __str__(self) -> str:
-        return f"cuts {list(self.cuts)}, replicas {self.replicas}"
+        sharded = f", shards {self.shards}" if self.shards > 1 else ""
+        return f"cuts {list(self.cuts)}, replicas {self.replicas}{sharded}"
 
 
 @dataclass
@@ -56,9 +66,10 @@ class ReplicaState:
     first_part: dict[str, Any]
 
 
-def part_name(replica: int, position: int) -> str:
+def part_name(mesh: Mesh) -> str:
     """Name of the part of a rank."""
-    return f"replica-{replica}.rank-{position}"
+    name = f"replica-{mesh.replica}.rank-{mesh.position}"
+    return name if mesh.shards == 1 else f"{name}.shard-{mesh.shard}"
 
 
 def parts_of(folder: Path, *, replica: int) -> list[str]:
@@ -100,10 +111,16 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
     """
     source = mesh.replica if before.replicas == now.replicas else 0
     saved = read_replica(folder, parts_of(folder, replica=source))
+
+    def own_rows(whole: Tensor) -> Tensor:
+        """What this rank keeps of a parameter, or of the optimizer's state of it."""
+        parts = whole.chunk(mesh.shards)
+        return parts[mesh.shard] if mesh.shard < len(parts) else whole[:0]
+
     for stage in built.stages:
-        load_module(module_of(stage), saved.model, folder)
-    stateless = _load_optimizer(built, saved)
-    boundaries = _boundaries(folder, replica=mesh.replica % before.replicas)
+        load_module(module_of(stage), saved.model, folder, own_rows)
+    stateless = _load_optimizer(built, saved, own_rows)
+    boundaries = _boundaries(folder, before, lane=mesh.lane % before.lanes)
     _load_boundaries(built, boundaries)
     built.lr_schedule.last_epoch = saved.first_part["lr_schedule"]["last_epoch"]
     built.engine.load_state_dict(saved.first_part["engine"])
@@ -130,15 +147,48 @@ def read_replica(folder: Path, parts: list[str]) -> ReplicaState:
         CheckpointError: a part is missing or damaged.
     """
     saved = ReplicaState({}, {}, {}, {})
-    for part in parts:
-        state = checkpoint.read_part(folder, part, mapped=ROWS)
-        saved.first_part = saved.first_part or state
-        for stage in common_model(state).values():
-            saved.model.update(stage)
-        for names, entry, group in _by_parameter(state["optimizer"], state["parameters"]):
+    states = [checkpoint.read_part(folder, part, mapped=ROWS) for part in parts]
+    for shards in in_shards(states):
+        saved.first_part = saved.first_part or dict(shards[0])
+        saved.model.update(whole_model(shards))
+        entries = [list(_by_parameter(state["optimizer"], state["parameters"])) for state in shards]
+        for found in zip(*entries, strict=True):
+            names, _, group = found[0]
+            whole = _whole_entry([entry for _, entry, _ in found])
             for name in names:
-                saved.optimizer[name], saved.groups[name] = entry, group
+                saved.optimizer[name], saved.groups[name] = whole, group
     return saved
+
+
+def in_shards(states: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """States of parts in groups: the shards of the same stages together, in order."""
+    groups: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for state in states:
+        groups.setdefault(tuple(sorted(state["model"])), []).append(state)
+    return [sorted(group, key=lambda s: int(s.get("shard", 0))) for group in groups.values()]
+
+
+def whole_model(shards: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The common model of all replicas, of stages whose shards have these states."""
+    models = [
+        {name: tensor for stage in common_model(state).values() for name, tensor in stage.items()}
+        for state in shards
+    ]
+    divided = set(shards[0].get("divided", ()))
+    return {
+        name: torch.cat([model[name] for model in models]) if name in divided else tensor
+        for name, tensor in models[0].items()
+    }
+
+
+def _whole_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """An optimizer's state of a parameter; what is no scalar is divided as the parameter is."""
+    return {
+        key: torch.cat([entry[key] for entry in entries])
+        if isinstance(value, Tensor) and value.dim() and len(entries) > 1
+        else value
+        for key, value in entries[0].items()
+    }
 
 
 def _by_parameter(
@@ -151,8 +201,13 @@ def _by_parameter(
             yield names[index], optimizer["state"].get(index, {}), settings
 
 
-def load_module(module: nn.Module, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Load a stage's own tensors; `folder` is for messages.
+def load_module(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    own_rows: OwnRows = lambda whole: whole,
+) -> None:
+    """Load a stage's own tensors; `folder` is for messages, `own_rows` what is own of a parameter.
 
     Raises:
         CheckpointError: one is missing, or a tied weight has two different values there.
@@ -169,17 +224,23 @@ def load_module(module: nn.Module, tensors: Mapping[str, Tensor], folder: Path) 
                 f"{folder}: {twin} and {name} were trained as separate weights and differ; with "
                 "this layout they are one: keep a cut between them"
             )
-    module.load_state_dict({name: tensors[name] for name in own})
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    module.load_state_dict(
+        {name: own_rows(tensors[name]) if name in parameters else tensors[name] for name in own}
+    )
 
 
-def _load_optimizer(built: Built, saved: ReplicaState) -> list[str]:
+def _load_optimizer(built: Built, saved: ReplicaState, own_rows: OwnRows) -> list[str]:
     """Load the saved state of every own parameter; return the names without one."""
     state = built.optimizer.state_dict()
     names, stateless = parameter_names(built), []
     for index, (name, *_) in enumerate(names):
         entry = saved.optimizer.get(name)
         if entry:
-            state["state"][index] = entry
+            state["state"][index] = {
+                key: own_rows(value) if isinstance(value, Tensor) and value.dim() else value
+                for key, value in entry.items()
+            }
         elif saved.optimizer:
             stateless.append(name)
     for group in state["param_groups"]:
@@ -189,11 +250,14 @@ def _load_optimizer(built: Built, saved: ReplicaState) -> list[str]:
     return stateless
 
 
-def _boundaries(folder: Path, *, replica: int) -> dict[str, Any]:
-    """Boundary states of a replica, by channel."""
+def _boundaries(folder: Path, before: Layout, *, lane: int) -> dict[str, Any]:
+    """Boundary states of a lane, by channel."""
+    replica, shard = divmod(lane, before.shards)
     found: dict[str, Any] = {}
     for part in parts_of(folder, replica=replica):
-        found.update(checkpoint.read_part(folder, part, mapped=ROWS)["boundaries"])
+        state = checkpoint.read_part(folder, part, mapped=ROWS)
+        if int(state.get("shard", 0)) == shard:
+            found.update(state["boundaries"])
     return found
 
 
@@ -224,10 +288,11 @@ def _changes(folder: Path, before: Layout, now: Layout, *, has_memories: bool) -
     moved = sorted(set(now.cuts) - set(before.cuts))
     if moved and has_memories:
         lines.append(f"memories at cuts {moved} start empty: these cuts are new")
-    new, of = moved_samples(before.replicas, now.replicas)
+    new, of = moved_samples(before.lanes, now.lanes)
+    owner = "replica" if before.shards == now.shards else "pipeline"
     if has_memories and new:
         lines.append(
-            f"{new} of every {of} samples moved to another replica and are sent as first visits"
+            f"{new} of every {of} samples moved to another {owner} and are sent as first visits"
         )
     if before.replicas > 1:
         lines.append("the state of the replica exchange is reset")

@@ -109,4 +109,4 @@ def place_of(session: Session, root: Path) -> Place:
     """Where this rank saves; a collective."""
     mesh = session.mesh
     hosts = gather_json(session.transport, mesh.rank - session.local_rank)
-    return Place(root, part_name(mesh.replica, mesh.position), mesh.rank, tuple(hosts))
+    return Place(root, part_name(mesh), mesh.rank, tuple(hosts))

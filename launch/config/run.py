@@ -30,6 +30,7 @@ from pydantic import (
 from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig, GradientAqsgdConfig, MemoryConfig
 from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
 from thinpipe.gradcomp.registry import load_method, method_names, option_aliases, parse_options
+from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.devices import check_devices
 from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.model import (
@@ -40,11 +41,13 @@ from thinpipe.launch.config.model import (
     model_kind,
 )
 from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.config.shards import check_shards
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
 from thinpipe.launch.data.load import DataConfig
 from thinpipe.launch.data.tokenizer import BYTES
 from thinpipe.pipeline.comm.guard import GuardConfig
 from thinpipe.pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
+from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.masks import check_masks
 from thinpipe.pipeline.models.own.config import OwnModelConfig
@@ -195,12 +198,18 @@ class RunConfig(BaseModel):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     gradcomp: dict[str, Any] = {"method": "allreduce"}
+    shards: ShardsConfig = ShardsConfig()
     network: NetworkConfig = NetworkConfig()
 
     @property
     def world_size(self) -> int:
         """Processes the run needs."""
-        return self.pipeline.pipeline_ranks * self.pipeline.replicas
+        return self.pipeline.pipeline_ranks * self.pipeline.lanes
+
+    def mesh(self, rank: int) -> Mesh:
+        """Where a rank stands."""
+        pipeline = self.pipeline
+        return Mesh(pipeline.pipeline_ranks, pipeline.replicas, rank, pipeline.shards)
 
     @property
     def method(self) -> str:
@@ -364,6 +373,7 @@ class RunConfig(BaseModel):
             microbatches=self.pipeline.microbatches,
         )
         check_devices(self.pipeline, self.model)
+        check_shards(self.pipeline, self.model, self.train.optimizer)
         _check_boundaries(self.boundary, self.pipeline)
         _check_sizes(self)
         _check_task(self)
@@ -448,11 +458,13 @@ def _check_sizes(config: RunConfig) -> None:
     data, model, train = config.data, config.model, config.train
     if not isinstance(model, OwnModelConfig) and data.factory is None:
         _check_tokens(data, model)
-    parts = config.pipeline.replicas * train.accumulate
+    pipeline = config.pipeline
+    parts = pipeline.lanes * train.accumulate
     if train.batch_size % parts:
+        sharded = f" x {pipeline.shards} shards" if pipeline.shards > 1 else ""
         raise ValueError(
             f"train.batch_size = {train.batch_size} cannot be shared evenly by "
-            f"{config.pipeline.replicas} replicas in {train.accumulate} accumulation parts; "
+            f"{pipeline.replicas} replicas{sharded} in {train.accumulate} accumulation parts; "
             f"use a multiple of {parts}"
         )
 

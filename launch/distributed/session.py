@@ -144,7 +144,8 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
     if world != config.world_size and problem is None:
         problem = (
             f"{world} processes were started, but {config.pipeline.stages} stages "
-            f"(pipeline.cuts) with pipeline.replicas = {config.pipeline.replicas} need "
+            f"(pipeline.cuts) with pipeline.replicas = {config.pipeline.replicas} "
+            f"and pipeline.shards = {config.pipeline.shards} need "
             f"{config.world_size}; "
             f"start {config.world_size} (torchrun: nnodes x nproc-per-node)"
         )
@@ -165,6 +166,7 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
             config.pipeline.pipeline_ranks,
             config.pipeline.replicas,
             timeout_s=wait_s,
+            shards=config.pipeline.shards,
         )
         yield Session(store, transport, run_id, int(os.environ.get("LOCAL_RANK", "0")))
         transport.close()

@@ -102,12 +102,12 @@ def sample_capacity(config: RunConfig, position: int) -> int | None:
 
 
 def plan_memory(config: RunConfig, sequences: int) -> list[End]:
-    """Every memory of one replica; replicas are alike.
+    """Every memory of one lane (`pipeline/mesh.py`); lanes are alike.
 
     Raises:
         ConfigError: the budget is too small for a single sample.
     """
-    samples = sequences // config.pipeline.replicas
+    samples = sequences // config.pipeline.lanes
     ends = _ends(config)
     capacities = {end.position: sample_capacity(config, end.position) for end in ends}
     planned = []
@@ -122,7 +122,8 @@ def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs
     """What the memories of these ranks need, all on this host."""
     rows, written = [], []
     for rank in ranks:
-        here = [end for end in ends if end.position == rank % config.pipeline.pipeline_ranks]
+        position = config.mesh(rank).position
+        here = [end for end in ends if end.position == position]
         rows.append(sum(end.nbytes for end in here))
         written.append(_batch(config) * sum(end.row_nbytes for end in here))
     held, batch = sum(rows), sum(written)
@@ -268,7 +269,7 @@ def _rounded_up(nbytes: int) -> str:
 
 
 def _batch(config: RunConfig) -> int:
-    return config.train.batch_size // config.pipeline.replicas
+    return config.train.batch_size // config.pipeline.lanes
 
 
 def _busiest(nbytes: Sequence[int], per_rank: int) -> int:

@@ -71,8 +71,8 @@ def checkpoint_nbytes(parameters: int, trained: int) -> int:
 
 
 def samples_at_once(config: RunConfig) -> int:
-    """Samples in one pass of a replica's pipeline, before it accumulates or steps."""
-    return config.train.batch_size // (config.pipeline.replicas * config.train.accumulate)
+    """Samples in one pass of a pipeline, before it accumulates or steps."""
+    return config.train.batch_size // (config.pipeline.lanes * config.train.accumulate)
 
 
 def microbatch_count(config: RunConfig) -> int:

@@ -52,7 +52,8 @@ class StepRecord:
     `loss_compressed` with those of training; likewise other metrics of the objective. In
     classification `tokens` counts samples. `repaired` counts, by cut, samples whose memories
     differed or were lost and were reset at both ends; `notes` are messages of the guard. `own`
-    holds numbers that the user's program logged.
+    holds numbers that the user's program logged. `weight_bytes` and `gradient_bytes` went between
+    the shards of stages.
     """
 
     step: int
@@ -72,6 +73,8 @@ class StepRecord:
     repaired: Mapping[int, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     own: Mapping[str, Loss] = field(default_factory=dict)
+    weight_bytes: int = 0
+    gradient_bytes: int = 0
 
     @property
     def bytes_per_cut(self) -> dict[int, int]:

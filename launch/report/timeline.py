@@ -18,8 +18,9 @@ FILE_NAME = "timeline.json"
 class Timeline(BaseModel):
     """One step: its events, in seconds since the first rank began it, and its traffic.
 
-    `step` counts from 1, `wire` sums over the replicas. `pipeline_ranks` ranks make a replica. A
-    step runs the schedule `accumulate` times.
+    `step` counts from 1, `wire` sums over the replicas. `pipeline_ranks` ranks make a replica, or
+    with shards a lane, in whose order (`pipeline/mesh.py`) events count ranks. A step runs the
+    schedule `accumulate` times.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,7 +73,7 @@ def gather_events(
     everyone = gather_json(transport, {"start_s": start_s - ahead_s, "events": own})
     first_s = min(other["start_s"] for other in everyone)
     return [
-        ComputeEvent(stage, kind, m, begin_s - first_s, end_s - first_s, rank)
-        for rank, other in enumerate(everyone)
-        for stage, kind, m, begin_s, end_s in other["events"]
+        ComputeEvent(stage, kind, m, begin_s - first_s, end_s - first_s, place)
+        for place, rank in enumerate(transport.mesh.world)
+        for stage, kind, m, begin_s, end_s in everyone[rank]["events"]
     ]

@@ -130,7 +130,7 @@ def timeline_of(config: RunConfig, record: StepRecord, events: Sequence[ComputeE
         microbatches=max((event.microbatch for event in events), default=0) + 1,
         accumulate=config.train.accumulate,
         pipeline_ranks=pipeline.pipeline_ranks,
-        replicas=pipeline.replicas,
+        replicas=pipeline.lanes,
         cuts=pipeline.cuts,
         wire=record.wire,
         events=tuple(events),

@@ -51,8 +51,8 @@ class Training:
         self._sampler = EpochSampler(
             len(samples),
             batch_size=config.train.batch_size,
-            replicas=config.pipeline.replicas,
-            replica=session.mesh.replica,
+            replicas=session.mesh.lanes,
+            replica=session.mesh.lane,
             seed=config.run.seed,
         )
         self.steps = config.train.epochs * self._sampler.steps_per_epoch
@@ -149,6 +149,8 @@ class Training:
             lr=lr,
             skipped=totals.skipped,
             sync_bytes=totals.sync_bytes,
+            weight_bytes=totals.weight_bytes,
+            gradient_bytes=totals.gradient_bytes,
             control_bytes=totals.control_bytes,
             eval=None,
             repaired=dict(totals.repaired),
@@ -221,14 +223,21 @@ class Training:
     def _evaluate(self, samples: SampleSet, step: int, *, compressed: bool) -> dict[str, float]:
         engine = self.built.engine
         tallies = [
-            engine.eval_step(samples.batch(ids), step, compressed=compressed)
-            for ids in self._eval_batches(len(samples))
+            engine.eval_step(batch, step, compressed=compressed)
+            for batch in self._eval_batches(samples)
         ]
         return engine.objective.metrics([sum(column) for column in zip(*tallies, strict=True)])
 
-    def _eval_batches(self, count: int) -> Iterator[torch.Tensor]:
-        """This replica's share of the held-out samples; all replicas get equally many batches."""
+    def _eval_batches(self, samples: SampleSet) -> Iterator[Batch]:
+        """This lane's share of the held-out samples; all lanes get equally many batches.
+
+        Those of shards are of one size, as shards run alike; a last sample may not count.
+        """
         mesh, size = self._session.mesh, self._config.train.batch_size
-        for first in range(0, count, size):
-            ids = torch.arange(first, min(first + size, count))
-            yield ids.tensor_split(mesh.replicas)[mesh.replica]
+        for first in range(0, len(samples), size):
+            ids = torch.arange(first, min(first + size, len(samples)))
+            shares = ids.tensor_split(mesh.lanes)
+            own = shares[mesh.lane]
+            missing = len(shares[0]) - len(own) if mesh.shards > 1 else 0
+            batch = samples.batch(torch.cat([own, ids[:missing]]))
+            yield batch.counting(len(own)) if missing else batch

@@ -34,18 +34,22 @@ class GlooTransport:
         replicas: int,
         *,
         timeout_s: float,
+        shards: int = 1,
     ) -> None:
         """Make the groups; every rank of the world calls it.
 
         Raises:
-            ValueError: the world has not pipeline_ranks * replicas ranks.
+            ValueError: the world has not pipeline_ranks * replicas * shards ranks.
             TransportError: a rank did not join within `timeout_s`.
         """
-        check_world(pipeline_ranks, replicas, dist.get_world_size())
-        self.mesh = Mesh(pipeline_ranks, replicas, dist.get_rank())
+        check_world(pipeline_ranks, replicas, dist.get_world_size(), shards=shards)
+        self.mesh = Mesh(pipeline_ranks, replicas, dist.get_rank(), shards)
         self._timeout_s = timeout_s
         self.pipeline_group = self._group(self.mesh.pipeline, "pipeline")
         self._backward = self._group(self.mesh.pipeline, "pipeline")
+        self.shard_group = self.pipeline_group
+        if shards > 1:
+            self.shard_group = self._group(self.mesh.stage_shards, "exchange")
         self._control = self._group(range(self.mesh.world_size), "control")
         self._numbers = [0] * self.mesh.world_size
         """Of the next control message to and from each rank."""
@@ -66,9 +70,10 @@ class GlooTransport:
         group = self._backward if channel % 2 else self.pipeline_group
         return GlooLink(group, self.mesh.pipeline.index(peer), channel, name, device)
 
-    def peers(self, ranks: Sequence[int]) -> GlooPeers:
+    def peers(self, ranks: Sequence[int], what: str = "replica") -> GlooPeers:
         """Exchanges between these ranks; all of them call it."""
-        return GlooPeers((self._group(ranks, "exchange"), self._group(ranks, "exchange")))
+        groups = self._group(ranks, "exchange"), self._group(ranks, "exchange")
+        return GlooPeers(groups, what)
 
     def share(self, values: Tensor, scope: Scope) -> Tensor:
         """Every rank sends to every other: gloo's all-gather is a ring of hops, each delayed.
@@ -96,9 +101,10 @@ class GlooTransport:
             else torch.empty(0, dtype=torch.uint8)
         )
         lengths = self.share(torch.tensor([len(data)], dtype=torch.float64), "world")
-        ranks = range(self.mesh.world_size)
+        ranks = self._ranks("world")
         found = self._swap(mine, ranks, lengths[:, 0].to(torch.int64).tolist())
-        return [row.numpy().tobytes() for row in found]
+        by_rank = dict(zip(ranks, found, strict=True))
+        return [by_rank[rank].numpy().tobytes() for rank in sorted(by_rank)]
 
     def close(self) -> None:
         """Nobody leaves while another still needs its links."""
@@ -134,9 +140,11 @@ class GlooTransport:
     def _ranks(self, scope: Scope) -> Sequence[int]:
         mesh = self.mesh
         return {
-            "replica": mesh.pipeline,
-            "stage": mesh.same_stage,
-            "world": range(mesh.world_size),
+            "lane": mesh.pipeline,
+            "replica": mesh.whole_replica,
+            "shards": mesh.stage_shards,
+            "stage": mesh.all_at_position,
+            "world": mesh.world,
         }[scope]
 
     @staticmethod

@@ -23,7 +23,11 @@ class GlooPeers:
     the data that goes the same way, and half of a full-duplex link would be used.
     """
 
-    def __init__(self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup]) -> None:
+    def __init__(
+        self, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], what: str = "replica"
+    ) -> None:
+        """`what` errors call each of the ranks."""
+        self._what = what
         self.rank, self.size = dist.get_rank(groups[0]), dist.get_world_size(groups[0])
         self.bytes_sent = 0
         self._groups = groups
@@ -40,13 +44,13 @@ class GlooPeers:
             headers[peer] = (self._receive(header, peer), header)
         works = []
         for peer in sorted(outgoing, key=lambda peer: (peer - self.rank) % self.size):
-            edge, group = _edge(self.rank, peer), self._groups[peer < self.rank]
+            edge, group = self._edge(self.rank, peer), self._groups[peer < self.rank]
             message = outgoing[peer]
             for part in (message[:EXCHANGE_HEADER_NBYTES], message[EXCHANGE_HEADER_NBYTES:]):
                 works.append((edge, isend(part, group, peer, edge=edge)))
         incoming = {}
         for peer, (work, header) in headers.items():
-            edge = _edge(peer, self.rank)
+            edge = self._edge(peer, self.rank)
             wait(work, edge=edge)
             incoming[peer] = self._message(header, peer, capacity)
             payload = incoming[peer][EXCHANGE_HEADER_NBYTES:]
@@ -57,20 +61,19 @@ class GlooPeers:
         return incoming
 
     def _receive(self, buffer: Tensor, peer: int) -> dist.Work:
-        return irecv(buffer, self._groups[self.rank < peer], peer, edge=_edge(peer, self.rank))
+        return irecv(buffer, self._groups[self.rank < peer], peer, edge=self._edge(peer, self.rank))
 
     def _message(self, header: Tensor, peer: int, capacity: int) -> Tensor:
         """A message with this header and room for its payload."""
         length = payload_nbytes(header)
         if length > capacity:
             raise DesyncError(
-                f"replica {peer} -> replica {self.rank}: a payload of {length} bytes, where at "
-                f"most {capacity} can be; the two replicas are at different exchanges"
+                f"{self._what} {peer} -> {self._what} {self.rank}: a payload of {length} bytes, "
+                f"where at most {capacity} can be; the two {self._what}s are at different exchanges"
             )
         message = torch.empty(EXCHANGE_HEADER_NBYTES + length, dtype=torch.uint8)
         message[:EXCHANGE_HEADER_NBYTES] = header
         return message
 
-
-def _edge(source: int, target: int) -> str:
-    return f"replica {source} -> replica {target}: lost in an exchange"
+    def _edge(self, source: int, target: int) -> str:
+        return f"{self._what} {source} -> {self._what} {target}: lost in an exchange"

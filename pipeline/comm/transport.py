@@ -11,8 +11,9 @@ from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES
 
-Scope = Literal["replica", "stage", "world"]
-"""Ranks that share a vector: those of this rank's pipeline, the replicas of its stages, or all."""
+Scope = Literal["lane", "replica", "shards", "stage", "world"]
+"""Ranks that share a vector: those of this rank's pipeline; of its replica, which without shards
+are the same; the shards of its stages; all at its position; or all."""
 
 RATE, CLOCK, TIED, WEIGHTS, FIRST_CUT = 2, 4, 6, 8, 10
 """Channels of links, two each, one per direction. Those below `FIRST_CUT` reach all ranks, those of
@@ -51,6 +52,8 @@ class Transport(Protocol):
     mesh: Mesh
     pipeline_group: dist.ProcessGroup
     """The ranks of this rank's pipeline, as torch's stages want to know them; nothing is sent."""
+    shard_group: dist.ProcessGroup
+    """The ranks that hold this rank's stages together, as FSDP2 wants to know them."""
 
     def link(
         self,
@@ -65,11 +68,13 @@ class Transport(Protocol):
         `name` is how error messages call the edge, `device` where messages are decoded.
         """
 
-    def peers(self, ranks: Sequence[int]) -> Peers:
-        """Exchanges between these ranks, of which this is one."""
+    def peers(self, ranks: Sequence[int], what: str = "replica") -> Peers:
+        """Exchanges between these ranks, of which this is one; `what` errors call each."""
 
     def share(self, values: Tensor, scope: Scope) -> Tensor:
-        """The vectors (float64) of all ranks in the scope, in their order: [ranks, values].
+        """The vectors (float64) of all ranks in the scope: [ranks, values].
+
+        They are in the order of lanes, and in each of positions.
 
         Takes one hop, and proves by a checksum that each came as it was sent, and by a digest that
         all ranks got the same ones the last time.

@@ -216,6 +216,10 @@ class TransformerStage(nn.Module):
             x_BTD = self._run_block(block, x_BTD, info)
         return x_BTD if self.final_norm is None else self._logits(self.final_norm(x_BTD), samples)
 
+    def parts(self) -> list[nn.Module]:
+        """Modules that run one after the other, and need their weights only then."""
+        return list(self.blocks.values())
+
     def tied_weight(self) -> nn.Parameter | None:
         """Return the weight this stage shares with another one; None when there is none here.
 

@@ -59,6 +59,11 @@ class HuggingFaceStage(nn.Module):
             out = self.model.base_model(**given, **self._settings).last_hidden_state
         return out.clone() if out._is_view() else out
 
+    def parts(self) -> list[nn.Module]:
+        """Modules that run one after the other, and need their weights only then."""
+        family = family_of(self._config.transformers_config)
+        return list(self.model.base_model.get_submodule(family.blocks).children())
+
     def tied_weight(self) -> nn.Parameter | None:
         """Return the weight this stage shares with another one; None when there is none here.
 

@@ -21,7 +21,7 @@ from thinpipe.pipeline.step_stats import WireTotal
 KEYS = [
     "step", "epoch", "loss", "tokens_per_s", "step_s", "bubble", "wire", "tokens", "grad_norm",
     "lr", "skipped", "sync_bytes", "control_bytes", "eval", "repaired", "notes",
-    "own",
+    "own", "weight_bytes", "gradient_bytes",
 ]  # fmt: skip
 
 

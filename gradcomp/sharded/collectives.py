@@ -1,0 +1,217 @@
+"""FSDP2's two collectives over our own messages: gather weights, scatter gradients.
+
+Given to modules by `set_custom_all_gather` and `set_custom_reduce_scatter`. A thread encodes, sends
+and decodes while the stage computes; FSDP waits where it needs the result. Every rank starts the
+same exchanges in the same order, as all run the same schedule.
+
+Axes: N values of a unit that one shard keeps, padding included.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinpipe.gradcomp.exchange import ExchangeKey, gather_all, scatter_sum
+from thinpipe.gradcomp.sharded.config import ShardsConfig
+from thinpipe.gradcomp.sharded.qsdp import Learned, is_kept, value_codec
+from thinpipe.gradcomp.sharded.segments import Segmented
+from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.codec import Codec, Noise
+from thinpipe.pipeline.wire.thread import Worker
+
+_EXACT = Cast("fp32")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Parameters that FSDP exchanges together, in its order.
+
+    `local` are this rank's parts, `shapes` the whole parameters' shapes. FSDP pads every part to
+    the size of the first rank's.
+    """
+
+    index: int
+    local: tuple[nn.Parameter, ...]
+    shapes: tuple[torch.Size, ...]
+
+    def sizes(self, shards: int, *, trained: bool) -> list[int]:
+        """Values per parameter of one rank's padded part; of those that are `trained`, or all."""
+        return [
+            -(-shape[0] // shards) * shape[1:].numel()
+            for parameter, shape in zip(self.local, self.shapes, strict=True)
+            if parameter.requires_grad or not trained
+        ]
+
+
+class Exchanges:
+    """What all units of a rank share: the peers, the thread, and how much was sent."""
+
+    def __init__(self, peers: Peers, config: ShardsConfig, *, seed: int) -> None:
+        """`seed` is the run's."""
+        self.config, self.peers = config, peers
+        self.step, self._scatters = 0, 0
+        self.exact = False
+        """Whether weights are gathered in full precision."""
+        self.weight_bytes = self.gradient_bytes = 0
+        self._seed, self._number = seed, 0
+        self._worker = Worker("shards")
+
+    def begin_step(self, step: int) -> None:
+        """All gathers of a step round weights alike."""
+        self.step, self._scatters = step, 0
+
+    def gather(self, unit: int, codec: Segmented, parts: Sequence[Tensor]) -> "Future[None]":
+        """Fill the ranks' `parts` with what all see of them; this rank's own is in its place."""
+        key, codec = self._key(unit), self._noisy(codec, unit << 32)
+
+        def job() -> None:
+            before = self.peers.bytes_sent
+            gather_all(self.peers, key, parts[self.peers.rank], codec=codec, out=parts)
+            self.weight_bytes += self.peers.bytes_sent - before
+
+        return self._worker.submit(job)
+
+    def scatter(
+        self, unit: int, codec: Segmented, parts: Sequence[Tensor], out_N: Tensor, *, add: bool
+    ) -> "Future[None]":
+        """Write the sum over ranks of what they have for this one to `out_N`, or add it there."""
+        self._scatters += 1
+        key, codec = self._key(unit), self._noisy(codec, unit << 32 | self._scatters)
+
+        def job() -> None:
+            before = self.peers.bytes_sent
+            total_N = scatter_sum(self.peers, key, parts, codec=codec)
+            self.gradient_bytes += self.peers.bytes_sent - before
+            out_N.add_(total_N) if add else out_N.copy_(total_N)
+
+        return self._worker.submit(job)
+
+    def _key(self, unit: int) -> ExchangeKey:
+        self._number += 1
+        return ExchangeKey(self._number, unit)
+
+    def _noisy(self, codec: Segmented, row: int) -> Segmented:
+        """`row` tells the exchanges of a step apart; ranks draw different numbers."""
+        key = self._seed | (1 + self.peers.rank) << 40
+        return replace(codec, noise=Noise(key, self.step, torch.tensor([row])))
+
+
+@dataclass
+class GatherWeights:
+    """FSDP's all-gather for one unit."""
+
+    unit: Unit
+    exchanges: Exchanges
+    _learned_at: int = -1
+    codec: Segmented = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.codec = _codec(self.unit, self.exchanges, weights=True)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for a result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work:
+        """Start; `input_tensor` is this rank's place in `output_tensor`."""
+        exchanges, codec = self.exchanges, self.codec
+        for parameter, part_N in zip(
+            self.unit.local, torch.split(input_tensor, codec.sizes), strict=True
+        ):  # an exchange between replicas may have given the parameter other storage
+            part_N[: parameter.numel()] = parameter.detach().flatten()
+        if exchanges.exact:
+            codec = Segmented(codec.sizes, [_EXACT] * len(codec.sizes))
+        elif self._learned_at != exchanges.step:
+            self._learned_at = exchanges.step
+            for one, part_N in zip(
+                codec.codecs, torch.split(input_tensor, codec.sizes), strict=True
+            ):
+                if isinstance(one, Learned):
+                    one.learn(part_N[None])
+        parts = output_tensor.chunk(exchanges.peers.size)
+        return _Pending(exchanges.gather(self.unit.index, codec, parts))
+
+
+@dataclass
+class ScatterGradients:
+    """FSDP's reduce-scatter for one unit: sums, whatever FSDP asks for, as losses are divided."""
+
+    unit: Unit
+    exchanges: Exchanges
+    _sum_N: Tensor | None = None
+    _futures: list["Future[None]"] = field(default_factory=list)
+    codec: Segmented = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.codec = _codec(self.unit, self.exchanges, weights=False)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Room for gradients, or for a result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Start; `finish` has the result, and FSDP's own gradients are not to be read."""
+        add = self._sum_N is not None
+        if self._sum_N is None:
+            self._sum_N = output_tensor
+        parts = input_tensor.chunk(self.exchanges.peers.size)
+        future = self.exchanges.scatter(self.unit.index, self.codec, parts, self._sum_N, add=add)
+        self._futures.append(future)
+
+    def finish(self) -> None:
+        """Wait for all sums since the last call, and leave them in the parameters' gradients.
+
+        Raises:
+            TransportError, DesyncError: an exchange failed.
+        """
+        for future in self._futures:
+            future.result()
+        self._futures.clear()
+        if self._sum_N is None:
+            return
+        trained = [parameter for parameter in self.unit.local if parameter.requires_grad]
+        for parameter, part_N in zip(
+            trained, torch.split(self._sum_N, self.codec.sizes), strict=True
+        ):
+            parameter.grad = part_N[: parameter.numel()].view(parameter.shape)
+        self._sum_N = None
+
+
+class _Pending(dist.Work):
+    """What FSDP waits for."""
+
+    def __init__(self, future: "Future[None]") -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Raises what the exchange raised."""
+        self._future.result()
+        return True
+
+
+def _codec(unit: Unit, exchanges: Exchanges, *, weights: bool) -> Segmented:
+    config = exchanges.config
+    rounding = config.weight_rounding if weights else config.gradient_rounding
+    bits = config.bits_of("weight" if weights else "gradient")
+    codecs: list[Codec] = [
+        _EXACT if is_kept(shape, config) else value_codec(bits, rounding, config.bucket)
+        for parameter, shape in zip(unit.local, unit.shapes, strict=True)
+        if parameter.requires_grad or weights
+    ]
+    return Segmented(unit.sizes(exchanges.peers.size, trained=not weights), codecs)

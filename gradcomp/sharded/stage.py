@@ -1,0 +1,205 @@
+"""A stage held by several ranks: FSDP2 around each block, with our collectives.
+
+`ShardedStage` looks like the stage, but its parameters are this rank's parts, as plain tensors:
+optimizers, exchanges between replicas, clipping and checkpoints work on them as on any others.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from thinpipe.gradcomp.sharded.collectives import Exchanges, GatherWeights, ScatterGradients, Unit
+from thinpipe.gradcomp.sharded.config import ShardsConfig
+from thinpipe.gradcomp.sharded.qsdp import Learned
+from thinpipe.pipeline.comm.transport import Peers
+
+
+class ShardedStage(nn.Module):
+    """Runs a stage whose weights are gathered when they are needed.
+
+    Parameters and buffers carry the stage's names. Row i of a parameter belongs to the rank that
+    `torch.chunk` gives it to; later ranks may have none.
+    """
+
+    wants_samples = True
+    inner: Any
+    """The stage, whose parameters come and go; not a submodule."""
+
+    def __init__(
+        self, stage: nn.Module, blocks: Sequence[nn.Module], group: dist.ProcessGroup
+    ) -> None:
+        """`stage` and its `blocks` become FSDP modules; nothing is sent over the `group`."""
+        super().__init__()
+        shapes = {name: p.shape for name, p in stage.named_parameters(remove_duplicate=False)}
+        kept = stage.state_dict()
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(stage, mesh=mesh)
+        self.__dict__["inner"] = stage
+        self._wholes = dict(stage.named_parameters(remove_duplicate=False))
+        self._local = {
+            id(whole): nn.Parameter(_local(whole), requires_grad=whole.requires_grad)
+            for whole in self._wholes.values()
+        }
+        for name, whole in self._wholes.items():
+            _place(self, name).register_parameter(name.split(".")[-1], self._local[id(whole)])
+        for name in kept.keys() - self._wholes.keys():
+            _place(self, name).register_buffer(name.split(".")[-1], kept[name])
+        self.groups = [self._group(module, shapes) for module in (*blocks, stage)]
+        self._backwards, self._each = 0, False
+
+    def forward(self, x: Tensor, samples: Any) -> Tensor:
+        """Run the stage."""
+        y: Tensor = self.inner(x, samples)
+        if y.requires_grad:
+            y.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+        return y
+
+    def train(self, mode: bool = True) -> "ShardedStage":
+        """Set the mode of the stage that runs."""
+        self.inner.train(mode)
+        return super().train(mode)
+
+    def tied_weight(self) -> nn.Parameter | None:
+        """This rank's part of the weight that the stage shares with another one."""
+        whole = self.inner.tied_weight()
+        return None if whole is None else self._local[id(whole)]
+
+    def modules_to_gather(self) -> list[FSDPModule]:
+        """The FSDP modules, the stage itself first."""
+        return [module for module in self.inner.modules() if isinstance(module, FSDPModule)]
+
+    def begin_step(self, backwards: int, *, each: bool) -> None:
+        """Scatter gradients in the last of so many backward passes, or after `each`."""
+        self._backwards, self._each = backwards, each
+
+    def _before_backward(self, _gradient: Tensor) -> None:
+        self._backwards -= 1
+        last = self._each or self._backwards == 0
+        for whole in self._wholes.values():
+            whole.grad = None  # FSDP would add to it, where `ScatterGradients` sums
+        self.inner.set_is_last_backward(last)
+        self.inner.set_reshard_after_backward(last)
+        self.inner.set_requires_gradient_sync(last)
+
+    def _group(
+        self, module: nn.Module, shapes: Mapping[str, torch.Size]
+    ) -> tuple[nn.Module, list[tuple[nn.Parameter, torch.Size]]]:
+        """A module and its own parameters with their whole shapes, in FSDP's order."""
+        names = {id(whole): name for name, whole in reversed(self._wholes.items())}
+        own = dict.fromkeys(
+            id(whole) for part in _own_modules(module) for whole in part.parameters(recurse=False)
+        )
+        return module, [(self._local[key], shapes[names[key]]) for key in own]
+
+
+class StageShards:
+    """The `Shards` of one rank: all its stages."""
+
+    def __init__(
+        self, stages: Sequence[ShardedStage], peers: Peers, config: ShardsConfig, *, seed: int
+    ) -> None:
+        """`peers` are the ranks that hold the stages together."""
+        self.stages, self._config = stages, config
+        self._exchanges = Exchanges(peers, config, seed=seed)
+        self._gathers: list[GatherWeights] = []
+        self._scatters: list[ScatterGradients] = []
+        for stage in stages:
+            stage.inner.set_reshard_after_forward(config.gather == "microbatch")
+            stage.inner.set_reduce_scatter_unused_params(True)
+            for module, own in stage.groups:
+                unit = Unit(
+                    len(self._gathers),
+                    tuple(parameter for parameter, _ in own),
+                    tuple(shape for _, shape in own),
+                )
+                self._gathers.append(GatherWeights(unit, self._exchanges))
+                self._scatters.append(ScatterGradients(unit, self._exchanges))
+                fsdp: Any = module
+                fsdp.set_custom_all_gather(self._gathers[-1])
+                fsdp.set_custom_reduce_scatter(self._scatters[-1])
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights this rank has sent so far, headers included."""
+        return self._exchanges.weight_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients this rank has sent so far, headers included."""
+        return self._exchanges.gradient_bytes
+
+    def begin_step(self, step: int, backwards: int) -> None:
+        """Start to gather, if it is done once per step."""
+        self._exchanges.begin_step(step)
+        each = self._config.gather == "microbatch"
+        for stage in self.stages:
+            stage.begin_step(backwards, each=each)
+            if not each:
+                for module in stage.modules_to_gather():
+                    module.unshard(async_op=True)
+
+    def before_step(self) -> None:
+        """Wait for the sums; weights are given back."""
+        for scatter in self._scatters:
+            scatter.finish()
+        self._free()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, weights are gathered as they are: what is evaluated is what is kept."""
+        self._exchanges.exact = True
+        try:
+            yield
+        finally:
+            self._exchanges.exact = False
+            self._free()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Levels that were learned, by unit and parameter."""
+        return {
+            f"{unit}.{number}": codec.level_L
+            for unit, gather in enumerate(self._gathers)
+            for number, codec in enumerate(gather.codec.codecs)
+            if isinstance(codec, Learned)
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for name, level_L in self.state_dict().items():
+            if name in state:
+                level_L.copy_(state[name])
+
+    def _free(self) -> None:
+        for stage in self.stages:
+            for module in stage.modules_to_gather():
+                module.reshard()
+
+
+def _local(whole: nn.Parameter) -> Tensor:
+    return cast(DTensor, whole).to_local().detach()
+
+
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and its descendants, without those that are FSDP modules; children come first."""
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_modules(child)
+    yield module
+
+
+def _place(root: nn.Module, name: str) -> nn.Module:
+    """The module that holds what has this name, made if it is not there."""
+    for part in name.split(".")[:-1]:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    return root

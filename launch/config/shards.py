@@ -1,0 +1,61 @@
+"""What `pipeline.shards` asks of the other settings."""
+
+import torch
+
+from thinpipe.launch.config.model import ModelSection
+from thinpipe.pipeline.config import PipelineConfig
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.schedule import ZERO_BUBBLE, stage_to_rank
+
+
+def check_shards(pipeline: PipelineConfig, model: ModelSection, optimizer: str) -> None:
+    """Check that every stage can be held by several ranks.
+
+    Raises:
+        ValueError: it cannot; names the setting to change.
+    """
+    if pipeline.shards == 1:
+        return
+    problem = _problem(pipeline, model) or _needs_wholes(model, optimizer)
+    if problem is not None:
+        raise ValueError(f"pipeline.shards = {pipeline.shards}: {problem}")
+
+
+def _needs_wholes(model: ModelSection, optimizer: str) -> str | None:
+    """What works on whole layers or whole matrices."""
+    if isinstance(model, OwnModelConfig):
+        return "a model of one's own (model.factory) is not divided; use pipeline.replicas"
+    if optimizer != "adamw":
+        return (
+            f'train.optimizer = "{optimizer}" may need whole matrices, and ranks have some rows '
+            'of each; use "adamw"'
+        )
+    return None
+
+
+def _problem(pipeline: PipelineConfig, model: ModelSection) -> str | None:
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    if version < (2, 13):
+        return f"needs torch >= 2.13 (this is {torch.__version__})"
+    if pipeline.device == "cuda":
+        return 'stages are held together on CPUs only; use pipeline.device = "cpu"'
+    if pipeline.devices_per_rank > 1:
+        return (
+            f"not supported with pipeline.devices_per_rank = {pipeline.devices_per_rank}; use one "
+            "device per rank"
+        )
+    if pipeline.schedule in ZERO_BUBBLE:
+        return (
+            f'pipeline.schedule = "{pipeline.schedule}" splits the backward pass, which FSDP2\'s '
+            "hooks do not see; use another schedule"
+        )
+    if pipeline.auto_cuts:
+        return 'pipeline.cuts = "auto" measures one rank per stage; give the cuts'
+    ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
+    both_ends = pipeline.stages > 1 and ranks[0] == ranks[pipeline.stages - 1]
+    if both_ends and model.tie_embeddings == "exact":
+        return (
+            "embedding and head are one weight in two stages of this rank, which FSDP2 cannot "
+            'share; use model.tie_embeddings = "untied", or a schedule with one stage per rank'
+        )
+    return None

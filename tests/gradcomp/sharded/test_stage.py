@@ -1,0 +1,187 @@
+"""A stage held by several ranks, against FSDP2 with torch's own collectives."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import Ranks
+from thinpipe.gradcomp.sharded.config import ShardsConfig
+from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
+
+pytestmark = pytest.mark.dist
+
+MODEL = TransformerConfig(layers=2, width=16, heads=2, vocab=33, context=8)
+EXACT = ShardsConfig(method="qsdp", weight_bits=32, gradient_bits=32)
+W8G8 = ShardsConfig(method="qsdp", keep_below=64, bucket=64)
+STEPS = 4
+
+
+def model() -> TransformerStage:
+    return build_layers(MODEL, 0, MODEL.layers, seed=3, device="cpu")
+
+
+def make(config: ShardsConfig, timeout_s: float = 60) -> tuple[ShardedStage, StageShards]:
+    transport = GlooTransport(1, 1, timeout_s=timeout_s, shards=dist.get_world_size())
+    whole = model()
+    stage = ShardedStage(whole, whole.parts(), transport.shard_group)
+    peers = transport.peers(transport.mesh.stage_shards, "stage 0 shard")
+    return stage, StageShards([stage], peers, config, seed=1)
+
+
+def loss_of(run: Any, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(MODEL.vocab, (4, 8), generator=generator)
+    logits: Tensor = run(tokens, None)
+    return logits.flatten(0, 1).logsumexp(1).sub(logits.flatten(0, 1)[:, 0]).mean()
+
+
+def train(rank: int, config: ShardsConfig, backwards: int = 1) -> Any:
+    stage, shards = make(config)
+    gathered: list[Tensor] = []
+    first = stage.inner.parts()[0].attn.qkv
+    first.register_forward_pre_hook(lambda m, _: gathered.append(m.weight.detach().clone()))
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        shards.begin_step(step, backwards)
+        for number in range(backwards):
+            loss = loss_of(stage, rank, step + number)
+            loss.backward()
+        shards.before_step()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = shards.weight_bytes // STEPS, shards.gradient_bytes // STEPS
+    weights = {name: p.detach() for name, p in stage.named_parameters()}
+    return losses, gathered, weights, sent
+
+
+def train_with_torch(rank: int) -> Any:
+    whole = model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*whole.parts(), whole):
+        fully_shard(module, mesh=mesh)
+        module.set_gradient_divide_factor(1.0)  # type: ignore[operator, union-attr]
+        module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator, union-attr]
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(whole, rank, step)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: local(p) for name, p in whole.named_parameters()}
+
+
+def local(parameter: nn.Parameter) -> Tensor:
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local().detach()
+
+
+def test_32_bits_are_fsdp2_bit_for_bit(ranks: Ranks) -> None:
+    ours, torchs = ranks(2, train, EXACT), ranks(2, train_with_torch)
+    for (losses, _, weights, _), (expected, reference) in zip(ours, torchs, strict=True):
+        assert losses == expected
+        assert weights.keys() == reference.keys()
+        for name, weight in weights.items():
+            assert torch.equal(weight, reference[name]), name
+
+
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+def test_all_gather_the_same_weights_and_none_is_exact(ranks: Ranks, gather: Any) -> None:
+    config = W8G8.model_copy(update={"gather": gather})
+    results = ranks(3, train, config, 2)
+    _, gathered, *_ = results[0]
+    for step in range(STEPS):
+        first, second = gathered[2 * step : 2 * step + 2]
+        assert torch.equal(first, second)  # rounded alike in all of a step
+    for _, others, *_ in results[1:]:
+        for mine, theirs in zip(gathered, others, strict=True):
+            assert torch.equal(mine, theirs)
+    whole = model().blocks["0"].attn.qkv.weight.detach()  # type: ignore[union-attr]
+    span = float(whole.max() - whole.min())
+    for part, exact in zip(gathered[0].chunk(3), whole.chunk(3), strict=True):
+        assert not torch.equal(part, exact)  # the owner's part included
+        assert float((part - exact).abs().max()) <= 0.51 * span / 255
+
+
+def test_bytes_are_those_of_the_formula(ranks: Ranks) -> None:
+    (*_, sent), *_ = ranks(2, train, W8G8)
+    exchanges = 3  # two blocks and the rest
+    weight = gradient = exchanges * EXCHANGE_HEADER_NBYTES
+    for parameter in model().parameters():
+        numel = -(-parameter.shape[0] // 2) * parameter.shape[1:].numel()
+        buckets = -(-numel // 64)
+        kept = parameter.dim() < 2
+        weight += 4 * numel if kept else 8 * buckets + 8 * -(-numel // 8)
+        gradient += 4 * numel if kept else 4 * buckets + 8 * -(-numel // 8)
+    assert sent == (weight, gradient)
+
+
+def test_learned_levels_and_few_bits_train(ranks: Ranks) -> None:
+    config = ShardsConfig(
+        method="qsdp", weight_bits=6, gradient_bits=4, weight_rounding="learned", keep_below=64
+    )
+    (losses, *_), *_ = ranks(2, train, config)
+    (exact, *_), *_ = ranks(2, train, EXACT)
+    assert losses != exact
+    assert losses == pytest.approx(exact, abs=0.05)
+
+
+def _until_killed(rank: int) -> str:
+    stage, shards = make(EXACT, timeout_s=20)
+    shards.begin_step(0, 1)
+    if rank == 1:
+        loss_of(stage, rank, 0)
+        os._exit(9)
+    try:
+        loss_of(stage, rank, 0).backward()  # type: ignore[no-untyped-call]
+        shards.before_step()
+    except TransportError as error:
+        return str(error)
+    return "nothing was noticed"
+
+
+def test_a_killed_shard_is_named(ranks: Ranks) -> None:
+    with pytest.raises(AssertionError, match="rank 1: ended without a result"):
+        ranks(2, _until_killed)
+
+
+def _survivor(rank: int, found: Any) -> None:
+    text = _until_killed(rank)
+    found.write_text(text)
+
+
+def test_the_survivor_says_which_shard_is_gone(ranks: Ranks, tmp_path: Any) -> None:
+    with pytest.raises(AssertionError, match="rank 1"):
+        ranks(2, _survivor, tmp_path / "said")
+    assert "stage 0 shard 1" in (tmp_path / "said").read_text()
+
+
+def _orders(rank: int) -> list[tuple[list[str], list[str]]]:
+    stage, _ = make(EXACT)
+    state: Any = fully_shard.state  # type: ignore[attr-defined]
+    found = []
+    for module, own in stage.groups:
+        (group,) = state(module)._fsdp_param_groups
+        ours = [parameter.data_ptr() for parameter, _ in own]
+        theirs = [p.sharded_param.to_local().data_ptr() for p in group.fsdp_params]
+        found.append((ours, theirs))
+    return found
+
+
+def test_units_are_in_the_order_of_fsdp2(ranks: Ranks) -> None:
+    for ours, theirs in ranks(2, _orders)[0]:
+        assert ours == theirs

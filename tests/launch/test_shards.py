@@ -1,0 +1,177 @@
+"""Whole runs whose stages are held by several ranks: as unsharded ones, whatever the feature."""
+
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from tests.ranks import Ranks
+from tests.training import batch, config, share, start, train_steps, weights
+from thinpipe.launch.checkpoint.contents import collect, distribute
+from thinpipe.launch.config.run import RunConfig
+
+pytestmark = pytest.mark.dist
+
+BATCHES = [batch(list(range(first, first + 8))) for first in (0, 8, 0)]
+AQSGD: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"}}]
+
+
+def whole(results: list[Any], shards: int) -> dict[str, torch.Tensor]:
+    """Weights by name, put together from the results of the ranks of a replica."""
+    found: dict[str, torch.Tensor] = {}
+    for first in range(0, len(results), shards):
+        parts = [result[1] for result in results[first : first + shards]]
+        found |= {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return found
+
+
+def compare(ranks: Ranks, sharded: RunConfig, plain: RunConfig, *, exact: bool = True) -> None:
+    """Both runs have equal losses and weights; `plain` has replicas for shards."""
+    found = ranks(sharded.world_size, train_steps, sharded, BATCHES)
+    expected = ranks(plain.world_size, train_steps, plain, BATCHES)
+    losses = expected[0][0]
+    assert all(result[0] == found[0][0] for result in found)
+    assert found[0][0] == (losses if exact else pytest.approx(losses, rel=1e-5))
+    reference = whole(expected[: plain.pipeline.pipeline_ranks], 1)
+    for name, weight in whole(found, sharded.pipeline.shards).items():
+        if exact:
+            assert torch.equal(weight, reference[name]), name
+        else:
+            torch.testing.assert_close(weight, reference[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", "Deep1F1B", pytest.param("GPipe", marks=pytest.mark.slow)]
+)
+def test_shards_are_replicas_bit_for_bit(ranks: Ranks, schedule: str) -> None:
+    both = {"train": {"accumulate": 2}, "boundary": AQSGD}
+    compare(
+        ranks,
+        config(pipeline={"schedule": schedule, "shards": 2}, **both),
+        config(pipeline={"schedule": schedule, "replicas": 2}, **both),
+    )
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"tie_embeddings": "exact"}},
+        {"model": {"activation_checkpointing": True}, "pipeline": {"precision": "bf16"}},
+        pytest.param(
+            {"pipeline": {"cuts": [], "precision": "bf16"}, "model": {"tie_embeddings": "exact"}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"pipeline": {"cuts": [1, 2, 3], "schedule": "Interleaved1F1B"}},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["tied", "checkpointed", "one-stage", "interleaved"],
+)
+def test_other_features_work_on_shards(ranks: Ranks, sections: Any) -> None:
+    pipeline = sections.get("pipeline", {})
+    compare(
+        ranks,
+        config(**{**sections, "pipeline": {**pipeline, "shards": 2}}),
+        config(**{**sections, "pipeline": {**pipeline, "replicas": 2}}),
+    )
+
+
+def test_gathering_for_every_microbatch_changes_the_order_of_sums_alone(ranks: Ranks) -> None:
+    """Uneven parts too: 257 rows, and 3 heads' worth of 15 columns."""
+    odd = {"model": {"vocab": 257, "width": 15, "heads": 3}, "pipeline": {"cuts": []}}
+    compare(
+        ranks,
+        config(**odd | {"pipeline": {"cuts": [], "shards": 2}}, shards={"gather": "microbatch"}),
+        config(**odd | {"pipeline": {"cuts": [], "replicas": 2}}),
+        exact=False,
+    )
+
+
+def _evaluated(rank: int, run: RunConfig) -> Any:
+    built = start(run)
+    engine, mesh = built.engine, built.engine.transport.mesh
+    engine.train_step(share(BATCHES[0], mesh.lane, mesh.lanes), 0)
+    held_out = batch([50, 51, 52])
+    own = share(held_out, mesh.lane, mesh.lanes)
+    if mesh.lane == 1:  # as launch/train.py does
+        own = batch([52, 50]).counting(1)
+    tally = engine.eval_step(own, 0, compressed=False)
+    return tally, engine.train_step(share(BATCHES[1], mesh.lane, mesh.lanes), 1).loss
+
+
+def test_evaluation_is_of_the_weights_that_are_kept(ranks: Ranks) -> None:
+    """With quantized weights it is not that of what training computes with."""
+    qsdp = {"method": "qsdp", "weight_bits": 2, "keep_below": 0, "gradient_bits": 32}
+    sharded = config(pipeline={"shards": 2}, shards=qsdp, train={"lr": 1e-30})
+    plain = config(pipeline={"replicas": 2}, train={"lr": 1e-30})
+    (found, _), *_ = ranks(4, _evaluated, sharded)
+    (expected, loss), *_ = ranks(4, _evaluated, plain)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert loss
+
+
+QSDP = config(
+    pipeline={"cuts": [2], "shards": 2, "replicas": 2},
+    boundary=AQSGD,
+    shards={"method": "qsdp", "keep_below": 64, "bucket": 64, "weight_rounding": "learned"},
+    gradcomp={
+        "method": "cocktail",
+        "cocktail": {"subset": 0.5, "topk": 0.3, "bits": 4, "bucket_mb": 0.01, "warmup_steps": 1},
+    },
+)
+
+
+def _train(rank: int, run: RunConfig, stop_at: int | None) -> Any:
+    built = start(run)
+    mesh, totals = built.engine.transport.mesh, []
+    for step, whole_batch in enumerate([*BATCHES, *BATCHES]):
+        if step == stop_at:
+            state = collect(built)
+            built = start(run)
+            distribute(built, state)
+        own = share(whole_batch, mesh.lane, mesh.lanes)
+        totals.append(built.engine.train_step(own, step))
+    return [t.loss for t in totals], weights(built), totals[-1]
+
+
+def test_all_links_compressed_goes_on_bit_for_bit(ranks: Ranks) -> None:
+    """AQ-SGD across cuts, QSDP between shards, Cocktail between replicas."""
+    through, stopped = ranks(8, _train, QSDP, None), ranks(8, _train, QSDP, 3)
+    exact = ranks(8, _train, config(pipeline={"cuts": [2], "shards": 2, "replicas": 2}), None)
+    for (losses, found, totals), (again, resumed, _) in zip(through, stopped, strict=True):
+        assert losses == again
+        assert all(torch.equal(weight, resumed[name]) for name, weight in found.items())
+        assert min(totals.weight_bytes, totals.gradient_bytes, totals.sync_bytes) > 0
+    assert through[0][0] == pytest.approx(exact[0][0], abs=0.02)
+    plain = exact[0][2]
+    assert through[0][2].gradient_bytes < 0.45 * plain.gradient_bytes
+
+
+def refused(**sections: Any) -> str:
+    with pytest.raises(ValidationError) as error:
+        config(**sections)
+    return str(error.value)
+
+
+def test_what_shards_cannot_do_is_refused_by_name() -> None:
+    zero_bubble = {"cuts": [1, 2, 3], "schedule": "InterleavedZeroBubble", "shards": 2}
+    assert "splits the backward pass" in refused(pipeline=zero_bubble)
+    assert 'pipeline.device = "cpu"' in refused(pipeline={"shards": 2, "device": "cuda"})
+    assert "one device per rank" in refused(pipeline={"shards": 2, "devices_per_rank": 2})
+    auto = {"cuts": "auto", "stages": 2, "shards": 2}
+    assert "give the cuts" in refused(pipeline=auto)
+    assert "2 replicas x 3 shards" in refused(pipeline={"shards": 3, "replicas": 2})
+    assert "does not quantize" in refused(shards={"weight_bits": 8})
+    assert "use 2 to 8" in refused(shards={"method": "qsdp", "weight_bits": 9})
+
+
+def test_one_shard_is_a_run_without_shards(ranks: Ranks) -> None:
+    plain = config(pipeline={"cuts": []})
+    same = config(pipeline={"cuts": [], "shards": 1}, shards={"method": "qsdp"})
+    (found,), (expected,) = (
+        ranks(1, train_steps, same, BATCHES),
+        ranks(1, train_steps, plain, BATCHES),
+    )
+    assert found[0] == expected[0]

@@ -1,0 +1,44 @@
+"""Ranks as replicas x positions x shards."""
+
+import pytest
+
+from thinpipe.pipeline.mesh import Mesh, check_world
+
+
+def test_without_shards_lanes_are_replicas() -> None:
+    for rank in range(6):
+        mesh = Mesh(3, 2, rank)
+        assert (mesh.replica, mesh.position, mesh.shard) == (rank // 3, rank % 3, 0)
+        assert mesh.lane == mesh.replica
+        assert mesh.pipeline == mesh.whole_replica
+        assert mesh.stage_shards == [rank]
+        assert mesh.same_stage == mesh.all_at_position
+        assert mesh.world == list(range(6))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (3, 1, 2), (1, 2, 3)])
+def test_every_rank_has_one_place(shape: tuple[int, int, int]) -> None:
+    positions, replicas, shards = shape
+    ranks = range(positions * replicas * shards)
+    meshes = [Mesh(positions, replicas, rank, shards) for rank in ranks]
+    places = {(mesh.replica, mesh.position, mesh.shard) for mesh in meshes}
+    assert len(places) == len(ranks)
+    for mesh in meshes:
+        assert mesh.rank_at(mesh.position) == mesh.rank
+        assert mesh.pipeline[mesh.position] == mesh.rank
+        assert mesh.stage_shards[mesh.shard] == mesh.rank
+        assert mesh.same_stage[mesh.replica] == mesh.rank
+        assert mesh.all_at_position[mesh.lane] == mesh.rank
+        assert mesh.world.index(mesh.rank) == mesh.lane * positions + mesh.position
+        assert sorted(mesh.world) == list(ranks)
+        assert {meshes[rank].lane for rank in mesh.pipeline} == {mesh.lane}
+        assert {meshes[rank].replica for rank in mesh.whole_replica} == {mesh.replica}
+
+
+def test_shards_of_a_stage_are_neighbours() -> None:
+    assert Mesh(2, 2, 5, shards=2).stage_shards == [4, 5]
+
+
+def test_another_number_of_processes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"6 processes.*2 replicas x 2 shards need 8"):
+        check_world(2, 2, 6, shards=2)
