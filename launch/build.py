@@ -29,6 +29,7 @@ from thinpipe.pipeline.config import RawConfig
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
 from thinpipe.pipeline.models.build import StageModule
 from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.stage import OwnStage
 from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import build_schedule

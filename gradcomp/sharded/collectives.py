@@ -112,7 +112,8 @@ class GatherWeights:
     codec: Segmented = field(init=False)
 
     def __post_init__(self) -> None:
-        self.codec = _codec(self.unit, self.exchanges, weights=True)
+        shards = self.exchanges.peers.size
+        self.codec = segments(self.unit, self.exchanges.config, shards, weights=True)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for a result."""
@@ -151,7 +152,8 @@ class ScatterGradients:
     codec: Segmented = field(init=False)
 
     def __post_init__(self) -> None:
-        self.codec = _codec(self.unit, self.exchanges, weights=False)
+        shards = self.exchanges.peers.size
+        self.codec = segments(self.unit, self.exchanges.config, shards, weights=False)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for gradients, or for a result."""
@@ -205,8 +207,8 @@ class _Pending(dist.Work):
         return True
 
 
-def _codec(unit: Unit, exchanges: Exchanges, *, weights: bool) -> Segmented:
-    config = exchanges.config
+def segments(unit: Unit, config: ShardsConfig, shards: int, *, weights: bool) -> Segmented:
+    """How a unit's weights are coded, or the gradients of what is trained of it."""
     rounding = config.weight_rounding if weights else config.gradient_rounding
     bits = config.bits_of("weight" if weights else "gradient")
     codecs: list[Codec] = [
@@ -214,4 +216,4 @@ def _codec(unit: Unit, exchanges: Exchanges, *, weights: bool) -> Segmented:
         for parameter, shape in zip(unit.local, unit.shapes, strict=True)
         if parameter.requires_grad or weights
     ]
-    return Segmented(unit.sizes(exchanges.peers.size, trained=not weights), codecs)
+    return Segmented(unit.sizes(shards, trained=not weights), codecs)

@@ -60,7 +60,7 @@ def host_needs(config: RunConfig, sequences: int, ranks: Sequence[int]) -> HostN
     if choose_device(config.pipeline.device).type == "cpu":
         by_position = rank_memory(config)
         for rank in ranks:
-            own = by_position[rank % config.pipeline.pipeline_ranks]
+            own = by_position[config.mesh(rank).position]
             model = model.plus(own)
             copies += 0 if config.memory.tier == "disk" else own.saved
     return HostNeeds(model, copies, memories.ram, _PROCESS_NBYTES * len(ranks), memories.ram_free)

@@ -6,7 +6,7 @@ Hugging Face models are taken to keep what one of ours of their width does.
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -67,7 +67,23 @@ def rank_memory(config: RunConfig) -> list[ModelMemory]:
         for block, memory in kinds.items():
             times = _times(block, first, stop, layers)
             found[rank] = found[rank].plus(memory, times=times, in_flight=held)
-    return found
+    return [_shard_of(config, memory) for memory in found]
+
+
+def _shard_of(config: RunConfig, whole: ModelMemory) -> ModelMemory:
+    """What one of the ranks that hold stages together has; those that gather once per step hold
+    all weights and their gradients beside it.
+    """
+    shards = config.pipeline.shards
+    if shards == 1:
+        return whole
+    gathered = int(config.shards.gather == "step")
+    return replace(
+        whole,
+        weights=whole.weights // shards + gathered * whole.weights,
+        gradients=whole.gradients // shards + gathered * whole.gradients,
+        optimizer=whole.optimizer // shards,
+    )
 
 
 def _cuts(config: RunConfig) -> tuple[int, ...]:

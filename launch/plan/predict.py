@@ -7,7 +7,7 @@ from itertools import pairwise
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.message_cost import message_meter
 from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.profile import BlockCost, microbatch_count, training_nbytes
+from thinpipe.launch.plan.profile import BlockCost, microbatch_count, rank_nbytes
 from thinpipe.launch.plan.simulate import Message, SimulatedStep, StepModel, simulate
 from thinpipe.launch.report.metrics import WireKey
 from thinpipe.pipeline.schedule import single_stage_order
@@ -100,7 +100,7 @@ def stage_costs(config: RunConfig, blocks: Blocks) -> list[StageCost]:
 
 def block_memory(config: RunConfig, stage: int, block: BlockCost) -> int:
     """Bytes of a block in a stage: parameters, and activations of the microbatches in flight."""
-    weights = training_nbytes(block.parameters, block.trained)
+    weights = rank_nbytes(config, block.parameters, block.trained)
     return weights + in_flight(config, stage) * block.activations
 
 

@@ -13,14 +13,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from thinpipe.gradcomp.sharded.traffic import sent_nbytes, units_of
 from thinpipe.launch.components import build_blocks, build_objective
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.device import choose_device, free_gpu_memory
 from thinpipe.launch.host.resources import BackgroundLoad, free_memory
 from thinpipe.launch.report.metrics import format_duration
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.models.build import trainable
+from thinpipe.pipeline.models.build import build_model, trainable
 from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.stage import OwnStage
 from thinpipe.pipeline.schedule import fit_microbatches
 from thinpipe.pipeline.timing import Stopwatch
 
@@ -63,6 +65,33 @@ class BlockCost:
 def training_nbytes(parameters: int, trained: int) -> int:
     """Bytes of fp32 weights, and of gradients and Adam's moments for those that are trained."""
     return checkpoint_nbytes(parameters, trained) + _GRADIENT_NBYTES * trained
+
+
+def rank_nbytes(config: RunConfig, parameters: int, trained: int) -> int:
+    """The same of one rank that holds these parameters, or its shard of them.
+
+    Shards that gather once per step hold all weights and their gradients beside it.
+    """
+    whole = training_nbytes(parameters, trained)
+    if config.pipeline.shards == 1:
+        return whole
+    gathers = config.shards.gather == "step"
+    gathered = _WEIGHT_NBYTES * parameters + _GRADIENT_NBYTES * trained if gathers else 0
+    return whole // config.pipeline.shards + gathered
+
+
+def shard_traffic(config: RunConfig) -> tuple[int, int]:
+    """Bytes of weights and of gradients that a shard sends per step, in the stage with most."""
+    passes = config.train.accumulate * microbatch_count(config)
+    each = config.shards.gather == "microbatch"  # for forward and backward of each
+    sent = []
+    for first, stop in pairwise((0, *config.pipeline.cuts, config.model.layers)):
+        stage = build_model(config.model, first, stop, seed=0, device="meta")
+        assert not isinstance(stage, OwnStage), "refused by the config"
+        units = units_of(stage, stage.parts())
+        weights, gradients = sent_nbytes(units, config.shards, config.pipeline.shards)
+        sent.append((2 * passes * weights, passes * gradients) if each else (weights, gradients))
+    return max(sent)
 
 
 def checkpoint_nbytes(parameters: int, trained: int) -> int:

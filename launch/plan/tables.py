@@ -12,7 +12,7 @@ from thinpipe.launch.plan.bits import Recommendation
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import Prediction
-from thinpipe.launch.plan.profile import microbatch_count, samples_at_once
+from thinpipe.launch.plan.profile import microbatch_count, samples_at_once, shard_traffic
 from thinpipe.launch.plan.simulate import Message
 from thinpipe.launch.report.metrics import WireKey, format_bytes, format_duration
 
@@ -47,8 +47,18 @@ def show_plan(
         )
     if config.pipeline.replicas > 1:
         notes.append("the exchange between replicas is not included")
+    if config.pipeline.shards > 1:
+        notes.append(_between_shards(config))
     for note in notes:
         console.print(f"note: {note}")
+
+
+def _between_shards(config: RunConfig) -> str:
+    weights, gradients = shard_traffic(config)
+    return (
+        f"of {config.pipeline.shards} shards of a stage, each sends up to {format_bytes(weights)} "
+        f"of weights and {format_bytes(gradients)} of gradients per step; that is not included"
+    )
 
 
 def show_recommendation(

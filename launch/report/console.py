@@ -293,6 +293,7 @@ def _shape(info: RunInfo) -> str:
         info.size,
         _plural(info.stages, "stage"),
         _plural(info.replicas, "replica"),
+        *([_plural(info.shards, "shard")] if info.shards > 1 else []),
         info.schedule,
         _plural(info.microbatches, "microbatch", "microbatches"),
     )
@@ -331,10 +332,17 @@ def _numbers(info: RunInfo, record: StepRecord, *, progress: _Progress) -> Group
         ("activation grads", format_bytes(_sent(record, "backward"))),
         ("replica sync", format_bytes(record.sync_bytes)),
         ("control", format_bytes(record.control_bytes)),
+        *_between_shards(record.weight_bytes, record.gradient_bytes),
         *((f"eval {name}", value) for name, value in other_scores(evaluation)),
     ]
     spark = Text.assemble(("loss so far  ", "dim"), (str(progress.spark), "cyan"))
     return Group(_cells(cells), "", spark)
+
+
+def _between_shards(weights: int, gradients: int) -> list[tuple[str, str]]:
+    if not weights and not gradients:
+        return []
+    return [("weights", format_bytes(weights)), ("weight gradients", format_bytes(gradients))]
 
 
 def _cells(cells: Sequence[tuple[str, str]], columns: int = 4) -> Table:
@@ -408,6 +416,7 @@ def _final(info: RunInfo, summary: Summary) -> RenderableType:
         ("between replicas", format_bytes(summary["sync_bytes"])),
         ("ratio to fp32", format_ratio(summary["sync_ratio_fp32"])),
         ("control messages", format_bytes(summary["control_bytes"])),
+        *_between_shards(summary["weight_bytes"], summary["gradient_bytes"]),
         *((f"eval {name}", value) for name, value in other_scores(losses)),
     ]
     if summary["repaired"]:

@@ -150,6 +150,7 @@ def _subtitle(summary: Summary, info: RunInfo) -> str:
         info.size,
         f"stages: {summary['stages']}",
         f"replicas: {summary['replicas']}",
+        *([f"shards: {summary['shards']}"] if summary["shards"] > 1 else []),
         f"schedule: {summary['schedule']}",
         f"microbatches: {summary['microbatches']}",
         f"epochs: {summary['epochs']}",
@@ -300,6 +301,7 @@ def _details(summary: Summary) -> str:
         "Sent between replicas": _bytes_cell(summary["sync_bytes"]),
         "Ratio to fp32 all-reduce": format_ratio(summary["sync_ratio_fp32"]),
         "Control messages": _bytes_cell(summary["control_bytes"]),
+        **_between_shards(summary),
         "Memories reset": format_repaired(summary["repaired"]),
         "Machine": escape(summary["machine"]),
         "Versions": escape(", ".join(f"{k} {v}" for k, v in summary["versions"].items())),
@@ -307,3 +309,12 @@ def _details(summary: Summary) -> str:
     }
     items = "\n".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows.items())
     return f'<div class="panel"><dl>\n{items}\n</dl></div>'
+
+
+def _between_shards(summary: Summary) -> dict[str, str]:
+    if summary["shards"] == 1:
+        return {}
+    return {
+        "Weights between shards": _bytes_cell(summary["weight_bytes"]),
+        "Gradients between shards": _bytes_cell(summary["gradient_bytes"]),
+    }

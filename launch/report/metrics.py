@@ -109,6 +109,7 @@ class RunInfo:
     versions: Mapping[str, str]
     config_digest: str
     unit: Literal["token", "sample"] = "token"
+    shards: int = 1
 
     @property
     def size(self) -> str:

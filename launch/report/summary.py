@@ -45,13 +45,15 @@ class Summary(TypedDict):
     has one. `eval` is the last evaluation. `sync_ratio_fp32` compares the bytes between
     replicas with one fp32 ring all-reduce of the gradients per step. `repaired` counts, by cut,
     samples whose memories were reset. `wall_s` is the sum of step times, without start-up and
-    evaluations. `unit` is what `tokens` counts: tokens, or samples in classification. `edges` are
-    the connections between hosts, of the present start only.
+    evaluations. `unit` is what `tokens` counts: tokens, or samples in classification.
+    `weight_bytes` and `gradient_bytes` went between the shards of stages. `edges` are the
+    connections between hosts, of the present start only.
     """
 
     name: str
     stages: int
     replicas: int
+    shards: int
     schedule: str
     microbatches: int
     parameters: int
@@ -70,6 +72,8 @@ class Summary(TypedDict):
     sync_bytes: int
     sync_ratio_fp32: float | None
     control_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
     edges: list[Edge]
     repaired: dict[str, int]
     skipped: int
@@ -94,6 +98,7 @@ def summarize(info: RunInfo, records: Sequence[StepRecord], edges: Sequence[Edge
         name=info.name,
         stages=info.stages,
         replicas=info.replicas,
+        shards=info.shards,
         schedule=info.schedule,
         microbatches=info.microbatches,
         parameters=info.parameters,
@@ -116,6 +121,8 @@ def summarize(info: RunInfo, records: Sequence[StepRecord], edges: Sequence[Edge
         sync_bytes=sum(record.sync_bytes for record in records),
         sync_ratio_fp32=_sync_ratio(info, records),
         control_bytes=sum(record.control_bytes for record in records),
+        weight_bytes=sum(record.weight_bytes for record in records),
+        gradient_bytes=sum(record.gradient_bytes for record in records),
         edges=list(edges),
         repaired={
             str(cut): sum(record.repaired.get(cut, 0) for record in records)

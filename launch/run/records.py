@@ -117,6 +117,7 @@ def describe_run(config: RunConfig, steps: int) -> RunInfo:
         versions=versions(),
         config_digest=config.digest(),
         unit="token" if config.model.task == "language" else "sample",
+        shards=config.pipeline.shards,
     )
 
 

@@ -53,9 +53,9 @@ def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str
     found = []
     for run in runs:
         built = start(run)
-        replica = built.engine.transport.mesh.replica
+        mesh = built.engine.transport.mesh
         losses = [
-            built.engine.train_step(share(whole, replica, run.pipeline.replicas), step).loss
+            built.engine.train_step(share(whole, mesh.lane, mesh.lanes), step).loss
             for step, whole in enumerate(batches(classes=run.model.classes))
         ]
         store: Any = None
@@ -112,6 +112,37 @@ def test_ranks_train_what_one_process_does(ranks: Ranks, tmp_path: Path) -> None
             if name != "model.lm_head.weight" or place == 0:  # the exact tie is stored once
                 assert torch.equal(exported[name.removeprefix("model.")], tensor), name
     assert results[0][2][0] == pytest.approx(expected_losses, rel=1e-5)
+
+
+@pytest.mark.dist
+def test_stages_may_be_held_by_several_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """LoRA, tied weights, classifiers; exported from the parts of all shards."""
+    more: dict[str, dict[str, Any]] = {
+        "gpt2": {"lora": {"rank": 2}, "activation_checkpointing": True},
+        "llama": {},
+        "bert": {},
+    }
+    runs: dict[str, list[RunConfig]] = {"shards": [], "replicas": []}
+    for name, settings in more.items():
+        saved_model(name, tmp_path / name)
+        base = run_config(section(name, tmp_path / name, **settings))
+        for way, found in runs.items():
+            fields = base.model_dump(exclude_none=True)
+            fields["pipeline"] |= {way: 2}
+            fields["run"]["folder"] = str(tmp_path / f"{name}-{way}")
+            found.append(RunConfig.model_validate(fields))
+    sharded, replicated = (ranks(4, _train, found) for found in runs.values())
+    for place, pair in enumerate(zip(*runs.values(), strict=True)):
+        assert sharded[0][place][0] == replicated[0][place][0]
+        exported = []
+        for run in pair:
+            out = run.run.path.with_name(f"{run.run.path.name}-out")
+            export(run.run.path, out, step=None, dtype="source")
+            files = [load_file(file) for file in out.glob("*.safetensors")]
+            exported.append({name: t for found in files for name, t in found.items()})
+        assert exported[0].keys() == exported[1].keys()
+        for name, tensor in exported[0].items():
+            assert torch.equal(tensor, exported[1][name]), name
 
 
 @pytest.mark.parametrize(

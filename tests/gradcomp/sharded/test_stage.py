@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import Ranks
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
+from thinpipe.gradcomp.sharded.traffic import sent_nbytes, units_of
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
@@ -128,6 +129,8 @@ def test_bytes_are_those_of_the_formula(ranks: Ranks) -> None:
         weight += 4 * numel if kept else 8 * buckets + 8 * -(-numel // 8)
         gradient += 4 * numel if kept else 4 * buckets + 8 * -(-numel // 8)
     assert sent == (weight, gradient)
+    whole = model()
+    assert sent_nbytes(units_of(whole, whole.parts()), W8G8, 2) == sent
 
 
 def test_learned_levels_and_few_bits_train(ranks: Ranks) -> None:

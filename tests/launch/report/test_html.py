@@ -168,6 +168,16 @@ def test_traffic_of_earlier_cuts_is_shown_and_summed(tmp_path: Path, cuts: tuple
     assert matplotlib.image.imread(tmp_path / "loss.png").shape[0] > 700  # with bytes
 
 
+def test_bytes_between_shards_are_shown_where_there_are_shards(tmp_path: Path) -> None:
+    info = replace(_info(tmp_path), shards=2)
+    records = [replace(r, weight_bytes=1000 * r.step, gradient_bytes=7) for r in _records()]
+    summary = summarize(info, records)
+    assert summary["weight_bytes"] == sum(record.weight_bytes for record in records)
+    html = write_report(tmp_path, info, records=records, timeline=(), summary=summary)
+    values = _Page(html.read_text(encoding="utf-8")).values
+    assert {summary["weight_bytes"], summary["gradient_bytes"]} <= set(values)
+
+
 def test_page_loads_nothing_from_elsewhere_and_shows_the_summary(tmp_path: Path) -> None:
     info, records = _info(tmp_path), _records()
     summary = summarize(info, records)
