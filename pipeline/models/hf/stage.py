@@ -61,8 +61,9 @@ class HuggingFaceStage(nn.Module):
 
     def parts(self) -> list[nn.Module]:
         """Modules that run one after the other, and need their weights only then."""
-        family = family_of(self._config.transformers_config)
-        return list(self.model.base_model.get_submodule(family.blocks).children())
+        return list(
+            self.model.get_submodule(_path_of_blocks(self.model, self._config.family)).children()
+        )
 
     def tied_weight(self) -> nn.Parameter | None:
         """Return the weight this stage shares with another one; None when there is none here.
