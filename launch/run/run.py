@@ -71,10 +71,15 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool | None:
-        return self._stack.__exit__(kind, error, trace)
+        """Leave the other ranks and write the report; after an error, say what failed first."""
+        if error is not None:
+            return self._stack.__exit__(kind, error, trace)
+        with self._stack:
+            self._end()
+        return None
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs to train, counted from 0. After the last, the report is written.
+        """The epochs to train, counted from 0. `break` ends the run early, and saves it.
 
         Raises:
             ConfigError, HandshakeError, CheckpointError: the run cannot start.
@@ -88,9 +93,7 @@ class Run:
             if self._training is not None:
                 self._training.save_if_due(self._done)
         if self._training is not None:
-            self._training.finish()
-            self._joined.close()  # nobody waits for a rank that writes the report
-            self._training.report()
+            self._training.finish(self._done)
 
     def batches(self, samples: SampleSet, size: int) -> Iterator[Batch]:
         """This replica's batches of what is left of the epoch; each must be given to `step`.
@@ -143,6 +146,13 @@ class Run:
     def done_before(self) -> bool:
         """Whether there was nothing left to train."""
         return self._opened("run.done_before").nothing_left
+
+    def _end(self) -> None:
+        training, self._training = self._training, None
+        if training is not None:
+            training.finish(self._done)
+            self._joined.close()  # nobody waits for a rank that writes the report
+            training.report()
 
     def _join(self) -> None:
         torch.set_num_threads(rank_threads(len(ranks_here())))

@@ -82,7 +82,7 @@ class Training:
             speaks=session.mesh.rank == 0,
         )
         self._timeline: Timeline | None = None
-        self.start, self.stopping = 0, False
+        self.start, self.stopping, self._finished = 0, False, False
         self._hosts: list[dict[str, Any] | None] = []
 
     @property
@@ -186,12 +186,18 @@ class Training:
         self.records.flush()
         self._checkpoints.save(done)
 
-    def finish(self) -> None:
-        """Save the end, free what samples are remembered in, and gather what the report needs."""
-        if self.nothing_left:
+    def finish(self, done: int) -> None:
+        """Save the end, free what samples are remembered in, and gather what the report needs.
+
+        Calling it again does nothing.
+        """
+        if self._finished or done == self.start:
             return
-        self._skips.finish(self.steps)
-        self._checkpoints.save_last(self.steps)
+        self._finished = True
+        self._skips.finish(done)
+        self._checkpoints.save_last(done)
+        if done < self.steps:  # ended early, and saved as it was
+            self.built.sync.finish()
         self.display.note(self._checkpoints.held_up())
         self.built.engine.close()
         mine = self._carrier()
@@ -202,7 +208,7 @@ class Training:
 
     def report(self) -> None:
         """Write the report; no other rank is needed any more."""
-        if not self.nothing_left:
+        if self._finished:
             self.records.report(self._hosts, self._timeline, shows=self.shows)
 
     def _check_memories(self) -> None:

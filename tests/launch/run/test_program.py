@@ -180,6 +180,22 @@ def test_it_goes_on_where_it_stopped_bit_for_bit(folder: Path) -> None:
     assert "all 6 steps are done already" in again.stdout
 
 
+def test_leaving_early_saves_and_reports_and_can_be_resumed(folder: Path) -> None:
+    run("run", "mine.py")
+    whole = losses(folder / "runs/mine")
+    Path("runs/mine").rename("runs/whole")
+    program = (folder / "mine.py").read_text()
+    (folder / "leaves.py").write_text(
+        program.replace("    found = run.eval", "    if epoch == 1: break\n    found = run.eval")
+    )
+    run("run", "leaves.py")
+    assert losses(folder / "runs/mine") == whole[:4]
+    assert (folder / "runs/mine/report.html").exists()
+    assert Path("mine.safetensors").exists()
+    run("run", "mine.py")
+    assert losses(folder / "runs/mine") == whole
+
+
 @pytest.mark.parametrize("exchange", ["cocktail", "diloco"])
 def test_replicas_of_ones_own_model(folder: Path, exchange: str) -> None:
     write_program(folder, replicas=2, exchange=exchange)
