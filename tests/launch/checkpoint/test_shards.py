@@ -14,7 +14,7 @@ from tests.training import batch, config, share, start
 from thinpipe.launch.checkpoint.files import read_manifest, steps
 from thinpipe.launch.checkpoint.reshard import module_of, parameter_names
 from thinpipe.launch.checkpoint.state import Checkpoints
-from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.run import CheckpointConfig, RunConfig
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.report.metrics import read_metrics
 
@@ -83,7 +83,8 @@ def _state(rank: int, run: RunConfig, root: str, *, resume: bool) -> Any:
     store: Any = None
     mesh = built.engine.transport.mesh
     session = Session(store, built.engine.transport, 7, rank)
-    saved = Checkpoints(Path(root), 9, built, session, {"config": run.shared(), "data": "same"})
+    facts = {"config": run.shared(), "data": "same"}
+    saved = Checkpoints(Path(root), CheckpointConfig(), built, session, facts)
     batches = [batch([6 * step + sample for sample in range(6)]) for step in range(3)]
     own = [share(whole, mesh.lane, mesh.lanes) for whole in batches]
     if resume:

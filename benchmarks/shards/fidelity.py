@@ -1,0 +1,210 @@
+"""Held-out loss of a decoder whose only stage is held by several ranks, by what they send.
+
+    python -m benchmarks.shards.fidelity --text train.txt --seeds 3 --shards 2 4 --json out.jsonl
+
+Every run trains from scratch on a text and is evaluated, with exact weights, on its end. The first
+method is FSDP2 in 32 bits; others are compared with it at the same seed and number of shards.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.fidelity.finetuning import Scale, sequences
+from benchmarks.fidelity.sentences import write_tokenizer
+from benchmarks.harness import Records, format_table
+from benchmarks.replicas.settings import SETTINGS
+from thinpipe.launch.build import build
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.data.sample_set import SampleSet
+from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.pipeline.comm.gloo import GlooTransport
+
+_BYTES = 256
+METHODS: dict[str, dict[str, Any]] = {
+    "fsdp 32": {"method": "fsdp"},
+    "W8G8": {"method": "qsdp"},
+    "W6G4 shift": {"method": "qsdp", "weight_bits": 6, "gradient_bits": 4},
+    "W6G4 learned": {
+        "method": "qsdp",
+        "weight_bits": 6,
+        "gradient_bits": 4,
+        "weight_rounding": "learned",
+    },
+    "W4G4 shift": {"method": "qsdp", "weight_bits": 4, "gradient_bits": 4},
+    "W4G4 learned": {
+        "method": "qsdp",
+        "weight_bits": 4,
+        "gradient_bits": 4,
+        "weight_rounding": "learned",
+    },
+    "W4G4 nearest": {
+        "method": "qsdp",
+        "weight_bits": 4,
+        "gradient_bits": 4,
+        "weight_rounding": "nearest",
+        "gradient_rounding": "nearest",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    label: str
+    shards: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What it ended with; bytes are those of a step, over all ranks."""
+
+    loss: float
+    train_loss: float
+    weight_bytes: int
+    gradient_bytes: int
+
+
+def run_config(case: Case, scale: Scale) -> RunConfig:
+    """The settings of a run."""
+    return RunConfig.model_validate(
+        {
+            "run": {"seed": case.seed},
+            "model": {
+                "layers": scale.layers,
+                "width": scale.width,
+                "heads": scale.heads,
+                "vocab": scale.vocab,
+                "context": scale.tokens,
+            },
+            "data": {"sequence_length": scale.tokens},
+            "pipeline": {"shards": case.shards, "microbatches": 1, "device": "cpu"},
+            "shards": METHODS[case.label],
+            "train": {
+                "batch_size": scale.pretrain_batch,
+                "lr": scale.pretrain_lr,
+                "warmup_steps": scale.pretrain_steps // 20,
+            },
+        }
+    )
+
+
+def _train(
+    rank: int, case: Case, scale: Scale, sets: tuple[SampleSet, SampleSet], folder: str
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.shards
+    )
+    run = run_config(case, scale)
+    transport = GlooTransport(1, 1, timeout_s=600, shards=case.shards)
+    torch.manual_seed(case.seed)
+    built = build(run, transport, run_id=1, total_steps=scale.pretrain_steps)
+    samples, held_out = sets
+    sampler = EpochSampler(
+        len(samples),
+        batch_size=scale.pretrain_batch,
+        replicas=case.shards,
+        replica=rank,
+        seed=case.seed,
+    )
+    losses = []
+    for step in range(scale.pretrain_steps):
+        totals = built.engine.train_step(samples.batch(sampler.ids(step)), step)
+        built.lr_schedule.step()
+        losses.append(totals.loss)
+    tallies = []
+    size = scale.pretrain_batch * case.shards
+    for first in range(0, len(held_out) - size + 1, size):
+        own = torch.arange(first, first + size).tensor_split(case.shards)[rank]
+        tallies.append(built.engine.eval_step(held_out.batch(own), 0, compressed=False))
+    loss_sum, count = (sum(column) for column in zip(*tallies, strict=True))
+    if rank == 0:
+        last = statistics.fmean(losses[-20:])
+        found = Outcome(loss_sum / count, last, totals.weight_bytes, totals.gradient_bytes)
+        torch.save(asdict(found), f"{folder}/found")
+    transport.close()
+    dist.destroy_process_group()
+
+
+def measure(case: Case, scale: Scale, sets: tuple[SampleSet, SampleSet]) -> Outcome:
+    """Train in processes of its own."""
+    with TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
+            _train, args=(case, scale, sets, folder), nprocs=case.shards
+        )
+        return Outcome(**torch.load(f"{folder}/found"))
+
+
+def read_text(text: Path, scale: Scale) -> tuple[SampleSet, SampleSet]:
+    """Sequences to train on, and held-out ones from the text's end."""
+    with TemporaryDirectory() as folder:
+        options: dict[str, Any] = {}
+        if scale.vocab > _BYTES:
+            write_tokenizer(Path(folder), text, vocab=scale.vocab)
+            options = {"tokenizer": folder}
+        return sequences(text, scale, "all", scale.held_out, **options)
+
+
+def table(found: Sequence[tuple[Case, Outcome]]) -> str:
+    """Means over the seeds, and the mean difference to the first method at the same seed."""
+    base = {(c.shards, c.seed): o.loss for c, o in found if c.label == next(iter(METHODS))}
+    rows = []
+    for label, shards in dict.fromkeys((c.label, c.shards) for c, _ in found):
+        same = [(c, o) for c, o in found if (c.label, c.shards) == (label, shards)]
+        gaps = [o.loss - base[c.shards, c.seed] for c, o in same if (c.shards, c.seed) in base]
+        rows.append(
+            [
+                label,
+                str(shards),
+                f"{statistics.fmean(o.loss for _, o in same):.4f}",
+                f"{statistics.fmean(gaps):+.4f}" if gaps else "",
+                f"{max(gaps) - min(gaps):.4f}" if gaps else "",
+                f"{same[0][1].weight_bytes / 1e6:.2f}",
+                f"{same[0][1].gradient_bytes / 1e6:.2f}",
+            ]
+        )
+    heads = ("method", "shards", "loss", "gap", "spread", "MB weights", "MB gradients")
+    return format_table(heads, rows)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser("python -m benchmarks.shards.fidelity", description=__doc__)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--setting", choices=SETTINGS, default="gpt2")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--shards", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    scale = SETTINGS[options.setting].scale
+    if options.steps:
+        scale = replace(scale, pretrain_steps=options.steps)
+    sets, records = read_text(options.text, scale), Records(options.json)
+    found = []
+    for seed in range(options.seeds):
+        for shards in options.shards:
+            for label in options.methods:
+                case = Case(label, shards, seed)
+                outcome = measure(case, scale, sets)
+                found.append((case, outcome))
+                records.add({**asdict(case), "scale": asdict(scale)}, asdict(outcome))
+                print(f"{case}: {outcome}", flush=True)
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()

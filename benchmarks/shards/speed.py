@@ -1,0 +1,221 @@
+"""Step time of a stage held by several hosts, on shaped links, against torch's own FSDP2 over gloo.
+
+    python -m benchmarks.shards.speed --rates 100mbit 1gbit --shards 2 --json out.jsonl
+
+A step is a forward and a backward of transformer blocks, and AdamW. torch's FSDP2 gathers weights
+once per step too (`reshard_after_forward=False`). "bound" is the time that a rank's bytes take on
+its link, or the step without a limit if that is longer. Losses of 32 bits are compared first: a
+wrong implementation is not timed.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from benchmarks.harness import Records, format_table
+from benchmarks.links.ranks import SetRate, default_group, set_rate, when_all_arrived
+from thinpipe.gradcomp.sharded.config import ShardsConfig
+from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
+from thinpipe.launch.host.links import NetworkSpec, parse_rate
+from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
+
+_TIMEOUT_S = 600.0
+_PAYLOAD_SHARE = 0.94  # of a link's rate, after TCP's and Ethernet's headers
+OURS: dict[str, ShardsConfig] = {
+    "fsdp 32": ShardsConfig(),
+    "fsdp 16": ShardsConfig(weight_bits=16, gradient_bits=16),
+    "qsdp W8G8": ShardsConfig(method="qsdp", weight_rounding="stochastic"),
+    "qsdp W8G8 shift": ShardsConfig(method="qsdp"),
+    "qsdp W6G4": ShardsConfig(method="qsdp", weight_bits=6, gradient_bits=4),
+}
+TORCHS: dict[str, torch.dtype | None] = {"torch fp32": None, "torch bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks measure, in this order: every method at every rate, that many steps."""
+
+    model: TransformerConfig
+    batch: int
+    rates: tuple[float | None, ...]
+    steps: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method at a rate; `nbytes` is what a rank sends in a step (for torch, computed)."""
+
+    method: str
+    rate_bps: float | None
+    steps_s: tuple[float, ...]
+    nbytes: int
+    loss: float
+
+
+class _Ours:
+    def __init__(self, config: ShardsConfig, plan: Plan, transport: GlooTransport) -> None:
+        whole = _model(plan)
+        self.module = ShardedStage(whole, whole.parts(), transport.shard_group)
+        peers = transport.peers(transport.mesh.stage_shards, "shard")
+        self._shards = StageShards([self.module], peers, config, seed=0)
+        self._step = self._counted = self._sent = 0
+
+    def begin(self) -> None:
+        self._shards.begin_step(self._step, 1)
+        self._step += 1
+
+    def end(self) -> None:
+        self._shards.before_step()
+
+    def nbytes(self) -> int:
+        """Sent per step since the last call."""
+        sent = self._shards.weight_bytes + self._shards.gradient_bytes
+        each = (sent - self._sent) // max(1, self._step - self._counted)
+        self._sent, self._counted = sent, self._step
+        return each
+
+
+class _Torchs:
+    def __init__(self, dtype: torch.dtype | None, plan: Plan, world: int) -> None:
+        self.module = _model(plan)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        mesh = init_device_mesh("cpu", (world,))
+        for part in (*self.module.parts(), self.module):
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        numel = sum(parameter.numel() for parameter in _model(plan).parameters())
+        self._nbytes = 2 * (world - 1) * numel * (dtype or torch.float32).itemsize // world
+
+    def begin(self) -> None:
+        """FSDP2's hooks do it."""
+
+    def end(self) -> None:
+        """FSDP2's hooks have done it."""
+
+    def nbytes(self) -> int:
+        return self._nbytes
+
+
+def _model(plan: Plan) -> TransformerStage:
+    return build_layers(plan.model, 0, plan.model.layers, seed=0, device="cpu")
+
+
+def run_host(host: int, plan: Plan, shape: SetRate) -> list[Row]:
+    """Measure as one host of an emulated network."""
+    torch.set_num_threads(1)
+    with default_group(_TIMEOUT_S):
+        return run_rank(plan, shape)
+
+
+def run_rank(plan: Plan, shape: SetRate) -> list[Row]:
+    """Measure as one rank of the default group; rank 0 sets rates."""
+    world = dist.get_world_size()
+    transport = GlooTransport(1, 1, timeout_s=_TIMEOUT_S, shards=world)
+    makers: dict[str, Callable[[], Any]] = {
+        **{label: partial(_Torchs, dtype, plan, world) for label, dtype in TORCHS.items()},
+        **{label: partial(_Ours, config, plan, transport) for label, config in OURS.items()},
+    }
+    rows = []
+    for label, make in makers.items():
+        runner = make()
+        optimizer = torch.optim.AdamW(runner.module.parameters(), lr=1e-4)
+        for rate_bps in plan.rates:
+            if transport.mesh.rank == 0:
+                shape(rate_bps)
+            loss = _step(runner, optimizer, plan, transport)[1]  # warm
+            runner.nbytes()
+            steps = [_step(runner, optimizer, plan, transport) for _ in range(plan.steps)]
+            seconds = tuple(step_s for step_s, _ in steps)
+            rows.append(Row(label, rate_bps, seconds, runner.nbytes(), loss))
+    first = {row.method: row.loss for row in reversed(rows)}
+    if abs(first["fsdp 32"] - first["torch fp32"]) > 1e-6:
+        raise RuntimeError(f"32 bits differ from torch's FSDP2, so nothing is reported: {first}")
+    return rows
+
+
+def _step(
+    runner: Any, optimizer: torch.optim.Optimizer, plan: Plan, transport: GlooTransport
+) -> tuple[float, float]:
+    generator = torch.Generator().manual_seed(transport.mesh.rank)
+    shape = (plan.batch, plan.model.context)
+    tokens = torch.randint(plan.model.vocab, shape, generator=generator)
+    when_all_arrived(transport)
+    begin_s = time.perf_counter()
+    runner.begin()
+    loss = nn.functional.cross_entropy(
+        runner.module(tokens, None).flatten(0, 1).float(), tokens.flatten()
+    )
+    loss.backward()  # type: ignore[no-untyped-call]
+    runner.end()
+    optimizer.step()
+    optimizer.zero_grad()
+    when_all_arrived(transport)
+    return time.perf_counter() - begin_s, loss.item()
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Medians; `x bf16` compares with torch's FSDP2 in bf16 at the same rate."""
+    median = {(row.method, row.rate_bps): statistics.median(row.steps_s) for row in rows}
+    cells = []
+    for row in rows:
+        step_s, free_s = median[row.method, row.rate_bps], median.get((row.method, None), 0.0)
+        wire_s = 8 * row.nbytes / (row.rate_bps * _PAYLOAD_SHARE) if row.rate_bps else 0.0
+        cells.append(
+            [
+                row.method,
+                f"{row.rate_bps / 1e6:.0f} Mbit/s" if row.rate_bps else "none",
+                f"{step_s:.3f}",
+                f"{row.nbytes / 1e6:.2f}",
+                f"{max(wire_s, free_s):.3f}",
+                f"{median['torch bf16', row.rate_bps] / step_s:.2f}",
+            ]
+        )
+    return format_table(("method", "rate", "step s", "MB sent", "bound s", "x bf16"), cells)
+
+
+def main() -> None:
+    """Command line; needs root, for network namespaces."""
+    parser = argparse.ArgumentParser("python -m benchmarks.shards.speed", description=__doc__)
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"])
+    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--vocab", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    model = TransformerConfig(
+        layers=options.layers,
+        width=options.width,
+        heads=max(1, options.width // 64),
+        vocab=options.vocab,
+        context=options.tokens,
+    )
+    rates = (*map(parse_rate, options.rates), None)
+    plan = Plan(model, options.batch, rates, options.steps)
+    records = Records(options.json)
+    with ShapedNetwork(NetworkSpec.of(options.shards)) as network:
+        job = partial(run_host, plan=plan, shape=partial(set_rate, network))
+        by_rank: list[list[Row]] = network.run(job, timeout_s=_TIMEOUT_S)
+    rows = by_rank[0]
+    for row in rows:
+        records.add({**asdict(plan), "shards": options.shards}, asdict(row))
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
