@@ -13,18 +13,22 @@ from thinpipe.pipeline.wire.header import DesyncError
 
 @dataclass
 class LocalPeers:
-    """One of the replicas, which are on threads of their own while they exchange."""
+    """One of the replicas, which are on threads of their own while they exchange; `exchanges`
+    counts how often this one did.
+    """
 
     rank: int
     size: int
     mailboxes: dict[tuple[int, int], "queue.SimpleQueue[Tensor]"]
     timeout_s: float = 60.0
     bytes_sent: int = 0
+    exchanges: int = 0
 
     def exchange(
         self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
     ) -> dict[int, Tensor]:
         """Put the messages in the targets' mailboxes and take those of the sources."""
+        self.exchanges += 1
         for peer, message in outgoing.items():
             self.mailboxes[self.rank, peer].put(message.clone())
             self.bytes_sent += message.numel()

@@ -8,6 +8,7 @@ has a message to carry. GPipe, 1F1B and Deep1F1B run one stage per rank, the oth
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -140,6 +141,54 @@ def single_stage_order(
     return order
 
 
+def rank_orders(
+    name: ScheduleName, *, stages: int, ranks: int, microbatches: int, depth: int = DEPTH
+) -> list[list[tuple[str, int, int]]]:
+    """What each rank of a pipeline computes, in order: (kind, stage, microbatch).
+
+    Kinds are F, B, and where a backward is in two parts I (inputs) and W (weights). Nothing needs
+    to be connected.
+    """
+    if name in _SINGLE:
+        return [
+            [
+                (action.kind, stage, action.microbatch)
+                for action in single_stage_order(
+                    name, stage, stages=stages, microbatches=microbatches, depth=depth
+                )
+            ]
+            for stage in range(stages)
+        ]
+    own = [s for s, rank in stage_to_rank(name, stages=stages, ranks=ranks).items() if rank == 0]
+    unconnected: list[Any] = [
+        SimpleNamespace(
+            stage_index=stage,
+            num_stages=stages,
+            group_size=ranks,
+            group_rank=0,
+            is_first=stage == 0,
+            is_last=stage == stages - 1,
+            submod=torch.nn.Identity(),
+        )
+        for stage in own
+    ]
+    schedule = build_schedule(name, unconnected, microbatches, loss=_no_loss, depth=depth)
+    kinds = {
+        _ComputationType.FORWARD: "F",
+        _ComputationType.FULL_BACKWARD: "B",
+        _ComputationType.BACKWARD_INPUT: "I",
+        _ComputationType.BACKWARD_WEIGHT: "W",
+    }
+    return [
+        [
+            (kinds[action.computation_type], action.stage_index, action.microbatch_index)
+            for action in schedule.pipeline_order[rank]
+            if action is not None and action.computation_type in kinds
+        ]
+        for rank in range(ranks)
+    ]
+
+
 def pass_order(schedule: Any, stage: int, *, microbatches: int) -> PassOrder:
     """Order of a stage's work under a schedule that `build_schedule` returned."""
     if not isinstance(schedule, torch_schedules.PipelineScheduleMulti):
@@ -182,6 +231,10 @@ class _Deep1F1B(torch_schedules._PipelineScheduleRuntime):
             for s in range(count)
         }
         self._prepare_schedule_with_comms(self.pipeline_order)
+
+
+def _no_loss(output: Tensor, _target: Tensor) -> Tensor:
+    return output
 
 
 def _torch_version() -> tuple[int, int]:

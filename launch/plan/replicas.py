@@ -32,13 +32,15 @@ class ExchangeCost:
     """Of one method with its defaults or a run's options, per trained parameter.
 
     `nbytes` is what a replica sends in a step, on average, `state_nbytes` what it keeps beside
-    weights, gradients and Adam's moments.
+    weights, gradients and Adam's moments, `rounds` how often it waits for its peers' messages
+    in an exchange.
     """
 
     method: str
     nbytes: float
     state_nbytes: float
     overlaps: bool
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def measure_exchange(method: str, options: dict[str, Any], replicas: int) -> Exc
     if learning:
         config = config.model_copy(update={"warmup_steps": learning})
     built = []
-    for peer in local_peers(replicas):
+    peers = local_peers(replicas)
+    for peer in peers:
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in _SHAPES]
         sync = load_method(method).build(config, parameters, peer)
         generator = torch.Generator().manual_seed(peer.rank)
@@ -67,17 +70,19 @@ def measure_exchange(method: str, options: dict[str, Any], replicas: int) -> Exc
     period = int(getattr(config, "interval", 1))
     warmup = learning + period + 1
     steps = period * ceil(_STEPS / period)
-    sent = []
+    sent, before = [], 0
     with ThreadPoolExecutor(replicas) as pool:
         for step in range(warmup + steps):
             if step == warmup:
                 sent.append(sum(sync.bytes_sent for sync, *_ in built))
+                before = peers[0].exchanges
             list(pool.map(lambda one: _step(*one), built))
         states = list(pool.map(lambda one: held_nbytes(one[0].state_dict()), built))
         sent.append(sum(sync.bytes_sent for sync, *_ in built))
     numel = sum(parameter.numel() for parameter in built[0][1])
     nbytes = (sent[1] - sent[0]) / steps / replicas / numel
-    return ExchangeCost(method, nbytes, states[0] / numel, built[0][0].overlaps)
+    rounds = max(1, round((peers[0].exchanges - before) * period / steps))
+    return ExchangeCost(method, nbytes, states[0] / numel, built[0][0].overlaps, rounds)
 
 
 def replica_steps(config: RunConfig, blocks: Blocks, network: Network) -> list[ReplicaStep]:

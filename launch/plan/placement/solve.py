@@ -1,0 +1,264 @@
+"""Our solver: structured starts, annealing, exact inner steps; anytime, with a curve of best costs.
+
+A round anneals one start, or the best layout so far, and scores what comes out: with DT-FM's cost
+after an exact matching and path, with the predicted step after a search by single swaps on the
+simulation. Rounds depend on the seed and their number alone. So a result is the same wherever
+`rounds` ends the search; `seconds` ends it at a round that depends on the machine, and the result
+is then what that many rounds give anywhere.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from thinpipe.launch.plan.placement.anneal_dtfm import anneal_dtfm
+from thinpipe.launch.plan.placement.anneal_step import (
+    anneal_step,
+    devices_of,
+    estimate_step,
+    plan_of,
+)
+from thinpipe.launch.plan.placement.cluster import Cluster, Floats, Ints
+from thinpipe.launch.plan.placement.dtfm import DtfmCost, DtfmSizes, check_enough
+from thinpipe.launch.plan.placement.starts import greedy_layout, tiled_layouts
+from thinpipe.launch.plan.placement.step import StepModel
+from thinpipe.launch.plan.placement.workload import Workload
+
+Objective = Literal["dtfm", "step"]
+
+ROUNDS = 8
+_MOVES_PER_DEVICE = 3000
+_MOST_MOVES = 600_000
+_ACTIONS = 500_000
+"""Simulated actions of a round's single swaps."""
+_MOST_SIMULATIONS = 400
+_SIMULATED_HEAT = 0.05
+"""Of single swaps at first, as a share of the step."""
+_POOR = 1.5
+"""Swaps whose estimate is that many times the present step are not simulated."""
+_KEPT = 4
+"""Starts that are annealed, the best first."""
+_SIMULATED_STARTS = 12
+_SMALL = 128
+"""Devices for which DT-FM's layout is a start too."""
+_HEATS = (0.03, 0.003, 0.1)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best cost after so many rounds, and when that was."""
+
+    rounds: int
+    seconds: float
+    cost: float
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """A layout: the device of each replica and rank, what it costs and how that fell."""
+
+    grid_RP: Ints
+    cost: float
+    curve: tuple[Found, ...]
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What a search does: `annealed` and `scored` turn places into layouts, best places first."""
+
+    starts: list[Ints]
+    annealed: Callable[[Ints, int, int, float], Ints]
+    scored: Callable[[Ints, int], tuple[float, Ints]]
+
+
+def solve_dtfm(
+    cluster: Cluster,
+    sizes: DtfmSizes,
+    *,
+    seed: int = 0,
+    rounds: int = ROUNDS,
+    seconds: float | None = None,
+) -> Placement:
+    """The layout of least cost under DT-FM's objective.
+
+    Raises:
+        ValueError: there are too few devices.
+    """
+    cost = DtfmCost.of(cluster, sizes)
+    shape = (sizes.stages, sizes.replicas)
+    used = shape[0] * shape[1]
+
+    def annealed(place_D: Ints, moves: int, draw: int, heat: float) -> Ints:
+        return anneal_dtfm(cost.reduce_DD, cost.hop_DD, place_D, shape, moves, draw, heat)
+
+    def scored(place_D: Ints, _draw: int) -> tuple[float, Ints]:
+        found, grid_SR = cost.arrange(place_D[:used].reshape(shape))
+        return found, _places(grid_SR, cluster.devices)
+
+    layouts = _starts(cost.hop_DD, shape, cluster, seed)
+    starts = sorted(layouts, key=lambda place_D: cost.grid_cost(place_D[:used].reshape(shape)))
+    problem = _Problem(starts, annealed, scored)
+    place_D, curve = _search(problem, cluster.devices, seed, rounds, seconds)
+    return Placement(place_D[:used].reshape(shape).T.copy(), curve[-1].cost, curve)
+
+
+def solve_step(
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    seed: int = 0,
+    rounds: int = ROUNDS,
+    seconds: float | None = None,
+) -> Placement:
+    """The layout of the shortest predicted step.
+
+    Raises:
+        ValueError: there are too few devices, or no stage fits any layout's memory.
+    """
+    replicas, ranks = workload.replicas, workload.ranks
+    check_enough(cluster, ranks, replicas)
+    model = StepModel(cluster, workload)
+    _check_memory(cluster, model.need, replicas)
+    devices, plan = devices_of(cluster), plan_of(workload)
+    used = ranks * replicas
+
+    def grid(place_D: Ints) -> Ints:
+        return place_D[:used].reshape(ranks, replicas).T
+
+    def annealed(place_D: Ints, moves: int, draw: int, heat: float) -> Ints:
+        return anneal_step(devices, plan, place_D, replicas, moves, draw, heat)
+
+    def estimated(place_D: Ints) -> float:
+        return estimate_step(devices, plan, place_D, replicas)
+
+    def scored(place_D: Ints, draw: int) -> tuple[float, Ints]:
+        return _refined(model, grid, estimated, place_D, np.random.default_rng(draw), tries)
+
+    actions = replicas * sum(map(len, workload.orders)) + replicas * used * workload.rounds
+    tries = min(_MOST_SIMULATIONS, _ACTIONS // actions)
+    hop_DD = hop_seconds(cluster, workload)
+    layouts = [*_starts(hop_DD, (ranks, replicas), cluster, seed)]
+    layouts.append(_places(greedy_layout(hop_DD, ranks, replicas), cluster.devices))
+    if used == cluster.devices and used <= _SMALL:
+        alike = solve_dtfm(cluster, workload.sizes, seed=seed, rounds=1)
+        layouts.append(_places(alike.grid_RP.T, cluster.devices))
+    likely = sorted(layouts, key=estimated)[:_SIMULATED_STARTS]
+    starts = sorted(likely, key=lambda place_D: model(grid(place_D)).step_s)
+    problem = _Problem(starts, annealed, scored)
+    place_D, curve = _search(problem, cluster.devices, seed, rounds, seconds)
+    if curve[-1].cost == np.inf:
+        raise ValueError(
+            f"no layout was found in which all {ranks} x {replicas} stages fit their devices' "
+            "memory; use more stages, fewer microbatches in flight or smaller batches"
+        )
+    return Placement(grid(place_D).copy(), curve[-1].cost, curve)
+
+
+def _refined(
+    model: StepModel,
+    grid: Callable[[Ints], Ints],
+    estimated: Callable[[Ints], float],
+    place_D: Ints,
+    draws: np.random.Generator,
+    count: int,
+) -> tuple[float, Ints]:
+    """Anneal single swaps on the simulated step; those of poor estimates are not simulated."""
+    now_s = best_s = model(grid(place_D)).step_s
+    best_D = place_D
+    used, devices = grid(place_D).size, len(place_D)
+    for left in range(count, 0, -1):
+        first, second = draws.integers(used), draws.integers(devices)
+        heat = _SIMULATED_HEAT * now_s * (left / count) ** 2
+        trial_D = place_D.copy()
+        trial_D[[first, second]] = place_D[[second, first]]
+        if first == second or estimated(trial_D) > _POOR * now_s:
+            continue
+        step_s = model(grid(trial_D)).step_s
+        if step_s <= now_s or draws.random() < np.exp((now_s - step_s) / heat):
+            place_D, now_s = trial_D, step_s
+        if step_s < best_s:
+            best_s, best_D = step_s, trial_D
+    return best_s, best_D
+
+
+def _search(
+    problem: _Problem, devices: int, seed: int, rounds: int, seconds: float | None
+) -> tuple[Ints, tuple[Found, ...]]:
+    """The best places, and the cost after each round that improved it, and after the last."""
+    begin_s = time.perf_counter()
+    best, best_D = problem.scored(problem.starts[0], seed)
+    curve = [Found(0, time.perf_counter() - begin_s, best)]
+    moves = min(_MOST_MOVES, _MOVES_PER_DEVICE * devices)
+    counted = itertools.count(1) if seconds is not None else range(1, rounds + 1)
+    done = 0
+    for number in counted:
+        if seconds is not None and time.perf_counter() - begin_s >= seconds:
+            break
+        done = number
+        draw = _mixed(seed, number)
+        from_best = number % 3 == 0
+        start_D = best_D if from_best else problem.starts[_start(number, len(problem.starts))]
+        heat = 0.1 * _HEATS[0] if from_best else _HEATS[number % len(_HEATS)]
+        cost, place_D = problem.scored(problem.annealed(start_D, moves, draw, heat), draw)
+        if cost < best:
+            best, best_D = cost, place_D
+            curve.append(Found(number, time.perf_counter() - begin_s, best))
+    curve.append(Found(done, time.perf_counter() - begin_s, best))
+    return best_D, tuple(curve)
+
+
+def _start(number: int, count: int) -> int:
+    """The best starts take turns; the last one, which is random, has the fifth."""
+    turn = (number - 1) % (_KEPT + 1)
+    return min(turn, count - 1)
+
+
+def _mixed(seed: int, number: int) -> int:
+    return (seed * 1_000_003 + number * 7919) % 2**31
+
+
+def _starts(hop_DD: Floats, shape: tuple[int, int], cluster: Cluster, seed: int) -> Iterator[Ints]:
+    """Structured layouts and random ones. Equal costs are told apart by a shuffled numbering."""
+    draws = np.random.default_rng(seed)
+    shuffled_D = draws.permutation(cluster.devices)
+    shuffled_DD = hop_DD[np.ix_(shuffled_D, shuffled_D)]
+    worth_D = np.minimum(cluster.speed_D, 1e6)[shuffled_D]
+    for grid_SR in tiled_layouts(shuffled_DD, *shape, worth_D):
+        yield _places(shuffled_D[grid_SR], cluster.devices)
+    for _ in range(2):
+        yield draws.permutation(cluster.devices)
+
+
+def _places(grid_SR: Ints, devices: int) -> Ints:
+    """Devices by place, and then those that are idle."""
+    idle = np.setdiff1d(np.arange(devices), grid_SR)
+    return np.concatenate([grid_SR.ravel(), idle])
+
+
+def hop_seconds(cluster: Cluster, workload: Workload) -> Floats:
+    """Seconds of a microbatch between two devices, the mean of both directions."""
+    nbytes = max((m.nbytes for m in workload.activations), default=0)
+    hop_DD = cluster.latency_DD + 8 * max(nbytes, 1) / cluster.rate_DD
+    return (hop_DD + hop_DD.T) / 2
+
+
+def _check_memory(cluster: Cluster, need_P: Floats, replicas: int) -> None:
+    """Refuse stages for which there are not enough devices with the memory.
+
+    Raises:
+        ValueError: names the stage, what it needs and what there is.
+    """
+    room_D = np.sort(cluster.memory_D)[::-1]
+    for index, position in enumerate(np.argsort(need_P)[::-1]):
+        needed = (index + 1) * replicas
+        if room_D[needed - 1] < need_P[position]:
+            fitting = int((room_D >= need_P[position]).sum())
+            raise ValueError(
+                f"stage {position} needs {need_P[position] / 1e9:.3g} GB and only {fitting} of "
+                f"{cluster.devices} devices have that, for {needed} places; use more stages, fewer "
+                "microbatches in flight, smaller batches or devices with more memory"
+            )

@@ -1,0 +1,123 @@
+"""The `step` objective: predicted seconds of a step of a layout.
+
+A step is `accumulate` passes, the exchange between replicas after the last one (or beside the
+passes, for methods that overlap), one latency for what all ranks agree on, and the optimizer. The
+passes and the exchange are simulated (`events.py`). An exchange beside the passes takes no less
+than either, nor less than the busiest host's uplink or downlink takes for both.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from thinpipe.launch.plan.placement.cluster import Cluster, Floats, Ints
+from thinpipe.launch.plan.placement.events import step_of
+from thinpipe.launch.plan.placement.workload import Workload
+from thinpipe.launch.plan.simulate import Message
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds of a step and of its parts; `limit` says in words what it waits for most."""
+
+    step_s: float
+    passes_s: float
+    exchange_s: float
+    compute_s: float
+    optimizer_s: float
+    latency_s: float
+
+    @property
+    def limit(self) -> str:
+        """What takes most of the step."""
+        bubble_s = self.passes_s - self.compute_s
+        parts = {
+            "the compute of the slowest rank": self.compute_s,
+            "transfers and the pipeline's bubble": bubble_s,
+            "the exchange between replicas": self.exchange_s,
+        }
+        return max(parts, key=lambda name: parts[name])
+
+
+class StepModel:
+    """Scores layouts [R, P] of one workload on one cluster."""
+
+    def __init__(self, cluster: Cluster, workload: Workload) -> None:
+        self._cluster, self._workload = cluster, workload
+        together = not workload.overlaps
+        self._simulated = step_of(workload, exchange=together)
+        self._need_P = np.array(workload.by_rank(workload.memory or [0.0] * workload.stages))
+        self._alone = None if together else step_of(_exchange_only(workload))
+
+    @property
+    def need(self) -> Floats:
+        """Bytes that each rank of a pipeline needs."""
+        return self._need_P
+
+    def fits(self, grid_RP: Ints) -> bool:
+        """Whether every device has the memory."""
+        return bool((self._need_P <= self._cluster.memory_D[grid_RP]).all())
+
+    def __call__(self, grid_RP: Ints) -> StepCost:
+        """Simulate; infinite if a device has too little memory."""
+        work, cluster = self._workload, self._cluster
+        if not self.fits(grid_RP):
+            return StepCost(math.inf, math.inf, math.inf, math.inf, math.inf, math.inf)
+        speed_RP = cluster.speed_D[grid_RP]
+        pass_s, done_s = self._simulated(cluster, grid_RP)
+        passes_s = work.accumulate * pass_s
+        exchange_s = done_s - pass_s
+        busy_s = passes_s + exchange_s
+        if self._alone is not None:
+            _, exchange_s = self._alone(cluster, grid_RP)
+            busy_s = max(passes_s, exchange_s, self._wires_s(grid_RP))
+        optimizer_P = np.array(work.by_rank(work.optimizer_s or [0.0] * work.stages))
+        optimizer_s = float((optimizer_P / speed_RP).max())
+        used = grid_RP.ravel()
+        latency_s = float(cluster.latency_DD[np.ix_(used, used)].max())
+        per_microbatch = [a + b for a, b in zip(work.forward_s, work.backward_s, strict=True)]
+        compute_P = np.array(work.by_rank(per_microbatch)) * work.microbatches * work.accumulate
+        compute_s = float((compute_P / speed_RP).max())
+        step_s = busy_s + latency_s + optimizer_s
+        return StepCost(step_s, passes_s, exchange_s, compute_s, optimizer_s, latency_s)
+
+    def _wires_s(self, grid_RP: Ints) -> float:
+        """Seconds that the busiest uplink or downlink needs for a step's messages."""
+        sent_HH = link_nbytes(self._cluster, self._workload, grid_RP)
+        up_s = 8 * sent_HH.sum(axis=1) / self._cluster.up_H
+        down_s = 8 * sent_HH.sum(axis=0) / self._cluster.down_H
+        return float(max(up_s.max(), down_s.max()))
+
+
+def link_nbytes(cluster: Cluster, work: Workload, grid_RP: Ints) -> Floats:
+    """[H, H]: bytes that each link between hosts carries in a step."""
+    sent_HH = np.zeros((len(cluster.hosts), len(cluster.hosts)))
+    host_RP, passes = cluster.host_of_D[grid_RP], work.microbatches * work.accumulate
+    for cut, (down, up) in enumerate(zip(work.activations, work.gradients, strict=True)):
+        above_R = host_RP[:, work.position_of[cut]]
+        below_R = host_RP[:, work.position_of[cut + 1]]
+        np.add.at(sent_HH, (above_R, below_R), passes * down.nbytes)
+        np.add.at(sent_HH, (below_R, above_R), passes * up.nbytes)
+    for position, nbytes in enumerate(work.peer_nbytes):
+        group_R = host_RP[:, position]
+        np.add.at(sent_HH, (group_R[:, None], group_R[None]), nbytes * work.rounds)
+    np.fill_diagonal(sent_HH, 0.0)
+    return sent_HH
+
+
+def _exchange_only(work: Workload) -> Workload:
+    """The same exchange of ranks that compute and pass on nothing; one stage is one rank."""
+    idle = (0.0,) * work.ranks
+    silent = (Message(0),) * (work.ranks - 1)
+    return Workload(
+        replicas=work.replicas,
+        forward_s=idle,
+        backward_s=idle,
+        activations=silent,
+        gradients=silent,
+        exchange_nbytes=work.by_rank(work.exchange_nbytes),
+        microbatches=1,
+        schedule="GPipe",
+        rounds=work.rounds,
+    )

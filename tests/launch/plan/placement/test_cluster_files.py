@@ -1,0 +1,116 @@
+"""Files that describe a cluster, and what is said of those that are wrong."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from thinpipe.launch.host.links import PAYLOAD_SHARE
+from thinpipe.launch.plan.network import Network
+from thinpipe.launch.plan.placement.cluster import Cluster
+from thinpipe.launch.plan.placement.cluster_files import parse_cluster, read_cluster
+
+DOCTOR = {"rate_bps": [[None, 2e6], [1e6, None]], "latency_s": [[0, 0.1], [0.2, 0]]}
+DTFM = {"labels": ["a", "a"], "latency_ms": [[0, 5], [5, 0]], "gbps": [[2, 1.5], [1.5, 2]]}
+REGIONS = {
+    "regions": {"Ohio": 2, "Tokyo": {"hosts": 1, "devices": 2, "speed": 0.5, "memory_gb": 16}},
+    "inside": {"latency_ms": 5, "gbps": 2},
+    "links": [["Ohio", "Tokyo", 130, 0.7, 0.5]],
+}
+
+
+def test_links_differ_by_direction() -> None:
+    found = parse_cluster(DOCTOR)
+    assert found.rate_HH[0, 1] == 2e6 * PAYLOAD_SHARE
+    assert found.rate_HH[1, 0] == 1e6 * PAYLOAD_SHARE
+    assert found.latency_HH.tolist() == [[0, 0.1], [0.2, 0]]
+    assert [host.name for host in found.hosts] == ["host0", "host1"]
+
+
+def test_what_a_network_writes_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    network = Network.uniform(3, 5e6, 0.01)
+    network.write(path)
+    found, direct = read_cluster(path), Cluster.of(network)
+    assert (found.rate_HH == direct.rate_HH).all()
+    assert (found.latency_HH == direct.latency_HH).all()
+    again = found.network([0, 1])
+    assert again.rate_bps[0][1] == pytest.approx(5e6)
+
+
+def test_regions_have_hosts_with_devices() -> None:
+    found = parse_cluster(REGIONS)
+    assert [host.name for host in found.hosts] == ["Ohio-0", "Ohio-1", "Tokyo-0"]
+    assert found.sites == ("Ohio", "Ohio", "Tokyo")
+    assert found.devices == 4
+    assert found.speed_D.tolist() == [1, 1, 0.5, 0.5]
+    assert found.memory_D.tolist() == [math.inf, math.inf, 16e9, 16e9]
+    assert found.rate_DD[2, 3] == math.inf
+    assert (found.rate_DD[0, 2], found.rate_DD[2, 0]) == (0.7e9, 0.5e9)
+    assert found.latency_DD[1, 3] == pytest.approx(0.13)
+    assert [found.device_name(device) for device in (1, 2, 3)] == [
+        "Ohio-1",
+        "Tokyo-0:0",
+        "Tokyo-0:1",
+    ]
+
+
+def test_dtfm_matrices_hold_payload() -> None:
+    found = parse_cluster(DTFM)
+    assert found.rate_HH[0, 1] == 1.5e9
+    assert found.sites == ("a", "a")
+
+
+def test_sites_are_found_where_none_are_given() -> None:
+    latency = np.full((5, 5), 0.05)
+    latency[:2, :2] = latency[2:, 2:] = 5e-4
+    np.fill_diagonal(latency, 0)
+    content = {"latency_s": latency.tolist(), "rate_bps": [[1e9] * 5] * 5}
+    assert parse_cluster(content).sites == ("site0", "site0", "site1", "site1", "site1")
+
+
+def changed(base: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {**base, **fields}
+
+
+BAD = [
+    ({}, "needs rate_bps and latency_s, or regions"),
+    (changed(DOCTOR, rate_bps=[[0, 0], [1e6, 0]]), "link host0 -> host1: rate 0 bit/s; measure it"),
+    (changed(DOCTOR, rate_bps=[[0, -1], [1e6, 0]]), "rate -0.956"),
+    (changed(DOCTOR, latency_s=[[0, -1], [0, 0]]), "link host0 -> host1: latency -1 s"),
+    (changed(DOCTOR, rate_bps=[[0]]), "latency_s: needs 1 rows"),
+    (changed(DOCTOR, rate_bps=[[0], [1e6, 0]]), "rate_bps is not square"),
+    (changed(DOCTOR, rate_bps=[[0, "x"], [1e6, 0]]), r"rate_bps\[0\]\[1\] = 'x': not a number"),
+    (changed(DOCTOR, rats=1), "'rats' is unknown; use hosts, latency_s, rate_bps"),
+    (changed(DOCTOR, hosts=["a"]), "hosts lists 1, the matrices have 2 rows"),
+    (changed(DOCTOR, hosts=["a", "a"]), "host 'a': named twice"),
+    (changed(DOCTOR, hosts=["a", {"name": "b", "speed": 0}]), "host 'b': speed = 0"),
+    (changed(DOCTOR, hosts=["a", {"name": "b", "devices": 0}]), "host 'b': devices = 0"),
+    (changed(DOCTOR, hosts=["a", {"nome": "b"}]), r"hosts\[1\] = .*: give it a name"),
+    (changed(DTFM, gbps=[[2, None], [1, 2]]), "link d0 -> d1: no rate"),
+    (changed(REGIONS, links=[]), "no link between Ohio and Tokyo; add one to links"),
+    (changed(REGIONS, links=[["Ohio", "Paris", 1, 1]]), "'Paris' is no region; use one of Ohio"),
+    (changed(REGIONS, links=[["Ohio", "Tokyo"]]), "write two regions, milliseconds and Gbit/s"),
+    (changed(REGIONS, regions={"Ohio": 0}, links=[]), "regions.Ohio: hosts = 0"),
+    (changed(REGIONS, regions={}, links=[]), "regions is empty"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD)
+def test_wrong_files_are_refused(content: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "net.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message) as refused:
+        read_cluster(path)
+    assert str(refused.value).startswith(str(path))
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No such file"):
+        read_cluster(tmp_path / "none.json")
+    (tmp_path / "net.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        read_cluster(tmp_path / "net.json")

@@ -1,0 +1,131 @@
+"""The solver on networks that are small enough to try everything, and laws for any network."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from tests.launch.plan.placement.networks import random_cluster, small_workload
+from thinpipe.launch.plan.placement.anneal_step import devices_of, estimate_step, plan_of
+from thinpipe.launch.plan.placement.bounds import step_bound
+from thinpipe.launch.plan.placement.cluster import Cluster, Host
+from thinpipe.launch.plan.placement.dtfm import DtfmSizes
+from thinpipe.launch.plan.placement.solve import Placement, solve_dtfm, solve_step
+from thinpipe.launch.plan.placement.step import StepModel, link_nbytes
+from thinpipe.launch.plan.simulate import Message
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_the_shortest_step_of_a_small_network_is_found(seed: int, overlaps: bool) -> None:
+    cluster = random_cluster(5, seed, symmetric=False, speeds=True)  # one stays idle
+    work = small_workload(2, 2, seed, overlaps=overlaps)
+    model = StepModel(cluster, work)
+    every = itertools.permutations(range(5), 4)
+    best = min(model(np.array(order).reshape(2, 2)).step_s for order in every)
+    found = solve_step(cluster, work, seed=seed, rounds=6)
+    assert found.cost == pytest.approx(best, rel=1e-9)
+    assert model(found.grid_RP).step_s == pytest.approx(found.cost, rel=1e-12)
+    assert step_bound(cluster, work) <= best * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_estimate_is_close_to_the_simulated_step(seed: int) -> None:
+    """It only has to order layouts; without bubbles between messages it is exact."""
+    cluster = random_cluster(12, seed, symmetric=False, speeds=True)
+    work = small_workload(4, 3, seed)
+    model, devices, plan = StepModel(cluster, work), devices_of(cluster), plan_of(work)
+    draws = np.random.default_rng(seed)
+    for _ in range(5):
+        place_D = draws.permutation(12)
+        cost = model(place_D.reshape(4, 3).T)
+        simulated_s = cost.step_s - cost.optimizer_s - cost.latency_s
+        assert estimate_step(devices, plan, place_D, 3) == pytest.approx(simulated_s, rel=0.35)
+
+
+def test_the_estimate_of_a_single_microbatch_is_exact() -> None:
+    cluster = random_cluster(4, 0, symmetric=False, speeds=True)
+    work = dataclasses.replace(small_workload(4, 1, 0), microbatches=1)
+    model = StepModel(cluster, work)
+    order = np.array([2, 0, 3, 1])
+    found = estimate_step(devices_of(cluster), plan_of(work), order, 1)
+    assert found == pytest.approx(model(order[None]).passes_s, rel=1e-12)
+
+
+def same(first: Placement, second: Placement) -> bool:
+    return bool((first.grid_RP == second.grid_RP).all()) and first.cost == second.cost
+
+
+def test_a_seed_gives_the_same_layout_every_time() -> None:
+    cluster, work = random_cluster(12, 4, speeds=True), small_workload(3, 4, 4)
+    assert same(*(solve_step(cluster, work, seed=7, rounds=3) for _ in range(2)))
+    sizes = DtfmSizes(3, 4, 0.3, 0.2)
+    assert same(*(solve_dtfm(cluster, sizes, seed=7, rounds=3) for _ in range(2)))
+
+
+def test_a_limit_of_time_gives_what_as_many_rounds_give() -> None:
+    cluster, work = random_cluster(12, 4, speeds=True), small_workload(3, 4, 4)
+    timed = solve_step(cluster, work, seed=1, seconds=0.3)
+    again = solve_step(cluster, work, seed=1, rounds=timed.curve[-1].rounds)
+    assert again.cost == timed.cost
+
+
+def test_costs_on_the_curve_fall() -> None:
+    found = solve_step(random_cluster(12, 4, speeds=True), small_workload(3, 4, 4), rounds=5)
+    costs = [point.cost for point in found.curve]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == found.cost
+    assert found.curve[-1].rounds == 5
+
+
+def test_slow_devices_stay_idle_when_there_are_others() -> None:
+    hosts = tuple(Host(f"h{n}", speed=0.1 if n in (0, 3) else 1.0) for n in range(6))
+    alike = Cluster(hosts, np.full((6, 6), 1e9), np.zeros((6, 6)))
+    found = solve_step(alike, small_workload(2, 2, 0))
+    assert not {0, 3} & set(found.grid_RP.ravel().tolist())
+
+
+def test_a_stage_goes_where_its_memory_is() -> None:
+    hosts = tuple(Host(f"h{n}", memory=8e9 if n in (1, 4) else 2e9) for n in range(6))
+    alike = Cluster(hosts, np.full((6, 6), 1e9), np.zeros((6, 6)))
+    work = dataclasses.replace(small_workload(3, 2, 0), memory=(1e9, 1e9, 5e9))
+    assert set(solve_step(alike, work).grid_RP[:, 2].tolist()) == {1, 4}
+
+
+def test_a_stage_that_fits_nowhere_is_refused() -> None:
+    hosts = tuple(Host(f"h{n}", memory=4e9) for n in range(4))
+    alike = Cluster(hosts, np.full((4, 4), 1e9), np.zeros((4, 4)))
+    work = dataclasses.replace(small_workload(2, 2, 0), memory=(1e9, 5e9))
+    with pytest.raises(ValueError, match="stage 1 needs 5 GB and only 0 of 4 devices have that"):
+        solve_step(alike, work)
+
+
+def test_too_few_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 stages x 4 replicas need 12 devices"):
+        solve_step(random_cluster(11, 0), small_workload(3, 4, 0))
+
+
+def test_messages_are_counted_on_the_links_that_carry_them() -> None:
+    cluster = random_cluster(4, 0)
+    work = dataclasses.replace(
+        small_workload(2, 2, 0),
+        activations=(Message(10),),
+        gradients=(Message(1),),
+        exchange_nbytes=(100.0, 200.0),
+        microbatches=3,
+    )
+    sent = link_nbytes(cluster, work, np.array([[0, 1], [2, 3]]))
+    assert (sent[0, 1], sent[1, 0], sent[2, 3], sent[3, 2]) == (30, 3, 30, 3)
+    assert (sent[0, 2], sent[2, 0], sent[1, 3], sent[3, 1]) == (100, 100, 200, 200)
+    assert sent.sum() == 66 + 600
+
+
+def test_an_exchange_beside_compute_is_no_longer_than_both() -> None:
+    cluster, grid = random_cluster(4, 0), np.array([[0, 1], [2, 3]])
+    work = small_workload(2, 2, 0)
+    after = StepModel(cluster, work)(grid)
+    beside = StepModel(cluster, dataclasses.replace(work, overlaps=True))(grid)
+    assert max(beside.passes_s, beside.exchange_s) <= beside.step_s < after.step_s
+    assert beside.step_s < math.inf
