@@ -2,7 +2,7 @@
 
 The thread works in the order of submission, so a read sees every write before it. Every row that is
 read has a buffer of its own, which nobody writes to: buffers shared between reading and writing
-are how published code mixed samples up. Rows carry a CRC-32. What cannot be written or comes back
+are how published code mixed samples up. Rows carry a checksum. What cannot be written or comes back
 damaged is a lost row, never an exception in the middle of a step: it is noticed when it is
 prefetched, and the two ends then agree to forget the sample.
 
@@ -21,8 +21,7 @@ from tempfile import TemporaryFile
 import torch
 from torch import Tensor
 
-from thinpipe.aqsgd.store import LostRowError
-from thinpipe.pipeline.wire.header import crc32
+from thinpipe.aqsgd.store import LostRowError, row_checksum
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +87,7 @@ class DiskStore:
         self._writes: list[Future[None]] = []
         self._earlier_writes: list[Future[None]] = []
         # the worker's alone:
-        self._crcs: dict[int, int] = {}  # by slot, of rows that are whole
+        self._sums: dict[int, int] = {}  # by slot, of rows that are whole
         self._faults: set[str] = set()
 
     def reserve(self, samples: int) -> None:
@@ -146,6 +145,10 @@ class DiskStore:
         fetched = self._ready.get(sample) or self._coming.get(sample)
         return fetched is not None and fetched.result() is None
 
+    def checksum(self, sample: int) -> int:
+        """0: the thread that writes has it."""
+        return 0
+
     def end_step(self) -> None:
         """Hand the prefetched rows over; wait for the writes of the step before."""
         self._ready, self._coming, self._announced = self._coming, {}, set()
@@ -163,8 +166,8 @@ class DiskStore:
                 os.ftruncate(self._file.descriptor, nbytes)
             name = f"/proc/self/fd/{self._file.descriptor}"
             packed = torch.from_file(name, shared=False, size=nbytes, dtype=torch.uint8)
-        crcs = [self._crcs.get(slot, -1) for slot in slots]
-        return packed, torch.tensor(slots, dtype=torch.int64), torch.tensor(crcs)
+        sums = [self._sums.get(slot, -1) for slot in slots]
+        return packed, torch.tensor(slots, dtype=torch.int64), torch.tensor(sums)
 
     def close(self) -> None:
         """End the thread and give the disk space back."""
@@ -175,26 +178,26 @@ class DiskStore:
         return self._worker.submit(self._read, self._slots[sample])
 
     def _read(self, slot: int) -> Tensor | None:
-        if slot not in self._crcs:
+        if slot not in self._sums:
             return None
         try:
             row = self._file.read(slot)
         except OSError as error:
             self._warn_once(f"rows cannot be read: {error.strerror}")
             return None
-        if crc32(row) != self._crcs[slot]:
+        if row_checksum(row) != self._sums[slot]:
             self._warn_once("rows came back damaged")
             return None
         return row
 
     def _write(self, slot: int, row: Tensor) -> None:
-        self._crcs.pop(slot, None)
+        self._sums.pop(slot, None)
         try:
             self._file.write(slot, row)
         except OSError as error:
             self._warn_once(f"rows cannot be written: {error.strerror}")
             return
-        self._crcs[slot] = crc32(row)
+        self._sums[slot] = row_checksum(row)
 
     def _warn_once(self, fault: str) -> None:
         if fault not in self._faults:

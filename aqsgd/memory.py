@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from thinpipe.aqsgd.store import RamStore, Store
+from thinpipe.aqsgd.store import RamStore, Store, row_checksum
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.pinned import brought_to
@@ -238,6 +238,17 @@ class SampleMemory:
             hasher.update(self._store.row(sample).cpu().numpy().data)
         return hasher.hexdigest()
 
+    def summary(self) -> int:
+        """A number (32 bits) for ids, histories and the checksums of rows; reads no row.
+
+        Equal on both ends, unless what one of them computed or wrote is wrong.
+        """
+        total = 0
+        for sample, history in sorted(self._histories.items()):
+            held = _HISTORY.pack(sample, history.chain, history.generation)
+            total = zlib.crc32(held + self._store.checksum(sample).to_bytes(4, "little"), total)
+        return total
+
     def release(self) -> None:
         """Give back what is held; the memory is not used again."""
         self._store.close()
@@ -248,14 +259,14 @@ class SampleMemory:
         Valid until the next step.
         """
         ids = sorted(self._histories)
-        rows, place, crc = self._store.pack(ids)
+        rows, place, sums = self._store.pack(ids)
         histories = [self._histories[sample] for sample in ids]
         return {
             "ids": torch.tensor(ids, dtype=torch.int64),
             "generation": torch.tensor([h.generation for h in histories], dtype=torch.int64),
             "chain": torch.tensor([h.chain for h in histories], dtype=torch.int64),
             "place": place,
-            "crc": crc,
+            "sums": sums,
             "row_nbytes": self._row_nbytes or 0,
             ROWS: rows,
         }
@@ -268,12 +279,14 @@ class SampleMemory:
         self._row_nbytes = nbytes or None
         fitting = set(sorted(state["ids"].tolist())[: self._limit])
         damaged = []
-        fields = (state[name].tolist() for name in ("ids", "generation", "chain", "place", "crc"))
-        for sample, generation, chain, place, crc in sorted(zip(*fields, strict=True), key=_place):
+        fields = (state[name].tolist() for name in ("ids", "generation", "chain", "place", "sums"))
+        for sample, generation, chain, place, checksum in sorted(
+            zip(*fields, strict=True), key=_place
+        ):
             if sample not in fitting:
                 continue
             row = state[ROWS][place * nbytes : (place + 1) * nbytes]
-            if crc32(row) != crc:
+            if row_checksum(row) != checksum:
                 damaged.append(sample)
                 continue
             own = self._store.empty_row(nbytes)

@@ -141,6 +141,7 @@ class TrainConfig(BaseModel):
     "module:function" is one's own, called as `function(named_parameters, lr=...)`.
 
     `batch_size` is over all replicas; `clip_norm` limits the global gradient norm, 0 turns it off.
+    Every `verify_every` steps ranks compare digests of what they should hold alike; 0: never.
     So many skipped steps in a row as `max_skipped` (loss or gradients not finite) end the run.
     """
 
@@ -157,6 +158,7 @@ class TrainConfig(BaseModel):
     betas: tuple[_Beta, _Beta] = (0.9, 0.999)
     clip_norm: float = Field(1.0, ge=0)
     max_skipped: int = Field(10, ge=1)
+    verify_every: int = Field(100, ge=0)
 
 
 class EvalConfig(BaseModel):

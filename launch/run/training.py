@@ -23,6 +23,7 @@ from thinpipe.launch.report.console import Display
 from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.report.timeline import Timeline, gather_events
+from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, timeline_of
 from thinpipe.launch.run.skips import Skips
 from thinpipe.pipeline.batch import Batch
@@ -81,6 +82,7 @@ class Training:
             precision=config.pipeline.precision,
             speaks=session.mesh.rank == 0,
         )
+        self._proof = Proof(self.built, session.transport, config.train.verify_every)
         self._timeline: Timeline | None = None
         self.start, self.stopping, self._finished = 0, False, False
         self._hosts: list[dict[str, Any] | None] = []
@@ -162,6 +164,7 @@ class Training:
             self._timeline = timeline_of(self._config, record, shared)
         self.records.add(record)
         self._skips.count(record.step, skipped=record.skipped)
+        self._proof.check(record.step)
         return record
 
     def evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:

@@ -47,6 +47,9 @@ class Memory(Protocol):
     def reset(self) -> None:
         """Hold nothing, and know nothing beside."""
 
+    def summary(self) -> int:
+        """A number (32 bits) for all that is held, equal at both ends; cheap."""
+
     def release(self) -> None:
         """Give back what is held; the memory is not used again."""
 

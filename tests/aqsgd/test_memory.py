@@ -70,3 +70,33 @@ def test_rows_that_are_filled_again_belong_to_one_sample(codec: Any) -> None:
 def test_a_visit_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sample 3 .* length of samples changed"):
         filled(Cast("bf16")).open(3, 64, torch.device("cpu"))
+
+
+def test_a_bit_that_flips_in_ram_is_noticed_at_the_next_visit_and_told_when_loaded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory = filled(Uniform(4, 64))
+    before = memory.summary()
+    memory.prefetch(IDS)
+    memory.row(8, 128)[5] ^= 4  # by a cosmic ray
+    assert memory.fingerprints(IDS).tolist() == [filled(Uniform(4, 64)).fingerprints(IDS)[0], -1]
+    assert memory.fingerprints(IDS)[1] == -1, "verified once per step"
+    assert memory.summary() == before, "which stands for what was put"
+    again = SampleMemory(Uniform(4, 64))
+    again.load_state_dict(memory.state_dict())
+    assert (again.fingerprints(IDS) != 0).tolist() == [True, False]
+    assert "rows of 1 samples (8, ...) were damaged when they were saved" in caplog.text
+    memory.forget(IDS[1:])
+    memory.prefetch(IDS)
+    assert memory.fingerprints(IDS)[1] == 0
+
+
+def test_two_ends_that_put_different_rows_have_different_summaries() -> None:
+    one, other = filled(Uniform(4, 64)), filled(Uniform(4, 64))
+    assert one.summary() == other.summary()
+    visit(one, 8, 5.0)
+    visit(other, 8, 5.5)  # a kernel computed wrong; the bytes that were sent are the same
+    for memory in (one, other):
+        memory.commit()
+    assert one.fingerprints(IDS).equal(other.fingerprints(IDS))
+    assert one.summary() != other.summary()

@@ -1,0 +1,116 @@
+"""Every few steps all ranks compare digests of what should be equal, and find silent corruption.
+
+Both ends of a cut hold the same rows of samples, by their checksums; replicas hold the same weights
+and optimizer state, unless their method lets them differ. Rows that differ have a second copy in
+what will be sent anew, so both ends forget them. Weights that differ have none that is known to be
+right: the run is refused, and a checkpoint from before is the remedy.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from thinpipe.launch.checkpoint.reshard import channel_name, module_of
+from thinpipe.launch.components import Built
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.distributed.gather import gather_json
+from thinpipe.pipeline.comm.transport import Transport
+
+_log = logging.getLogger(__name__)
+
+
+class CorruptionError(ConfigError):
+    """What should be equal is not, and nobody knows which is right."""
+
+
+class Proof:
+    """Compares the ranks' digests every `every` steps; 0 turns it off."""
+
+    def __init__(self, built: Built, transport: Transport, every: int) -> None:
+        self._built, self._transport, self._every = built, transport, every
+
+    def check(self, done: int) -> dict[str, int]:
+        """After `done` steps: samples forgotten because two ends differed, by channel.
+
+        Raises:
+            CorruptionError: on every rank, naming those whose weights differ.
+        """
+        if not self._every or done % self._every:
+            return {}
+        answers = gather_json(self._transport, [self._weights(), self._memories()])
+        self._compare_weights([weights for weights, _ in answers], done)
+        return self._compare_memories([memories for _, memories in answers])
+
+    def _weights(self) -> dict[str, int]:
+        """Digests by stage of what replicas have in common."""
+        if not self._built.sync.replicas_equal or self._transport.mesh.replicas == 1:
+            return {}
+        found = {}
+        for stage in self._built.stages:
+            parameters = list(module_of(stage).parameters())
+            moments = [
+                value
+                for parameter in parameters
+                for value in self._built.optimizer.state.get(parameter, {}).values()
+                if isinstance(value, Tensor)
+            ]
+            found[f"weights of stage {stage.stage_index}"] = digest(parameters)
+            found[f"optimizer state of stage {stage.stage_index}"] = digest(moments)
+        return found
+
+    def _memories(self) -> dict[str, int]:
+        """Summaries of this rank's ends of cuts, by replica and channel."""
+        return {
+            f"{self._transport.mesh.replica}/{channel_name(channel)}": memory.summary()
+            for channel in self._built.engine.channels
+            if (memory := channel.codec.memory) is not None
+        }
+
+    def _compare_weights(self, everyone: list[Mapping[str, int]], done: int) -> None:
+        first: dict[str, tuple[int, int]] = {}
+        for rank, digests in enumerate(everyone):
+            for name, value in digests.items():
+                other, expected = first.setdefault(name, (rank, value))
+                if value != expected:
+                    raise CorruptionError(
+                        f"after step {done} rank {rank} and rank {other} hold different {name}: "
+                        "memory, a link or a computation of one of them is faulty; go on from a "
+                        "checkpoint of before (--resume --step N) without the faulty machine; if "
+                        "machines are of different kinds, set train.verify_every = 0"
+                    )
+
+    def _compare_memories(self, everyone: list[Mapping[str, int]]) -> dict[str, int]:
+        first: dict[str, int] = {}
+        differing = {
+            name
+            for summaries in everyone
+            for name, value in summaries.items()
+            if first.setdefault(name, value) != value
+        }
+        forgotten = {}
+        for channel in self._built.engine.channels:
+            name = f"{self._transport.mesh.replica}/{channel_name(channel)}"
+            memory: Any = channel.codec.memory
+            if memory is not None and name in differing:
+                forgotten[channel_name(channel)] = len(memory)
+                memory.reset()
+        if forgotten and self._transport.mesh.replica == 0:
+            _log.warning(
+                "warning: the two ends of %s had come to hold different rows; both forget them, "
+                "and send their samples like new ones",
+                ", ".join(sorted(forgotten)),
+            )
+        return forgotten
+
+
+def digest(tensors: list[Any]) -> int:
+    """Of the tensors' bytes, in their order."""
+    hasher = xxhash.xxh3_64()
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        hasher.update(flat.numpy().data)
+    return hasher.intdigest()

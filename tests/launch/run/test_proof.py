@@ -1,0 +1,74 @@
+"""Silent corruption is found by comparing digests, named, and repaired or refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+from tests.training import batch, config, start
+from thinpipe.launch.checkpoint.reshard import module_of
+from thinpipe.launch.run.proof import CorruptionError, Proof, digest
+
+pytestmark = pytest.mark.dist
+
+AQSGD = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct", "bits": 8}}]
+
+
+def _wrong_weights(rank: int, moment: bool) -> Any:
+    built = start(config(pipeline={"cuts": [], "replicas": 2}, train={"batch_size": 8}))
+    proof = Proof(built, built.engine.transport, 2)
+    built.engine.train_step(batch([rank, rank + 2]), 0)
+    proof.check(2)
+    (parameter, *_) = module_of(built.stages[0]).parameters()
+    changed = built.optimizer.state[parameter]["exp_avg"] if moment else parameter.data
+    if rank == 1:
+        changed.view(-1).view(torch.int32)[3] ^= 1  # the lowest bit of one number
+    proof.check(3)  # not due
+    with pytest.raises(CorruptionError) as caught:
+        proof.check(4)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("moment", "what"), [(False, "weights"), (True, "optimizer state")])
+def test_one_bit_of_a_replica_is_found_and_named_on_all_ranks(
+    ranks: Ranks, moment: bool, what: str
+) -> None:
+    message = f"after step 4 rank 1 and rank 0 hold different {what} of stage 0: "
+    for error in ranks(2, _wrong_weights, moment):
+        assert error.startswith(message)
+        assert "--resume --step N" in error
+
+
+def _wrong_row(rank: int) -> Any:
+    built = start(config(pipeline={"cuts": [2]}, boundary=copy.deepcopy(AQSGD)))
+    proof = Proof(built, built.engine.transport, 1)
+    samples = batch([1, 2, 3, 4])
+    built.engine.train_step(samples, 0)
+    (memory,) = [c.codec.memory for c in built.engine.channels if c.codec.memory is not None]
+    whole = proof.check(1)
+    if rank == 1:  # what a faulty kernel would have put
+        row = memory._store.row(3).clone()
+        row[0] ^= 1
+        memory._store.put(3, row)
+    found = proof.check(2)
+    losses = [built.engine.train_step(samples, step).loss for step in (1, 2)]
+    return whole, found, len(memory), losses, proof.check(3)
+
+
+def test_rows_that_differ_at_the_two_ends_are_forgotten_at_both(ranks: Ranks) -> None:
+    (whole, found, held, losses, after), other = ranks(2, _wrong_row)
+    assert whole == other[0] == {}
+    assert found == other[1] == {"cut-2.forward": 4}
+    assert held == other[2] == 4  # sent anew since
+    assert losses == other[3]
+    assert after == other[4] == {}
+
+
+def test_a_digest_is_of_every_bit() -> None:
+    one = [torch.arange(6.0), torch.tensor(3.0)]
+    other = [tensor.clone() for tensor in one]
+    assert digest(one) == digest(other)
+    other[1].view(torch.int32).bitwise_xor_(1)
+    assert digest(one) != digest(other)
