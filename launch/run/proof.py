@@ -58,14 +58,20 @@ class Proof:
                 for value in self._built.optimizer.state.get(parameter, {}).values()
                 if isinstance(value, Tensor)
             ]
-            found[f"weights of stage {stage.stage_index}"] = digest(parameters)
-            found[f"optimizer state of stage {stage.stage_index}"] = digest(moments)
+            place = f"stage {stage.stage_index}{self._shard}"
+            found[f"weights of {place}"] = digest(parameters)
+            found[f"optimizer state of {place}"] = digest(moments)
         return found
 
+    @property
+    def _shard(self) -> str:
+        mesh = self._transport.mesh
+        return f", shard {mesh.shard}" if mesh.shards > 1 else ""
+
     def _memories(self) -> dict[str, int]:
-        """Summaries of this rank's ends of cuts, by replica and channel."""
+        """Summaries of this rank's ends of cuts, by lane and channel."""
         return {
-            f"{self._transport.mesh.replica}/{channel_name(channel)}": memory.summary()
+            f"{self._transport.mesh.lane}/{channel_name(channel)}": memory.summary()
             for channel in self._built.engine.channels
             if (memory := channel.codec.memory) is not None
         }
@@ -93,12 +99,12 @@ class Proof:
         }
         forgotten = {}
         for channel in self._built.engine.channels:
-            name = f"{self._transport.mesh.replica}/{channel_name(channel)}"
+            name = f"{self._transport.mesh.lane}/{channel_name(channel)}"
             memory: Any = channel.codec.memory
             if memory is not None and name in differing:
                 forgotten[channel_name(channel)] = len(memory)
                 memory.reset()
-        if forgotten and self._transport.mesh.replica == 0:
+        if forgotten and self._transport.mesh.lane == 0:
             _log.warning(
                 "warning: the two ends of %s had come to hold different rows; both forget them, "
                 "and send their samples like new ones",
