@@ -10,7 +10,7 @@ TESTS := --numprocesses $(JOBS) --dist worksteal
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install train test test-all bench docs check lint format clean
+.PHONY: install train test test-all bench chaos docs check lint format clean
 
 install: .venv/run.stamp
 
@@ -25,6 +25,9 @@ test-all: .venv/dev.stamp
 
 bench: .venv/run.stamp
 	$(BIN)/python -m benchmarks.links
+
+chaos: .venv/run.stamp  # faults on purpose; a few minutes
+	$(BIN)/python -m benchmarks.chaos
 
 docs: .venv/docs.stamp
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs

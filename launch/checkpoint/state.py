@@ -60,8 +60,7 @@ class Checkpoints:
         self._last_step: int | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._board: Board | None = None
-        self._under_way: Future[str | None] | None = None
-        self._step_under_way = 0
+        self._under_way: Future[bool] | None = None
         self._place: Place | None = None
         self._made_peers: Peers | None = None
 
@@ -75,22 +74,22 @@ class Checkpoints:
         self.wait()
         transaction = self._transaction(step, self._beside)
         state = collect(self._built)
-        self._step_under_way = step
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
         if self._memories_on_disk:
-            self._under_way = self._thread.submit(transaction.run, state)
+            self._under_way = self._thread.submit(self._run, transaction, step, state)
             self.wait()
         else:
-            self._under_way = self._thread.submit(transaction.run, snapshot(state))
+            copied = snapshot(state)
+            self._under_way = self._thread.submit(self._run, transaction, step, copied)
         self._stall_s += time.perf_counter() - began_s
 
     def wait(self) -> bool:
         """Wait for the save that is under way; whether it succeeded."""
         if self._under_way is None:
             return True
-        problem = self._under_way.result()
+        saved = self._under_way.result()
         self._under_way = None
-        return self._finished(self._step_under_way, problem)
+        return saved
 
     def save(self, step: int) -> bool:
         """Save and wait; whether it is saved."""
@@ -98,9 +97,9 @@ class Checkpoints:
             return True
         began_s = time.perf_counter()
         transaction = self._transaction(step, self._gather)
-        problem = transaction.run(collect(self._built))
+        saved = self._run(transaction, step, collect(self._built))
         self._stall_s += time.perf_counter() - began_s
-        return self._finished(step, problem)
+        return saved
 
     def save_last(self, step: int) -> None:
         """Save the end of the run.
@@ -157,8 +156,9 @@ class Checkpoints:
         peers = self._peers() if copies > 1 and several else None
         return Transaction(self._where, save, gather, peers)
 
-    def _finished(self, step: int, problem: str | None) -> bool:
-        """Remember what was saved, or warn."""
+    def _run(self, transaction: Transaction, step: int, state: Any) -> bool:
+        """Remember what was saved, or warn at once; whether it was."""
+        problem = transaction.run(state)
         if problem is None:
             self._last_step = step
         elif self._session.local_rank == 0:

@@ -43,8 +43,14 @@ class Failures:
             RuntimeError: the store is gone.
         """
         time.sleep(max(0.0, since_s + _GRACE_S - time.monotonic()))
+        return self.known() or "nothing was reported"
+
+    def known(self) -> str | None:
+        """The same as far as it was reported by now."""
         numbers = range(1, self._store.add("count", 0) + 1)
         keys = [str(number) for number in numbers if self._store.check([str(number)])]
+        if not keys:
+            return None
         _, _, who, message = min(json.loads(self._store.get(key)) for key in keys)
         return f"{who}: {message}"
 

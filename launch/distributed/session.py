@@ -19,6 +19,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.distributed.failures import Failures, Watch, end_soon
 from thinpipe.launch.distributed.group import meet, open_group
 from thinpipe.launch.distributed.handshake import agree, fresh_name, store_address, versions
+from thinpipe.launch.distributed.restarts import last_failure, restart_words
 from thinpipe.launch.distributed.store import connect_store
 from thinpipe.launch.distributed.supervisor import announce
 from thinpipe.launch.overlay.ranks import broken_links
@@ -29,6 +30,7 @@ from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.wire.header import DesyncError
 
 _TERMINATION_GRACE_S = 5.0
+_BEFORE = "before"
 _ECHO_S = 2.0
 """After the failure of a peer, of which SIGTERM is the echo, this process does not live as long."""
 
@@ -41,6 +43,8 @@ class Session:
     transport: Transport
     run_id: int
     local_rank: int
+    restart: str | None = None
+    """Which restart this is, and what ended the attempt before, in words."""
 
     @property
     def mesh(self) -> Mesh:
@@ -155,6 +159,8 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
     store = PrefixStore(name, met)
     who = f"rank {rank} on {config.network.own_name()}"
     announce(place, name, who)
+    if rank == 0:
+        store.set(_BEFORE, last_failure(met, name, who))
     facts = {"config": config.shared(), "versions": versions(), **facts}
     run_id = agree(store, rank, world, facts, problem=problem, wait_s=wait_s)
     failures = Failures(store, who)
@@ -168,7 +174,8 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
             timeout_s=wait_s,
             shards=config.pipeline.shards,
         )
-        yield Session(store, transport, run_id, int(os.environ.get("LOCAL_RANK", "0")))
+        restart = restart_words(store.get(_BEFORE).decode())
+        yield Session(store, transport, run_id, int(os.environ.get("LOCAL_RANK", "0")), restart)
         transport.close()
     except Exception as error:
         since_s = watch.stand_down()

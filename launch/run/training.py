@@ -109,6 +109,8 @@ class Training:
             self.display.note(f"all {self.steps} steps are done already")
             return
         self.records.open(stack, self.start if resume.wanted else None)
+        if self._session.restart is not None:
+            self.display.note(f"{self._session.restart}; from step {self.start}")
         if resume.wanted:
             self.display.note(f"resumed from step {self.start} of {config.run.path}")
         held = memory_notices(plan_memory(config, len(self._samples)))

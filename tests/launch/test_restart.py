@@ -87,3 +87,6 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     steps = [record.step for record in read_metrics(folder / "metrics.jsonl")]
     assert steps == list(range(1, 501))  # one history, without the steps that were lost
     assert not (folder.parent / "run.1").exists()
+    told = "restarting, 1 of 1: rank "
+    assert told in said(), said()
+    assert "killed by signal 9 (SIGKILL)" in said().split(told)[1].splitlines()[0]

@@ -1,0 +1,36 @@
+"""What a restarted run says: which restart it is, and what ended the attempt before.
+
+torchrun's agents keep their store over restarts, so what failed is still there.
+"""
+
+import os
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.distributed.failures import Failures
+
+_LAST = "last session"
+
+
+def last_failure(met: Store, name: str, who: str) -> str:
+    """What failed first in the session before, if there was one; `name` is that of this one.
+
+    Only rank 0 calls it.
+    """
+    text = ""
+    if met.check([_LAST]):
+        failures = Failures(PrefixStore(met.get(_LAST).decode(), met), who)
+        text = failures.known() or "nobody knows why"
+    met.set(_LAST, name)
+    return text
+
+
+def restart_words(failure: str) -> str | None:
+    """Announces a restart, as torchrun's agent counts them; None if it is none."""
+    if not failure:
+        return None
+    count, most = (
+        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    which = "" if count == "0" else f", {count} of {most}"
+    return f"restarting{which}: {failure}"
