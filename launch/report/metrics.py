@@ -4,6 +4,7 @@ The training loop, the display and the report share these dataclasses. The forma
 the end are used everywhere: bytes are decimal (1 MB = 1e6 B), like the rates of links.
 """
 
+import logging
 import math
 import os
 from collections import deque
@@ -28,6 +29,7 @@ EARLIER_CUT = "earlier cut"
 NOTHING = "-"
 """Shown where there is no number."""
 
+_log = logging.getLogger(__name__)
 _TIMES = "\N{MULTIPLICATION SIGN}"
 
 
@@ -149,12 +151,21 @@ class MetricsWriter:
             raise ValueError(
                 f"{path} already holds the metrics of a run; resume that run or use another folder"
             )
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
 
     def write(self, record: StepRecord) -> None:
-        """Append one step. A loss that is NaN or infinite is stored as null."""
-        self._file.write(_line(record))
-        self._file.flush()
+        """Append one step. A loss that is NaN or infinite is stored as null.
+
+        What a full disk has no room for is kept, and written when there is some.
+        """
+        warned, self._waiting = bool(self._waiting), self._waiting + _line(record)
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not warned:
+                _log.warning("%s: steps wait to be written: %s", self._file.name, error.strerror)
 
     def close(self) -> None:
         """Close the file; calling it again does nothing."""

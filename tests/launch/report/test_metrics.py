@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.disk import full_disk
 from thinpipe.launch.report.metrics import (
     MetricsWriter,
     RecentMean,
@@ -191,3 +192,19 @@ def test_a_recent_mean_forgets_older_losses_and_leaves_nan_out() -> None:
 )
 def test_numbers_are_shown_with_the_right_unit(text: str, expected: str) -> None:
     assert text == expected
+
+
+def test_steps_that_a_full_disk_has_no_room_for_are_written_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, records = tmp_path / "metrics.jsonl", [_record(step) for step in range(1, 40)]
+    with MetricsWriter(path, None) as writer:
+        with full_disk():
+            for record in records[:-1]:
+                writer.write(record)
+        assert path.stat().st_size == 4096  # the last line is there in part
+        writer.write(records[-1])
+    assert read_metrics(path) == records
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: steps wait to be written: File too large"
+    ]
