@@ -69,11 +69,13 @@ class Exchanges:
     def gather(self, unit: int, codec: Segmented, parts: Sequence[Tensor]) -> "Future[None]":
         """Fill the ranks' `parts` with what all see of them; this rank's own is in its place."""
         key, codec = self._key(unit), self._noisy(codec, unit << 32)
+        counts = not self.exact  # what evaluation sends is no part of a step
 
         def job() -> None:
             before = self.peers.bytes_sent
             gather_all(self.peers, key, parts[self.peers.rank], codec=codec, out=parts)
-            self.weight_bytes += self.peers.bytes_sent - before
+            if counts:
+                self.weight_bytes += self.peers.bytes_sent - before
 
         return self._worker.submit(job)
 

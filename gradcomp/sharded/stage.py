@@ -139,6 +139,7 @@ class StageShards:
 
     def begin_step(self, step: int, backwards: int) -> None:
         """Start to gather, if it is done once per step."""
+        self._free()
         self._exchanges.begin_step(step)
         each = self._config.gather == "microbatch"
         for stage in self.stages:
@@ -155,13 +156,15 @@ class StageShards:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Inside, weights are gathered as they are: what is evaluated is what is kept."""
+        """Inside, weights are gathered as they are: what is evaluated is what is kept.
+
+        If they are gathered once per step, they stay for the next evaluation.
+        """
         self._exchanges.exact = True
         try:
             yield
         finally:
             self._exchanges.exact = False
-            self._free()
 
     def state_dict(self) -> dict[str, Any]:
         """Levels that were learned, by unit and parameter."""

@@ -24,6 +24,9 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.transformer import TransformerConfig
 
 _WORD = 4  # bytes of an fp32 number
+_BLOCKS_UNDER_WAY = 7
+"""Blocks' weights that a shard holds as messages, gathered, copied and as gradients; measured by
+`benchmarks.shards.memory`."""
 _MOST_KINDS = 64
 """Models with more blocks are taken to repeat their second one up to the last."""
 
@@ -67,20 +70,22 @@ def rank_memory(config: RunConfig) -> list[ModelMemory]:
         for block, memory in kinds.items():
             times = _times(block, first, stop, layers)
             found[rank] = found[rank].plus(memory, times=times, in_flight=held)
-    return [_shard_of(config, memory) for memory in found]
+    largest = max(memory.weights for memory in kinds.values())
+    return [_shard_of(config, memory, largest) for memory in found]
 
 
-def _shard_of(config: RunConfig, whole: ModelMemory) -> ModelMemory:
+def _shard_of(config: RunConfig, whole: ModelMemory, largest: int) -> ModelMemory:
     """What one of the ranks that hold stages together has; those that gather once per step hold
-    all weights and their gradients beside it.
+    all weights and their gradients beside it, others some copies of the `largest` block.
     """
     shards = config.pipeline.shards
     if shards == 1:
         return whole
     gathered = int(config.shards.gather == "step")
+    blocks = 0 if gathered else _BLOCKS_UNDER_WAY * largest
     return replace(
         whole,
-        weights=whole.weights // shards + gathered * whole.weights,
+        weights=whole.weights // shards + gathered * whole.weights + blocks,
         gradients=whole.gradients // shards + gathered * whole.gradients,
         optimizer=whole.optimizer // shards,
     )

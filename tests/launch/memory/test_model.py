@@ -50,3 +50,18 @@ def test_what_does_not_fit_is_refused_before_anything_is_built(tmp_path: Path) -
         assert shown.exit_code == 2, shown.output
         assert "TB of" in shown.output
     assert host_needs(run_config(), 8, range(3)).total < 10**9
+
+
+def test_shards_divide_what_they_keep_and_hold_what_is_under_way() -> None:
+    def memory(shards: int, gather: str) -> Any:
+        pipeline = {"cuts": [], "microbatches": 2, "shards": shards}
+        return rank_memory(config(pipeline=pipeline, shards={"gather": gather}))[0]
+
+    whole = memory(1, "step")
+    for gather in ("step", "microbatch"):
+        two, four = memory(2, gather), memory(4, gather)
+        assert two.optimizer == whole.optimizer // 2
+        under_way = two.weights - whole.weights // 2
+        assert four.weights - whole.weights // 4 == under_way
+        assert under_way == whole.weights if gather == "step" else under_way > 0
+        assert two.gradients - whole.gradients // 2 == (gather == "step") * whole.gradients
