@@ -17,6 +17,7 @@ from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.checkpoint.run_folder import check_folder
 from thinpipe.launch.config.cli_options import SetOption, refuse, run_app
 from thinpipe.launch.config.network import KEY_FILE, NO_KEY, NetworkConfig
+from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import check_data, with_sizes
@@ -136,7 +137,8 @@ def train(  # noqa: PLR0913  # one parameter per option
         _run_rank(config, after_restart(Resume(resume, step)), show=show)
     if nnodes == 1 and rdzv is None:
         sys.exit(_run_all(config, resume=resume, max_restarts=max_restarts))
-    nodes = Nodes(nnodes, rdzv or "", max_restarts, config.pipeline.peer_timeout_s)
+    placed = hosts_by_rank(config.pipeline.placement)
+    nodes = Nodes(nnodes, rdzv or "", max_restarts, config.pipeline.peer_timeout_s, placed)
     sys.exit(_run_here(config, nodes))
 
 

@@ -29,6 +29,8 @@ class PipelineConfig(BaseModel):
     `device = "auto"` is a GPU where a host has one; a host's GPUs are assigned round-robin.
     `devices_per_rank` spreads the blocks of each stage over that many GPUs with torchgpipe; then
     no two ranks share one.
+    `placement` names the host of each rank (`network.name`), a row per replica; by default hosts
+    are numbered by name. Without `--nnodes` it has no meaning. `thinpipe plan --place` writes it.
     `peer_timeout_s` is how long to wait for a silent peer; a lost connection is noticed at once.
     """
 
@@ -44,6 +46,7 @@ class PipelineConfig(BaseModel):
     precision: Precision = "fp32"
     device: DeviceName = "auto"
     devices_per_rank: int = Field(1, ge=1)
+    placement: tuple[tuple[str, ...], ...] = ()
     peer_timeout_s: float = Field(300.0, gt=0)
     auto_cuts: Annotated[bool, Field(exclude=True)] = False
     """Set by `cuts = "auto"`: cuts 1, 2, ... stand in until they are decided."""

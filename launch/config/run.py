@@ -41,6 +41,7 @@ from thinpipe.launch.config.model import (
     model_kind,
 )
 from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.config.placement import check_placement
 from thinpipe.launch.config.shards import check_shards
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
 from thinpipe.launch.data.load import DataConfig
@@ -375,6 +376,7 @@ class RunConfig(BaseModel):
             microbatches=self.pipeline.microbatches,
         )
         check_devices(self.pipeline, self.model)
+        check_placement(self.pipeline)
         check_shards(self.pipeline, self.model, self.train.optimizer)
         _check_boundaries(self.boundary, self.pipeline)
         _check_sizes(self)

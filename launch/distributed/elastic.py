@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -18,7 +18,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.distributed import fork_server, rendezvous
-from thinpipe.launch.distributed.network import HostNetwork, one_machine, several_machines
+from thinpipe.launch.distributed.network import (
+    PLACED,
+    HostNetwork,
+    one_machine,
+    several_machines,
+)
 from thinpipe.launch.overlay.control import OverlayError
 
 _LOCAL_JOIN_S = 60.0
@@ -35,13 +40,14 @@ class Nodes:
     """The machines of a run: how many, and the `host:port` of their rendezvous.
 
     After a failure all ranks are restarted up to `max_restarts` times; machines wait `join_s`
-    seconds for each other.
+    seconds for each other. `placed` names the host of each rank; without it, hosts are numbered.
     """
 
     count: int
     endpoint: str
     max_restarts: int
     join_s: float
+    placed: tuple[str, ...] = ()
 
 
 def run_local(
@@ -66,8 +72,15 @@ def run_node(
     """Like `run_local`, for this machine's `processes` ranks of a run on several.
 
     Raises:
-        ValueError: there is no key, or the rendezvous host cannot be resolved or reached.
+        ValueError: there is no key, the rendezvous host cannot be resolved or reached, or this
+            machine has no place in the run.
     """
+    own = config.own_name()
+    if nodes.placed and own not in nodes.placed:
+        raise ValueError(
+            f"pipeline.placement: this machine is {own!r} (network.name), which it does not name; "
+            f"it has {', '.join(dict.fromkeys(nodes.placed))}: correct one of the two"
+        )
     # torch looks up the names of addresses; where no name server answers, that took 20 s
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     fork_server.start()  # imports while the others join
@@ -76,8 +89,10 @@ def run_node(
             config, nodes.endpoint, nodes.count, limit_s=nodes.join_s, log=_log
         )
     except OverlayError as error:
-        _log(f"error: {error}; run `thinpipe doctor` on each")
+        of = f" of {', '.join(dict.fromkeys(nodes.placed))}" if nodes.placed else ""
+        _log(f"error: {error}; run `thinpipe doctor` on each{of}")
         return 1
+    network = replace(network, host=own, placed=nodes.placed)
     try:
         return _launch(network, nodes, processes, main, arguments)
     finally:
@@ -151,8 +166,10 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def ranks_here() -> range:
-    """The ranks on this host, which launchers number consecutively."""
+def ranks_here() -> Sequence[int]:
+    """The ranks on this host, which launchers number consecutively unless the run places them."""
+    if PLACED in os.environ:
+        return [int(rank) for rank in os.environ[PLACED].split(",")]
     first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 

@@ -19,6 +19,7 @@ from thinpipe.launch.distributed.fork_server import (
     end_with_parent,
     name_process,
 )
+from thinpipe.launch.distributed.network import PLACED
 from thinpipe.launch.distributed.supervisor import supervise
 
 if START_METHOD == "forkserver":
@@ -34,6 +35,9 @@ def run_rank(main: Callable[[], None], environment: Mapping[str, str], *argument
     """Call the command line's `main` with these arguments, and these variables changed."""
     gc.freeze()  # what is imported stays: collections need not look at it
     os.environ.update(environment)
+    if PLACED in environment:  # torch's agents number hosts as they come
+        ranks = environment[PLACED].split(",")
+        os.environ["RANK"] = ranks[int(os.environ["LOCAL_RANK"])]
     sys.path[:] = _PATH  # not the launcher's, which may hold the user's folder
     sys.argv = ["thinpipe", *arguments]
     name_process("thinpipe wait")

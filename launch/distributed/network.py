@@ -27,6 +27,8 @@ LISTENS_AT = "THINPIPE_ADDRESS"
 """Environment variable: the address at which this host's ranks listen."""
 ROUND = "THINPIPE_ROUND"
 """Environment variable: how often the hosts have met, 1 at the start. All hosts have the same."""
+PLACED = "THINPIPE_PLACED"
+"""Environment variable: the ranks of this host's processes, where the run says which they are."""
 LOOPBACK = "127.0.0.1"
 _LINK_STATES = {
     "silent": "connection to {} lost ({}); connecting again",
@@ -42,6 +44,8 @@ class HostNetwork:
 
     `store` is where they meet, for this host; `server` listens there on the host that holds it.
     `order` sorts hosts, `name` tells them apart; `address` is where this one's ranks listen.
+    `host` is the name that its user gave it, and `placed` names the host of each rank, if hosts
+    have chosen places.
     """
 
     endpoint: str
@@ -51,11 +55,16 @@ class HostNetwork:
     order: list[int | str]
     name: str
     overlay: Overlay | None = None
+    host: str = ""
+    placed: tuple[str, ...] = ()
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables for this host's ranks."""
         found = {LISTENS_AT: self.address}
+        if self.placed:
+            own = [rank for rank, host in enumerate(self.placed) if host == self.host]
+            found[PLACED] = ",".join(map(str, own))
         return found | ({OVERLAY: self.overlay.socket} if self.overlay is not None else {})
 
     def lost_hosts(self) -> int:

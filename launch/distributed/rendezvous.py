@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
@@ -26,11 +27,14 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from thinpipe.launch.config.placement import check_hosts
 from thinpipe.launch.distributed.network import ROUND, HostNetwork
 from thinpipe.launch.distributed.store import connect_store, hold_store
 
 BACKEND = "thinpipe"
 """The name that `register` gives it in torch's launcher."""
+_Come = tuple[Any, int, str]
+"""What sorts a host, the number of its post, and its name."""
 _POLL_S = 0.05
 _LEAVE_S = 5.0
 _LOOK_S = 1.0
@@ -68,9 +72,10 @@ class Rendezvous(RendezvousHandler):
         )
         self._store = PrefixStore("rendezvous", self._tcp)
         self._posts = self._handled = self._round = 0
+        self._come: dict[str, _Come] = {}
         self._looked_s = 0.0
         if self._wait is not None:
-            self._wait.store = self._store
+            self._wait.store, self._wait.missing = self._store, self._missing
 
     def get_backend(self) -> str:
         return BACKEND
@@ -138,32 +143,49 @@ class Rendezvous(RendezvousHandler):
     def _meet(self) -> tuple[int, int, int]:
         """This host's number, the round's, and how many posts there were then."""
         number = self._store.add("posts", 1)
-        entry = {"name": self._network.name, "order": self._network.order}
+        network = self._network
+        entry = {"name": network.name, "order": network.order, "host": network.host}
         self._store.set(f"post/{number}", json.dumps(entry))
         limit_s = time.monotonic() + self._limit_s
-        come: dict[str, tuple[Any, int]] = {}
+        self._come = {}
         while time.monotonic() < limit_s:
             if self._store.check([f"go/{number}"]):
                 rank, round_, posts = json.loads(self._store.get(f"go/{number}"))
                 return rank, round_, posts
+            if self._store.check(["refused"]):
+                raise RendezvousTimeoutError(self._store.get("refused").decode())
             if self.is_closed():
                 raise RendezvousClosedError
             if self._holds:
-                self._receive(come)
+                self._receive()
             time.sleep(_POLL_S)
         raise RendezvousTimeoutError(f"they did not come within {self._limit_s:.0f} s")
 
-    def _receive(self, come: dict[str, tuple[Any, int]]) -> None:
+    def _receive(self) -> None:
         """Look who has come; when all have, number them."""
+        come = self._come
         posts = self._store.add("posts", 0)
         while self._handled < posts and self._store.check([f"post/{self._handled + 1}"]):
             self._handled += 1
             entry = json.loads(self._store.get(f"post/{self._handled}"))
-            come[entry["name"]] = (entry["order"], self._handled)
+            come[entry["name"]] = (entry["order"], self._handled, entry["host"])
         if len(come) < self._hosts:
             return
-        for rank, (_, number) in enumerate(sorted(come.values())[: self._hosts]):
+        if self._network.placed:
+            try:
+                names = [host for *_, host in come.values()]
+                check_hosts(self._network.placed, names, "the machines that joined")
+            except ValueError as error:
+                self._store.set("refused", str(error))
+                return
+        for rank, (_, number, _) in enumerate(sorted(come.values())[: self._hosts]):
             self._store.set(f"go/{number}", json.dumps([rank, self._round + 1, self._handled]))
+
+    def _missing(self) -> str:
+        """The hosts that have not come, as far as they are known here."""
+        come = {host for *_, host in self._come.values()}
+        names = [host for host in dict.fromkeys(self._network.placed) if host not in come]
+        return f"; missing: {', '.join(names)}" if self._holds and names else ""
 
 
 class _Wait:
@@ -172,6 +194,7 @@ class _Wait:
     def __init__(self, hosts: int, endpoint: str, limit_s: float, *, silent: bool) -> None:
         """`silent`: it was said before."""
         self.store: PrefixStore | None = None
+        self.missing: Callable[[], str] = str
         self._what = f"{hosts} machines at {endpoint}"
         self._limit = f"{limit_s:.0f} s (pipeline.peer_timeout_s)"
         if not silent:
@@ -188,7 +211,7 @@ class _Wait:
         joined = "no run answers there (is the port in use by another program?)"
         with contextlib.suppress(RuntimeError):
             if self.store is not None:
-                joined = f"only {self.store.add('posts', 0)} joined"
+                joined = f"only {self.store.add('posts', 0)} joined{self.missing()}"
         failed = f"error: {self._what} did not join within {self._limit}: {joined}"
         os.write(2, f"{failed}; run `thinpipe doctor` on each\n".encode())
         os._exit(1)

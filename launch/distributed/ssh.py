@@ -16,6 +16,7 @@ from typing import IO, Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from thinpipe.launch.config.placement import check_hosts, hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
 from thinpipe.launch.host.interfaces import parse_endpoint
@@ -149,6 +150,9 @@ def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> RunConf
             f"{run}: {machines} machines cannot share {world} ranks (stages x replicas) evenly; "
             f"with {world} ranks a hosts file lists {', '.join(fitting)} machines"
         )
+    placed, names = config.pipeline.placement, [host.name_in_run for host in hosts.host]
+    if placed and machines > 1:
+        check_hosts(hosts_by_rank(placed), names, f"the machines of the hosts file ({run})")
     return config
 
 

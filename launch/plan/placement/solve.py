@@ -33,6 +33,8 @@ Objective = Literal["dtfm", "step"]
 ROUNDS = 8
 _MOVES_PER_DEVICE = 3000
 _MOST_MOVES = 600_000
+_PAIRS = 300_000_000
+"""Pairs of replicas that a round may look at: a swap changes two groups that exchange."""
 _ACTIONS = 500_000
 """Simulated actions of a round's single swaps."""
 _MOST_SIMULATIONS = 400
@@ -102,7 +104,7 @@ def solve_dtfm(
     layouts = _starts(cost.hop_DD, shape, cluster, seed)
     starts = sorted(layouts, key=lambda place_D: cost.grid_cost(place_D[:used].reshape(shape)))
     problem = _Problem(starts, annealed, scored)
-    place_D, curve = _search(problem, cluster.devices, seed, rounds, seconds)
+    place_D, curve = _search(problem, _moves(cluster.devices), seed, rounds, seconds)
     return Placement(place_D[:used].reshape(shape).T.copy(), curve[-1].cost, curve)
 
 
@@ -149,7 +151,8 @@ def solve_step(
     likely = sorted(layouts, key=estimated)[:_SIMULATED_STARTS]
     starts = sorted(likely, key=lambda place_D: model(grid(place_D)).step_s)
     problem = _Problem(starts, annealed, scored)
-    place_D, curve = _search(problem, cluster.devices, seed, rounds, seconds)
+    moves = max(1000, min(_moves(cluster.devices), _PAIRS // replicas**2))
+    place_D, curve = _search(problem, moves, seed, rounds, seconds)
     if curve[-1].cost == np.inf:
         raise ValueError(
             f"no layout was found in which all {ranks} x {replicas} stages fit their devices' "
@@ -186,13 +189,12 @@ def _refined(
 
 
 def _search(
-    problem: _Problem, devices: int, seed: int, rounds: int, seconds: float | None
+    problem: _Problem, moves: int, seed: int, rounds: int, seconds: float | None
 ) -> tuple[Ints, tuple[Found, ...]]:
     """The best places, and the cost after each round that improved it, and after the last."""
     begin_s = time.perf_counter()
     best, best_D = problem.scored(problem.starts[0], seed)
     curve = [Found(0, time.perf_counter() - begin_s, best)]
-    moves = min(_MOST_MOVES, _MOVES_PER_DEVICE * devices)
     counted = itertools.count(1) if seconds is not None else range(1, rounds + 1)
     done = 0
     for number in counted:
@@ -209,6 +211,10 @@ def _search(
             curve.append(Found(number, time.perf_counter() - begin_s, best))
     curve.append(Found(done, time.perf_counter() - begin_s, best))
     return best_D, tuple(curve)
+
+
+def _moves(devices: int) -> int:
+    return min(_MOST_MOVES, _MOVES_PER_DEVICE * devices)
 
 
 def _start(number: int, count: int) -> int:

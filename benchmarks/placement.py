@@ -1,0 +1,228 @@
+"""`python -m benchmarks.placement`: layouts of our solver beside DT-FM's, random and greedy ones.
+
+`--networks` is a JSON file that maps names to DT-FM's matrices (labels, latency_ms, gbps). On each,
+the released case study under DT-FM's cost, several seeds; under predicted steps what compression
+changes; and how time and quality grow with the number of devices, on a network made here.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.harness import Records, format_table
+from thinpipe.launch.plan.placement.bounds import dtfm_bound, step_bound
+from thinpipe.launch.plan.placement.cluster import Cluster
+from thinpipe.launch.plan.placement.cluster_files import parse_cluster
+from thinpipe.launch.plan.placement.dtfm import CASE_STUDY, DtfmCost, DtfmSizes
+from thinpipe.launch.plan.placement.dtfm_search import genetic_search
+from thinpipe.launch.plan.placement.solve import hop_seconds, solve_dtfm, solve_step
+from thinpipe.launch.plan.placement.starts import greedy_layout
+from thinpipe.launch.plan.placement.step import StepModel
+from thinpipe.launch.plan.placement.workload import Workload
+from thinpipe.launch.plan.simulate import Message
+
+_BEST_KNOWN = {"case0": 3.440, "case1": 31.634, "case2": 16.087, "case3": 34.802, "case4": 49.218}
+_COMPRESSED = {"uncompressed": (1, 1), "AQ-SGD": (8, 1), "Cocktail": (1, 100), "both": (8, 100)}
+_MICROBATCHES = 61
+"""Of the case study: 1.25e5 tokens per pipeline, 2048 in each."""
+_FORWARD_S, _BACKWARD_S = 0.02, 0.04
+_RANDOM = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """A solved case; costs are seconds. `dtfm_cost` is that of the layout of DT-FM's search."""
+
+    case: str
+    devices: int
+    objective: str
+    seed: int
+    cost: float
+    best_known: float | None
+    dtfm_cost: float | None
+    random_cost: float
+    greedy_cost: float | None
+    lower_bound: float
+    seconds: float
+    dtfm_seconds: float | None = None
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound, at most, the result is from the best."""
+        return self.cost / self.lower_bound - 1 if self.lower_bound else float("nan")
+
+
+def case_study(name: str, cluster: Cluster, seeds: int) -> Iterator[Row]:
+    """DT-FM's objective on one of its networks."""
+    cost = DtfmCost.of(cluster, CASE_STUDY)
+    bound = dtfm_bound(cost)
+    for seed in range(seeds):
+        draws = np.random.default_rng(seed)
+        shape = (CASE_STUDY.stages, CASE_STUDY.replicas)
+        layouts = [draws.permutation(cluster.devices).reshape(shape) for _ in range(_RANDOM)]
+        begin_s = time.perf_counter()
+        found = solve_dtfm(cluster, CASE_STUDY, seed=seed)
+        seconds = time.perf_counter() - begin_s
+        begin_s = time.perf_counter()
+        theirs = genetic_search(cost, seed=seed)[1].min()
+        dtfm_seconds = time.perf_counter() - begin_s
+        yield Row(
+            name,
+            cluster.devices,
+            "dtfm",
+            seed,
+            found.cost,
+            _BEST_KNOWN.get(name.split("_")[0]),
+            float(theirs),
+            float(np.mean([cost.grid_cost(grid) for grid in layouts])),
+            cost.grid_cost(greedy_layout(cost.hop_DD, *shape)),
+            bound,
+            seconds,
+            dtfm_seconds,
+        )
+
+
+def gpt3_step(sizes: DtfmSizes, activations: float, gradients: float) -> Workload:
+    """The case study's bytes in microbatches, divided by what compression saves."""
+    message = Message(round(sizes.activation_gb * 1e9 / _MICROBATCHES / activations))
+    to_peer = 2 * sizes.gradient_gb * 1e9 / sizes.replicas / gradients
+    return Workload(
+        replicas=sizes.replicas,
+        forward_s=(_FORWARD_S,) * sizes.stages,
+        backward_s=(_BACKWARD_S,) * sizes.stages,
+        activations=(message,) * (sizes.stages - 1),
+        gradients=(message,) * (sizes.stages - 1),
+        exchange_nbytes=(to_peer,) * sizes.stages,
+        microbatches=_MICROBATCHES,
+    )
+
+
+def step_rows(name: str, cluster: Cluster, sizes: DtfmSizes, seed: int) -> Iterator[Row]:
+    """Predicted steps under several compressions; DT-FM's search sees the compressed bytes too."""
+    for label, saved in _COMPRESSED.items():
+        yield step_row(f"{name} {label}", cluster, gpt3_step(sizes, *saved), seed)
+
+
+def step_row(name: str, cluster: Cluster, work: Workload, seed: int, *, rounds: int = 8) -> Row:
+    """One predicted step: ours, DT-FM's layout, random and greedy ones."""
+    model, shape = StepModel(cluster, work), (work.ranks, work.replicas)
+    begin_s = time.perf_counter()
+    found = solve_step(cluster, work, seed=seed, rounds=rounds)
+    seconds = time.perf_counter() - begin_s
+    theirs = None
+    if cluster.devices == work.ranks * work.replicas <= 64:
+        grid_SR, _ = genetic_search(DtfmCost.of(cluster, work.sizes), seed=seed)
+        theirs = model(grid_SR.T).step_s
+    draws, used = np.random.default_rng(seed), shape[0] * shape[1]
+    random = [draws.permutation(cluster.devices)[:used].reshape(shape).T for _ in range(5)]
+    greedy = model(greedy_layout(hop_seconds(cluster, work), *shape).T).step_s
+    return Row(
+        name,
+        cluster.devices,
+        "step",
+        seed,
+        found.cost,
+        None,
+        theirs,
+        float(np.mean([model(grid).step_s for grid in random])),
+        greedy,
+        step_bound(cluster, work),
+        seconds,
+    )
+
+
+def world(devices: int, sites: int, seed: int = 0) -> Cluster:
+    """Sites at random places on a square; latency grows with distance, rate falls; each has one of
+    three speeds of devices.
+    """
+    draws = np.random.default_rng(seed)
+    place = draws.uniform(0, 1, (sites, 2))
+    names = [f"site{number}" for number in range(sites)]
+    count = np.full(sites, devices // sites)
+    count[: devices % sites] += 1
+    links = []
+    for a in range(sites):
+        for b in range(a):
+            distance = float(np.hypot(*(place[a] - place[b])))
+            links.append([names[a], names[b], 5 + 120 * distance, 1.2 / (1 + 2 * distance)])
+    regions = {
+        name: {"hosts": int(count[number]), "speed": float(draws.choice([0.7, 1.0, 1.4]))}
+        for number, name in enumerate(names)
+    }
+    inside = {"latency_ms": 1, "gbps": 5}
+    return parse_cluster({"regions": regions, "links": links, "inside": inside})
+
+
+def scale_rows(sizes: list[int]) -> Iterator[Row]:
+    """Time and quality from 8 to 1,000 devices, in sites of about 25."""
+    for devices in sizes:
+        stages = 4 if devices < 64 else 8
+        shape = DtfmSizes(stages, devices // stages, CASE_STUDY.gradient_gb, 0.47)
+        cluster = world(devices, max(2, devices // 25))
+        work = replace(gpt3_step(shape, 8, 100), microbatches=16)
+        for rounds in (2, 8) if devices < 1000 else (1, 2):
+            name = f"world, {rounds} rounds"
+            yield step_row(name, cluster, work, 0, rounds=rounds)
+
+
+def main() -> None:
+    """Run all parts, print a table, append rows."""
+    parser = argparse.ArgumentParser(prog="benchmarks.placement", description=__doc__)
+    parser.add_argument("--networks", type=Path, help="JSON: name -> labels, latency_ms, gbps")
+    parser.add_argument("--json", type=Path, help="new file for the rows, one per line")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--devices", type=int, nargs="*", default=[8, 64, 256, 1000])
+    options = parser.parse_args()
+    records, rows = Records(options.json), []
+    networks = json.loads(options.networks.read_text()) if options.networks else {}
+    clusters = {name: parse_cluster(content) for name, content in networks.items()}
+
+    def every() -> Iterator[Row]:
+        for name, cluster in clusters.items():
+            yield from case_study(name, cluster, options.seeds)
+        for name, cluster in list(clusters.items())[2:]:
+            yield from step_rows(name, cluster, CASE_STUDY, 0)
+        yield from scale_rows(options.devices)
+
+    for row in every():
+        rows.append(row)
+        records.add({"case": row.case}, asdict(row) | {"gap": row.gap})
+        print(row.case, row.objective, f"{row.cost:.3f} in {row.seconds:.1f} s", flush=True)
+    columns = (
+        "case",
+        "devices",
+        "objective",
+        "seed",
+        "cost",
+        "dtfm",
+        "random",
+        "bound",
+        "gap",
+        "s",
+    )
+    print(format_table(columns, [_cells(row) for row in rows]))
+
+
+def _cells(row: Row) -> list[str]:
+    theirs = "" if row.dtfm_cost is None else f"{row.dtfm_cost:.3f}"
+    return [
+        row.case,
+        str(row.devices),
+        row.objective,
+        str(row.seed),
+        f"{row.cost:.3f}",
+        theirs,
+        f"{row.random_cost:.3f}",
+        f"{row.lower_bound:.3f}",
+        f"{row.gap:.1%}",
+        f"{row.seconds:.1f}",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Machines get the ranks that `pipeline.placement` names them for, in whatever order they join."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command
+from tests.launch.test_train import run_file, start
+from tests.ports import free_port
+
+__all__ = ["run_file"]
+
+PLACED = 'pipeline.placement=[["b", "a"]]'
+
+
+def settings(name: str, port: int, folder: Path) -> list[object]:
+    sets = [f"network.name={name}", f"run.folder={folder / name}", PLACED]
+    sets += ["pipeline.cuts=[1]", "pipeline.replicas=1", "pipeline.peer_timeout_s=20"]
+    chosen = [word for text in sets for word in ("--set", text)]
+    return [*chosen, "--nnodes", "2", "--rdzv", f"127.0.0.1:{port}"]
+
+
+def refusal(run_file: Path, folder: Path, names: str) -> str:
+    port = free_port()
+    commands = [Command("train", run_file, *settings(name, port, folder)) for name in names]
+    done = [command.done() for command in commands]
+    assert all(one.returncode for one in done)
+    return "".join(one.stderr for one in done)
+
+
+def test_a_machine_that_is_not_named_is_refused(run_file: Path, tmp_path: Path) -> None:
+    output = refusal(run_file, tmp_path, "c")
+    assert "pipeline.placement: this machine is 'c' (network.name), which it does not" in output
+
+
+def test_a_machine_that_joins_twice_is_named(run_file: Path, tmp_path: Path) -> None:
+    begin_s = time.monotonic()
+    output = refusal(run_file, tmp_path, "aa")
+    assert output.count("missing: b; there twice: a") == 2
+    assert time.monotonic() - begin_s < 120
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_ranks_are_where_the_run_file_puts_them(run_file: Path, tmp_path: Path, first: str) -> None:
+    """Rank 0, on b, writes the metrics."""
+    port = free_port()
+    order = first + "ab".replace(first, "")
+    started = []
+    for name in order:
+        started.append(start(run_file, *settings(name, port, tmp_path)))
+        time.sleep(1)
+    outputs = [one.communicate(timeout=180)[0] for one in started]
+    assert [one.returncode for one in started] == [0, 0], outputs
+    assert (tmp_path / "b" / "metrics.jsonl").exists()
+    assert not (tmp_path / "a" / "metrics.jsonl").exists()
+    assert not re.search("error", outputs[0] + outputs[1])
