@@ -23,9 +23,13 @@ _COMMENT = re.compile(r"#.*")
 
 
 def apply_plan(
-    path: Path, cuts: Sequence[int], boundaries: Sequence[Mapping[str, Any]] | None
+    path: Path,
+    cuts: Sequence[int],
+    boundaries: Sequence[Mapping[str, Any]] | None,
+    settings: Mapping[str, Any] | None = None,
 ) -> None:
-    """Put the cuts, and the boundary tables if there are any, into the run file.
+    """Put the cuts, other settings of the pipeline, and the boundary tables if there are any, into
+    the run file.
 
     Raises:
         ConfigError: the edited file would not read back as intended; nothing is written.
@@ -33,11 +37,11 @@ def apply_plan(
     text = path.read_text()
     expected = tomllib.loads(text)
     pipeline = {k: v for k, v in expected.get("pipeline", {}).items() if k != "stages"}
-    expected["pipeline"] = pipeline | {"cuts": list(cuts)}
+    expected["pipeline"] = pipeline | {"cuts": list(cuts), **(settings or {})}
     if boundaries is not None:
         expected["boundary"] = [dict(boundary) for boundary in boundaries]
     try:
-        edited = _edit(text, cuts, boundaries)
+        edited = _edit(text, cuts, boundaries, settings or {})
         is_right = tomllib.loads(edited) == expected
     except (TOMLKitError, tomllib.TOMLDecodeError):
         is_right = False
@@ -54,7 +58,12 @@ def apply_plan(
     os.replace(partial, path)
 
 
-def _edit(text: str, cuts: Sequence[int], boundaries: Sequence[Mapping[str, Any]] | None) -> str:
+def _edit(
+    text: str,
+    cuts: Sequence[int],
+    boundaries: Sequence[Mapping[str, Any]] | None,
+    settings: Mapping[str, Any],
+) -> str:
     document = tomlkit.parse(text)
     pipeline: Any = document.setdefault("pipeline", tomlkit.table())
     replaced = [item for key, item in pipeline.items() if key in ("cuts", "stages")]
@@ -62,6 +71,8 @@ def _edit(text: str, cuts: Sequence[int], boundaries: Sequence[Mapping[str, Any]
     comments = _COMMENT.findall(lines)
     pipeline.pop("stages", None)
     pipeline["cuts"] = list(cuts)
+    for key, value in settings.items():
+        pipeline[key] = value
     if comments:
         pipeline["cuts"].comment("  ".join(comments).removeprefix("# "))
     if boundaries is not None:

@@ -1,6 +1,6 @@
 """`thinpipe plan run.toml`: where to cut, how long a step takes, how many bits links can carry."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from thinpipe.launch.config.cli_options import SetOption, refuse
+from thinpipe.launch.config.placement import check_placement
 from thinpipe.launch.config.run import RunConfig, Spec, load_config
 from thinpipe.launch.corpus import with_sizes
 from thinpipe.launch.distributed.elastic import keep_freed_memory, rank_threads
@@ -47,8 +48,12 @@ def plan(  # noqa: PLR0913  # one parameter per option
         str | None,
         typer.Option(metavar="GB0,GB1,..", help="Memory of each stage's machine (GB)."),
     ] = None,
+    place: Annotated[
+        bool,
+        typer.Option("--place", help="Choose stages, replicas and which device runs what."),
+    ] = False,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Write cuts and bits into the run file.")
+        bool, typer.Option("--apply", help="Write the plan into the run file.")
     ] = False,
 ) -> None:
     """Measure the blocks, predict a training step, and recommend bits per cut.
@@ -64,6 +69,9 @@ def plan(  # noqa: PLR0913  # one parameter per option
                 f"pipeline.devices_per_rank = {config.pipeline.devices_per_rank}: blocks are "
                 "measured on one device; plan with --set pipeline.devices_per_rank=1"
             )
+        if place:
+            _place(console, config, config_path, network, apply=apply)
+            return
         links = _links(config.pipeline.pipeline_ranks, network, rate, delay)
         blocks = _blocks(console, config, _numbers(speeds, "--speeds", config.pipeline.stages))
         limits = _numbers(memory, "--memory", config.pipeline.stages)
@@ -78,6 +86,39 @@ def plan(  # noqa: PLR0913  # one parameter per option
             console.print(f"written to {config_path}: cuts {cuts}{bits}", soft_wrap=True)
     except ValueError as error:
         refuse(error)
+
+
+def _place(
+    console: Console, config: RunConfig, path: Path, network: Path | None, *, apply: bool
+) -> None:
+    """Print and draw the best layout, and write it into the run file."""
+    from thinpipe.launch.plan.placement.cluster_files import read_cluster  # numba is slow to import
+    from thinpipe.launch.plan.placement.joint import choose
+    from thinpipe.launch.plan.placement.show import draw_choice, show_choice
+
+    if network is None:
+        raise ValueError("--place: needs the links; give --network NET.JSON (`doctor --save`)")
+    cluster = read_cluster(network)
+    blocks = _blocks(console, config, [1.0])[0]
+    choices = choose(config, blocks, cluster)
+    show_choice(console, cluster, choices)
+    picture = path.with_suffix(".placement.svg")
+    draw_choice(picture, cluster, choices[0])
+    console.print(f"written: {picture}", soft_wrap=True)
+    if apply:
+        best = choices[0]
+        settings = {
+            "replicas": best.config.pipeline.replicas,
+            "microbatches": best.config.pipeline.microbatches,
+            "placement": best.hosts(cluster),
+        }
+        check_placement(best.config.pipeline.model_validate(_pipeline(best.config, settings)))
+        apply_plan(path, best.config.pipeline.cuts, None, settings)
+        console.print(f"written to {path}: cuts, {', '.join(settings)}", soft_wrap=True)
+
+
+def _pipeline(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
+    return config.pipeline.model_dump(exclude_none=True) | dict(settings)
 
 
 def _plan(

@@ -115,29 +115,44 @@ class Workload:
     ) -> "Workload":
         """The workload of a run file, whose `blocks` were measured."""
         pipeline = config.pipeline
-        found = exchange or count_exchange(config)
         messages = measure_messages(config)
         bounds = [0, *pipeline.cuts, len(blocks)]
-        of_stage = [blocks[a:b] for a, b in pairwise(bounds)]
+        return cls.of_stages(
+            config,
+            [blocks[a:b] for a, b in pairwise(bounds)],
+            exchange or count_exchange(config),
+            [(messages[cut, "forward"], messages[cut, "backward"]) for cut in pipeline.cuts],
+        )
+
+    @classmethod
+    def of_stages(
+        cls,
+        config: RunConfig,
+        of_stage: Sequence[Sequence[BlockCost]],
+        exchange: Exchange,
+        messages: Sequence[tuple[Message, Message]],
+    ) -> "Workload":
+        """The same from the blocks of each stage, and the messages of each cut, down and up."""
+        pipeline = config.pipeline
         trained = [sum(block.trained for block in own) for own in of_stage]
         return cls(
             replicas=pipeline.replicas,
             forward_s=tuple(sum(block.forward_s for block in own) for own in of_stage),
             backward_s=tuple(sum(block.backward_s for block in own) for own in of_stage),
-            activations=tuple(messages[cut, "forward"] for cut in pipeline.cuts),
-            gradients=tuple(messages[cut, "backward"] for cut in pipeline.cuts),
-            exchange_nbytes=tuple(found.peer_nbytes * count for count in trained),
+            activations=tuple(down for down, _ in messages),
+            gradients=tuple(up for _, up in messages),
+            exchange_nbytes=tuple(exchange.peer_nbytes * count for count in trained),
             microbatches=microbatch_count(config),
             schedule=pipeline.schedule,
             depth=pipeline.depth,
             ranks_per_pipeline=pipeline.pipeline_ranks,
-            rounds=found.rounds,
-            overlaps=found.overlaps,
+            rounds=exchange.rounds,
+            overlaps=exchange.overlaps,
             accumulate=config.train.accumulate,
             optimizer_s=tuple(sum(block.optimizer_s for block in own) for own in of_stage),
             memory=tuple(
                 sum(block_memory(config, stage, block) for block in own)
-                + found.state_nbytes * trained[stage] * (pipeline.replicas > 1)
+                + exchange.state_nbytes * trained[stage] * (pipeline.replicas > 1)
                 for stage, own in enumerate(of_stage)
             ),
         )

@@ -125,3 +125,12 @@ def test_a_file_that_would_not_read_back_as_intended_is_left_alone(
     with pytest.raises(ConfigError, match=r"(?s)put this into it by hand.*cuts"):
         apply_plan(path, (2, 5), None)
     assert path.read_text() == text
+
+
+def test_settings_of_the_pipeline_are_written_beside_the_cuts(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("[pipeline]\ncuts = [4] # mine\nreplicas = 1\n")
+    settings = {"replicas": 2, "placement": [["a"], ["b"]]}
+    apply_plan(path, [], None, settings)
+    assert tomllib.loads(path.read_text())["pipeline"] == {"cuts": [], **settings}
+    assert "# mine" in path.read_text()
