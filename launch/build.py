@@ -13,7 +13,8 @@ from thinpipe.aqsgd.store import RamStore, Store
 from thinpipe.gradcomp.registry import load_method
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
 from thinpipe.launch.components import Built, build_boundary, build_objective, build_stage
-from thinpipe.launch.config.run import RunConfig, Spec
+from thinpipe.launch.config.boundary import Spec
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.device import choose_devices, make_repeatable
 from thinpipe.launch.optimizer import OptimizerFactory, make_optimizer, named_parameters

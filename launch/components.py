@@ -13,7 +13,8 @@ from thinpipe.aqsgd.store import Store
 from thinpipe.aqsgd.transform.boundary import FirstVisits
 from thinpipe.aqsgd.transform.config import TransformConfig, build_transform
 from thinpipe.gradcomp.sharded.stage import StageShards
-from thinpipe.launch.config.run import RunConfig, Spec
+from thinpipe.launch.config.boundary import Spec
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless, raw
 from thinpipe.pipeline.comm.message import Mode
 from thinpipe.pipeline.config import DirectConfig, StatelessConfig

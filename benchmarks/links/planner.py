@@ -29,7 +29,8 @@ from benchmarks.links.runners import Method
 from benchmarks.links.workloads import PaperShape
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.launch.build import build
-from thinpipe.launch.config.run import BackwardConfig, BoundaryConfig, ForwardConfig, RunConfig
+from thinpipe.launch.config.boundary import BackwardConfig, BoundaryConfig, ForwardConfig
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.links import NetworkSpec, format_rate, parse_rate
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.partition import Problem, best_cuts

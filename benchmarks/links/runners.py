@@ -19,7 +19,7 @@ from benchmarks.links.acsgd_step import AcSgdStep
 from benchmarks.links.workloads import Workload
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.launch.components import build_boundary
-from thinpipe.launch.config.run import BackwardConfig, ForwardConfig
+from thinpipe.launch.config.boundary import BackwardConfig, ForwardConfig
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.comm.channel import IncomingChannel, Microbatch, OutgoingChannel, Pass
 from thinpipe.pipeline.comm.first_error import FirstError

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from thinpipe.aqsgd.config import GradientAqsgdConfig as GradientAQSGD
     from thinpipe.aqsgd.transform.config import GradientTransformConfig as GradientTransform
     from thinpipe.aqsgd.transform.config import TransformConfig as Transform
-    from thinpipe.launch.config.run import BoundaryConfig as Boundary
+    from thinpipe.launch.config.boundary import BoundaryConfig as Boundary
     from thinpipe.launch.run.program import Pipeline, Run
     from thinpipe.pipeline.config import DirectConfig as Direct
     from thinpipe.pipeline.config import RawConfig as Raw
@@ -47,7 +47,7 @@ __version__ = _version("thinpipe")
 
 _PLACES = {
     "AQSGD": ("aqsgd.config", "AqsgdConfig"),
-    "Boundary": ("launch.config.run", "BoundaryConfig"),
+    "Boundary": ("launch.config.boundary", "BoundaryConfig"),
     "Direct": ("pipeline.config", "DirectConfig"),
     "GradientAQSGD": ("aqsgd.config", "GradientAqsgdConfig"),
     "GradientTransform": ("aqsgd.transform.config", "GradientTransformConfig"),

@@ -18,7 +18,8 @@ from thinpipe.launch.checkpoint.reshard import Layout, restore
 from thinpipe.launch.checkpoint.resume import choose, place_of
 from thinpipe.launch.checkpoint.transaction import Gather, Place, Save, Transaction
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.run import CheckpointConfig, RunConfig
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.data.load import DataConfig
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session

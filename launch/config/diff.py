@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from thinpipe.launch.config.run import BoundaryConfig, ForwardConfig, boundary_at
+from thinpipe.launch.config.boundary import BoundaryConfig, ForwardConfig, boundary_at
 from thinpipe.launch.config.toml import toml_value
 from thinpipe.pipeline.wire.header import DIRECTIONS
 

@@ -8,29 +8,30 @@
 Unknown names and wrong values are `ConfigError`s that name the key, the value and the remedy.
 """
 
-import difflib
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import tomlkit
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
-    Field,
     ValidationError,
     model_validator,
 )
 
-from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig, GradientAqsgdConfig, MemoryConfig
-from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
+from thinpipe.aqsgd.config import AutoConfig, MemoryConfig
 from thinpipe.gradcomp.registry import load_method, method_names, option_aliases, parse_options
 from thinpipe.gradcomp.sharded.config import ShardsConfig
+from thinpipe.launch.config.boundary import BoundaryConfig, Spec, boundary_at
+from thinpipe.launch.config.checks import (
+    check_boundaries,
+    check_cuts,
+    check_gradcomp,
+    check_tokens,
+)
 from thinpipe.launch.config.devices import check_devices
 from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.model import (
@@ -42,12 +43,17 @@ from thinpipe.launch.config.model import (
 )
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.placement import check_placement
+from thinpipe.launch.config.sections import (
+    CheckpointConfig,
+    EvalConfig,
+    RunSection,
+    TrainConfig,
+)
 from thinpipe.launch.config.shards import check_shards
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
 from thinpipe.launch.data.load import DataConfig
 from thinpipe.launch.data.tokenizer import BYTES
-from thinpipe.pipeline.comm.guard import GuardConfig
-from thinpipe.pipeline.config import DirectConfig, PipelineConfig, RawConfig, StatelessConfig
+from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.masks import check_masks
@@ -64,126 +70,6 @@ _LOCAL: Any = {  # paths and memory limits of a host; data are compared by diges
     "model": {"pretrained", "config"},
     "network": {"key_file", "name", "listen", "peers"},
 }
-
-
-def _known_names(value: Any) -> Any:
-    """Accept AC-SGD's names; settings given explicitly take precedence over what a name implies."""
-    if not isinstance(value, Mapping):
-        return value
-    aliases: dict[Any, dict[str, Any]] = {
-        "fixpoint": {"kind": "direct"},
-        "delta": {"kind": "aqsgd"},
-        "delta-lowbits": {"kind": "aqsgd", "memory": 8},
-    }
-    implied = aliases.get(value.get("kind"))
-    return value if implied is None else {**implied, **value, "kind": implied["kind"]}
-
-
-ForwardConfig = Annotated[
-    Annotated[
-        AqsgdConfig | AutoConfig | DirectConfig | RawConfig | StatelessConfig | TransformConfig,
-        Field(discriminator="kind"),
-    ],
-    BeforeValidator(_known_names),
-]
-BackwardConfig = Annotated[
-    Annotated[
-        GradientAqsgdConfig | DirectConfig | GradientTransformConfig | RawConfig | StatelessConfig,
-        Field(discriminator="kind"),
-    ],
-    BeforeValidator(_known_names),
-]
-Spec = ForwardConfig | BackwardConfig
-
-
-class BoundaryConfig(BaseModel):
-    """How a cut is compressed. Without `cut` it applies to every cut that has no table of its own.
-
-    The names of AC-SGD are accepted too: `kind = "fixpoint"` is "direct", "delta" is "aqsgd" and
-    "delta-lowbits" is "aqsgd" with `memory = 8`.
-    """
-
-    model_config = _STRICT
-
-    cut: int | None = None
-    forward: ForwardConfig = AqsgdConfig()
-    backward: BackwardConfig = DirectConfig()
-    guard: GuardConfig = GuardConfig()
-
-
-def _as_folder(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
-        raise ValueError(f"name = {name!r}: use letters, digits, - and _, and . inside")
-    return name
-
-
-class RunSection(BaseModel):
-    """Name, folder and seed of a run."""
-
-    model_config = _STRICT
-
-    name: Annotated[str, AfterValidator(_as_folder)] = "run"
-    folder: str | None = None
-    seed: int = Field(0, ge=0, lt=2**31)
-
-    @property
-    def path(self) -> Path:
-        """Run folder, by default runs/<name>."""
-        return Path(self.folder or f"runs/{self.name}").expanduser().resolve()
-
-
-_Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class TrainConfig(BaseModel):
-    """AdamW with linear warm-up, then decay to zero.
-
-    `optimizer = "muon"` is Muon for the matrices of hidden layers and AdamW for the rest;
-    "module:function" is one's own, called as `function(named_parameters, lr=...)`.
-
-    `batch_size` is over all replicas; `clip_norm` limits the global gradient norm, 0 turns it off.
-    Every `verify_every` steps ranks compare digests of what they should hold alike; 0: never.
-    So many skipped steps in a row as `max_skipped` (loss or gradients not finite) end the run.
-    """
-
-    model_config = _STRICT
-
-    epochs: int = Field(3, ge=1, le=10**9)
-    batch_size: int = Field(16, ge=1)
-    accumulate: int = Field(1, ge=1)
-    optimizer: str = "adamw"
-    lr: float = Field(1e-3, gt=0)
-    warmup_steps: int = Field(20, ge=0)
-    decay: Literal["cosine", "linear", "none"] = "cosine"
-    weight_decay: float = Field(0.01, ge=0)
-    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
-    clip_norm: float = Field(1.0, ge=0)
-    max_skipped: int = Field(10, ge=1)
-    verify_every: int = Field(100, ge=0)
-
-
-class EvalConfig(BaseModel):
-    """Evaluate on held-out data every `every_epochs` epochs, and after the last."""
-
-    model_config = _STRICT
-
-    every_epochs: int = Field(1, ge=1)
-
-
-class CheckpointConfig(BaseModel):
-    """Save every `every_epochs` epochs (or `every_steps` steps) and at the end; keep the newest.
-
-    With `copies = 2` each part is kept on a second machine too, so that a lost disk loses nothing.
-    On SIGTERM and at the first Ctrl-C a run saves and ends, within `grace_s` seconds.
-    """
-
-    model_config = _STRICT
-
-    every_epochs: int = Field(1, ge=1)
-    every_steps: int | None = Field(None, ge=1)
-    keep: int = Field(2, ge=1)
-    copies: int = Field(1, ge=1)
-    grace_s: float = Field(20.0, ge=1, le=25)
 
 
 class RunConfig(BaseModel):
@@ -367,7 +253,7 @@ class RunConfig(BaseModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
-        _check_cuts(self.pipeline, self.model.layers)
+        check_cuts(self.pipeline, self.model.layers)
         self.check_model_cuts()
         check_schedule(
             self.pipeline.schedule,
@@ -378,19 +264,12 @@ class RunConfig(BaseModel):
         check_devices(self.pipeline, self.model)
         check_placement(self.pipeline)
         check_shards(self.pipeline, self.model, self.train.optimizer)
-        _check_boundaries(self.boundary, self.pipeline)
+        check_boundaries(self.boundary, self.pipeline)
         _check_sizes(self)
         _check_task(self)
-        _check_gradcomp(self.gradcomp)
+        check_gradcomp(self.gradcomp)
         _check_tie(self)
         return self
-
-
-def boundary_at(boundaries: Sequence[BoundaryConfig], cut: int) -> BoundaryConfig:
-    """The boundary of a cut: its own table, else the one without `cut`, else the default."""
-    own = [boundary for boundary in boundaries if boundary.cut == cut]
-    general = [boundary for boundary in boundaries if boundary.cut is None]
-    return (own + general + [BoundaryConfig()])[0]
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -419,49 +298,10 @@ def write_config(config: RunConfig, path: Path) -> None:
     path.write_text(tomlkit.dumps(fields))
 
 
-def _check_cuts(pipeline: PipelineConfig, layers: int) -> None:
-    cuts = pipeline.cuts
-    if pipeline.auto_cuts and pipeline.stages > layers:
-        raise ValueError(
-            f"pipeline.stages = {pipeline.stages}: the model has {layers} layers, and every stage "
-            f"needs one; use at most {layers}, or raise model.layers"
-        )
-    if len(cuts) + 1 > layers:
-        raise ValueError(
-            f"pipeline.cuts = {list(cuts)}: {len(cuts) + 1} stages for {layers} layers; "
-            "every stage needs a layer: use fewer cuts or raise model.layers"
-        )
-    for cut in cuts:
-        if not 0 < cut < layers:
-            raise ValueError(
-                f"pipeline.cuts = {list(cuts)}: {cut} is not between two of the {layers} "
-                f"layers; use values from 1 to {layers - 1}"
-            )
-    if sorted(set(cuts)) != list(cuts):
-        raise ValueError(
-            f"pipeline.cuts = {list(cuts)}: not in ascending order; write {sorted(set(cuts))}"
-        )
-
-
-def _check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineConfig) -> None:
-    named, cuts = [boundary.cut for boundary in boundaries], pipeline.cuts
-    for cut in named:
-        if cut is not None and pipeline.auto_cuts:
-            raise ValueError(
-                f'boundary.cut = {cut}: with pipeline.cuts = "auto" cuts are not known yet; remove '
-                "cut, or list the cuts"
-            )
-        if cut is not None and cut not in cuts:
-            raise ValueError(f"boundary.cut = {cut}: no such cut; pipeline.cuts = {list(cuts)}")
-        if named.count(cut) > 1:
-            which = "without a cut" if cut is None else f"for cut {cut}"
-            raise ValueError(f"boundary: two tables {which}; merge them")
-
-
 def _check_sizes(config: RunConfig) -> None:
     data, model, train = config.data, config.model, config.train
     if not isinstance(model, OwnModelConfig) and data.factory is None:
-        _check_tokens(data, model)
+        check_tokens(data, model)
     pipeline = config.pipeline
     parts = pipeline.lanes * train.accumulate
     if train.batch_size % parts:
@@ -471,16 +311,6 @@ def _check_sizes(config: RunConfig) -> None:
             f"{pipeline.replicas} replicas{sharded} in {train.accumulate} accumulation parts; "
             f"use a multiple of {parts}"
         )
-
-
-def _check_tokens(data: DataConfig, model: TransformerConfig | HuggingFaceConfig) -> None:
-    if data.sequence_length > model.context:
-        raise ValueError(
-            f"data.sequence_length = {data.sequence_length} is longer than "
-            f"model.context = {model.context}; raise the context or shorten the sequences"
-        )
-    if data.tokenizer == "bytes" and model.vocab < 256:
-        raise ValueError(f"model.vocab = {model.vocab}: bytes need 256")
 
 
 def _check_task(config: RunConfig) -> None:
@@ -521,20 +351,3 @@ def _check_tie(config: RunConfig) -> None:
 
 def _keeps_ties(config: RunConfig) -> bool:
     return config.pipeline.replicas == 1 or load_method(config.method).REPLICAS_EQUAL
-
-
-def _check_gradcomp(table: Mapping[str, Any]) -> None:
-    method = str(table.get("method", "allreduce"))
-    load_method(method)
-    for key, value in table.items():
-        if key == "method":
-            continue
-        if key not in method_names():
-            near = difflib.get_close_matches(key, ["method", *method_names()], n=1)
-            hint = f'; did you mean "{near[0]}"?' if near else ""
-            raise ValueError(f"gradcomp.{key}: no such method{hint}")
-        try:
-            parse_options(key, value)
-        except ValidationError as error:
-            lines = explain(error, load_method(key).Config, "gradcomp", key)
-            raise ValueError("; ".join(lines)) from None

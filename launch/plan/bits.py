@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from thinpipe.aqsgd.config import AqsgdConfig
-from thinpipe.launch.config.run import RunConfig, Spec
+from thinpipe.launch.config.boundary import Spec
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.message_cost import message_meter
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import Blocks, Prediction, predict

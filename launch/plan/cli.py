@@ -8,9 +8,10 @@ import torch
 import typer
 from rich.console import Console
 
+from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.cli_options import SetOption, refuse
 from thinpipe.launch.config.placement import check_placement
-from thinpipe.launch.config.run import RunConfig, Spec, load_config
+from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.corpus import with_sizes
 from thinpipe.launch.distributed.elastic import keep_freed_memory, rank_threads
 from thinpipe.launch.host.links import parse_rate, parse_time

@@ -17,7 +17,8 @@ from rich.table import Table
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.aqsgd.transform.config import TransformConfig
 from thinpipe.aqsgd.transform.row import RowCodec
-from thinpipe.launch.config.run import RunConfig, Spec
+from thinpipe.launch.config.boundary import Spec
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.device import check_gpus, choose_device, free_gpu_memory, gpu_count
 from thinpipe.launch.host.resources import free_memory

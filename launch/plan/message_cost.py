@@ -8,7 +8,8 @@ import torch
 
 from thinpipe.aqsgd.transform.config import TransformConfig
 from thinpipe.launch.components import build_boundary
-from thinpipe.launch.config.run import RunConfig, Spec
+from thinpipe.launch.config.boundary import Spec
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.profile import microbatch_shape
 from thinpipe.launch.plan.simulate import Message
 from thinpipe.pipeline.comm.message import MessageCodec

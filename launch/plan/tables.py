@@ -6,7 +6,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from thinpipe.launch.config.run import RunConfig, Spec
+from thinpipe.launch.config.boundary import Spec
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.links import format_rate
 from thinpipe.launch.plan.bits import Recommendation
 from thinpipe.launch.plan.message_cost import describe

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from thinpipe.launch.build import Given
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
+from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.errors import explain
-from thinpipe.launch.config.run import BoundaryConfig, RunConfig
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.own import Dataset, OwnSet
 from thinpipe.launch.optimizer import rebind

@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.cli import app
-from thinpipe.launch.config.run import RunConfig, TrainConfig, load_config
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.sections import TrainConfig
 from thinpipe.pipeline.comm.guard import GuardConfig
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -16,7 +16,8 @@ from thinpipe.launch.checkpoint.export_hf import export
 from thinpipe.launch.checkpoint.reshard import parameter_names
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.run import CheckpointConfig, RunConfig, write_config
+from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.distributed.session import Session

@@ -15,7 +15,8 @@ from thinpipe.launch.checkpoint.export_hf import export
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.cli import app
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.run import CheckpointConfig, RunConfig, write_config
+from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.single_process import in_process

@@ -22,7 +22,8 @@ from thinpipe.launch.checkpoint.reshard import (
 )
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.run import CheckpointConfig, RunConfig
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.distributed.session import Session
 
 BATCHES = [batch([8 * step + sample for sample in range(8)]) for step in range(5)]

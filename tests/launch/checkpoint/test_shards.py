@@ -14,7 +14,8 @@ from tests.training import batch, config, share, start
 from thinpipe.launch.checkpoint.files import read_manifest, steps
 from thinpipe.launch.checkpoint.reshard import module_of, parameter_names
 from thinpipe.launch.checkpoint.state import Checkpoints
-from thinpipe.launch.config.run import CheckpointConfig, RunConfig
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.report.metrics import read_metrics
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from thinpipe.aqsgd.config import AqsgdConfig
-from thinpipe.launch.config.run import RunConfig, TrainConfig, load_config, write_config
+from thinpipe.launch.config.run import RunConfig, load_config, write_config
+from thinpipe.launch.config.sections import TrainConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.pipeline.config import DirectConfig, RawConfig
 

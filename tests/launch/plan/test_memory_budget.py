@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from tests.training import config
 from thinpipe.launch.cli import app
-from thinpipe.launch.config.run import BoundaryConfig, RunConfig, write_config
+from thinpipe.launch.config.boundary import BoundaryConfig
+from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.plan import memory_budget as planned
 from thinpipe.launch.plan.memory_budget import (

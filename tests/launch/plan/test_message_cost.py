@@ -3,7 +3,7 @@
 import pytest
 
 from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig
-from thinpipe.launch.config.run import Spec
+from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 

@@ -1,0 +1,88 @@
+"""What sections ask of each other, one rule each.
+
+Every rule raises a ValueError that names setting, value and remedy.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from thinpipe.gradcomp.registry import load_method, method_names, parse_options
+from thinpipe.launch.config.boundary import BoundaryConfig
+from thinpipe.launch.config.errors import explain
+from thinpipe.launch.data.load import DataConfig
+from thinpipe.pipeline.config import PipelineConfig
+from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+from thinpipe.pipeline.models.transformer import TransformerConfig
+
+
+def check_cuts(pipeline: PipelineConfig, layers: int) -> None:
+    """Cuts lie between layers, in ascending order."""
+    cuts = pipeline.cuts
+    if pipeline.auto_cuts and pipeline.stages > layers:
+        raise ValueError(
+            f"pipeline.stages = {pipeline.stages}: the model has {layers} layers, and every stage "
+            f"needs one; use at most {layers}, or raise model.layers"
+        )
+    if len(cuts) + 1 > layers:
+        raise ValueError(
+            f"pipeline.cuts = {list(cuts)}: {len(cuts) + 1} stages for {layers} layers; "
+            "every stage needs a layer: use fewer cuts or raise model.layers"
+        )
+    for cut in cuts:
+        if not 0 < cut < layers:
+            raise ValueError(
+                f"pipeline.cuts = {list(cuts)}: {cut} is not between two of the {layers} "
+                f"layers; use values from 1 to {layers - 1}"
+            )
+    if sorted(set(cuts)) != list(cuts):
+        raise ValueError(
+            f"pipeline.cuts = {list(cuts)}: not in ascending order; write {sorted(set(cuts))}"
+        )
+
+
+def check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineConfig) -> None:
+    """Every table is of a cut there is."""
+    named, cuts = [boundary.cut for boundary in boundaries], pipeline.cuts
+    for cut in named:
+        if cut is not None and pipeline.auto_cuts:
+            raise ValueError(
+                f'boundary.cut = {cut}: with pipeline.cuts = "auto" cuts are not known yet; remove '
+                "cut, or list the cuts"
+            )
+        if cut is not None and cut not in cuts:
+            raise ValueError(f"boundary.cut = {cut}: no such cut; pipeline.cuts = {list(cuts)}")
+        if named.count(cut) > 1:
+            which = "without a cut" if cut is None else f"for cut {cut}"
+            raise ValueError(f"boundary: two tables {which}; merge them")
+
+
+def check_tokens(data: DataConfig, model: TransformerConfig | HuggingFaceConfig) -> None:
+    """Sequences fit the model."""
+    if data.sequence_length > model.context:
+        raise ValueError(
+            f"data.sequence_length = {data.sequence_length} is longer than "
+            f"model.context = {model.context}; raise the context or shorten the sequences"
+        )
+    if data.tokenizer == "bytes" and model.vocab < 256:
+        raise ValueError(f"model.vocab = {model.vocab}: bytes need 256")
+
+
+def check_gradcomp(table: Mapping[str, Any]) -> None:
+    """There are such methods and options."""
+    method = str(table.get("method", "allreduce"))
+    load_method(method)
+    for key, value in table.items():
+        if key == "method":
+            continue
+        if key not in method_names():
+            near = difflib.get_close_matches(key, ["method", *method_names()], n=1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            raise ValueError(f"gradcomp.{key}: no such method{hint}")
+        try:
+            parse_options(key, value)
+        except ValidationError as error:
+            lines = explain(error, load_method(key).Config, "gradcomp", key)
+            raise ValueError("; ".join(lines)) from None

@@ -1,0 +1,84 @@
+"""The sections [run], [train], [eval] and [checkpoint]."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _as_folder(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+        raise ValueError(f"name = {name!r}: use letters, digits, - and _, and . inside")
+    return name
+
+
+class RunSection(BaseModel):
+    """Name, folder and seed of a run."""
+
+    model_config = _STRICT
+
+    name: Annotated[str, AfterValidator(_as_folder)] = "run"
+    folder: str | None = None
+    seed: int = Field(0, ge=0, lt=2**31)
+
+    @property
+    def path(self) -> Path:
+        """Run folder, by default runs/<name>."""
+        return Path(self.folder or f"runs/{self.name}").expanduser().resolve()
+
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class TrainConfig(BaseModel):
+    """AdamW with linear warm-up, then decay to zero.
+
+    `optimizer = "muon"` is Muon for the matrices of hidden layers and AdamW for the rest;
+    "module:function" is one's own, called as `function(named_parameters, lr=...)`.
+
+    `batch_size` is over all replicas; `clip_norm` limits the global gradient norm, 0 turns it off.
+    Every `verify_every` steps ranks compare digests of what they should hold alike; 0: never.
+    So many skipped steps in a row as `max_skipped` (loss or gradients not finite) end the run.
+    """
+
+    model_config = _STRICT
+
+    epochs: int = Field(3, ge=1, le=10**9)
+    batch_size: int = Field(16, ge=1)
+    accumulate: int = Field(1, ge=1)
+    optimizer: str = "adamw"
+    lr: float = Field(1e-3, gt=0)
+    warmup_steps: int = Field(20, ge=0)
+    decay: Literal["cosine", "linear", "none"] = "cosine"
+    weight_decay: float = Field(0.01, ge=0)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.999)
+    clip_norm: float = Field(1.0, ge=0)
+    max_skipped: int = Field(10, ge=1)
+    verify_every: int = Field(100, ge=0)
+
+
+class EvalConfig(BaseModel):
+    """Evaluate on held-out data every `every_epochs` epochs, and after the last."""
+
+    model_config = _STRICT
+
+    every_epochs: int = Field(1, ge=1)
+
+
+class CheckpointConfig(BaseModel):
+    """Save every `every_epochs` epochs (or `every_steps` steps) and at the end; keep the newest.
+
+    With `copies = 2` each part is kept on a second machine too, so that a lost disk loses nothing.
+    On SIGTERM and at the first Ctrl-C a run saves and ends, within `grace_s` seconds.
+    """
+
+    model_config = _STRICT
+
+    every_epochs: int = Field(1, ge=1)
+    every_steps: int | None = Field(None, ge=1)
+    keep: int = Field(2, ge=1)
+    copies: int = Field(1, ge=1)
+    grace_s: float = Field(20.0, ge=1, le=25)
