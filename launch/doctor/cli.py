@@ -106,7 +106,7 @@ class _Diagnosis:
         if links:
             show_links(console, names, links)
         if save is not None:
-            as_network(len(hosts), links).write(save)
+            as_network(len(hosts), links).write(save, names)
             draw_links(save.with_suffix(".png"), names, links)
             console.print(f"written: {save}, {save.with_suffix('.png')}", soft_wrap=True)
         own = [CheckResult(**result) for host in hosts for result in host.results]

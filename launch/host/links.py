@@ -220,6 +220,8 @@ def _read_matrix(path: Path) -> _Matrix:
     except ValueError as error:
         raise ValueError(f"--matrix = {path}: not JSON ({error})") from error
     known = {"rate_bps", "latency_s"}
+    if isinstance(content, dict):
+        content.pop("hosts", None)  # their names, for `plan --place`
     if not isinstance(content, dict) or not content or not content.keys() <= known:
         raise ValueError(f"--matrix = {path}: needs an object with rate_bps, latency_s or both")
     sizes = {len(rows) if isinstance(rows, list) else 0 for rows in content.values()}

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec, links
 
@@ -51,9 +51,11 @@ class Network:
             tuple(tuple(spec.delay_s.get((i, j), 0.0) for j in hosts) for i in hosts),
         )
 
-    def write(self, path: Path) -> None:
-        """Write what `read` reads."""
-        content = {"rate_bps": self.rate_bps, "latency_s": self.latency_s}
+    def write(self, path: Path, names: Sequence[str] = ()) -> None:
+        """Write what `read` reads, and the names of the hosts for `plan --place`."""
+        content: dict[str, Any] = {"rate_bps": self.rate_bps, "latency_s": self.latency_s}
+        if names:
+            content["hosts"] = [{"name": name} for name in names]
         path.write_text(json.dumps(content, indent=1) + "\n")
 
     @property

@@ -1,6 +1,6 @@
 """`thinpipe plan --place`: the chosen layout with its reasons, and a picture of it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +53,8 @@ def draw_choice(path: Path, cluster: Cluster, choice: Choice) -> None:
     sites = list(dict.fromkeys(cluster.sites))
     figure = Figure(figsize=(14, 7), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    place = _places(cluster, sites)
+    used = {int(d): (r, p) for (r, p), d in np.ndenumerate(choice.placement.grid_RP)}
+    place = _places(cluster, sites, used)
     for number, site in enumerate(sites):
         own = [place[d] for d in range(cluster.devices) if _site(cluster, d) == site]
         x, y = np.mean(own, axis=0)
@@ -63,7 +64,6 @@ def draw_choice(path: Path, cluster: Cluster, choice: Choice) -> None:
     for replica, row in enumerate(choice.placement.grid_RP):
         points = np.array([place[device] for device in row])
         left.plot(*points.T, color=f"C{replica % 10}", alpha=0.7, label=f"replica {replica}")
-    used = {int(d): (r, p) for (r, p), d in np.ndenumerate(choice.placement.grid_RP)}
     for device, (x, y) in enumerate(place):
         rank = used.get(device)
         left.scatter(
@@ -83,16 +83,19 @@ def draw_choice(path: Path, cluster: Cluster, choice: Choice) -> None:
     if len(sites) <= 10:
         for a in range(len(sites)):
             for b in range(len(sites)):
-                right.text(b, a, format_bytes(round(busy[a, b])), ha="center", fontsize="small")
+                colour = "white" if busy[a, b] > busy.max() / 2 else "black"
+                text = format_bytes(round(busy[a, b]))
+                right.text(b, a, text, ha="center", fontsize="small", color=colour)
     right.set_title(f"from (row) to (column); step {format_duration(choice.cost.step_s)}")
     figure.savefig(path)
 
 
-def _places(cluster: Cluster, sites: Sequence[str]) -> Floats:
-    """[D, 2]: sites on a circle, the devices of each on a smaller one."""
+def _places(cluster: Cluster, sites: Sequence[str], used: Mapping[int, tuple[int, int]]) -> Floats:
+    """[D, 2]: sites on a circle, the devices of each on a smaller one, neighbours side by side."""
     place = np.empty((cluster.devices, 2))
     for number, site in enumerate(sites):
         own = [d for d in range(cluster.devices) if _site(cluster, d) == site]
+        own.sort(key=lambda device: used.get(device, (cluster.devices, device)))
         angle = 2 * np.pi * number / len(sites)
         radius = min(0.8, 2.5 / len(sites)) * (len(own) > 1)
         around = 2 * np.pi * np.arange(len(own)) / len(own)

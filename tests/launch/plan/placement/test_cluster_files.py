@@ -33,8 +33,10 @@ def test_links_differ_by_direction() -> None:
 def test_what_a_network_writes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "net.json"
     network = Network.uniform(3, 5e6, 0.01)
-    network.write(path)
+    network.write(path, ["a", "b", "c"])
     found, direct = read_cluster(path), Cluster.of(network)
+    assert [host.name for host in found.hosts] == ["a", "b", "c"]
+    assert Network.read(path).rate_bps[0][1] == 5e6
     assert (found.rate_HH == direct.rate_HH).all()
     assert (found.latency_HH == direct.latency_HH).all()
     again = found.network([0, 1])
