@@ -203,7 +203,8 @@ def _shard(
     }
     what = f"stage {'+'.join(map(str, held))} shard"
     peers = transport.peers(transport.mesh.stage_shards, what)
-    return held, StageShards(list(held.values()), peers, config.shards, seed=config.run.seed)
+    seed = config.run.seed | (1 << 16 | transport.mesh.rank) << 32  # those of cuts are below
+    return held, StageShards(list(held.values()), peers, config.shards, seed=seed)
 
 
 def _sync(

@@ -50,7 +50,7 @@ def _train(
         sharded = ShardedStage(stage, stage.parts(), transport.shard_group)
         peers = transport.peers(transport.mesh.stage_shards, "shard")
         config = ShardsConfig(method="qsdp", weight_rounding="stochastic", gather=gather)
-        run, held = sharded, StageShards([sharded], peers, config, seed=0)
+        run, held = sharded, StageShards([sharded], peers, config, seed=rank)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     optimizer = torch.optim.AdamW(run.parameters(), lr=1e-4)
     for step in range(2):

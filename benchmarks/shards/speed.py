@@ -70,7 +70,7 @@ class _Ours:
         whole = _model(plan)
         self.module = ShardedStage(whole, whole.parts(), transport.shard_group)
         peers = transport.peers(transport.mesh.stage_shards, "shard")
-        self._shards = StageShards([self.module], peers, config, seed=0)
+        self._shards = StageShards([self.module], peers, config, seed=transport.mesh.rank)
         self._step = self._counted = self._sent = 0
 
     def begin(self) -> None:

@@ -53,13 +53,13 @@ class Exchanges:
     """What all units of a rank share: the peers, the thread, and how much was sent."""
 
     def __init__(self, peers: Peers, config: ShardsConfig, *, seed: int) -> None:
-        """`seed` is the run's."""
+        """`seed` is this rank's own: ranks draw different numbers."""
         self.config, self.peers = config, peers
         self.step, self._scatters = 0, 0
         self.exact = False
         """Whether weights are gathered in full precision."""
         self.weight_bytes = self.gradient_bytes = 0
-        self._seed, self._number = seed, 0
+        self._key_of_noise, self._number = seed, 0
         self._worker = Worker("shards")
 
     def begin_step(self, step: int) -> None:
@@ -99,9 +99,8 @@ class Exchanges:
         return ExchangeKey(self._number, unit)
 
     def _noisy(self, codec: Segmented, row: int) -> Segmented:
-        """`row` tells the exchanges of a step apart; ranks draw different numbers."""
-        key = self._seed | (1 + self.peers.rank) << 40
-        return replace(codec, noise=Noise(key, self.step, torch.tensor([row])))
+        """`row` tells the exchanges of a step apart."""
+        return replace(codec, noise=Noise(self._key_of_noise, self.step, torch.tensor([row])))
 
 
 @dataclass

@@ -107,7 +107,7 @@ class StageShards:
     def __init__(
         self, stages: Sequence[ShardedStage], peers: Peers, config: ShardsConfig, *, seed: int
     ) -> None:
-        """`peers` are the ranks that hold the stages together."""
+        """`peers` are the ranks that hold the stages together, `seed` is this rank's own."""
         self.stages, self._config = stages, config
         self._exchanges = Exchanges(peers, config, seed=seed)
         self._gathers: list[GatherWeights] = []

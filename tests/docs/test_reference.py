@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.registry import load_method, method_names
+from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.sections import TrainConfig
@@ -50,9 +51,10 @@ def test_options_of_methods_are_described_with_their_defaults(method: str) -> No
     described("data_parallel.md", load_method(method).Config, but=ExchangeOptions)
 
 
-def test_settings_that_methods_share_and_the_guard_are_described_with_their_defaults() -> None:
+def test_settings_of_exchanges_shards_and_the_guard_are_described_with_their_defaults() -> None:
     described("data_parallel.md", ExchangeOptions)
     described("stateless.md", GuardConfig)
+    described("sharded.md", ShardsConfig)
 
 
 def test_every_setting_is_listed(pages: Path) -> None:
