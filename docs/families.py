@@ -1,6 +1,6 @@
 """Tries every text family of transformers at a small size, and writes the table of families.
 
-    python docs/families.py [FAMILY ...]     # all of them: about 4 minutes, 4 GB
+    python docs/families.py [FAMILY ...]     # all of them: about 4 minutes, 4 GB; or these rows
 
 A family is bit-equal if logits and gradients of one step, cut in three stages, equal those of the
 whole model; byte-equal if weights that were read come back to disk as they were.
@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers.models.auto import modeling_auto as auto
 
-from thinpipe.launch.checkpoint.export_hf import write_folder
+from thinpipe.launch.trained.export_hf import write_folder
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.families import task_of
 from thinpipe.pipeline.models.hf.self_check import check_step
@@ -71,7 +71,7 @@ _VARIANTS: tuple[Mapping[str, Any], ...] = (
 
 
 def main(kinds: list[str]) -> None:
-    """Try the families and, if these are all, write the page."""
+    """Try the families, and write their rows of the page."""
     known = {
         *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         *auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -80,13 +80,19 @@ def main(kinds: list[str]) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    rows = []
+    rows = {} if not kinds else _rows()
     for kind in kinds or sorted(known):
         step, disk, reason = _try(kind)
         print(f"{kind:28} {step:10} {disk:11} {reason}", flush=True)
-        rows.append(f"| {kind} | {step} | {disk} | {reason} |")
-    if not kinds:
-        PAGE.write_text(_page(rows))
+        rows[kind] = f"| {kind} | {step} | {disk} | {reason} |"
+    PAGE.write_text(_page([rows[kind] for kind in sorted(rows)]))
+
+
+def _rows() -> dict[str, str]:
+    """Rows of the page as it is, by family."""
+    lines = PAGE.read_text().splitlines()
+    table = lines[lines.index("|---|---|---|---|") + 1 :]
+    return {line.split("|")[1].strip(): line for line in table if line}
 
 
 def _page(rows: list[str]) -> str:

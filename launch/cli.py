@@ -11,7 +11,6 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from thinpipe.launch.checkpoint.export_hf import ExportDtype, export
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.checkpoint.run_folder import check_folder
@@ -51,6 +50,8 @@ from thinpipe.launch.run.program import SHOW
 from thinpipe.launch.run.script import look_at, run_as_rank
 from thinpipe.launch.shaped.cli import shaped
 from thinpipe.launch.train import train_rank
+from thinpipe.launch.trained.cli import export_model, generate_text, show_samples
+from thinpipe.launch.trained.model import check_start
 from thinpipe.pipeline.models.build import check_model
 
 app = typer.Typer(
@@ -199,29 +200,6 @@ def trace(
     print(report)
 
 
-@app.command("export")
-def export_model(
-    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the model.")],
-    step: Annotated[
-        int | None, typer.Option("--step", help="Step of the checkpoint; by default the newest.")
-    ] = None,
-    dtype: Annotated[
-        ExportDtype,
-        typer.Option(
-            "--dtype", metavar="DTYPE", help="Of the weights: source (unchanged), fp32, bf16."
-        ),
-    ] = "source",
-) -> None:
-    """Export a run's model as a Hugging Face folder. LoRA is merged."""
-    try:
-        notes = export(run_folder, out, step=step, dtype=dtype)
-    except (ValueError, OSError) as error:
-        refuse(error)
-    else:
-        typer.echo("\n".join([f"{out}: {notes[0]}", *notes[1:]]))
-
-
 @app.command("launch")
 def launch_on_hosts(
     hosts_path: Annotated[
@@ -260,6 +238,8 @@ def launch_on_hosts(
 
 
 app.add_typer(key, name="key", no_args_is_help=True)
+app.command("export")(export_model)
+app.command("generate")(generate_text)
 app.command()(plan)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(shaped)
@@ -296,6 +276,7 @@ def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
     try:
         check_folder(config.run.path)
         check_model(config.model)
+        check_start(config)
         corpus = check_data(config)
         config = with_sizes(config)
         check_host(config, len(corpus.train), range(config.world_size))
@@ -314,6 +295,7 @@ def _show_memory(config: RunConfig, *, resume: bool) -> None:
     try:
         check_folder(config.run.path)
         check_model(config.model)
+        check_start(config)
         _check_resume(config, resume=resume)
         sequences = len(check_data(config).train)
         config = with_sizes(config)
@@ -350,6 +332,7 @@ def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
     keep_freed_memory()
     try:
         train_rank(config, resume, show=show)
+        show_samples(config, shows=os.environ.get("LOCAL_RANK", "0") == str(show))
     except BaseException as error:
         end_failed(error, config, clear=(ValueError, HandshakeError))
     end_done()

@@ -120,6 +120,7 @@ TRIED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-moe": ("qwen3_5_moe_text", _NEXT),
     "electra": ("electra", {**_BERT, "embedding_size": 16}),
     "modernbert": ("modernbert", {**_LLAMA, "local_attention": 4}),
+    "modernbert-decoder": ("modernbert-decoder", {**_LLAMA, "local_attention": 4}),
     "xlm-roberta": ("xlm-roberta", {**_BERT, "pad_token_id": 1, "max_position_embeddings": 34}),
 }
 ENCODERS = ("bert", "roberta", "deberta", "electra", "modernbert", "xlm-roberta")

@@ -112,11 +112,7 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
     source = mesh.replica if before.replicas == now.replicas else 0
     saved = read_replica(folder, parts_of(folder, replica=source))
 
-    def own_rows(whole: Tensor) -> Tensor:
-        """What this rank keeps of a parameter, or of the optimizer's state of it."""
-        parts = whole.chunk(mesh.shards)
-        return parts[mesh.shard] if mesh.shard < len(parts) else whole[:0]
-
+    own_rows = rows_of(mesh)
     for stage in built.stages:
         load_module(module_of(stage), saved.model, folder, own_rows)
     stateless = _load_optimizer(built, saved, own_rows)
@@ -130,6 +126,16 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
     if mesh.rank == 0:
         has_memories = any(boundaries.values())
         _log.warning("%s", "\n".join(_changes(folder, before, now, has_memories=has_memories)))
+
+
+def rows_of(mesh: Mesh) -> OwnRows:
+    """What a rank keeps of a parameter, or of the optimizer's state of it."""
+
+    def own_rows(whole: Tensor) -> Tensor:
+        parts = whole.chunk(mesh.shards)
+        return parts[mesh.shard] if mesh.shard < len(parts) else whole[:0]
+
+    return own_rows
 
 
 def common_model(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:

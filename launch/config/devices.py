@@ -5,7 +5,6 @@ from itertools import pairwise
 from thinpipe.launch.config.model import ModelSection
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.hf.families import registered
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.schedule import ZERO_BUBBLE, stage_to_rank
 
@@ -51,11 +50,9 @@ def _problem(pipeline: PipelineConfig, model: ModelSection) -> str | None:
             "embedding and head are one weight on this rank, and would be on two devices; "
             "separate them by a cut between ranks, or untie them"
         )
-    if isinstance(model, HuggingFaceConfig):
-        family = registered(model.transformers_config.model_type)
-        if family is not None and family.shared:
-            parts = ", ".join(family.shared)
-            return f"all blocks of this model use {parts}; use one device per rank"
+    if isinstance(model, HuggingFaceConfig) and model.family.shared:
+        parts = ", ".join(model.family.shared)
+        return f"all blocks of this model use {parts}; use one device per rank"
     return None
 
 

@@ -67,7 +67,7 @@ _LOCAL: Any = {  # paths and memory limits of a host; data are compared by diges
     "run": {"folder"},
     "memory": True,
     "data": {"path": True, "eval_path": True, "tokenizer": True, "sources": {"__all__": {"path"}}},
-    "model": {"pretrained", "config"},
+    "model": {"pretrained", "config", "from_run", "self_check"},
     "network": {"key_file", "name", "listen", "peers"},
 }
 

@@ -61,11 +61,15 @@ class TrainConfig(BaseModel):
 
 
 class EvalConfig(BaseModel):
-    """Evaluate on held-out data every `every_epochs` epochs, and after the last."""
+    """Evaluate on held-out data every `every_epochs` epochs, and after the last.
+
+    At the end of a run, show `samples` texts that its language model writes.
+    """
 
     model_config = _STRICT
 
     every_epochs: int = Field(1, ge=1)
+    samples: int = Field(0, ge=0, le=100)
 
 
 class CheckpointConfig(BaseModel):

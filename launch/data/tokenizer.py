@@ -27,6 +27,9 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """A piece of text, without special tokens."""
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, without special tokens; half a character is U+FFFD."""
+
     def sample(self, text: str, other: str | None) -> list[int]:
         """One or two texts to classify, with the tokenizer's special tokens."""
 
@@ -52,6 +55,9 @@ class Bytes:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode(errors="replace")
 
     def sample(self, text: str, other: str | None) -> list[int]:
         return self.encode(text if other is None else f"{text}\0{other}")
@@ -81,6 +87,9 @@ class FolderTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids))
 
     def sample(self, text: str, other: str | None) -> list[int]:
         return list(self._tokenizer.encode(text, other, add_special_tokens=True).ids)

@@ -26,6 +26,7 @@ from thinpipe.launch.report.timeline import Timeline, gather_events
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, timeline_of
 from thinpipe.launch.run.skips import Skips
+from thinpipe.launch.trained.model import start_from_run
 from thinpipe.pipeline.batch import Batch
 
 
@@ -96,6 +97,7 @@ class Training:
         """Restore what was saved, open display and metrics, and let both ends of cuts agree."""
         config = self._config
         self.start = self._checkpoints.resume(resume.chosen) if resume.chosen else 0
+        started = None if resume.chosen else start_from_run(self.built, config)
         # after the first epoch, when AQ-SGD sends changes
         first = max(self.start, self._sampler.steps_per_epoch)
         self._timeline_step = min(self.steps - 1, first + 2)
@@ -114,7 +116,8 @@ class Training:
         if resume.wanted:
             self.display.note(f"resumed from step {self.start} of {config.run.path}")
         held = memory_notices(plan_memory(config, len(self._samples)))
-        for notice in (*config.notices(), *self._samples.notes, *held):
+        beginning = [started] if started else []
+        for notice in (*beginning, *config.notices(), *self._samples.notes, *held):
             self.display.note(notice)
         self._check_memories()
 

@@ -33,7 +33,8 @@ class TransformerConfig(BaseModel):
     and the head are one weight; when a cut separates them, the engine must add up the gradients of
     the two copies. `task = "classification"` makes an encoder: attention in both directions, and
     one of `classes` labels from the mean over a sample's tokens or from its first (`pooling`).
-    `dropout_masks = "repeated"` drops the same elements of a sample at every visit.
+    `dropout_masks = "repeated"` drops the same elements of a sample at every visit. `from_run` is
+    the folder of a run whose weights this one starts from.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,6 +51,7 @@ class TransformerConfig(BaseModel):
     dropout_masks: DropoutMasks = "random"
     activation_checkpointing: bool = False
     tie_embeddings: Literal["untied", "exact"] = "untied"
+    from_run: str | None = None
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> "TransformerConfig":

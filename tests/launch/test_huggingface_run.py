@@ -10,12 +10,12 @@ from torch import Tensor
 from tests.huggingface import CLASSES, VOCAB, saved_model, section
 from tests.ranks import Ranks
 from tests.training import RAW, config, share, start, weights
-from thinpipe.launch.checkpoint.export_hf import export
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.single_process import in_process
+from thinpipe.launch.trained.export_hf import export
 from thinpipe.pipeline.batch import Batch
 
 TOKENS = 9

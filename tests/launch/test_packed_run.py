@@ -12,7 +12,6 @@ from torch import Tensor
 from tests.huggingface import saved_model, section
 from tests.ranks import Ranks
 from tests.training import config, start, weights
-from thinpipe.launch.checkpoint.export_hf import export
 from thinpipe.launch.checkpoint.reshard import parameter_names
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
@@ -21,6 +20,7 @@ from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.trained.export_hf import export
 
 STEPS, SAVED = 8, 5  # an epoch has 4 steps: memories are warm when the run is saved
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from thinpipe.pipeline.models.hf.discovery import find_family
-from thinpipe.pipeline.models.hf.families import Family, registered, task_of
+from thinpipe.pipeline.models.hf.families import Family, task_of
 from thinpipe.pipeline.models.hf.shards import Shards
 from thinpipe.pipeline.models.hf.whole import build_on_meta
 
@@ -45,7 +45,8 @@ class HuggingFaceConfig(BaseModel):
     "classification"` puts a head of `classes` classes on an encoder. `dropout` replaces every
     dropout rate of the folder's config. With `tie_embeddings = "exact"` a tied head stays equal to
     the embedding when a cut separates them; "untied" lets the copies diverge. With `self_check` one
-    step of the cut model is compared with that of the whole one before training.
+    step of the cut model is compared with that of the whole one before training. `from_run` is the
+    folder of a run whose weights this one starts from.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -59,6 +60,7 @@ class HuggingFaceConfig(BaseModel):
     tie_embeddings: Literal["untied", "exact"] = "untied"
     lora: LoraConfig | None = None
     self_check: bool = False
+    from_run: str | None = None
 
     @field_validator("pretrained", "config")
     @classmethod
@@ -146,9 +148,8 @@ class HuggingFaceConfig(BaseModel):
             found.append(
                 "note: model.config is set, so weights are random and model.pretrained is not read"
             )
-        family = registered(self.transformers_config.model_type)
-        shared = family.shared if family else ()
-        if cut and shared:
+        shared = self.family.shared if cut else ()
+        if shared:
             found.append(
                 f"note: {', '.join(shared)} are used by every stage; they are frozen, so that "
                 "their copies stay equal"

@@ -155,7 +155,7 @@ class _Trial:
         self._place([nn.Identity() for _ in self._blocks])
         _shorten_embeddings(self.base)
         self.base.to_empty(device="cpu")
-        for name in initialise(self.base, seed=0, tied_to=None):
+        for name in initialise(self.base, seed=0, tied_to=()):
             # NaN equals nothing; a weight that nothing sets is refused where it is trained
             owner, _, own = name.rpartition(".")
             getattr(self.base.get_submodule(owner), own).data.fill_(1)

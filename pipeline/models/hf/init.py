@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,29 +20,25 @@ def seeded(seed: int, name: str) -> Iterator[None]:
 
 
 def initialise(
-    model: Any, *, seed: int, tied_to: tuple[str, nn.Embedding] | None
+    model: Any, *, seed: int, tied_to: Sequence[tuple[str, nn.Module]]
 ) -> frozenset[str]:
     """Fill every parameter and buffer as the family does, each module by a seed of its name.
 
-    Buffers that no file holds, such as rotary tables, are filled here too. `tied_to` is the name
-    of the embedding that the head is a copy of, and that embedding; it may have no memory here.
+    Buffers that no file holds, such as rotary tables, are filled here too. `tied_to` are name and
+    module of the embedding that the head is a copy of, if it is, and then of the modules around it;
+    they may have no memory here.
     Returns the names of those that the family's `_init_weights` leaves unset: they hold NaN.
     """
     _erase(model)
-    head = _head_of(model) if tied_to is not None else None
+    head = _head_of(model) if tied_to else None
     # Modules before those that hold them, which may fill them in a way of their own.
     for name, module in reversed(list(model.named_modules())):
         if next(_tensors(module), None) is None or (
             hasattr(module, "_init_weights") and not _holds_tensors(module)
         ):
             continue  # nothing to fill, or a model, whose parts a cut may have replaced
-        if tied_to is not None and module is head:
-            name, embedding = tied_to
-            with seeded(seed, name):
-                model._init_weights(_as_embedding(module, embedding))
-            bias: Any = getattr(module, "bias", None)
-            if bias is not None:
-                nn.init.zeros_(bias)
+        if head is not None and module is head:
+            _fill_head(model, module, tied_to, seed=seed)
         else:
             with seeded(seed, name):
                 model._init_weights(module)
@@ -93,10 +89,17 @@ def _head_of(model: Any) -> Any:
         return None
 
 
-def _as_embedding(head: Any, embedding: nn.Embedding) -> nn.Embedding:
-    weight = head.weight.detach()  # shared: filling the one fills the other
-    rows, width = weight.shape
-    return nn.Embedding(rows, width, padding_idx=embedding.padding_idx, _weight=weight)
+def _fill_head(
+    model: Any, head: Any, tied_to: Sequence[tuple[str, nn.Module]], *, seed: int
+) -> None:
+    """Fill a head as its embedding is; modules around that may fill it in a way of their own."""
+    embedding: Any = tied_to[0][1]
+    embedding.weight = head.weight  # shared: filling the one fills the other
+    for name, module in tied_to:
+        with seeded(seed, name):
+            model._init_weights(module)
+    if getattr(head, "bias", None) is not None:
+        nn.init.zeros_(head.bias)
 
 
 def _holds_tensors(module: nn.Module) -> bool:

@@ -102,7 +102,7 @@ def build_stage(
     family = config.family
     model = config.whole()
     sources = Sources(config.weights, model, family) if config.weights else None
-    tied_to = _embedding(model) if config.ties_embeddings else None
+    tied_to = _embedding(model) if config.ties_embeddings else []
     _cut(model, family, first, stop)
     if torch.device(device).type != "meta":
         model.to_empty(device="cpu")
@@ -173,9 +173,17 @@ def _path_of_blocks(model: Any, family: Family) -> str:
     return f"{model.base_model_prefix}.{family.blocks}" if has_prefix else family.blocks
 
 
-def _embedding(model: Any) -> tuple[str, nn.Embedding]:
+def _embedding(model: Any) -> list[tuple[str, nn.Module]]:
+    """Name and module of the embedding, and of the modules around it up to the base model."""
     embedding = model.get_input_embeddings()
-    return next(n for n, module in model.named_modules() if module is embedding), embedding
+    path = next(n for n, module in model.named_modules() if module is embedding)
+    found = [(path, embedding)]
+    while "." in path:
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+        if not hasattr(module, "_init_weights"):
+            found.append((path, module))
+    return found
 
 
 def _freeze(base: nn.Module, paths: tuple[str, ...]) -> None:

@@ -39,7 +39,8 @@ class OwnModelConfig(BaseModel):
 
     `factory`, `loss` and `count` are written "module:function". `loss(outputs, targets)` returns
     the sum of the losses and their number, by default next-token cross entropy; `count(targets)`
-    returns their number alone, which is needed if it depends on the values of targets.
+    returns their number alone, which is needed if it depends on the values of targets. `from_run`
+    is the folder of a run whose weights this one starts from.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,6 +48,7 @@ class OwnModelConfig(BaseModel):
     factory: str
     loss: str | None = None
     count: str | None = None
+    from_run: str | None = None
     task: ClassVar[Literal["language"]] = "language"  # what settings of other models say
     classes: ClassVar[None] = None
     tie_embeddings: ClassVar[Literal["untied"]] = "untied"

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from tests.huggingface import ENCODERS, LAYERS, VOCAB, saved_model, section
 from tests.training import config
-from thinpipe.launch.checkpoint.export_hf import export
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.cli import app
 from thinpipe.launch.components import Built
@@ -20,6 +19,7 @@ from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.single_process import in_process
+from thinpipe.launch.trained.export_hf import export
 from thinpipe.pipeline.batch import Batch, Samples
 
 TOKENS = 9

@@ -14,23 +14,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from thinpipe.launch.checkpoint import files as checkpoint
-from thinpipe.launch.checkpoint.manifest import CheckpointError
-from thinpipe.launch.checkpoint.reshard import in_shards, parts_of, whole_model
 from thinpipe.launch.checkpoint.run_folder import check_folder
-from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.trained.model import read_trained
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.layouts import Layout
-from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
 from thinpipe.pipeline.models.hf.shards import SINGLE, write_shards
 from thinpipe.pipeline.models.hf.weights import Sources, tied_names
 
 _log = logging.getLogger(__name__)
 
 ExportDtype = Literal["source", "fp32", "bf16"]
+ExportFormat = Literal["hf", "safetensors"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_PREFIX = "model."  # of a stage's own module around the model
 _SHARD_NBYTES = 4 * 10**9
 _COPIED = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -56,23 +53,19 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
     model = config.model
     if not isinstance(model, HuggingFaceConfig):
         raise ConfigError(
-            f"{run_folder}: trained ThinPipe's own transformer, which the library transformers "
-            "has no class for; only runs with model.pretrained or model.config can be exported"
+            f"{run_folder}: the library transformers has no class for the model of this run; "
+            "export its weights with --format safetensors"
         )
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out}: exists and is not empty; name a new folder")
     out = out.resolve()  # "." has no name, and a link is not to be replaced
-    root = run_folder / "checkpoints"
-    step = checkpoint.newest(root) if step is None else step
-    if step is None:
-        raise CheckpointError(f"{root}: no checkpoint was saved yet")
-    plain = _trained(root / f"step-{step}", config, model)
-    notes = [f"step {step} of {run_folder}"]
+    trained = read_trained(run_folder, step=step)
+    notes = [f"step {trained.step} of {run_folder}"]
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        notes += write_folder(model, plain, partial, dtype=dtype)
+        notes += write_folder(model, trained.state_dict(), partial, dtype=dtype)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -80,24 +73,6 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
         out.rmdir()
     partial.rename(out)
     return notes
-
-
-def _trained(folder: Path, config: RunConfig, model: HuggingFaceConfig) -> dict[str, Tensor]:
-    """All tensors of a checkpoint's model by their names in the whole model, without adapters."""
-    facts = checkpoint.read_manifest(folder).meta["config"]
-    if facts["model"].get("folder") != config.shared()["model"]["folder"]:
-        raise CheckpointError(
-            f"{folder}: {model.folder}/config.json or the weights index has changed since; "
-            "restore the original files"
-        )
-    tensors: dict[str, Tensor] = {}
-    states = [checkpoint.read_part(folder, part) for part in parts_of(folder, replica=0)]
-    for shards in in_shards(states):
-        whole = whole_model(shards)
-        tensors |= {name.removeprefix(_PREFIX): tensor for name, tensor in whole.items()}
-    if model.lora is None:
-        return tensors
-    return merge_lora(tensors, model.lora, inputs_first=stores_inputs_first(model.whole()))
 
 
 def write_folder(

@@ -1,0 +1,1 @@
+"""Trained models, taken home: as modules, files, folders and text."""

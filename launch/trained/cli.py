@@ -1,0 +1,83 @@
+"""Commands that take a trained model home: `thinpipe export` and `thinpipe generate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinpipe.launch.config.cli_options import refuse
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.trained.export_hf import ExportDtype, ExportFormat, export
+from thinpipe.launch.trained.generate import Sampling, generate, sample_lines
+from thinpipe.launch.trained.model import read_trained, save_safetensors
+
+
+def show_samples(config: RunConfig, *, shows: bool) -> None:
+    """Print what the model of a run writes at its end, if this rank shows anything."""
+    for line in sample_lines(config) if shows else []:
+        print(line)
+
+
+def export_model(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run.")],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="New folder, or with --format safetensors a file."),
+    ],
+    step: Annotated[
+        int | None, typer.Option("--step", help="Step of the checkpoint; by default the newest.")
+    ] = None,
+    dtype: Annotated[
+        ExportDtype,
+        typer.Option(
+            "--dtype", metavar="DTYPE", help="Of the weights: source (unchanged), fp32, bf16."
+        ),
+    ] = "source",
+    form: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="hf: a folder for from_pretrained; safetensors: the whole state dict in a file.",
+        ),
+    ] = "hf",
+) -> None:
+    """Export a run's model. LoRA is merged."""
+    try:
+        if form == "safetensors":
+            trained = read_trained(run_folder, step=step)
+            save_safetensors(trained, out)
+            notes = [f"step {trained.step} of {run_folder}, {len(trained.tensors)} tensors"]
+        else:
+            notes = export(run_folder, out, step=step, dtype=dtype)
+    except (ValueError, OSError) as error:
+        refuse(error)
+    else:
+        typer.echo("\n".join([f"{out}: {notes[0]}", *notes[1:]]))
+
+
+def generate_text(
+    run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run.")],
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Beginning of the text.")],
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest text after it.")] = 128,
+    temperature: Annotated[
+        float, typer.Option("--temperature", help="Below 1: likelier tokens; 0: the likeliest.")
+    ] = 0.8,
+    top_k: Annotated[
+        int, typer.Option("--top-k", help="Draw from so many of the likeliest; 0: from all.")
+    ] = 40,
+    seed: Annotated[int, typer.Option("--seed", help="Another seed, another text.")] = 0,
+    step: Annotated[
+        int | None, typer.Option("--step", help="Step of the checkpoint; by default the newest.")
+    ] = None,
+) -> None:
+    """Let a run's language model go on with a text."""
+    try:
+        sampling = Sampling(max_tokens, temperature, top_k, seed)
+        pieces = generate(run_folder, prompt, sampling, step=step)
+        typer.echo(prompt, nl=False)
+        for piece in pieces:
+            typer.echo(piece, nl=False)
+        typer.echo()
+    except (ValueError, OSError, ImportError) as error:
+        refuse(error)

@@ -1,0 +1,187 @@
+"""Text that a trained language model writes.
+
+Axes: T tokens, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinpipe.launch.checkpoint.manifest import CheckpointError
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.data.tokenizer import Tokenizer, load_tokenizer
+from thinpipe.launch.trained.model import load
+from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+
+_SHOWN_TOKENS = 48  # of a sample at the end of a run
+_MOST_PARAMETERS = 50e6  # of a model that is sampled unasked: reading and running takes seconds
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: `temperature` 0 takes the likeliest; `top_k` 0 draws from all."""
+
+    tokens: int = 64
+    temperature: float = 0.8
+    top_k: int = 40
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.temperature < 0 or self.top_k < 0:
+            raise ConfigError(
+                f"--max-tokens = {self.tokens}, --temperature = {self.temperature}, --top-k = "
+                f"{self.top_k}: use at least 1 token, and no negative numbers"
+            )
+
+
+def generate(
+    run_folder: Path, prompt: str, sampling: Sampling, *, step: int | None = None
+) -> Iterator[str]:
+    """Yield the text that follows the prompt, piece by piece.
+
+    Raises:
+        ConfigError, CheckpointError: there is no language model of text in the folder.
+    """
+    config = read_config(run_folder)
+    tokenizer = _tokenizer_of(config)
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise ConfigError(f"--prompt = {prompt!r}: holds no token; write a word")
+    model = load(run_folder, step=step)
+    yield from _Writer(config, model, tokenizer).write(ids, sampling)
+
+
+def read_config(run_folder: Path) -> RunConfig:
+    """Settings of a run, after checking that it is a language model's."""
+    from thinpipe.launch.config.run import load_config
+
+    if not (run_folder / "config.toml").is_file():
+        raise ConfigError(f"{run_folder}: holds no config.toml; name the folder of a run")
+    config = load_config(run_folder / "config.toml")
+    problem = _no_text(config)
+    if problem is not None:
+        raise ConfigError(f"{run_folder}: {problem}")
+    return config
+
+
+def sample_lines(config: RunConfig) -> list[str]:
+    """Lines for the end of a run: texts that its model writes, if `eval.samples` asks for some.
+
+    A run whose checkpoint is not wholly on this machine, or whose model writes no text, has none.
+    """
+    if config.eval.samples == 0:
+        return []
+    problem = _no_text(config)
+    if problem is not None:
+        return [f"note: eval.samples = {config.eval.samples}: {problem}"]
+    folder = config.run.path
+    try:
+        model = load(folder)
+    except CheckpointError:  # parts are on other machines
+        return []
+    if sum(p.numel() for p in model.parameters()) > _MOST_PARAMETERS:
+        return [f'note: a large model writes with: thinpipe generate {folder} --prompt "..."']
+    tokenizer = _tokenizer_of(config)
+    writer, lines = _Writer(config, model, tokenizer), ["what it writes now:"]
+    for seed in range(config.eval.samples):
+        text = "".join(writer.write(tokenizer.encode("\n"), Sampling(_SHOWN_TOKENS, seed=seed)))
+        lines.append(f"  {' '.join(text.split())}")
+    return [*lines, f'  more: thinpipe generate {folder} --prompt "..."']
+
+
+def _no_text(config: RunConfig) -> str | None:
+    """Why the model writes no text, if it does not."""
+    if config.model.task != "language":
+        return "its model sorts texts into classes, and writes none"
+    if isinstance(config.model, OwnModelConfig) and getattr(config.data, "factory", None):
+        return "its samples are not made of text by a tokenizer; use load() and sample by hand"
+    return None
+
+
+def _tokenizer_of(config: RunConfig) -> Tokenizer:
+    return load_tokenizer(config.data.tokenizer)
+
+
+class _Writer:
+    """Draws tokens from a model's predictions."""
+
+    def __init__(self, config: RunConfig, model: nn.Module, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context = (
+            config.data.sequence_length
+            if isinstance(config.model, OwnModelConfig)
+            else config.model.context
+        )
+        cached = isinstance(config.model, HuggingFaceConfig)
+        self._predict: Callable[[list[int]], Tensor] = (
+            _Cached(model, self._context) if cached else self._uncached(model)
+        )
+
+    @torch.no_grad()
+    def write(self, ids: list[int], sampling: Sampling) -> Iterator[str]:
+        """Yield the text after `ids`, whole characters at a time."""
+        generator = torch.Generator().manual_seed(sampling.seed)
+        end = _end_of(self._tokenizer)
+        written: list[int] = []
+        shown = ""
+        for _ in range(sampling.tokens):
+            logits_V = self._predict([*ids, *written])
+            token = _draw(logits_V[: self._tokenizer.vocab], sampling, generator)
+            if token == end:
+                break
+            written.append(token)
+            text = self._tokenizer.decode(written)
+            if not text.endswith("\N{REPLACEMENT CHARACTER}"):  # else a character is incomplete
+                yield text[len(shown) :]
+                shown = text
+
+    def _uncached(self, model: nn.Module) -> Callable[[list[int]], Tensor]:
+        def predict(ids: list[int]) -> Tensor:
+            logits_V: Tensor = model(torch.tensor([ids[-self._context :]]))[0, -1]
+            return logits_V
+
+        return predict
+
+
+class _Cached:
+    """Predictions of a model of the library transformers, which keeps keys and values."""
+
+    def __init__(self, model: Any, context: int) -> None:
+        self._model, self._context = model, context
+        self._seen: list[int] = []
+        self._cache: Any = None
+
+    def __call__(self, ids: list[int]) -> Tensor:
+        if len(ids) > self._context:  # positions move: a cache would be of other ones
+            out = self._model(input_ids=torch.tensor([ids[-self._context :]]), use_cache=False)
+        else:
+            follows = self._cache is not None and ids[: len(self._seen)] == self._seen
+            new = ids[len(self._seen) :] if follows else ids
+            cache = self._cache if follows else None
+            out = self._model(input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True)
+            self._cache, self._seen = getattr(out, "past_key_values", None), list(ids)
+        logits_V: Tensor = out.logits[0, -1]
+        return logits_V
+
+
+def _draw(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    scores_V = logits_V.float() / sampling.temperature
+    if 0 < sampling.top_k < len(scores_V):
+        least = scores_V.topk(sampling.top_k).values[-1]
+        scores_V = scores_V.masked_fill(scores_V < least, -torch.inf)
+    return int(torch.multinomial(scores_V.softmax(0), 1, generator=generator))
+
+
+def _end_of(tokenizer: Tokenizer) -> int | None:
+    try:
+        return tokenizer.end
+    except ValueError:
+        return None

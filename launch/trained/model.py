@@ -1,0 +1,192 @@
+"""The model of a checkpoint: its tensors, and as an ordinary module."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from thinpipe.launch.checkpoint import files as checkpoint
+from thinpipe.launch.checkpoint.manifest import CheckpointError
+from thinpipe.launch.checkpoint.reshard import (
+    in_shards,
+    load_module,
+    module_of,
+    parts_of,
+    rows_of,
+    whole_model,
+)
+from thinpipe.launch.components import Built
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.pipeline.models.build import build_model
+from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
+from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
+from thinpipe.pipeline.models.hf.weights import tied_names
+from thinpipe.pipeline.models.hf.whole import fill_whole
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+
+_HF_PREFIX = "model."  # of a stage's own module around the library's
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run trained, up to a step; `tensors` go by the names of parameters in stages."""
+
+    config: RunConfig
+    folder: Path
+    step: int
+    tensors: Mapping[str, Tensor]
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All tensors under the names of the whole model; LoRA is merged."""
+        model = self.config.model
+        if not isinstance(model, HuggingFaceConfig):
+            return dict(self.tensors)
+        plain = {name.removeprefix(_HF_PREFIX): tensor for name, tensor in self.tensors.items()}
+        if model.lora is None:
+            return plain
+        return merge_lora(plain, model.lora, inputs_first=stores_inputs_first(model.whole()))
+
+
+def read_trained(run_folder: Path, *, step: int | None = None) -> Trained:
+    """The model of a checkpoint, by default of the newest; its parts must all be here.
+
+    Raises:
+        ConfigError: the folder is not a run's.
+        CheckpointError: there is no such checkpoint, it is damaged, or parts are on other machines.
+    """
+    if not (run_folder / "config.toml").is_file():
+        raise ConfigError(f"{run_folder}: holds no config.toml; name the folder of a run")
+    config = load_config(run_folder / "config.toml")
+    root = run_folder / "checkpoints"
+    step = checkpoint.newest(root) if step is None else step
+    if step is None:
+        raise CheckpointError(f"{root}: no checkpoint was saved yet")
+    folder = root / f"step-{step}"
+    facts = checkpoint.read_manifest(folder).meta["config"]
+    model = config.model
+    if isinstance(model, HuggingFaceConfig) and facts["model"].get("folder") != model.digest():
+        raise CheckpointError(
+            f"{folder}: {model.folder}/config.json or the weights index has changed since; "
+            "restore the original files"
+        )
+    tensors: dict[str, Tensor] = {}
+    states = [checkpoint.read_part(folder, part) for part in parts_of(folder, replica=0)]
+    for shards in in_shards(states):
+        tensors |= whole_model(shards)
+    return Trained(config, folder, step, tensors)
+
+
+def load(
+    run_folder: str | Path,
+    *,
+    step: int | None = None,
+    model: Callable[[], nn.Module] | None = None,
+) -> nn.Module:
+    """The model that a run trained, as an ordinary module in evaluation mode, on the CPU.
+
+    A model of the library transformers is one of its classes; ThinPipe's own takes token ids
+    [B, T] and returns logits [B, T, V] (or [B, C]). `model` makes one of one's own, where the run's
+    settings do not name the function (`model.factory`).
+
+    Raises:
+        ConfigError, CheckpointError: as `read_trained`.
+        ValueError: the function cannot be imported, or makes another model.
+    """
+    trained = read_trained(Path(run_folder).expanduser(), step=step)
+    config = trained.config.model
+    if isinstance(config, HuggingFaceConfig):
+        return _transformers_model(config, trained.state_dict())
+    if isinstance(config, OwnModelConfig):
+        whole = (model or config.functions.make)()
+    else:
+        whole = build_model(config, 0, config.layers, seed=0, device="cpu")
+    try:
+        whole.load_state_dict(trained.state_dict())
+    except RuntimeError as error:
+        raise ValueError(f"{trained.folder}: was trained with another model: {error}") from error
+    return whole.eval()
+
+
+def save_safetensors(trained: Trained, file: Path) -> None:
+    """Write the whole state dict to a file, as `load_state_dict` of the whole model takes it.
+
+    Raises:
+        ConfigError: the file exists, or has another ending.
+    """
+    if file.suffix != ".safetensors":
+        raise ConfigError(f"{file}: name a file that ends in .safetensors")
+    if file.exists():
+        raise ConfigError(f"{file}: exists already; name a new file")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous().clone() for name, tensor in trained.state_dict().items()}
+    partial = file.with_name(f".{file.name}.partial")
+    facts = {"format": "pt", "run": trained.config.run.name, "step": str(trained.step)}
+    try:
+        save_file(tensors, partial, metadata=facts)
+        partial.rename(file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_start(config: RunConfig) -> None:
+    """Check that the run that `model.from_run` names can be read, without reading weights.
+
+    Raises:
+        ConfigError: it is this run's own folder, or not a run's.
+        CheckpointError: it has no complete checkpoint.
+    """
+    source = _source(config)
+    if source is None:
+        return
+    if source == config.run.path:
+        raise ConfigError(
+            f"model.from_run = {source}: is this run's own folder; go on with --resume, or name "
+            "another run.folder"
+        )
+    if not (source / "config.toml").is_file():
+        raise ConfigError(f"model.from_run = {source}: holds no config.toml; name a run's folder")
+    if checkpoint.newest(source / "checkpoints") is None:
+        raise CheckpointError(f"model.from_run = {source}: no checkpoint was saved there")
+
+
+def start_from_run(built: Built, config: RunConfig) -> str | None:
+    """Give this rank's stages the weights of `model.from_run`; return a note, if it is set.
+
+    Optimizer, learning rate and memories start anew.
+
+    Raises:
+        ConfigError, CheckpointError: as `read_trained`, or it trained another model.
+    """
+    source = _source(config)
+    if source is None:
+        return None
+    trained, own_rows = read_trained(source), rows_of(built.engine.transport.mesh)
+    for stage in built.stages:
+        try:
+            load_module(module_of(stage), trained.tensors, trained.folder, own_rows)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"model.from_run = {source}: trained a model of other sizes: {error}"
+            ) from error
+    return f"weights of step {trained.step} of {source}; everything else starts anew"
+
+
+def _source(config: RunConfig) -> Path | None:
+    name = config.model.from_run
+    return Path(name).expanduser().resolve() if name else None
+
+
+def _transformers_model(config: HuggingFaceConfig, tensors: Mapping[str, Tensor]) -> nn.Module:
+    settings: Any = config.transformers_config
+    diverged = [
+        name
+        for name, source in tied_names(config.whole()).items()
+        if name in tensors and not torch.equal(tensors[name], tensors[source])
+    ]
+    whole: nn.Module = fill_whole(settings, config.task, tensors, untie=bool(diverged))
+    return whole
