@@ -47,6 +47,7 @@ from thinpipe.launch.plan.memory_budget import plan_memory, show_memory
 from thinpipe.launch.plan.trace import trace_run
 from thinpipe.launch.run.ending import end_done, end_failed, print_error
 from thinpipe.launch.run.program import SHOW
+from thinpipe.launch.run.report import report
 from thinpipe.launch.run.script import look_at, run_as_rank
 from thinpipe.launch.shaped.cli import shaped
 from thinpipe.launch.train import train_rank
@@ -240,6 +241,7 @@ def launch_on_hosts(
 app.add_typer(key, name="key", no_args_is_help=True)
 app.command("export")(export_model)
 app.command("generate")(generate_text)
+app.command("report")(report)
 app.command()(plan)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(shaped)

@@ -1,7 +1,7 @@
 """The report of a run: `summary.json`, `loss.png`, `edges.json` (several machines), `report.html`.
 
-The page is self-contained: its plots are inlined, in a light and a dark version of which the
-browser shows one.
+The page is self-contained. Charts by step are SVG in the page's own colours, with values under the
+pointer; the timeline and connections are pictures in a light and a dark version.
 """
 
 import base64
@@ -9,8 +9,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from thinpipe.launch.report.edge_plot import edges_png
+from thinpipe.launch.report.charts import bytes_chart, error_chart, loss_chart
 from thinpipe.launch.report.edges import Traces, write_traces
 from thinpipe.launch.report.metrics import (
     NOTHING,
@@ -25,11 +26,12 @@ from thinpipe.launch.report.metrics import (
     format_round_trip,
     other_scores,
 )
-from thinpipe.launch.report.plots import bytes_png, error_png, loss_png, overview_png
 from thinpipe.launch.report.summary import Summary, Traffic, direction_bytes, traffic_cells
-from thinpipe.launch.report.theme import DARK, LIGHT, Theme
-from thinpipe.launch.report.timeline_plot import timeline_png
+from thinpipe.launch.report.svg import SCRIPT, STYLE
 from thinpipe.pipeline.stage import ComputeEvent
+
+if TYPE_CHECKING:
+    from thinpipe.launch.report.theme import Theme
 
 
 def write_report(
@@ -40,28 +42,37 @@ def write_report(
     timeline: Sequence[ComputeEvent],
     summary: Summary,
     traces: Traces | None = None,
+    finished: bool = True,
 ) -> Path:
     """Write the files into `folder`, created if missing; return the page's path.
 
-    `timeline` holds the events of one step and may be empty, as may `traces`.
+    `timeline` holds the events of one step and may be empty, as may `traces`. Of a run that is not
+    `finished` there is no `loss.png`, which takes seconds to draw.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(summary, indent=2, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
-    (folder / "loss.png").write_bytes(overview_png(info, records))
+    if finished:
+        from thinpipe.launch.report.plots import overview_png  # slow to import
+
+        (folder / "loss.png").write_bytes(overview_png(info, records))
     if traces:
         write_traces(folder, traces)
     page = folder / "report.html"
     text = _page(info, records, timeline=timeline, traces=traces or {}, summary=summary)
-    page.write_text(text, encoding="utf-8")
+    partial = page.with_name(".report.html.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(page)  # whoever looks at it during the run sees a whole page
     return page
 
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #f5f6f8; --card: #ffffff; --ink: #1c2128;
-  --muted: #5b6570; --line: #e3e6ea; --accent: #0072b2; }
+  --muted: #5b6570; --line: #e3e6ea; --accent: #0072b2; --c0: #0072b2; --c1: #d55e00;
+  --c2: #009e73; --c3: #b8578a; --c4: #8c6d00; --c5: #3f9fd8; }
 @media (prefers-color-scheme: dark) { :root { --page: #0f1216; --card: #171b21; --ink: #e8ebef;
-  --muted: #a0a9b4; --line: #2c333c; --accent: #56b4e9; } }
+  --muted: #a0a9b4; --line: #2c333c; --accent: #56b4e9; --c0: #56b4e9; --c1: #f08a4b;
+  --c2: #2fc597; --c3: #dd94bd; --c4: #e6c84a; --c5: #8fa8ff; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 62rem; padding: 2rem 1.25rem 4rem; background: var(--page);
   color: var(--ink); font: 16px/1.55 system-ui, sans-serif; }
@@ -85,13 +96,16 @@ tfoot td { font-weight: 600; border-bottom: 0; }
 .n { text-align: right; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.5rem; margin: 0; }
 dd { margin: 0; overflow-wrap: anywhere; }
+@media (max-width: 30rem) { body { padding: 1.2rem .7rem 3rem; } .panel { padding: .7rem; }
+  .cards { grid-template-columns: 1fr 1fr; } .card { padding: .6rem .7rem; }
+  .card strong { font-size: 1.15rem; } .panel img { min-width: 38rem; } }
 """
 
 _LOSS_TEXT = """Cross-entropy of the next token, or of a sample's label; lower is better. The thin
 line is every training step, the thick one a running mean. Dots are evaluations on held-out text
 with uncompressed boundaries; open diamonds are the same evaluation with compressed boundaries,
 where every sample is sent as a first visit. Where the two coincide, this compression does not
-change the model's predictions. A cross at the bottom marks a skipped step."""
+change the model's predictions. Point at a chart for the values of a step."""
 
 _BYTES_TEXT = """At a cut, a stage sends activations to the next one (forward) and receives their
 gradients (backward); a cut is named by the first layer after it. The dotted lines are the same
@@ -119,30 +133,46 @@ def _page(
     traces: Traces,
     summary: Summary,
 ) -> str:
-    title = escape(info.name)
+    done, total = records[-1].step, info.total_steps
+    state = "" if done >= total else f"<p>So far: step {done:,} of {total:,}.</p>"
+    return page(
+        f"{info.name} - ThinPipe report",
+        f"""<h1>{escape(info.name)}</h1>
+<p class="muted">{_subtitle(summary, info)}</p>
+{state}
+{_cards(summary)}
+<h2>Loss</h2>
+<p>{_LOSS_TEXT}</p>
+{panel(loss_chart(records).svg())}
+{_wire_section(info, records, summary)}
+{_timeline_section(timeline)}
+{_edge_section(traces, summary)}
+<h2>Details</h2>
+{_details(summary)}""",
+    )
+
+
+def page(title: str, body: str) -> str:
+    """A whole page with the style of reports."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title} - ThinPipe report</title>
-<style>{_STYLE}</style>
+<title>{escape(title)}</title>
+<style>{_STYLE}{STYLE}</style>
 </head>
 <body>
-<h1>{title}</h1>
-<p class="muted">{_subtitle(summary, info)}</p>
-{_cards(summary)}
-<h2>Loss</h2>
-<p>{_LOSS_TEXT}</p>
-{_picture("Training and evaluation loss by step", lambda theme: loss_png(records, theme))}
-{_wire_section(info, records, summary)}
-{_timeline_section(timeline)}
-{_edge_section(traces, summary)}
-<h2>Details</h2>
-{_details(summary)}
+{body}
+<script>{SCRIPT}</script>
 </body>
 </html>
 """
+
+
+def panel(content: str) -> str:
+    """A box of the page."""
+    return f'<div class="panel">{content}</div>'
 
 
 def _subtitle(summary: Summary, info: RunInfo) -> str:
@@ -183,8 +213,10 @@ def _cards(summary: Summary) -> str:
     return f'<div class="cards">\n{divs}\n</div>'
 
 
-def _picture(alt: str, draw: Callable[[Theme], bytes]) -> str:
+def _picture(alt: str, draw: "Callable[[Theme], bytes]") -> str:
     """The plot in both themes; the browser chooses."""
+    from thinpipe.launch.report.theme import DARK, LIGHT  # slow to import
+
     light, dark = (base64.b64encode(draw(theme)).decode("ascii") for theme in (LIGHT, DARK))
     return (
         '<div class="panel"><picture>'
@@ -197,9 +229,7 @@ def _picture(alt: str, draw: Callable[[Theme], bytes]) -> str:
 def _wire_section(info: RunInfo, records: Sequence[StepRecord], summary: Summary) -> str:
     if not summary["wire"]:
         return "<h2>Traffic</h2>\n<p>The model ran as one stage, so there are no cuts.</p>"
-    picture = _picture(
-        "Bytes sent per step over each cut", lambda theme: bytes_png(info, records, theme)
-    )
+    picture = panel(bytes_chart(info, records).svg())
     aqsgd = any(row["method"].startswith("aqsgd") for row in summary["wire"])
     return f"""<h2>Bytes per step</h2>
 <p>{_BYTES_TEXT} {_AQSGD_TEXT if aqsgd else ""}</p>
@@ -212,7 +242,7 @@ def _wire_section(info: RunInfo, records: Sequence[StepRecord], summary: Summary
 def _error_section(records: Sequence[StepRecord]) -> str:
     if all(count.error is None for record in records for count in record.wire):
         return ""
-    picture = _picture("Relative error and change by step", lambda theme: error_png(records, theme))
+    picture = panel(error_chart(records).svg())
     return f"""<h2>Compression error</h2>
 <p>Measured at the sender on one sample per step: the relative error of the decoded values, and the
 relative change of activations since the previous visit of their sample. Changes that grow are a bad
@@ -252,6 +282,8 @@ def _bytes_cell(nbytes: int) -> str:
 def _timeline_section(timeline: Sequence[ComputeEvent]) -> str:
     if not timeline:
         return "<h2>Timeline of one step</h2>\n<p>No timeline was recorded in this run.</p>"
+    from thinpipe.launch.report.timeline_plot import timeline_png  # slow to import
+
     picture = _picture("What each rank did during one step", lambda t: timeline_png(timeline, t))
     return f"<h2>Timeline of one step</h2>\n<p>{_TIMELINE_TEXT}</p>\n{picture}"
 
@@ -277,8 +309,11 @@ def _edge_section(traces: Traces, summary: Summary) -> str:
         + "</tr>"
         for edge in summary["edges"]
     )
-    drawn = any(traces.values())
-    picture = _picture("Rate of each connection", lambda t: edges_png(traces, t)) if drawn else ""
+    picture = ""
+    if any(traces.values()):
+        from thinpipe.launch.report.edge_plot import edges_png  # slow to import
+
+        picture = _picture("Rate of each connection", lambda theme: edges_png(traces, theme))
     return f"""<h2>Connections between machines</h2>
 <p>{_EDGES_TEXT}</p>
 {picture}

@@ -1,18 +1,16 @@
-"""Plots of a run by step, as PNG bytes: loss, bytes over each cut, compression error."""
+"""The picture of a run, as PNG bytes: loss and bytes over each cut by step."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import cycle, pairwise
-from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from thinpipe.launch.report.charts import sent_curves
 from thinpipe.launch.report.metrics import RunInfo, StepRecord, format_bytes
+from thinpipe.launch.report.smoothing import smoothed
 from thinpipe.launch.report.theme import LIGHT, Theme, new_figure, style, to_png
-from thinpipe.pipeline.wire.header import Direction
 
 _MOST_EPOCH_LABELS = 12
 
@@ -33,20 +31,6 @@ def loss_png(records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
     """Training loss of every step, its running mean, and the evaluations."""
     figure = new_figure(3.6, theme)
     _draw_loss(figure.subplots(), records, theme)
-    return to_png(figure)
-
-
-def bytes_png(info: RunInfo, records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
-    """Bytes that crossed each cut in each step, with bf16 and fp32 as baselines."""
-    figure = new_figure(3.6, theme)
-    _draw_bytes(figure.subplots(), info, records, theme=theme)
-    return to_png(figure)
-
-
-def error_png(records: Sequence[StepRecord], theme: Theme = LIGHT) -> bytes:
-    """Relative errors of decoded values, and relative changes of activations, by step."""
-    figure = new_figure(3.0, theme)
-    _draw_errors(figure.subplots(), records, theme)
     return to_png(figure)
 
 
@@ -100,7 +84,7 @@ def _draw_loss(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:
     )
     axes.plot(
         steps,
-        _smoothed(losses, reach=len(losses) // 40 + 1),
+        smoothed(losses, reach=len(losses) // 40 + 1),
         color=smooth,
         linewidth=2.0,
         marker=dot,
@@ -121,23 +105,6 @@ def _draw_loss(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:
     axes.margins(y=0.12)
     _step_axis(axes, records, theme)
     _legend(axes, theme, columns=5)
-
-
-def _smoothed(losses: Sequence[float], reach: int) -> npt.NDArray[np.float64]:
-    """Mean over `reach` steps to either side, nearer ones weighing more; gaps are interpolated.
-
-    Beyond both ends the curve is continued by its mirrored trend, so that the mean neither lags
-    nor flattens there.
-    """
-    values = np.asarray(losses, dtype=np.float64)
-    finite = np.flatnonzero(np.isfinite(values))
-    if not finite.size:
-        return values
-    filled = np.interp(np.arange(values.size), finite, values[finite])
-    padded = np.pad(filled, reach, mode="reflect", reflect_type="odd")
-    window = np.bartlett(2 * reach + 3)[1:-1]
-    mean: npt.NDArray[np.float64] = np.convolve(padded, window / window.sum(), mode="valid")
-    return mean
 
 
 def _draw_evaluations(
@@ -168,7 +135,7 @@ def _draw_bytes(axes: Axes, info: RunInfo, records: Sequence[StepRecord], *, the
     dot = "o" if len(records) < 8 else None
     axes.set_yscale("log")
     colors = cycle(theme.series)
-    for (label, direction, nbytes), color in zip(_curves(info, records), colors, strict=False):
+    for (label, direction, nbytes), color in zip(sent_curves(info, records), colors, strict=False):
         axes.plot(
             steps,
             nbytes,
@@ -188,57 +155,9 @@ def _draw_bytes(axes: Axes, info: RunInfo, records: Sequence[StepRecord], *, the
     _legend(axes, theme, columns=2)
 
 
-def _draw_errors(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:
-    """Means over cuts, smoothed over steps, as one sample is measured per step."""
-    style(axes, "Error and change, relative to the values sent", theme)
-    curves = {
-        "error, forward": [_mean_over_cuts(r, "forward", "error") for r in records],
-        "error, backward": [_mean_over_cuts(r, "backward", "error") for r in records],
-        "change since the last visit": [_mean_over_cuts(r, "forward", "change") for r in records],
-    }
-    reach = max(1, len(records) // 50)
-    for (label, curve), color in zip(curves.items(), theme.series, strict=False):
-        measured = [i for i, value in enumerate(curve) if math.isfinite(value)]
-        if measured:
-            steps = [record.step for record in records[measured[0] :]]
-            mean = _smoothed(curve[measured[0] :], reach)
-            axes.plot(steps, mean, color=color, linewidth=1.8, label=label)
-    axes.set_ylim(bottom=0)
-    _step_axis(axes, records, theme)
-    _legend(axes, theme, columns=3)
-
-
-def _mean_over_cuts(record: StepRecord, way: Direction, name: Literal["error", "change"]) -> float:
-    wire = [count for count in record.wire if count.direction == way]
-    found = [getattr(count, name) for count in wire if getattr(count, name) is not None]
-    return sum(found) / len(found) if found else math.nan
-
-
 def _tick_bytes(nbytes: float, _position: int | None) -> str:
     number, unit = format_bytes(nbytes).split()
     return f"{float(number):g} {unit}"
-
-
-def _curves(
-    info: RunInfo, records: Sequence[StepRecord]
-) -> Iterator[tuple[str, Direction, list[float]]]:
-    """Label, direction and bytes per step, NaN where nothing was sent; cuts with equal bytes share
-    a curve.
-    """
-    rows = {key: [0] * len(records) for key in info.wire_keys(records)}
-    for index, record in enumerate(records):
-        for count in record.wire:
-            rows[count.cut, count.direction][index] = count.nbytes
-    groups: dict[tuple[Direction, str, tuple[int, ...]], list[int]] = {}
-    for (cut, direction), row in rows.items():
-        groups.setdefault((direction, info.method((cut, direction)), tuple(row)), []).append(cut)
-    for (direction, method, sent), cuts in groups.items():
-        label = f"{direction}, {method} ({_cut_list(cuts)})"
-        yield label, direction, [nbytes or math.nan for nbytes in sent]
-
-
-def _cut_list(cuts: Sequence[int]) -> str:
-    return f"cut {cuts[0]}" if len(cuts) == 1 else "cuts " + ", ".join(map(str, cuts))
 
 
 def _draw_baselines(axes: Axes, records: Sequence[StepRecord], theme: Theme) -> None:

@@ -13,6 +13,7 @@ from thinpipe.launch.distributed.handshake import versions
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.report.console import Display
 from thinpipe.launch.report.edges import edges_of, traces_of
+from thinpipe.launch.report.html import write_report
 from thinpipe.launch.report.metrics import MetricsWriter, RunInfo, StepRecord, read_metrics
 from thinpipe.launch.report.summary import summarize
 from thinpipe.launch.report.timeline import Timeline
@@ -32,6 +33,7 @@ class Records:
         self._records: list[StepRecord] = []
         self._writer: MetricsWriter | None = None
         self._pending: StepRecord | None = None
+        self._reported = False
 
     def open(self, stack: ExitStack, resume_step: int | None) -> None:
         """Begin the file, or go on with it after a step; the stack closes it."""
@@ -40,6 +42,7 @@ class Records:
         path = self._info.folder / "metrics.jsonl"
         write_config(self._config, self._info.folder / "config.toml")
         writer = stack.enter_context(MetricsWriter(path, resume_step))
+        stack.callback(self._report_so_far)  # at the end, on Ctrl-C, after a failure
         stack.callback(self.flush)
         self._records = read_metrics(path)  # of the run that is resumed
         self._writer = writer
@@ -57,6 +60,7 @@ class Records:
         if self._pending is not None:
             self._pending = replace(self._pending, eval=dict(metrics))
             self._display.evaluated(self._pending)
+            self._report_so_far()
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add numbers of the user's own to the last step."""
@@ -72,6 +76,24 @@ class Records:
         if self._writer is not None:
             self._writer.write(record)
 
+    def _report_so_far(self) -> None:
+        """Write the report of the steps so far; it is the last one if the run ends early."""
+        records = [*self._records, *([self._pending] if self._pending else [])]
+        if self._reported or not records or not self._writes:
+            return
+        summary = summarize(self._info, records)
+        try:
+            write_report(
+                self._info.folder,
+                self._info,
+                records=records,
+                timeline=(),
+                summary=summary,
+                finished=False,
+            )
+        except OSError as error:  # a full disk is no reason to stop, or to hide why a run ended
+            self._display.note(f"warning: {self._info.folder}/report.html: {error.strerror}")
+
     def report(
         self,
         hosts: Sequence[dict[str, Any] | None],
@@ -84,8 +106,6 @@ class Records:
             return
         summary = summarize(self._info, self._records, edges_of(hosts))
         if self._writes:
-            from thinpipe.launch.report.html import write_report  # slow to import
-
             write_report(
                 self._info.folder,
                 self._info,
@@ -94,6 +114,7 @@ class Records:
                 traces=traces_of(hosts),
                 summary=summary,
             )
+            self._reported = True
             if timeline is not None:
                 timeline.write(self._info.folder)
         self._display.finish(summary)

@@ -100,7 +100,7 @@ class Training:
         started = None if resume.chosen else start_from_run(self.built, config)
         # after the first epoch, when AQ-SGD sends changes
         first = max(self.start, self._sampler.steps_per_epoch)
-        self._timeline_step = min(self.steps - 1, first + 2)
+        self._timeline_step = self._full_step(min(self.steps - 1, first + 2))
         self._trace = stack.enter_context(EdgeTrace(self._carrier))
         info = describe_run(config, self.steps)
         self.display = Display(info if self.shows else None, self._trace, interactive=os.isatty(1))
@@ -120,6 +120,11 @@ class Training:
         for notice in (*beginning, *config.notices(), *self._samples.notes, *held):
             self.display.note(notice)
         self._check_memories()
+
+    def _full_step(self, step: int) -> int:
+        """The step, or the one before it if that has fewer samples, as the last of an epoch may."""
+        full = len(self._sampler.ids(step)) == len(self._sampler.ids(0))
+        return step if full or step == self.start else step - 1
 
     def left_of(self, epoch: int) -> range:
         """The steps of an epoch that are still to be done."""

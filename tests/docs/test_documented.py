@@ -38,6 +38,7 @@ RUN_ELSEWHERE = {  # by their beginnings: where, or why not
     "torchrun --nproc-per-node 4 mine.py": "tests/launch/run/test_program.py",
     "thinpipe trace ": "tests/launch/test_train.py",
     "thinpipe export ": "tests/launch/trained/test_export_hf.py",
+    "thinpipe report ": "tests/launch/run/test_report_command.py",
     "thinpipe generate ": "tests/launch/trained/test_model.py",
     "thinpipe key ": "tests/launch/overlay/test_keys.py",
     "thinpipe doctor ": "tests/launch/doctor",

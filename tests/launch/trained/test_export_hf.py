@@ -276,7 +276,7 @@ def test_the_command_exports_and_refuses_what_it_cannot(tmp_path: Path) -> None:
 def test_a_model_of_our_own_is_refused(tmp_path: Path) -> None:
     run = config()
     write_config(run, tmp_path / "config.toml")
-    with pytest.raises(ConfigError, match=r"own transformer.*no class"):
+    with pytest.raises(ConfigError, match=r"no class for the model.*--format safetensors"):
         export(tmp_path, tmp_path / "out", step=None, dtype="source")
 
 

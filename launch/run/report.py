@@ -1,0 +1,62 @@
+"""`thinpipe report`: the report of runs, from what their folders hold."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinpipe.launch.config.cli_options import refuse
+from thinpipe.launch.config.run import load_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.report.compare import ReportedRun, write_comparison
+from thinpipe.launch.report.html import write_report
+from thinpipe.launch.report.metrics import read_metrics
+from thinpipe.launch.report.summary import summarize
+from thinpipe.launch.report.timeline import FILE_NAME, read_timeline
+from thinpipe.launch.run.records import describe_run
+
+
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN_FOLDER...", help="Folders of runs.")
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="Page that compares several runs.")
+    ] = Path("comparison.html"),
+) -> None:
+    """Write the report of a run, also of one under way; several runs are compared on one page."""
+    try:
+        runs = [_read(folder) for folder in folders]
+        if len(runs) > 1:
+            write_comparison(out, runs)
+            typer.echo(str(out))
+            return
+        (run,) = runs
+        folder = run.info.folder
+        events = read_timeline(folder).events if (folder / FILE_NAME).is_file() else ()
+        written = write_report(
+            folder, run.info, records=run.records, timeline=events, summary=run.summary
+        )
+        typer.echo(str(written))
+    except (ValueError, OSError) as error:
+        refuse(error)
+
+
+def _read(folder: Path) -> ReportedRun:
+    """What the folder of a run holds.
+
+    Raises:
+        ConfigError: it is not a run's.
+        ValueError: no step is done yet, or a file is damaged.
+    """
+    for name in ("config.toml", "metrics.jsonl"):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder}: holds no {name}; name the folder of a run")
+    config = load_config(folder / "config.toml", [f"run.folder={folder}"])
+    records = read_metrics(folder / "metrics.jsonl")
+    if not records:
+        raise ValueError(f"{folder}: no step was recorded yet; wait for the first one")
+    per_epoch = max((r.step for r in records if r.epoch == 1), default=records[-1].step)
+    steps = max(records[-1].step, per_epoch * config.train.epochs)
+    info = describe_run(config, steps)
+    return ReportedRun(info, records, summarize(info, records))

@@ -1,0 +1,77 @@
+"""`thinpipe report`, and reports of runs that are not over."""
+
+import re
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.training import config
+from thinpipe.launch.cli import app
+from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.report.console import Display
+from thinpipe.launch.report.metrics import MetricsWriter, StepRecord
+from thinpipe.launch.run.records import Records, describe_run
+
+RECORD = StepRecord(
+    step=1, epoch=1, loss=3.0, tokens_per_s=100.0, step_s=0.1, bubble=0.2, wire=(), tokens=10,
+    grad_norm=1.0, lr=1e-3, skipped=False, sync_bytes=0, control_bytes=5, eval=None,
+)  # fmt: skip
+
+
+def run_in(folder: Path, losses: list[float]) -> RunConfig:
+    run = config(run={"folder": str(folder), "name": folder.name}, train={"epochs": 2})
+    folder.mkdir()
+    write_config(run, folder / "config.toml")
+    with MetricsWriter(folder / "metrics.jsonl", None) as writer:
+        for step, loss in enumerate(losses, 1):
+            writer.write(replace(RECORD, step=step, loss=loss))
+    return run
+
+
+def test_the_report_of_a_run_under_way_is_written_from_its_folder(tmp_path: Path) -> None:
+    run_in(tmp_path / "one", [3.0, 2.5, 2.0])
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "one")])
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "one" / "report.html").read_text()
+    assert "So far: step 3 of 6." in page
+    assert "step 2: each step 2.5" in page
+
+
+def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
+    for name, losses in (("one", [3.0, 2.0]), ("two", [3.0, 1.0, 0.5])):
+        run_in(tmp_path / name, losses)
+    out = tmp_path / "both.html"
+    words = ["report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(out)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    text = re.sub("<[^>]*>", " ", out.read_text())
+    assert re.search(r"Training loss, last epoch\s+2\.5000\s+1\.5000", text)
+    assert not (tmp_path / "one" / "report.html").exists()
+
+
+@pytest.mark.parametrize(("folder", "problem"), [("", "no config.toml"), ("one", "no step was")])
+def test_what_is_no_run_or_has_no_step_is_named(folder: str, problem: str, tmp_path: Path) -> None:
+    run_in(tmp_path / "one", [])
+    done = CliRunner().invoke(app, ["report", str(tmp_path / folder)])
+    assert done.exit_code == 2
+    assert problem in done.output
+
+
+def test_a_report_is_there_after_every_evaluation_and_when_a_run_ends_early(
+    tmp_path: Path,
+) -> None:
+    run = config(run={"folder": str(tmp_path)})
+    info = describe_run(run, 10)
+    page = tmp_path / "report.html"
+    records = Records(run, info, Display(None, None, interactive=False), writes=True)
+    with ExitStack() as stack:
+        records.open(stack, None)
+        records.add(RECORD)
+        assert not page.exists()
+        records.evaluated({"loss": 2.75})
+        assert "step 1 of 10" in page.read_text()
+        assert "2.7500" in page.read_text()
+        records.add(replace(RECORD, step=2, loss=2.0))
+    assert "step 2 of 10" in page.read_text()
