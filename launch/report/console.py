@@ -96,11 +96,11 @@ class Display:
         """Print which AQ-SGD memories were reset."""
         self.note(f"memories of the two ends differed and were reset: {format_repaired(repaired)}")
 
-    def finish(self, summary: Summary) -> None:
-        """Replace the live panel by the final tables."""
+    def finish(self, summary: Summary, *, written: bool = True) -> None:
+        """Replace the live panel by the final tables; the report is named if it is here."""
         if self._view is not None and self._info is not None:
             self._view.stop(clear=True)
-            self._console.print(_final(self._info, summary))
+            self._console.print(_final(self._info, summary, written=written))
 
     def __enter__(self) -> Self:
         if self._view is not None:
@@ -249,8 +249,9 @@ class _Panel:
             BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
             TextColumn("{task.percentage:.0f} %"),
             TimeElapsedColumn(),
-            TextColumn("left", style="dim"),
+            TextColumn("elapsed,", style="dim"),
             TimeRemainingColumn(),
+            TextColumn("left", style="dim"),
             console=console,
             expand=True,
             speed_estimate_period=600.0,
@@ -401,7 +402,7 @@ def _mbps(nbytes: int, record: StepRecord) -> str:
     return f"{nbytes * 8 / record.step_s / 1e6:,.1f}" if record.step_s > 0 else NOTHING
 
 
-def _final(info: RunInfo, summary: Summary) -> RenderableType:
+def _final(info: RunInfo, summary: Summary, *, written: bool) -> RenderableType:
     losses = summary["eval"] or {}
     cells = [
         ("loss, mean of last epoch", format_loss(summary["final_loss"])),
@@ -429,8 +430,10 @@ def _final(info: RunInfo, summary: Summary) -> RenderableType:
         parts += [Text(note, style="dim"), ""]
     if summary["edges"]:
         parts += [edge_table(summary["edges"]), ""]
-    where = Text.assemble(("report  ", "dim"), str(info.folder / "report.html"), overflow="fold")
-    return Group(*parts, where)
+    if written:
+        page = str(info.folder / "report.html")
+        parts.append(Text.assemble(("report  ", "dim"), page, overflow="fold"))
+    return Group(*parts)
 
 
 def _final_traffic(summary: Summary) -> Table:

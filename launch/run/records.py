@@ -117,7 +117,7 @@ class Records:
             self._reported = True
             if timeline is not None:
                 timeline.write(self._info.folder)
-        self._display.finish(summary)
+        self._display.finish(summary, written=self._writes)
 
 
 def describe_run(config: RunConfig, steps: int) -> RunInfo:

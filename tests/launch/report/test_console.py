@@ -168,6 +168,16 @@ def test_log_has_no_control_characters_even_where_colour_is_forced(
     assert [char for char in text if ord(char) < 32 and char != "\n"] == []
 
 
+def test_a_report_that_is_on_another_machine_is_not_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    info, records = _info(), [_record(1)]
+    for written in (True, False):
+        with Display(info, interactive=False) as display:
+            display.finish(summarize(info, records), written=written)
+        assert ("report.html" in capsys.readouterr().out) is written
+
+
 def test_log_prints_first_last_and_evaluated_steps_only() -> None:
     records = [_record(step, evaluated=step == 50) for step in (*range(1, 100), 10_000)]
     lines = _show(_info(), records, interactive=False, finish=False).splitlines()
