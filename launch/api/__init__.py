@@ -26,9 +26,11 @@ if TYPE_CHECKING:
     from thinpipe.aqsgd.transform.config import TransformConfig as Transform
     from thinpipe.launch.config.boundary import BoundaryConfig as Boundary
     from thinpipe.launch.run.program import Pipeline, Run
+    from thinpipe.launch.trained.model import load
     from thinpipe.pipeline.config import DirectConfig as Direct
     from thinpipe.pipeline.config import RawConfig as Raw
     from thinpipe.pipeline.config import StatelessConfig as Stateless
+    from thinpipe.pipeline.models.hf.families import register_family
 
 __all__ = [
     "AQSGD",
@@ -41,6 +43,8 @@ __all__ = [
     "Run",
     "Stateless",
     "Transform",
+    "load",
+    "register_family",
 ]
 
 __version__ = _version("thinpipe")
@@ -56,6 +60,8 @@ _PLACES = {
     "Run": ("launch.run.program", "Run"),
     "Stateless": ("pipeline.config", "StatelessConfig"),
     "Transform": ("aqsgd.transform.config", "TransformConfig"),
+    "load": ("launch.trained.model", "load"),
+    "register_family": ("pipeline.models.hf.families", "register_family"),
 }
 """Imported when they are first used: torch takes seconds."""
 
