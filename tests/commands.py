@@ -60,6 +60,7 @@ class Command:
 
 def _be(arguments: list[str], paths: list[str], folder: str, environment: dict[str, str]) -> None:
     from thinpipe.launch import __main__, cli
+    from thinpipe.launch.run import script
 
     for fd, path in enumerate(paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), fd)
@@ -71,6 +72,7 @@ def _be(arguments: list[str], paths: list[str], folder: str, environment: dict[s
     sys.argv = ["thinpipe", *arguments]
     __main__.fork_server.start = lambda: None  # everything is loaded
     cli.run_local = _fork_ranks
+    script.START_METHOD = "fork"
     __main__.main()
 
 

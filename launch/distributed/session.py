@@ -146,10 +146,11 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
     """
     world = int(os.environ["WORLD_SIZE"])
     if world != config.world_size and problem is None:
+        count = config.pipeline.shards
+        shards = f" and pipeline.shards = {count}" if count > 1 else ""
         problem = (
             f"{world} processes were started, but {config.pipeline.stages} stages "
-            f"(pipeline.cuts) with pipeline.replicas = {config.pipeline.replicas} "
-            f"and pipeline.shards = {config.pipeline.shards} need "
+            f"(pipeline.cuts) with pipeline.replicas = {config.pipeline.replicas}{shards} need "
             f"{config.world_size}; "
             f"start {config.world_size} (torchrun: nnodes x nproc-per-node)"
         )
