@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,8 +46,9 @@ def save_model(session: Session, built: Built, path: Path) -> None:
     if mesh.rank == 0:
         try:
             _write(state, path)
-        except OSError as error:
-            problem = f"{path}: {error.strerror}; choose a writable place with free space"
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            problem = f"{path}: {reason}; choose a writable place with free space"
     problems = [text for text in gather_json(transport, problem) if text]
     if problems:
         raise OSError(problems[0])
@@ -81,7 +83,10 @@ def _receive(
     link = transport.link(rank, WEIGHTS, f"weights, rank {rank} -> rank 0")
     found, number = {}, 0
     for name, dtype, shape in listed:
-        tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise TransportError(f"rank {rank} offers {name} as {dtype!r}, which is no type")
+        tensor = torch.empty(tuple(shape), dtype=kind)
         for piece in torch.split(_bytes(tensor), _PIECE_NBYTES):
             link.begin_pass(number)
             link.expect(0, piece.numel() + CHECKSUM_NBYTES)
@@ -101,6 +106,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _write(state: Mapping[str, Tensor], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
-    save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, partial)
-    partial.chmod(0o644)  # safetensors lets only its owner read
-    os.replace(partial, path)
+    try:
+        save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, partial)
+        partial.chmod(0o644)  # safetensors lets only its owner read
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
