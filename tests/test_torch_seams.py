@@ -10,6 +10,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.pipelining import _utils, schedules
 from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from thinpipe.pipeline.stage import CompressedStage
 
@@ -107,3 +108,24 @@ def test_the_local_launcher_is_configured_as_we_do() -> None:
 def test_this_torch_is_in_the_supported_range() -> None:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     assert (2, 11) <= (major, minor) < (2, 14)
+
+
+def test_constructors_can_be_recorded() -> None:
+    """What pipeline/models/own/deferred.py relies on."""
+    draw = inspect.signature(torch.nn.init._no_grad_trunc_normal_).parameters
+    assert list(draw) == ["tensor", "mean", "std", "a", "b", "generator"]
+    recorded = []
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            recorded.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with torch.device("meta"), Recorder():  # type: ignore[no-untyped-call]
+        one = torch.empty(2, 3).normal_()
+    assert [str(func) for func in recorded] == ["aten.empty.memory_format", "aten.normal_.default"]
+    assert torch.Tag.nondeterministic_seeded in recorded[1].tags
+    assert recorded[1]._schema.is_mutable
+    assert one.untyped_storage()._cdata == one.T.untyped_storage()._cdata
