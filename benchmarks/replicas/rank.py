@@ -44,7 +44,8 @@ class Method:
 class Plan:
     """What all ranks measure, in this order: every rate, every method, that many steps.
 
-    `parameters` are those of one rank. Without cuts a step sleeps `compute_s`.
+    `parameters` are those of one rank. Without `shape` a replica is one rank, and a step sleeps
+    `compute_s`.
     """
 
     methods: Sequence[Method]
@@ -54,11 +55,12 @@ class Plan:
     compute_s: float
     shape: PaperShape | None = None
     replicas: int = 2
+    stages: int = 2
 
     @property
     def pipeline_ranks(self) -> int:
         """Ranks of one replica."""
-        return 1 if self.shape is None else 2
+        return 1 if self.shape is None else self.stages
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from thinpipe.launch.doctor.host import (
     describe_host,
 )
 from thinpipe.launch.doctor.links import listen, measure_links
+from thinpipe.launch.doctor.devices import as_hosts, own_devices
 from thinpipe.launch.doctor.report import as_network, draw_links, show_links, show_results
 from thinpipe.launch.doctor.result import CheckResult, problem
 from thinpipe.launch.host.interfaces import interface_to, parse_endpoint, reachable_address
@@ -99,14 +100,18 @@ class _Diagnosis:
             )
             group = join_group(network, self._nnodes, wait_s=self._wait_s)
             hosts = [HostInfo(**fields) for fields in group.gather("info", vars(info))]
-            links = measure_links(group, hosts, server, network, window_s=self._window_s)
+            links = measure_links(
+                group, hosts, server, network, window_s=self._window_s, report=typer.echo
+            )
+            wanted = any(group.gather("save", save is not None))
+            devices = group.gather("device", own_devices(self._config)) if wanted else []
             group.close()
             hidden = check_reachable(network.overlay.roster) if network.overlay else []
         names = names_of(hosts)
         if links:
             show_links(console, names, links)
         if save is not None:
-            as_network(len(hosts), links).write(save, names)
+            as_network(len(hosts), links).write(save, as_hosts(names, devices))
             draw_links(save.with_suffix(".png"), names, links)
             console.print(f"written: {save}, {save.with_suffix('.png')}", soft_wrap=True)
         own = [CheckResult(**result) for host in hosts for result in host.results]

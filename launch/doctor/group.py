@@ -29,10 +29,10 @@ class HostGroup:
     is_server: bool
     wait_s: float
 
-    def gather(self, key: str, value: Any) -> list[Any]:
+    def gather(self, key: str, value: Any, wait_s: float | None = None) -> list[Any]:
         """Every host's value, in order."""
         self.publish(f"{key}/{self.index}", value)
-        return [self.wait_for(f"{key}/{index}") for index in range(self.hosts)]
+        return [self.wait_for(f"{key}/{index}", wait_s) for index in range(self.hosts)]
 
     def close(self) -> None:
         """Leave the group; the host of the store waits until the others have left."""

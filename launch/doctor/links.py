@@ -1,14 +1,17 @@
-"""Measures every link, one after the other: connectivity, round trip, rate, clock offset."""
+"""Measures every link: connectivity, round trip, clock offset, and then rates."""
 
+import contextlib
 import socket
 import struct
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 from thinpipe.launch.distributed.network import HostNetwork
-from thinpipe.launch.doctor.group import HostGroup
+from thinpipe.launch.doctor.group import DoctorError, HostGroup
 from thinpipe.launch.doctor.host import HostInfo
-from thinpipe.launch.host.links import links
+from thinpipe.launch.doctor.rounds import Progress, own_links
+from thinpipe.launch.host.links import Pair
 from thinpipe.launch.host.tcp_probe import answer_pings, flood, payload_bps, ping
 from thinpipe.launch.overlay.process import Overlay
 
@@ -16,6 +19,7 @@ _CONNECT_S = 3.0
 _POLL_S = 0.05
 _IP_MTU = 14  # not in the socket module
 _DOUBLE = struct.Struct("!d")
+_START = b"s"
 _WARM_UP_TRIPS = 10  # slow start doubles the rate once a round trip
 
 
@@ -36,6 +40,10 @@ class LinkInfo:
     bbr: bool = False
 
 
+_Open = tuple[LinkInfo, socket.socket | None]
+"""What is known of a link yet, and the connection over which it is measured, if it is open."""
+
+
 def listen(network: HostNetwork) -> socket.socket:
     """Listen on a port that the system chooses, as gloo does, and let the other hosts reach it."""
     server = socket.create_server((network.address, 0), backlog=64)
@@ -51,49 +59,126 @@ def measure_links(
     network: HostNetwork,
     *,
     window_s: float,
+    report: Callable[[str], None],
 ) -> list[LinkInfo]:
     """Measure all ordered pairs; a collective with the same result on every host.
+
+    Disjoint pairs at once: first the round trips of all, which floods would lengthen where links
+    share an uplink, then the rates. `report` is told how far this host is.
 
     Raises:
         DoctorError: a host was lost.
     """
     server.settimeout(group.wait_s)
-    found = []
-    for source, target in links(group.hosts):
-        key = f"link/{source}/{target}"
-        if group.index == source:
-            link = _send(group, hosts[target], LinkInfo(source, target), network)
-            group.publish(key, asdict(link))
-        elif group.index == target:
-            _receive(group, server, f"open/{source}/{target}", window_s=window_s)
-        found.append(LinkInfo(**group.wait_for(key, group.wait_s + 20 * window_s)))
-    return found
+    own = list(own_links(group.index, group.hosts))
+    with contextlib.ExitStack() as stack:
+        opened: list[_Open] = []
+        for pair in own:
+            with _naming_the_lost(hosts, pair):
+                link, connection = _open(group, hosts, pair, server, network)
+            opened.append((link, connection and stack.enter_context(connection)))
+        group.gather("round trips", True)
+        measured, progress = [], Progress(len(own), report)
+        for link, connection in opened:
+            with _naming_the_lost(hosts, _pair(link)):
+                rate_bps = _rate(group, link, connection, window_s) if connection else 0.0
+            measured.append(replace(link, rate_bps=rate_bps))
+            progress.advance(f"{hosts[link.source].name} -> {hosts[link.target].name}")
+    if network.overlay is not None:
+        measured = [_with_state(link, group.index, network.overlay) for link in measured]
+    sent = [asdict(link) for link in measured if link.source == group.index]
+    everyone = group.gather("links", sent, group.wait_s + 4 * window_s * group.hosts)
+    return sorted((LinkInfo(**link) for links in everyone for link in links), key=_pair)
 
 
-def _send(group: HostGroup, to: HostInfo, link: LinkInfo, network: HostNetwork) -> LinkInfo:
-    key = f"open/{link.source}/{link.target}"
+def _pair(link: LinkInfo) -> Pair:
+    return link.source, link.target
+
+
+def _open(
+    group: HostGroup,
+    hosts: Sequence[HostInfo],
+    pair: Pair,
+    server: socket.socket,
+    network: HostNetwork,
+) -> _Open:
+    """Connect and measure the round trip."""
+    source, target = pair
+    if group.index == source:
+        return _connect(group, hosts[target], LinkInfo(source, target), network)
+    return _accept(group, LinkInfo(source, target), server)
+
+
+def _connect(group: HostGroup, to: HostInfo, link: LinkInfo, network: HostNetwork) -> _Open:
+    key = f"{link.source} to {link.target}"
+    group.wait_for(f"ready for {key}")
     try:
         if network.overlay is not None:
             _await_link(network.overlay, link.target, to.port)
         connection = socket.create_connection((to.address, to.port), timeout=_CONNECT_S)
     except OSError as error:
-        group.publish(key, False)
         reason = "no answer" if isinstance(error, TimeoutError) else str(error.strerror)
-        return LinkInfo(link.source, link.target, closed=reason)
-    group.publish(key, True)
-    with connection:
-        connection.settimeout(group.wait_s)
-        trip_s = ping(connection)
-        offset_s = _clock_offset_s(connection)
-        connection.sendall(_DOUBLE.pack(trip_s))
+        group.publish(f"open {key}", False)
+        return replace(link, closed=reason), None
+    group.publish(f"open {key}", True)
+    connection.settimeout(group.wait_s)
+    trip_s = ping(connection)
+    offset_s = _clock_offset_s(connection)
+    connection.sendall(_DOUBLE.pack(trip_s))
+    mtu = connection.getsockopt(socket.IPPROTO_IP, _IP_MTU)
+    return (
+        replace(link, round_trip_s=trip_s, clock_offset_s=offset_s, path_mtu=mtu),
+        connection,
+    )
+
+
+def _accept(group: HostGroup, link: LinkInfo, server: socket.socket) -> _Open:
+    key = f"{link.source} to {link.target}"
+    group.publish(f"ready for {key}", True)  # before, its connection could be taken for another
+    if not group.wait_for(f"open {key}"):
+        return replace(link, closed="its source says why"), None
+    connection, _ = server.accept()
+    connection.settimeout(group.wait_s)
+    answer_pings(connection)
+    connection.sendall(_DOUBLE.pack(_clock(connection)))
+    trip_s = _DOUBLE.unpack(connection.recv(_DOUBLE.size, socket.MSG_WAITALL))[0]
+    return replace(link, round_trip_s=trip_s), connection
+
+
+def _rate(
+    group: HostGroup, link: LinkInfo, connection: socket.socket, window_s: float
+) -> float:
+    """bit/s of payload: the target measures when it is ready, the source floods until then."""
+    key = f"rate of {link.source} to {link.target}"
+    if group.index == link.source:
+        connection.recv(len(_START), socket.MSG_WAITALL)
         flood(connection)
-        mtu, bbr = connection.getsockopt(socket.IPPROTO_IP, _IP_MTU), False
-    if network.overlay is not None:
-        name = network.overlay.roster.hosts[link.target].name
-        state = network.overlay.client().ask("status")["links"][name]
-        mtu, bbr = state["path_mtu"], state["bbr"]
-    rate_bps = group.wait_for(f"rate/{link.source}/{link.target}")
-    return LinkInfo(link.source, link.target, None, trip_s, rate_bps, offset_s, mtu, bbr)
+        return float(group.wait_for(key))
+    connection.sendall(_START)
+    warm_up_s = window_s / 2 + _WARM_UP_TRIPS * link.round_trip_s
+    rate_bps = payload_bps(connection, warm_up_s, window_s + 4 * link.round_trip_s)
+    connection.close()
+    group.publish(key, rate_bps)
+    return rate_bps
+
+
+@contextlib.contextmanager
+def _naming_the_lost(hosts: Sequence[HostInfo], pair: Pair) -> Iterator[None]:
+    """Say between which hosts a measurement failed."""
+    try:
+        yield
+    except (OSError, DoctorError) as error:
+        source, target = (hosts[index].name for index in pair)
+        text = str(error) if isinstance(error, DoctorError) else f"{error}; start doctor again"
+        raise DoctorError(f"{source} -> {target}: {text}") from None
+
+
+def _with_state(link: LinkInfo, host: int, overlay: Overlay) -> LinkInfo:
+    """What the overlay knows of a link from this host."""
+    if link.source != host or link.closed is not None:
+        return link
+    state = overlay.client().ask("status")["links"][overlay.roster.hosts[link.target].name]
+    return replace(link, path_mtu=state["path_mtu"], bbr=state["bbr"])
 
 
 def _await_link(overlay: Overlay, target: int, port: int) -> None:
@@ -109,20 +194,6 @@ def _await_link(overlay: Overlay, target: int, port: int) -> None:
         if time.monotonic() > limit_s:
             raise TimeoutError
         time.sleep(_POLL_S)
-
-
-def _receive(group: HostGroup, server: socket.socket, key: str, *, window_s: float) -> None:
-    if not group.wait_for(key):
-        return
-    connection, _ = server.accept()
-    with connection:
-        connection.settimeout(group.wait_s)
-        answer_pings(connection)
-        connection.sendall(_DOUBLE.pack(_clock(connection)))
-        trip_s = _DOUBLE.unpack(connection.recv(_DOUBLE.size, socket.MSG_WAITALL))[0]
-        warm_up_s = window_s / 2 + _WARM_UP_TRIPS * trip_s
-        rate_bps = payload_bps(connection, warm_up_s, window_s + 4 * trip_s)
-    group.publish(key.replace("open", "rate"), rate_bps)
 
 
 def _clock_offset_s(connection: socket.socket) -> float:

@@ -99,7 +99,7 @@ def _place(
 
     if network is None:
         raise ValueError("--place: needs the links; give --network NET.JSON (`doctor --save`)")
-    cluster = read_cluster(network)
+    cluster = read_cluster(network).seen_from(config.network.own_name())
     blocks = _blocks(console, config, [1.0])[0]
     choices = choose(config, blocks, cluster)
     show_choice(console, cluster, choices)

@@ -7,7 +7,7 @@ sender.
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -51,11 +51,11 @@ class Network:
             tuple(tuple(spec.delay_s.get((i, j), 0.0) for j in hosts) for i in hosts),
         )
 
-    def write(self, path: Path, names: Sequence[str] = ()) -> None:
-        """Write what `read` reads, and the names of the hosts for `plan --place`."""
+    def write(self, path: Path, hosts: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Write what `read` reads, and what `plan --place` knows of hosts."""
         content: dict[str, Any] = {"rate_bps": self.rate_bps, "latency_s": self.latency_s}
-        if names:
-            content["hosts"] = [{"name": name} for name in names]
+        if hosts:
+            content["hosts"] = list(map(dict, hosts))
         path.write_text(json.dumps(content, indent=1) + "\n")
 
     @property

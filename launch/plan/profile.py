@@ -153,6 +153,14 @@ def measure_blocks(
     return Measured([found[kind] for kind in shapes], next(filter(None, warnings), None))
 
 
+def typical_block_s(config: RunConfig) -> float:
+    """Seconds of a forward, backward and update of the kind of block that there are most of."""
+    shapes = [_shapes(config, first) for first in range(config.model.layers)]
+    bench = _Bench(config, shapes.index(statistics.mode(shapes)))
+    _time_in_rotation([bench])
+    return sum(map(steady_median, zip(*bench.rounds, strict=True)))
+
+
 def _shapes(config: RunConfig, first: int) -> _Shapes:
     with torch.device("meta"):
         return tuple(p.shape for p in build_blocks(config, first, device="meta").parameters())

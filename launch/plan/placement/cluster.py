@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -64,6 +64,14 @@ class Cluster:
         np.fill_diagonal(latency_HH, 0.0)
         found = names or [f"host{index}" for index in range(network.hosts)]
         return cls(tuple(Host(name) for name in found), rate_HH, latency_HH)
+
+    def seen_from(self, name: str) -> "Cluster":
+        """The same with speeds relative to that of a host; unchanged if there is none so named."""
+        for host in self.hosts:
+            if host.name == name:
+                own = tuple(replace(other, speed=other.speed / host.speed) for other in self.hosts)
+                return replace(self, hosts=own)
+        return self
 
     @property
     def devices(self) -> int:

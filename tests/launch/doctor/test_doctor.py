@@ -15,6 +15,7 @@ from thinpipe.launch.config.network import KEY_FILE
 from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.overlay import keys
 from thinpipe.launch.plan.network import Network
+from thinpipe.launch.plan.placement.cluster_files import read_cluster
 from thinpipe.launch.shaped.linux import ShapedError
 from thinpipe.launch.shaped.names import host_address
 from thinpipe.launch.shaped.network import ShapedNetwork
@@ -51,18 +52,25 @@ def net() -> Iterator[ShapedNetwork]:
 
     A network per test, as tests change routes and kernel settings in it.
     """
+    with shaped(NetworkSpec.of(3, "40mbit", delay="10ms", pairs=["0,2=1mbit"])) as network:
+        yield network
+
+
+def shaped(spec: NetworkSpec) -> ShapedNetwork:
     try:
-        network = ShapedNetwork(NetworkSpec.of(3, "40mbit", delay="10ms", pairs=["0,2=1mbit"]))
+        return ShapedNetwork(spec)
     except ShapedError as error:
         pytest.skip(str(error))
-    with network:
-        yield network
 
 
 def diagnose(net: ShapedNetwork, tmp_path: Path, hosts: list[Host], *more: str) -> list[Outcome]:
     run = tmp_path / "run.toml"
-    run.write_text(f"[run]\nfolder = '{tmp_path}/run'\n[pipeline]\ncuts = [2, 4]\n")
-    common = ["doctor", str(run), "--nnodes", "3", "--rdzv", "host0:29500"]
+    cuts = [2, 4] if len(hosts) == 3 else list(range(1, len(hosts)))
+    run.write_text(
+        f"[run]\nfolder = '{tmp_path}/run'\n[pipeline]\ncuts = {cuts}\n"
+        f"[model]\nlayers = {max(6, len(hosts))}\n"
+    )
+    common = ["doctor", str(run), "--nnodes", str(len(hosts)), "--rdzv", "host0:29500"]
     if not (tmp_path / "run.key").exists():
         keys.new(tmp_path / "run.key")
     os.environ[KEY_FILE] = str(tmp_path / "run.key")
@@ -74,7 +82,7 @@ def diagnose(net: ShapedNetwork, tmp_path: Path, hosts: list[Host], *more: str) 
         done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
         return Outcome(done.exit_code, " ".join(done.output.split()))
 
-    return net.run(doctor, timeout_s=120)
+    return net.run(doctor, timeout_s=60 + 20 * len(hosts))
 
 
 def _prepare(host: Host) -> None:
@@ -179,3 +187,17 @@ def test_a_blocked_link_is_reported(net: ShapedNetwork, tmp_path: Path) -> None:
         assert "problem host1 -> host2: cannot connect (no answer)" in outcome.text
         assert "one of host1 and host2 must accept connections from the other" in outcome.text
         assert "problem host0" not in outcome.text
+
+
+def test_sixteen_hosts_are_measured_in_rounds(tmp_path: Path) -> None:
+    with shaped(NetworkSpec.of(16, "20mbit", delay="5ms", pairs=["3,12=2mbit"])) as net:
+        found = diagnose(net, tmp_path, [Host()] * 16, "--wait", "200")
+    for outcome in found:
+        assert outcome.code == 0, outcome.text
+        assert "of this host's 30 links" in outcome.text
+        assert "warning host12 -> host3: " in outcome.text
+    cluster = read_cluster(tmp_path / "net5.json")
+    assert cluster.devices == 16
+    assert cluster.rate_HH[3, 12] < 2.4e6 < cluster.rate_HH[3, 11] < 24e6
+    assert 0 < cluster.memory_D.min() < cluster.memory_D.max() < 1e13
+    assert cluster.speed_D[0] == 1

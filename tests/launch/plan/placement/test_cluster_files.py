@@ -33,8 +33,11 @@ def test_links_differ_by_direction() -> None:
 def test_what_a_network_writes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "net.json"
     network = Network.uniform(3, 5e6, 0.01)
-    network.write(path, ["a", "b", "c"])
+    speeds = {"a": 1.0, "b": 0.5, "c": 2.0}
+    network.write(path, [{"name": name, "speed": speed} for name, speed in speeds.items()])
     found, direct = read_cluster(path), Cluster.of(network)
+    assert found.seen_from("b").speed_D.tolist() == [2, 1, 4]
+    assert found.seen_from("elsewhere").speed_D.tolist() == [1, 0.5, 2]
     assert [host.name for host in found.hosts] == ["a", "b", "c"]
     assert Network.read(path).rate_bps[0][1] == 5e6
     assert (found.rate_HH == direct.rate_HH).all()

@@ -1,0 +1,5 @@
+"""`python -m benchmarks.placement`."""
+
+from benchmarks.placement.run import main
+
+main()
