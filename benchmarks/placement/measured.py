@@ -221,7 +221,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
         )
         print(*cells[-1], flush=True)
-    print(format_table(("network, compression", "layout", "predicted s", "measured s", "error"), cells))
+    print(
+        format_table(
+            ("network, compression", "layout", "predicted s", "measured s", "error"), cells
+        )
+    )
 
 
 if __name__ == "__main__":

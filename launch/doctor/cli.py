@@ -14,6 +14,7 @@ from thinpipe.launch.config.cli_options import SetOption, refuse
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.distributed.network import HostNetwork, several_machines
 from thinpipe.launch.doctor.checks import check_all, check_reachable, names_of
+from thinpipe.launch.doctor.devices import as_hosts, own_devices
 from thinpipe.launch.doctor.group import DoctorError, join_group
 from thinpipe.launch.doctor.host import (
     HostInfo,
@@ -23,7 +24,6 @@ from thinpipe.launch.doctor.host import (
     describe_host,
 )
 from thinpipe.launch.doctor.links import listen, measure_links
-from thinpipe.launch.doctor.devices import as_hosts, own_devices
 from thinpipe.launch.doctor.report import as_network, draw_links, show_links, show_results
 from thinpipe.launch.doctor.result import CheckResult, problem
 from thinpipe.launch.host.interfaces import interface_to, parse_endpoint, reachable_address

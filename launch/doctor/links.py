@@ -145,9 +145,7 @@ def _accept(group: HostGroup, link: LinkInfo, server: socket.socket) -> _Open:
     return replace(link, round_trip_s=trip_s), connection
 
 
-def _rate(
-    group: HostGroup, link: LinkInfo, connection: socket.socket, window_s: float
-) -> float:
+def _rate(group: HostGroup, link: LinkInfo, connection: socket.socket, window_s: float) -> float:
     """bit/s of payload: the target measures when it is ready, the source floods until then."""
     key = f"rate of {link.source} to {link.target}"
     if group.index == link.source:

@@ -26,10 +26,10 @@ def apply_plan(
     path: Path,
     cuts: Sequence[int],
     boundaries: Sequence[Mapping[str, Any]] | None,
-    settings: Mapping[str, Any] | None = None,
+    sections: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """Put the cuts, other settings of the pipeline, and the boundary tables if there are any, into
-    the run file.
+    """Put the cuts, settings of other sections or of the pipeline, and the boundary tables if there
+    are any, into the run file.
 
     Raises:
         ConfigError: the edited file would not read back as intended; nothing is written.
@@ -37,17 +37,21 @@ def apply_plan(
     text = path.read_text()
     expected = tomllib.loads(text)
     pipeline = {k: v for k, v in expected.get("pipeline", {}).items() if k != "stages"}
-    expected["pipeline"] = pipeline | {"cuts": list(cuts), **(settings or {})}
+    expected["pipeline"] = pipeline | {"cuts": list(cuts)}
+    for name, settings in (sections or {}).items():
+        expected[name] = {**expected.get(name, {}), **settings}
     if boundaries is not None:
         expected["boundary"] = [dict(boundary) for boundary in boundaries]
     try:
-        edited = _edit(text, cuts, boundaries, settings or {})
+        edited = _edit(text, cuts, boundaries, sections or {})
         is_right = tomllib.loads(edited) == expected
     except (TOMLKitError, tomllib.TOMLDecodeError):
         is_right = False
     if not is_right:
         tables: dict[str, Any] = {
-            key: expected[key] for key in ("pipeline", "boundary") if key in expected
+            key: expected[key]
+            for key in ("pipeline", "boundary", *(sections or {}))
+            if key in expected
         }
         raise ConfigError(
             f"{path}: --apply cannot edit this file; put this into it by hand:\n"
@@ -62,7 +66,7 @@ def _edit(
     text: str,
     cuts: Sequence[int],
     boundaries: Sequence[Mapping[str, Any]] | None,
-    settings: Mapping[str, Any],
+    sections: Mapping[str, Mapping[str, Any]],
 ) -> str:
     document = tomlkit.parse(text)
     pipeline: Any = document.setdefault("pipeline", tomlkit.table())
@@ -71,8 +75,10 @@ def _edit(
     comments = _COMMENT.findall(lines)
     pipeline.pop("stages", None)
     pipeline["cuts"] = list(cuts)
-    for key, value in settings.items():
-        pipeline[key] = value
+    for name, settings in sections.items():
+        section: Any = document.setdefault(name, tomlkit.table())
+        for key, value in settings.items():
+            section[key] = value
     if comments:
         pipeline["cuts"].comment("  ".join(comments).removeprefix("# "))
     if boundaries is not None:

@@ -21,7 +21,7 @@ from thinpipe.launch.plan.predict import Blocks, Prediction, predict
 from thinpipe.launch.plan.simulate import Message
 from thinpipe.launch.report.metrics import WireKey
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
-from thinpipe.pipeline.wire.header import DIRECTIONS
+from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 _AS_FAST = 1.05
 _CASTS: tuple[Spec, ...] = (RawConfig(format="bf16"), RawConfig(format="fp32"))
@@ -85,13 +85,30 @@ def recommend(
 def measure_candidates(config: RunConfig) -> Candidates:
     """Every level of fidelity for each cut and direction."""
     measure = message_meter(config)
+    return {
+        key: [Candidate(spec, measure(spec, key[1])) for spec in levels(config, spec, key[1])]
+        for key, spec in config.specs.items()
+    }
+
+
+def levels(config: RunConfig, configured: Spec, direction: Direction) -> list[Spec]:
+    """What a direction may be set to instead of what the run file has, the least fidelity first."""
     forward = _FORWARD if config.train.epochs > 1 else _FORWARD_ONCE
-    candidates: dict[WireKey, list[Candidate]] = {}
-    for (cut, direction), configured in config.specs.items():
-        levels = forward if direction == "forward" else _BACKWARD
-        specs = [_like(configured, level) for level in levels]
-        candidates[cut, direction] = [Candidate(spec, measure(spec, direction)) for spec in specs]
-    return candidates
+    return [
+        _like(configured, level) for level in (forward if direction == "forward" else _BACKWARD)
+    ]
+
+
+def fidelity(spec: Spec) -> float:
+    """A measure of it: bits per value, after entropy coding.
+
+    Tiles count for less, as whole activations need more bits than gradients.
+    """
+    if isinstance(spec, RawConfig):
+        return 32 if spec.format == "fp32" else 16
+    if isinstance(spec, StatelessConfig):
+        return spec.bits - _TILE_PENALTY
+    return spec.bits if spec.rate is None else math.log2(4 / spec.rate)
 
 
 def _like(configured: Spec, level: Spec) -> Spec:
@@ -110,20 +127,20 @@ def allocate_bits(
 ) -> list[Recommendation]:
     """Raise fidelities while links carry a microbatch within `slot_s`; return the whole path."""
     payload = network.payload()
-    levels = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
+    level_of = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
 
     def fits(trial: Mapping[WireKey, int]) -> bool:
         nbytes = {key: candidates[key][level].message.nbytes for key, level in trial.items()}
         return _busiest_s(cuts, nbytes, payload) <= slot_s
 
-    overlaps, path = fits(levels), [levels]
-    open_keys = set(levels) if overlaps else set()
+    overlaps, path = fits(level_of), [level_of]
+    open_keys = set(level_of) if overlaps else set()
     while open_keys:
-        key = min(open_keys, key=lambda k: (_bits(candidates[k][levels[k]].spec), k[1], k[0]))
-        raised = {**levels, key: levels[key] + 1}
+        key = min(open_keys, key=lambda k: (fidelity(candidates[k][level_of[k]].spec), k[1], k[0]))
+        raised = {**level_of, key: level_of[key] + 1}
         if raised[key] < len(candidates[key]) and fits(raised):
-            levels = raised
-            path.append(levels)
+            level_of = raised
+            path.append(level_of)
         else:
             open_keys.discard(key)
     return [
@@ -153,15 +170,3 @@ def _busiest_s(cuts: Sequence[int], nbytes: Mapping[WireKey, int], payload: Netw
     uplinks_s = [payload.uplink_s(host, size) for host, size in enumerate(up)]
     downlinks_s = [payload.downlink_s(host, size) for host, size in enumerate(down)]
     return max(uplinks_s + downlinks_s + links_s)
-
-
-def _bits(spec: Spec) -> float:
-    """A measure of fidelity: bits per value, after entropy coding.
-
-    Tiles count for less, as whole activations need more bits than gradients.
-    """
-    if isinstance(spec, RawConfig):
-        return 32 if spec.format == "fp32" else 16
-    if isinstance(spec, StatelessConfig):
-        return spec.bits - _TILE_PENALTY
-    return spec.bits if spec.rate is None else math.log2(4 / spec.rate)

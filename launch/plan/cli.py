@@ -25,6 +25,7 @@ from thinpipe.launch.plan.replicas import show_replicas
 from thinpipe.launch.plan.simulate import check_simulated
 from thinpipe.launch.plan.suggestions import show_suggestions
 from thinpipe.launch.plan.tables import show_plan, show_recommendation
+from thinpipe.launch.report.metrics import WireKey
 
 
 def plan(  # noqa: PLR0913  # one parameter per option
@@ -53,6 +54,10 @@ def plan(  # noqa: PLR0913  # one parameter per option
         bool,
         typer.Option("--place", help="Choose stages, replicas and which device runs what."),
     ] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="S", help="With --place: search that long, not 8 rounds."),
+    ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Write the plan into the run file.")
     ] = False,
@@ -70,8 +75,10 @@ def plan(  # noqa: PLR0913  # one parameter per option
                 f"pipeline.devices_per_rank = {config.pipeline.devices_per_rank}: blocks are "
                 "measured on one device; plan with --set pipeline.devices_per_rank=1"
             )
+        if seconds is not None and not place:
+            raise ValueError(f"--seconds = {seconds:g}: is for --place; add it, or leave it out")
         if place:
-            _place(console, config, config_path, network, apply=apply)
+            _place(console, config, config_path, network, apply=apply, seconds=seconds)
             return
         links = _links(config.pipeline.pipeline_ranks, network, rate, delay)
         blocks = _blocks(console, config, _numbers(speeds, "--speeds", config.pipeline.stages))
@@ -79,7 +86,7 @@ def plan(  # noqa: PLR0913  # one parameter per option
         config, advice = _plan(console, config, blocks, links, limits=limits)
         if apply:
             known_links = network is not None or rate is not None
-            tables = _tables(config, advice) if advice and known_links else None
+            tables = _tables(config, advice.specs) if advice and known_links else None
             apply_plan(config_path, config.pipeline.cuts, tables)
             why_not = "none are recommended" if known_links else "give --rate or --network"
             bits = " and bits" if tables else f"; bits unchanged: {why_not}"
@@ -90,36 +97,45 @@ def plan(  # noqa: PLR0913  # one parameter per option
 
 
 def _place(
-    console: Console, config: RunConfig, path: Path, network: Path | None, *, apply: bool
+    console: Console,
+    config: RunConfig,
+    path: Path,
+    network: Path | None,
+    *,
+    apply: bool,
+    seconds: float | None,
 ) -> None:
     """Print and draw the best layout, and write it into the run file."""
+    from thinpipe.launch.plan.choice.choose import choose
+    from thinpipe.launch.plan.choice.show import draw_choice, show_choice
     from thinpipe.launch.plan.placement.cluster_files import read_cluster  # numba is slow to import
-    from thinpipe.launch.plan.placement.joint import choose
-    from thinpipe.launch.plan.placement.show import draw_choice, show_choice
 
     if network is None:
         raise ValueError("--place: needs the links; give --network NET.JSON (`doctor --save`)")
     cluster = read_cluster(network).seen_from(config.network.own_name())
     blocks = _blocks(console, config, [1.0])[0]
-    choices = choose(config, blocks, cluster)
+    choices = choose(config, blocks, cluster, seconds=seconds)
     show_choice(console, cluster, choices)
     picture = path.with_suffix(".placement.svg")
     draw_choice(picture, cluster, choices[0])
     console.print(f"written: {picture}", soft_wrap=True)
     if apply:
         best = choices[0]
+        pipeline = best.config.pipeline
         settings = {
-            "replicas": best.config.pipeline.replicas,
-            "microbatches": best.config.pipeline.microbatches,
+            "replicas": pipeline.replicas,
+            "microbatches": pipeline.microbatches,
+            "schedule": pipeline.schedule,
             "placement": best.hosts(cluster),
         }
-        check_placement(best.config.pipeline.model_validate(_pipeline(best.config, settings)))
-        apply_plan(path, best.config.pipeline.cuts, None, settings)
-        console.print(f"written to {path}: cuts, {', '.join(settings)}", soft_wrap=True)
-
-
-def _pipeline(config: RunConfig, settings: Mapping[str, Any]) -> dict[str, Any]:
-    return config.pipeline.model_dump(exclude_none=True) | dict(settings)
+        check_placement(pipeline.model_validate(pipeline.model_dump() | settings))
+        sections = {"pipeline": settings}
+        if pipeline.replicas > 1:
+            sections["gradcomp"] = best.gradcomp
+        tables = _tables(best.config, best.specs) if pipeline.cuts else None
+        apply_plan(path, pipeline.cuts, tables, sections)
+        what = ["cuts", *settings, "bits" if tables else "", *list(sections)[1:]]
+        console.print(f"written to {path}: {', '.join(filter(None, what))}", soft_wrap=True)
 
 
 def _plan(
@@ -159,7 +175,7 @@ def _plan(
     if found is None:
         return config, None
     console.print("recommended; --apply writes this to the run file:")
-    console.print(boundary_text(_tables(config, found[0])), markup=False, soft_wrap=True)
+    console.print(boundary_text(_tables(config, found[0].specs)), markup=False, soft_wrap=True)
     return config, found[0]
 
 
@@ -200,12 +216,12 @@ def _numbers(text: str | None, where: str, stages: int) -> list[float] | None:
     return numbers * stages if len(numbers) == 1 else numbers
 
 
-def _tables(config: RunConfig, advice: Recommendation) -> list[dict[str, Any]]:
+def _tables(config: RunConfig, specs: Mapping[WireKey, Spec]) -> list[dict[str, Any]]:
     """Boundary tables: a single one if all cuts are alike, otherwise one for each."""
     tables: list[dict[str, Any]] = []
     for cut in config.pipeline.cuts:
         guard = config.boundary_at(cut).guard.model_dump(mode="json", exclude_defaults=True)
-        forward, backward = advice.specs[cut, "forward"], advice.specs[cut, "backward"]
+        forward, backward = specs[cut, "forward"], specs[cut, "backward"]
         table = {"cut": cut, "forward": _fields(forward), "backward": _fields(backward)}
         tables.append(table | ({"guard": guard} if guard else {}))
     first = {key: value for key, value in tables[0].items() if key != "cut"}

@@ -36,7 +36,7 @@ RUN_ELSEWHERE = {  # by their beginnings: where, or why not
     "thinpipe train examples/": "tests/launch/test_examples.py, or it needs a download",
     "thinpipe run ": "tests/launch/run/test_program.py",
     "torchrun --nproc-per-node 4 mine.py": "tests/launch/run/test_program.py",
-    "thinpipe plan run.toml --network net.json --place": "tests/launch/plan/placement",
+    "thinpipe plan run.toml --network net.json --place": "tests/launch/plan/choice",
     "thinpipe trace ": "tests/launch/test_train.py",
     "thinpipe export ": "tests/launch/trained/test_export_hf.py",
     "thinpipe report ": "tests/launch/run/test_report_command.py",

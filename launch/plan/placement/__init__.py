@@ -2,6 +2,7 @@
 
 `cluster` and `cluster_files` describe the devices, `workload` what a run asks of them. `dtfm` is
 the published cost and `dtfm_search` its genetic search. Ours: `starts` (structured layouts),
-`anneal` (swaps), `matching` and `paths` (exact), `step` (the predicted step), joined by `solve`.
-`bounds` says how far from optimal a result can be; `joint` also chooses stages, replicas and bits.
+`anneal_*` (swaps), `matching` and `paths` (exact), `step` (the predicted step), joined by `solve`.
+`bounds` says how far from optimal a result can be. `launch/plan/choice/` also chooses
+stages, replicas and bits.
 """

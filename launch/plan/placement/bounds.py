@@ -11,12 +11,13 @@ pairs that cost at most t. So the lengths of the blocks are a partition of S for
 
 The bound is the least over all such partitions, of the exchange and of hops that cost what the
 cheapest fast, and the cheapest slow ones do; then the best over all t. It needs every device to be
-in use. For the predicted step it is the simulated step on the best devices and links that exist.
+in use. Bounds of the predicted step are at `step_bound`.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -117,20 +118,57 @@ def _components(near_DD: np.ndarray) -> Ints:
 
 
 def step_bound(cluster: Cluster, workload: Workload) -> float:
-    """The simulated step if the devices in use were the fastest, all with the best link there is
-    and hosts of their own.
+    """No layout's predicted step is shorter than either of these.
+
+    The simulated step if the devices in use were the fastest, all with the best link there is and
+    hosts of their own. And a pipeline of such devices but one, which has the speed of the slowest
+    that must be in use, in the best place; then an exchange that crosses the least latency at which
+    any device has so many neighbours.
     """
-    used = workload.ranks * workload.replicas
+    used, latency_s = workload.ranks * workload.replicas, 0.0
+    if used == cluster.devices:  # what all agree on crosses the longest way
+        latency_s = float(cluster.latency_DD.max())
+    speeds = np.sort(cluster.speed_D)[::-1]
+    ideal = _ideal(cluster, used, speeds[0])
+    everyone = np.arange(used).reshape(workload.replicas, workload.ranks)
+    whole = StepModel(ideal, workload)(everyone)
+    found = [whole.step_s - whole.latency_s]
+    if speeds[used - 1] < speeds[0]:
+        exchange_s = 0.0 if workload.overlaps else _exchange_bound(cluster, workload)
+        found.append(_slowest_pipeline_s(ideal, workload, speeds[used - 1]) + exchange_s)
+    return max(found) + max(latency_s, whole.latency_s)
+
+
+def _ideal(cluster: Cluster, used: int, speed: float) -> Cluster:
     apart = ~np.eye(cluster.devices, dtype=bool)
     rate = float(cluster.rate_DD[apart].max(initial=0.0)) or math.inf
     latency = float(cluster.latency_DD[apart].min(initial=math.inf))
-    speed = float(cluster.speed_D.max())
     rate_HH = np.full((used, used), rate)
     latency_HH = np.full((used, used), latency if latency < math.inf else 0.0)
     np.fill_diagonal(rate_HH, math.inf)
     np.fill_diagonal(latency_HH, 0.0)
-    ideal = Cluster(
-        tuple(Host(f"d{device}", speed=speed) for device in range(used)), rate_HH, latency_HH
-    )
-    grid_RP = np.arange(used).reshape(workload.replicas, workload.ranks)
-    return StepModel(ideal, workload)(grid_RP).step_s
+    hosts = tuple(Host(f"d{device}", speed=speed) for device in range(used))
+    return Cluster(hosts, rate_HH, latency_HH)
+
+
+def _slowest_pipeline_s(ideal: Cluster, workload: Workload, speed: float) -> float:
+    """Seconds of all passes of one pipeline with a slow device where it costs least."""
+    alone = replace(workload, replicas=1)
+    grid_RP = np.arange(workload.ranks)[None]
+    found = []
+    for position in range(workload.ranks):
+        hosts = list(ideal.hosts[: workload.ranks])
+        hosts[position] = replace(hosts[position], speed=speed)
+        own = np.ix_(range(workload.ranks), range(workload.ranks))
+        cluster = Cluster(tuple(hosts), ideal.rate_HH[own], ideal.latency_HH[own])
+        found.append(StepModel(cluster, alone)(grid_RP).passes_s)
+    return min(found)
+
+
+def _exchange_bound(cluster: Cluster, workload: Workload) -> float:
+    """Latencies of the rounds of an exchange among that many devices."""
+    if not any(workload.peer_nbytes):
+        return 0.0
+    either_DD = np.minimum(cluster.latency_DD, cluster.latency_DD.T)
+    farthest_D = np.sort(either_DD, axis=1)[:, workload.replicas - 1]
+    return workload.rounds * float(farthest_D.min())

@@ -25,7 +25,9 @@ def test_hosts_that_follow_their_own_order_never_wait_for_each_other_in_a_circle
     done = 0
     while any(order):
         ready = {
-            links[0] for links in order if links and all(order[end][0] == links[0] for end in links[0])
+            links[0]
+            for links in order
+            if links and all(order[end][0] == links[0] for end in links[0])
         }
         assert ready, "every host waits for another one"
         for link in ready:

@@ -127,10 +127,12 @@ def test_a_file_that_would_not_read_back_as_intended_is_left_alone(
     assert path.read_text() == text
 
 
-def test_settings_of_the_pipeline_are_written_beside_the_cuts(tmp_path: Path) -> None:
+def test_other_settings_are_written_beside_the_cuts(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text("[pipeline]\ncuts = [4] # mine\nreplicas = 1\n")
+    path.write_text("[pipeline]\ncuts = [4] # mine\nreplicas = 1\n[gradcomp.cocktail]\nbits = 4\n")
     settings = {"replicas": 2, "placement": [["a"], ["b"]]}
-    apply_plan(path, [], None, settings)
-    assert tomllib.loads(path.read_text())["pipeline"] == {"cuts": [], **settings}
+    gradcomp = {"method": "cocktail", "cocktail": {"bits": 4, "subset": 0.2}}
+    apply_plan(path, [], None, {"pipeline": settings, "gradcomp": gradcomp})
+    written = tomllib.loads(path.read_text())
+    assert written == {"pipeline": {"cuts": [], **settings}, "gradcomp": gradcomp}
     assert "# mine" in path.read_text()

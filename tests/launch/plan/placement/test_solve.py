@@ -31,6 +31,16 @@ def test_the_shortest_step_of_a_small_network_is_found(seed: int, overlaps: bool
     assert step_bound(cluster, work) <= best * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_no_layout_that_uses_all_devices_is_below_the_bound(seed: int) -> None:
+    cluster = random_cluster(6, seed, symmetric=False, speeds=True)
+    work = small_workload(2, 3, seed)
+    model = StepModel(cluster, work)
+    every = itertools.permutations(range(6))
+    best = min(model(np.array(order).reshape(3, 2)).step_s for order in every)
+    assert 0.3 * best < step_bound(cluster, work) <= best * (1 + 1e-12)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_estimate_is_close_to_the_simulated_step(seed: int) -> None:
     """It only has to order layouts; without bubbles between messages it is exact."""

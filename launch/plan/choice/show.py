@@ -7,10 +7,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from thinpipe.launch.plan.choice.choose import Choice
+from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats
-from thinpipe.launch.plan.placement.joint import Choice
 from thinpipe.launch.plan.placement.step import link_nbytes
 from thinpipe.launch.report.metrics import format_bytes, format_duration
+from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _SHOWN = 5
 
@@ -33,16 +35,37 @@ def show_choice(console: Console, cluster: Cluster, choices: Sequence[Choice]) -
         f"exchange {format_duration(cost.exchange_s)})",
         soft_wrap=True,
     )
+    if best.specs:
+        console.print(f"cuts: {_sent(best)}", soft_wrap=True)
+    if best.workload.replicas > 1:
+        method = best.gradcomp["method"]
+        options = best.gradcomp.get(method, {})
+        what = ", ".join([method, *(f"{key} = {value}" for key, value in options.items())])
+        console.print(f"exchange: {what}", soft_wrap=True)
     idle = np.setdiff1d(np.arange(cluster.devices), best.placement.grid_RP)
     if len(idle):
         names = ", ".join(cluster.device_name(device) for device in idle[:8])
         console.print(f"idle: {names}{', ...' if len(idle) > 8 else ''}", soft_wrap=True)
+    curve = best.placement.curve
+    falls = ", ".join(f"{format_duration(at.cost)} ({format_duration(at.seconds)})" for at in curve)
+    console.print(f"best step found (after so long): {falls}", soft_wrap=True)
     for other in choices[1:_SHOWN]:
         console.print(
             f"  {format_duration(other.cost.step_s)} with {other.name}: "
             f"{other.cost.step_s / cost.step_s - 1:+.0%}; limit: {other.cost.limit}",
             soft_wrap=True,
         )
+
+
+def _sent(choice: Choice) -> str:
+    """`2 aqsgd 4-bit / direct 8-bit, 4 the same`: each cut, forward and backward."""
+    texts: list[str] = []
+    before = ""
+    for cut in choice.config.pipeline.cuts:
+        text = " / ".join(describe(choice.specs[cut, way]) for way in DIRECTIONS)
+        texts.append(f"{cut}: {'the same' if text == before else text}")
+        before = text
+    return ", ".join(texts)
 
 
 def draw_choice(path: Path, cluster: Cluster, choice: Choice) -> None:

@@ -1,0 +1,1 @@
+"""Chooses stages, replicas, cuts, places, and what is sent, together: `thinpipe plan --place`."""

@@ -1,0 +1,276 @@
+"""How many stages and replicas, where to cut, what to send, and which device runs what.
+
+Every number of stages and replicas that the devices, the model and the batch allow is tried, with
+as many microbatches as the run file has, twice and four times as many, sending the fewest bytes
+(`fidelity.py`). Cuts are exact for equal devices. Lower bounds of the step sort the variants, and
+end the search when none can win. The best get the schedule that is fastest in their layout, then
+the fidelity that their links can carry, and are placed again with that.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from thinpipe.launch.config.boundary import Spec
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.plan.choice.fidelity import Ladders, Settings, raised
+from thinpipe.launch.plan.partition import Problem, best_cuts
+from thinpipe.launch.plan.placement.bounds import step_bound
+from thinpipe.launch.plan.placement.cluster import Cluster
+from thinpipe.launch.plan.placement.solve import ROUNDS, Placement, solve_step
+from thinpipe.launch.plan.placement.step import StepCost, StepModel
+from thinpipe.launch.plan.placement.workload import Exchange, Workload
+from thinpipe.launch.plan.predict import block_memory
+from thinpipe.launch.plan.profile import BlockCost, microbatch_count, microbatch_shape
+from thinpipe.launch.plan.simulate import Message, check_simulated
+from thinpipe.launch.report.metrics import WireKey
+from thinpipe.pipeline.schedule import ScheduleName
+from thinpipe.pipeline.wire.header import DIRECTIONS
+
+_TIMES = (1, 2, 4)
+_REFINED = 3
+"""Variants that are searched with all rounds, the best first."""
+_SCHEDULES: tuple[ScheduleName, ...] = ("Deep1F1B", "1F1B", "GPipe")
+_WORTH = 0.99
+"""The run file's schedule is kept unless another takes less than that of its step."""
+_NOTHING = Exchange(0.0, 0, False, 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """A variant of the run with its layout; `specs` and `gradcomp` are what it sends."""
+
+    config: RunConfig
+    workload: Workload
+    placement: Placement
+    cost: StepCost
+    specs: dict[WireKey, Spec]
+    gradcomp: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """`4 stages x 2 replicas, cuts [2, 4, 6], 8 microbatches, Deep1F1B`."""
+        pipeline, work = self.config.pipeline, self.workload
+        return (
+            f"{pipeline.stages} stages x {pipeline.replicas} replicas, cuts {list(pipeline.cuts)}, "
+            f"{work.microbatches} microbatches, {pipeline.schedule}"
+        )
+
+    def hosts(self, cluster: Cluster) -> list[list[str]]:
+        """`pipeline.placement`."""
+        grid_RP = cluster.host_of_D[self.placement.grid_RP]
+        return [[cluster.hosts[host].name for host in row] for row in grid_RP]
+
+
+@dataclass(frozen=True, eq=False)
+class _Variant:
+    """Stages, replicas, cuts, microbatches and schedule; blocks are those of its microbatches, of
+    which one is `share` of the run file's.
+    """
+
+    config: RunConfig
+    blocks: Sequence[BlockCost]
+    share: float
+    ladders: Ladders
+
+    @property
+    def lean(self) -> Settings:
+        """What sends the fewest bytes."""
+        return Settings(((0, 0),) * (self.config.pipeline.stages - 1))
+
+    def workload(self, settings: Settings) -> Workload | None:
+        """What it asks of its devices; None if it cannot have those settings."""
+        exchange: Exchange | None = _NOTHING
+        if self.config.pipeline.replicas > 1:
+            exchange = self.ladders.exchange(self.config, settings.exchange)
+        if exchange is None:
+            return None
+        bounds = (0, *self.config.pipeline.cuts, len(self.blocks))
+        messages = [
+            (self._message(0, forward), self._message(1, backward))
+            for forward, backward in settings.cuts
+        ]
+        of_stage = [self.blocks[first:stop] for first, stop in pairwise(bounds)]
+        return Workload.of_stages(self.config, of_stage, exchange, messages)
+
+    def scheduled(self, schedule: ScheduleName) -> "_Variant":
+        """The same under another schedule."""
+        return replace(self, config=_with(self.config, {"schedule": schedule}))
+
+    def _message(self, way: int, level: int) -> Message:
+        message = self.ladders.cuts[way][level].message
+        return Message(
+            int(np.ceil(self.share * message.nbytes)),
+            self.share * message.encode_s,
+            self.share * message.decode_s,
+        )
+
+
+def choose(
+    config: RunConfig,
+    blocks: Sequence[BlockCost],
+    cluster: Cluster,
+    *,
+    seed: int = 0,
+    seconds: float | None = None,
+) -> list[Choice]:
+    """Variants by their predicted step, the shortest first.
+
+    `seconds` bounds the search of the best variants, instead of a number of rounds.
+
+    Raises:
+        ValueError: the schedule has several stages per rank, or nothing fits the devices.
+    """
+    check_simulated(config.pipeline.schedule)
+    ladders = Ladders(config)
+    bounded = sorted(_variants(config, blocks, cluster, ladders), key=lambda found: found[0])
+    found: list[tuple[float, _Variant, Settings]] = []
+    refused = "the devices are too few"
+    for bound_s, variant in bounded:
+        if len(found) >= _REFINED and bound_s >= sorted(f[0] for f in found)[_REFINED - 1]:
+            break
+        try:
+            found.append(_fitting(variant, cluster, seed))
+        except ValueError as error:
+            refused = str(error)
+    if not found:
+        raise ValueError(f"no number of stages and replicas fits the network: {refused}")
+    found.sort(key=lambda first: first[0])
+    each_s = None if seconds is None else seconds / (2 * _REFINED)
+    choices = [
+        _refined(variant, start, cluster, seed, each_s) for _, variant, start in found[:_REFINED]
+    ]
+    return sorted(choices, key=lambda choice: choice.cost.step_s)
+
+
+def _fitting(variant: _Variant, cluster: Cluster, seed: int) -> tuple[float, _Variant, Settings]:
+    """Step, variant and settings: as it is, or with what needs less memory, if it has to.
+
+    Raises:
+        ValueError: it fits in no way.
+    """
+    faithful = replace(variant.lean, exchange=len(variant.ladders.exchanges) - 1)
+    frugal = variant.scheduled("1F1B")
+    refused = "the replicas cannot exchange in this way"
+    for trial, settings in ((variant, variant.lean), (frugal, frugal.lean), (frugal, faithful)):
+        work = trial.workload(settings)
+        if work is None:
+            continue
+        try:
+            return solve_step(cluster, work, seed=seed, rounds=0).cost, trial, settings
+        except ValueError as error:
+            refused = str(error)
+    raise ValueError(refused)
+
+
+def _refined(
+    variant: _Variant, start: Settings, cluster: Cluster, seed: int, seconds: float | None
+) -> Choice:
+    """Search, choose the schedule, raise fidelity, and search again."""
+
+    def searched(work: Workload) -> Placement:
+        return solve_step(cluster, work, seed=seed, rounds=ROUNDS, seconds=seconds)
+
+    def step_of(trial: _Variant, settings: Settings) -> float:
+        work = trial.workload(settings)
+        return math.inf if work is None else StepModel(cluster, work)(first.grid_RP).step_s
+
+    work = variant.workload(start)
+    assert work is not None, "it was solved before"
+    first = searched(work)
+    others = [variant.scheduled(name) for name in _SCHEDULES]
+    fastest = min(others, key=lambda other: step_of(other, start))
+    if step_of(fastest, start) < _WORTH * step_of(variant, start):
+        variant = fastest
+    settings = raised(lambda trial: step_of(variant, trial), start, variant.ladders)
+    work = variant.workload(settings)
+    assert work is not None, "its step is finite"
+    model, again = StepModel(cluster, work), searched(work)
+    best = min(first, again, key=lambda placement: model(placement.grid_RP).step_s)
+    return _choice(variant, settings, work, best, model(best.grid_RP))
+
+
+def _choice(
+    variant: _Variant, settings: Settings, work: Workload, placement: Placement, cost: StepCost
+) -> Choice:
+    specs: dict[WireKey, Spec] = {
+        (cut, direction): variant.ladders.cuts[way][levels[way]].spec
+        for cut, levels in zip(variant.config.pipeline.cuts, settings.cuts, strict=True)
+        for way, direction in enumerate(DIRECTIONS)
+    }
+    gradcomp = variant.ladders.exchanges[settings.exchange]
+    return Choice(variant.config, work, placement, cost, specs, gradcomp)
+
+
+def _variants(
+    config: RunConfig, blocks: Sequence[BlockCost], cluster: Cluster, ladders: Ladders
+) -> Iterator[tuple[float, _Variant]]:
+    """Each with the lower bound of its step."""
+    base = microbatch_shape(config)[0]
+    for stages in range(1, min(len(blocks), cluster.devices) + 1):
+        for replicas in range(1, cluster.devices // stages + 1):
+            if config.train.batch_size % (replicas * config.train.accumulate):
+                continue
+            seen = set()
+            for times in _TIMES:
+                change = {
+                    "cuts": tuple(range(1, stages)),
+                    "replicas": replicas,
+                    "microbatches": times * config.pipeline.microbatches,
+                    "ranks": None,
+                    "auto_cuts": False,
+                    "placement": (),
+                }
+                shape = _with(config, change)
+                count = microbatch_count(shape)
+                if count in seen:
+                    continue
+                seen.add(count)
+                share = microbatch_shape(shape)[0] / base
+                scaled = [_scaled(block, share) for block in blocks]
+                cuts = _cuts(shape, scaled, cluster)
+                if cuts is None:
+                    continue
+                variant = _Variant(_with(shape, {"cuts": cuts}), scaled, share, ladders)
+                work = variant.workload(variant.lean)
+                yield step_bound(cluster, work) if work else 0.0, variant
+
+
+def _with(config: RunConfig, change: dict[str, object]) -> RunConfig:
+    pipeline = config.pipeline.model_copy(update=change)
+    return config.model_copy(update={"pipeline": pipeline})
+
+
+def _cuts(
+    config: RunConfig, blocks: Sequence[BlockCost], cluster: Cluster
+) -> tuple[int, ...] | None:
+    """The best cuts for equal devices; None if no device has the memory for its stage."""
+    stages = config.pipeline.stages
+    if stages == 1:
+        return ()
+    seconds = [block.forward_s + block.backward_s for block in blocks]
+    problem = Problem(
+        compute_s=[seconds] * stages,
+        cut_s=[[0.0] * len(blocks)] * (stages - 1),
+        fixed_s=[0.0] * stages,
+        memory=[[block_memory(config, s, block) for block in blocks] for s in range(stages)],
+        memory_limit=[float(cluster.memory_D.max())] * stages,
+    )
+    try:
+        return best_cuts(problem)
+    except ValueError:
+        return None
+
+
+def _scaled(block: BlockCost, share: float) -> BlockCost:
+    """The same block with microbatches of another size."""
+    return replace(
+        block,
+        forward_s=share * block.forward_s,
+        backward_s=share * block.backward_s,
+        activations=round(share * block.activations),
+    )

@@ -1,0 +1,129 @@
+"""What is sent over cuts and between replicas, from the fewest bytes to the most faithful.
+
+A layout is found for the fewest bytes. Then, as in `launch/plan/bits.py`, fidelity is raised as far
+as the predicted step gets at most 5 % longer: first that of the exchange between replicas, which
+costs more loss at the same bytes (`benchmarks/results/replicas_gpt2_cpu_202611.md`), then that of
+the cuts, always the direction that has least.
+
+All-reduce and Cocktail's kin (`ef_updates`, `cocktail`) may be exchanged for each other, and have
+their budgets. Other methods were chosen for more than their bytes, like codecs that no ladder has:
+they stay.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import Any
+
+from thinpipe.gradcomp.registry import parse_options
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.plan.bits import Candidate, fidelity, levels
+from thinpipe.launch.plan.message_cost import message_meter
+from thinpipe.launch.plan.placement.workload import Exchange, count_exchange
+from thinpipe.pipeline.wire.header import DIRECTIONS
+
+_AS_FAST = 1.05
+_COMPRESSED = "ef_updates"
+_REPLACEABLE = {"forward": {"aqsgd", "auto", "direct", "raw", "stateless"}}
+_REPLACEABLE["backward"] = {"direct", "raw", "stateless"}
+_WAYS = range(len(DIRECTIONS))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Levels on the ladders: of every cut, forward and backward, and of the exchange."""
+
+    cuts: tuple[tuple[int, int], ...]
+    exchange: int = 0
+
+    def with_level(self, cut: int, way: int, level: int) -> "Settings":
+        """The same with another level of one cut and direction."""
+        pair = [*self.cuts[cut]]
+        pair[way] = level
+        return replace(self, cuts=(*self.cuts[:cut], (pair[0], pair[1]), *self.cuts[cut + 1 :]))
+
+
+class Ladders:
+    """What may be sent instead of what a run file says; costs are measured once."""
+
+    def __init__(self, config: RunConfig) -> None:
+        cuts = config.pipeline.cuts
+        boundary, measure = config.boundary_at(cuts[0] if cuts else 1), message_meter(config)
+        self.cuts: list[list[Candidate]] = []
+        for way in DIRECTIONS:
+            own = getattr(boundary, way)
+            specs = levels(config, own, way) if own.kind in _REPLACEABLE[way] else [own]
+            self.cuts.append([Candidate(spec, measure(spec, way)) for spec in specs])
+        self.exchanges = exchanges(config)
+        self._costs: dict[tuple[int, int, bool], Exchange | None] = {}
+
+    def exchange(self, variant: RunConfig, level: int) -> Exchange | None:
+        """What a variant's replicas send; None where the run cannot have that method."""
+        pipeline = variant.pipeline
+        key = level, pipeline.replicas, pipeline.stages > 1
+        if key not in self._costs:
+            try:
+                self._costs[key] = count_exchange(variant.updated(gradcomp=self.exchanges[level]))
+            except ValueError:
+                self._costs[key] = None
+        return self._costs[key]
+
+
+def exchanges(config: RunConfig) -> list[dict[str, Any]]:
+    """`[gradcomp]` sections, the fewest bytes first."""
+    method, options = config.method, config.method_options
+    own = {"method": method, method: config.gradcomp.get(method, {})}
+    if method == "allreduce":
+        compressed = parse_options(_COMPRESSED, {})
+        is_exact = getattr(options, "format", "fp32") == "fp32"
+        exact = [_all_reduce("bf16"), own] if is_exact else [own, _all_reduce("fp32")]
+        return [{"method": _COMPRESSED}, *_budgets(_COMPRESSED, {}, compressed), *exact]
+    if not hasattr(options, "choices"):
+        return [own]
+    return [
+        own,
+        *_budgets(method, own[method], options),
+        _all_reduce("bf16"),
+        _all_reduce("fp32"),
+    ]
+
+
+def _all_reduce(number: str) -> dict[str, Any]:
+    return {"method": "allreduce", "allreduce": {"format": number}}
+
+
+def _budgets(method: str, own: dict[str, Any], options: Any) -> list[dict[str, Any]]:
+    """The same method sending more. A run that chooses as it goes has its own budget."""
+    costs = options.choices
+    if options.budget == "auto" or options.choice not in costs:
+        return []
+    more = [choice for choice, cost in costs.items() if cost > costs[options.choice]]
+    return [{"method": method, method: {**own, **asdict(choice)}} for choice in more]
+
+
+def raised(step_s: Callable[[Settings], float], start: Settings, ladders: Ladders) -> Settings:
+    """Raise fidelity as far as the step is at most 5 % longer than `start`'s.
+
+    `step_s` is infinite for settings that a layout cannot have.
+    """
+    limit_s, settings = _AS_FAST * step_s(start), start
+    for level in range(len(ladders.exchanges) - 1, start.exchange, -1):
+        trial = replace(start, exchange=level)
+        if step_s(trial) <= limit_s:
+            settings = trial
+            break
+    left = set(product(range(len(start.cuts)), _WAYS))
+    while left:
+        cut, way = min(left, key=lambda key: (_fidelity(ladders.cuts, settings, *key), key))
+        level = settings.cuts[cut][way] + 1
+        trial = settings.with_level(cut, way, level)
+        if level < len(ladders.cuts[way]) and step_s(trial) <= limit_s:
+            settings = trial
+        else:
+            left.discard((cut, way))
+    return settings
+
+
+def _fidelity(cuts: Sequence[Sequence[Candidate]], settings: Settings, cut: int, way: int) -> float:
+    ladder = cuts[way]
+    return fidelity(ladder[settings.cuts[cut][way]].spec) if len(ladder) > 1 else 0.0

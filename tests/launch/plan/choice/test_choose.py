@@ -1,0 +1,137 @@
+"""Stages, replicas, cuts, microbatches and places together, from a run file's settings."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from thinpipe.launch.config.placement import check_placement
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.plan.bits import fidelity
+from thinpipe.launch.plan.choice.choose import Choice, choose
+from thinpipe.launch.plan.choice.show import draw_choice, show_choice
+from thinpipe.launch.plan.placement.cluster import Cluster
+from thinpipe.launch.plan.placement.cluster_files import parse_cluster
+from thinpipe.launch.plan.profile import BlockCost
+
+BLOCK = BlockCost(0.02, 0.04, 0.001, parameters=10**6, trained=10**6, activations=10**6)
+CONFIG = {
+    "model": {"layers": 4, "width": 64, "heads": 4},
+    "data": {"sequence_length": 32},
+    "pipeline": {"cuts": [2], "microbatches": 4},
+    "train": {"batch_size": 16},
+}
+
+
+def cluster(*, gbps: float = 1.0, memory_gb: float | None = None) -> Cluster:
+    here = {"hosts": 2} | ({} if memory_gb is None else {"memory_gb": memory_gb})
+    return parse_cluster(
+        {
+            "regions": {"Ohio": here, "Tokyo": here},
+            "inside": {"latency_ms": 1, "gbps": 1},
+            "links": [["Ohio", "Tokyo", 80, gbps]],
+        }
+    )
+
+
+def chosen(found: Cluster, block: BlockCost = BLOCK) -> list[Choice]:
+    return choose(RunConfig.model_validate(CONFIG), [block] * 4, found)
+
+
+@pytest.fixture(scope="module")
+def choices() -> list[Choice]:
+    return chosen(cluster())
+
+
+def test_the_shortest_step_comes_first_and_is_valid(choices: list[Choice]) -> None:
+    steps = [choice.cost.step_s for choice in choices]
+    assert steps == sorted(steps)
+    pipeline = choices[0].config.pipeline
+    placed = pipeline.model_copy(update={"placement": choices[0].hosts(cluster())})
+    check_placement(placed)
+
+
+def test_far_machines_stay_idle_behind_a_link_that_would_cost_more(choices: list[Choice]) -> None:
+    used = {host for row in chosen(cluster(gbps=1e-4))[0].hosts(cluster()) for host in row}
+    assert used in ({"Ohio-0", "Ohio-1"}, {"Tokyo-0", "Tokyo-1"})
+
+
+def test_a_model_that_fits_no_machine_is_cut() -> None:
+    """Weights, gradients and Adam of a block take 16 MB, and machines have 50."""
+    big = dataclasses.replace(BLOCK, activations=0)
+    for choice in chosen(cluster(memory_gb=0.05), big):
+        assert choice.config.pipeline.stages >= 2
+    with pytest.raises(ValueError, match="no number of stages and replicas fits the network"):
+        chosen(cluster(memory_gb=0.01), big)
+
+
+def test_the_choice_is_printed_with_its_reasons_and_drawn(
+    choices: list[Choice], tmp_path: Path
+) -> None:
+    console = Console(record=True, width=200)
+    show_choice(console, cluster(), choices)
+    text = console.export_text()
+    assert "predicted step" in text
+    assert "Limit: " in text
+    assert choices[1].name in text
+    draw_choice(tmp_path / "picture.svg", cluster(), choices[0])
+    assert (tmp_path / "picture.svg").stat().st_size > 10_000
+
+
+def slow(config: dict[str, object], gbps: float) -> Choice:
+    """Equal links between two machines of a run with two replicas."""
+    regions = {"regions": {"here": 2}, "inside": {"latency_ms": 1, "gbps": gbps}}
+    train = {"train": {"batch_size": 16, "epochs": 4}}
+    found = RunConfig.model_validate({**CONFIG, **train, **config})
+    return choose(found, [BLOCK] * 4, parse_cluster(regions))[0]
+
+
+def test_the_exchange_is_as_faithful_as_the_links_allow() -> None:
+    """Two replicas of 4 M parameters; they compute for about a second."""
+    cocktail = {"gradcomp": {"method": "cocktail"}}
+    quick, middling, slowest = (slow(cocktail, gbps) for gbps in (10.0, 0.02, 0.0015))
+    assert all(choice.workload.stages == 1 for choice in (quick, middling))
+    assert quick.gradcomp == {"method": "allreduce", "allreduce": {"format": "fp32"}}
+    assert middling.gradcomp["method"] == "cocktail"
+    assert middling.gradcomp["cocktail"]["subset"] > 0.1
+    assert slowest.gradcomp == {"method": "cocktail", "cocktail": {}}
+
+
+def test_all_reduce_is_replaced_where_it_would_be_waited_for() -> None:
+    assert slow({}, 10.0).gradcomp == {"method": "allreduce", "allreduce": {}}
+    assert slow({}, 0.005).gradcomp["method"] == "ef_updates"
+
+
+def test_a_method_with_an_optimizer_of_its_own_is_kept() -> None:
+    assert slow({"gradcomp": {"method": "demo"}}, 10.0).gradcomp["method"] == "demo"
+
+
+def test_bits_are_raised_where_links_allow_it() -> None:
+    """A model of 4 blocks that a machine has no memory for."""
+    wide = {"model": {"layers": 4, "width": 512, "heads": 4}}
+    found = {}
+    for gbps in (10.0, 0.005):
+        regions = {"regions": {"here": {"hosts": 2, "memory_gb": 0.06}}}
+        regions |= {"inside": {"latency_ms": 1, "gbps": gbps}}
+        train = {"train": {"batch_size": 16, "epochs": 4}}
+        run = RunConfig.model_validate({**CONFIG, **wide, **train})
+        block = dataclasses.replace(BLOCK, activations=0)
+        best = choose(run, [block] * 4, parse_cluster(regions))[0]
+        assert best.config.pipeline.stages == 2
+        found[gbps] = fidelity(best.specs[best.config.pipeline.cuts[0], "forward"])
+    assert found[10.0] == 32
+    assert found[0.005] < 8
+
+
+def test_another_schedule_is_chosen_where_it_is_faster() -> None:
+    """Two stages far apart: GPipe waits for every message, Deep1F1B hides them."""
+    regions = {"regions": {"here": {"hosts": 2, "memory_gb": 0.06}}}
+    regions |= {"inside": {"latency_ms": 200, "gbps": 1}}
+    run = RunConfig.model_validate(
+        {**CONFIG, "pipeline": {"cuts": [2], "microbatches": 16, "schedule": "1F1B"}}
+    )
+    block = dataclasses.replace(BLOCK, activations=0)
+    best = choose(run, [block] * 4, parse_cluster(regions))[0]
+    assert best.config.pipeline.schedule in ("Deep1F1B", "GPipe")
+    assert "1F1B" in best.name or "GPipe" in best.name

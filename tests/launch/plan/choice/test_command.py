@@ -1,0 +1,62 @@
+"""`thinpipe plan --place`: prints, draws and writes a choice that a run accepts."""
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from thinpipe.launch.cli import app
+from thinpipe.launch.config.run import load_config
+
+RUN = """[model]
+layers = 4
+width = 64
+heads = 4
+[data]
+sequence_length = 32
+[pipeline]
+cuts = [2] # by hand
+microbatches = 4
+schedule = "1F1B"
+[train]
+batch_size = 16
+epochs = 3
+[gradcomp]
+method = "cocktail"
+"""
+
+
+def plan(path: Path, *options: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["plan", str(path), *options], env={"COLUMNS": "200"})
+    return done.exit_code, " ".join(done.output.split())
+
+
+def test_what_is_applied_is_a_valid_run(tmp_path: Path) -> None:
+    run, net = tmp_path / "run.toml", tmp_path / "net.json"
+    run.write_text(RUN)
+    regions = {"regions": {"Ohio": 2, "Tokyo": 2}, "inside": {"latency_ms": 1, "gbps": 1}}
+    net.write_text(json.dumps(regions | {"links": [["Ohio", "Tokyo", 60, 0.05]]}))
+    code, output = plan(run, "--network", str(net), "--place", "--apply", "--seconds", "1")
+    assert code == 0, output
+    assert "predicted step" in output
+    assert "best step found (after so long): " in output
+    assert (tmp_path / "run.placement.svg").exists()
+    written = load_config(run, [])
+    assert "# by hand" in run.read_text()
+    pipeline = written.pipeline
+    assert len(pipeline.placement) == pipeline.replicas
+    used = {host for row in pipeline.placement for host in row}
+    assert used <= {"Ohio-0", "Ohio-1", "Tokyo-0", "Tokyo-1"}
+    if pipeline.replicas > 1:
+        assert f"exchange: {written.method}" in output
+    assert len(written.boundary) == (1 if pipeline.cuts else 0) or all(
+        table.cut in pipeline.cuts for table in written.boundary
+    )
+
+
+def test_seconds_without_place_are_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(RUN)
+    code, output = plan(run, "--seconds", "5")
+    assert code == 2
+    assert "--seconds = 5: is for --place" in output
