@@ -86,11 +86,15 @@ def run_node(
     fork_server.start()  # imports while the others join
     try:
         network = several_machines(
-            config, nodes.endpoint, nodes.count, limit_s=nodes.join_s, log=_log
+            config,
+            nodes.endpoint,
+            nodes.count,
+            limit_s=nodes.join_s,
+            log=_log,
+            expected=list(dict.fromkeys(nodes.placed)),
         )
     except OverlayError as error:
-        of = f" of {', '.join(dict.fromkeys(nodes.placed))}" if nodes.placed else ""
-        _log(f"error: {error}; run `thinpipe doctor` on each{of}")
+        _log(f"error: {error}; run `thinpipe doctor` on each")
         return 1
     network = replace(network, host=own, placed=nodes.placed)
     try:

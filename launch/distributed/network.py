@@ -4,7 +4,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
@@ -95,8 +95,9 @@ def several_machines(
     *,
     limit_s: float,
     log: Callable[[str], None],
+    expected: Sequence[str] = (),
 ) -> HostNetwork:
-    """Join the hosts of a run; with an overlay, wait for all of them.
+    """Join the hosts of a run; with an overlay, wait for all of them, `expected` by name if known.
 
     Raises:
         ValueError: there is no key, a lost host would be waited for longer than `limit_s`, or the
@@ -136,7 +137,7 @@ def several_machines(
     overlay.on_link = lambda peer, state, reason: log(_LINK_STATES[state].format(peer, reason))
     log(f"waiting for {hosts} machines at {endpoint}, at most {limit_s:.0f} s")
     try:
-        overlay.join(limit_s, log)
+        overlay.join(limit_s, log, expected=expected)
         store = (LOOPBACK, int(overlay.client().ask("store_port")))
     except BaseException:
         overlay.close()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -50,8 +50,10 @@ class Overlay:
         """What stands for a host on the loopback of every host."""
         return loopback_address(self.roster.run, self.roster.index(name))
 
-    def join(self, limit_s: float, log: Callable[[str], None]) -> None:
-        """Wait until all hosts have joined.
+    def join(
+        self, limit_s: float, log: Callable[[str], None], *, expected: Sequence[str] = ()
+    ) -> None:
+        """Wait until all hosts have joined; `expected` are their names, where they are known.
 
         Raises:
             OverlayError: they did not in time, or this one was refused.
@@ -61,9 +63,11 @@ class Overlay:
             try:
                 event = self._events.get(timeout=max(0.0, limit - monotonic()))
             except Empty:
+                missing = [name for name in expected if name not in joined]
                 raise OverlayError(
                     f"{self.roster.needed} machines did not join within {limit_s:.0f} s: "
                     + (reason or f"only {', '.join(joined)} did")
+                    + (f"; missing: {', '.join(missing)}" if missing else "")
                     + (f"; refused: {refused}" if refused else "")
                 ) from None
             if event["event"] == "joined":

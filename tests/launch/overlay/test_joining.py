@@ -135,3 +135,8 @@ def test_a_second_machine_of_a_name_is_refused(tmp_path: Path) -> None:
     run.close()
     for thread in threads:
         thread.join()
+
+
+def test_those_that_a_run_expects_and_that_did_not_come_are_named(run: Run) -> None:
+    with pytest.raises(OverlayError, match=r"only h0 did; missing: h1, h2$"):
+        run.hosts[0].join(2, ignore, expected=["h0", "h1", "h2"])
