@@ -84,11 +84,11 @@ class Learned:
     def reset(self) -> None:
         """Know nothing."""
         self.version = 0
+        self._proposal: Proposal | None = None
         self.bases = {0: Basis.identity(self.width)}
         self.model_MK = torch.tensor(_START)[:, None].repeat(1, self.width)
         self._scales_MT = torch.zeros(2, SCALES, dtype=torch.int64)
         self._pieces: dict[int, bytes] = {}
-        self._of = 0
         self._forget_step()
 
     @property
@@ -119,8 +119,16 @@ class Learned:
         return torch.full((self.bases[version].entry_DK.shape[1],), _START[kind])
 
     def take_piece(self, index: int, of: int, data: bytes) -> None:
-        """Keep a piece of the next basis until the end of the step."""
-        self._new_pieces[index], self._new_of = data, of
+        """Keep a piece of the next basis until the end of the step.
+
+        Raises:
+            CodingError: with this piece they are all there, and are no basis of this width. So it
+                is known before anything of the step is kept.
+        """
+        self._new_pieces[index] = data
+        pieces = self._pieces | self._new_pieces
+        if len(pieces) == of:
+            self._proposal = Proposal.unpacked(_joined(pieces), self.width)
 
     def count(self, kind: Kind, coded: Coded) -> None:
         """Take in a message's coefficients at the end of the step."""
@@ -144,9 +152,8 @@ class Learned:
         fresh_MT = self._scales_MT // 2 + self._new_scales_MT
         self._scales_MT = torch.where(known, fresh_MT, self._scales_MT)
         self._pieces |= self._new_pieces
-        self._of = self._new_of or self._of
-        if self._of and len(self._pieces) == self._of:
-            self._adopt(b"".join(self._pieces[index] for index in sorted(self._pieces)))
+        if self._proposal is not None:
+            self._adopt(self._proposal)
         self._forget_step()
 
     def discard(self) -> None:
@@ -171,7 +178,6 @@ class Learned:
             "models": self.model_MK,
             "scales": self._scales_MT,
             "pieces": {str(index): _bytes(data) for index, data in self._pieces.items()},
-            "of": self._of,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -180,14 +186,13 @@ class Learned:
         self.bases = {int(v): Basis(*basis) for v, basis in state["bases"].items()}
         self.model_MK, self._scales_MT = state["models"].clone(), state["scales"].clone()
         self._pieces = {int(i): data.numpy().tobytes() for i, data in state["pieces"].items()}
-        self._of = state["of"]
         self._forget_step()
 
-    def _adopt(self, data: bytes) -> None:
-        basis, self.model_MK = Proposal.unpacked(data, self.width)
+    def _adopt(self, proposal: Proposal) -> None:
+        basis, self.model_MK = proposal
         self.version += 1
         self.bases[self.version] = basis
-        self._pieces, self._of = {}, 0
+        self._pieces = {}
 
     def _forget_step(self) -> None:
         dimensions = self.basis.entry_DK.shape[1]
@@ -195,8 +200,12 @@ class Learned:
         self._digest = self._computed_digest()
         self._new_scales_MT = torch.zeros_like(self._scales_MT)
         self._new_pieces: dict[int, bytes] = {}
-        self._new_of = 0
+        self._proposal = None
         self._sums = [torch.zeros(4, dimensions, dtype=torch.int64) for _ in KINDS]
+
+
+def _joined(pieces: Mapping[int, bytes]) -> bytes:
+    return b"".join(pieces[index] for index in sorted(pieces))
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -11,12 +11,19 @@ from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.board import Board
 from thinpipe.launch.checkpoint.choice import Chosen
-from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot
+from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot, without_rows
 from thinpipe.launch.checkpoint.facts import check_facts
 from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, through_json
 from thinpipe.launch.checkpoint.reshard import Layout, restore
 from thinpipe.launch.checkpoint.resume import choose, place_of
-from thinpipe.launch.checkpoint.transaction import Gather, Place, Save, Transaction
+from thinpipe.launch.checkpoint.transaction import (
+    Gather,
+    Place,
+    Save,
+    Seal,
+    Transaction,
+    unsealed,
+)
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.sections import CheckpointConfig
@@ -28,13 +35,16 @@ from thinpipe.pipeline.comm.transport import Peers
 _log = logging.getLogger(__name__)
 _SLOWEST_DISK_S = 3600.0
 """How long ranks wait for each other's disks; a rank that is gone is noticed at once elsewhere."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 640.0
+"""Before a failed save is tried again; each failure in a row doubles it."""
 
 
 class Checkpoints:
     """Saves and restores the state of one run, all ranks together.
 
     A save is begun with a copy of the state (`start`, after which training goes on) and written by
-    a thread; `save` waits for it. What cannot be saved is a warning, and the next save tries again.
+    a thread; `save` waits for it. What cannot be saved is a warning, and is tried again soon
+    (`retry_due`).
     """
 
     def __init__(
@@ -64,12 +74,15 @@ class Checkpoints:
         self._under_way: Future[bool] | None = None
         self._place: Place | None = None
         self._made_peers: Peers | None = None
+        self._copied: Any = None
+        self._pause_s = _FIRST_PAUSE_S
+        self._retry_at_s: float | None = None
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, seal: Seal = unsealed) -> None:
         """Save as `root/step-<step>` while training goes on; `step` optimizer steps are done.
 
-        Waits for the save before it, and for the copy of the state. Memories on disk are too large
-        to copy: they are written before this returns.
+        What `seal` finds changed is not saved. Waits for the save before it, and for the copy of
+        the state. Memories on disk are too large to copy: they are written before this returns.
         """
         began_s = time.perf_counter()
         self.wait()
@@ -77,11 +90,12 @@ class Checkpoints:
         state = collect(self._built)
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
         if self._memories_on_disk:
-            self._under_way = self._thread.submit(self._run, transaction, step, state)
+            self._under_way = self._thread.submit(self._run, transaction, step, state, seal)
             self.wait()
         else:
-            copied = snapshot(state)
-            self._under_way = self._thread.submit(self._run, transaction, step, copied)
+            copied = snapshot(state, self._copied)
+            self._copied = without_rows(copied)
+            self._under_way = self._thread.submit(self._run, transaction, step, copied, seal)
         self._stall_s += time.perf_counter() - began_s
 
     def wait(self) -> bool:
@@ -92,23 +106,29 @@ class Checkpoints:
         self._under_way = None
         return saved
 
-    def save(self, step: int) -> bool:
+    def retry_due(self) -> bool:
+        """Whether the last save failed, long enough ago to try again with the step there is now."""
+        under_way = self._under_way is not None and not self._under_way.done()
+        due_s = self._retry_at_s
+        return not under_way and due_s is not None and time.monotonic() >= due_s
+
+    def save(self, step: int, seal: Seal = unsealed) -> bool:
         """Save and wait; whether it is saved."""
         if self.wait() and self._last_step == step:
             return True
         began_s = time.perf_counter()
         transaction = self._transaction(step, self._gather)
-        saved = self._run(transaction, step, collect(self._built))
+        saved = self._run(transaction, step, collect(self._built), seal)
         self._stall_s += time.perf_counter() - began_s
         return saved
 
-    def save_last(self, step: int) -> None:
+    def save_last(self, step: int, seal: Seal = unsealed) -> None:
         """Save the end of the run.
 
         Raises:
             CheckpointError: that was not possible.
         """
-        if not self.save(step):
+        if not self.save(step, seal):
             raise CheckpointError(
                 f"step {step}, the last one, could not be saved (see above); {self._saved()}: free "
                 "disk space, then train again with --resume"
@@ -157,19 +177,23 @@ class Checkpoints:
         peers = self._peers() if copies > 1 and several else None
         return Transaction(self._where, save, gather, peers)
 
-    def _run(self, transaction: Transaction, step: int, state: Any) -> bool:
+    def _run(self, transaction: Transaction, step: int, state: Any, seal: Seal) -> bool:
         """Remember what was saved, or warn at once; whether it was."""
-        problem = transaction.run(state)
+        problem = transaction.run(state, seal)
         if problem is None:
-            self._last_step = step
-        elif self._session.local_rank == 0:
+            self._last_step, self._retry_at_s, self._pause_s = step, None, _FIRST_PAUSE_S
+            return True
+        if self._session.local_rank == 0:
             _log.warning(
-                "step %d was not saved: %s; training goes on, the next save tries again (%s)",
+                "step %d was not saved: %s; training goes on, saving is tried again in %.0f s (%s)",
                 step,
                 problem,
+                self._pause_s,
                 self._saved(),
             )
-        return problem is None
+        self._retry_at_s = time.monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return False
 
     def _saved(self) -> str:
         return (

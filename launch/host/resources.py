@@ -1,8 +1,11 @@
-"""Memory that this machine has free, and how busy other processes keep its cores."""
+"""Memory that this machine has free, what computes here, and how busy its cores are."""
 
+import platform
 import time
+from pathlib import Path
 
 import psutil
+import torch
 
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
 
@@ -11,6 +14,22 @@ def free_memory() -> int:
     """Bytes that this machine can allocate without swapping."""
     available: int = psutil.virtual_memory().available
     return available
+
+
+def arithmetic(device: torch.device) -> str:
+    """What computes on this device: where it is equal, so are results, to the last bit."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    names = (line.partition(":")[2].strip() for line in _cpu_lines() if line[:10] == "model name")
+    processor = next(names, platform.machine())
+    return f"{processor}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _cpu_lines() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return []
 
 
 class BackgroundLoad:

@@ -1,13 +1,14 @@
 """Every few steps all ranks compare digests of what should be equal, and find silent corruption.
 
 Both ends of a cut hold the same rows of samples, by their checksums; replicas hold the same weights
-and optimizer state, unless their method lets them differ. Rows that differ have a second copy in
+and optimizer state, unless their method lets them differ, or processors of different kinds round
+differently. Rows that differ have a second copy in
 what will be sent anew, so both ends forget them. Weights that differ have none that is known to be
 right: the run is refused, and a checkpoint from before is the remedy.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +17,12 @@ from torch import Tensor
 
 from thinpipe.launch.checkpoint.reshard import channel_name, module_of
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.gather import gather_json
+from thinpipe.launch.host.resources import arithmetic
+from thinpipe.launch.run.at_rest import CorruptionError
 from thinpipe.pipeline.comm.transport import Transport
 
 _log = logging.getLogger(__name__)
-
-
-class CorruptionError(ConfigError):
-    """What should be equal is not, and nobody knows which is right."""
 
 
 class Proof:
@@ -32,6 +30,7 @@ class Proof:
 
     def __init__(self, built: Built, transport: Transport, every: int) -> None:
         self._built, self._transport, self._every = built, transport, every
+        self._said_kinds = False
 
     def check(self, done: int) -> dict[str, int]:
         """After `done` steps: samples forgotten because two ends differed, by channel.
@@ -41,9 +40,10 @@ class Proof:
         """
         if not self._every or done % self._every:
             return {}
-        answers = gather_json(self._transport, [self._weights(), self._memories()])
-        self._compare_weights([weights for weights, _ in answers], done)
-        return self._compare_memories([memories for _, memories in answers])
+        kind = arithmetic(next(module_of(self._built.stages[0]).parameters()).device)
+        answers = gather_json(self._transport, [kind, self._weights(), self._memories()])
+        self._compare_weights([(kind, weights) for kind, weights, _ in answers], done)
+        return self._compare_memories([memories for *_, memories in answers])
 
     def _weights(self) -> dict[str, int]:
         """Digests by stage of what replicas have in common."""
@@ -76,18 +76,28 @@ class Proof:
             if (memory := channel.codec.memory) is not None
         }
 
-    def _compare_weights(self, everyone: list[Mapping[str, int]], done: int) -> None:
-        first: dict[str, tuple[int, int]] = {}
-        for rank, digests in enumerate(everyone):
+    def _compare_weights(
+        self, everyone: Sequence[tuple[str, Mapping[str, int]]], done: int
+    ) -> None:
+        """Those on processors of one kind: others may round differently."""
+        first: dict[tuple[str, str], tuple[int, int]] = {}
+        for rank, (kind, digests) in enumerate(everyone):
             for name, value in digests.items():
-                other, expected = first.setdefault(name, (rank, value))
+                other, expected = first.setdefault((kind, name), (rank, value))
                 if value != expected:
                     raise CorruptionError(
                         f"after step {done} rank {rank} and rank {other} hold different {name}: "
                         "memory, a link or a computation of one of them is faulty; go on from a "
-                        "checkpoint of before (--resume --step N) without the faulty machine; if "
-                        "machines are of different kinds, set train.verify_every = 0"
+                        "checkpoint of before (--resume --step N) without the faulty machine"
                     )
+        kinds = list(dict.fromkeys(kind for kind, digests in everyone if digests))
+        if len(kinds) > 1 and not self._said_kinds and self._transport.mesh.rank == 0:
+            self._said_kinds = True
+            _log.warning(
+                "note: replicas on different processors (%s) may round differently, so their "
+                "weights are compared with those of the same kind only",
+                "; ".join(kinds),
+            )
 
     def _compare_memories(self, everyone: list[Mapping[str, int]]) -> dict[str, int]:
         first: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,6 +21,9 @@ from thinpipe.launch.report.timeline import Timeline
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.stage import ComputeEvent
 
+_REPORT_SHARE = 0.01
+"""Of the time since the last report, which a report during the run may take: training waits."""
+
 
 class Records:
     """The steps of a run so far; those from before a resume are read from its folder.
@@ -34,6 +38,7 @@ class Records:
         self._writer: MetricsWriter | None = None
         self._pending: StepRecord | None = None
         self._reported = False
+        self._report_took_s, self._report_at_s = 0.0, 0.0
 
     def open(self, stack: ExitStack, resume_step: int | None) -> None:
         """Begin the file, or go on with it after a step; the stack closes it."""
@@ -60,7 +65,9 @@ class Records:
         if self._pending is not None:
             self._pending = replace(self._pending, eval=dict(metrics))
             self._display.evaluated(self._pending)
-            self._report_so_far()
+            pause_s = time.monotonic() - self._report_at_s
+            if self._report_took_s <= _REPORT_SHARE * pause_s:
+                self._report_so_far()
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add numbers of the user's own to the last step."""
@@ -81,6 +88,7 @@ class Records:
         records = [*self._records, *([self._pending] if self._pending else [])]
         if self._reported or not records or not self._writes:
             return
+        began_s = time.monotonic()
         summary = summarize(self._info, records)
         try:
             write_report(
@@ -93,6 +101,8 @@ class Records:
             )
         except OSError as error:  # a full disk is no reason to stop, or to hide why a run ended
             self._display.note(f"warning: {self._info.folder}/report.html: {error.strerror}")
+        self._report_at_s = time.monotonic()
+        self._report_took_s = self._report_at_s - began_s
 
     def report(
         self,

@@ -14,6 +14,9 @@ from thinpipe.launch.distributed.fork_server import START_METHOD
 from thinpipe.launch.run.ending import end_failed
 from thinpipe.launch.run.program import LOOKING, Wanted, run_program
 
+_LOOK_S = 600.0
+"""For a program to reach its `Run`."""
+
 
 class Needs(NamedTuple):
     """What a program wants to be started with."""
@@ -27,7 +30,7 @@ def look_at(script: Path, arguments: Sequence[str]) -> Needs:
     """Run a program, in a process of its own, up to where its `Run` is made.
 
     Raises:
-        ConfigError: it cannot be read, fails before, or makes none.
+        ConfigError: it cannot be read, fails before, makes none, or does not get there in time.
     """
     if script.suffix == ".toml":
         raise ConfigError(f"{script}: a run file; use `thinpipe train {script}`")
@@ -39,7 +42,14 @@ def look_at(script: Path, arguments: Sequence[str]) -> Needs:
     process.start()
     sender.close()
     try:
-        found = receiver.recv()
+        found: Any = (
+            f"it made no thinpipe.Run within {_LOOK_S:.0f} s; make the Run first, and leave what "
+            "takes long (data, downloads) for after it"
+        )
+        if receiver.poll(_LOOK_S):
+            found = receiver.recv()
+        else:
+            process.kill()
     except EOFError:
         found = "it ended before making a thinpipe.Run"
     process.join()

@@ -23,11 +23,13 @@ from thinpipe.launch.report.console import Display
 from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.report.timeline import Timeline, gather_events
+from thinpipe.launch.run.at_rest import AtRest
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, timeline_of
 from thinpipe.launch.run.skips import Skips
 from thinpipe.launch.trained.model import start_from_run
 from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.step_stats import Ask
 
 
 class Training:
@@ -62,6 +64,8 @@ class Training:
         self.built = build(
             config, session.transport, run_id=session.run_id, total_steps=self.steps, given=given
         )
+        share, rank = config.train.verify_share, session.mesh.rank
+        self._at_rest = AtRest(self.built, share, rank=rank)
         facts = {
             "config": config.shared(),
             "data": digests,
@@ -86,6 +90,7 @@ class Training:
         self._proof = Proof(self.built, session.transport, config.train.verify_every)
         self._timeline: Timeline | None = None
         self.start, self.stopping, self._finished = 0, False, False
+        self._save_again = False
         self._hosts: list[dict[str, Any] | None] = []
 
     @property
@@ -140,10 +145,13 @@ class Training:
 
         With `stop`, or if that is so on another rank, `stopping` is set afterwards.
         """
+        again = Ask.SAVE if self._checkpoints.retry_due() else Ask.NOTHING
+        ask = Ask.STOP if stop else again
         lr = next((float(g["lr"]) for g in self.built.optimizer.param_groups), 0.0)
         start = time.perf_counter()
-        totals = self.built.engine.train_step(batch, step, self._ids(step + 1), stop=stop)
-        self.stopping = totals.stopping
+        totals = self.built.engine.train_step(batch, step, self._ids(step + 1), ask=ask)
+        self.stopping = totals.asked == Ask.STOP
+        self._save_again = totals.asked == Ask.SAVE
         self.built.lr_schedule.step()
         if step + 1 == self.steps:
             self.built.sync.finish()
@@ -175,6 +183,9 @@ class Training:
         self.records.add(record)
         self._skips.count(record.step, skipped=record.skipped)
         self._proof.check(record.step)
+        if not record.skipped:  # else nothing has changed, and what was taken still holds
+            saves = self.stopping or self._save_due(record.step)
+            self._at_rest.take(record.step, elapsed, saves=saves)
         return record
 
     def evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:
@@ -187,17 +198,20 @@ class Training:
         return metrics
 
     def save_if_due(self, done: int) -> None:
-        """Save after `done` steps if the settings say so, or the run is at its end."""
+        """Save after `done` steps if settings say so, the run is at its end, or a save failed."""
+        if done > self.start and self._save_due(done):
+            self.records.flush()
+            self._checkpoints.start(done, self._at_rest.seal())
+
+    def _save_due(self, done: int) -> bool:
         options = self._config.checkpoint
         every = options.every_steps or options.every_epochs * self._sampler.steps_per_epoch
-        if done > self.start and (done == self.steps or done % every == 0):
-            self.records.flush()
-            self._checkpoints.start(done)
+        return done == self.steps or done % every == 0 or self._save_again
 
     def save_now(self, done: int) -> None:
         """Save because the run is to stop after `done` steps."""
         self.records.flush()
-        self._checkpoints.save(done)
+        self._checkpoints.save(done, self._at_rest.seal())
 
     def finish(self, done: int) -> None:
         """Save the end, free what samples are remembered in, and gather what the report needs.
@@ -208,10 +222,13 @@ class Training:
             return
         self._finished = True
         self._skips.finish(done)
-        self._checkpoints.save_last(done)
+        self._checkpoints.save_last(done, self._at_rest.seal())
         if done < self.steps:  # ended early, and saved as it was
             self.built.sync.finish()
         self.display.note(self._checkpoints.held_up())
+        verified = self._at_rest.words()
+        if verified is not None:
+            self.display.note(verified)
         self.built.engine.close()
         mine = self._carrier()
         if mine is not None:

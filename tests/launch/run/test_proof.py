@@ -9,7 +9,9 @@ import torch
 from tests.ranks import Ranks
 from tests.training import batch, config, start
 from thinpipe.launch.checkpoint.reshard import module_of
-from thinpipe.launch.run.proof import CorruptionError, Proof, digest
+from thinpipe.launch.run import proof
+from thinpipe.launch.run.at_rest import CorruptionError
+from thinpipe.launch.run.proof import Proof, digest
 
 pytestmark = pytest.mark.dist
 
@@ -18,16 +20,16 @@ AQSGD = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"
 
 def _wrong_weights(rank: int, moment: bool) -> Any:
     built = start(config(pipeline={"cuts": [], "replicas": 2}, train={"batch_size": 8}))
-    proof = Proof(built, built.engine.transport, 2)
+    test = Proof(built, built.engine.transport, 2)
     built.engine.train_step(batch([rank, rank + 2]), 0)
-    proof.check(2)
+    test.check(2)
     (parameter, *_) = module_of(built.stages[0]).parameters()
     changed = built.optimizer.state[parameter]["exp_avg"] if moment else parameter.data
     if rank == 1:
         changed.view(-1).view(torch.int32)[3] ^= 1  # the lowest bit of one number
-    proof.check(3)  # not due
+    test.check(3)  # not due
     with pytest.raises(CorruptionError) as caught:
-        proof.check(4)
+        test.check(4)
     return str(caught.value)
 
 
@@ -41,20 +43,40 @@ def test_one_bit_of_a_replica_is_found_and_named_on_all_ranks(
         assert "--resume --step N" in error
 
 
+def _other_processor(rank: int) -> Any:
+    built = start(config(pipeline={"cuts": [], "replicas": 2}, train={"batch_size": 8}))
+    test, kinds = Proof(built, built.engine.transport, 1), ["an old one", "a new one"]
+    proof.arithmetic = lambda _: kinds[rank]  # type: ignore[assignment]
+    parameter = next(module_of(built.stages[0]).parameters())
+    if rank == 1:
+        parameter.data.view(-1)[0] += 1e-7
+    logged: list[str] = []
+    proof._log.warning = lambda text, *values: logged.append(text % values)  # type: ignore
+    for step in (1, 2):
+        test.check(step)
+    return logged
+
+
+def test_replicas_on_other_processors_are_not_compared_and_that_is_said_once(ranks: Ranks) -> None:
+    (said, *more), silent = ranks(2, _other_processor)
+    assert "different processors (an old one; a new one) may round differently" in said
+    assert more == silent == []
+
+
 def _wrong_row(rank: int) -> Any:
     built = start(config(pipeline={"cuts": [2]}, boundary=copy.deepcopy(AQSGD)))
-    proof = Proof(built, built.engine.transport, 1)
+    test = Proof(built, built.engine.transport, 1)
     samples = batch([1, 2, 3, 4])
     built.engine.train_step(samples, 0)
     (memory,) = [c.codec.memory for c in built.engine.channels if c.codec.memory is not None]
-    whole = proof.check(1)
+    whole = test.check(1)
     if rank == 1:  # what a faulty kernel would have put
         row = memory._store.row(3).clone()
         row[0] ^= 1
         memory._store.put(3, row)
-    found = proof.check(2)
+    found = test.check(2)
     losses = [built.engine.train_step(samples, step).loss for step in (1, 2)]
-    return whole, found, len(memory), losses, proof.check(3)
+    return whole, found, len(memory), losses, test.check(3)
 
 
 def test_rows_that_differ_at_the_two_ends_are_forgotten_at_both(ranks: Ranks) -> None:

@@ -1,0 +1,36 @@
+"""What both ends learn beside samples."""
+
+import pytest
+import torch
+
+from thinpipe.aqsgd.transform.basis import Basis
+from thinpipe.aqsgd.transform.learned import Learned, Proposal
+from thinpipe.pipeline.wire.entropy import CodingError
+
+WIDTH = 16
+
+
+def test_a_basis_in_pieces_is_adopted_with_the_last_one() -> None:
+    basis = Basis.nearest(torch.eye(WIDTH), 0)
+    data = Proposal(basis, torch.full((2, WIDTH), 20)).packed()
+    learned = Learned(WIDTH)
+    learned.take_piece(1, 2, data[100:])
+    learned.commit()
+    assert (learned.version, learned.received) == (0, 1)
+    learned.take_piece(0, 2, data[:100])
+    learned.discard()  # that step is skipped, so the piece comes again
+    assert (learned.version, learned.received) == (0, 1)
+    learned.take_piece(0, 2, data[:100])
+    learned.commit()
+    assert (learned.version, learned.received) == (1, 0)
+    assert torch.equal(learned.basis.entry_DK, basis.entry_DK)
+
+
+def test_bytes_that_are_no_basis_are_refused_when_they_come_not_when_they_count() -> None:
+    learned = Learned(WIDTH)
+    before = learned.digest()
+    learned.take_piece(0, 2, b"\0" * 8)
+    with pytest.raises(CodingError, match=r"a basis of 12 bytes, .* does not fit 16 channels"):
+        learned.take_piece(1, 2, b"\0" * 4)
+    learned.discard()
+    assert (learned.version, learned.received, learned.digest()) == (0, 0, before)

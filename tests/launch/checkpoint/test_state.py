@@ -1,0 +1,59 @@
+"""Saves beside training: what fails is tried again."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from tests.disk import full_disk
+from tests.ranks import Ranks
+from tests.training import batch, config, start
+from thinpipe.launch.checkpoint import files, state
+from thinpipe.launch.checkpoint.state import Checkpoints
+from thinpipe.launch.config.sections import CheckpointConfig
+from thinpipe.launch.distributed.session import Session
+from thinpipe.pipeline.step_stats import Ask
+
+pytestmark = pytest.mark.dist
+
+
+def _full_for_a_while(rank: int, folder: str) -> Any:
+    """Saves of steps 1 and 2 fail on rank 1's disk; ranks retry when rank 1 asks for it."""
+    state._FIRST_PAUSE_S = 0.2
+    run = config()
+    built = start(run)
+    session = Session(HashStore(), built.engine.transport, 7, 0, None)
+    root = Path(folder) / f"disk-{rank}"
+    saves = Checkpoints(root, CheckpointConfig(), built, session, {"config": run.shared()})
+    if rank == 1:
+        with full_disk():
+            first, again = saves.save(1), saves.save(2)
+    else:
+        first, again = saves.save(1), saves.save(2)
+    began_s, found = time.monotonic(), []
+    for step in range(1000):
+        due = saves.retry_due() and rank == 1
+        asked = built.engine.train_step(
+            batch([1, 2, 3, 4]), step, ask=Ask.SAVE if due else Ask.NOTHING
+        ).asked
+        if asked == Ask.SAVE:
+            found.append((step, saves.save(3)))
+            break
+        time.sleep(0.01)
+    paused_s = time.monotonic() - began_s
+    return first, again, found, paused_s > 0.35, files.steps(root), saves.retry_due()
+
+
+def test_a_failed_save_is_tried_again_by_all_ranks_after_a_pause(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    one, other = ranks(2, _full_for_a_while, str(tmp_path))
+    assert one == other
+    first, again, [(step, saved)], paused, steps, due = one
+    assert (first, again, saved) == (False, False, True)
+    assert step > 0
+    assert paused  # twice as long after the second failure
+    assert steps == [3]
+    assert not due
