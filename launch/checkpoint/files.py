@@ -25,14 +25,11 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from safetensors import SafetensorError
-
 from thinpipe.launch.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
     Manifest,
     Part,
-    file_digest,
     load_manifest,
     part_error,
     size_error,
@@ -91,12 +88,12 @@ def write_part(folder: Path, part: str, state: object) -> Part:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: missing; call begin before writing {part!r}")
     try:
-        save_state(path, state)
-    except SafetensorError as error:
-        large = "header too large" in str(error)
-        remedy = "keep long lists as tensors" if large else "free disk space"
-        raise CheckpointError(f"{path}: not written: {error}; {remedy}") from error
-    sha256 = file_digest(path, flush=True)
+        sha256 = save_state(path, state)
+    except OSError as error:
+        reason = f"{error.strerror}; free disk space"
+        raise CheckpointError(f"{path}: not written: {reason}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}; keep long lists as tensors") from error
     return Part(part, path.stat().st_size, sha256)
 
 

@@ -14,36 +14,15 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from thinpipe.launch.checkpoint.tensor_file import DTYPES, write_tensors
 
 _TREE = "thinpipe.state"
 
-# The dtypes that safetensors both writes and reads.
-_DTYPES = frozenset(
-    {
-        torch.bool,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-    }
-)
 
-
-def save_state(path: Path, state: object) -> None:
-    """Write `state` to `path`; the same state always gives the same bytes.
+def save_state(path: Path, state: object) -> str:
+    """Write `state` to `path` and flush it; its SHA-256. The same state gives the same bytes.
 
     A state is a tensor, None, bool, int, float, str, bytes, or a list, tuple or mapping (keys str
     or int) of states. Tensors that share storage are written once each; strides are not kept.
@@ -52,12 +31,12 @@ def save_state(path: Path, state: object) -> None:
 
     Raises:
         TypeError: a value or key of another type; the message gives its path in the tree.
+        ValueError: what is no tensor is too much for a file's header.
+        OSError: there is no room, or the disk fails.
     """
     packer = _Packer()
     tree = json.dumps(packer.pack(state, "state"), allow_nan=False, separators=(",", ":"))
-    save_file(packer.tensors, path, metadata={_TREE: tree})
-    # safetensors creates its files for the owner alone; follow the umask, as the folder does.
-    path.chmod(path.parent.stat().st_mode & 0o666)
+    return write_tensors(path, packer.tensors, {_TREE: tree})
 
 
 def load_state(path: Path, *, mapped: str | None = None) -> Any:
@@ -130,7 +109,7 @@ class _Packer:
                 f"{path} is a {_type_name(tensor)} ({tensor.layout}, on {tensor.device}); a "
                 "checkpoint holds plain dense tensors with data: use to_local() or to_dense()"
             )
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise TypeError(f"{path} is {tensor.dtype}, which safetensors lacks; convert it first")
         held = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         if held.untyped_storage().data_ptr() in self._storages:

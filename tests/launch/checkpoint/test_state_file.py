@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from thinpipe.launch.checkpoint import state_file as statefile
+from thinpipe.launch.checkpoint.tensor_file import DTYPES
 
 
 def through_file(folder: Path, state: object) -> Any:
@@ -89,7 +90,7 @@ def test_every_kind_of_tensor_comes_back_bit_exact(tmp_path: Path) -> None:
     assert_same(through_file(tmp_path, state), state)
 
 
-@pytest.mark.parametrize("dtype", sorted(statefile._DTYPES, key=str), ids=str)
+@pytest.mark.parametrize("dtype", sorted(DTYPES, key=str), ids=str)
 def test_every_accepted_dtype_is_one_that_safetensors_holds(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
