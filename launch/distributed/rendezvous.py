@@ -2,7 +2,8 @@
 
 torch's own c10d rendezvous unpickles what it finds in the store; here are only numbers and JSON.
 Each host posts that it has come. The one that holds the store waits for as many as the run has,
-and tells each its number and the round.
+and tells each its number and the round. A host that was started again after its launcher had died
+posts like the others, which have posted for the next round and wait for it.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +39,8 @@ _Come = tuple[Any, int, str]
 """What sorts a host, the number of its post, and its name."""
 _POLL_S = 0.05
 _LEAVE_S = 5.0
+_SAY_FIRST_S, _SAY_EVERY_S = 2.0, 10.0
+"""When hosts that wait at a restart say for whom: others come within a moment."""
 _LOOK_S = 1.0
 """How often a running host looks whether another one has come anew."""
 
@@ -73,6 +77,7 @@ class Rendezvous(RendezvousHandler):
         self._store = PrefixStore("rendezvous", self._tcp)
         self._posts = self._handled = self._round = 0
         self._come: dict[str, _Come] = {}
+        self._names: list[str] = []  # of the round before
         self._looked_s = 0.0
         if self._wait is not None:
             self._wait.store, self._wait.missing = self._store, self._missing
@@ -146,11 +151,13 @@ class Rendezvous(RendezvousHandler):
         network = self._network
         entry = {"name": network.name, "order": network.order, "host": network.host}
         self._store.set(f"post/{number}", json.dumps(entry))
-        limit_s = time.monotonic() + self._limit_s
+        start_s = time.monotonic()
+        limit_s, say_s = start_s + self._limit_s, start_s + _SAY_FIRST_S
         self._come = {}
         while time.monotonic() < limit_s:
             if self._store.check([f"go/{number}"]):
-                rank, round_, posts = json.loads(self._store.get(f"go/{number}"))
+                found = json.loads(self._store.get(f"go/{number}"))
+                rank, round_, posts, self._names = found
                 return rank, round_, posts
             if self._store.check(["refused"]):
                 raise RendezvousTimeoutError(self._store.get("refused").decode())
@@ -158,8 +165,25 @@ class Rendezvous(RendezvousHandler):
                 raise RendezvousClosedError
             if self._holds:
                 self._receive()
+            if time.monotonic() > say_s and (absent := self._absent()):
+                left_s = limit_s - time.monotonic()
+                os.write(2, f"waiting for {absent}, {left_s:.0f} s left\n".encode())
+                say_s = time.monotonic() + _SAY_EVERY_S
             time.sleep(_POLL_S)
-        raise RendezvousTimeoutError(f"they did not come within {self._limit_s:.0f} s")
+        absent = self._absent() or "they"
+        raise RendezvousTimeoutError(
+            f"{absent} did not come within {self._limit_s:.0f} s (pipeline.peer_timeout_s)"
+        )
+
+    def _absent(self) -> str:
+        """Hosts of the round before that have not posted since."""
+        posts = range(self._posts + 1, self._store.add("posts", 0) + 1)
+        keys = [f"post/{number}" for number in posts]
+        come = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+        left = Counter(self._names)
+        left.subtract({entry["name"]: entry["host"] for entry in come}.values())
+        names = sorted(left.elements())
+        return f"machine{'s' * (len(names) > 1)} {', '.join(names)}" if names else ""
 
     def _receive(self) -> None:
         """Look who has come; when all have, number them."""
@@ -178,8 +202,11 @@ class Rendezvous(RendezvousHandler):
             except ValueError as error:
                 self._store.set("refused", str(error))
                 return
-        for rank, (_, number, _) in enumerate(sorted(come.values())[: self._hosts]):
-            self._store.set(f"go/{number}", json.dumps([rank, self._round + 1, self._handled]))
+        going = sorted(come.values())[: self._hosts]
+        names = [host for *_, host in going]
+        for rank, (_, number, _) in enumerate(going):
+            go = [rank, self._round + 1, self._handled, names]
+            self._store.set(f"go/{number}", json.dumps(go))
 
     def _missing(self) -> str:
         """The hosts that have not come, as far as they are known here."""

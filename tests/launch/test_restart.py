@@ -58,6 +58,45 @@ def node(run: Path, log: Path, *meeting: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @pytest.mark.dist
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_machine_whose_launcher_died_is_waited_for(run_file: Path, comes_back: bool) -> None:
+    place = f"127.0.0.1:{free_port()}"
+    logs = [run_file.parent / name for name in ("a", "b", "b again")]
+
+    def begin(number: int) -> subprocess.Popen[str]:
+        name = f"network.name={logs[number].name[0]}"
+        meeting = ["--nnodes", "2", "--rdzv", place, "--set", name]
+        limit = [] if comes_back else ["--set", "pipeline.peer_timeout_s=25"]
+        return node(run_file, logs[number], *meeting, *limit)
+
+    nodes = [begin(0)]
+    try:
+        wait_until(lambda: "waiting for 2 machines" in logs[0].read_text(), PATIENCE_S)
+        nodes.append(begin(1))
+        latest = run_file.parent / "run" / "checkpoints" / "latest"
+        wait_until(lambda: latest.exists() or any(n.poll() for n in nodes), PATIENCE_S)
+        nodes[1].kill()
+        wait_until(lambda: "waiting for machine b, " in logs[0].read_text(), PATIENCE_S)
+        if comes_back:
+            nodes.append(begin(2))
+        codes = [process.wait(timeout=PATIENCE_S) for process in nodes]
+    finally:
+        for process in nodes:
+            process.kill()
+            process.wait()
+    said = logs[0].read_text()
+    if comes_back:
+        assert codes == [0, -signal.SIGKILL, 0], said + logs[2].read_text()
+        steps = read_metrics(run_file.parent / "run" / "metrics.jsonl")
+        assert [record.step for record in steps] == list(range(1, 501))
+        assert "restarting" in said
+        return
+    assert codes == [1, -signal.SIGKILL], said
+    assert "machine b did not come within 25 s (pipeline.peer_timeout_s); run `th" in said
+
+
+@pytest.mark.slow
+@pytest.mark.dist
 @pytest.mark.parametrize("machines", [1, 2])
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     run_file: Path, machines: int
