@@ -5,6 +5,7 @@ import sys
 
 from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.host.packages import explain
+from thinpipe.launch.host.scratch import use_scratch_folder
 
 _STARTS_NOTHING = {"--dry-run", "--help"}
 
@@ -14,6 +15,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our messages say it without C++ stacks
     trains = sys.argv[1:2] in (["train"], ["run"]) and not _STARTS_NOTHING & {*sys.argv}
     if trains and "RANK" not in os.environ:
+        use_scratch_folder()
         fork_server.start()
     try:
         from thinpipe.launch.cli import (
