@@ -10,6 +10,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.distributed.failures import Failures
 
 _LAST = "last session"
+_NO_RANK = "no rank failed: a machine was started again"
 
 
 def last_failure(met: Store, name: str, who: str) -> str:
@@ -20,7 +21,7 @@ def last_failure(met: Store, name: str, who: str) -> str:
     text = ""
     if met.check([_LAST]):
         failures = Failures(PrefixStore(met.get(_LAST).decode(), met), who)
-        text = failures.known() or "nobody knows why"
+        text = failures.known() or _NO_RANK
     met.set(_LAST, name)
     return text
 

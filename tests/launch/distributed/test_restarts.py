@@ -1,0 +1,30 @@
+"""What ended the session before is known to the next one."""
+
+import pytest
+from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
+
+from thinpipe.launch.distributed.failures import Failures
+from thinpipe.launch.distributed.restarts import last_failure, restart_words
+
+
+def test_the_first_session_has_none_before_it() -> None:
+    assert last_failure(HashStore(), "one", "rank 0") == ""
+    assert restart_words("") is None
+
+
+def test_a_restart_names_what_failed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = HashStore()
+    last_failure(met, "one", "rank 0")
+    Failures(PrefixStore("one", met), "rank 2 on host1").report("killed by signal 9", cause=True)
+    told = last_failure(met, "two", "rank 0")
+    assert told == "rank 2 on host1: killed by signal 9"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    assert restart_words(told) == f"restarting, 1 of 3: {told}"
+
+
+def test_ranks_that_ended_without_a_failure_made_room_for_a_machine() -> None:
+    met = HashStore()
+    last_failure(met, "one", "rank 0")
+    assert last_failure(met, "two", "rank 0") == "no rank failed: a machine was started again"
