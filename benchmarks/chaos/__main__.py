@@ -6,10 +6,11 @@ import logging
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.chaos import files, kills, runs
+from benchmarks.chaos import files, kills, live
 from benchmarks.chaos.outcome import Outcome, table
 
 
@@ -18,23 +19,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--files", type=int, default=100, help="damaged, missing, mixed files")
     parser.add_argument("--kills", type=int, default=20, help="machines killed while they save")
-    parser.add_argument("--runs", type=int, default=6, help="faults in a whole run")
+    parser.add_argument("--live", type=int, default=20, help="faults in runs on emulated hosts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="where every outcome goes, a JSON line each")
+    parser.add_argument(
+        "--show", type=Path, nargs="+", metavar="FILE", help="only print tables of such files"
+    )
     options = parser.parse_args()
+    if options.show:
+        _show([outcome for file in options.show for outcome in _read(file)])
+        return
     logging.disable(logging.WARNING)
     start_s, outcomes = time.monotonic(), list[Outcome]()
-    for suite, count in ((files, options.files), (kills, options.kills), (runs, options.runs)):
-        with tempfile.TemporaryDirectory() as folder:
+    for suite, count in ((files, options.files), (kills, options.kills), (live, options.live)):
+        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
             outcomes += suite.inject(Path(folder), count, options.seed) if count else []
-    print(table(outcomes))
-    print(f"\n{len(outcomes)} faults, seed {options.seed}, {time.monotonic() - start_s:.0f} s")
     if options.out is not None:
         options.out.write_text("".join(f"{json.dumps(asdict(o))}\n" for o in outcomes))
+    bad = _show(outcomes)
+    print(f"seed {options.seed}, {time.monotonic() - start_s:.0f} s")
+    sys.exit(bad)
+
+
+def _read(file: Path) -> list[Outcome]:
+    return [Outcome(**json.loads(line)) for line in file.read_text().splitlines()]
+
+
+def _show(outcomes: Sequence[Outcome]) -> bool:
+    """Print the table, then what is bad; whether anything is."""
+    print(table(outcomes))
+    count = sum(outcome.kind != live.END for outcome in outcomes)
+    print(
+        f"\n{count} faults; times are 10 % / median / 90 % / most, of fewer than 10 the least too"
+    )
     bad = [outcome for outcome in outcomes if outcome.verdict in ("lost", "silent")]
     for outcome in bad:
         print(f"{outcome.kind}: {outcome.verdict}: {outcome.detail}", file=sys.stderr)
-    sys.exit(bool(bad))
+    return bool(bad)
 
 
 if __name__ == "__main__":

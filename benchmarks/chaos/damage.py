@@ -1,0 +1,166 @@
+"""Faults of disks, checkpoints and RAM in a run that is under way."""
+
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.chaos import ram
+from benchmarks.chaos.machines import HOSTS
+from benchmarks.chaos.scene import BATCH, SAMPLES, NoMomentError, Scene, kill
+from thinpipe.launch.checkpoint import files
+from thinpipe.launch.data.sampler import EpochSampler
+
+Harm = Callable[[Path, random.Random], None]
+"""Does something to a host's checkpoints."""
+
+
+def fill(scene: Scene) -> None:
+    """A host's disk is full until a save has failed."""
+    host = scene.host()
+    scene.any_time(host)
+    scene.begin()
+    filler = _fill(scene, host)
+    scene.wait(lambda: "was not saved" in scene.machines.said())
+    filler.unlink()
+
+
+def fill_and_kill(scene: Scene) -> None:
+    """A rank dies while the disk is full; there is room again soon after."""
+    host = scene.host()
+    victim = scene.victim("rank", scene.host())
+    scene.begin()
+    filler = _fill(scene, host)
+    scene.wait(lambda: "was not saved" in scene.machines.said())
+    kill(victim)
+    time.sleep(scene.chance.random() * 2)
+    filler.unlink()
+
+
+def harm_and_kill(harm: Harm, scene: Scene) -> None:
+    """A host's newest checkpoint is damaged, then a rank is killed."""
+    machines, host = scene.machines, scene.host()
+    victim = scene.victim("rank", scene.host())
+    scene.wait(lambda: len(files.steps(machines.checkpoints(host))) > 1)
+    victim.suspend()
+    machines.wait(lambda: False, 0.3)  # a save under way ends, or waits for the victim
+    _keep(scene, host)
+    scene.begin()
+    harm(machines.checkpoints(host), scene.chance)
+    kill(victim)
+
+
+def harm_all(scene: Scene) -> None:
+    """No step of a host is whole any more."""
+    machines = scene.machines
+    scene.wait(lambda: all(files.steps(machines.checkpoints(host)) for host in range(HOSTS)))
+    host = scene.host()
+    victim, root = scene.victim("rank", host), machines.checkpoints(host)
+    victim.suspend()
+    machines.wait(lambda: False, 0.3)
+    _keep(scene, host)
+    scene.begin()
+    for part in root.glob("*/*.safetensors"):
+        _flip(part, scene.chance)
+    kill(victim)
+
+
+def _keep(scene: Scene, host: int) -> None:
+    """If the run ends, the host gets its checkpoints back."""
+    root, kept = scene.machines.checkpoints(host), scene.machines.folder / "kept"
+    shutil.rmtree(kept, ignore_errors=True)
+    shutil.copytree(root, kept)
+
+    def heal() -> None:
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(kept, root)
+
+    scene.heals.append(heal)
+
+
+def flip_ram(scene: Scene) -> None:
+    """A row that is visited again soon changes in the RAM of one rank."""
+    machines = scene.machines
+    for _ in range(20):
+        host = scene.host()
+        root = machines.checkpoints(host)
+        scene.wait(lambda root=root: files.newest(root))  # type: ignore[misc]
+        victim = scene.victim("rank", host)
+        victim.suspend()
+        try:
+            saved, done = files.newest(root) or 0, machines.steps() + 2
+            scene.begin()
+            if ram.flip_row(victim, root, _visited(saved, done), scene.chance):
+                return
+        finally:
+            victim.resume()
+    raise NoMomentError
+
+
+def _visited(first: int, last: int) -> set[int]:
+    """Samples of these steps, whichever replica has them."""
+    sampler = EpochSampler(SAMPLES, batch_size=BATCH, replicas=1, replica=0, seed=0)
+    return {sample for step in range(first, last + 1) for sample in sampler.ids(step).tolist()}
+
+
+def _fill(scene: Scene, host: int) -> Path:
+    filler = scene.machines.disk(host) / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+    return filler
+
+
+def _flip(path: Path, chance: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    path.write_bytes(data)
+
+
+def _newest(root: Path) -> Path:
+    return root / f"step-{files.steps(root)[-1]}"
+
+
+def _part(root: Path) -> Path:
+    return next(iter(_newest(root).glob("*.safetensors")))
+
+
+def _truncate(root: Path, chance: random.Random) -> None:
+    path = _part(root)
+    data = path.read_bytes()
+    path.write_bytes(data[: chance.randrange(len(data))])
+
+
+def _older_part(root: Path, _: random.Random) -> None:
+    older = root / f"step-{files.steps(root)[0]}"
+    shutil.copy(next(iter(older.glob("*.safetensors"))), _part(root))
+
+
+def _older_step(root: Path, _: random.Random) -> None:
+    older, newest = root / f"step-{files.steps(root)[0]}", _newest(root)
+    shutil.rmtree(newest)
+    shutil.copytree(older, newest)
+
+
+def _wrong_latest(root: Path, _: random.Random) -> None:
+    (root / "latest").write_text("step-99999\n")
+
+
+HARMS: dict[str, Harm] = {
+    "bit of a part": lambda root, chance: _flip(_part(root), chance),
+    "bit of the manifest": lambda root, chance: _flip(_newest(root) / "manifest.json", chance),
+    "part cut off": _truncate,
+    "part missing": lambda root, _: _part(root).unlink(),
+    "manifest missing": lambda root, _: (_newest(root) / "manifest.json").unlink(),
+    "newest step missing": lambda root, _: shutil.rmtree(_newest(root)),
+    "older part in place of a newer": _older_part,
+    "older step under a newer name": _older_step,
+    "all steps missing on one host": lambda root, _: shutil.rmtree(root),
+    "latest missing": lambda root, _: (root / "latest").unlink(missing_ok=True),
+    "latest wrong": _wrong_latest,
+}
