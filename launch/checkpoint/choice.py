@@ -130,7 +130,7 @@ class Choice:
         for offer in files.offers(root):
             if offer.digest == candidate.digest and (mine is None or mine.prepared):
                 mine = offer
-        folder = root / step_name(candidate.step) if mine is None else mine.folder(root)
+        folder = _unnamed(root, candidate.step) if mine is None else mine.folder(root)
         manifest = self._manifest(candidate, folder)
         lacking = self._lacking(manifest, folder, needed(manifest))
         present = [p.name for p in manifest.parts if size_error(p, folder) is None]
@@ -199,6 +199,12 @@ class Choice:
     def _first_of(self, problem: str | None) -> str | None:
         texts = enumerate(self._gather(problem))
         return next((f"rank {rank}: {text}" for rank, text in texts if text), None)
+
+
+def _unnamed(root: Path, step: int) -> Path:
+    """Where parts of a step without a manifest may be: a kill can come between the two."""
+    named, partial = root / step_name(step), files.partial_folder(root, step)
+    return partial if partial.is_dir() and not named.exists() else named
 
 
 def _complete_folder(root: Path, folder: Path, manifest: Manifest, *, held: bool) -> str | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.choice import Choice, Chosen
-from thinpipe.launch.checkpoint.manifest import Manifest
+from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest
 from thinpipe.launch.checkpoint.reshard import Layout, part_name
 from thinpipe.launch.checkpoint.transaction import Place
 from thinpipe.launch.distributed.gather import gather_json
@@ -59,20 +59,28 @@ def common_resume(session: Session, root: Path, resume: Resume, layout: Layout |
     """The common decision, with the checkpoint that it means.
 
     Agents count restarts differently, so one request is enough. A step's folder that cannot be
-    used counts as one: a run does not silently start anew beside it. `layout` is that of this run;
-    None: that of the checkpoint.
+    used counts as one: a run does not silently start anew beside it. One that no machine had
+    published yet, and that is not whole, does not: restarted ranks start anew. `layout` is that of
+    this run; None: that of the checkpoint.
 
     Raises:
         CheckpointError: on every rank, if there is no whole checkpoint.
     """
-    saved = bool(files.offers(root) or files.broken(root))
-    answers = gather_json(session.transport, [*resume[:3], saved])
-    requests = [Resume(*request) for *request, _ in answers if request[0]]
-    required = any(request.required for request in requests)
-    if not requests or not (required or any(saved for *_, saved in answers)):
+    offers = files.offers(root)
+    published = bool(files.broken(root)) or not all(offer.prepared for offer in offers)
+    answers = gather_json(session.transport, [*resume[:3], bool(offers), published])
+    requests = [Resume(*request) for *request, _, _ in answers if request[0]]
+    needed = any(request.required for request in requests) or any(known for *_, known in answers)
+    if not requests or not (needed or any(offered for *_, offered, _ in answers)):
         return Resume(False)
     step = next((r.step for r in requests if r.step is not None), None)
-    chosen = choose(session, root, step, layout)
+    try:
+        chosen = choose(session, root, step, layout)
+    except CheckpointError:
+        if needed:
+            raise
+        return Resume(False)
+    required = any(request.required for request in requests)
     return Resume(True, chosen.manifest.step, required, chosen)
 
 
