@@ -2,9 +2,7 @@
 
 import logging
 import os
-import signal
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -14,8 +12,14 @@ from rich.console import Console
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.checkpoint.run_folder import check_folder
-from thinpipe.launch.config.cli_options import SetOption, refuse, run_app
-from thinpipe.launch.config.network import KEY_FILE, NO_KEY, NetworkConfig
+from thinpipe.launch.config.cli_options import (
+    RanksOption,
+    RestartsOption,
+    SetOption,
+    refuse,
+    run_app,
+    share_of,
+)
 from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
@@ -29,15 +33,6 @@ from thinpipe.launch.distributed.elastic import (
 )
 from thinpipe.launch.distributed.fork_server import end_with_parent
 from thinpipe.launch.distributed.handshake import HandshakeError, versions
-from thinpipe.launch.distributed.ssh import (
-    HostsConfig,
-    check_run,
-    format_command,
-    load_hosts,
-    run_commands,
-    ssh_commands,
-    what_to_copy,
-)
 from thinpipe.launch.doctor.cli import doctor
 from thinpipe.launch.host.links import parse_rate, parse_time
 from thinpipe.launch.memory.check import check_host, show_host
@@ -45,7 +40,8 @@ from thinpipe.launch.overlay.cli import key
 from thinpipe.launch.plan.cli import plan
 from thinpipe.launch.plan.memory_budget import plan_memory, show_memory
 from thinpipe.launch.plan.trace import trace_run
-from thinpipe.launch.run.ending import end_done, end_failed, print_error
+from thinpipe.launch.remote.cli import launch_on_hosts
+from thinpipe.launch.run.ending import end_done, end_failed
 from thinpipe.launch.run.program import SHOW
 from thinpipe.launch.run.report import report
 from thinpipe.launch.run.script import look_at, run_as_rank
@@ -72,13 +68,12 @@ ShowOption = Annotated[
         "--show", metavar="RANK", min=-1, help="Local rank that shows progress; -1: none."
     ),
 ]
-NodesOption = Annotated[int, typer.Option(help="Number of machines; run the same command on each.")]
+NodesOption = Annotated[
+    int, typer.Option(min=1, help="Number of machines; run the same command on each.")
+]
 RendezvousOption = Annotated[
     str | None,
     typer.Option(metavar="HOST:PORT", help="Rendezvous address, on one of the machines."),
-]
-RestartsOption = Annotated[
-    int, typer.Option(min=0, help="Restarts after a failure, from the newest checkpoint.")
 ]
 
 
@@ -118,6 +113,7 @@ def train(  # noqa: PLR0913  # one parameter per option
     show: ShowOption = 0,
     nnodes: NodesOption = 1,
     rdzv: RendezvousOption = None,
+    ranks: RanksOption = None,
     max_restarts: RestartsOption = 0,
 ) -> None:
     """Train. Starts all ranks on this machine, or with --nnodes its share of them.
@@ -128,6 +124,8 @@ def train(  # noqa: PLR0913  # one parameter per option
         config = load_config(config_path, overrides or [])
         if show >= config.world_size:
             raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
+        if ranks is not None and rdzv is None:
+            raise ConfigError(f"--ranks = {ranks}: without --nnodes and --rdzv all ranks run here")
         if step is not None and not resume:
             raise ConfigError(f"--step = {step}: needs --resume; add it, or remove --step")
     except ConfigError as error:
@@ -141,7 +139,7 @@ def train(  # noqa: PLR0913  # one parameter per option
         sys.exit(_run_all(config, resume=resume, max_restarts=max_restarts))
     placed = hosts_by_rank(config.pipeline.placement)
     nodes = Nodes(nnodes, rdzv or "", max_restarts, config.pipeline.peer_timeout_s, placed)
-    sys.exit(_run_here(config, nodes))
+    sys.exit(_run_here(config, nodes, ranks))
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False})
@@ -155,6 +153,7 @@ def run_script(  # one parameter per option
     show: ShowOption = 0,
     nnodes: NodesOption = 1,
     rdzv: RendezvousOption = None,
+    ranks: RanksOption = None,
     max_restarts: RestartsOption = 0,
 ) -> None:
     """Run a Python program of one's own on all ranks. Options go before the program."""
@@ -165,11 +164,13 @@ def run_script(  # one parameter per option
         os.environ.setdefault(SHOW, str(show))
         run_as_rank(script, own)
     try:
+        if ranks is not None and rdzv is None:
+            raise ConfigError(f"--ranks = {ranks}: without --nnodes and --rdzv all ranks run here")
         needs = look_at(script, own)
         if nnodes == 1 and rdzv is None:
             sys.exit(run_local(main, sys.argv[1:], needs.world_size, max_restarts=max_restarts))
         nodes = Nodes(nnodes, rdzv or "", max_restarts, needs.join_s)
-        processes = _share(needs.world_size, nodes)
+        processes = share_of(needs.world_size, nodes.count, ranks)
         sys.exit(run_node(main, sys.argv[1:], processes, nodes, needs.network))
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
@@ -201,46 +202,10 @@ def trace(
     print(report)
 
 
-@app.command("launch")
-def launch_on_hosts(
-    hosts_path: Annotated[
-        Path, typer.Argument(metavar="HOSTS.TOML", help="The machines and how to reach them.")
-    ],
-    run: Annotated[
-        str,
-        typer.Argument(metavar="RUN.TOML", help="Run file, relative to each machine's checkout."),
-    ],
-    overrides: SetOption = None,
-    resume: ResumeOption = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Check run file and settings, print the commands, and exit."
-        ),
-    ] = False,
-    show: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Machine that shows progress; by default the first."),
-    ] = None,
-) -> None:
-    """Train on several machines: runs `thinpipe train` on each, over ssh."""
-    settings = [word for override in overrides or [] for word in ("--set", override)]
-    try:
-        hosts = load_hosts(hosts_path)
-        arguments = [*settings, *(["--resume"] if resume else [])]
-        commands = ssh_commands(hosts, run, arguments, show=show)
-        if dry_run:
-            _show_launch(hosts, commands, run, overrides or [])
-            return
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # output closed: end, and thereby all hosts
-        sys.exit(run_commands(hosts, commands))
-    except ValueError as error:
-        refuse(error)
-
-
 app.add_typer(key, name="key", no_args_is_help=True)
 app.command("export")(export_model)
 app.command("generate")(generate_text)
+app.command("launch")(launch_on_hosts)
 app.command("report")(report)
 app.command()(plan)
 app.command()(doctor)
@@ -252,26 +217,6 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # dumps schedules
     run_app(app)
-
-
-def _show_launch(
-    hosts: HostsConfig, commands: Mapping[str, Sequence[str]], run: str, overrides: Sequence[str]
-) -> None:
-    """What `launch` would do, after the checks that are possible here."""
-    network = NetworkConfig()
-    if Path(run).expanduser().exists():
-        network = check_run(hosts, run, overrides).network
-    else:
-        print_error(f"note: {run} is not on this machine, so the settings were not checked")
-    print("\n\n".join(format_command(command) for command in commands.values()))
-    if len(hosts.host) == 1:
-        return
-    named = {h.name: network.key_file or h.environment.get(KEY_FILE) for h in hosts.host}
-    key = next((name for name in named.values() if name), None)
-    print_error(what_to_copy(hosts, run, key))
-    without = [name for name, file in named.items() if not file]
-    if without and not network.trusted:
-        print_error(f"note: for {', '.join(without)}: {NO_KEY}")
 
 
 def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
@@ -309,24 +254,19 @@ def _show_memory(config: RunConfig, *, resume: bool) -> None:
         refuse(error)
 
 
-def _run_here(config: RunConfig, nodes: Nodes) -> int:
+def _run_here(config: RunConfig, nodes: Nodes, ranks: int | None) -> int:
     try:
-        processes = _share(config.world_size, nodes)
+        placed = nodes.placed.count(config.network.own_name())
+        if placed and ranks not in (None, placed):
+            raise ConfigError(
+                f"--ranks = {ranks}: pipeline.placement gives this machine {placed}; remove --ranks"
+            )
+        processes = placed or share_of(config.world_size, nodes.count, ranks)
         check_folder(config.run.path)
         check_data(config)
         return run_node(main, sys.argv[1:], processes, nodes, config.network)
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
-
-
-def _share(ranks: int, nodes: Nodes) -> int:
-    """Ranks of this machine."""
-    if nodes.count < 1 or ranks % nodes.count:
-        raise ConfigError(
-            f"--nnodes = {nodes.count}: {ranks} ranks cannot be shared evenly by that many "
-            "machines; change the stages, the replicas or --nnodes"
-        )
-    return ranks // nodes.count
 
 
 def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:

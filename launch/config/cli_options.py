@@ -1,4 +1,4 @@
-"""What commands share: the option `--set`, and how usage errors are reported."""
+"""What commands share: options, and how usage errors are reported."""
 
 import os
 import sys
@@ -18,6 +18,17 @@ SetOption = Annotated[
     typer.Option("--set", metavar="A.B=C", help="Override a setting; may be repeated."),
 ]
 
+RestartsOption = Annotated[
+    int, typer.Option(min=0, help="Restarts after a failure, from the newest checkpoint.")
+]
+
+RanksOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1, metavar="N", help="Ranks of this machine, if machines have unequal shares."
+    ),
+]
+
 # By its version, typer builds on click or on a copy of it, so the name is not importable.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
@@ -30,6 +41,29 @@ def run_app(
         sys.exit(app(arguments, prog_name=program, standalone_mode=False))
     except _UsageError as error:
         _end(_explain(error))
+
+
+def share_of(world: int, machines: int, ranks: int | None) -> int:
+    """Ranks of this machine: those given, or as many as each other has.
+
+    Raises:
+        ValueError: it cannot have so many, or they cannot be shared evenly.
+    """
+    if ranks is not None:
+        most = world - machines + 1
+        if ranks > most:
+            raise ValueError(
+                f"--ranks = {ranks}: of {world} ranks on {machines} machines one has at most "
+                f"{most}; correct --ranks or --nnodes"
+            )
+        return ranks
+    if world % machines:
+        raise ValueError(
+            f"--nnodes = {machines}: {world} ranks (stages x replicas) cannot be shared evenly by "
+            "that many machines; change the stages, the replicas or --nnodes, or give each its "
+            "--ranks"
+        )
+    return world // machines
 
 
 def refuse(error: Exception) -> NoReturn:

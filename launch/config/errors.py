@@ -2,8 +2,9 @@
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -49,6 +50,24 @@ def explain(error: ValidationError, root: type[BaseModel], *above: str) -> list[
         for name, problems in found.items()
         if not any(other.startswith(f"{name}.") for other in found)  # the most specific of a union
     ]
+
+
+def first_flag(given: Any, found: Any, *above: str) -> str | None:
+    """The first `true` or `false` that was taken for a number, as "a.b = true", if there is one.
+
+    `given` is what was read, `found` what was made of it: pydantic takes true for 1.
+    """
+    if isinstance(given, bool):
+        wrong = isinstance(found, int | float) and not isinstance(found, bool)
+        return f"{'.'.join(above)} = {str(given).lower()}" if wrong else None
+    pairs: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(given, Mapping):
+        of = found.get if isinstance(found, Mapping) else partial(getattr, found)
+        pairs = ((key, value, of(key, None)) for key, value in given.items())
+    elif isinstance(given, list) and isinstance(found, list | tuple):
+        pairs = ((index, *pair) for index, pair in enumerate(zip(given, found, strict=False)))
+    flags = (first_flag(value, its, *above, str(key)) for key, value, its in pairs)
+    return next(filter(None, flags), None)
 
 
 class _Problem(NamedTuple):
@@ -160,6 +179,14 @@ def remedy(detail: ErrorDetails) -> str:
 
 
 def _known(place: _Place) -> str:
+    sections = {
+        name: [key for model in _models(field.annotation) for key in model.model_fields]
+        for above in place.above
+        for name, field in above.model_fields.items()
+    }
+    belongs = [f"[{name}]" for name, keys in sections.items() if place.key in keys]
+    if belongs and place.name == place.key:
+        return f"it belongs under {' or '.join(belongs)}"
     known = sorted({key for model in place.above for key in model.model_fields})
     near = difflib.get_close_matches(place.key, known, n=1)
     return f'did you mean "{near[0]}"?' if near else f"known here: {', '.join(known)}"

@@ -12,6 +12,8 @@ from thinpipe.launch.host.interfaces import parse_endpoint
 
 KEY_FILE = "THINPIPE_KEY_FILE"
 """Environment variable that stands for `network.key_file` where that is not set."""
+NAME = "THINPIPE_NAME"
+"""Environment variable that stands for `network.name` where that is not set."""
 NO_KEY = (
     "network.key_file is not set, and without a key nothing leaves this machine: make one with "
     "`thinpipe key new run.key`, copy it to every machine (scp run.key host1:thinpipe/), and set "
@@ -44,13 +46,19 @@ def _as_peers(peers: dict[str, str]) -> dict[str, str]:
     return peers
 
 
+def as_name(text: str) -> str:
+    """A text as the name of a machine in a run."""
+    return re.sub(r"[^\w.-]", "-", text)[:63]
+
+
 class NetworkConfig(BaseModel):
     """The key that all machines of a run share, and where they find each other.
 
-    `key_file` is made with `thinpipe key new`. `name` is this machine's in the run, by default its
-    host name; machines are numbered in the order of their names. `listen` is the one address and
-    port at which it takes connections. `peers` says where a machine is reached if that is not
-    where the one at --rdzv sees it. A lost machine is waited for `patience_s` seconds.
+    `key_file` is made with `thinpipe key new`. `name` is this machine's in the run, by default
+    THINPIPE_NAME of the environment, or its host name; machines are numbered in the order of their
+    names. `listen` is the one address and port at which it takes connections. `peers` says where a
+    machine is reached if that is not where the one at --rdzv sees it. A lost machine is waited for
+    `patience_s` seconds.
 
     `trusted` does without all that: nothing is encrypted, and whoever reaches this machine's ports
     can disturb or change the run.
@@ -78,7 +86,7 @@ class NetworkConfig(BaseModel):
 
     def own_name(self) -> str:
         """This machine's name in the run."""
-        return self.name or re.sub(r"[^\w.-]", "-", socket.gethostname())[:63] or "host"
+        return self.name or as_name(os.environ.get(NAME) or socket.gethostname()) or "host"
 
     def listens_at(self, address: str, port: int) -> tuple[str, int] | None:
         """Where this machine takes connections; by default at this address and port."""

@@ -3,6 +3,7 @@
 Independent of what the settings are: the model to fill is an argument.
 """
 
+import codecs
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any, TypeVar
 import tomlkit
 from pydantic import BaseModel, ValidationError
 
-from thinpipe.launch.config.errors import explain
+from thinpipe.launch.config.errors import explain, first_flag
 
+_MOST_NBYTES = 16 << 20
+"""Of a run file; a longer one is something else."""
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -37,10 +40,13 @@ def load_as(
     for override in overrides:
         _override(tree, override, aliases)
     try:
-        return model.model_validate(tree)
+        found = model.model_validate(tree)
     except ValidationError as error:
         lines = explain(error, model)
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+    if flag := first_flag(tree, found):
+        raise ConfigError(f"{path}: {flag}: give a number")
+    return found
 
 
 def toml_value(value: Any) -> str:
@@ -57,28 +63,88 @@ def toml_value(value: Any) -> str:
 def top_keys(path: Path) -> set[str]:
     """Top-level keys of a file, which show its kind; empty if it cannot be read."""
     try:
-        return set(tomllib.loads(path.read_text()))
+        return set(tomllib.loads(read_text(path)))
     except (OSError, ValueError):
         return set()
 
 
-def _read(path: Path, seen: tuple[Path, ...], aliases: Mapping[str, str]) -> dict[str, Any]:
+def files_of(path: Path) -> list[Path]:
+    """A run file and those that it extends.
+
+    Raises:
+        ConfigError: one cannot be read.
+    """
+    found: list[Path] = []
+    _read(path, (), {}, found)
+    return found
+
+
+def read_text(path: Path) -> str:
+    """The text of a run file or hosts file, UTF-8 with or without a byte order mark.
+
+    Raises:
+        ConfigError: it is something else, or cannot be read.
+        FileNotFoundError: there is none.
+    """
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path}: a folder; name the run file, or a run folder's config.toml")
+        if path.exists() and not path.is_file():  # whose end may never come
+            raise ConfigError(f"{path}: a device or a pipe; name a file")
+        if path.exists() and path.stat().st_size > _MOST_NBYTES:
+            raise ConfigError(
+                f"{path}: has {path.stat().st_size / 1e6:.0f} MB, more than any run file; name the "
+                "run file, and this one in data.path if it is the text"
+            )
+        data = path.read_bytes()
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise ConfigError(
+                f"{path}: a link to {path.readlink()}, which does not exist; correct the link"
+            ) from None
+        raise
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); correct its owner or mode (ls -l)"
+        ) from None
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError(
+            f"{path}: UTF-16, as some editors and PowerShell's > write; save it as UTF-8 "
+            f"(iconv -f UTF-16 -t UTF-8)"
+        )
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}: not UTF-8 text (line {line}); name a run file, or save it as UTF-8"
+        ) from None
+
+
+def _read(
+    path: Path, seen: tuple[Path, ...], aliases: Mapping[str, str], found: list[Path] | None = None
+) -> dict[str, Any]:
+    """What a file and those that it extends say together; the files are added to `found`."""
     if path.resolve() in seen:
         raise ConfigError(f"{path}: extends itself, via {seen[-1]}")
-    if path.is_dir():
-        raise ConfigError(f"{path}: a folder; name the run file, or a run folder's config.toml")
+    if path.suffix == ".py":
+        raise ConfigError(f"{path}: a program; use `thinpipe run {path}`")
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(read_text(path))
     except FileNotFoundError:
         remedy = f"correct extends in {seen[-1]}" if seen else "correct the path"
         raise ConfigError(f"{path}: no such file, seen from {Path.cwd()}; {remedy}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
+    if found is not None:
+        found.append(path)
     _rename(tree, aliases, path)
     base = tree.pop("extends", None)
     if base is None:
         return tree
-    return _merged(_read(path.parent / str(base), (*seen, path.resolve()), aliases), tree)
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: extends = {base!r}: give the name of a file, in quotes")
+    return _merged(_read(path.parent / base, (*seen, path.resolve()), aliases, found), tree)
 
 
 def _rename(tree: dict[str, Any], aliases: Mapping[str, str], path: Path) -> None:

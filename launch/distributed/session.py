@@ -151,8 +151,8 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
         problem = (
             f"{world} processes were started, but {config.pipeline.stages} stages "
             f"(pipeline.cuts) with pipeline.replicas = {config.pipeline.replicas}{shards} need "
-            f"{config.world_size}; "
-            f"start {config.world_size} (torchrun: nnodes x nproc-per-node)"
+            f"{config.world_size}; start {config.world_size} (--ranks of all machines together; "
+            "torchrun: nnodes x nproc-per-node)"
         )
     rank, wait_s = int(os.environ["RANK"]), config.pipeline.peer_timeout_s
     met, network = meet(config.network, rank, world, wait_s=wait_s)

@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from thinpipe.launch.config.cli_options import SetOption, refuse
+from thinpipe.launch.config.cli_options import RanksOption, SetOption, refuse, share_of
+from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.distributed.network import HostNetwork, several_machines
 from thinpipe.launch.doctor.checks import check_all, check_reachable, names_of
@@ -33,7 +34,7 @@ from thinpipe.launch.overlay.control import OverlayError
 EXIT_OK, EXIT_PROBLEM = 0, 1
 
 
-def doctor(
+def doctor(  # noqa: PLR0913  # one parameter per option
     config_path: Annotated[Path, typer.Argument(metavar="RUN.TOML", help="The run file.")],
     overrides: SetOption = None,
     nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts; the same on each.")] = 1,
@@ -43,6 +44,7 @@ def doctor(
             metavar="HOST:PORT", help="One of the hosts, where they connect; as for train."
         ),
     ] = None,
+    ranks: RanksOption = None,
     save: Annotated[
         Path | None,
         typer.Option(metavar="NET.JSON", help="Write the links for plan, and a picture of them."),
@@ -58,11 +60,8 @@ def doctor(
     console = Console()
     try:
         config = load_config(config_path, overrides or [])
-        if config.world_size % nnodes:
-            raise ValueError(
-                f"--nnodes = {nnodes}: {config.world_size} ranks (stages x replicas) cannot be "
-                "divided evenly among that many hosts; change the stages, the replicas or --nnodes"
-            )
+        placed = hosts_by_rank(config.pipeline.placement).count(config.network.own_name())
+        here = placed or share_of(config.world_size, nnodes, ranks)
         if nnodes > 1 and rdzv is None:
             raise ValueError(f"--nnodes = {nnodes}: give one of the hosts: --rdzv host0:29500")
         if save is not None and not save.absolute().parent.is_dir():
@@ -70,7 +69,7 @@ def doctor(
         endpoint = parse_endpoint(rdzv or "127.0.0.1:29500")
     except ValueError as error:
         refuse(error)
-    diagnosis = _Diagnosis(config, nnodes, window_s=seconds, wait_s=wait)
+    diagnosis = _Diagnosis(config, nnodes, here, window_s=seconds, wait_s=wait)
     try:
         results = diagnosis.run(console, endpoint, save)
     except (ValueError, OSError, ImportError, DoctorError, OverlayError) as error:
@@ -82,8 +81,10 @@ def doctor(
 class _Diagnosis:
     """Runs all checks; `results` are those of this host so far."""
 
-    def __init__(self, config: RunConfig, nnodes: int, *, window_s: float, wait_s: float) -> None:
-        self._config, self._nnodes = config, nnodes
+    def __init__(
+        self, config: RunConfig, nnodes: int, ranks: int, *, window_s: float, wait_s: float
+    ) -> None:
+        self._config, self._nnodes, self._ranks = config, nnodes, ranks
         self._window_s, self._wait_s = window_s, wait_s
         self.results: list[CheckResult] = []
 
@@ -93,7 +94,7 @@ class _Diagnosis:
         """The results of all hosts, the same on each."""
         with closing(self._join(endpoint)) as network, listen(network) as server:
             own_port = server.getsockname()[1]
-            self.results += check_host(self._config, self._nnodes)
+            self.results += check_host(self._config, self._ranks)
             chosen = interface_to(reachable_address(endpoint[0]))
             info = describe_host(
                 self._config, chosen, network.address, port=own_port, results=self.results

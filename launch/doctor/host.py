@@ -44,10 +44,10 @@ class HostInfo:
     results: Sequence[dict[str, Any]] = ()
 
 
-def check_host(config: RunConfig, nnodes: int) -> list[CheckResult]:
-    """Check this host without the others."""
+def check_host(config: RunConfig, ranks: int) -> list[CheckResult]:
+    """Check this host, which will have so many ranks, without the others."""
     name = config.network.own_name()
-    return [*_capacity(config, name, nnodes), _devices(name)]
+    return [*_capacity(config, name, ranks), _devices(name)]
 
 
 def describe_host(
@@ -155,12 +155,12 @@ def _why_not_an_interface(text: str) -> str:
     return "gloo expects an interface's name, not its address"
 
 
-def _capacity(config: RunConfig, where: str, nnodes: int) -> list[CheckResult]:
+def _capacity(config: RunConfig, where: str, ranks: int) -> list[CheckResult]:
     """Memory and disk, against the minimum for this host's share of the model."""
-    share = config.pipeline.replicas / nnodes
+    share = config.pipeline.replicas * ranks / config.world_size
     sequences, wrong = _sequences(config, where)
-    ranks = config.world_size // nnodes
-    starts = range(0, config.world_size, ranks)
+    even = config.world_size % ranks == 0
+    starts = range(0, config.world_size - ranks + 1, ranks if even else 1)
     most = max(
         (host_needs(config, sequences, range(first, first + ranks)) for first in starts),
         key=lambda found: found.total,

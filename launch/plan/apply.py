@@ -15,7 +15,7 @@ from typing import Any
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from thinpipe.launch.config.toml import ConfigError, toml_value
+from thinpipe.launch.config.toml import ConfigError, read_text, toml_value
 
 _OLD = "# comments of the previous boundaries:"
 _COMMENT = re.compile(r"#.*")
@@ -34,7 +34,7 @@ def apply_plan(
     Raises:
         ConfigError: the edited file would not read back as intended; nothing is written.
     """
-    text = path.read_text()
+    text = read_text(path)
     expected = tomllib.loads(text)
     pipeline = {k: v for k, v in expected.get("pipeline", {}).items() if k != "stages"}
     expected["pipeline"] = pipeline | {"cuts": list(cuts)}

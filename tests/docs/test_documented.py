@@ -43,7 +43,7 @@ RUN_ELSEWHERE = {  # by their beginnings: where, or why not
     "thinpipe generate ": "tests/launch/trained/test_model.py",
     "thinpipe key ": "tests/launch/overlay/test_keys.py",
     "thinpipe doctor ": "tests/launch/doctor",
-    "thinpipe launch hosts.toml run.toml": "tests/launch/distributed/test_ssh.py",
+    "thinpipe launch hosts.toml": "tests/launch/remote",
     "thinpipe shaped ": "tests/launch/shaped",
     "torchrun --nnodes 8": "needs the machines",
     "python -m benchmarks.": "tests/benchmarks",

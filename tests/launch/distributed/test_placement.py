@@ -1,5 +1,6 @@
 """Machines get the ranks that `pipeline.placement` names them for, in whatever order they join."""
 
+import json
 import re
 import time
 from pathlib import Path
@@ -12,12 +13,13 @@ from tests.ports import free_port
 
 __all__ = ["run_file"]
 
-PLACED = 'pipeline.placement=[["b", "a"]]'
 
-
-def settings(name: str, port: int, folder: Path) -> list[object]:
-    sets = [f"network.name={name}", f"run.folder={folder / name}", PLACED]
-    sets += ["pipeline.cuts=[1]", "pipeline.replicas=1", "pipeline.peer_timeout_s=20"]
+def settings(
+    name: str, port: int, folder: Path, placed: str = "ba", cuts: str = "[1]"
+) -> list[object]:
+    sets = [f"network.name={name}", f"run.folder={folder / name}", f"pipeline.cuts={cuts}"]
+    sets += [f"pipeline.placement=[{json.dumps([*placed])}]"]
+    sets += ["pipeline.replicas=1", "pipeline.peer_timeout_s=20"]
     chosen = [word for text in sets for word in ("--set", text)]
     return [*chosen, "--nnodes", "2", "--rdzv", f"127.0.0.1:{port}"]
 
@@ -43,14 +45,16 @@ def test_a_machine_that_joins_twice_is_named(run_file: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["a", "b"])
-def test_ranks_are_where_the_run_file_puts_them(run_file: Path, tmp_path: Path, first: str) -> None:
-    """Rank 0, on b, writes the metrics."""
+@pytest.mark.parametrize(("first", "where"), [("a", ("ba", "[1]")), ("b", ("bab", "[1, 2]"))])
+def test_ranks_are_where_the_run_file_puts_them(
+    run_file: Path, tmp_path: Path, first: str, where: tuple[str, str]
+) -> None:
+    """Rank 0, on b, writes the metrics; machines may have unequal shares."""
     port = free_port()
     order = first + "ab".replace(first, "")
     started = []
     for name in order:
-        started.append(start(run_file, *settings(name, port, tmp_path)))
+        started.append(start(run_file, *settings(name, port, tmp_path, *where)))
         time.sleep(1)
     outputs = [one.communicate(timeout=180)[0] for one in started]
     assert [one.returncode for one in started] == [0, 0], outputs

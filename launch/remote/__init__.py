@@ -1,0 +1,1 @@
+"""`thinpipe launch`: a run on several machines from one, over ssh."""

@@ -1,0 +1,189 @@
+"""The hosts file: the machines of a run, and how ssh reaches them."""
+
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from thinpipe.launch.config.network import NAME, as_name
+from thinpipe.launch.config.placement import check_hosts, hosts_by_rank
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
+from thinpipe.launch.host.interfaces import parse_endpoint
+
+_RENDEZVOUS_PORT = 29500
+_ALIAS_S = 10.0
+"""How long ssh may take to read its configuration, which can run commands."""
+_STRICT = ConfigDict(frozen=True, extra="forbid")
+
+
+def _matching(pattern: str, remedy: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{value!r}: {remedy}")
+        return value
+
+    return AfterValidator(check)
+
+
+_Word = Annotated[str, _matching(r"[\w.:%][\w.:%-]*", "use letters, digits, and . : _ - inside")]
+_Variable = Annotated[str, _matching(r"[A-Za-z_]\w*", "a shell cannot set a variable so named")]
+_FilePath = Annotated[str, _matching(r"[^-\n][^\n]*", "give a path")]
+
+
+class HostConfig(BaseModel):
+    """A machine: how ssh reaches it, and where things are on it.
+
+    `checkout` is ThinPipe's folder, relative to the user's home; `python` and the run file are
+    relative to it. `interface` is the one that the other machines can reach. `ranks` is how many
+    of the run's it has, by default as many as the others.
+    """
+
+    model_config = _STRICT
+
+    name: _Word
+    address: _Word | None = None
+    user: _Word | None = None
+    port: int | None = Field(None, ge=1, le=65535)
+    checkout: _FilePath
+    python: _FilePath = ".venv/bin/python"
+    interface: _Word | None = None
+    ranks: int | None = Field(None, ge=1)
+    environment: dict[_Variable, str] = {}
+
+    @property
+    def destination(self) -> str:
+        """The argument of ssh; without an address, the name, which may be an alias of ssh's."""
+        address = self.address or self.name
+        return f"{self.user}@{address}" if self.user else address
+
+    @property
+    def name_in_run(self) -> str:
+        """Its `network.name`."""
+        return as_name(self.name)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of its ranks."""
+        own = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
+        return {"PYTHONUNBUFFERED": "1", NAME: self.name_in_run} | own | self.environment
+
+    @model_validator(mode="after")
+    def _one_interface(self) -> Self:
+        if self.interface and "GLOO_SOCKET_IFNAME" in self.environment:
+            raise ValueError(
+                f"interface = {self.interface!r}: environment sets GLOO_SOCKET_IFNAME too; "
+                "remove one of them"
+            )
+        return self
+
+
+class HostsConfig(BaseModel):
+    """The machines of a run, with rendezvous at `rdzv`, by default on the first one."""
+
+    model_config = _STRICT
+
+    rdzv: str | None = None
+    host: tuple[HostConfig, ...] = Field(min_length=1)
+
+    @property
+    def endpoint(self) -> str:
+        """The `host:port` of the rendezvous."""
+        return self.rdzv or f"{self.host[0].address or self.host[0].name}:{_RENDEZVOUS_PORT}"
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        names = [host.name for host in self.host]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"host.name = {twice!r}: duplicate; give each host its own name")
+        unequal = [host.ranks is not None for host in self.host]
+        if any(unequal) and not all(unequal):
+            raise ValueError(
+                f"host.{unequal.index(False)}.ranks: not given, as other hosts have it; give every "
+                "host its ranks, or none"
+            )
+        try:
+            parse_endpoint(self.endpoint)
+        except ValueError:
+            raise ValueError(
+                f"rdzv = {self.endpoint!r}: write a host and a port, as in host0:29500"
+            ) from None
+        return self
+
+
+def load_hosts(path: Path) -> HostsConfig:
+    """Read the file that lists the machines.
+
+    Raises:
+        ConfigError: naming file, key, value and remedy.
+    """
+    keys = top_keys(path)
+    if keys & RunConfig.model_fields.keys() and not keys & HostsConfig.model_fields.keys():
+        raise ConfigError(
+            f"{path}: a run file; the hosts file comes first: thinpipe launch HOSTS.TOML RUN.TOML"
+        )
+    return load_as(HostsConfig, path)
+
+
+def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> RunConfig:
+    """Report here the errors that every machine would report; needs the run file here.
+
+    Raises:
+        ConfigError: the run file or an override is wrong, or the machines cannot share the ranks.
+    """
+    config = load_config(Path(run).expanduser(), overrides)
+    placed, names = config.pipeline.placement, [host.name_in_run for host in hosts.host]
+    if placed and len(names) > 1:
+        check_hosts(hosts_by_rank(placed), names, f"the machines of the hosts file ({run})")
+    check_shares(hosts, run, config.world_size, hosts_by_rank(placed))
+    return config
+
+
+def check_shares(hosts: HostsConfig, run: str, world: int, placed: Sequence[str] = ()) -> None:
+    """Refuse machines that cannot share the run's ranks, of which `placed` names the hosts.
+
+    Raises:
+        ConfigError: naming ranks and machines.
+    """
+    for host in hosts.host:
+        own = placed.count(host.name_in_run)
+        if placed and host.ranks not in (None, own):
+            raise ConfigError(
+                f"ranks = {host.ranks} of {host.name}: pipeline.placement gives it {own}; correct "
+                "one of the two"
+            )
+    shares, machines = [host.ranks for host in hosts.host if host.ranks], len(hosts.host)
+    if shares and sum(shares) != world:
+        raise ConfigError(
+            f"{run}: the hosts file has {' + '.join(map(str, shares))} = {sum(shares)} ranks, the "
+            f"run has {world} (stages x replicas); correct one of the two"
+        )
+    if not shares and not placed and world % machines:
+        fitting = [str(n) for n in range(1, world + 1) if world % n == 0]
+        raise ConfigError(
+            f"{run}: {machines} machines cannot share {world} ranks (stages x replicas) evenly; "
+            f"with {world} ranks a hosts file lists {', '.join(fitting)} machines, or gives each "
+            "its `ranks`"
+        )
+
+
+def rendezvous(hosts: HostsConfig) -> str:
+    """The endpoint for all machines: an alias of this one's ssh is what it stands for."""
+    name, port = parse_endpoint(hosts.endpoint)
+    return f"{_host_name(name)}:{port}"
+
+
+def _host_name(name: str) -> str:
+    """What ssh connects to for a name: the HostName of its configuration, or the name."""
+    try:
+        done = subprocess.run(
+            ["ssh", "-G", name], capture_output=True, text=True, timeout=_ALIAS_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):  # whoever connects will report it
+        return name
+    found = re.search(r"^hostname (.+)$", done.stdout, re.MULTILINE)
+    return name if found is None or found[1] == name.lower() else found[1]
