@@ -16,6 +16,7 @@ from thinpipe.launch.config.cli_options import (
     RanksOption,
     RestartsOption,
     SetOption,
+    check_endpoint,
     refuse,
     run_app,
     share_of,
@@ -121,14 +122,13 @@ def train(  # noqa: PLR0913  # one parameter per option
     Under torchrun it runs a single rank.
     """
     try:
+        check_endpoint(nnodes, rdzv, ranks)
         config = load_config(config_path, overrides or [])
         if show >= config.world_size:
             raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
-        if ranks is not None and rdzv is None:
-            raise ConfigError(f"--ranks = {ranks}: without --nnodes and --rdzv all ranks run here")
         if step is not None and not resume:
             raise ConfigError(f"--step = {step}: needs --resume; add it, or remove --step")
-    except ConfigError as error:
+    except ValueError as error:
         refuse(error)
     if dry_run:
         _show_memory(config, resume=resume)
@@ -164,8 +164,7 @@ def run_script(  # one parameter per option
         os.environ.setdefault(SHOW, str(show))
         run_as_rank(script, own)
     try:
-        if ranks is not None and rdzv is None:
-            raise ConfigError(f"--ranks = {ranks}: without --nnodes and --rdzv all ranks run here")
+        check_endpoint(nnodes, rdzv, ranks)
         needs = look_at(script, own)
         if nnodes == 1 and rdzv is None:
             sys.exit(run_local(main, sys.argv[1:], needs.world_size, max_restarts=max_restarts))

@@ -53,7 +53,8 @@ def check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineCon
                 "cut, or list the cuts"
             )
         if cut is not None and cut not in cuts:
-            raise ValueError(f"boundary.cut = {cut}: no such cut; pipeline.cuts = {list(cuts)}")
+            known = f"pipeline.cuts = {list(cuts)}" if cuts else "the pipeline has none"
+            raise ValueError(f"boundary.cut = {cut}: no such cut; {known}")
         if named.count(cut) > 1:
             which = "without a cut" if cut is None else f"for cut {cut}"
             raise ValueError(f"boundary: two tables {which}; merge them")

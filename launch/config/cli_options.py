@@ -1,6 +1,7 @@
 """What commands share: options, and how usage errors are reported."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
@@ -41,6 +42,18 @@ def run_app(
         sys.exit(app(arguments, prog_name=program, standalone_mode=False))
     except _UsageError as error:
         _end(_explain(error))
+
+
+def check_endpoint(machines: int, rdzv: str | None, ranks: int | None) -> None:
+    """Refuse several machines without a place to meet, and shares of one.
+
+    Raises:
+        ValueError: naming option and remedy.
+    """
+    if machines > 1 and rdzv is None:
+        raise ValueError(f"--nnodes = {machines}: give one of the machines: --rdzv host0:29500")
+    if ranks is not None and rdzv is None:
+        raise ValueError(f"--ranks = {ranks}: without --nnodes and --rdzv all ranks run here")
 
 
 def share_of(world: int, machines: int, ranks: int | None) -> int:
@@ -86,6 +99,13 @@ def _explain(error: Any) -> str:
         return f"{_name(error.param)} = {detail['input']}: {remedy(detail).rstrip('.')}"
     if near := getattr(error, "possibilities", None):
         return f"{error.option_name}: no such option; did you mean {' or '.join(near)}?"
+    if (extra := re.fullmatch(r"Got unexpected extra argument.*? \((.*)\)", message)) is not None:
+        return (
+            f"{extra[1]}: more than is expected; put a text with spaces in quotes, and write "
+            "--set a.b=c without spaces"
+        )
+    if message in ("No such command 'version'", "No such command 'help'"):
+        return f"{message}; did you mean --{message.split(chr(39))[1]}?"
     return f"{message}; --help lists arguments and options" if message[-1:] not in "?" else message
 
 

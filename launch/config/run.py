@@ -292,6 +292,17 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return load_as(RunConfig, path, overrides, aliases=aliases)
 
 
+def load_run(folder: Path) -> RunConfig:
+    """The config of a run, from its folder.
+
+    Raises:
+        ConfigError: it is not the folder of a run.
+    """
+    if not (folder / "config.toml").is_file():
+        raise ConfigError(f"{folder}: holds no config.toml; name the folder of a run")
+    return load_config(folder / "config.toml")
+
+
 def write_config(config: RunConfig, path: Path) -> None:
     """Write the resolved config as TOML; reading it back gives an equal one."""
     fields = config.model_dump(mode="json", exclude_none=True)

@@ -4,6 +4,7 @@ Independent of what the settings are: the model to fill is an argument.
 """
 
 import codecs
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -125,7 +126,8 @@ def _read(
     path: Path, seen: tuple[Path, ...], aliases: Mapping[str, str], found: list[Path] | None = None
 ) -> dict[str, Any]:
     """What a file and those that it extends say together; the files are added to `found`."""
-    if path.resolve() in seen:
+    place = Path(os.path.realpath(path))  # which does not mind a link that leads to itself
+    if place in seen:
         raise ConfigError(f"{path}: extends itself, via {seen[-1]}")
     if path.suffix == ".py":
         raise ConfigError(f"{path}: a program; use `thinpipe run {path}`")
@@ -144,7 +146,7 @@ def _read(
         return tree
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends = {base!r}: give the name of a file, in quotes")
-    return _merged(_read(path.parent / base, (*seen, path.resolve()), aliases, found), tree)
+    return _merged(_read(path.parent / base, (*seen, place), aliases, found), tree)
 
 
 def _rename(tree: dict[str, Any], aliases: Mapping[str, str], path: Path) -> None:

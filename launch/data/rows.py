@@ -35,9 +35,10 @@ class Row:
         """
         found = self.fields.get(field)
         if found is None:
+            among = f"among {list(self.fields)}" if self.fields else "in an empty record"
             raise ValueError(
-                f"{self.where}: no field {field!r} among {list(self.fields)}; "
-                "correct the row or the field's name in [data]"
+                f"{self.where}: no field {field!r} {among}; correct the row or the field's name in "
+                "[data]"
             )
         surrogate = _SURROGATE.search(found) if isinstance(found, str) else None
         if surrogate is not None:
@@ -69,6 +70,11 @@ def find_format(files: Sequence[Path], *, source: str, has_fields: bool) -> Form
         )
     (kind,) = kinds
     if kind == "text" and has_fields:
+        if files[0].suffix.lower() == ".csv":
+            raise ValueError(
+                f"{source}: comma-separated files are not read; write it with tabs between fields "
+                "(.tsv), or as one JSON object per line (.jsonl)"
+            )
         raise ValueError(
             f"{source}: fields are named in [data], but the suffix {files[0].suffix!r} is "
             'neither .tsv nor .jsonl; set data.format = "tsv" or "jsonl"'

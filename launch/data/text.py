@@ -33,6 +33,14 @@ def find_files(path: str | None, setting: str) -> list[Path]:
         files = [place]
     elif glob.has_magic(path):
         files = [Path(name) for name in glob.glob(str(place), recursive=True)]
+    elif "://" in path:
+        raise ValueError(f"{setting} = {path!r}: addresses are not read; download the file first")
+    elif place.is_symlink():
+        raise ValueError(
+            f"{setting} = {path!r}: a link to {place.readlink()}, which does not exist; correct it"
+        )
+    elif place.exists():
+        raise ValueError(f"{setting} = {path!r}: a device or a pipe; name a file or a folder")
     else:
         raise ValueError(
             f"{setting} = {path!r}: no such file or folder, seen from {Path.cwd()}; "

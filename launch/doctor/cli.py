@@ -10,7 +10,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from thinpipe.launch.config.cli_options import RanksOption, SetOption, refuse, share_of
+from thinpipe.launch.config.cli_options import (
+    RanksOption,
+    SetOption,
+    check_endpoint,
+    refuse,
+    share_of,
+)
 from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.distributed.network import HostNetwork, several_machines
@@ -59,11 +65,10 @@ def doctor(  # noqa: PLR0913  # one parameter per option
     logging.getLogger("torch").setLevel(logging.ERROR)
     console = Console()
     try:
+        check_endpoint(nnodes, rdzv, ranks)
         config = load_config(config_path, overrides or [])
         placed = hosts_by_rank(config.pipeline.placement).count(config.network.own_name())
         here = placed or share_of(config.world_size, nnodes, ranks)
-        if nnodes > 1 and rdzv is None:
-            raise ValueError(f"--nnodes = {nnodes}: give one of the hosts: --rdzv host0:29500")
         if save is not None and not save.absolute().parent.is_dir():
             raise ValueError(f"--save = {save}: no such folder; create it, or use another")
         endpoint = parse_endpoint(rdzv or "127.0.0.1:29500")

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from thinpipe.launch.doctor.links import LinkInfo
 from thinpipe.launch.doctor.result import CheckResult
-from thinpipe.launch.host.links import PAYLOAD_SHARE, format_rate
+from thinpipe.launch.host.links import MAX_RATE_BPS, MIN_RATE_BPS, PAYLOAD_SHARE, format_rate
 from thinpipe.launch.plan.network import Network, Rate
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -44,7 +44,7 @@ def as_network(hosts: int, links: Sequence[LinkInfo]) -> Network:
     delays = [[0.0] * hosts for _ in range(hosts)]
     for link in links:
         nominal_bps = link.rate_bps / PAYLOAD_SHARE
-        rates[link.source][link.target] = min(max(nominal_bps, 8e3), 30e9)
+        rates[link.source][link.target] = min(max(nominal_bps, MIN_RATE_BPS), MAX_RATE_BPS)
         delays[link.source][link.target] = link.round_trip_s / 2
     return Network(tuple(map(tuple, rates)), tuple(map(tuple, delays)))
 

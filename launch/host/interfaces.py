@@ -101,6 +101,6 @@ def parse_endpoint(text: str) -> tuple[str, int]:
         ValueError: it does not have that form.
     """
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not colon or not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"--rdzv = {text!r}: write a host and a port, as in host0:29500")
     return host, int(port)

@@ -218,7 +218,9 @@ def _read_matrix(path: Path) -> _Matrix:
             "doctor --save`"
         ) from error
     except ValueError as error:
-        raise ValueError(f"--matrix = {path}: not JSON ({error})") from error
+        raise ValueError(
+            f"--matrix = {path}: not JSON ({error}); write one with `thinpipe doctor --save`"
+        ) from error
     known = {"rate_bps", "latency_s"}
     if isinstance(content, dict):
         content.pop("hosts", None)  # their names, for `plan --place`

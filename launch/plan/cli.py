@@ -12,9 +12,10 @@ from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.cli_options import SetOption, refuse
 from thinpipe.launch.config.placement import check_placement
 from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import with_sizes
 from thinpipe.launch.distributed.elastic import keep_freed_memory, rank_threads
-from thinpipe.launch.host.links import parse_rate, parse_time
+from thinpipe.launch.host.links import MIN_RATE_BPS, format_rate, parse_rate, parse_time
 from thinpipe.launch.plan.apply import apply_plan, boundary_text
 from thinpipe.launch.plan.auto_cuts import find_cuts
 from thinpipe.launch.plan.bits import Recommendation, recommend
@@ -81,10 +82,13 @@ def plan(  # noqa: PLR0913  # one parameter per option
             _place(console, config, config_path, network, apply=apply, seconds=seconds)
             return
         links = _links(config.pipeline.pipeline_ranks, network, rate, delay)
-        blocks = _blocks(console, config, _numbers(speeds, "--speeds", config.pipeline.stages))
+        blocks, doubt = _blocks(
+            console, config, _numbers(speeds, "--speeds", config.pipeline.stages)
+        )
         limits = _numbers(memory, "--memory", config.pipeline.stages)
         config, advice = _plan(console, config, blocks, links, limits=limits)
         if apply:
+            _refuse_doubtful(config_path, doubt, network)
             known_links = network is not None or rate is not None
             tables = _tables(config, advice.specs) if advice and known_links else None
             apply_plan(config_path, config.pipeline.cuts, tables)
@@ -113,13 +117,14 @@ def _place(
     if network is None:
         raise ValueError("--place: needs the links; give --network NET.JSON (`doctor --save`)")
     cluster = read_cluster(network).seen_from(config.network.own_name())
-    blocks = _blocks(console, config, [1.0])[0]
+    (blocks,), doubt = _blocks(console, config, [1.0])
     choices = choose(config, blocks, cluster, seconds=seconds)
     show_choice(console, cluster, choices)
     picture = path.with_suffix(".placement.svg")
     draw_choice(picture, cluster, choices[0])
     console.print(f"written: {picture}", soft_wrap=True)
     if apply:
+        _refuse_doubtful(path, doubt, network)
         best = choices[0]
         pipeline = best.config.pipeline
         settings = {
@@ -179,15 +184,49 @@ def _plan(
     return config, found[0]
 
 
-def _blocks(console: Console, config: RunConfig, speeds: Sequence[float] | None) -> Blocks:
-    """Measured here, with threads and malloc settings of a rank that is alone on its machine."""
+def _blocks(
+    console: Console, config: RunConfig, speeds: Sequence[float] | None
+) -> tuple[Blocks, str | None]:
+    """Measured here, with threads and malloc settings of a rank that is alone on its machine; and
+    why they may be wrong.
+    """
     keep_freed_memory()
     torch.set_num_threads(rank_threads(1))
     here = measure_blocks(config)
     if here.warning is not None:
         console.print(f"warning: {here.warning}", soft_wrap=True)
     speeds = speeds or [1.0] * config.pipeline.stages
-    return [[block.on(speed) for block in here.costs] for speed in speeds]
+    return [[block.on(speed) for block in here.costs] for speed in speeds], here.warning
+
+
+def _refuse_doubtful(path: Path, doubt: str | None, network: Path | None) -> None:
+    """Refuse to write what measurements do not support.
+
+    Raises:
+        ConfigError: blocks were measured on a busy machine, or links while they were closed.
+    """
+    nothing = f"--apply: nothing was written to {path}"
+    if doubt is not None:
+        raise ConfigError(
+            f"{nothing}: the measured blocks are not to be trusted ({doubt}), or write the printed "
+            "tables into it by hand"
+        )
+    if network is None:
+        return
+    links = Network.read(network)
+    closed = [
+        f"{source} -> {target}"
+        for source, row in enumerate(links.rate_bps)
+        for target, rate in enumerate(row)
+        if rate is not None and rate <= MIN_RATE_BPS
+    ]
+    if closed:
+        raise ConfigError(
+            f"{nothing}: --network = {network} has links of no more than "
+            f"{format_rate(MIN_RATE_BPS)}, which were closed or failing when they were measured "
+            f"({', '.join(closed)}); measure again (`thinpipe doctor --save`), or write the "
+            "printed tables into it by hand"
+        )
 
 
 def _links(ranks: int, path: Path | None, rate: str | None, delay: str | None) -> Network:

@@ -39,8 +39,9 @@ def trace_run(folder: Path, out: Path, *, rate_bps: float | None, delay_s: float
     try:
         network = Network.uniform(timeline.pipeline_ranks, rate_bps, delay_s)
         simulated = predict_step(timeline, network)
-        links = f"{format_rate(rate_bps)} and {format_duration(delay_s)} one way"
-        predicted = f"predicted {format_duration(simulated.step_s)} on links of {links}"
+        rate = "without a limit" if rate_bps is None else f"of {format_rate(rate_bps)}"
+        delay = f" and {format_duration(delay_s)} one way" if delay_s else ""
+        predicted = f"predicted {format_duration(simulated.step_s)} on links {rate}{delay}"
     except ValueError as error:
         simulated, predicted = None, f"not predicted: {error}"
     try:

@@ -119,8 +119,8 @@ def _check(hosts: HostsConfig, start: Start, overrides: Sequence[str]) -> Networ
     """
     path = Path(start.run).expanduser()
     if not path.exists():
-        what = "program" if start.is_program else "settings"
-        print_error(f"note: {start.run} is not on this machine, so the {what} were not checked")
+        what = "it was" if start.is_program else "the settings were"
+        print_error(f"note: {start.run} is not on this machine, so {what} not checked")
         return NetworkConfig()
     if not start.is_program:
         return check_run(hosts, start.run, overrides).network

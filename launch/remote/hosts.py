@@ -29,7 +29,14 @@ def _matching(pattern: str, remedy: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-_Word = Annotated[str, _matching(r"[\w.:%][\w.:%-]*", "use letters, digits, and . : _ - inside")]
+_WORD = (r"[\w.:%][\w.:%-]*", "use letters, digits, and . : _ - inside")
+_Word = Annotated[str, _matching(*_WORD)]
+_Address = Annotated[
+    str,
+    _matching(r"(?!.*@).*", "put the user into user ="),
+    _matching(r"(?![^:]*:\d+$).*", "put the port into port ="),
+    _matching(*_WORD),
+]
 _Variable = Annotated[str, _matching(r"[A-Za-z_]\w*", "a shell cannot set a variable so named")]
 _FilePath = Annotated[str, _matching(r"[^-\n][^\n]*", "give a path")]
 
@@ -45,7 +52,7 @@ class HostConfig(BaseModel):
     model_config = _STRICT
 
     name: _Word
-    address: _Word | None = None
+    address: _Address | None = None
     user: _Word | None = None
     port: int | None = Field(None, ge=1, le=65535)
     checkout: _FilePath
@@ -158,9 +165,10 @@ def check_shares(hosts: HostsConfig, run: str, world: int, placed: Sequence[str]
             )
     shares, machines = [host.ranks for host in hosts.host if host.ranks], len(hosts.host)
     if shares and sum(shares) != world:
+        total = f"{' + '.join(map(str, shares))} = " if machines > 1 else ""
         raise ConfigError(
-            f"{run}: the hosts file has {' + '.join(map(str, shares))} = {sum(shares)} ranks, the "
-            f"run has {world} (stages x replicas); correct one of the two"
+            f"{run}: the hosts file has {total}{sum(shares)} ranks, the run has {world} (stages x "
+            "replicas); correct one of the two"
         )
     if not shares and not placed and world % machines:
         fitting = [str(n) for n in range(1, world + 1) if world % n == 0]

@@ -3,11 +3,15 @@
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import NoReturn
+
+from pydantic import ValidationError
 
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.state import saved_so_far
 from thinpipe.launch.config.cli_options import USAGE_ERROR, refuse
+from thinpipe.launch.config.errors import remedy
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.handshake import HandshakeError
@@ -18,6 +22,11 @@ FAILED, INTERRUPTED = 1, 130
 
 OURS = (ConfigError, CheckpointError, HandshakeError)
 """Errors whose message says it all."""
+_PACKAGES = tuple(
+    f"{Path(__file__).resolve().parents[2] / name}{os.sep}"
+    for name in ("launch", "pipeline", "aqsgd", "gradcomp")
+)
+"""Where our code is."""
 
 
 def end_done() -> NoReturn:
@@ -35,7 +44,7 @@ def end_failed(
     Of errors in `clear`, the message is shown; of others, where they were raised.
     """
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"
-    rank, code = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "it", FAILED
+    rank, code = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "the program", FAILED
     sys.stdout.flush()
     if isinstance(error, PeerError):
         print_error(f"{rank}: {error}")
@@ -44,8 +53,8 @@ def end_failed(
             refuse(error)
         except SystemExit:
             code = USAGE_ERROR
-    elif isinstance(error, ImportError):
-        print_error(f"{rank}: {explain(error)}")
+    elif (words := _in_words(error)) is not None:
+        print_error(f"{rank}: {words}")
     elif isinstance(error, TerminatedError):
         code = error.code
     elif isinstance(error, KeyboardInterrupt):
@@ -55,12 +64,48 @@ def end_failed(
         if isinstance(error.code, str):
             print_error(error.code)
     else:
-        print_error(f"{rank} failed:\n{''.join(traceback.format_exception(error))}")
+        print_error(f"{rank} failed:\n{_trace(error)}")
     quiet = isinstance(error, (*clear, ImportError, SystemExit))
     if first_here and config is not None and not quiet:
         print_error(saved_so_far(config))
     sys.stderr.flush()
     os._exit(code)
+
+
+def _trace(error: BaseException) -> str:
+    """Where an error was raised: from the program's first line there, if it is a program's."""
+    place, program = error.__traceback__, _program()
+    while place is not None and place.tb_frame.f_code.co_filename != program:
+        place = place.tb_next
+    if place is None and not (isinstance(error, SyntaxError) and error.filename == program):
+        place = error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, place))
+
+
+def _in_words(error: BaseException) -> str | None:
+    """What is wrong with a program, and in which line, if the message of an error of ours says it.
+
+    Of a missing package, what to install; None for any other error.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == _program()]
+    where = f"{_program()}, line {lines[-1]}: " if lines else ""
+    if isinstance(error, ImportError):
+        own = isinstance(error, ModuleNotFoundError) and lines
+        hint = f"; a module of your own belongs beside {_program()}" if own else ""
+        return f"{where}{explain(error)}{hint}"
+    if isinstance(error, ValidationError):
+        wrong = [(".".join(map(str, found["loc"])), found) for found in error.errors()]
+        return "\n".join(
+            f"{where}{error.title}: {name} = {found['input']!r}: {remedy(found)}"
+            for name, found in wrong
+        )
+    ours = frames and frames[-1].filename.startswith(_PACKAGES)
+    return f"{where}{error}" if ours and lines and isinstance(error, ValueError) else None
+
+
+def _program() -> str | None:
+    return getattr(sys.modules["__main__"], "__file__", None)
 
 
 def print_error(text: str) -> None:

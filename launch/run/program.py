@@ -69,6 +69,11 @@ class Pipeline:
         Raises:
             ValueError: the model cannot be built without values, or cannot be cut.
         """
+        if isinstance(model, nn.Module):
+            raise ConfigError(
+                f"Pipeline: model is a {type(model).__name__}; give the function that makes it, "
+                "without calling it: it runs on the meta device, so that no rank holds the whole"
+            )
         functions = Functions(model, loss, count)
         names = {"loss": loss and name_of(loss), "count": count and name_of(count)}
         self.model = OwnModelConfig.of(functions, factory=name_of(model), **names)
@@ -139,6 +144,11 @@ class Run(rank_run.Run):
         Raises:
             ConfigError: a setting is wrong.
         """
+        if not isinstance(pipeline, Pipeline):
+            raise ConfigError(
+                f"Run: pipeline is a {type(pipeline).__name__}; give it a thinpipe.Pipeline(model, "
+                "loss, ...) of that model"
+            )
         train = {"warmup_steps": 0, "decay": "none", "clip_norm": clip_norm}
         config = _config(folder, pipeline, seed, train | _described(optimizer), settings or {})
         _found(config)

@@ -108,7 +108,9 @@ class Run:
             self._stop.check()
             yield training.batch(step)
             if self._done != step + 1:
-                raise ValueError(f"step {step + 1}: its batch was not given to run.step")
+                raise ValueError(
+                    f"step {step + 1}: its batch was not given to run.step; give it each"
+                )
             if training.stopping:
                 training.save_now(self._done)
                 raise TerminatedError(self._stop.number)

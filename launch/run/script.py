@@ -51,7 +51,10 @@ def look_at(script: Path, arguments: Sequence[str]) -> Needs:
         else:
             process.kill()
     except EOFError:
-        found = "it ended before making a thinpipe.Run"
+        found = (
+            "it ended before making a thinpipe.Run; make one with thinpipe.Run(folder, pipeline, "
+            "optimizer), or run it with python"
+        )
     process.join()
     if isinstance(found, str):
         raise ConfigError(f"{script}: {found}")

@@ -74,8 +74,8 @@ def generate_text(
     """Let a run's language model go on with a text."""
     try:
         sampling = Sampling(max_tokens, temperature, top_k, seed)
-        pieces = generate(run_folder, prompt, sampling, step=step)
-        typer.echo(prompt, nl=False)
+        pieces = iter(generate(run_folder, prompt, sampling, step=step))
+        typer.echo(f"{prompt}{next(pieces, '')}", nl=False)  # if all is well
         for piece in pieces:
             typer.echo(piece, nl=False)
         typer.echo()

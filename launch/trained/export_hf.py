@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.launch.checkpoint.run_folder import check_folder
-from thinpipe.launch.config.run import load_config
+from thinpipe.launch.config.run import load_run
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.trained.model import read_trained
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
@@ -49,7 +49,7 @@ def export(run_folder: Path, out: Path, *, step: int | None, dtype: ExportDtype)
     """
     for name, folder in (("RUN_FOLDER", run_folder), ("OUT", out)):
         check_folder(folder, name)
-    config = load_config(run_folder / "config.toml")
+    config = load_run(run_folder)
     model = config.model
     if not isinstance(model, HuggingFaceConfig):
         raise ConfigError(

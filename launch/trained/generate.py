@@ -59,11 +59,9 @@ def generate(
 
 def read_config(run_folder: Path) -> RunConfig:
     """Settings of a run, after checking that it is a language model's."""
-    from thinpipe.launch.config.run import load_config
+    from thinpipe.launch.config.run import load_run
 
-    if not (run_folder / "config.toml").is_file():
-        raise ConfigError(f"{run_folder}: holds no config.toml; name the folder of a run")
-    config = load_config(run_folder / "config.toml")
+    config = load_run(run_folder)
     problem = _no_text(config)
     if problem is not None:
         raise ConfigError(f"{run_folder}: {problem}")

@@ -20,7 +20,7 @@ from thinpipe.launch.checkpoint.reshard import (
     whole_model,
 )
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.run import RunConfig, load_run
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.pipeline.models.build import build_model
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
@@ -59,9 +59,7 @@ def read_trained(run_folder: Path, *, step: int | None = None) -> Trained:
         ConfigError: the folder is not a run's.
         CheckpointError: there is no such checkpoint, it is damaged, or parts are on other machines.
     """
-    if not (run_folder / "config.toml").is_file():
-        raise ConfigError(f"{run_folder}: holds no config.toml; name the folder of a run")
-    config = load_config(run_folder / "config.toml")
+    config = load_run(run_folder)
     root = run_folder / "checkpoints"
     step = checkpoint.newest(root) if step is None else step
     if step is None:

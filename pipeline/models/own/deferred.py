@@ -154,7 +154,10 @@ class DeferredModel:
                 f"{type(error).__name__}: {error}; let it not look at values of tensors"
             ) from error
         if not isinstance(self.skeleton, nn.Module):
-            raise ValueError(f"{name}: returned {type(self.skeleton).__name__}, not a module")
+            raise ValueError(
+                f"{name}: returned {type(self.skeleton).__name__}, not a module; "
+                "return an nn.Sequential"
+            )
         self._operations = recorder.operations
 
     def fill(

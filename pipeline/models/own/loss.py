@@ -91,4 +91,6 @@ class OwnLoss:
 
 
 def _kind(value: Any) -> str:
-    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"a tensor of shape {list(value.shape)}" if value.ndim else "a single number"

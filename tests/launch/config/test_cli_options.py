@@ -32,6 +32,16 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["shaped", "set", "--run", "x"], "--run = x: give a whole number"),
         (["train"], "Missing argument 'RUN.TOML'; --help lists arguments and options"),
         (["trian"], "No such command 'trian'. Did you mean 'train'"),
+        (["version"], "No such command 'version'; did you mean --version?"),
+        (
+            ["train", "x.toml", "y z"],
+            "y z: more than is expected; put a text with spaces in quotes",
+        ),
+        (["train", "x.toml", "--nnodes", "2"], "--nnodes = 2: give one of the machines: --rdzv"),
+        (["doctor", "x.toml", "--ranks", "2"], "--ranks = 2: without --nnodes and --rdzv all"),
+        (["train", "x.toml", "--nnodes", "0"], "--nnodes = 0: use 1 or more"),
+        (["export", "no/run", "out"], "no/run: holds no config.toml; name the folder of a run"),
+        (["generate", "no/run", "--prompt", "a"], "no/run: holds no config.toml; name the folder"),
     ],
 )
 def test_an_option_that_cannot_be_read_is_named_with_its_remedy(

@@ -144,7 +144,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
             "[train]\nbatch_size = 7\n[pipeline]\nreplicas = 2",
             ["train.batch_size = 7", "2 replicas", "a multiple of 2"],
         ),
-        ("[[boundary]]\ncut = 3", ["boundary.cut = 3", "no such cut"]),
+        ("[[boundary]]\ncut = 3", ["boundary.cut = 3", "no such cut; the pipeline has none"]),
         ("[[boundary]]\n[[boundary]]", ["two tables without a cut"]),
         (
             '[[boundary]]\nbackward = {kind = "auto"}',

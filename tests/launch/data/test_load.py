@@ -1,5 +1,6 @@
 import importlib.util
 import itertools
+import os
 import sys
 import sysconfig
 import time
@@ -236,13 +237,22 @@ def test_too_little_text_is_refused(
     ("name", "message"),
     [
         ("missing.txt", r"data.path = '.*missing.txt': no such file or folder"),
+        ("pipe", r"data.path = '.*pipe': a device or a pipe; name a file or a folder"),
+        ("link", r"data.path = '.*link': a link to nowhere, which does not exist; correct it"),
         ("*.nothing", r"data.path = '.*nothing': no files found"),
         (".", r"data.path = '.*': no files found"),
     ],
 )
 def test_paths_without_files_are_refused(tmp_path: Path, name: str, message: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(ValueError, match=message):
         load(_config(tmp_path / name))
+
+
+def test_addresses_are_no_paths() -> None:
+    with pytest.raises(ValueError, match=r"addresses are not read; download the file first"):
+        files(DataConfig(path="https://example.org/text.txt"))
 
 
 @pytest.mark.parametrize(

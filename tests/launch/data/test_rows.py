@@ -91,6 +91,8 @@ def test_suffixes_decide_the_format() -> None:
     with pytest.raises(ValueError, match=r"several formats \(jsonl, text, by their suffixes\)"):
         found("a.jsonl", "b.txt")
     with pytest.raises(
-        ValueError, match=r"suffix '.csv' is neither .tsv nor .jsonl; set data.format"
+        ValueError, match=r"suffix '.dat' is neither .tsv nor .jsonl; set data.format"
     ):
+        found("a.dat")
+    with pytest.raises(ValueError, match=r"comma-separated files are not read; write it with tabs"):
         found("a.csv")

@@ -27,12 +27,13 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def test_wrong_numbers_of_hosts_are_refused_without_waiting(run_file: Path) -> None:
-    code, output = doctor(run_file, "--nnodes", "2", "--wait", "86400")  # would hang
+    wait = ("--wait", "86400", "--rdzv", "127.0.0.1:1")  # would hang
+    code, output = doctor(run_file, "--nnodes", "2", *wait)
     assert code == 2
     assert "--nnodes = 2: 3 ranks (stages x replicas) cannot be shared evenly" in output
     code, output = doctor(run_file, "--nnodes", "3")
     assert code == 2
-    assert "--nnodes = 3: give one of the hosts: --rdzv host0:29500" in output
+    assert "--nnodes = 3: give one of the machines: --rdzv host0:29500" in output
 
 
 def test_needed_memory_is_reported_with_its_parts(run_file: Path, tmp_path: Path) -> None:

@@ -143,6 +143,7 @@ def test_cuts_are_decided_once_and_kept_at_resume(run_file: Path) -> None:
 
 def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two compete on a busy machine
+    monkeypatch.setattr("thinpipe.launch.plan.profile.interference_warning", lambda *_, **__: None)
     text = RUN.format(folder="out", text="text.txt").replace("cuts = [1, 3]", 'cuts = "auto"')
     run_file.write_text(text.replace("microbatches", "stages = 2  # hosts\nmicrobatches"))
     links = ["--rate", "1mbit", "--delay", "20ms"]
@@ -158,6 +159,32 @@ def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch)
     again = CliRunner().invoke(app, ["plan", str(run_file), "--delay", "20ms", "--apply"])
     assert "cuts [1]; bits unchanged: give --rate or --network" in again.output
     assert "the highest latency between two ranks is 20 ms" in " ".join(again.output.split())
+
+
+@pytest.mark.parametrize(
+    ("closed", "message"),
+    [(False, "are not to be trusted (busy)"), (True, "8 kbit/s, which were closed or failing")],
+)
+def test_plan_does_not_apply_what_it_distrusts(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, *, closed: bool, message: str
+) -> None:
+    monkeypatch.setattr("thinpipe.launch.plan.profile._LEAST_S", 0.0)
+    monkeypatch.setattr("thinpipe.launch.plan.profile._MOST_S", 0.0)
+    warning = None if closed else "busy"
+    name = "thinpipe.launch.plan.profile.interference_warning"
+    monkeypatch.setattr(name, lambda *_, **__: warning)
+    network = run_file.parent / "net.json"
+    rates = [[None, 8e3, 1e8], [1e8, None, 1e8], [1e8, 1e8, None]]
+    network.write_text(json.dumps({"rate_bps": rates}))
+    links = ["--network", str(network)] if closed else ["--rate", "1mbit"]
+    before = run_file.read_text()
+    done = CliRunner().invoke(app, ["plan", str(run_file), *links, "--apply"])
+    assert done.exit_code == 2, done.output
+    assert f"error: --apply: nothing was written to {run_file}" in done.output
+    assert message in done.output
+    assert ("(0 -> 1)" in done.output) == closed
+    assert "predicted step" in done.output
+    assert run_file.read_text() == before
 
 
 @pytest.mark.parametrize(("setting", "threads"), [(None, 7), ("3", 3)])

@@ -21,6 +21,7 @@ def test_coded_settings_are_applied_and_have_the_predicted_sizes(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two compete on a busy machine
+    monkeypatch.setattr("thinpipe.launch.plan.profile.interference_warning", lambda *_, **__: None)
     monkeypatch.setenv("COLUMNS", "100")
     text = run_file.read_text().replace("width = 16", "width = 64")
     text = text.replace("batch_size = 5", "batch_size = 6").replace("bits = 3", "bits = 8")

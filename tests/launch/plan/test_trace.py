@@ -65,7 +65,9 @@ def test_trace_shows_both_steps_rank_by_rank(tmp_path: Path) -> None:
     summary = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=1e4, delay_s=0.0)
     assert "step 7, measured" in summary
     assert "s on the links of the run, predicted" in summary
-    assert "s on links of 10 kbit/s and 0 ms one way" in summary
+    assert "s on links of 10 kbit/s\n" in summary
+    free = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=None, delay_s=0.02)
+    assert "s on links without a limit and 20 ms one way\n" in free
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names[1] == "rank 1 (stage 1)"

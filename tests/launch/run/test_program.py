@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -227,7 +228,9 @@ def test_what_is_no_program_is_refused(folder: Path) -> None:
     (folder / "empty.py").write_text("print('hello')")
     assert "ended before making a thinpipe.Run" in run("run", "empty.py", code=2).stderr
     (folder / "fails.py").write_text("1 / 0")
-    assert "ZeroDivisionError" in run("run", "fails.py", code=2).stderr
+    said = run("run", "fails.py", code=2).stderr
+    assert "ZeroDivisionError" in said
+    assert 'File "fails.py", line 1' in said.splitlines()[2], "its own lines only"
     alone = subprocess.run(
         [sys.executable, "mine.py"], capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
@@ -235,10 +238,42 @@ def test_what_is_no_program_is_refused(folder: Path) -> None:
     assert "needs 3 processes; start it with `thinpipe run mine.py`" in alone.stderr
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = (", "the program failed:\n  File"),
+        ("import mymodul", "bad.py, line 1: the package 'mymodul' is not installed; run "),
+        ("import mymodul", "a module of your own belongs beside bad.py"),
+        (
+            "import thinpipe as tp\ntp.AQSGD(bits=40)",
+            "bad.py, line 2: AqsgdConfig: bits = 40: use 8",
+        ),
+        ("import thinpipe as tp\ntp.Run('a', 1)", "pipeline is a int; give it a thinpipe.Pipeline"),
+        (
+            "import thinpipe as tp, torch\ntp.Pipeline(torch.nn.ReLU())",
+            "Pipeline: model is a ReLU; give the function that makes it",
+        ),
+        (
+            "import thinpipe as tp\ntp.Pipeline(lambda: [])",
+            "returned list, not a module; return an nn.Sequential",
+        ),
+    ],
+)
+def test_mistakes_in_a_program_are_told_without_our_own_frames(
+    folder: Path, text: str, message: str
+) -> None:
+    (folder / "bad.py").write_text(text)
+    said = run("run", "bad.py", code=2).stderr
+    assert message in said
+    assert "launch/run" not in said
+
+
 def test_batches_that_are_left_out_or_changed_are_refused(folder: Path) -> None:
     program = (folder / "mine.py").read_text()
     (folder / "skips.py").write_text(program.replace("step = run.step(batch)", "continue"))
-    assert "step 1: its batch was not given to run.step" in run("run", "skips.py", code=1).stderr
+    said = run("run", "skips.py", code=1).stderr
+    assert re.search(r"rank 0: skips.py, line \d+: step 1: its batch was not given to run.st", said)
+    assert "Traceback" not in said
     other = program.replace('Texts("train.pt")', 'Texts(["train.pt", "eval.pt"][epoch])')
     (folder / "changes.py").write_text(other)
     assert "memories belong to the samples" in run("run", "changes.py", code=1).stderr
