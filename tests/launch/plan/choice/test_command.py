@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from thinpipe.launch.cli import app
@@ -31,7 +32,8 @@ def plan(path: Path, *options: str) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.split())
 
 
-def test_what_is_applied_is_a_valid_run(tmp_path: Path) -> None:
+def test_what_is_applied_is_a_valid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinpipe.launch.plan.profile.interference_warning", lambda *_, **__: None)
     run, net = tmp_path / "run.toml", tmp_path / "net.json"
     run.write_text(RUN)
     regions = {"regions": {"Ohio": 2, "Tokyo": 2}, "inside": {"latency_ms": 1, "gbps": 1}}
