@@ -88,7 +88,7 @@ def plan(  # noqa: PLR0913  # one parameter per option
         limits = _numbers(memory, "--memory", config.pipeline.stages)
         config, advice = _plan(console, config, blocks, links, limits=limits)
         if apply:
-            _refuse_doubtful(config_path, doubt, network)
+            _refuse_doubtful(config_path, doubt, network, network and Network.read(network))
             known_links = network is not None or rate is not None
             tables = _tables(config, advice.specs) if advice and known_links else None
             apply_plan(config_path, config.pipeline.cuts, tables)
@@ -124,7 +124,7 @@ def _place(
     draw_choice(picture, cluster, choices[0])
     console.print(f"written: {picture}", soft_wrap=True)
     if apply:
-        _refuse_doubtful(path, doubt, network)
+        _refuse_doubtful(path, doubt, network, cluster.network(range(cluster.devices)))
         best = choices[0]
         pipeline = best.config.pipeline
         settings = {
@@ -199,8 +199,10 @@ def _blocks(
     return [[block.on(speed) for block in here.costs] for speed in speeds], here.warning
 
 
-def _refuse_doubtful(path: Path, doubt: str | None, network: Path | None) -> None:
-    """Refuse to write what measurements do not support.
+def _refuse_doubtful(
+    path: Path, doubt: str | None, network: Path | None, links: Network | None
+) -> None:
+    """Refuse to write what measurements do not support; `links` are those of the file `network`.
 
     Raises:
         ConfigError: blocks were measured on a busy machine, or links while they were closed.
@@ -211,9 +213,8 @@ def _refuse_doubtful(path: Path, doubt: str | None, network: Path | None) -> Non
             f"{nothing}: the measured blocks are not to be trusted ({doubt}), or write the printed "
             "tables into it by hand"
         )
-    if network is None:
+    if network is None or links is None:
         return
-    links = Network.read(network)
     closed = [
         f"{source} -> {target}"
         for source, row in enumerate(links.rate_bps)

@@ -1,4 +1,4 @@
-"""A first save that was cut short is completed if its parts are there; if not, a run starts anew."""
+"""A first save that was cut short is completed if its parts are there; if not, it starts anew."""
 
 from pathlib import Path
 from typing import Any
