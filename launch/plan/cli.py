@@ -88,7 +88,8 @@ def plan(  # noqa: PLR0913  # one parameter per option
         limits = _numbers(memory, "--memory", config.pipeline.stages)
         config, advice = _plan(console, config, blocks, links, limits=limits)
         if apply:
-            _refuse_doubtful(config_path, doubt, network, network and Network.read(network))
+            known = Network.read(network) if network else None
+            _refuse_doubtful(config_path, doubt, network, known)
             known_links = network is not None or rate is not None
             tables = _tables(config, advice.specs) if advice and known_links else None
             apply_plan(config_path, config.pipeline.cuts, tables)
