@@ -39,12 +39,17 @@ class HostNeeds:
             "weights": self.model.weights,
             "gradients": self.model.gradients,
             "optimizer": self.model.optimizer,
-            "activations": self.model.activations,
+            "activations": self.model.activations + self.model.recomputed,
+            "weights in bf16": self.model.casts,
+            "weights of other shards": self.model.gathered,
             "a copy while a checkpoint is written": self.copies,
             "AQ-SGD's memories": self.memories,
             "processes": self.processes,
         }
         listed = ", ".join(f"{format_bytes(n)} of {name}" for name, n in parts.items() if n)
+        unknown = self.model.uncounted
+        if unknown:
+            listed += f"; activations of layer {unknown[0]} look at values and are not counted"
         return f"RAM {format_bytes(self.total)} of {format_bytes(self.free)} free ({listed})"
 
 

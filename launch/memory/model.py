@@ -1,17 +1,18 @@
 """Bytes of a stage's weights, gradients, optimizer and activations, without building it.
 
-Blocks are made on torch's meta device, where a forward pass computes shapes only; what autograd
-keeps of it is what a microbatch keeps for its backward. Counted in fp32, also for bf16. Blocks of
-Hugging Face models are taken to keep what one of ours of their width does.
+A forward pass over fake tensors computes shapes and types only; what autograd keeps of it is what a
+microbatch keeps for its backward. Of a second pass only that is counted which the first did not
+keep: weights cast to bf16 are held once.
 """
 
-import contextlib
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from thinpipe.launch.components import build_blocks, build_objective
@@ -21,7 +22,7 @@ from thinpipe.launch.plan.profile import made_up, microbatch_shape
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.transformer import TransformerConfig
+from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 _WORD = 4  # bytes of an fp32 number
 _BLOCKS_UNDER_WAY = 7
@@ -33,17 +34,27 @@ _MOST_KINDS = 64
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Bytes on one rank, or of one block: there `activations` are those of a microbatch."""
+    """Bytes on one rank, or of one block: there `activations` are those of a microbatch.
+
+    `casts` are weights in bf16, `gathered` what a shard holds of others for a while; `recomputed`
+    is what checkpointed activations of the largest block take while it is computed again.
+    `uncounted` are blocks whose activations depend on values, so that nobody knows them here.
+    """
 
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
+    casts: int = 0
+    gathered: int = 0
+    recomputed: int = 0
+    uncounted: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
         """All at once, as at the end of a backward pass."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        held = self.weights + self.gradients + self.optimizer + self.gathered
+        return held + self.activations + self.casts + self.recomputed
 
     @property
     def saved(self) -> int:
@@ -57,21 +68,29 @@ class ModelMemory:
             self.gradients + times * other.gradients,
             self.optimizer + times * other.optimizer,
             self.activations + times * in_flight * other.activations,
+            self.casts + times * other.casts,
+            self.gathered + times * other.gathered,
+            self.recomputed + times * other.recomputed,
+            (*self.uncounted, *other.uncounted),
         )
 
 
 def rank_memory(config: RunConfig) -> list[ModelMemory]:
     """What each rank of a pipeline needs for its stages; replicas are alike."""
     layers, ranks = config.model.layers, config.pipeline.pipeline_ranks
-    kinds = {block: _block(config, block) for block in _representatives(layers)}
+    seen: dict[Any, ModelMemory] = {}
+    kinds = {block: _block(config, block, seen) for block in _representatives(layers)}
     found = [ModelMemory() for _ in range(ranks)]
     for stage, (first, stop) in enumerate(pairwise((0, *_cuts(config), layers))):
         rank, held = config.stage_ranks[stage], in_flight(config, stage)
         for block, memory in kinds.items():
             times = _times(block, first, stop, layers)
-            found[rank] = found[rank].plus(memory, times=times, in_flight=held)
-    largest = max(memory.weights for memory in kinds.values())
-    return [_shard_of(config, memory, largest) for memory in found]
+            if times:
+                largest = max(found[rank].recomputed, memory.recomputed)
+                whole = found[rank].plus(memory, times=times, in_flight=held)
+                found[rank] = replace(whole, recomputed=largest)
+    heaviest = max(memory.weights for memory in kinds.values())
+    return [_shard_of(config, memory, heaviest) for memory in found]
 
 
 def _shard_of(config: RunConfig, whole: ModelMemory, largest: int) -> ModelMemory:
@@ -85,7 +104,8 @@ def _shard_of(config: RunConfig, whole: ModelMemory, largest: int) -> ModelMemor
     blocks = 0 if gathered else _BLOCKS_UNDER_WAY * largest
     return replace(
         whole,
-        weights=whole.weights // shards + gathered * whole.weights + blocks,
+        weights=whole.weights // shards,
+        gathered=gathered * whole.weights + blocks,
         gradients=whole.gradients // shards + gathered * whole.gradients,
         optimizer=whole.optimizer // shards,
     )
@@ -112,70 +132,110 @@ def _times(block: int, first: int, stop: int, layers: int) -> int:
     return max(0, min(stop, layers - 1) - max(first, 1))
 
 
-def _block(config: RunConfig, first: int) -> ModelMemory:
-    device = torch.device("meta")
-    module = build_blocks(config, first, device=device)
+def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> ModelMemory:
+    """One block; those of Hugging Face models with equal parameters are counted once."""
+    module: Any = build_blocks(config, first, device="meta")
+    if isinstance(config.model, HuggingFaceConfig):
+        shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
+        key = (first == 0, first == config.model.layers - 1, shapes)
+        if key not in seen:
+            seen[key] = _counted(config, first, module)
+        return seen[key]
+    return _counted(config, first, module)
+
+
+def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
     numel = sum(parameter.numel() for parameter in module.parameters())
     trained = sum(parameter.numel() for parameter in trainable(module))
-    run = config
-    if isinstance(config.model, HuggingFaceConfig):  # whose forward passes look at values
-        run = config.model_copy(update={"model": _stand_in(config.model)})
-        module = build_blocks(run, first, device=device)
-    return ModelMemory(
+    counted = ModelMemory(
         weights=_WORD * numel,
         gradients=_WORD * trained,
         optimizer=2 * _WORD * trained,  # Adam's moments; other optimizers hold less
-        activations=_activations(run, first, module),
     )
+    try:
+        each, once = _activations(config, first, module)
+        recomputed = 0
+        if getattr(config.model, "activation_checkpointing", False):
+            model = config.model.model_copy(update={"activation_checkpointing": False})
+            run = config.model_copy(update={"model": model})
+            whole = build_blocks(run, first, device="meta")
+            recomputed = sum(_activations(run, first, whole)) - each
+    except (RuntimeError, NotImplementedError):
+        if not isinstance(config.model, OwnModelConfig):
+            raise
+        return replace(counted, uncounted=(first,))  # it looks at values
+    return replace(counted, activations=each, casts=once, recomputed=recomputed)
 
 
-def _stand_in(model: HuggingFaceConfig) -> TransformerConfig:
-    """A block of our own that keeps about as much."""
-    return TransformerConfig(
-        layers=model.layers,
-        width=model.width,
-        heads=1,
-        vocab=model.vocab,
-        context=model.context,
-        task=model.task,
-        classes=model.classes,
-    )
+def _activations(config: RunConfig, first: int, module: Any) -> tuple[int, int]:
+    """Bytes of distinct storages that a microbatch keeps for its backward, with its input; and of
+    those that all microbatches share.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _fill(module)
+        own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        bf16 = config.pipeline.precision == "bf16"
+        with _FusedAttention(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            one, alive = _kept(config, first, module, own)
+            if not bf16:
+                return sum(one.values()), 0
+            each, also_alive = _kept(config, first, module, own | one.keys())
+    del alive, also_alive  # until now, or another storage would get the same address
+    return sum(each.values()), sum(one.values()) - sum(each.values())
 
 
-def _activations(config: RunConfig, first: int, module: Any) -> int:
-    """Bytes of distinct storages that one microbatch keeps for its backward, and its input."""
-    shape, device = microbatch_shape(config), torch.device("meta")
-    x, targets = made_up(config, first, shape, device=device)
+def _kept(
+    config: RunConfig, first: int, module: Any, known: Container[int]
+) -> tuple[dict[int, int], list[Any]]:
+    """Bytes of a microbatch by storage, without those that are `known`; and what holds them."""
+    x, targets = made_up(config, first, microbatch_shape(config), device=torch.device("cpu"))
     x.requires_grad_(x.is_floating_point())
-    own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    kept = {x.untyped_storage()._cdata: x.nbytes}
-    alive: list[Tensor] = []  # or another storage would get the same address
+    kept, alive = {x.untyped_storage()._cdata: x.nbytes}, [x]
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
+        if storage._cdata not in known:
             kept[storage._cdata] = storage.nbytes()
             alive.append(tensor)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _FusedAttention():
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         wants = getattr(module, "wants_samples", False)
-        samples = Samples(torch.arange(len(x)))
-        # a module of the user's own may look at values: what it kept until then is counted
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            output = module(x, samples) if wants else module(x)
-            if first == config.model.layers - 1:
-                build_objective(config).loss_sum(output, targets)
-    return sum(kept.values())
+        output = module(x, Samples(torch.arange(len(x)))) if wants else module(x)
+        if first == config.model.layers - 1:
+            output = build_objective(config).loss_sum(output, targets)
+    return kept, [*alive, output]
+
+
+def _fill(module: nn.Module) -> None:
+    """Give a module of the meta device fake values; shared parameters stay shared."""
+    made: dict[int, Any] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers):
+            for name, old in held.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new = torch.empty(old.shape, dtype=old.dtype)
+                    is_parameter = isinstance(old, nn.Parameter)
+                    made[id(old)] = nn.Parameter(new, old.requires_grad) if is_parameter else new
+                held[name] = made[id(old)]
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention keeps what fused kernels keep; torch's own for shapes keeps every probability."""
+    """Attention keeps what fused kernels keep; torch's own for shapes keeps every probability.
+
+    Models ask of masks whether all of them is set; yes, as of samples that are not packed.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__bool__":
+            return True
         fused = not (kwargs or {}).get("dropout_p")  # with dropout, no kernel is fused on CPUs
         if func is torch.nn.functional.scaled_dot_product_attention and fused:
             query, key, value = (*args, *(kwargs or {}).values())[:3]
+            if torch.is_autocast_enabled("cpu"):
+                query, key, value = (x.to(torch.bfloat16) for x in (query, key, value))
             return _Attention.apply(query, key, value)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from tests.training import config
@@ -21,7 +22,10 @@ def run_config(**model: Any) -> RunConfig:
     return config(model=shape, pipeline={"cuts": [1, 3], "microbatches": 2})
 
 
-@pytest.mark.parametrize("model", [{}, {"width": 48, "heads": 4}, {"dropout": 0.1}])
+@pytest.mark.parametrize(
+    "model",
+    [{}, {"width": 48, "heads": 4}, {"dropout": 0.1}, {"activation_checkpointing": True}],
+)
 def test_counted_bytes_are_those_that_real_blocks_keep(model: dict[str, Any]) -> None:
     run = run_config(**model)
     bounds = (0, 1, 3, 4)
@@ -30,7 +34,12 @@ def test_counted_bytes_are_those_that_real_blocks_keep(model: dict[str, Any]) ->
         numel = sum(parameter.numel() for bench in benches for parameter in bench._parameters)
         kept = sum(bench._activations() for bench in benches)
         assert counted.activations == in_flight(run, stage) * kept
-        assert counted.total - counted.activations == training_nbytes(numel, numel)
+        state = counted.weights + counted.gradients + counted.optimizer
+        assert state == training_nbytes(numel, numel)
+        again = rank_memory(run_config(**(model | {"activation_checkpointing": False})))[stage]
+        checkpointed = "activation_checkpointing" in model
+        assert counted.activations <= again.activations
+        assert (counted.recomputed > 0) == checkpointed
 
 
 def test_blocks_of_a_deep_model_are_counted_by_kind() -> None:
@@ -61,7 +70,37 @@ def test_shards_divide_what_they_keep_and_hold_what_is_under_way() -> None:
     for gather in ("step", "microbatch"):
         two, four = memory(2, gather), memory(4, gather)
         assert two.optimizer == whole.optimizer // 2
-        under_way = two.weights - whole.weights // 2
-        assert four.weights - whole.weights // 4 == under_way
-        assert under_way == whole.weights if gather == "step" else under_way > 0
+        assert two.saved == whole.saved // 2  # what others sent is not
+        assert two.gathered == four.gathered
+        assert two.gathered == whole.weights if gather == "step" else two.gathered > 0
         assert two.gradients - whole.gradients // 2 == (gather == "step") * whole.gradients
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_blocks_of_hugging_face_models_are_counted_as_they_are(
+    tmp_path: Path, precision: str
+) -> None:
+    folder = tmp_path / "llama"
+    LlamaConfig(
+        num_hidden_layers=3,
+        hidden_size=64,
+        intermediate_size=176,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=500,
+        max_position_embeddings=64,
+    ).save_pretrained(folder)
+    run = RunConfig.model_validate(
+        {
+            "model": {"config": str(folder)},
+            "data": {"sequence_length": 64},
+            "pipeline": {"cuts": [1], "microbatches": 2, "precision": precision, "device": "cpu"},
+            "train": {"batch_size": 8},
+        }
+    )
+    first, second = rank_memory(run)
+    for counted, blocks, stage in ((first, [0], 0), (second, [1, 2], 1)):
+        kept = sum(_Bench(run, block)._activations() for block in blocks)
+        held = in_flight(run, stage)
+        assert counted.activations + held * counted.casts == pytest.approx(held * kept, rel=0.1)
+        assert (counted.casts > 0) == (precision == "bf16")
