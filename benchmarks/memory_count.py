@@ -2,8 +2,8 @@
 
     python -m benchmarks.memory_count --json memory.jsonl
 
-Trains each case on this machine with `thinpipe train`. A rank's peak is that of its resident memory
-(VmHWM) without what it shares with the server that it was forked from. Counted is what `--dry-run`, `doctor` and the start count for
+Trains each case on this machine with `thinpipe train`. A rank's peak is that of its resident
+memory (VmHWM) without what it shares with the server that it was forked from. Counted is what `--dry-run`, `doctor` and the start count for
 that rank.
 """
 
@@ -74,7 +74,7 @@ def config_of(case: dict[str, Any], folder: Path, *, width: int) -> RunConfig:
     """The run of a case, with its model and text in the folder."""
     _model(case["model"], width, folder / "model")
     text = folder / "text.txt"
-    text.write_bytes(b"A sentence with some words in it. " * (_SEQUENCES * _TOKENS // 30))
+    text.write_bytes(b"A sentence with some words in it. " * (2 * _SEQUENCES * _TOKENS // 30))
     sections = {
         "run": {"folder": str(folder / "run")},
         "model": {"config": str(folder / "model"), **case.get("options", {})},
