@@ -3,8 +3,8 @@
     python -m benchmarks.memory_count --json memory.jsonl
 
 Trains each case on this machine with `thinpipe train`. A rank's peak is that of its resident
-memory (VmHWM) without what it shares with the server that it was forked from. Counted is what `--dry-run`, `doctor` and the start count for
-that rank.
+memory (VmHWM) without what it shares with the server that it was forked from. Counted is what
+`--dry-run`, `doctor` and the start count for that rank.
 """
 
 import argparse
