@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20, help="machines killed while they save")
     parser.add_argument("--live", type=int, default=20, help="faults in runs on emulated hosts")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="where every outcome goes, a JSON line each")
+    parser.add_argument("--out", type=Path, help="file to add outcomes to, a JSON line each")
     parser.add_argument(
         "--show", type=Path, nargs="+", metavar="FILE", help="only print tables of such files"
     )
@@ -33,12 +33,18 @@ def main() -> None:
     start_s, outcomes = time.monotonic(), list[Outcome]()
     for suite, count in ((files, options.files), (kills, options.kills), (live, options.live)):
         with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-            outcomes += suite.inject(Path(folder), count, options.seed) if count else []
-    if options.out is not None:
-        options.out.write_text("".join(f"{json.dumps(asdict(o))}\n" for o in outcomes))
+            for outcome in suite.inject(Path(folder), count, options.seed) if count else ():
+                outcomes.append(outcome)
+                _write(options.out, outcome)
     bad = _show(outcomes)
     print(f"seed {options.seed}, {time.monotonic() - start_s:.0f} s")
     sys.exit(bad)
+
+
+def _write(file: Path | None, outcome: Outcome) -> None:
+    if file is not None:
+        with file.open("a") as lines:
+            lines.write(f"{json.dumps(asdict(outcome))}\n")
 
 
 def _read(file: Path) -> list[Outcome]:

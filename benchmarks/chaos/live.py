@@ -7,7 +7,7 @@ nothing disturbed, and leave nothing behind.
 import random
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ _EPOCHS, _SAVE_EVERY = 15, 2
 _BITS_PER_RUN = 6
 
 
-def inject(folder: Path, count: int, seed: int) -> list[Outcome]:
+def inject(folder: Path, count: int, seed: int) -> Iterator[Outcome]:
     """Disturb runs `count` times, in both layouts by turns; a tenth are bits of memories in RAM.
 
     Raises:
@@ -36,7 +36,7 @@ def inject(folder: Path, count: int, seed: int) -> list[Outcome]:
     isolate()
     workloads = [Workload(folder, layout, _EPOCHS, _SAVE_EVERY) for layout in LAYOUTS]
     calm = [workload.calm() for workload in workloads]
-    chance, found = random.Random(seed), list[Outcome]()
+    chance = random.Random(seed)
     bits = [faults.bits()] * (count // 10)
     others = _plan(chance, count - len(bits))
     number = 0
@@ -47,9 +47,8 @@ def inject(folder: Path, count: int, seed: int) -> list[Outcome]:
         episode = Episode(folder / f"run{number}", workloads[which], calm[which])
         taken = episode.disturb(queue[:most], chance)
         del queue[: max(1, taken)]
-        found += episode.outcomes
+        yield from episode.outcomes
         number += 1
-    return found
 
 
 def _plan(chance: random.Random, count: int) -> list[Fault]:

@@ -106,7 +106,7 @@ class Machines:
 
     def start(self, host: int) -> None:
         """Start a host's launcher."""
-        saved = any(files.offers(self.checkpoints(other)) for other in range(HOSTS))
+        saved = any(files.steps(self.checkpoints(other)) for other in range(HOSTS))
         changed = [f"run.folder={self.run_folder(host)}", *self._settings]
         changed += self.own.get(host, [])
         words = [sys.executable, "-P", *_AGENT, str(self.file)]
