@@ -139,7 +139,12 @@ def _launch(
         if isinstance(error, RendezvousConnectionError):  # at the start, or after its host ended
             failed = f"{nodes.endpoint} cannot be reached, or the machine there ended the run"
         reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
-        _log(f"error: {failed}: {reason}; run `thinpipe doctor` on each")
+        remedy = "run `thinpipe doctor` on each"
+        if network.is_gone:
+            failed = "the process that connects this machine with the others has ended"
+            reason = "it was killed, or this machine ran out of memory (dmesg shows it)"
+            remedy = "run the command again"
+        _log(f"error: {failed}: {reason}; {remedy}")
         return 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)

@@ -67,6 +67,11 @@ class HostNetwork:
             found[PLACED] = ",".join(map(str, own))
         return found | ({OVERLAY: self.overlay.socket} if self.overlay is not None else {})
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether this host has lost its carrier, and with it all others."""
+        return self.overlay is not None and self.overlay.has_ended
+
     def lost_hosts(self) -> int:
         """How many other hosts cannot be reached any more."""
         if self.overlay is None:

@@ -163,6 +163,8 @@ class Rendezvous(RendezvousHandler):
                 raise RendezvousTimeoutError(self._store.get("refused").decode())
             if self.is_closed():
                 raise RendezvousClosedError
+            if network.is_gone:
+                raise RendezvousConnectionError("this machine's carrier has ended")
             if self._holds:
                 self._receive()
             if time.monotonic() > say_s and (absent := self._absent()):

@@ -90,6 +90,11 @@ class Overlay:
         """How to ask the carrier."""
         return Client(self.socket)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the carrier has ended by itself."""
+        return self._process.poll() is not None
+
     def close(self) -> None:
         """End the carrier."""
         self._alive.close()

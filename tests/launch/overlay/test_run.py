@@ -157,6 +157,20 @@ def test_a_killed_rank_is_known_everywhere(net: ShapedNetwork, tmp_path: Path) -
         assert f"first failure: {cause}" in run.log(host).read_text(), run.text()
 
 
+def test_where_all_meet_a_lost_carrier_ends_the_run_at_once(
+    net: ShapedNetwork, tmp_path: Path
+) -> None:
+    run = start(net, tmp_path, "train.epochs=500", options=("--max-restarts", "3"))
+    run.wait_for_step(3)
+    run.carrier(0).kill()
+    start_s = time.monotonic()
+    codes = run.done()
+    assert time.monotonic() - start_s < 45  # the others give it up; nobody waits for them to come
+    assert set(codes.values()) == {1}, run.text()
+    said = "the process that connects this machine with the others has ended: it was killed"
+    assert said in run.log(0).read_text(), run.text()
+
+
 def test_a_machine_whose_launcher_died_comes_back(net: ShapedNetwork, tmp_path: Path) -> None:
     settings = ("train.epochs=24", "checkpoint.every_steps=20")
     run = start(net, tmp_path, *settings, options=("--max-restarts", "1"))
