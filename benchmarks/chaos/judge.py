@@ -45,6 +45,7 @@ class Judge:
         self._scene, self._machines, self._fault = scene, scene.machines, fault
         self._losses, self.seen = losses, Seen()
         self._ended_s: dict[int, float] = {}
+        self._back: set[int] = set()
 
     def outcome(self) -> Outcome:
         """Wait for what becomes of it."""
@@ -109,11 +110,12 @@ class Judge:
     def _bring_back(self) -> None:
         """Machines whose launcher has ended while others run come back.
 
-        Not the one that all meet at, without which the others end.
+        Once each, and not without the one that all meet at: then all end.
         """
-        for host in self._machines.codes:
+        for host in () if 0 in self._machines.codes else self._machines.codes:
             since_s = time.monotonic() - self._ended_s.setdefault(host, time.monotonic())
-            if host != 0 and since_s > _BACK_S:
+            if since_s > _BACK_S and host not in self._back:
+                self._back.add(host)
                 del self._ended_s[host]
                 self._machines.start(host)
                 return
