@@ -3,6 +3,7 @@
 import os
 import sys
 
+from thinpipe.launch import completion
 from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.scratch import use_scratch_folder
@@ -12,6 +13,8 @@ _STARTS_NOTHING = {"--dry-run", "--help"}
 
 def main() -> None:
     """Run the command line."""
+    if completion.is_asked():
+        completion.answer()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our messages say it without C++ stacks
     trains = sys.argv[1:2] in (["train"], ["run"]) and not _STARTS_NOTHING & {*sys.argv}
     if trains and "RANK" not in os.environ:

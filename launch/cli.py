@@ -47,6 +47,7 @@ from thinpipe.launch.run.program import SHOW
 from thinpipe.launch.run.report import report
 from thinpipe.launch.run.script import look_at, run_as_rank
 from thinpipe.launch.shaped.cli import shaped
+from thinpipe.launch.starter.cli import init
 from thinpipe.launch.train import train_rank
 from thinpipe.launch.trained.cli import export_model, generate_text, show_samples
 from thinpipe.launch.trained.model import check_start
@@ -56,7 +57,6 @@ app = typer.Typer(
     name="thinpipe",
     help="Train transformers over slow networks, with every link compressed.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -204,6 +204,7 @@ def trace(
 app.add_typer(key, name="key", no_args_is_help=True)
 app.command("export")(export_model)
 app.command("generate")(generate_text)
+app.command("init")(init)
 app.command("launch")(launch_on_hosts)
 app.command("report")(report)
 app.command()(plan)

@@ -41,6 +41,8 @@ RUN_ELSEWHERE = {  # by their beginnings: where, or why not
     "thinpipe export ": "tests/launch/trained/test_export_hf.py",
     "thinpipe report ": "tests/launch/run/test_report_command.py",
     "thinpipe generate ": "tests/launch/trained/test_model.py",
+    "thinpipe init": "tests/launch/starter",
+    "thinpipe --install-completion": "tests/launch/test_completion.py",
     "thinpipe key ": "tests/launch/overlay/test_keys.py",
     "thinpipe doctor ": "tests/launch/doctor",
     "thinpipe launch hosts.toml": "tests/launch/remote",
@@ -107,7 +109,7 @@ def parse(line: list[str]) -> None:
     program, *arguments = line
     if "..." in arguments:
         return
-    if program == "thinpipe":
+    if program == "thinpipe" and not arguments[0].startswith("--"):
         name, *arguments = arguments
         is_set = arguments[:1] == ["set"]
         reader: Any = get_command(set_app) if is_set else ALL.commands[name]

@@ -1,0 +1,98 @@
+"""What a shell completes, without the seconds that importing torch takes.
+
+`completion.json` lists all commands and options; `python -m thinpipe.launch.completion` writes it.
+"""
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+LIST = Path(__file__).with_suffix(".json")
+_ASKED = "_THINPIPE_COMPLETE"
+"""Environment variable of the script that `--install-completion` installs."""
+
+
+def is_asked() -> bool:
+    """Whether a shell asks what the words so far can become, or completion is to be installed."""
+    return _ASKED in os.environ or sys.argv[1:2] in (
+        ["--install-completion"],
+        ["--show-completion"],
+    )
+
+
+def skeleton(commands: Mapping[str, Any]) -> typer.Typer:
+    """An app with these commands and options, which do nothing."""
+    app = typer.Typer(name="thinpipe")
+    for name, command in commands.items():
+        if "commands" in command:
+            app.add_typer(skeleton(command["commands"]), name=name, help=command["help"])
+        else:
+            app.command(name, help=command["help"])(_stub(command["options"]))
+    app.callback()(_stub({}))
+    return app
+
+
+def listed() -> dict[str, Any]:
+    """All commands, as the command line has them."""
+    from typer.main import get_command
+
+    from thinpipe.launch.cli import app  # imports torch
+
+    return _commands(get_command(app))
+
+
+def _stub(options: Mapping[str, Any]) -> Callable[..., None]:
+    def nothing(**_: object) -> None:
+        """Only looked at."""
+
+    parameters = []
+    for number, (name, option) in enumerate(options.items()):
+        kind: Any = bool if option["flag"] else str
+        asked = typer.Option(name, help=option["help"])
+        parameters.append(
+            inspect.Parameter(
+                f"option_{number}",
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False if option["flag"] else "",
+                annotation=Annotated[kind, asked],
+            )
+        )
+    nothing.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    vars(nothing)["__signature__"] = inspect.Signature(parameters)
+    return nothing
+
+
+def _commands(group: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, command in group.commands.items():
+        text = (command.help or "").split("\n")[0]
+        if hasattr(command, "commands"):
+            found[name] = {"help": text, "commands": _commands(command)}
+            continue
+        options = {
+            option.opts[0]: {"help": option.help or "", "flag": option.is_flag}
+            for option in command.params
+            if option.opts[0].startswith("--") and option.opts[0] != "--help"
+        }
+        found[name] = {"help": text, "options": options}
+    return found
+
+
+def written() -> str:
+    """The content of `completion.json` as it should be."""
+    return json.dumps(listed(), indent=1) + "\n"
+
+
+def answer() -> None:
+    """Print what the words so far can become, and end the process."""
+    skeleton(json.loads(LIST.read_text()))(prog_name="thinpipe")
+
+
+if __name__ == "__main__":
+    LIST.write_text(written())

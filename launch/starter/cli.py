@@ -1,0 +1,70 @@
+"""`thinpipe init`: writes a run file that starts as it stands."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinpipe.launch.checkpoint.run_folder import check_folder
+from thinpipe.launch.config.cli_options import refuse
+from thinpipe.launch.config.run import load_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.corpus import check_data, with_sizes
+from thinpipe.launch.distributed.elastic import usable_cores
+from thinpipe.launch.memory.check import check_host
+from thinpipe.launch.starter.found import look
+from thinpipe.launch.starter.template import render
+from thinpipe.launch.trained.model import check_start
+from thinpipe.pipeline.models.build import check_model
+
+_MOST_STAGES = 4
+
+
+def init(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN.TOML", help="File to write; none is overwritten.")
+    ] = Path("run.toml"),
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="PATH", help="Text, .tsv or .jsonl; or module:function of samples."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Of a Hugging Face model; or module:function."),
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Stages; by default one per core.")
+    ] = None,
+) -> None:
+    """Write a run file to begin with, from what can be found out."""
+    try:
+        _write(path, model, data, stages or max(2, min(_MOST_STAGES, usable_cores())))
+    except (ValueError, OSError, ImportError) as error:
+        refuse(error)
+    typer.echo(f"written: {path}; start it with `thinpipe train {path}`")
+
+
+def _write(path: Path, model: str | None, data: str | None, stages: int) -> None:
+    """Check the text as a start would, and only then give the file its name."""
+    if path.suffix != ".toml":
+        raise ConfigError(f"{path}: name a file that ends in .toml")
+    if path.exists() or path.is_symlink():
+        raise ConfigError(f"{path}: exists already; name a new file, or edit this one")
+    name = re.sub(r"[^A-Za-z0-9_-]", "-", path.stem).lstrip("-.") or "run"
+    partial = path.with_name(f".{path.name}.partial")
+    text = render(look(model, data, stages), name, str(path))
+    partial.write_text(text)
+    try:
+        config = load_config(partial)
+        check_folder(config.run.path)
+        check_model(config.model)
+        check_start(config)
+        samples = check_data(config).train
+        check_host(with_sizes(config), len(samples), range(config.world_size))
+    except ValueError as error:
+        raise ConfigError(str(error).replace(str(partial), str(path))) from None
+    finally:
+        partial.unlink()
+    with path.open("x") as file:  # which fails if another process was faster
+        file.write(text)

@@ -1,0 +1,192 @@
+"""What `thinpipe init` finds out by itself: the kind of model, of data, and where to cut."""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.corpus import check_data
+from thinpipe.launch.data.rows import Row, find_format, read_rows
+from thinpipe.launch.data.text import find_files
+from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.functions import load_function
+
+_TEXT = ("text", "content", "document")
+_PAIRS = (
+    ("prompt", "response"),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("question", "answer"),
+    ("input", "output"),
+)
+_LENGTHS = (128, 64, 32, 16, 8)
+"""Of sequences, the first for which there is enough text."""
+_BATCH = 16
+
+
+@dataclass
+class Found:
+    """Sections of a run file, by name; the notes are comments of it."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    cuts: Sequence[int] | None = None
+    """None where they are measured."""
+    stages: int = 1
+    notes: list[str] = field(default_factory=list)
+
+    def sections(self) -> dict[str, Any]:
+        """As a run file has them."""
+        cuts = {"cuts": "auto", "stages": self.stages} if self.cuts is None else {"cuts": self.cuts}
+        pipeline = cuts if self.stages > 1 else {}
+        found = {"model": self.model, "data": self.data, "pipeline": pipeline, "train": self.train}
+        return found | ({"eval": {"samples": 3}} if "layers" in self.model else {})
+
+
+def look(model: str | None, data: str | None, stages: int) -> Found:
+    """Find out what there is; `model` is a folder or "module:function", `data` a path or the same.
+
+    Raises:
+        ValueError, ImportError: it is neither, or nothing can be trained on it.
+    """
+    own = model is not None and is_function(model)
+    if own != (data is not None and is_function(data)):
+        raise ConfigError(
+            f"--model = {model}, --data = {data}: a model of your own takes samples of your own, "
+            "and no other does; give both as module:function"
+        )
+    found = Found(train={"epochs": 3, "batch_size": _BATCH, "lr": 1e-3})
+    if own:
+        assert model is not None
+        assert data is not None
+        _look_at_functions(found, model, data)
+    else:
+        _look_at_model(found, model)
+        _look_at_data(found, data)
+    _fit(found, stages)
+    return found
+
+
+def is_function(text: str) -> bool:
+    """Whether it has the form of "module:function"."""
+    module, colon, function = text.partition(":")
+    return bool(colon) and module.replace(".", "").isidentifier() and function.isidentifier()
+
+
+def _look_at_functions(found: Found, model: str, data: str) -> None:
+    found.model = {"factory": model}
+    module = model.partition(":")[0]
+    load_function(model, "--model")  # imports it
+    for name in ("loss", "count"):
+        if callable(getattr(sys.modules[module], name, None)):
+            found.model[name] = f"{module}:{name}"
+    if "loss" not in found.model:
+        found.notes.append(f"{module} has no function loss: next-token cross entropy is used")
+    found.data = {"factory": data}
+
+
+def _look_at_model(found: Found, model: str | None) -> None:
+    if model is None:
+        found.model = {"layers": 8, "width": 128, "heads": 4, "context": 128}
+        return
+    folder = Path(model).expanduser()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"--model = {model}: neither a folder with config.json nor module:function; correct "
+            "it, or run `hf download NAME --local-dir FOLDER` first and name that folder"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+    if any(folder.glob("*.safetensors")):
+        found.model = {"pretrained": model}
+        found.train |= {"lr": 5e-5}
+    else:
+        found.model = {"config": model}
+        found.notes.append(f"{model} has no weights (*.safetensors): random ones are trained")
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        found.data["tokenizer"] = "model"
+
+
+def _look_at_data(found: Found, data: str | None) -> None:
+    if data is None:
+        found.notes.append("no --data: the text is the source code of Python's standard library")
+        found.data |= {"train_sequences": 512}
+        return
+    files = find_files(data, "--data")
+    found.data |= {"path": data, "train_sequences": "all"}
+    kind = find_format(files, source=f"--data = {data!r}", has_fields=False)
+    if kind == "text":
+        return
+    rows = read_rows(files[:1], kind, header=True)
+    if not rows:
+        raise ConfigError(f"--data = {data!r}: {files[0]} has no rows; name a file that has some")
+    found.data |= _fields(rows[0], data)
+
+
+def _fields(row: Row, data: str) -> dict[str, Any]:
+    names = list(row.fields)
+    for prompt, response in _PAIRS:
+        if prompt in names and response in names:
+            return {"prompt_field": prompt, "response_field": response}
+    for name in _TEXT:
+        if name in names:
+            return {"text_field": name}
+    raise ConfigError(
+        f"--data = {data!r}: it has the fields {', '.join(map(str, names))}, none of which is "
+        f"known as text ({', '.join(_TEXT)}) or as prompt and response; rename them, or begin with "
+        "a run file of examples/ and name them in [data]"
+    )
+
+
+def _fit(found: Found, stages: int) -> None:
+    """Choose lengths, counts and cuts that the model and the data allow.
+
+    Raises:
+        ValueError: there are none.
+    """
+    small = {"batch_size": 1}
+    if "factory" in found.data:
+        config = _config(found, data={"eval_sequences": 1}, train=small)
+        count = len(check_data(config).train) + 1
+        found.data["eval_sequences"] = held_out = max(1, min(64, count // 10))
+        samples = count - held_out
+    else:
+        found.data["sequence_length"], samples = _longest(found)
+        config = _config(found, train=small)
+    found.train["batch_size"] = min(_BATCH, samples)
+    found.stages = min(stages, config.model.layers)
+    if "factory" not in found.data:
+        layers = config.model.layers
+        found.cuts = [round(layers * cut / found.stages) for cut in range(1, found.stages)]
+
+
+def _longest(found: Found) -> tuple[int, int]:
+    """The longest sequences for which there is text, and how many there are."""
+    model = _config(found, data={"sequence_length": 1}).model
+    assert not isinstance(model, OwnModelConfig), "it has samples of its own"
+    wanted = [length for length in _LENGTHS if length <= model.context] or [model.context]
+    last: ValueError | None = None
+    for length in wanted:
+        for held_out in (64, 8, 1):
+            sizes = {"sequence_length": length, "eval_sequences": held_out}
+            try:
+                corpus = check_data(_config(found, data=sizes, train={"batch_size": 1}))
+            except ValueError as error:
+                last = error
+                continue
+            found.data["eval_sequences"] = held_out
+            return length, len(corpus.train)
+    assert last is not None
+    raise last
+
+
+def _config(found: Found, **changes: dict[str, Any]) -> RunConfig:
+    """The config without cuts, for a look at model and data."""
+    sections = found.sections() | {"pipeline": {}}
+    changed = {name: {**sections[name], **more} for name, more in changes.items()}
+    return RunConfig.model_validate(sections | changed)

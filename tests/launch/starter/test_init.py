@@ -1,0 +1,124 @@
+"""`thinpipe init`: the file that it writes starts as it stands."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.commands import Command
+from tests.huggingface import saved_model
+from thinpipe.launch.cli import app
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.report.metrics import read_metrics
+
+MODULE = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Embedding(30, 16), *[nn.Linear(16, 16) for _ in range(3)],
+                         nn.Linear(16, 30))
+
+class Texts(torch.utils.data.Dataset):
+    def __len__(self): return 40
+    def __getitem__(self, i): return torch.arange(i, i + 8) % 30, torch.arange(i + 1, i + 9) % 30
+
+training = Texts
+"""
+ROWS = [{"instruction": f"{n} + 1 =", "output": str(n + 1), "id": n} for n in range(400)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(700)))
+    Path("little.txt").write_text(Path("book.txt").read_text()[:3000])
+    Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    Path("mine_init.py").write_text(MODULE)
+    return tmp_path
+
+
+def init(*words: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, ["init", *words])
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+def written(*words: str) -> RunConfig:
+    assert "written: new.toml; start it with `thinpipe train new.toml`" in init("new.toml", *words)
+    return load_config(Path("new.toml"))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--data", "little.txt"),
+        ("--model", "mine_init:model", "--data", "mine_init:training", "--stages", "2"),
+    ],
+)
+def test_what_it_writes_starts_as_it_stands(folder: Path, words: tuple[str, ...]) -> None:
+    config = written(*words)
+    assert len(config.pipeline.cuts) >= 1 or config.pipeline.auto_cuts
+    done = Command("train", "new.toml").done()
+    assert done.returncode == 0, done.stderr
+    records = read_metrics(folder / "runs/new/metrics.jsonl")
+    assert records[-1].loss < records[0].loss
+
+
+def test_it_finds_out_how_long_and_how_many_samples_there_are(folder: Path) -> None:
+    config = written("--data", "book.txt", "--stages", "3")
+    assert config.data.path == "book.txt"
+    assert config.data.train_sequences == "all"
+    assert (config.data.sequence_length, config.data.eval_sequences) == (128, 8)
+    assert config.pipeline.cuts == (3, 5)
+    assert config.boundary_at(3).forward.kind == "aqsgd"
+    Path("short.txt").write_text("a short text, of some bytes only: enough for a test of it\n" * 3)
+    init("short.toml", "--data", "short.txt")
+    short = load_config(Path("short.toml"))
+    assert short.data.sequence_length == 16
+    assert short.train.batch_size < 16
+
+
+def test_it_finds_out_the_fields_of_rows(folder: Path) -> None:
+    config = written("--data", "rows.jsonl")
+    assert (config.data.prompt_field, config.data.response_field) == ("instruction", "output")
+    Path("rows.jsonl").write_text('{"body": "a"}\n')
+    message = init("other.toml", "--data", "rows.jsonl", code=2)
+    assert "has the fields body, none of which is known as text" in message
+    assert not Path("other.toml").exists()
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_it_finds_out_what_a_model_of_hugging_face_brings(folder: Path, *, weights: bool) -> None:
+    place = folder / "gpt2"
+    saved_model("gpt2", place, vocab_size=256)
+    if not weights:
+        for file in place.glob("*.safetensors"):
+            file.unlink()
+    config = written("--data", "book.txt", "--model", str(place), "--stages", "2")
+    assert getattr(config.model, "pretrained" if weights else "config") == str(place)
+    assert config.train.lr == (5e-5 if weights else 1e-3)
+    assert ("random ones are trained" in Path("new.toml").read_text()) != weights
+    assert len(config.pipeline.cuts) == 1
+
+
+def test_nothing_is_overwritten_and_nothing_is_left_behind(folder: Path) -> None:
+    Path("run.toml").write_text("mine")
+    before = sorted(os.listdir())
+    for words, message in (
+        ((), "run.toml: exists already; name a new file, or edit this one"),
+        (("new.txt",), "new.txt: name a file that ends in .toml"),
+        (("new.toml", "--data", "gone.txt"), "--data = 'gone.txt': no such file or folder"),
+        (("new.toml", "--model", "gone"), "--model = gone: neither a folder with config.json nor"),
+        (("new.toml", "--model", "mine_init:model"), "takes samples of your own, and no other do"),
+        (
+            ("new.toml", "--model", "mine_init:modell", "--data", "mine_init:training"),
+            '--model = "mine_init:modell": mine_init has no modell',
+        ),
+    ):
+        assert message in init(*words, code=2)
+    assert [name for name in sorted(os.listdir()) if name != "__pycache__"] == before
+    assert Path("run.toml").read_text() == "mine"

@@ -1,0 +1,66 @@
+"""Shell completion: every command and option, at once."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinpipe.launch import completion
+
+
+def test_the_list_is_that_of_the_code() -> None:
+    assert completion.LIST.read_text() == completion.written(), (
+        "run `python -m thinpipe.launch.completion`, and commit launch/completion.json"
+    )
+
+
+def answer(words: str, *options: str) -> subprocess.CompletedProcess[str]:
+    asked = {"COMP_WORDS": f"thinpipe {words}", "COMP_CWORD": str(len(words.split()))}
+    return subprocess.run(
+        [sys.executable, *options, "-m", "thinpipe.launch"],
+        env={**os.environ, **asked, "_THINPIPE_COMPLETE": "complete_bash"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("tr", ["train", "trace"]),
+        ("train --dr", ["--dry-run"]),
+        ("key n", ["new"]),
+        ("launch hosts.toml run.toml --max", ["--max-restarts"]),
+    ],
+)
+def test_words_are_completed(words: str, found: list[str]) -> None:
+    assert answer(words).stdout.split() == found
+
+
+def test_nobody_waits_for_torch() -> None:
+    imported = answer("tr", "-X", "importtime").stderr
+    assert "typer" in imported
+    assert "torch" not in imported
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_completes_after_the_installation(tmp_path: Path) -> None:
+    place = Path(sys.executable).parent
+    environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{place}:{os.environ['PATH']}"}
+    words = [f"{place}/thinpipe", "--install-completion", "bash"]
+    subprocess.run(words, env=environment, check=True, capture_output=True)
+    (installed,) = (tmp_path / ".bash_completions").iterdir()
+    assert str(installed) in (tmp_path / ".bashrc").read_text()
+    typed = f"""
+        source {installed}
+        function=$(complete -p thinpipe | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+        COMP_WORDS=(thinpipe gen) COMP_CWORD=1
+        $function "{place}/thinpipe"
+        echo "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", typed], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "generate", done.stderr
