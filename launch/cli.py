@@ -51,6 +51,7 @@ from thinpipe.launch.starter.cli import init
 from thinpipe.launch.train import train_rank
 from thinpipe.launch.trained.cli import export_model, generate_text, show_samples
 from thinpipe.launch.trained.model import check_start
+from thinpipe.launch.writers.writer import check_writers
 from thinpipe.pipeline.models.build import check_model
 
 app = typer.Typer(
@@ -222,6 +223,7 @@ def main() -> None:
 def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
     try:
         check_folder(config.run.path)
+        check_writers(config)
         check_model(config.model)
         check_start(config)
         corpus = check_data(config)
@@ -241,6 +243,7 @@ def _check_resume(config: RunConfig, *, resume: bool) -> None:
 def _show_memory(config: RunConfig, *, resume: bool) -> None:
     try:
         check_folder(config.run.path)
+        check_writers(config)
         check_model(config.model)
         check_start(config)
         _check_resume(config, resume=resume)

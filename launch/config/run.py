@@ -46,6 +46,7 @@ from thinpipe.launch.config.placement import check_placement
 from thinpipe.launch.config.sections import (
     CheckpointConfig,
     EvalConfig,
+    ReportConfig,
     RunSection,
     TrainConfig,
 )
@@ -66,6 +67,7 @@ _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 _LOCAL: Any = {  # paths and memory limits of a host; data are compared by digest
     "run": {"folder"},
     "memory": True,
+    "report": True,
     "data": {"path": True, "eval_path": True, "tokenizer": True, "sources": {"__all__": {"path"}}},
     "model": {"pretrained", "config", "from_run", "self_check"},
     "network": {"key_file", "name", "listen", "peers"},
@@ -86,6 +88,7 @@ class RunConfig(BaseModel):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
     gradcomp: dict[str, Any] = {"method": "allreduce"}
     shards: ShardsConfig = ShardsConfig()
     network: NetworkConfig = NetworkConfig()

@@ -1,4 +1,4 @@
-"""The sections [run], [train], [eval] and [checkpoint]."""
+"""The sections [run], [train], [eval], [checkpoint] and [report]."""
 
 import re
 from pathlib import Path
@@ -89,3 +89,15 @@ class CheckpointConfig(BaseModel):
     keep: int = Field(2, ge=1)
     copies: int = Field(1, ge=1)
     grace_s: float = Field(20.0, ge=1, le=25)
+
+
+class ReportConfig(BaseModel):
+    """Tools that get the numbers of every step too, beside `metrics.jsonl` and `report.html`.
+
+    Each needs a package, which the extra of its name installs. `project` is W&B's and Trackio's.
+    """
+
+    model_config = _STRICT
+
+    writers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    project: str = Field("thinpipe", min_length=1)

@@ -9,8 +9,11 @@ from pathlib import Path
 EXTRAS: Mapping[str, str] = {
     "datasets": "datasets",
     "peft": "hf",
+    "tensorboard": "tensorboard",
     "tokenizers": "hf",
+    "trackio": "trackio",
     "transformers": "hf",
+    "wandb": "wandb",
 }
 """Optional packages, and the extra of ThinPipe that installs each."""
 

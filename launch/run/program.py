@@ -130,6 +130,7 @@ class Run(rank_run.Run):
         schedule: Callable[[int], float] | None = None,
         seed: int = 0,
         clip_norm: float = 0.0,
+        writers: Sequence[str] = (),
         settings: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         """Nothing is waited for before the first epoch begins.
@@ -138,7 +139,8 @@ class Run(rank_run.Run):
         parameters, or AdamW by `settings["train"]`. Its learning rates are multiplied by
         `schedule(step)`, step from 0. `resume`: from the newest checkpoint if there is one, always
         (an error if there is none), or never; a number is the step of the checkpoint. `clip_norm`
-        limits the gradient norm, 0 does not. `settings` are other sections of a run file, by name:
+        limits the gradient norm, 0 does not. `writers` get the numbers of every step too:
+        "tensorboard", "wandb", "trackio". `settings` are other sections of a run file, by name:
         checkpoint, memory, network.
 
         Raises:
@@ -150,7 +152,11 @@ class Run(rank_run.Run):
                 "loss, ...) of that model"
             )
         train = {"warmup_steps": 0, "decay": "none", "clip_norm": clip_norm}
-        config = _config(folder, pipeline, seed, train | _described(optimizer), settings or {})
+        chosen: Mapping[str, Mapping[str, Any]] = {
+            **({"report": {"writers": list(writers)}} if writers else {}),
+            **(settings or {}),
+        }
+        config = _config(folder, pipeline, seed, train | _described(optimizer), chosen)
         _found(config)
         given = Given(_factory(optimizer, pipeline), schedule)
         super().__init__(config, _resume(resume), show=_shown(), given=given)

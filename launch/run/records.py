@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from thinpipe.launch.report.html import write_report
 from thinpipe.launch.report.metrics import MetricsWriter, RunInfo, StepRecord, read_metrics
 from thinpipe.launch.report.summary import summarize
 from thinpipe.launch.report.timeline import Timeline
+from thinpipe.launch.writers.outlet import Outlet
+from thinpipe.launch.writers.scalars import scalars
+from thinpipe.launch.writers.writer import destination, open_writer
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.stage import ComputeEvent
 
@@ -36,6 +40,7 @@ class Records:
         self._config, self._info, self._display, self._writes = config, info, display, writes
         self._records: list[StepRecord] = []
         self._writer: MetricsWriter | None = None
+        self._outlets: list[Outlet] = []
         self._pending: StepRecord | None = None
         self._reported = False
         self._report_took_s, self._report_at_s = 0.0, 0.0
@@ -47,6 +52,11 @@ class Records:
         path = self._info.folder / "metrics.jsonl"
         write_config(self._config, self._info.folder / "config.toml")
         writer = stack.enter_context(MetricsWriter(path, resume_step))
+        place = destination(self._config, resume_step)
+        self._outlets = [
+            stack.enter_context(Outlet(tool, partial(open_writer, tool, place)))
+            for tool in self._config.report.writers
+        ]
         stack.callback(self._report_so_far)  # at the end, on Ctrl-C, after a failure
         stack.callback(self.flush)
         self._records = read_metrics(path)  # of the run that is resumed
@@ -82,6 +92,8 @@ class Records:
         self._records.append(record)
         if self._writer is not None:
             self._writer.write(record)
+        for outlet in self._outlets:
+            outlet.add(record.step, scalars(record))
 
     def _report_so_far(self) -> None:
         """Write the report of the steps so far; it is the last one if the run ends early."""

@@ -23,6 +23,7 @@ from thinpipe.launch.plan.auto_cuts import decide_cuts
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.run.weights import save_model
+from thinpipe.launch.writers.writer import problem_if_writing
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
@@ -55,7 +56,8 @@ class Run:
         `facts` must be equal on all ranks; `problem` is what keeps this rank from starting.
         """
         self.config, self._resume, self._show = config, resume, show
-        self._facts, self._problem, self._given = facts or {}, problem, given or Given()
+        self._facts, self._given = facts or {}, given or Given()
+        self._problem = problem or problem_if_writing(config)
         self._stack, self._joined, self._stop = ExitStack(), ExitStack(), StopFlag()
         self._session: Session | None = None
         self._training: Training | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from tests.commands import PATIENCE_S, Command
@@ -167,6 +168,8 @@ def test_its_run_file_twin_does_the_same(folder: Path) -> None:
 
 
 def test_it_goes_on_where_it_stopped_bit_for_bit(folder: Path) -> None:
+    program = (folder / "mine.py").read_text().replace("1e-2)", '1e-2), writers=["tensorboard"]')
+    (folder / "mine.py").write_text(program)
     run("run", "mine.py")
     whole = load_file("mine.safetensors")
     Path("mine.safetensors").unlink()
@@ -177,6 +180,8 @@ def test_it_goes_on_where_it_stopped_bit_for_bit(folder: Path) -> None:
     resumed = load_file("mine.safetensors")
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
     assert losses(folder / "runs/mine") == losses(folder / "runs/whole")
+    shown = EventAccumulator("runs/mine/tensorboard").Reload().Scalars("own/twice")
+    assert [point.step for point in shown] == [1, 2, 3, 4, 5, 6]
     again = run("run", "mine.py")  # nothing is left to train
     assert "all 6 steps are done already" in again.stdout
 

@@ -1,0 +1,86 @@
+"""What a tool that keeps a run's numbers is given, and what it must offer."""
+
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host.packages import explain, require
+
+_ID_FILE = "run_id"
+
+
+class Writer(Protocol):
+    """Keeps numbers of steps. All calls come from one thread; whatever is raised ends it."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add the numbers of a step, counted from 1."""
+
+    def close(self) -> None:
+        """Write what is held."""
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a run's numbers go.
+
+    `run_id` is the same after a resume. Steps up to `done` are there already; later ones may be,
+    from before the resume.
+    """
+
+    folder: Path
+    name: str
+    project: str
+    run_id: str
+    done: int
+    settings: Mapping[str, Any]
+
+
+def destination(config: RunConfig, done: int | None) -> Destination:
+    """Of a new run, or (`done` is not None) of one that goes on after that many steps."""
+    folder = config.run.path
+    file = folder / _ID_FILE
+    if done is None or not file.exists():
+        file.write_text(secrets.token_hex(4))
+    return Destination(
+        folder=folder,
+        name=config.run.name,
+        project=config.report.project,
+        run_id=file.read_text().strip(),
+        done=done or 0,
+        settings=config.model_dump(mode="json"),
+    )
+
+
+def open_writer(tool: str, place: Destination) -> Writer:
+    """Imports the tool; some take seconds."""
+    writer: Writer = import_module(f"thinpipe.launch.writers.{tool}").open_writer(place)
+    return writer
+
+
+def check_writers(config: RunConfig) -> None:
+    """Check that the packages of `report.writers` are installed.
+
+    Raises:
+        ConfigError: one is not; names its extra.
+    """
+    for tool in config.report.writers:
+        try:
+            require(tool)
+        except ModuleNotFoundError as error:
+            raise ConfigError(f'report.writers has "{tool}": {explain(error)}') from None
+
+
+def problem_if_writing(config: RunConfig) -> str | None:
+    """What is missing on rank 0, which writes; other machines need no such package."""
+    if os.environ.get("RANK") == "0":
+        try:
+            check_writers(config)
+        except ConfigError as error:
+            return str(error)
+    return None

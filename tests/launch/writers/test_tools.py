@@ -1,0 +1,180 @@
+"""The tools themselves read back what they were given, over a resume too."""
+
+import math
+import re
+import struct
+import sys
+import time
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.disk import full_disk
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.report.metrics import StepRecord
+from thinpipe.launch.writers.outlet import Outlet
+from thinpipe.launch.writers.scalars import scalars
+from thinpipe.launch.writers.writer import check_writers, destination, open_writer
+from thinpipe.pipeline.step_stats import WireTotal
+
+
+def record(step: int, **changes: Any) -> StepRecord:
+    values: dict[str, Any] = {
+        "step": step,
+        "epoch": 1,
+        "loss": 10.0 / step,
+        "tokens_per_s": 512.5,
+        "step_s": 0.25,
+        "bubble": 0.125,
+        "wire": tuple(
+            WireTotal(cut=6, direction=way, nbytes=n + step, messages=4, values=2000, error=0.25)
+            for way, n in (("forward", 1000), ("backward", 500))
+        ),
+        "tokens": 128,
+        "grad_norm": 1.5,
+        "lr": 3e-4,
+        "skipped": step == 2,
+        "sync_bytes": 77,
+        "control_bytes": 8,
+        "eval": {"loss": 2.5, "loss_compressed": 2.75} if step % 2 == 0 else None,
+        "own": {"mine": 4.0},
+    }
+    return StepRecord(**(values | changes))
+
+
+def config(folder: Path, *tools: str) -> RunConfig:
+    folder.mkdir(exist_ok=True)
+    return RunConfig.model_validate(
+        {"run": {"folder": str(folder)}, "report": {"writers": tools, "project": "tests"}}
+    )
+
+
+def write(tool: str, folder: Path, steps: range, done: int | None = None) -> None:
+    writer = open_writer(tool, destination(config(folder, tool), done))
+    for step in steps:
+        writer.write(step, scalars(record(step)))
+    writer.close()
+
+
+def events(folder: Path) -> Any:
+    accumulator = import_module("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return found
+
+
+def test_all_numbers_of_a_step_are_there() -> None:
+    found = scalars(record(2, weight_bytes=5, gradient_bytes=6))
+    assert found["train/loss"] == 5.0
+    assert found["train/skipped"] == 1.0
+    assert found["speed/tokens_per_s"] == 512.5
+    assert found["bytes/cut_6_forward"] == 1002
+    assert found["bytes/cut_6_backward"] == 502
+    assert found["bytes/replicas"] == 77
+    assert found["error/cut_6_forward"] == 0.25
+    assert found["eval/loss_compressed"] == 2.75
+    assert found["own/mine"] == 4.0
+    assert (found["bytes/shards_weights"], found["bytes/shards_gradients"]) == (5, 6)
+    assert "eval/loss" not in scalars(record(1))
+    assert "train/grad_norm" not in scalars(record(1, grad_norm=None))
+
+
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    write("tensorboard", tmp_path, range(1, 8))
+    write("tensorboard", tmp_path, range(5, 10), done=4)  # 5, 6, 7 are done again
+    found = events(tmp_path)
+    losses = found.Scalars("train/loss")
+    assert [event.step for event in losses] == list(range(1, 10))
+    assert [event.value for event in losses] == [pytest.approx(10.0 / s) for s in range(1, 10)]
+    assert [event.step for event in found.Scalars("eval/loss")] == [2, 4, 6, 8]
+    assert set(found.Tags()["scalars"]) == set(scalars(record(2)))
+
+
+def test_tensorboard_on_a_full_disk_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    place = destination(config(tmp_path, "tensorboard"), None)
+    with Outlet("tensorboard", partial(open_writer, "tensorboard", place)) as outlet, full_disk():
+        for step in range(1, 200):
+            outlet.add(step, scalars(record(step)))
+        outlet.__exit__()
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("warning: tensorboard: ")
+
+
+def test_wandb_keeps_one_run_over_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    write("wandb", tmp_path, range(1, 4))
+    time.sleep(1.1)  # wandb names folders by the second
+    write("wandb", tmp_path, range(3, 6), done=2)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert files
+    assert {file.name for file in files} == {f"run-{(tmp_path / 'run_id').read_text()}.wandb"}
+    found = [item for file in files for item in history(file)]
+    assert [int(item["step"]) for item in found] == [1, 2, 3, 3, 4, 5]
+    assert float(found[3]["train/loss"]) == pytest.approx(10 / 3)
+    assert float(found[1]["eval/loss"]) == 2.5
+
+
+def history(file: Path) -> list[dict[str, str]]:
+    """What was logged, from a file of wandb: a log of LevelDB's with a protocol buffer a record."""
+    message = import_module("wandb.proto.wandb_internal_pb2").Record
+    data, place, part = file.read_bytes(), 7, b""
+    found = []
+    while place + 7 <= len(data):
+        if (left := -place % 32_768) and left < 7:  # a block's end, too short for a header
+            place += left
+        length, kind = struct.unpack_from("<HB", data, place + 4)
+        part += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or last
+            item, part = message.FromString(part), b""
+            if item.WhichOneof("record_type") == "history":
+                found.append({i.key or i.nested_key[0]: i.value_json for i in item.history.item})
+    return found
+
+
+def test_trackio_keeps_one_run_over_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    write("trackio", tmp_path, range(1, 4))
+    write("trackio", tmp_path, range(4, 6), done=3)
+    name = f"run-{(tmp_path / 'run_id').read_text()}"
+    (run,) = trackio.Api().runs("tests")
+    assert run.name == name
+    storage = import_module("trackio.sqlite_storage").SQLiteStorage
+    logs = storage.get_logs("tests", run.name, run_id=run.id)
+    assert [(item["step"], item["train/loss"]) for item in logs] == [
+        (step, 10 / step) for step in range(1, 6)
+    ]
+
+
+@pytest.mark.parametrize("tool", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_package_is_named_with_its_extra(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, tool, None)
+    with pytest.raises(ConfigError, match=rf'report\.writers has "{tool}": the package'):
+        check_writers(config(tmp_path, tool))
+    with pytest.raises(ConfigError, match=re.escape(f"'thinpipe[{tool}]'")):
+        check_writers(config(tmp_path, tool))
+
+
+def test_an_unknown_tool_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[report]\nwriters = ["tensorbord"]\n')
+    with pytest.raises(ConfigError, match="tensorboard"):
+        load_config(tmp_path / "run.toml")
+
+
+def test_settings_of_writers_are_a_hosts_own(tmp_path: Path) -> None:
+    assert config(tmp_path, "wandb").digest() == config(tmp_path).digest()
+    assert math.isnan(scalars(record(1, loss=math.nan))["train/loss"])
