@@ -2,13 +2,8 @@
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypedDict
-
-from rich.table import Table
-
-from thinpipe.launch.report.metrics import NOTHING, format_round_trip
 
 _PERIOD_S = 1.0
 _MOST_SAMPLES = 240
@@ -42,6 +37,8 @@ class EdgeTrace:
     def __init__(self, read: Callable[[], Mapping[str, Any] | None]) -> None:
         self.now: list[EdgeSample] = []
         """The last second, by target."""
+        self.host = ""
+        """The name of this host, known once there is such a second."""
         self._read, self._periods = read, list[list[EdgeSample]]()
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -76,7 +73,7 @@ class EdgeTrace:
             except RuntimeError:  # the carrier is gone, and the run ends
                 return
             assert after is not None
-            now_s = time.monotonic()
+            now_s, self.host = time.monotonic(), after["name"]
             self.now = [
                 _difference(name, before["links"][name], link, now_s - before_s, now_s - start_s)
                 for name, link in after["links"].items()
@@ -89,32 +86,6 @@ class EdgeTrace:
                     [_merged(a, b) for a, b in zip(*two, strict=True)]
                     for two in zip(self._periods[::2], self._periods[1::2], strict=True)
                 ]
-
-
-def edge_panel(trace: EdgeTrace) -> Table:
-    """A row per connection of this host, for the live display: rates now, and counts so far."""
-    again, resumed = Counter[str](), Counter[str]()
-    for sample in trace.samples:
-        again[sample["target"]] += sample["retransmitted"]
-        resumed[sample["target"]] += sample["resumed"]
-    table = Table(box=None, show_edge=False, pad_edge=False, expand=True, header_style="dim")
-    table.add_column("connection to")
-    headers = ("Mbit/s out", "Mbit/s in", "round trip", "resent", "resumed", "silent")
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    for sample in trace.now:
-        silent = sample["silence_s"] > 1.0
-        table.add_row(
-            sample["target"],
-            f"{8e-6 * sample['sent_Bps']:,.1f}",
-            f"{8e-6 * sample['received_Bps']:,.1f}",
-            format_round_trip(sample["round_trip_s"]),
-            f"{again[sample['target']]:,}",
-            f"{resumed[sample['target']]:,}",
-            f"{sample['silence_s']:.1f} s" if silent else NOTHING,
-            style="bold red" if silent else None,
-        )
-    return table
 
 
 def _difference(

@@ -86,6 +86,14 @@ class StepRecord:
             found[total.cut] = found.get(total.cut, 0) + total.nbytes
         return found
 
+    def sent(self, direction: Direction) -> int:
+        """Bytes sent in one direction across all cuts."""
+        return sum(total.nbytes for total in self.wire if total.direction == direction)
+
+    def mbps(self, nbytes: int) -> str:
+        """The rate of so many bytes over the step, in Mbit/s."""
+        return f"{nbytes * 8 / self.step_s / 1e6:,.1f}" if self.step_s > 0 else NOTHING
+
 
 @dataclass(frozen=True)
 class RunInfo:

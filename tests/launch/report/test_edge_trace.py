@@ -11,8 +11,8 @@ from rich.console import Console
 from thinpipe.launch.overlay.control import OverlayError
 from thinpipe.launch.report import edge_trace
 from thinpipe.launch.report.edge_plot import edges_png
-from thinpipe.launch.report.edge_trace import EdgeTrace, edge_panel
-from thinpipe.launch.report.edges import traces_of
+from thinpipe.launch.report.edge_trace import EdgeTrace
+from thinpipe.launch.report.edges import edges_now, traces_of
 
 
 def carrier(limit: int) -> Callable[[], dict[str, Any]]:
@@ -55,8 +55,10 @@ def test_every_second_is_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sample["retransmitted"] == 2
     console = Console(width=80)
     with console.capture() as shown:
-        console.print(edge_panel(trace))
-    assert shown.get().split()[-6:] == ["50.0", "ms", "20", "10", "4.0", "s"]
+        console.print(edges_now(trace))
+    text = " ".join(shown.get().split())
+    assert "a → b" in text
+    assert text.endswith("10.0 MB 5.00 MB 50.0 ms 20 resent, 10 resumed, silent 4 s")
 
 
 def test_long_runs_are_merged_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from tests.training import config
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, write_config
-from thinpipe.launch.report.console import Display
+from thinpipe.launch.display.display import Display
 from thinpipe.launch.report.metrics import MetricsWriter, StepRecord
 from thinpipe.launch.run.records import Records, describe_run
 

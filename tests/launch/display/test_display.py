@@ -11,7 +11,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from thinpipe.launch.report.console import Display, Sparkline
+from thinpipe.launch.display.display import Display
 from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.summary import summarize
 from thinpipe.pipeline.step_stats import WireTotal
@@ -188,17 +188,5 @@ def test_log_prints_first_last_and_evaluated_steps_only() -> None:
 
 
 def test_importing_the_display_does_not_load_matplotlib() -> None:
-    code = "import sys, thinpipe.launch.report.console; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, thinpipe.launch.display.display; sys.exit('matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_sparkline_falls_from_high_to_low_and_never_outgrows_its_cells() -> None:
-    line = Sparkline(8)
-    assert str(line) == ""
-    for value in range(1000, 0, -1):
-        line.add(float(value))
-        line.add(math.nan)
-        assert len(str(line)) <= 8
-    text = str(line)
-    assert (text[0], text[-1]) == ("█", "▁")
-    assert list(text) == sorted(text, reverse=True)

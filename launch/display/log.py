@@ -1,0 +1,96 @@
+"""A run as plain lines, for files and pipes."""
+
+import time
+from collections.abc import Mapping
+
+from rich.console import Console
+
+from thinpipe.launch.display.grids import shape_of
+from thinpipe.launch.report.metrics import (
+    RunInfo,
+    StepRecord,
+    format_bytes,
+    format_loss,
+    format_rate,
+    other_scores,
+)
+
+LOG_INTERVAL_S = 5.0
+
+_SHORT = {"token": "tok", "sample": "smp"}
+
+
+def print_line(console: Console, text: str) -> None:
+    """Print text as it is, however long; on a terminal in lines of whole words."""
+    console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+class Log:
+    """Plain lines: the first and the last step, evaluations, and one every few seconds."""
+
+    def __init__(self, info: RunInfo, console: Console) -> None:
+        self._info = info
+        self._console = console
+        self._first: tuple[int, float] | None = None
+        self._printed_s, self._printed_step = -LOG_INTERVAL_S, 0
+
+    def start(self) -> None:
+        """Print what is run."""
+        print_line(self._console, f"ThinPipe {self._info.name}\n{shape_of(self._info)}")
+
+    def step(self, record: StepRecord) -> None:
+        """Print a step, if it is time to."""
+        now_s = time.monotonic()
+        self._first = self._first or (record.step, now_s)
+        due = now_s - self._printed_s >= LOG_INTERVAL_S
+        if due or record.step == self._info.total_steps:
+            self._print_step(record, now_s)
+
+    def evaluated(self, record: StepRecord) -> None:
+        """Print an evaluation."""
+        if record.step != self._printed_step:
+            self._print_step(record, time.monotonic())
+        for line in _evaluation(record.eval or {}):
+            print_line(self._console, f"  evaluation: {line}")
+
+    def stop(self, *, clear: bool) -> None:
+        """Nothing to do: lines are printed whole."""
+
+    def _print_step(self, record: StepRecord, now_s: float) -> None:
+        self._printed_s, self._printed_step = now_s, record.step
+        print_line(self._console, self._line(record, now_s))
+
+    def _line(self, record: StepRecord, now_s: float) -> str:
+        total = self._info.total_steps
+        parts = [
+            f"step {record.step:>{len(str(total))}}/{total}",
+            f"epoch {record.epoch}",
+            f"loss {format_loss(record.loss)}",
+            f"{format_rate(record.tokens_per_s)} {_SHORT[self._info.unit]}/s",
+        ]
+        if record.wire:
+            parts.append(f"{format_bytes(sum(count.nbytes for count in record.wire))}/step")
+        if record.skipped:
+            parts.append("skipped")
+        assert self._first is not None
+        done, began_s = record.step - self._first[0], self._first[1]
+        if done and record.step < total:
+            parts.append(f"{_about((now_s - began_s) / done * (total - record.step))} left")
+        return "  ".join(parts)
+
+
+def _about(duration_s: float) -> str:
+    """A rough duration, in a single unit."""
+    for unit, unit_s in (("h", 3600.0), ("min", 60.0)):
+        if duration_s >= unit_s:
+            return f"{duration_s / unit_s:.2g} {unit}"
+    return f"{duration_s:.0f} s"
+
+
+def _evaluation(losses: Mapping[str, float]) -> list[str]:
+    text = f"loss {format_loss(losses.get('loss'))}"
+    if "loss_compressed" in losses:
+        text += f", with compressed boundaries {format_loss(losses['loss_compressed'])}"
+    scores = {name: value for name, value in losses.items() if not name.endswith("_compressed")}
+    others = ", ".join(f"{name} {value}" for name, value in other_scores(scores))
+    return [text, others] if others else [text]

@@ -1,0 +1,144 @@
+"""The live panel fits the terminal it is drawn on."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from thinpipe.launch.display.panel import LivePanel
+from thinpipe.launch.display.progress import RunningValues
+from thinpipe.launch.report.edge_trace import EdgeSample, EdgeTrace
+from thinpipe.launch.report.metrics import RunInfo, StepRecord, WireKey, format_bytes
+from thinpipe.pipeline.step_stats import WireTotal
+from thinpipe.pipeline.wire.header import DIRECTIONS
+
+EVALUATION = {"loss": 2.1234, "loss_compressed": 2.1299, "accuracy": 0.815}
+
+
+def info(stages: int, *, shards: int = 1, mixed: bool = False) -> RunInfo:
+    cuts = tuple(range(3, 3 * stages, 3))
+    keys: list[WireKey] = list(itertools.product(cuts, DIRECTIONS))
+    named = {"forward": "aqsgd 4-bit", "backward": "hadamard 4-bit"}
+    methods = {key: named[key[1]] for key in keys}
+    if mixed:
+        methods[cuts[0], "forward"] = "transform 2-bit"
+    return RunInfo(
+        name="gpt2-xl-over-200-mbit",
+        folder=Path("runs/x"),
+        stages=stages,
+        replicas=8,
+        schedule="InterleavedZeroBubble",
+        microbatches=16,
+        cuts=cuts,
+        methods=methods,
+        total_steps=10_000,
+        parameters=1_300_000_000,
+        exchanged=2_400_000,
+        machine="2 cores",
+        versions={},
+        config_digest="",
+        shards=shards,
+    )
+
+
+def record(run: RunInfo) -> StepRecord:
+    """Every number in it is a different one."""
+    wire = tuple(
+        WireTotal(cut=cut, direction=way, nbytes=101_000_000 + 7_000_000 * number, messages=16,
+                  values=10**9, error=0.0421)
+        for number, (cut, way) in enumerate(itertools.product(run.cuts, DIRECTIONS))
+    )  # fmt: skip
+    shards = {"weight_bytes": 811_000_000, "gradient_bytes": 822_000_000} if run.shards > 1 else {}
+    return StepRecord(
+        step=4321, epoch=12, loss=2.5432, tokens_per_s=123_456.7, step_s=83.0, bubble=0.256,
+        wire=wire, tokens=65_536, grad_norm=12_345.0, lr=3.21e-4, skipped=False,
+        sync_bytes=933_000_000, control_bytes=876, eval=EVALUATION, **shards,
+    )  # fmt: skip
+
+
+def trace(connections: int) -> EdgeTrace:
+    found = EdgeTrace(lambda: None)
+    found.host = "host0"
+    found.now = [
+        EdgeSample(target=f"host{number}", end_s=1.0, seconds=1.0, sent_Bps=1e6 * (20 + number),
+                   received_Bps=1e6 * (40 + number), round_trip_s=0.05 + number / 1000,
+                   retransmitted=0, resumed=0, silence_s=4.0 if number == 1 else 0.0)
+        for number in range(1, connections + 1)
+    ]  # fmt: skip
+    found._periods = [found.now]
+    return found
+
+
+def drawn(run: RunInfo, size: tuple[int, int], connections: int = 0, steps: int = 1) -> list[str]:
+    console = Console(width=size[0], height=size[1], force_terminal=True, color_system=None)
+    values = RunningValues()
+    panel = LivePanel(run, console, values, trace(connections))
+    for _ in range(steps):
+        values.update(record(run))
+        values.eval = EVALUATION
+        panel.step(record(run))
+    with console.capture() as shown:
+        console.print(panel.frame(), end="")
+    lines = shown.get().splitlines()
+    return lines[:-1] if not lines[-1].strip() else lines
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40), (80, 60)])
+@pytest.mark.parametrize("connections", [0, 1, 3])
+@pytest.mark.parametrize("run", [info(1), info(2), info(8), info(8, mixed=True)])
+def test_everything_fits(run: RunInfo, size: tuple[int, int], connections: int) -> None:
+    lines = drawn(run, size, connections)
+    text = "\n".join(lines)
+    assert len(lines) <= size[1]
+    assert [line for line in lines if cell_len(line) != size[0]] == []
+    assert "…" not in text
+    words = " ".join(line.strip("│ ") for line in lines)
+    shown = [
+        "step 4321/10000", "43 %", "elapsed,", "left", "2.5432", "2.1234", "2.1299", "0.815",
+        "123,457", "25.6%", "1 min 23 s", "1.23e+04", "3.21e-04", "933 MB", "876 B",
+        "8 replicas", "InterleavedZeroBubble", "16 microbatches", "(2.40 M trained)",
+        *(format_bytes(count.nbytes) for count in record(run).wire),
+        *(f"host{number}" for number in range(connections + 1) if connections),
+        *(f"{8.0 * (base + n):.1f}" for n in range(1, connections + 1) for base in (20, 40)),
+        *(["silent 4 s"] if connections else []),
+        *{*run.methods.values()},
+    ]  # fmt: skip
+    missing = [part for part in shown if part not in words]
+    assert missing == []
+
+
+def test_eight_machines_with_shards_still_fit_the_smallest() -> None:
+    lines = drawn(info(8, shards=2), (80, 24), connections=7)
+    assert len(lines) <= 24
+    text = "\n".join(lines)
+    assert all(f"host{number}" in text for number in range(8))
+    assert "811 MB" in text
+
+
+def test_what_does_not_fit_is_counted_and_still_in_the_total() -> None:
+    run = info(17)
+    lines = drawn(run, (80, 24))
+    assert len(lines) <= 24
+    (more,) = (line for line in lines if "more cuts" in line)
+    cuts = [line for line in lines if line.startswith("│ ") and line[2:4].strip().isdigit()]
+    assert int(more.split()[2]) == 16 - len(cuts)
+    total = sum(count.nbytes for count in record(run).wire if count.direction == "forward")
+    assert format_bytes(total) in next(line for line in lines if line.startswith("│ all"))
+
+
+def test_a_terminal_that_is_tall_enough_shows_each_direction_in_a_row() -> None:
+    def rows(height: int) -> int:
+        return sum(
+            line.startswith(("│ 3    forw", "│ 3    back")) for line in drawn(info(2), (80, height))
+        )
+
+    assert (rows(30), rows(20)) == (2, 0)
+
+
+def test_before_the_first_step_there_is_a_bar() -> None:
+    lines = drawn(info(8), (80, 24), steps=0)
+    assert any("waiting for the first step" in line for line in lines)
+    assert math.isclose(len(lines), 8, abs_tol=3)
