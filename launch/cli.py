@@ -34,6 +34,7 @@ from thinpipe.launch.distributed.elastic import (
 )
 from thinpipe.launch.distributed.fork_server import end_with_parent
 from thinpipe.launch.distributed.handshake import HandshakeError, versions
+from thinpipe.launch.distributed.session import SHOW
 from thinpipe.launch.doctor.cli import doctor
 from thinpipe.launch.host.links import parse_rate, parse_time
 from thinpipe.launch.memory.check import check_host, show_host
@@ -43,7 +44,6 @@ from thinpipe.launch.plan.memory_budget import plan_memory, show_memory
 from thinpipe.launch.plan.trace import trace_run
 from thinpipe.launch.remote.cli import launch_on_hosts
 from thinpipe.launch.run.ending import end_done, end_failed
-from thinpipe.launch.run.program import SHOW
 from thinpipe.launch.run.report import report
 from thinpipe.launch.run.script import look_at, run_as_rank
 from thinpipe.launch.shaped.cli import shaped
@@ -275,6 +275,7 @@ def _run_here(config: RunConfig, nodes: Nodes, ranks: int | None) -> int:
 def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
     end_with_parent()
     keep_freed_memory()
+    os.environ[SHOW] = str(show)
     try:
         train_rank(config, resume, show=show)
         show_samples(config, shows=os.environ.get("LOCAL_RANK", "0") == str(show))

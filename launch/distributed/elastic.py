@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -125,6 +125,7 @@ def _launch(
         rdzv_configs={"network": network, "join_s": nodes.join_s, "environment": environment},
         max_restarts=nodes.max_restarts,
         start_method=fork_server.START_METHOD,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write none; no folder in /tmp
     )
     try:
         elastic_launch(config, _run_rank)(main, environment, *arguments)

@@ -35,6 +35,15 @@ _ECHO_S = 2.0
 """After the failure of a peer, of which SIGTERM is the echo, this process does not live as long."""
 
 
+SHOW = "THINPIPE_SHOW"
+"""Environment variable: the local rank that shows progress, -1 for none."""
+
+
+def speaks() -> bool:
+    """Whether this rank tells the user of its host what goes on, if it is no failure."""
+    return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get(SHOW) != "-1"
+
+
 @dataclass(frozen=True)
 class Session:
     """A rank's connection to the others."""
@@ -114,7 +123,7 @@ class StopFlag:
         self.number = self.number or first[-1]
         limit_s = time.monotonic() + self._grace_s
         if not self._again(numbers, min(self._grace_s, _ECHO_S)):
-            if self._training and os.environ.get("LOCAL_RANK", "0") == "0":
+            if self._training and speaks():
                 text = f"asked to stop: saving after this step, within {self._grace_s:.0f} s\n"
                 os.write(2, text.encode())
             self._again(numbers, limit_s - time.monotonic())

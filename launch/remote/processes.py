@@ -36,6 +36,9 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
             lasted_s = started[failed[0]].connected_s
             _wait(started.values(), _REPORT_S)
     except KeyboardInterrupt:
+        sys.stderr.write(
+            f"asked to stop: {', '.join(started)} save and end, within {_END_S:.0f} s\n"
+        )
         return INTERRUPTED
     finally:
         _end(started.values())

@@ -19,7 +19,8 @@ Traces: TypeAlias = Mapping[str, Sequence[EdgeSample]]
 class Edge(TypedDict):
     """One direction between two hosts, over the whole run.
 
-    `bytes` left the source, with everything that encryption, framing and repetition add;
+    `bytes` left the source, with everything that encryption, framing and repetition add, and
+    `mean_Bps` is their rate while the run was trained, None if that took less than a second;
     `retransmitted` are TCP segments sent again, `resumed` counts connections that took over from
     a broken one.
     """
@@ -27,6 +28,7 @@ class Edge(TypedDict):
     source: str
     target: str
     bytes: int
+    mean_Bps: float | None
     round_trip_s: float
     retransmitted: int
     resumed: int
@@ -50,6 +52,7 @@ def edges_of(hosts: Sequence[Mapping[str, Any] | None]) -> list[Edge]:
             source=host["name"],
             target=peer,
             bytes=link["sent_nbytes"],
+            mean_Bps=_mean_rate(host.get("trace", ()), peer),
             round_trip_s=link["round_trip_s"],
             retransmitted=link["retransmitted"],
             resumed=link["resumed"],
@@ -61,16 +64,38 @@ def edges_of(hosts: Sequence[Mapping[str, Any] | None]) -> list[Edge]:
     ]
 
 
+def read_edges(folder: Path) -> tuple[list[Edge], Traces]:
+    """The connections that a run folder knows of; none if the run has not written them."""
+    try:
+        edges = json.loads((folder / "summary.json").read_text())["edges"]
+        known = [edge for edge in edges if edge.keys() == Edge.__required_keys__]
+        return known, json.loads((folder / FILE_NAME).read_text())
+    except (OSError, ValueError, KeyError):
+        return [], {}
+
+
+def mean_mbps(edge: Edge) -> str:
+    """The rate of a connection over the run, in Mbit/s."""
+    return NOTHING if edge["mean_Bps"] is None else f"{8e-6 * edge['mean_Bps']:,.1f}"
+
+
+def _mean_rate(samples: Sequence[EdgeSample], target: str) -> float | None:
+    own = [sample for sample in samples if sample["target"] == target]
+    seconds = sum(sample["seconds"] for sample in own)
+    return sum(s["sent_Bps"] * s["seconds"] for s in own) / seconds if seconds else None
+
+
 def edge_table(edges: Sequence[Edge]) -> Table:
     """A row per direction between two hosts."""
     table = Table(box=box.HORIZONTALS, header_style="bold", pad_edge=False)
     table.add_column("connection")
-    for header in ("sent", "round trip", "resent", "resumed", "longest silence"):
+    for header in ("sent", "Mbit/s", "round trip", "resent", "resumed", "longest silence"):
         table.add_column(header, justify="right", no_wrap=True)
     for edge in edges:
         table.add_row(
             f"{edge['source']} → {edge['target']}",
             format_bytes(edge["bytes"]),
+            mean_mbps(edge),
             format_round_trip(edge["round_trip_s"]),
             f"{edge['retransmitted']:,}",
             f"{edge['resumed']:,}",

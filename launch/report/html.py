@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinpipe.launch.report.charts import bytes_chart, error_chart, loss_chart
-from thinpipe.launch.report.edges import Traces, write_traces
+from thinpipe.launch.report.edges import Traces, mean_mbps, write_traces
 from thinpipe.launch.report.metrics import (
     NOTHING,
     RunInfo,
@@ -292,7 +292,14 @@ def _edge_section(traces: Traces, summary: Summary) -> str:
     if not summary["edges"]:
         return ""
     heads = "".join(f"<th>{name}</th>" for name in ("From", "To"))
-    numbers = ("Sent", "Round trip", "Segments sent again", "Resumed", "Longest silence")
+    numbers = (
+        "Sent",
+        "Mbit/s, mean",
+        "Round trip",
+        "Segments sent again",
+        "Resumed",
+        "Longest silence",
+    )
     heads += "".join(f'<th class="n">{name}</th>' for name in numbers)
     rows = "\n".join(
         f"<tr><td>{escape(edge['source'])}</td><td>{escape(edge['target'])}</td>"
@@ -300,6 +307,7 @@ def _edge_section(traces: Traces, summary: Summary) -> str:
             f'<td class="n">{cell}</td>'
             for cell in (
                 _bytes_cell(edge["bytes"]),
+                mean_mbps(edge),
                 escape(format_round_trip(edge["round_trip_s"])),
                 f"{edge['retransmitted']:,}",
                 f"{edge['resumed']:,}",

@@ -15,7 +15,7 @@ from thinpipe.launch.config.errors import remedy
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.handshake import HandshakeError
-from thinpipe.launch.distributed.session import PeerError, TerminatedError
+from thinpipe.launch.distributed.session import PeerError, TerminatedError, speaks
 from thinpipe.launch.host.packages import explain
 
 FAILED, INTERRUPTED = 1, 130
@@ -43,7 +43,6 @@ def end_failed(
 
     Of errors in `clear`, the message is shown; of others, where they were raised.
     """
-    first_here = os.environ.get("LOCAL_RANK", "0") == "0"
     rank, code = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "the program", FAILED
     sys.stdout.flush()
     if isinstance(error, PeerError):
@@ -66,7 +65,7 @@ def end_failed(
     else:
         print_error(f"{rank} failed:\n{_trace(error)}")
     quiet = isinstance(error, (*clear, ImportError, SystemExit))
-    if first_here and config is not None and not quiet:
+    if speaks() and config is not None and not quiet:
         print_error(saved_so_far(config))
     sys.stderr.flush()
     os._exit(code)

@@ -24,15 +24,13 @@ from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.own import Dataset, OwnSet
+from thinpipe.launch.distributed.session import SHOW
 from thinpipe.launch.optimizer import rebind
 from thinpipe.launch.run import run as rank_run
 from thinpipe.launch.run.ending import end_done, end_failed
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.models.own.config import Functions, OwnModelConfig
 from thinpipe.pipeline.models.own.functions import name_of
-
-SHOW = "THINPIPE_SHOW"
-"""Environment variable: the local rank that shows progress, -1 for none."""
 
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 

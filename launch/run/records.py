@@ -3,7 +3,7 @@
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -35,8 +35,20 @@ class Records:
     A record is written when the next one comes, as an evaluation may still be added to it.
     """
 
-    def __init__(self, config: RunConfig, info: RunInfo, display: Display, *, writes: bool) -> None:
-        """Nothing is written unless this rank `writes` the run folder."""
+    def __init__(
+        self,
+        config: RunConfig,
+        info: RunInfo,
+        display: Display,
+        *,
+        writes: bool,
+        host: Callable[[], dict[str, Any] | None] = lambda: None,
+    ) -> None:
+        """Nothing is written unless this rank `writes` the run folder.
+
+        `host` says what this host's connections did so far, for a report before the end.
+        """
+        self._host = host
         self._config, self._info, self._display, self._writes = config, info, display, writes
         self._records: list[StepRecord] = []
         self._writer: MetricsWriter | None = None
@@ -52,11 +64,10 @@ class Records:
         path = self._info.folder / "metrics.jsonl"
         write_config(self._config, self._info.folder / "config.toml")
         writer = stack.enter_context(MetricsWriter(path, resume_step))
-        place = destination(self._config, resume_step)
-        self._outlets = [
-            stack.enter_context(Outlet(tool, partial(open_writer, tool, place)))
-            for tool in self._config.report.writers
-        ]
+        if tools := self._config.report.writers:
+            place = destination(self._config, resume_step)
+            outlets = (Outlet(tool, partial(open_writer, tool, place)) for tool in tools)
+            self._outlets = [stack.enter_context(outlet) for outlet in outlets]
         stack.callback(self._report_so_far)  # at the end, on Ctrl-C, after a failure
         stack.callback(self.flush)
         self._records = read_metrics(path)  # of the run that is resumed
@@ -100,14 +111,15 @@ class Records:
         records = [*self._records, *([self._pending] if self._pending else [])]
         if self._reported or not records or not self._writes:
             return
-        began_s = time.monotonic()
-        summary = summarize(self._info, records)
+        began_s, hosts = time.monotonic(), [self._host()]
+        summary = summarize(self._info, records, edges_of(hosts))
         try:
             write_report(
                 self._info.folder,
                 self._info,
                 records=records,
                 timeline=(),
+                traces=traces_of(hosts),
                 summary=summary,
                 finished=False,
             )

@@ -9,6 +9,7 @@ from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.report.compare import ReportedRun, write_comparison
+from thinpipe.launch.report.edges import read_edges
 from thinpipe.launch.report.html import write_report
 from thinpipe.launch.report.metrics import read_metrics
 from thinpipe.launch.report.summary import summarize
@@ -35,7 +36,12 @@ def report(
         folder = run.info.folder
         events = read_timeline(folder).events if (folder / FILE_NAME).is_file() else ()
         written = write_report(
-            folder, run.info, records=run.records, timeline=events, summary=run.summary
+            folder,
+            run.info,
+            records=run.records,
+            timeline=events,
+            traces=read_edges(folder)[1],
+            summary=run.summary,
         )
         typer.echo(str(written))
     except (ValueError, OSError) as error:
@@ -59,4 +65,4 @@ def _read(folder: Path) -> ReportedRun:
     per_epoch = max((r.step for r in records if r.epoch == 1), default=records[-1].step)
     steps = max(records[-1].step, per_epoch * config.train.epochs)
     info = describe_run(config, steps)
-    return ReportedRun(info, records, summarize(info, records))
+    return ReportedRun(info, records, summarize(info, records, read_edges(folder)[0]))

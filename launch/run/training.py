@@ -111,7 +111,7 @@ class Training:
         self.display = Display(info if self.shows else None, self._trace, interactive=os.isatty(1))
         stack.enter_context(self.display)
         writes = self._session.writes_run_folder
-        self.records = Records(config, info, self.display, writes=writes)
+        self.records = Records(config, info, self.display, writes=writes, host=self._own_host)
         if self.nothing_left:
             self.display.note(f"all {self.steps} steps are done already")
             return
@@ -230,16 +230,21 @@ class Training:
         if verified is not None:
             self.display.note(verified)
         self.built.engine.close()
-        mine = self._carrier()
-        if mine is not None:
-            mine["trace"] = self._trace.samples
-        self._hosts = gather_json(self._session.transport, mine)
+        self._hosts = gather_json(self._session.transport, self._own_host())
         self.records.flush()
 
     def report(self) -> None:
         """Write the report; no other rank is needed any more."""
         if self._finished:
             self.records.report(self._hosts, self._timeline, shows=self.shows)
+
+    def _own_host(self) -> dict[str, Any] | None:
+        """What this host's connections did so far; None without a carrier, as after its end."""
+        try:
+            mine = self._carrier()
+        except RuntimeError:
+            return None
+        return None if mine is None else {**mine, "trace": self._trace.samples}
 
     def _check_memories(self) -> None:
         try:

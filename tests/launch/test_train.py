@@ -21,6 +21,7 @@ from tests.ports import free_port
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.files import read_manifest
 from thinpipe.launch.report.metrics import read_metrics
+from thinpipe.launch.report.timeline import read_timeline
 
 pytestmark = pytest.mark.dist
 
@@ -73,9 +74,10 @@ def thinpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
     return Command("train", *arguments).done()
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
+def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command(*arguments),
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -123,7 +125,8 @@ def steps_of(run_file: Path) -> int:
 @pytest.fixture
 def long_run(run_file: Path) -> Iterator[subprocess.Popen[str]]:
     """A run of three ranks that has made a few steps and would go on for very long."""
-    process = start(run_file, *ENDLESS)
+    (run_file.parent / "tmp").mkdir()
+    process = start(run_file, *ENDLESS, TMPDIR=str(run_file.parent / "tmp"))
     try:
         wait_until(lambda: steps_of(run_file) > 3, PATIENCE_S)
         yield process
@@ -236,10 +239,11 @@ def test_at_another_number_of_replicas_only_moved_samples_are_new(
 
 def test_a_run_whose_cuts_moved_reports_all_its_bytes(run_file: Path) -> None:
     once = ["--set", "train.epochs=1"]
+    folder = run_file.parent / "run"
     assert thinpipe(run_file, *once).returncode == 0
+    assert read_timeline(folder).step == 4  # the last of five has fewer samples
     done = thinpipe(run_file, *once, "--resume", "--step", "4", "--set", "pipeline.cuts=[2, 3]")
     assert done.returncode == 0, done.stderr
-    folder = run_file.parent / "run"
     summary, records = (
         json.loads((folder / "summary.json").read_text()),
         read_metrics(folder / "metrics.jsonl"),
@@ -400,6 +404,9 @@ def test_ctrl_c_saves_and_leaves_no_process(
     output, _ = long_run.communicate(timeout=PATIENCE_S)
     assert long_run.returncode == 130
     assert "death signal" not in output
+    assert "Traceback" not in output
+    assert list((run_file.parent / "tmp").glob("torchelastic_*")) == []
+    assert output.count("is saved; continue from there") == 1
     wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
     (step,) = files.steps(run_file.parent / "run" / "checkpoints")
     assert step == steps_of(run_file)

@@ -127,6 +127,9 @@ def test_hosts_end_with_the_command(
         finally:
             process.kill()
     assert process.returncode == expected, out + err
+    if signum == signal.SIGINT:
+        assert "asked to stop: host0, host1 save and end" in err
+        assert err.count("is saved; continue from there") == 1
     wait_until(lambda: not remains(hosts.parent), PATIENCE_S)
 
 

@@ -21,6 +21,17 @@ RECORD = StepRecord(
 )  # fmt: skip
 
 
+LINK = {
+    "sent_nbytes": 2_500_000, "round_trip_s": 0.05, "retransmitted": 0, "resumed": 0,
+    "longest_silence_s": 0.2,
+}  # fmt: skip
+SAMPLE = {
+    "target": "two", "end_s": 1.0, "seconds": 1.0, "sent_Bps": 2.5e6, "received_Bps": 0.0,
+    "round_trip_s": 0.05, "retransmitted": 0, "resumed": 0, "silence_s": 0.0,
+}  # fmt: skip
+HOST = {"name": "one", "links": {"two": LINK}, "trace": [SAMPLE]}
+
+
 def run_in(folder: Path, losses: list[float]) -> RunConfig:
     run = config(run={"folder": str(folder), "name": folder.name}, train={"epochs": 2})
     folder.mkdir()
@@ -65,7 +76,8 @@ def test_a_report_is_there_after_every_evaluation_and_when_a_run_ends_early(
     run = config(run={"folder": str(tmp_path)})
     info = describe_run(run, 10)
     page = tmp_path / "report.html"
-    records = Records(run, info, Display(None, None, interactive=False), writes=True)
+    display = Display(None, None, interactive=False)
+    records = Records(run, info, display, writes=True, host=lambda: HOST)
     with ExitStack() as stack:
         records.open(stack, None)
         records.add(RECORD)
@@ -73,5 +85,10 @@ def test_a_report_is_there_after_every_evaluation_and_when_a_run_ends_early(
         records.evaluated({"loss": 2.75})
         assert "step 1 of 10" in page.read_text()
         assert "2.7500" in page.read_text()
+        assert "<td>one</td><td>two</td>" in page.read_text()
         records.add(replace(RECORD, step=2, loss=2.0))
     assert "step 2 of 10" in page.read_text()
+    page.unlink()
+    done = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "<td>one</td><td>two</td>" in page.read_text(), "connections are kept"

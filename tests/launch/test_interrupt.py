@@ -1,0 +1,23 @@
+"""Ctrl-C before there are ranks ends a command without a word."""
+
+import sys
+
+import pytest
+
+from thinpipe.launch import __main__
+
+
+def test_ctrl_c_while_packages_are_imported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["thinpipe", "train", "run.toml"])
+    monkeypatch.setattr(__main__, "use_scratch_folder", lambda: None)
+    monkeypatch.setattr(__main__.fork_server, "start", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        __main__.main()
+    assert ended.value.code == 130
+    assert capsys.readouterr() == ("", "")
