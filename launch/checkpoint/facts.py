@@ -28,7 +28,8 @@ def check_facts(
         it = "it" if len(differing) == 1 else "them"
         raise CheckpointError(
             f"{folder} was made with {'; with '.join(differing)}; change {it} back"
-            f"{epochs_hint(changed)}, or train without --resume"
+            f"{epochs_hint(changed)}, or start a new run from its weights: "
+            f'model.from_run = "{folder.parents[1]}" and another run.name, without --resume'
         )
 
 

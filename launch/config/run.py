@@ -58,7 +58,7 @@ from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.masks import check_masks
-from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.config import Functions, OwnModelConfig
 from thinpipe.pipeline.models.transformer import TransformerConfig
 from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
@@ -69,7 +69,7 @@ _LOCAL: Any = {  # paths and memory limits of a host; data are compared by diges
     "memory": True,
     "report": True,
     "data": {"path": True, "eval_path": True, "tokenizer": True, "sources": {"__all__": {"path"}}},
-    "model": {"pretrained", "config", "from_run", "self_check"},
+    "model": {"pretrained", "config", "from_run", "self_check", "program"},
     "network": {"key_file", "name", "listen", "peers"},
 }
 
@@ -275,8 +275,12 @@ class RunConfig(BaseModel):
         return self
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, functions: Functions | None = None
+) -> RunConfig:
     """Read a run file and the files it extends, apply `a.b=c` overrides, check everything.
+
+    `functions` are taken in place of those that the model section names.
 
     Raises:
         ConfigError: naming file or override, key, value and remedy.
@@ -292,18 +296,19 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         for method in method_names()
         for alias, option in option_aliases(method).items()
     }
-    return load_as(RunConfig, path, overrides, aliases=aliases)
+    context = None if functions is None else {"functions": functions}
+    return load_as(RunConfig, path, overrides, aliases=aliases, context=context)
 
 
-def load_run(folder: Path) -> RunConfig:
-    """The config of a run, from its folder.
+def load_run(folder: Path, *, functions: Functions | None = None) -> RunConfig:
+    """The config of a run, from its folder; `functions` as for `load_config`.
 
     Raises:
         ConfigError: it is not the folder of a run.
     """
     if not (folder / "config.toml").is_file():
         raise ConfigError(f"{folder}: holds no config.toml; name the folder of a run")
-    return load_config(folder / "config.toml")
+    return load_config(folder / "config.toml", functions=functions)
 
 
 def write_config(config: RunConfig, path: Path) -> None:

@@ -31,8 +31,9 @@ def load_as(
     overrides: Sequence[str] = (),
     *,
     aliases: Mapping[str, str] = MappingProxyType({}),
+    context: Mapping[str, Any] | None = None,
 ) -> _Model:
-    """`load_config` for a file of another kind.
+    """`load_config` for a file of another kind; `context` is for the model's validators.
 
     `aliases` are other dotted names of settings. Each file and override is read with them first, so
     that later settings override earlier ones under either name.
@@ -41,7 +42,7 @@ def load_as(
     for override in overrides:
         _override(tree, override, aliases)
     try:
-        found = model.model_validate(tree)
+        found = model.model_validate(tree, context=context)
     except ValidationError as error:
         lines = explain(error, model)
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None

@@ -31,6 +31,7 @@ from thinpipe.launch.run.ending import end_done, end_failed
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.models.own.config import Functions, OwnModelConfig
 from thinpipe.pipeline.models.own.functions import name_of
+from thinpipe.pipeline.models.own.program import LOOKING, NotRun, program_of
 
 MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -56,13 +57,15 @@ class Pipeline:
         boundary: BoundaryConfig | Sequence[BoundaryConfig] = (),
         replicas: int = 1,
         exchange: str | Mapping[str, Any] = "allreduce",
+        from_run: str | Path | None = None,
         **pipeline: Any,
     ) -> None:
         """`pipeline` has further settings of a run file's [pipeline], such as `schedule`.
 
         `cuts` are the first layers of the stages but the first; `cuts = "auto"` measures where
         `stages` are best cut. `exchange` is how replicas are kept together: a method's name, or
-        its name with options, as in {"method": "cocktail", "cocktail": {...}}.
+        its name with options, as in {"method": "cocktail", "cocktail": {...}}. `from_run` is the
+        folder of a run whose weights this one starts with.
 
         Raises:
             ValueError: the model cannot be built without values, or cannot be cut.
@@ -74,7 +77,9 @@ class Pipeline:
             )
         functions = Functions(model, loss, count)
         names = {"loss": loss and name_of(loss), "count": count and name_of(count)}
-        self.model = OwnModelConfig.of(functions, factory=name_of(model), **names)
+        program = program_of(*filter(None, (model, loss, count)))
+        names |= {"factory": name_of(model), "from_run": str(from_run) if from_run else None}
+        self.model = OwnModelConfig.of(functions, program=program, **names)
         stages_given = {} if stages is None else {"stages": stages}
         if cuts == "auto" and (stages or 1) == 1:
             cuts, stages_given = (), {}
@@ -182,16 +187,13 @@ class Run(rank_run.Run):
         return super().evaluate(OwnSet(samples, name_of(type(samples))))
 
 
-class Wanted(BaseException):
-    """Raised where a run would begin, while `thinpipe run` looks at what a program wants."""
+class Wanted(NotRun):
+    """Raised where a run would begin, with what the program wants it to be."""
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__("only looked at")
         self.config = config
 
-
-LOOKING: ContextVar[bool] = ContextVar("looking", default=False)
-"""Whether the program is only looked at."""
 
 _RUNNING: ContextVar[list[rank_run.Run] | None] = ContextVar("running", default=None)
 """The runs that whoever runs the program will close."""

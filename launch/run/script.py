@@ -12,7 +12,8 @@ from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.fork_server import START_METHOD
 from thinpipe.launch.run.ending import end_failed
-from thinpipe.launch.run.program import LOOKING, Wanted, run_program
+from thinpipe.launch.run.program import Wanted, run_program
+from thinpipe.pipeline.models.own.program import LOOKING
 
 _LOOK_S = 600.0
 """For a program to reach its `Run`."""

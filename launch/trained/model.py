@@ -27,7 +27,7 @@ from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
 from thinpipe.pipeline.models.hf.weights import tied_names
 from thinpipe.pipeline.models.hf.whole import fill_whole
-from thinpipe.pipeline.models.own.config import OwnModelConfig
+from thinpipe.pipeline.models.own.config import Functions, OwnModelConfig
 
 _HF_PREFIX = "model."  # of a stage's own module around the library's
 
@@ -52,20 +52,25 @@ class Trained:
         return merge_lora(plain, model.lora, inputs_first=stores_inputs_first(model.whole()))
 
 
-def read_trained(run_folder: Path, *, step: int | None = None) -> Trained:
+def read_trained(
+    run_folder: Path, *, step: int | None = None, functions: Functions | None = None
+) -> Trained:
     """The model of a checkpoint, by default of the newest; its parts must all be here.
+
+    `functions` are taken in place of those that the run's settings name.
 
     Raises:
         ConfigError: the folder is not a run's.
         CheckpointError: there is no such checkpoint, it is damaged, or parts are on other machines.
     """
-    config = load_run(run_folder)
+    config = load_run(run_folder, functions=functions)
     root = run_folder / "checkpoints"
     step = checkpoint.newest(root) if step is None else step
     if step is None:
         raise CheckpointError(f"{root}: no checkpoint was saved yet")
     folder = root / f"step-{step}"
-    facts = checkpoint.read_manifest(folder).meta["config"]
+    manifest = checkpoint.read_manifest(folder)
+    facts = manifest.meta["config"]
     model = config.model
     if isinstance(model, HuggingFaceConfig) and facts["model"].get("folder") != model.digest():
         raise CheckpointError(
@@ -73,7 +78,15 @@ def read_trained(run_folder: Path, *, step: int | None = None) -> Trained:
             "restore the original files"
         )
     tensors: dict[str, Tensor] = {}
-    states = [checkpoint.read_part(folder, part) for part in parts_of(folder, replica=0)]
+    needed = parts_of(folder, replica=0)
+    paths = [part.path(folder) for part in manifest.parts if part.name in needed]
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {', '.join(missing)} are not here; copy that folder from the machines that "
+            "saved them into this one, or use a shared disk"
+        )
+    states = [checkpoint.read_part(folder, part) for part in needed]
     for shards in in_shards(states):
         tensors |= whole_model(shards)
     return Trained(config, folder, step, tensors)
@@ -88,19 +101,21 @@ def load(
     """The model that a run trained, as an ordinary module in evaluation mode, on the CPU.
 
     A model of the library transformers is one of its classes; ThinPipe's own takes token ids
-    [B, T] and returns logits [B, T, V] (or [B, C]). `model` makes one of one's own, where the run's
-    settings do not name the function (`model.factory`).
+    [B, T] and returns logits [B, T, V] (or [B, C]). `model` makes one of one's own; by
+    default it is the function of the run's settings (`model.factory`), of a program's run that of
+    the program, which is run up to where its run begins.
 
     Raises:
         ConfigError, CheckpointError: as `read_trained`.
         ValueError: the function cannot be imported, or makes another model.
     """
-    trained = read_trained(Path(run_folder).expanduser(), step=step)
+    functions = Functions(model) if model else None
+    trained = read_trained(Path(run_folder).expanduser(), step=step, functions=functions)
     config = trained.config.model
     if isinstance(config, HuggingFaceConfig):
         return _transformers_model(config, trained.state_dict())
     if isinstance(config, OwnModelConfig):
-        whole = (model or config.functions.make)()
+        whole = config.functions.make()
     else:
         whole = build_model(config, 0, config.layers, seed=0, device="cpu")
     try:

@@ -5,10 +5,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, PrivateAttr
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationInfo, model_validator
 from torch import Tensor, nn
 
 from thinpipe.pipeline.models.own.deferred import DeferredModel
@@ -40,7 +40,8 @@ class OwnModelConfig(BaseModel):
     `factory`, `loss` and `count` are written "module:function". `loss(outputs, targets)` returns
     the sum of the losses and their number, by default next-token cross entropy; `count(targets)`
     returns their number alone, which is needed if it depends on the values of targets. `from_run`
-    is the folder of a run whose weights this one starts from.
+    is the folder of a run whose weights this one starts from. `program` is recorded of a run whose
+    functions its program defined itself (module `__main__`): the file, and its arguments.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -49,6 +50,7 @@ class OwnModelConfig(BaseModel):
     loss: str | None = None
     count: str | None = None
     from_run: str | None = None
+    program: tuple[str, ...] = ()
     task: ClassVar[Literal["language"]] = "language"  # what settings of other models say
     classes: ClassVar[None] = None
     tie_embeddings: ClassVar[Literal["untied"]] = "untied"
@@ -56,11 +58,20 @@ class OwnModelConfig(BaseModel):
     _example: Example | None = PrivateAttr(None)
 
     @classmethod
-    def of(cls, functions: Functions, **names: str | None) -> "OwnModelConfig":
+    def of(
+        cls, functions: Functions, *, program: Sequence[str] = (), **names: str | None
+    ) -> "OwnModelConfig":
         """The settings of functions that are here already; `names` are only recorded."""
-        config = cls.model_validate(names)
+        config = cls.model_validate({**names, "program": program})
         config._functions = functions
         return config
+
+    @model_validator(mode="after")
+    def _take_given(self, info: ValidationInfo) -> Self:
+        """Functions of the validation's context are taken in place of those that are named."""
+        if info.context is not None:
+            self._functions = info.context.get("functions")
+        return self
 
     def with_example(self, example: Example) -> "OwnModelConfig":
         """The same, for samples like this one: messages have sizes then."""
@@ -79,9 +90,9 @@ class OwnModelConfig(BaseModel):
         if self._functions is not None:
             return self._functions
         return Functions(
-            load_function(self.factory, "model.factory"),
-            load_function(self.loss, "model.loss") if self.loss else None,
-            load_function(self.count, "model.count") if self.count else None,
+            load_function(self.factory, "model.factory", self.program),
+            load_function(self.loss, "model.loss", self.program) if self.loss else None,
+            load_function(self.count, "model.count", self.program) if self.count else None,
         )
 
     @cached_property

@@ -3,12 +3,16 @@
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from thinpipe.pipeline.models.own.program import MAIN, defined_by
 
-def load_function(name: str, setting: str) -> Callable[..., Any]:
+
+def load_function(name: str, setting: str, program: Sequence[str] = ()) -> Callable[..., Any]:
     """Import `module:function`, from what is installed or else from the current folder.
+
+    What `program`, a file and arguments, defined itself is taken from there.
 
     Raises:
         ValueError: there is no such module or function, or importing it fails; `setting` is what
@@ -20,6 +24,12 @@ def load_function(name: str, setting: str) -> Callable[..., Any]:
         raise ValueError(f'{where}: write it as "module:function", as in "mymodel:build"')
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: a file there replaces nothing that is installed
+    if module_name == MAIN and program:
+        try:
+            main = defined_by(program)
+        except ValueError as error:
+            raise ValueError(f"{where} {error}") from error
+        return _member(main, function_name, where)
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -33,12 +43,17 @@ def load_function(name: str, setting: str) -> Callable[..., Any]:
         raise ValueError(
             f"{where}: importing {module_name} fails: {type(error).__name__}: {error}"
         ) from error
-    for part in function_name.split("."):
+    return _member(found, function_name, where)
+
+
+def _member(found: Any, name: str, where: str) -> Callable[..., Any]:
+    module = found.__name__
+    for part in name.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"{where}: {module_name} has no {function_name}")
+            raise ValueError(f"{where}: {module} has no {name}")
         found = getattr(found, part)
     if not callable(found):
-        raise ValueError(f"{where}: {function_name} is not a function")
+        raise ValueError(f"{where}: {name} is not a function")
     return found  # type: ignore[no-any-return]
 
 

@@ -17,11 +17,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from tests.commands import PATIENCE_S, Command
+from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.overlay import keys
 from thinpipe.launch.report.metrics import read_metrics
 from thinpipe.launch.shaped.linux import ShapedError
 from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.launch.trained.model import load
 
 pytestmark = pytest.mark.dist
 
@@ -134,7 +136,9 @@ def own_module() -> dict[str, Any]:
     return found
 
 
-def test_the_documented_program_runs_as_it_stands(folder: Path) -> None:
+def test_the_documented_program_runs_and_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = (Path(__file__).parents[3] / "docs" / "own_code.md").read_text()
     (folder / "documented.py").write_text(page.split("```python\n")[1].split("```")[0])
     samples = torch.load("train.pt")
@@ -142,6 +146,24 @@ def test_the_documented_program_runs_as_it_stands(folder: Path) -> None:
     run("run", "documented.py")
     assert len(losses(folder / "runs/mine")) == 3
     assert Path("mine.safetensors").stat().st_mode & 0o044, "others may read it"
+    _load_what_the_program_trained(folder, monkeypatch)
+
+
+def _load_what_the_program_trained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its functions are the program's own, which is found wherever this is called."""
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    expected = load_file("../mine.safetensors")
+    loaded = load(folder / "runs/mine")
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+    assert type(loaded[1]).__name__ == "Block"
+    assert run("report", folder / "runs/mine").returncode == 0
+    make = partial(nn.Sequential, *loaded)
+    (folder / "documented.py").rename("documented.py")
+    with pytest.raises(ConfigError, match=r"documented\.py, which is not here; put it there again"):
+        load(folder / "runs/mine")
+    again = load(folder / "runs/mine", model=make)
+    assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
 
 
 def test_a_program_trains_and_plain_torch_loads_its_model(folder: Path) -> None:

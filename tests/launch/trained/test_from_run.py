@@ -1,0 +1,90 @@
+"""Runs that start from the weights of another, whatever the layout of either."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import Ranks
+from tests.training import batch, config, share, start, weights
+from thinpipe.launch.checkpoint.manifest import CheckpointError
+from thinpipe.launch.checkpoint.state import Checkpoints
+from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.config.sections import CheckpointConfig
+from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.trained.model import read_trained, start_from_run
+
+pytestmark = pytest.mark.dist
+
+
+def run_in(folder: Path, **sections: Any) -> RunConfig:
+    return config(run={"folder": str(folder)}, **sections)
+
+
+def train_and_save(rank: int, run: RunConfig, machines: bool) -> None:
+    """One step, saved; with `machines` every rank has a run folder of its own."""
+    if machines:
+        run = run.updated(run={"folder": f"{run.run.path}/host{rank}"})
+    built = start(run)
+    lane = built.engine.transport.mesh.lane
+    built.engine.train_step(share(batch([0, 1, 2, 3, 4, 5, 6, 7]), lane, run.pipeline.lanes), 0)
+    store: Any = None
+    session = Session(store, built.engine.transport, 7, 0 if machines else rank)
+    facts = {"config": run.shared()}
+    root = run.run.path / "checkpoints"
+    Checkpoints(root, CheckpointConfig(), built, session, facts).save(1)
+    write_config(run, run.run.path / "config.toml")
+
+
+def begin(rank: int, run: RunConfig) -> dict[str, Tensor]:
+    """This rank's weights where it starts."""
+    built = start(run)
+    assert start_from_run(built, run) is not None
+    return weights(built)
+
+
+def check(ranks: Ranks, old: Path, **sections: Any) -> None:
+    """A new run starts with the weights of an old one."""
+    new = run_in(old.parent / "new", model={"from_run": str(old)}, **sections)
+    expected, found = read_trained(old).tensors, dict[str, list[Tensor]]()
+    for part in ranks(new.world_size, begin, new):
+        for name, tensor in part.items():
+            found.setdefault(name, []).append(tensor)
+    assert found.keys() == expected.keys()
+    for name, parts in found.items():
+        assert torch.equal(torch.cat(parts), expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({"shards": 2}, {"pipeline": {"cuts": [1, 3]}}),
+        pytest.param({"cuts": [1, 3]}, {"pipeline": {"shards": 2}}, marks=pytest.mark.slow),
+        pytest.param(
+            {"shards": 2},
+            {"pipeline": {"cuts": [], "shards": 3}, "train": {"batch_size": 6}},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_shards_and_cuts_may_differ(
+    ranks: Ranks, tmp_path: Path, before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    old = run_in(tmp_path / "old", pipeline=before)
+    ranks(old.world_size, train_and_save, old, False)
+    check(ranks, tmp_path / "old", **now)
+
+
+def test_parts_of_several_machines_are_copied_together(ranks: Ranks, tmp_path: Path) -> None:
+    old = run_in(tmp_path, pipeline={"cuts": [1, 3]})
+    ranks(old.world_size, train_and_save, old, True)
+    home = tmp_path / "host0"
+    missing = "replica-0.rank-1.safetensors, replica-0.rank-2.safetensors are not here; copy"
+    with pytest.raises(CheckpointError, match=missing):
+        read_trained(home)
+    for host in ("host1", "host2"):
+        shutil.copytree(tmp_path / host / "checkpoints", home / "checkpoints", dirs_exist_ok=True)
+    check(ranks, home, pipeline={"cuts": [2]})
