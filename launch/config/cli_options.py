@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from pydantic import ValidationError
+from typer.main import get_command
 
 from thinpipe.launch.config.errors import remedy
 from thinpipe.launch.host.packages import explain
@@ -39,7 +40,9 @@ def run_app(
 ) -> NoReturn:
     """Run a command line, by default this process's, and end the process."""
     try:
-        sys.exit(app(arguments, prog_name=program, standalone_mode=False))
+        command: Any = get_command(app)
+        _hide_types_of_flags(command)
+        sys.exit(command(arguments, prog_name=program, standalone_mode=False))
     except _UsageError as error:
         _end(_explain(error))
 
@@ -77,6 +80,16 @@ def share_of(world: int, machines: int, ranks: int | None) -> int:
             "--ranks"
         )
     return world // machines
+
+
+def _hide_types_of_flags(command: Any) -> None:
+    """A flag takes no value, so help shows none."""
+    shown_by = command.get_help_option(command.context_class(command))
+    for parameter in (*command.params, shown_by):
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    for inner in getattr(command, "commands", {}).values():
+        _hide_types_of_flags(inner)
 
 
 def refuse(error: Exception) -> NoReturn:

@@ -5,6 +5,7 @@ Independent of what the settings are: the model to fill is an argument.
 
 import codecs
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,10 +46,21 @@ def load_as(
         found = model.model_validate(tree, context=context)
     except ValidationError as error:
         lines = explain(error, model)
-        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
+        told = (f"{_culprit(line, path, overrides)}: {line}" for line in lines)
+        raise ConfigError("\n".join(told)) from None
     if flag := first_flag(tree, found):
-        raise ConfigError(f"{path}: {flag}: give a number")
+        raise ConfigError(f"{_culprit(flag, path, overrides)}: {flag}: give a number")
     return found
+
+
+def _culprit(problem: str, path: Path, overrides: Sequence[str]) -> str:
+    """Whether a problem, which begins with its key, is with an override or with the file."""
+    key = re.split(r"[^\w.]", problem, maxsplit=1)[0]
+    for override in reversed(overrides):
+        name = override.partition("=")[0].strip()
+        if name == key or name.startswith(f"{key}."):
+            return f"--set {override}"
+    return str(path)
 
 
 def toml_value(value: Any) -> str:

@@ -70,7 +70,7 @@ def recommend(
     config: RunConfig, blocks: Blocks, prediction: Prediction, network: Network
 ) -> tuple[Recommendation, Prediction] | None:
     """A recommendation for `config` with its predicted step; `prediction` is that of the run file.
-    None if nothing is as fast as the run file's own settings.
+    None if nothing is as fast as the run file's own settings with more bits, or clearly faster.
     """
     candidates = measure_candidates(config)
     slot_s = max(stage.forward_s + stage.backward_s for stage in prediction.stages)
@@ -79,7 +79,15 @@ def recommend(
         for advice in allocate_bits(config.pipeline.cuts, candidates, network, slot_s=slot_s)
     ]
     limit_s = min(prediction.step_s, _AS_FAST * min(step.step_s for _, step in found))
-    return next((pair for pair in reversed(found) if pair[1].step_s <= limit_s), None)
+    fast = next((pair for pair in reversed(found) if pair[1].step_s <= limit_s), None)
+    return fast if fast is not None and _is_better(*fast, prediction) else None
+
+
+def _is_better(advice: Recommendation, step: Prediction, own: Prediction) -> bool:
+    """More bits in no more time, or a step shorter by more than measurements differ."""
+    nbytes = sum(message.nbytes for message in advice.messages.values())
+    richer = nbytes > sum(message.nbytes for message in own.messages.values())
+    return richer or _AS_FAST * step.step_s <= own.step_s
 
 
 def measure_candidates(config: RunConfig) -> Candidates:

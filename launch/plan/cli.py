@@ -171,7 +171,11 @@ def _plan(
         return config, None
     found = recommend(config, blocks, prediction, network)
     if found is None:
-        console.print("recommended: the run file's own bits; no others are predicted to be as fast")
+        console.print(
+            "recommended: the run file's own bits; no others are predicted to be faster by 5 %, or "
+            "as fast with more bits",
+            soft_wrap=True,
+        )
     else:
         advice, prediction = found
         show_recommendation(console, advice, prediction, network)

@@ -105,3 +105,14 @@ def test_version_option_prints_versions(capsys: pytest.CaptureFixture[str]) -> N
     assert not ended.value.code
     printed = dict(part.split(" ") for part in capsys.readouterr().out.strip().split(", "))
     assert printed == versions()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+def test_flags_take_no_value_in_help(
+    capfd: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run_app(app, arguments)
+    shown = capfd.readouterr().out
+    assert "--help" in shown
+    assert "bool" not in shown

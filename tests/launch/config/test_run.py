@@ -192,6 +192,22 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, part: str) -> 
     assert part in refused(tmp_path, "[[boundary]]", override)
 
 
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("train.lrr=1", "train.lrr: unknown key"),
+        ("trainn.lr=1", "trainn: unknown key"),
+        ("train.lr=abc", "train.lr = 'abc': give a number"),
+    ],
+)
+def test_a_mistake_in_an_override_is_not_blamed_on_the_file(
+    tmp_path: Path, override: str, problem: str
+) -> None:
+    assert refused(tmp_path, "", override).startswith(f"--set {override}: {problem}")
+    own = refused(tmp_path, "[train]\nlrr = 1\n", "train.epochs=3")
+    assert own.startswith(f"{tmp_path}/")
+
+
 def test_overrides_are_toml_values_or_text(tmp_path: Path) -> None:
     text = "[pipeline]\ncuts = [2]\n[[boundary]]\nforward = {kind = 'aqsgd', bits = 4}"
     sets = ("boundary.0.forward.bits=3", "run.name=mine", "pipeline.cuts=[1,3]", "train.lr=2e-4")

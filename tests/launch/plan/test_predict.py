@@ -182,6 +182,24 @@ def test_nothing_is_recommended_that_is_predicted_to_be_slower() -> None:
     assert found is None or found[1].step_s <= given.step_s
 
 
+def test_fewer_bits_are_not_recommended_for_less_than_measurements_differ() -> None:
+    """Own settings that are hardly slower, or as fast, are kept; clearly slower ones are not."""
+    plain = {"forward": {"kind": "raw"}, "backward": {"kind": "raw"}}
+    run = config(
+        pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]}, boundary=[plain]
+    )  # type: ignore[arg-type]
+    messages, blocks = measure_messages(run), [[BLOCK] * 4] * 3
+    largest = max(message.nbytes for message in messages.values())
+    outcomes = []
+    for transfer_s in (0.01, 30.0):  # of a message, beside seconds of compute
+        network = Network.uniform(3, 8 * largest / transfer_s)
+        given = predict(run, blocks, messages, network)
+        found = recommend(run, blocks, given, network)
+        outcomes.append(found is not None)
+        assert found is None or 1.05 * found[1].step_s <= given.step_s
+    assert outcomes == [False, True]
+
+
 def test_suggestions_for_a_large_bubble_are_simulated() -> None:
     console, blocks = Console(file=StringIO(), width=80), [[BLOCK] * 4] * 3
     messages = dict.fromkeys(KEYS, Message(0))
