@@ -1,6 +1,7 @@
 """Line charts by step as SVG: drawn without libraries, in the colours of the page around them.
 
-Values show under the pointer or a finger (`SCRIPT`); text is larger on a narrow screen (`STYLE`).
+Values show under the pointer or a finger (`SCRIPT`); text keeps its size on wide and narrow
+screens (`STYLE`).
 """
 
 import json
@@ -217,6 +218,7 @@ figure { margin: 0; position: relative; }
 svg.chart { display: block; width: 100%; height: auto; touch-action: pan-y; }
 svg text { fill: var(--muted); font: 12px system-ui, sans-serif; }
 @media (max-width: 30rem) { svg.chart text { font-size: 17px; } }
+@media (min-width: 50rem) { svg.chart text { font-size: 8.5px; } }
 .grid { stroke: var(--line); } .epoch { stroke: var(--line); stroke-dasharray: 2 3; }
 .level { stroke: var(--muted); stroke-dasharray: 1 4; } .cross { stroke: var(--muted); }
 polyline { fill: none; stroke-width: 2; stroke-linejoin: round; }
