@@ -66,8 +66,9 @@ class Display:
         print_line(self._console, text)
 
     def note_repaired(self, repaired: Mapping[int, int]) -> None:
-        """Print which AQ-SGD memories were reset."""
-        self.note(f"memories of the two ends differed and were reset: {format_repaired(repaired)}")
+        """Print which cached activations were reset."""
+        which = format_repaired(repaired)
+        self.note(f"cached activations of the two ends differed and were reset: {which}")
 
     def finish(self, summary: Summary, *, written: bool = True) -> None:
         """Replace the live panel by the final tables; the report is named if it is here."""

@@ -38,7 +38,7 @@ def final_tables(info: RunInfo, summary: Summary, *, written: bool) -> Renderabl
         *((f"eval {name}", value) for name, value in other_scores(losses)),
     ]
     if summary["repaired"]:
-        cells.append(("memories reset", f"{sum(summary['repaired'].values()):,} samples"))
+        cells.append(("cache resets", f"{sum(summary['repaired'].values()):,} samples"))
     title = Text.assemble(("Finished ", "bold green"), (info.name, "bold"))
     parts: list[RenderableType] = ["", title, "", labelled(cells, columns=3), ""]
     if summary["wire"]:

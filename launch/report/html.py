@@ -345,7 +345,7 @@ def _details(summary: Summary) -> str:
         "Ratio to fp32 all-reduce": format_ratio(summary["sync_ratio_fp32"]),
         "Control messages": _bytes_cell(summary["control_bytes"]),
         **_between_shards(summary),
-        "Memories reset": format_repaired(summary["repaired"]),
+        "Cached activations reset": format_repaired(summary["repaired"]),
         "Machine": escape(summary["machine"]),
         "Versions": escape(", ".join(f"{k} {v}" for k, v in summary["versions"].items())),
         "Configuration digest": f"<code>{escape(summary['config_digest'])}</code>",

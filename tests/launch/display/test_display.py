@@ -184,7 +184,7 @@ def test_log_prints_first_last_and_evaluated_steps_only() -> None:
     steps = [line.split()[1] for line in lines if line.startswith("step")]
     assert steps == ["1/10000", "50/10000", "10000/10000"]
     assert "  evaluation: loss 2.1234, with compressed boundaries 2.1299" in lines
-    assert "memories of the two ends differed and were reset: 3 samples at cut 6" in lines
+    assert "cached activations of the two ends differed and were reset: 3 samples at cut 6" in lines
 
 
 def test_importing_the_display_does_not_load_matplotlib() -> None:
