@@ -29,7 +29,7 @@ class Outlet:
         self._steps: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(
             _MOST_WAITING
         )
-        self._over = threading.Event()
+        self._over, self._giving_up = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"writer-{tool}", daemon=True)
 
     def __enter__(self) -> Self:
@@ -65,9 +65,11 @@ class Outlet:
             self._give_up(str(error) or type(error).__name__)
 
     def _give_up(self, reason: str) -> None:
-        if not self._over.is_set():
-            self._over.set()
+        with self._giving_up:
+            if self._over.is_set():
+                return
             first = reason.strip().splitlines()[0]
             _log.warning(
                 "warning: %s: %s; it gets no more steps, metrics.jsonl does", self._tool, first
             )
+            self._over.set()  # after the warning: whoever sees it may end the process
