@@ -61,7 +61,7 @@ class Carrier:
         self._requests: dict[str, Callable[[dict[str, Any]], Any]] = {
             "own_number": lambda _: self._own_number(),
             "store_port": lambda _: self._forwards.store_port(self._links.__getitem__),
-            "expose": lambda given: self._forwards.expose(int(given["port"])),
+            "expose": lambda given: self._forwards.expose(int(given["port"]), int(given["pid"])),
             "forward": self._forward,
             "status": lambda _: self._status(),
         }
@@ -93,6 +93,7 @@ class Carrier:
             link.tick(now_s, self._loop.late_s)
         for dialer in self._dialers:
             dialer.tick(now_s)
+        self._forwards.tick(now_s)
         if self._coordinator is not None:
             self._coordinator.tick()
 
@@ -354,7 +355,8 @@ class Carrier:
     def _forward(self, given: dict[str, Any]) -> None:
         traffic = Traffic[str(given["traffic"]).upper()]
         index, port = int(given["host"]), int(given["port"])
-        self._forwards.forward(index, port, traffic, self._links.__getitem__)
+        link, owner = self._links.__getitem__, int(given["pid"])
+        self._forwards.forward(index, port, traffic, link, owner=owner)
 
     def _status(self) -> dict[str, Any]:
         strangers = self._listener.refused if self._listener is not None else Counter()

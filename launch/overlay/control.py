@@ -4,6 +4,7 @@ The socket lies in a folder that only this user can enter.
 """
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -26,12 +27,12 @@ class Client:
         self._path, self._wait_s = path, wait_s
 
     def ask(self, what: str, **arguments: Any) -> Any:
-        """Have the carrier do something; return its answer.
+        """Have the carrier do something for this process; return its answer.
 
         Raises:
             OverlayError: it cannot, or is gone.
         """
-        line = json.dumps({"do": what, **arguments}).encode() + b"\n"
+        line = json.dumps({"do": what, "pid": os.getpid(), **arguments}).encode() + b"\n"
         try:
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.settimeout(self._wait_s)

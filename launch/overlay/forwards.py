@@ -2,6 +2,9 @@
 
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
 
 from thinpipe.launch.overlay.control import OverlayError
 from thinpipe.launch.overlay.links.frames import Traffic
@@ -12,23 +15,47 @@ from thinpipe.launch.overlay.membership import Roster, loopback_address
 LOOPBACK = "127.0.0.1"
 _STORE = 0
 """The port that stands for the store's on the coordinator's host."""
+_SWEEP_S = 5.0
+
+
+@dataclass
+class _Forwarded:
+    """A listening socket, and the processes that asked for it."""
+
+    server: socket.socket
+    owners: set[int]
 
 
 class Forwards:
     """What this host's processes and its peers may connect to.
 
-    A peer reaches nothing but the ports that processes here have exposed.
+    A peer reaches nothing but the ports that processes here have exposed. What a process asked for
+    ends with it: ranks that are started again ask for other ports.
     """
 
     def __init__(self, loop: Loop, own: str, store_port: int | None) -> None:
         self.roster: Roster | None = None
         self._loop, self._own, self._store_port = loop, own, store_port
-        self._exposed: set[int] = set()
-        self._forwarded: dict[tuple[int, int], socket.socket] = {}
+        self._exposed: dict[int, set[int]] = {}
+        self._forwarded: dict[tuple[int, int], _Forwarded] = {}
+        self._swept_s = 0.0
 
-    def expose(self, port: int) -> None:
-        """Let peers connect to a port at this host's address."""
-        self._exposed.add(port)
+    def tick(self, now_s: float) -> None:
+        """Close, now and then, what processes that have ended had asked for."""
+        if now_s < self._swept_s + _SWEEP_S:
+            return
+        self._swept_s = now_s
+        for port, owners in list(self._exposed.items()):
+            if not any(map(psutil.pid_exists, owners)):
+                del self._exposed[port]
+        for key, forwarded in list(self._forwarded.items()):
+            if not any(map(psutil.pid_exists, forwarded.owners)):
+                self._loop.close(forwarded.server)
+                del self._forwarded[key]
+
+    def expose(self, port: int, owner: int) -> None:
+        """Let peers connect to a port at this host's address, as long as that process lives."""
+        self._exposed.setdefault(port, set()).add(owner)
 
     def exposed(self, port: int) -> tuple[str, int] | None:
         """Where a peer's connection to a port goes."""
@@ -46,8 +73,10 @@ class Forwards:
             self._store_port = int(server.getsockname()[1])
         return self._store_port
 
-    def forward(self, index: int, port: int, traffic: Traffic, link: Callable[[str], Link]) -> None:
-        """Have a host's address lead to it, at a port.
+    def forward(
+        self, index: int, port: int, traffic: Traffic, link: Callable[[str], Link], *, owner: int
+    ) -> None:
+        """Have a host's address lead to it, at a port, as long as that process lives.
 
         Raises:
             OverlayError: there is no such host, or the port is in use here.
@@ -56,7 +85,10 @@ class Forwards:
         if not 0 <= index < len(roster.hosts):
             raise OverlayError(f"no host {index} in the run")
         name = roster.hosts[index].name
-        if name == self._own or (index, port) in self._forwarded:
+        if name == self._own:
+            return
+        if (index, port) in self._forwarded:
+            self._forwarded[index, port].owners.add(owner)
             return
         address = loopback_address(roster.run, index), port
         try:
@@ -67,7 +99,7 @@ class Forwards:
                 f"{error.strerror}; does a program on this machine listen at that port on all "
                 "addresses?"
             ) from None
-        self._forwarded[index, port] = server
+        self._forwarded[index, port] = _Forwarded(server, {owner})
 
     def _listen(
         self, address: tuple[str, int], link: Link, port: int, traffic: Traffic

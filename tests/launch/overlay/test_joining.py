@@ -2,12 +2,15 @@
 
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
+import psutil
 import pytest
 
 from tests.commands import PATIENCE_S
@@ -140,3 +143,39 @@ def test_a_second_machine_of_a_name_is_refused(tmp_path: Path) -> None:
 def test_those_that_a_run_expects_and_that_did_not_come_are_named(run: Run) -> None:
     with pytest.raises(OverlayError, match=r"only h0 did; missing: h1, h2$"):
         run.hosts[0].join(2, ignore, expected=["h0", "h1", "h2"])
+
+
+ASK = """
+import sys
+from thinpipe.launch.overlay.control import Client
+client = Client(sys.argv[1])
+client.ask("expose", port=int(sys.argv[2]))
+client.ask("forward", host=1, port=int(sys.argv[2]), traffic="pipeline")
+print("asked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_what_a_process_asked_for_ends_with_it(run: Run) -> None:
+    run.host("h1").join(30, ignore)
+    here = run.hosts[0]
+    here.join(30, ignore)
+    port = free_port()
+
+    def reached() -> bool:
+        with socket.socket() as sock:
+            return sock.connect_ex((here.address("h1"), port)) == 0
+
+    own = psutil.Process(here._process.pid)
+    before = own.num_fds()
+    command = [sys.executable, "-c", ASK, here.socket, str(port)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"asked\n"
+        assert reached()
+        time.sleep(6)
+        assert reached(), "its process lives"
+    wait_until(lambda: not reached(), PATIENCE_S)
+    wait_until(lambda: own.num_fds() <= before, PATIENCE_S)
