@@ -5,6 +5,7 @@ Sockets and logs of processes are in one folder, which its launcher has locked a
 
 import contextlib
 import fcntl
+import os
 import shutil
 import tempfile
 from multiprocessing.util import Finalize
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import TextIO
 
 _PREFIX, _LOCK = "thinpipe-run-", "lock"
+_SHORT, _LONGEST = Path("/tmp"), 108 - 60
+"""The name of a socket has at most 107 bytes; ours add up to 60 to the folder's."""
 _AFTER_MULTIPROCESSING = -200
 """Its own folder, which lies in this one, is removed at -100."""
 
@@ -21,13 +24,20 @@ def use_scratch_folder() -> Path:
 
     Those of launchers that were killed are removed first.
     """
-    _sweep(Path(tempfile.gettempdir()))
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    root = _root()
+    _sweep(root)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
     lock = (folder / _LOCK).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     tempfile.tempdir = str(folder)
     Finalize(None, _remove, args=(folder, lock), exitpriority=_AFTER_MULTIPROCESSING)
     return folder
+
+
+def _root() -> Path:
+    """Where temporary files go; a path too long for the names of sockets in it is passed over."""
+    root = Path(tempfile.gettempdir())
+    return _SHORT if len(os.fsencode(root)) > _LONGEST and os.access(_SHORT, os.W_OK) else root
 
 
 def _remove(folder: Path, lock: TextIO) -> None:

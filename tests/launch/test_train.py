@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -123,12 +124,19 @@ def steps_of(run_file: Path) -> int:
 
 
 @pytest.fixture
-def long_run(run_file: Path) -> Iterator[subprocess.Popen[str]]:
+def temporary() -> Iterator[Path]:
+    """A folder whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="thinpipe-test-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def long_run(run_file: Path, temporary: Path) -> Iterator[subprocess.Popen[str]]:
     """A run of three ranks that has made a few steps and would go on for very long."""
-    (run_file.parent / "tmp").mkdir()
-    process = start(run_file, *ENDLESS, TMPDIR=str(run_file.parent / "tmp"))
+    process = start(run_file, *ENDLESS, TMPDIR=str(temporary))
     try:
-        wait_until(lambda: steps_of(run_file) > 3, PATIENCE_S)
+        wait_until(lambda: steps_of(run_file) > 3 or process.poll() is not None, PATIENCE_S)
+        assert process.poll() is None, process.communicate()
         yield process
     finally:
         if process.poll() is None:
@@ -398,14 +406,14 @@ def check_that_the_edge_is_named(output: str, victim: int) -> None:
 
 
 def test_ctrl_c_saves_and_leaves_no_process(
-    run_file: Path, long_run: subprocess.Popen[str]
+    run_file: Path, temporary: Path, long_run: subprocess.Popen[str]
 ) -> None:
     os.killpg(long_run.pid, signal.SIGINT)
     output, _ = long_run.communicate(timeout=PATIENCE_S)
     assert long_run.returncode == 130
     assert "death signal" not in output
     assert "Traceback" not in output
-    assert list((run_file.parent / "tmp").glob("torchelastic_*")) == []
+    assert [*temporary.iterdir()] == []
     assert output.count("is saved; continue from there") == 1
     wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
     (step,) = files.steps(run_file.parent / "run" / "checkpoints")

@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 USE = """
 import sys, tempfile
@@ -16,6 +19,13 @@ get_temp_dir(), tempfile.mkdtemp()
 print(flush=True)
 sys.stdin.read()
 """
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(prefix="tp-") as folder:
+        yield Path(folder)
 
 
 @contextmanager
@@ -30,30 +40,39 @@ def launcher(root: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         yield process, folder
 
 
-def test_nothing_stays_of_a_launcher_that_ends(tmp_path: Path) -> None:
-    with launcher(tmp_path) as (process, folder):
-        assert folder.parent == tmp_path
+def test_nothing_stays_of_a_launcher_that_ends(short: Path) -> None:
+    with launcher(short) as (process, folder):
+        assert folder.parent == short
         assert len([*folder.iterdir()]) == 3  # its lock, multiprocessing's folder, and another
         assert process.communicate() == ("", "")
-    assert [*tmp_path.iterdir()] == []
+    assert [*short.iterdir()] == []
 
 
-def test_what_a_killed_launcher_left_goes_with_the_next_one(tmp_path: Path) -> None:
-    with launcher(tmp_path) as (killed, left):
-        with launcher(tmp_path) as (other, _):
+def test_what_a_killed_launcher_left_goes_with_the_next_one(short: Path) -> None:
+    with launcher(short) as (killed, left):
+        with launcher(short) as (other, _):
             assert left.is_dir()  # of a launcher that lives
             other.communicate()
         killed.kill()
         killed.communicate()
         assert left.is_dir()
-    with launcher(tmp_path) as (process, _):
+    with launcher(short) as (process, _):
         assert not left.exists()
         process.communicate()
-    assert [*tmp_path.iterdir()] == []
+    assert [*short.iterdir()] == []
 
 
-def test_folders_without_a_lock_stay(tmp_path: Path) -> None:
-    (tmp_path / "thinpipe-run-other").mkdir()
-    with launcher(tmp_path) as (process, _):
+def test_folders_without_a_lock_stay(short: Path) -> None:
+    (short / "thinpipe-run-other").mkdir()
+    with launcher(short) as (process, _):
         process.communicate()
-    assert [path.name for path in tmp_path.iterdir()] == ["thinpipe-run-other"]
+    assert [path.name for path in short.iterdir()] == ["thinpipe-run-other"]
+
+
+def test_a_path_too_long_for_sockets_is_passed_over(short: Path) -> None:
+    deep = short / ("d" * 60)
+    deep.mkdir()
+    with launcher(deep) as (process, folder):
+        assert folder.parent == Path("/tmp")
+        process.communicate()
+    assert not folder.exists()

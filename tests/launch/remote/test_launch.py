@@ -277,7 +277,7 @@ def test_a_dry_run_prints_commands_that_survive_both_shells(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--set", "train.lr=-1"], "run.toml: train.lr = -1: use a number greater than 0"),
+        (["--set", "train.lr=-1"], "--set train.lr=-1: train.lr = -1: use a number greater than 0"),
         (
             [],
             "2 machines cannot share 3 ranks (stages x replicas) evenly; "
