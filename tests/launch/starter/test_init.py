@@ -55,7 +55,7 @@ def written(*words: str) -> RunConfig:
 @pytest.mark.parametrize(
     "words",
     [
-        ("--data", "little.txt"),
+        pytest.param(("--data", "little.txt"), marks=pytest.mark.slow),
         ("--model", "mine_init:model", "--data", "mine_init:training", "--stages", "2"),
     ],
 )

@@ -16,6 +16,8 @@ from thinpipe.launch.plan.placement.cluster_files import parse_cluster
 from thinpipe.launch.plan.profile import BlockCost
 
 BLOCK = BlockCost(0.02, 0.04, 0.001, parameters=10**6, trained=10**6, activations=10**6)
+SECONDS = 0.2
+"""Of searching: the networks are small."""
 CONFIG = {
     "model": {"layers": 4, "width": 64, "heads": 4},
     "data": {"sequence_length": 32},
@@ -36,7 +38,7 @@ def cluster(*, gbps: float = 1.0, memory_gb: float | None = None) -> Cluster:
 
 
 def chosen(found: Cluster, block: BlockCost = BLOCK) -> list[Choice]:
-    return choose(RunConfig.model_validate(CONFIG), [block] * 4, found)
+    return choose(RunConfig.model_validate(CONFIG), [block] * 4, found, seconds=SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def slow(config: dict[str, object], gbps: float) -> Choice:
     regions = {"regions": {"here": 2}, "inside": {"latency_ms": 1, "gbps": gbps}}
     train = {"train": {"batch_size": 16, "epochs": 4}}
     found = RunConfig.model_validate({**CONFIG, **train, **config})
-    return choose(found, [BLOCK] * 4, parse_cluster(regions))[0]
+    return choose(found, [BLOCK] * 4, parse_cluster(regions), seconds=SECONDS)[0]
 
 
 def test_the_exchange_is_as_faithful_as_the_links_allow() -> None:
@@ -117,7 +119,7 @@ def test_bits_are_raised_where_links_allow_it() -> None:
         train = {"train": {"batch_size": 16, "epochs": 4}}
         run = RunConfig.model_validate({**CONFIG, **wide, **train})
         block = dataclasses.replace(BLOCK, activations=0)
-        best = choose(run, [block] * 4, parse_cluster(regions))[0]
+        best = choose(run, [block] * 4, parse_cluster(regions), seconds=SECONDS)[0]
         assert best.config.pipeline.stages == 2
         found[gbps] = fidelity(best.specs[best.config.pipeline.cuts[0], "forward"])
     assert found[10.0] == 32
@@ -132,6 +134,6 @@ def test_another_schedule_is_chosen_where_it_is_faster() -> None:
         {**CONFIG, "pipeline": {"cuts": [2], "microbatches": 16, "schedule": "1F1B"}}
     )
     block = dataclasses.replace(BLOCK, activations=0)
-    best = choose(run, [block] * 4, parse_cluster(regions))[0]
+    best = choose(run, [block] * 4, parse_cluster(regions), seconds=SECONDS)[0]
     assert best.config.pipeline.schedule in ("Deep1F1B", "GPipe")
     assert "1F1B" in best.name or "GPipe" in best.name
