@@ -161,8 +161,9 @@ def _capacity(config: RunConfig, where: str, ranks: int) -> list[CheckResult]:
     sequences, wrong = _sequences(config, where)
     even = config.world_size % ranks == 0
     starts = range(0, config.world_size - ranks + 1, ranks if even else 1)
+    models = rank_memory(config)
     most = max(
-        (host_needs(config, sequences, range(first, first + ranks)) for first in starts),
+        (host_needs(config, sequences, range(first, first + ranks), models) for first in starts),
         key=lambda found: found.total,
     )
     results, text = [*wrong, ok(where, str(most))], str(most)
@@ -171,7 +172,7 @@ def _capacity(config: RunConfig, where: str, ranks: int) -> list[CheckResult]:
         results = [*wrong, problem(where, text, remedy)]
     folder = next(p for p in (config.run.path, *config.run.path.parents) if p.exists())
     copies = config.checkpoint.keep + 1  # the oldest is deleted after the new one is complete
-    held = sum(memory.saved for memory in rank_memory(config))
+    held = sum(memory.saved for memory in models)
     disk, need = shutil.disk_usage(folder).free, share * copies * held
     if disk < need:
         results.append(

@@ -53,8 +53,15 @@ class HostNeeds:
         return f"RAM {format_bytes(self.total)} of {format_bytes(self.free)} free ({listed})"
 
 
-def host_needs(config: RunConfig, sequences: int, ranks: Sequence[int]) -> HostNeeds:
+def host_needs(
+    config: RunConfig,
+    sequences: int,
+    ranks: Sequence[int],
+    models: Sequence[ModelMemory] | None = None,
+) -> HostNeeds:
     """What these ranks need, all on this host; stages on a GPU need its memory instead.
+
+    `models` are the `rank_memory` of the config, which takes a while, if it is known.
 
     Raises:
         ConfigError: the budget of memories is too small for a single sample.
@@ -63,7 +70,7 @@ def host_needs(config: RunConfig, sequences: int, ranks: Sequence[int]) -> HostN
     memories = needs(config, ends, ranks)
     model, copies = ModelMemory(), 0
     if choose_device(config.pipeline.device).type == "cpu":
-        by_position = rank_memory(config)
+        by_position = models or rank_memory(config)
         for rank in ranks:
             own = by_position[config.mesh(rank).position]
             model = model.plus(own)

@@ -21,7 +21,6 @@ from thinpipe.launch.plan.predict import in_flight
 from thinpipe.launch.plan.profile import made_up, microbatch_shape
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
-from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 _WORD = 4  # bytes of an fp32 number
@@ -133,9 +132,9 @@ def _times(block: int, first: int, stop: int, layers: int) -> int:
 
 
 def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> ModelMemory:
-    """One block; those of Hugging Face models with equal parameters are counted once."""
+    """One block; those with equal parameters are counted once, but for a user's own."""
     module: Any = build_blocks(config, first, device="meta")
-    if isinstance(config.model, HuggingFaceConfig):
+    if not isinstance(config.model, OwnModelConfig):
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
         key = (first == 0, first == config.model.layers - 1, shapes)
         if key not in seen:
