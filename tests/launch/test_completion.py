@@ -51,6 +51,8 @@ def test_nobody_waits_for_torch() -> None:
 def test_bash_completes_after_the_installation(tmp_path: Path) -> None:
     place = Path(sys.executable).parent
     environment = {**os.environ, "HOME": str(tmp_path), "PATH": f"{place}:{os.environ['PATH']}"}
+    # the shell is the one that is named, not the one that runs the tests
+    environment["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"
     words = [f"{place}/thinpipe", "--install-completion", "bash"]
     subprocess.run(words, env=environment, check=True, capture_output=True)
     (installed,) = (tmp_path / ".bash_completions").iterdir()

@@ -162,7 +162,7 @@ def test_a_host_that_cannot_be_reached_is_named(
     err = capfd.readouterr().err
     assert f"host1| ssh: connect to host 127.0.0.1 port {port}: Connection refused" in err
     assert f"check that `ssh -p {port} me@127.0.0.1 true` works without a prompt" in err
-    assert not remains(hosts.parent)
+    wait_until(lambda: not remains(hosts.parent), PATIENCE_S)
 
 
 def test_a_missing_python_is_named(
