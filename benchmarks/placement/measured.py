@@ -2,8 +2,7 @@
 
 Eight emulated hosts in three sites (`thinpipe shaped`), four stages and two replicas: schedule,
 codecs, messages, exchanges and links are real, compute is slept. On each network and under each
-compression a random layout, the one of DT-FM's search and ours are run; the best and the worst of
-`--random` random ones are predicted beside them.
+compression a random layout, the one of DT-FM's search and ours are predicted and run.
 """
 
 import argparse

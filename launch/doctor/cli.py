@@ -21,7 +21,7 @@ from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.distributed.network import HostNetwork, several_machines
 from thinpipe.launch.doctor.checks import check_all, check_reachable, names_of
-from thinpipe.launch.doctor.devices import as_hosts, own_devices
+from thinpipe.launch.doctor.devices import MEASURING_S, as_hosts, own_devices, untimed
 from thinpipe.launch.doctor.group import DoctorError, join_group
 from thinpipe.launch.doctor.host import (
     HostInfo,
@@ -110,7 +110,8 @@ class _Diagnosis:
                 group, hosts, server, network, window_s=self._window_s, report=typer.echo
             )
             wanted = any(group.gather("save", save is not None))
-            devices = group.gather("device", own_devices(self._config)) if wanted else []
+            own_device = own_devices(self._config) if wanted else {}
+            devices = group.gather("device", own_device, MEASURING_S) if wanted else []
             group.close()
             hidden = check_reachable(network.overlay.roster) if network.overlay else []
         names = names_of(hosts)
@@ -121,7 +122,7 @@ class _Diagnosis:
             draw_links(save.with_suffix(".png"), names, links)
             console.print(f"written: {save}, {save.with_suffix('.png')}", soft_wrap=True)
         own = [CheckResult(**result) for host in hosts for result in host.results]
-        return [*own, *hidden, *check_all(hosts, links)]
+        return [*own, *hidden, *check_all(hosts, links), *untimed(names, devices)]
 
     def _join(self, endpoint: tuple[str, int]) -> HostNetwork:
         """The hosts' network, as in a run."""

@@ -4,28 +4,52 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.doctor.result import CheckResult, warning
 from thinpipe.launch.host.device import free_gpu_memory, gpu_count
+from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.plan.profile import typical_block_s
 
 _DIGITS = 3
 
 
-def own_devices(config: RunConfig) -> dict[str, float]:
-    """This host's: their number, bytes that are free on each, seconds of a block of the model."""
+MEASURING_S = 300.0
+"""How long other hosts may take to measure theirs."""
+
+
+def own_devices(config: RunConfig) -> dict[str, Any]:
+    """This host's: their number, bytes that are free on each, seconds of a block of the model; or
+    why it could not be timed.
+    """
     gpus = gpu_count() if config.pipeline.device != "cpu" else 0
     free = (free_gpu_memory() or 0) if gpus else free_memory()
-    return {"devices": max(1, gpus), "memory": free, "block_s": typical_block_s(config)}
+    found: dict[str, Any] = {"devices": max(1, gpus), "memory": free}
+    try:
+        return found | {"block_s": typical_block_s(config)}
+    except (RuntimeError, MemoryError, ValueError, OSError, ImportError) as error:
+        reason = explain(error) or type(error).__name__
+        return found | {"failed": reason.splitlines()[0]}
 
 
-def as_hosts(names: Sequence[str], devices: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
-    """`hosts` of a network file; speeds are relative to the first host's."""
+def untimed(names: Sequence[str], devices: Sequence[dict[str, Any]]) -> list[CheckResult]:
+    """A warning for each host whose speed is not known."""
+    remedy = "add its speed to `hosts` of the file, or doctor it again"
+    return [
+        warning(name, f"a block of the model could not be timed ({own['failed']})", remedy)
+        for name, own in zip(names, devices, strict=False)  # none where nobody saves
+        if "failed" in own
+    ]
+
+
+def as_hosts(names: Sequence[str], devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`hosts` of a network file; speeds are relative to the first host that has one."""
+    first_s = next((own["block_s"] for own in devices if "block_s" in own), None)
     return [
         {
             "name": name,
-            "devices": int(own["devices"]),
-            "speed": round(devices[0]["block_s"] / own["block_s"], _DIGITS),
+            "devices": own["devices"],
             "memory_gb": round(own["memory"] / 1e9, _DIGITS),
+            **({"speed": round(first_s / own["block_s"], _DIGITS)} if "block_s" in own else {}),
         }
         for name, own in zip(names, devices, strict=True)
     ]

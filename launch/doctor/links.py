@@ -141,8 +141,7 @@ def _accept(group: HostGroup, link: LinkInfo, server: socket.socket) -> _Open:
     connection.settimeout(group.wait_s)
     answer_pings(connection)
     connection.sendall(_DOUBLE.pack(_clock(connection)))
-    trip_s = _DOUBLE.unpack(connection.recv(_DOUBLE.size, socket.MSG_WAITALL))[0]
-    return replace(link, round_trip_s=trip_s), connection
+    return replace(link, round_trip_s=_number(connection)), connection
 
 
 def _rate(group: HostGroup, link: LinkInfo, connection: socket.socket, window_s: float) -> float:
@@ -198,8 +197,14 @@ def _clock_offset_s(connection: socket.socket) -> float:
     """How far the other clock is ahead: read in the middle of a round trip, as NTP does."""
     begin_s = time.time()
     connection.sendall(b"t")
-    theirs_s = _DOUBLE.unpack(connection.recv(_DOUBLE.size, socket.MSG_WAITALL))[0]
-    return float(theirs_s) - (begin_s + time.time()) / 2
+    return _number(connection) - (begin_s + time.time()) / 2
+
+
+def _number(connection: socket.socket) -> float:
+    data = connection.recv(_DOUBLE.size, socket.MSG_WAITALL)
+    if len(data) < _DOUBLE.size:
+        raise ConnectionError("the other end closed the connection")
+    return float(_DOUBLE.unpack(data)[0])
 
 
 def _clock(connection: socket.socket) -> float:

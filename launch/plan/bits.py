@@ -23,7 +23,8 @@ from thinpipe.launch.report.metrics import WireKey
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
-_AS_FAST = 1.05
+AS_FAST = 1.05
+"""Times the shortest step: as long may one be that is sent with higher fidelity."""
 _CASTS: tuple[Spec, ...] = (RawConfig(format="bf16"), RawConfig(format="fp32"))
 _FORWARD: tuple[Spec, ...] = (
     *(AqsgdConfig(bits=4, rate=rate, coding="zstd") for rate in (0.8, 0.5)),
@@ -78,7 +79,7 @@ def recommend(
         (advice, predict(config, blocks, advice.messages, network))
         for advice in allocate_bits(config.pipeline.cuts, candidates, network, slot_s=slot_s)
     ]
-    limit_s = min(prediction.step_s, _AS_FAST * min(step.step_s for _, step in found))
+    limit_s = min(prediction.step_s, AS_FAST * min(step.step_s for _, step in found))
     fast = next((pair for pair in reversed(found) if pair[1].step_s <= limit_s), None)
     return fast if fast is not None and _is_better(*fast, prediction) else None
 
@@ -87,7 +88,7 @@ def _is_better(advice: Recommendation, step: Prediction, own: Prediction) -> boo
     """More bits in no more time, or a step shorter by more than measurements differ."""
     nbytes = sum(message.nbytes for message in advice.messages.values())
     richer = nbytes > sum(message.nbytes for message in own.messages.values())
-    return richer or _AS_FAST * step.step_s <= own.step_s
+    return richer or AS_FAST * step.step_s <= own.step_s
 
 
 def measure_candidates(config: RunConfig) -> Candidates:

@@ -38,7 +38,7 @@ def render(found: Found, name: str, file: str) -> str:
         f"# thinpipe train {file} --dry-run  # what it needs of memory",
         f"# thinpipe plan {file} --rate 100mbit --delay 20ms",
         *(f"# {note}" for note in found.notes),
-        "# All settings: docs/generated/settings.md",
+        "# All settings: docs/generated/settings.md of ThinPipe's repository",
     ]
     sections = found.sections()
     parts = ["\n".join(head), _table("run", {"name": name, "seed": 0})]

@@ -21,7 +21,7 @@ from thinpipe.launch.plan.choice.fidelity import Ladders, Settings, raised
 from thinpipe.launch.plan.partition import Problem, best_cuts
 from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster
-from thinpipe.launch.plan.placement.solve import ROUNDS, Placement, solve_step
+from thinpipe.launch.plan.placement.solve import ROUNDS, Found, Placement, solve_step
 from thinpipe.launch.plan.placement.step import StepCost, StepModel
 from thinpipe.launch.plan.placement.workload import Exchange, Workload
 from thinpipe.launch.plan.predict import block_memory
@@ -190,8 +190,11 @@ def _refined(
     work = variant.workload(settings)
     assert work is not None, "its step is finite"
     model, again = StepModel(cluster, work), searched(work)
-    best = min(first, again, key=lambda placement: model(placement.grid_RP).step_s)
-    return _choice(variant, settings, work, best, model(best.grid_RP))
+    kept = model(first.grid_RP).step_s
+    if kept < again.cost:  # the search before, for fewer bytes, was the luckier one
+        found = Found(ROUNDS, again.curve[-1].seconds, kept)
+        again = Placement(first.grid_RP, kept, (*again.curve, found))
+    return _choice(variant, settings, work, again, model(again.grid_RP))
 
 
 def _choice(

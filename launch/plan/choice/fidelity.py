@@ -17,12 +17,11 @@ from typing import Any
 
 from thinpipe.gradcomp.registry import parse_options
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.plan.bits import Candidate, fidelity, levels
+from thinpipe.launch.plan.bits import AS_FAST, Candidate, fidelity, levels
 from thinpipe.launch.plan.message_cost import message_meter
 from thinpipe.launch.plan.placement.workload import Exchange, count_exchange
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
-_AS_FAST = 1.05
 _COMPRESSED = "ef_updates"
 _REPLACEABLE = {"forward": {"aqsgd", "auto", "direct", "raw", "stateless"}}
 _REPLACEABLE["backward"] = {"direct", "raw", "stateless"}
@@ -106,7 +105,7 @@ def raised(step_s: Callable[[Settings], float], start: Settings, ladders: Ladder
 
     `step_s` is infinite for settings that a layout cannot have.
     """
-    limit_s, settings = _AS_FAST * step_s(start), start
+    limit_s, settings = AS_FAST * step_s(start), start
     for level in range(len(ladders.exchanges) - 1, start.exchange, -1):
         trial = replace(start, exchange=level)
         if step_s(trial) <= limit_s:

@@ -136,4 +136,3 @@ def test_another_schedule_is_chosen_where_it_is_faster() -> None:
     block = dataclasses.replace(BLOCK, activations=0)
     best = choose(run, [block] * 4, parse_cluster(regions), seconds=SECONDS)[0]
     assert best.config.pipeline.schedule in ("Deep1F1B", "GPipe")
-    assert "1F1B" in best.name or "GPipe" in best.name

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import load_config
+from thinpipe.launch.plan.message_cost import describe
 
 RUN = """[model]
 layers = 4
@@ -51,9 +52,8 @@ def test_what_is_applied_is_a_valid_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert used <= {"Ohio-0", "Ohio-1", "Tokyo-0", "Tokyo-1"}
     if pipeline.replicas > 1:
         assert f"exchange: {written.method}" in output
-    assert len(written.boundary) == (1 if pipeline.cuts else 0) or all(
-        table.cut in pipeline.cuts for table in written.boundary
-    )
+    for spec in written.specs.values():
+        assert describe(spec) in output
 
 
 def test_seconds_without_place_are_refused(tmp_path: Path) -> None:
