@@ -1,25 +1,18 @@
-"""Whole runs through the command line: what they leave, how they resume, how they end."""
+"""Whole runs through the command line: what they leave, and how they resume."""
 
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from tests.commands import PATIENCE_S, Command
-from tests.ports import free_port
-from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.files import read_manifest
 from thinpipe.launch.report.metrics import read_metrics
 from thinpipe.launch.report.timeline import read_timeline
@@ -112,37 +105,6 @@ def wait_until(condition: Any, limit_s: float) -> float:
         assert time.monotonic() - start_s < limit_s, "waited too long"
         time.sleep(0.05)
     return time.monotonic() - start_s
-
-
-ENDLESS = ("--set", "train.epochs=100000", "--set", "checkpoint.every_steps=99999")
-
-
-def steps_of(run_file: Path) -> int:
-    """How many steps a run has made."""
-    metrics = run_file.parent / "run" / "metrics.jsonl"
-    return metrics.read_text().count("\n") if metrics.exists() else 0
-
-
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    """A folder whose path is short enough for sockets."""
-    with tempfile.TemporaryDirectory(prefix="thinpipe-test-") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture
-def long_run(run_file: Path, temporary: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run of three ranks that has made a few steps and would go on for very long."""
-    process = start(run_file, *ENDLESS, TMPDIR=str(temporary))
-    try:
-        wait_until(lambda: steps_of(run_file) > 3 or process.poll() is not None, PATIENCE_S)
-        assert process.poll() is None, process.communicate()
-        yield process
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-        wait_until(lambda: not ranks_of(process.pid), PATIENCE_S)
 
 
 def test_a_run_leaves_everything_in_its_folder(
@@ -289,27 +251,6 @@ def test_a_folder_of_other_things_is_left_alone(run_file: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["thesis.txt"]
 
 
-@pytest.mark.slow
-def test_the_folder_of_a_live_run_is_left_alone_and_a_killed_rank_ends_it(
-    run_file: Path, long_run: subprocess.Popen[str]
-) -> None:
-    done = thinpipe(run_file)
-    assert done.returncode == 2
-    ranks = ranks_of(long_run.pid)
-    assert f"another run is using it (process {ranks[0]} on " in done.stderr
-    assert long_run.poll() is None
-    os.kill(ranks[1], signal.SIGKILL)
-    output, _ = long_run.communicate(timeout=PATIENCE_S)
-    assert long_run.returncode == 1
-    check_that_the_edge_is_named(output, 1)
-    cause = f"rank 1 on {socket.gethostname()}: killed by signal 9 (SIGKILL)"
-    assert any(line.startswith(cause) for line in output.splitlines()), output
-    for rank in (0, 2):
-        *_, last = (text for text in output.splitlines() if text.startswith(f"rank {rank}: "))
-        assert cause in last, output
-    assert not ranks_of(long_run.pid)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -383,128 +324,3 @@ def test_resume_with_other_settings_is_refused(run_file: Path) -> None:
     (run_file.parent / "copy.txt").write_text(original)
     copy = ["--set", f"data.path={run_file.parent / 'copy.txt'}"]
     assert "all 10 steps are done" in thinpipe(run_file, *one, "--resume", *copy).stdout
-
-
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_the_edge_to_a_killed_rank_is_named(run_file: Path, victim: int) -> None:
-    run = Command("train", run_file, *ENDLESS)
-    try:
-        wait_until(lambda: steps_of(run_file) > 3, PATIENCE_S)
-        ranks = sorted(rank.pid for rank in psutil.Process(run.pid).children())
-        os.kill(ranks[victim], signal.SIGKILL)
-        done = run.done()
-    finally:
-        run.kill()
-    assert done.returncode == 1
-    check_that_the_edge_is_named(done.stderr, victim)
-
-
-def check_that_the_edge_is_named(output: str, victim: int) -> None:
-    for rank in {0, 1, 2} - {victim}:
-        own = [line for line in output.splitlines() if line.startswith(f"rank {rank}: ")]
-        assert any(f"rank {victim}" in line for line in own), output
-
-
-def test_ctrl_c_saves_and_leaves_no_process(
-    run_file: Path, temporary: Path, long_run: subprocess.Popen[str]
-) -> None:
-    os.killpg(long_run.pid, signal.SIGINT)
-    output, _ = long_run.communicate(timeout=PATIENCE_S)
-    assert long_run.returncode == 130
-    assert "death signal" not in output
-    assert "Traceback" not in output
-    assert [*temporary.iterdir()] == []
-    assert output.count("is saved; continue from there") == 1
-    wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
-    (step,) = files.steps(run_file.parent / "run" / "checkpoints")
-    assert step == steps_of(run_file)
-    assert f"everything up to step {step} is saved" in output
-
-
-def test_sigterm_to_one_rank_saves_on_all(run_file: Path) -> None:
-    run = Command("train", run_file, *ENDLESS)
-    try:
-        wait_until(lambda: steps_of(run_file) > 3, PATIENCE_S)
-        ranks = sorted(rank.pid for rank in psutil.Process(run.pid).children())
-        os.kill(ranks[1], signal.SIGTERM)
-        done = run.done()
-    finally:
-        run.kill()
-    assert done.returncode in (1, 143)
-    (step,) = files.steps(run_file.parent / "run" / "checkpoints")
-    assert f"everything up to step {step} is saved; continue from there" in done.stderr
-
-
-def test_ranks_do_not_outlive_a_killed_launcher(long_run: subprocess.Popen[str]) -> None:
-    assert len(ranks_of(long_run.pid)) == 3
-    long_run.kill()
-    wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
-
-
-def as_rank(rank: int, world: int, port: int, *arguments: object) -> Command:
-    """A rank as torchrun starts it."""
-    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "MASTER_PORT": port}
-    environment = {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    return Command("train", *arguments, environment=environment)
-
-
-def reported_by(ranks: list[Command]) -> list[str]:
-    """What ranks that refuse to start print."""
-    try:
-        ended = [rank.done() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [done.returncode for done in ended] == [2] * len(ranks), ended
-    return [done.stdout + done.stderr for done in ended]
-
-
-@pytest.mark.parametrize(
-    ("change", "reported"),
-    [
-        ("train.lr=0.5", "rank 1 has train.lr = 0.5, rank 0 has 0.001"),
-        ("data.path={other}", "rank 1 has data.train = "),  # where texts are may differ
-    ],
-)
-def test_ranks_with_different_configs_or_data_refuse_to_start(
-    run_file: Path, change: str, reported: str
-) -> None:
-    other = run_file.parent / "other.txt"
-    other.write_text((run_file.parent / "text.txt").read_text().replace("7 squared", "7 cubed"))
-    port, cut = free_port(), ["--set", "pipeline.cuts=[2]"]
-    ranks = [
-        as_rank(0, 2, port, run_file, *cut),
-        as_rank(1, 2, port, run_file, *cut, "--set", change.format(other=other)),
-    ]
-    assert all(reported in output for output in reported_by(ranks))
-
-
-@pytest.mark.parametrize(
-    ("change", "reported"),
-    [
-        ("data.path=/nowhere", "data.path = '/nowhere'"),
-        ("run.folder=/dev/null/run", "run.folder = /dev/null/run: /dev/null is a file"),
-    ],
-)
-def test_a_rank_that_cannot_start_tells_the_others(
-    run_file: Path, change: str, reported: str
-) -> None:
-    port, cut = free_port(), ["--set", "pipeline.cuts=[2]"]
-    ranks = [
-        as_rank(0, 2, port, run_file, *cut, "--set", change),
-        as_rank(1, 2, port, run_file, *cut),
-    ]
-    assert all(f"rank 0: {reported}" in output for output in reported_by(ranks))
-
-
-def test_a_rank_that_nobody_joins_ends(run_file: Path) -> None:
-    port, patience = free_port(), ["--set", "pipeline.peer_timeout_s=2"]
-    (output,) = reported_by([as_rank(1, 3, port, run_file, *patience)])
-    assert "error: rank 0 did not join within 2 s" in output
-    assert f"127.0.0.1:{port}" in output
-    assert "Traceback" not in output
-
-
-def test_a_wrong_number_of_processes_is_refused(run_file: Path) -> None:
-    (output,) = reported_by([as_rank(0, 1, free_port(), run_file)])
-    assert "3 stages (pipeline.cuts) with pipeline.replicas = 1 need 3" in output

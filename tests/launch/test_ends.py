@@ -1,0 +1,127 @@
+"""How runs end that are interrupted, stopped or killed: nothing stays, and all say why."""
+
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.commands import PATIENCE_S, Command
+from tests.launch.test_train import ranks_of, run_file, start, thinpipe, wait_until
+from thinpipe.launch.checkpoint import files
+
+__all__ = ["run_file"]
+
+pytestmark = pytest.mark.dist
+
+ENDLESS = ("--set", "train.epochs=100000", "--set", "checkpoint.every_steps=99999")
+
+
+def steps_of(run_file: Path) -> int:
+    """How many steps a run has made."""
+    metrics = run_file.parent / "run" / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """A folder whose path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="thinpipe-test-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def long_run(run_file: Path, temporary: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of three ranks that has made a few steps and would go on for very long."""
+    process = start(run_file, *ENDLESS, TMPDIR=str(temporary))
+    try:
+        wait_until(lambda: steps_of(run_file) > 3 or process.poll() is not None, PATIENCE_S)
+        assert process.poll() is None, process.communicate()
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+        wait_until(lambda: not ranks_of(process.pid), PATIENCE_S)
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_live_run_is_left_alone_and_a_killed_rank_ends_it(
+    run_file: Path, long_run: subprocess.Popen[str]
+) -> None:
+    done = thinpipe(run_file)
+    assert done.returncode == 2
+    ranks = ranks_of(long_run.pid)
+    assert f"another run is using it (process {ranks[0]} on " in done.stderr
+    assert long_run.poll() is None
+    os.kill(ranks[1], signal.SIGKILL)
+    output, _ = long_run.communicate(timeout=PATIENCE_S)
+    assert long_run.returncode == 1
+    check_that_the_edge_is_named(output, 1)
+    cause = f"rank 1 on {socket.gethostname()}: killed by signal 9 (SIGKILL)"
+    assert any(line.startswith(cause) for line in output.splitlines()), output
+    for rank in (0, 2):
+        *_, last = (text for text in output.splitlines() if text.startswith(f"rank {rank}: "))
+        assert cause in last, output
+    assert not ranks_of(long_run.pid)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_the_edge_to_a_killed_rank_is_named(run_file: Path, victim: int) -> None:
+    run = Command("train", run_file, *ENDLESS)
+    try:
+        wait_until(lambda: steps_of(run_file) > 3, PATIENCE_S)
+        ranks = sorted(rank.pid for rank in psutil.Process(run.pid).children())
+        os.kill(ranks[victim], signal.SIGKILL)
+        done = run.done()
+    finally:
+        run.kill()
+    assert done.returncode == 1
+    check_that_the_edge_is_named(done.stderr, victim)
+
+
+def check_that_the_edge_is_named(output: str, victim: int) -> None:
+    for rank in {0, 1, 2} - {victim}:
+        own = [line for line in output.splitlines() if line.startswith(f"rank {rank}: ")]
+        assert any(f"rank {victim}" in line for line in own), output
+
+
+def test_ctrl_c_saves_and_leaves_no_process(
+    run_file: Path, temporary: Path, long_run: subprocess.Popen[str]
+) -> None:
+    os.killpg(long_run.pid, signal.SIGINT)
+    output, _ = long_run.communicate(timeout=PATIENCE_S)
+    assert long_run.returncode == 130
+    assert "death signal" not in output
+    assert "Traceback" not in output
+    assert [*temporary.iterdir()] == []
+    assert output.count("is saved; continue from there") == 1
+    wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
+    (step,) = files.steps(run_file.parent / "run" / "checkpoints")
+    assert step == steps_of(run_file)
+    assert f"everything up to step {step} is saved" in output
+
+
+def test_sigterm_to_one_rank_saves_on_all(run_file: Path) -> None:
+    run = Command("train", run_file, *ENDLESS)
+    try:
+        wait_until(lambda: steps_of(run_file) > 3, PATIENCE_S)
+        ranks = sorted(rank.pid for rank in psutil.Process(run.pid).children())
+        os.kill(ranks[1], signal.SIGTERM)
+        done = run.done()
+    finally:
+        run.kill()
+    assert done.returncode in (1, 143)
+    (step,) = files.steps(run_file.parent / "run" / "checkpoints")
+    assert f"everything up to step {step} is saved; continue from there" in done.stderr
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(long_run: subprocess.Popen[str]) -> None:
+    assert len(ranks_of(long_run.pid)) == 3
+    long_run.kill()
+    wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)

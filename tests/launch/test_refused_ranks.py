@@ -1,0 +1,82 @@
+"""Ranks that do not fit together refuse to start, and tell the others."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command
+from tests.launch.test_train import run_file
+from tests.ports import free_port
+
+__all__ = ["run_file"]
+
+pytestmark = pytest.mark.dist
+
+
+def as_rank(rank: int, world: int, port: int, *arguments: object) -> Command:
+    """A rank as torchrun starts it."""
+    place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": world, "MASTER_PORT": port}
+    environment = {key: str(value) for key, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    return Command("train", *arguments, environment=environment)
+
+
+def reported_by(ranks: list[Command]) -> list[str]:
+    """What ranks that refuse to start print."""
+    try:
+        ended = [rank.done() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [done.returncode for done in ended] == [2] * len(ranks), ended
+    return [done.stdout + done.stderr for done in ended]
+
+
+@pytest.mark.parametrize(
+    ("change", "reported"),
+    [
+        ("train.lr=0.5", "rank 1 has train.lr = 0.5, rank 0 has 0.001"),
+        ("data.path={other}", "rank 1 has data.train = "),  # where texts are may differ
+    ],
+)
+def test_ranks_with_different_configs_or_data_refuse_to_start(
+    run_file: Path, change: str, reported: str
+) -> None:
+    other = run_file.parent / "other.txt"
+    other.write_text((run_file.parent / "text.txt").read_text().replace("7 squared", "7 cubed"))
+    port, cut = free_port(), ["--set", "pipeline.cuts=[2]"]
+    ranks = [
+        as_rank(0, 2, port, run_file, *cut),
+        as_rank(1, 2, port, run_file, *cut, "--set", change.format(other=other)),
+    ]
+    assert all(reported in output for output in reported_by(ranks))
+
+
+@pytest.mark.parametrize(
+    ("change", "reported"),
+    [
+        ("data.path=/nowhere", "data.path = '/nowhere'"),
+        ("run.folder=/dev/null/run", "run.folder = /dev/null/run: /dev/null is a file"),
+    ],
+)
+def test_a_rank_that_cannot_start_tells_the_others(
+    run_file: Path, change: str, reported: str
+) -> None:
+    port, cut = free_port(), ["--set", "pipeline.cuts=[2]"]
+    ranks = [
+        as_rank(0, 2, port, run_file, *cut, "--set", change),
+        as_rank(1, 2, port, run_file, *cut),
+    ]
+    assert all(f"rank 0: {reported}" in output for output in reported_by(ranks))
+
+
+def test_a_rank_that_nobody_joins_ends(run_file: Path) -> None:
+    port, patience = free_port(), ["--set", "pipeline.peer_timeout_s=2"]
+    (output,) = reported_by([as_rank(1, 3, port, run_file, *patience)])
+    assert "error: rank 0 did not join within 2 s" in output
+    assert f"127.0.0.1:{port}" in output
+    assert "Traceback" not in output
+
+
+def test_a_wrong_number_of_processes_is_refused(run_file: Path) -> None:
+    (output,) = reported_by([as_rank(0, 1, free_port(), run_file)])
+    assert "3 stages (pipeline.cuts) with pipeline.replicas = 1 need 3" in output
