@@ -40,7 +40,7 @@ from thinpipe.launch.host.links import parse_rate, parse_time
 from thinpipe.launch.memory.check import check_host, show_host
 from thinpipe.launch.overlay.cli import key
 from thinpipe.launch.plan.cli import plan
-from thinpipe.launch.plan.memory_budget import plan_memory, show_memory
+from thinpipe.launch.plan.memory_budget import memory_notices, plan_memory, show_memory
 from thinpipe.launch.plan.trace import trace_run
 from thinpipe.launch.remote.cli import launch_on_hosts
 from thinpipe.launch.run.ending import end_done, end_failed
@@ -247,11 +247,14 @@ def _show_memory(config: RunConfig, *, resume: bool) -> None:
         check_model(config.model)
         check_start(config)
         _check_resume(config, resume=resume)
-        sequences = len(check_data(config).train)
+        corpus = check_data(config)
+        sequences = len(corpus.train)
         config = with_sizes(config)
         ends, ranks = plan_memory(config, sequences), range(config.world_size)
         show_memory(Console(highlight=False), config, ends, ranks)
         show_host(Console(highlight=False), config, sequences, ranks)
+        for note in (*config.notices(), *corpus.notes, *memory_notices(ends)):
+            typer.echo(note)
         check_host(config, sequences, ranks)
     except (ValueError, OSError, ImportError) as error:
         refuse(error)

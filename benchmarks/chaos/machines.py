@@ -192,9 +192,10 @@ class Machines:
     def processes(self, kind: str | None = None) -> list[tuple[int, psutil.Process]]:
         """Hosts and their processes, all or those of a kind; none of this benchmark's own."""
         found, own = [], psutil.Process().cmdline()
-        for process in psutil.process_iter():
+        for pid in psutil.pids():
             try:
-                host = self._namespaces.get(os.readlink(f"/proc/{process.pid}/ns/net"))
+                process = psutil.Process(pid)
+                host = self._namespaces.get(os.readlink(f"/proc/{pid}/ns/net"))
                 if host is None or process.status() == psutil.STATUS_ZOMBIE:
                     continue
                 words, name = process.cmdline(), process.name()

@@ -120,7 +120,7 @@ def _ended(run: HostsRun, kind: str, disturb: Callable[[HostsRun], None], expect
 def _rank(number: int) -> psutil.Process:
     name = f"thinpipe {number}"
     (found,) = (p for p in psutil.process_iter(["name"]) if p.info["name"] == name)
-    return found
+    return psutil.Process(found.pid)  # `process_iter` keeps what it knew of an older process
 
 
 def _resets(run: HostsRun) -> None:

@@ -104,7 +104,7 @@ class HostsRun:
             if "thinpipe.launch.overlay.carrier" in words:
                 settings = json.loads(words[-1])
                 if settings["name"] == f"host{host}" and settings["key_file"] == str(self.key):
-                    return process
+                    return psutil.Process(process.pid)  # the one found may be of an older process
         raise ProcessLookupError(f"host{host} has no carrier")
 
     def status(self, host: int) -> Mapping[str, Any]:

@@ -132,6 +132,9 @@ def _launch(
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)
+    except rendezvous.RefusedError:
+        _log("not restarted: a restart would end the same way")
+        return 2
     except RendezvousClosedError:
         _log("error: another machine ended the run; see its output")
         return 1

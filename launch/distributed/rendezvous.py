@@ -31,6 +31,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from thinpipe.launch.config.placement import check_hosts
 from thinpipe.launch.distributed.network import ROUND, HostNetwork
+from thinpipe.launch.distributed.restarts import refuses_restarts
 from thinpipe.launch.distributed.store import connect_store, hold_store
 
 BACKEND = "thinpipe"
@@ -54,6 +55,10 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     network, limit_s = parameters.get("network"), parameters.get("join_s")
     environment = parameters.get("environment")
     return Rendezvous(network, parameters.min_nodes, environment, limit_s=limit_s)
+
+
+class RefusedError(RendezvousClosedError):
+    """A restart would not change why a rank has ended."""
 
 
 class Rendezvous(RendezvousHandler):
@@ -99,6 +104,7 @@ class Rendezvous(RendezvousHandler):
         Raises:
             RendezvousTimeoutError: they did not in time.
             RendezvousClosedError: another host has ended the run.
+            RefusedError: a rank says that a restart would not help.
             RendezvousConnectionError: the host that holds the store is gone.
         """
         try:
@@ -161,6 +167,8 @@ class Rendezvous(RendezvousHandler):
                 return rank, round_, posts
             if self._store.check(["refused"]):
                 raise RendezvousTimeoutError(self._store.get("refused").decode())
+            if self._round and refuses_restarts(self._tcp):
+                raise RefusedError
             if self.is_closed():
                 raise RendezvousClosedError
             if network.is_gone:

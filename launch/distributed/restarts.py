@@ -3,12 +3,16 @@
 torchrun's agents keep their store over restarts, so what failed is still there.
 """
 
+import contextlib
 import os
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.distributed.failures import Failures
+from thinpipe.launch.distributed.store import connect_store
 
+_REFUSED = "refused for good"
+_STORE_S = 5.0
 _LAST = "last session"
 _NO_RANK = "no rank failed: a machine was started again"
 
@@ -35,3 +39,16 @@ def restart_words(failure: str) -> str | None:
     )
     which = "" if count == "0" else f", {count} of {most}"
     return f"restarting{which}: {failure}"
+
+
+def refuse_restarts() -> None:
+    """Called by a rank that ends: it would fail again, so the agents are to end the run."""
+    place = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if all(place) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        with contextlib.suppress(RuntimeError):  # the store is gone: so is the run
+            connect_store((str(place[0]), int(str(place[1]))), wait_s=_STORE_S).set(_REFUSED, "")
+
+
+def refuses_restarts(store: Store) -> bool:
+    """Whether a rank has done so; `store` is that of the agents, without a prefix."""
+    return store.check([_REFUSED])

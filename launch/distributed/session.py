@@ -124,7 +124,7 @@ class StopFlag:
         limit_s = time.monotonic() + self._grace_s
         if not self._again(numbers, min(self._grace_s, _ECHO_S)):
             if self._training and speaks():
-                text = f"asked to stop: saving after this step, within {self._grace_s:.0f} s\n"
+                text = f"asked to stop: saving and ending, within {self._grace_s:.0f} s\n"
                 os.write(2, text.encode())
             self._again(numbers, limit_s - time.monotonic())
         os._exit(128 + self.number)

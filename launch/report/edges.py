@@ -89,8 +89,8 @@ def edge_table(edges: Sequence[Edge]) -> Table:
     """A row per direction between two hosts."""
     table = Table(box=box.HORIZONTALS, header_style="bold", pad_edge=False)
     table.add_column("connection")
-    for header in ("sent", "Mbit/s", "round trip", "resent", "resumed", "longest silence"):
-        table.add_column(header, justify="right", no_wrap=True)
+    for header in ("sent", "Mbit/s", "round trip", "resent", "resumed", "longest\nsilence"):
+        table.add_column(header, justify="right", vertical="bottom", no_wrap=True)
     for edge in edges:
         table.add_row(
             f"{edge['source']} → {edge['target']}",

@@ -3,6 +3,7 @@
 import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,6 +16,7 @@ from thinpipe.launch.config.errors import remedy
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.handshake import HandshakeError
+from thinpipe.launch.distributed.restarts import refuse_restarts
 from thinpipe.launch.distributed.session import PeerError, TerminatedError, speaks
 from thinpipe.launch.host.packages import explain
 
@@ -48,10 +50,7 @@ def end_failed(
     if isinstance(error, PeerError):
         print_error(f"{rank}: {error}")
     elif isinstance(error, clear):
-        try:
-            refuse(error)
-        except SystemExit:
-            code = USAGE_ERROR
+        code = _refuse(error)
     elif (words := _in_words(error)) is not None:
         print_error(f"{rank}: {words}")
     elif isinstance(error, TerminatedError):
@@ -66,9 +65,18 @@ def end_failed(
         print_error(f"{rank} failed:\n{_trace(error)}")
     quiet = isinstance(error, (*clear, ImportError, SystemExit))
     if speaks() and config is not None and not quiet:
-        print_error(saved_so_far(config))
+        asked = isinstance(error, (TerminatedError, KeyboardInterrupt))
+        print_error(f"{'stopped: ' * asked}{saved_so_far(config)}")
     sys.stderr.flush()
     os._exit(code)
+
+
+def _refuse(error: Exception) -> int:
+    if type(error) in (ConfigError, CheckpointError):  # what the next attempt would meet too
+        refuse_restarts()
+    with suppress(SystemExit):
+        refuse(error)
+    return USAGE_ERROR
 
 
 def _trace(error: BaseException) -> str:

@@ -104,7 +104,7 @@ def test_ctrl_c_saves_and_leaves_no_process(
     wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
     (step,) = files.steps(run_file.parent / "run" / "checkpoints")
     assert step == steps_of(run_file)
-    assert f"everything up to step {step} is saved" in output
+    assert f"stopped: everything up to step {step} is saved" in output
 
 
 def test_sigterm_to_one_rank_saves_on_all(run_file: Path) -> None:
@@ -118,7 +118,7 @@ def test_sigterm_to_one_rank_saves_on_all(run_file: Path) -> None:
         run.kill()
     assert done.returncode in (1, 143)
     (step,) = files.steps(run_file.parent / "run" / "checkpoints")
-    assert f"everything up to step {step} is saved; continue from there" in done.stderr
+    assert f"stopped: everything up to step {step} is saved; continue from there" in done.stderr
 
 
 def test_ranks_do_not_outlive_a_killed_launcher(long_run: subprocess.Popen[str]) -> None:

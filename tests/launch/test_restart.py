@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.commands import PATIENCE_S
-from tests.launch.test_train import ranks_of, run_file, wait_until
+from tests.launch.test_train import ranks_of, run_file, thinpipe, wait_until
 from tests.ports import free_port
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.distributed.network import ROUND
@@ -29,6 +29,23 @@ def test_only_a_restart_resumes_unasked(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # of the machine that came back
     monkeypatch.setenv(ROUND, "2")
     assert after_restart(Resume(False)) == Resume(True, required=False)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_what_a_restart_cannot_change_is_not_tried_again(run_file: Path) -> None:
+    assert thinpipe(run_file, "--set", "checkpoint.every_steps=3").returncode == 0
+    checkpoints = run_file.parent / "run" / "checkpoints"
+    parts = [*checkpoints.rglob("*.safetensors")]
+    assert parts
+    for part in parts:
+        part.write_bytes(part.read_bytes()[:100])
+    words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(run_file)]
+    words += ["--resume", "--max-restarts", "3"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("no step is whole") == 1, done.stderr
+    assert "not restarted: a restart would end the same way" in done.stderr
 
 
 def node(run: Path, log: Path, *meeting: str) -> subprocess.Popen[str]:

@@ -11,6 +11,7 @@ from tests.training import config
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.data.load import DataConfig
 from thinpipe.launch.memory.check import check_host, host_needs
 from thinpipe.launch.memory.model import rank_memory
 from thinpipe.launch.plan.predict import in_flight
@@ -59,6 +60,18 @@ def test_what_does_not_fit_is_refused_before_anything_is_built(tmp_path: Path) -
         assert shown.exit_code == 2, shown.output
         assert "TB of" in shown.output
     assert host_needs(run_config(), 8, range(3)).total < 10**9
+
+
+def test_a_dry_run_prints_the_notes_of_a_start(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(bytes(range(256)) * 100)
+    run = run_config().model_copy(
+        update={"data": DataConfig(path=str(tmp_path / "binary"), sequence_length=16)}
+    )
+    write_config(run, tmp_path / "run.toml")
+    options = ["--dry-run", "--set", "data.train_sequences=8", "--set", "data.eval_sequences=4"]
+    shown = CliRunner().invoke(app, ["train", str(tmp_path / "run.toml"), *options])
+    assert shown.exit_code == 0, shown.output
+    assert "is not UTF-8 text; it is read as plain bytes" in shown.output
 
 
 def test_shards_divide_what_they_keep_and_hold_what_is_under_way() -> None:
