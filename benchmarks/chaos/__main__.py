@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from benchmarks.chaos import files, kills, live
@@ -20,6 +21,9 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=100, help="damaged, missing, mixed files")
     parser.add_argument("--kills", type=int, default=20, help="machines killed while they save")
     parser.add_argument("--live", type=int, default=20, help="faults in runs on emulated hosts")
+    parser.add_argument(
+        "--only", default="", metavar="KIND", help="live faults with this in the name"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file to add outcomes to, a JSON line each")
     parser.add_argument(
@@ -31,9 +35,11 @@ def main() -> None:
         return
     logging.disable(logging.WARNING)
     start_s, outcomes = time.monotonic(), list[Outcome]()
-    for suite, count in ((files, options.files), (kills, options.kills), (live, options.live)):
+    struck = partial(live.inject, only=options.only)
+    counts = {files.inject: options.files, kills.inject: options.kills, struck: options.live}
+    for inject, count in counts.items():
         with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-            for outcome in suite.inject(Path(folder), count, options.seed) if count else ():
+            for outcome in inject(Path(folder), count, options.seed) if count else ():
                 outcomes.append(outcome)
                 _write(options.out, outcome)
     bad = _show(outcomes)

@@ -27,8 +27,10 @@ _EPOCHS, _SAVE_EVERY = 15, 2
 _BITS_PER_RUN = 6
 
 
-def inject(folder: Path, count: int, seed: int) -> Iterator[Outcome]:
+def inject(folder: Path, count: int, seed: int, *, only: str = "") -> Iterator[Outcome]:
     """Disturb runs `count` times, in both layouts by turns; a tenth are bits of memories in RAM.
+
+    With `only`, by faults that have this in their name.
 
     Raises:
         ShapedError: hosts cannot be emulated here.
@@ -37,8 +39,8 @@ def inject(folder: Path, count: int, seed: int) -> Iterator[Outcome]:
     workloads = [Workload(folder, layout, _EPOCHS, _SAVE_EVERY) for layout in LAYOUTS]
     calm = [workload.calm() for workload in workloads]
     chance = random.Random(seed)
-    bits = [faults.bits()] * (count // 10)
-    others = _plan(chance, count - len(bits))
+    bits = [faults.bits()] * (count // 10) if only in faults.bits().kind else []
+    others = _plan(chance, count - len(bits), only)
     number = 0
     while others or bits:
         which = number % len(workloads)
@@ -51,11 +53,18 @@ def inject(folder: Path, count: int, seed: int) -> Iterator[Outcome]:
         number += 1
 
 
-def _plan(chance: random.Random, count: int) -> list[Fault]:
-    """All faults in random order, as often as needed."""
+def _plan(chance: random.Random, count: int, only: str) -> list[Fault]:
+    """All faults in random order, as often as needed.
+
+    Raises:
+        ValueError: there is none of the name.
+    """
+    kinds = [fault for fault in faults.catalogue() if only in fault.kind]
+    if not kinds:
+        names = "; ".join(fault.kind for fault in faults.catalogue())
+        raise ValueError(f"--only {only!r}: no such fault; there are {names}")
     found: list[Fault] = []
     while len(found) < count:
-        kinds = faults.catalogue()
         found += chance.sample(kinds, len(kinds))
     return found[:count]
 

@@ -30,6 +30,7 @@ from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.data.load import DataConfig
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.overlay.ranks import gone_for_good
 from thinpipe.pipeline.comm.transport import Peers
 
 _log = logging.getLogger(__name__)
@@ -210,7 +211,12 @@ class Checkpoints:
         if self._board is None:
             mesh, store = self._session.mesh, self._session.store
             self._board = Board(
-                store, mesh.rank, mesh.world_size, name="checkpoints", limit_s=_SLOWEST_DISK_S
+                store,
+                mesh.rank,
+                mesh.world_size,
+                name="checkpoints",
+                limit_s=_SLOWEST_DISK_S,
+                gone=gone_for_good,
             )
         return self._board.gather(value)
 

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from multiprocessing import forkserver, resource_tracker
 
+import psutil
+
 from thinpipe.gradcomp import methods
 
 PARENT = "THINPIPE_PARENT"
@@ -23,6 +25,9 @@ START_METHOD = "forkserver" if sys.platform.startswith("linux") else "spawn"
 
 HELD_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 """They end the launcher, which ends the ranks in order; so the server between them blocks these."""
+
+NAME = "thinpipe server"
+"""What `top` shows of it."""
 
 _FORKED = "thinpipe.launch.distributed.forked"
 
@@ -52,6 +57,18 @@ def start() -> None:
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def revive() -> None:
+    """Start the server again, and say so, if it was killed."""
+    if START_METHOD == "forkserver" and not any(
+        child.name() == NAME for child in psutil.Process().children()
+    ):
+        why = "it was killed, or this machine ran out of memory (dmesg shows it)"
+        os.write(
+            2, f"the server of this machine's ranks is gone: {why}; starting it again\n".encode()
+        )
+        start()
 
 
 @contextlib.contextmanager

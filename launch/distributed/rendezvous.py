@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from thinpipe.launch.config.placement import check_hosts
+from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.distributed.network import ROUND, HostNetwork
 from thinpipe.launch.distributed.restarts import refuses_restarts
 from thinpipe.launch.distributed.store import connect_store, hold_store
@@ -107,6 +108,8 @@ class Rendezvous(RendezvousHandler):
             RefusedError: a rank says that a restart would not help.
             RendezvousConnectionError: the host that holds the store is gone.
         """
+        if self._round:
+            fork_server.revive()
         try:
             rank, self._round, self._posts = self._meet()
         except (RendezvousTimeoutError, RendezvousClosedError):
@@ -121,7 +124,13 @@ class Rendezvous(RendezvousHandler):
         return RendezvousInfo(store, rank, self._hosts, RendezvousStoreInfo(host, port))
 
     def num_nodes_waiting(self) -> int:
-        """Whether a host has come again, which all join then."""
+        """Whether a host has come again, which all join then.
+
+        Raises:
+            RendezvousConnectionError: this host's carrier has ended, or the store is gone.
+        """
+        if self._network.is_gone:
+            raise RendezvousConnectionError("this machine's carrier has ended")
         if self._hosts == 1 or time.monotonic() - self._looked_s < _LOOK_S:
             return 0
         self._looked_s = time.monotonic()

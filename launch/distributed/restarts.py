@@ -14,7 +14,7 @@ from thinpipe.launch.distributed.store import connect_store
 _REFUSED = "refused for good"
 _STORE_S = 5.0
 _LAST = "last session"
-_NO_RANK = "no rank failed: a machine was started again"
+_NO_RANK = "no rank said why: a machine was started again, or its ranks ended before they joined"
 
 
 def last_failure(met: Store, name: str, who: str) -> str:

@@ -47,11 +47,8 @@ def broken_links() -> str:
 
     Nothing if all is well, or there is no carrier.
     """
-    carrier = os.environ.get(ADDRESS)
-    if carrier is None:
-        return ""
     try:
-        links = Client(carrier, wait_s=1.0).ask("status")["links"]
+        links = _links()
     except OverlayError as error:
         return f" [{error}]"
     broken = [
@@ -62,3 +59,19 @@ def broken_links() -> str:
     left = [f"{name} has left the run" for name, link in links.items() if link["left"]]
     found = [f"no connection to {', '.join(broken)}"] if broken else []
     return f" [{'; '.join(found + left)}]" if found or left else ""
+
+
+def gone_for_good() -> str:
+    """Machines that will not answer this rank any more, in words; nothing if all may."""
+    try:
+        links = _links()
+    except OverlayError as error:
+        return str(error)
+    gone = [name for name, link in links.items() if link["left"] or link["lost"]]
+    return f"{', '.join(gone)}: gone" if gone else ""
+
+
+def _links() -> dict[str, Any]:
+    """Of this host's carrier, by host; none without a carrier."""
+    carrier = os.environ.get(ADDRESS)
+    return {} if carrier is None else dict(Client(carrier, wait_s=1.0).ask("status")["links"])

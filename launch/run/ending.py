@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+import torch.distributed as dist
 from pydantic import ValidationError
 
 from thinpipe.launch.checkpoint.manifest import CheckpointError
@@ -94,6 +95,8 @@ def _in_words(error: BaseException) -> str | None:
 
     Of a missing package, what to install; None for any other error.
     """
+    if isinstance(error, dist.DistNetworkError):
+        return "the machine that holds the run's store is gone"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == _program()]
     where = f"{_program()}, line {lines[-1]}: " if lines else ""

@@ -27,4 +27,4 @@ def test_a_restart_names_what_failed_before(monkeypatch: pytest.MonkeyPatch) -> 
 def test_ranks_that_ended_without_a_failure_made_room_for_a_machine() -> None:
     met = HashStore()
     last_failure(met, "one", "rank 0")
-    assert last_failure(met, "two", "rank 0") == "no rank failed: a machine was started again"
+    assert last_failure(met, "two", "rank 0").startswith("no rank said why: a machine was started")
