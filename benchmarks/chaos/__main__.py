@@ -6,7 +6,7 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -36,8 +36,12 @@ def main() -> None:
     logging.disable(logging.WARNING)
     start_s, outcomes = time.monotonic(), list[Outcome]()
     struck = partial(live.inject, only=options.only)
-    counts = {files.inject: options.files, kills.inject: options.kills, struck: options.live}
-    for inject, count in counts.items():
+    suites: list[tuple[Callable[[Path, int, int], Iterable[Outcome]], int]] = [
+        (files.inject, options.files),
+        (kills.inject, options.kills),
+        (struck, options.live),
+    ]
+    for inject, count in suites:
         with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
             for outcome in inject(Path(folder), count, options.seed) if count else ():
                 outcomes.append(outcome)
