@@ -131,7 +131,7 @@ def _sample(process: psutil.Process, found: dict[int, int]) -> None:
         name, _, rank = process.name().partition(" ")
         if name == "thinpipe" and rank.isdigit():
             found[int(rank)] = max(found.get(int(rank), 0), _own_peak(process.pid))
-    except (psutil.NoSuchProcess, OSError):
+    except (psutil.NoSuchProcess, OSError, IndexError):
         return  # it has ended
 
 

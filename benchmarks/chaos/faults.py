@@ -239,7 +239,9 @@ def _disks() -> Iterator[Fault]:
             r"cannot be used|is missing|damaged|digest|killed by signal 9",
             must_say=must,
         )
-    yield Fault("files: no step left, then a restart", damage.harm_all, "no step is whole|missing")
+    yield Fault(
+        "files: no step left, then a restart", damage.harm_all, "no step is whole|missing|mended"
+    )
 
 
 def _asked() -> Iterator[Fault]:

@@ -37,12 +37,16 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Chosen:
-    """A checkpoint that every rank has what it needs of, and why newer ones are not used."""
+    """A checkpoint that every rank has what it needs of, and why newer ones are not used.
+
+    `mended` are its parts that were damaged or missing, and now come from another machine.
+    """
 
     folder: Path
     manifest: Manifest
     refused: tuple[str, ...]
     last_serial: int
+    mended: tuple[str, ...] = ()
 
 
 def candidates(offers: Sequence[Sequence[Offer]], step: int | None) -> list[Candidate]:
@@ -77,6 +81,7 @@ class Choice:
     def __init__(self, place: Place, gather: Gather, peers: Callable[[], Peers]) -> None:
         """`peers` makes links between all ranks, when they are needed."""
         self._place, self._gather, self._make_peers = place, gather, peers
+        self._mended: tuple[str, ...] = ()
 
     def newest(self, step: int | None, needed: Callable[[Manifest], Sequence[str]]) -> Chosen:
         """The newest whole step, or `step`; `needed` are the parts that this rank will read.
@@ -96,7 +101,7 @@ class Choice:
             if isinstance(problem, Manifest):
                 reasons = self._reasons(refused, candidate, [broken for _, broken in answers])
                 folder = root / step_name(candidate.step)
-                return Chosen(folder, problem, reasons, max(serials))
+                return Chosen(folder, problem, reasons, max(serials), self._mended)
             refused.append(f"{step_name(candidate.step)} cannot be used: {problem}")
         raise CheckpointError(self._none(step, refused, [broken for _, broken in answers]))
 
@@ -138,6 +143,11 @@ class Choice:
         found = self._plan(manifest, answers)
         if isinstance(found, str):
             return found
+        self._mended = tuple(
+            f"rank {rank}: {text}"
+            for rank, (wrong, _) in enumerate(answers)
+            for text in wrong.values()
+        )
         problem = self._fetch(manifest, folder, found, held=mine is not None)
         return manifest if problem is None else problem
 

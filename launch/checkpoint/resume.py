@@ -110,6 +110,12 @@ def choose(session: Session, root: Path, step: int | None, layout: Layout | None
             "; ".join(chosen.refused),
             chosen.manifest.step,
         )
+    if chosen.mended and session.mesh.rank == 0:
+        _log.warning(
+            "warning: step-%d was mended from second copies: %s",
+            chosen.manifest.step,
+            "; ".join(chosen.mended),
+        )
     return chosen
 
 

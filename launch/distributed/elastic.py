@@ -18,6 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.distributed import fork_server, rendezvous
+from thinpipe.launch.distributed.failures import death_by
 from thinpipe.launch.distributed.network import (
     PLACED,
     HostNetwork,
@@ -111,8 +112,9 @@ def _launch(
     arguments: Sequence[str],
 ) -> int:
     os.environ["OMP_NUM_THREADS"] = str(rank_threads(processes))
+    killed: list[str] = []
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        _silence(logging.getLogger(name))  # ranks report it better
+        _silence(logging.getLogger(name), _Killed(network.host or network.name, killed))
     fork_server.start()
     rendezvous.register()
     environment = dict(network.environment)  # of ranks; each rendezvous adds its number
@@ -122,7 +124,12 @@ def _launch(
         nproc_per_node=processes,
         run_id="thinpipe",
         rdzv_backend=rendezvous.BACKEND,
-        rdzv_configs={"network": network, "join_s": nodes.join_s, "environment": environment},
+        rdzv_configs={
+            "network": network,
+            "join_s": nodes.join_s,
+            "environment": environment,
+            "killed": killed,
+        },
         max_restarts=nodes.max_restarts,
         start_method=fork_server.START_METHOD,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write none; no folder in /tmp
@@ -166,9 +173,23 @@ def _run_rank(main: Callable[[], None], environment: Mapping[str, str], *argumen
     run_rank(main, environment, *arguments)
 
 
-def _silence(logger: logging.Logger) -> None:
+class _Killed(logging.Handler):
+    """Keeps which of this host's processes were killed; what else agents log, ranks say better."""
+
+    def __init__(self, host: str, found: list[str]) -> None:
+        super().__init__()
+        self._host, self._found = host, found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        code, rank = (*(record.args or ()), None, None)[:2]
+        if isinstance(code, int) and code < 0:
+            how = death_by(-code, out_of_memory=False)
+            self._found.append(f"the supervisor of local rank {rank} on {self._host}: {how}")
+
+
+def _silence(logger: logging.Logger, handler: logging.Handler) -> None:
     """Child loggers too, whatever their level."""
-    logger.addHandler(logging.NullHandler())
+    logger.addHandler(handler)
     logger.propagate = False
 
 

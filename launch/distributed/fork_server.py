@@ -26,9 +26,6 @@ START_METHOD = "forkserver" if sys.platform.startswith("linux") else "spawn"
 HELD_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 """They end the launcher, which ends the ranks in order; so the server between them blocks these."""
 
-NAME = "thinpipe server"
-"""What `top` shows of it."""
-
 _FORKED = "thinpipe.launch.distributed.forked"
 
 PRELOADED = (
@@ -61,14 +58,19 @@ def start() -> None:
 
 def revive() -> None:
     """Start the server again, and say so, if it was killed."""
-    if START_METHOD == "forkserver" and not any(
-        child.name() == NAME for child in psutil.Process().children()
-    ):
+    if START_METHOD == "forkserver" and not any(map(_is_server, psutil.Process().children())):
         why = "it was killed, or this machine ran out of memory (dmesg shows it)"
         os.write(
             2, f"the server of this machine's ranks is gone: {why}; starting it again\n".encode()
         )
         start()
+
+
+def _is_server(child: psutil.Process) -> bool:
+    try:
+        return forkserver.__name__ in " ".join(child.cmdline())  # empty if it has ended
+    except psutil.Error:
+        return False
 
 
 @contextlib.contextmanager

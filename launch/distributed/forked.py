@@ -14,7 +14,6 @@ from numba.core.registry import cpu_target
 
 from thinpipe.launch.distributed.fork_server import (
     HELD_SIGNALS,
-    NAME,
     PARENT,
     START_METHOD,
     end_with_parent,
@@ -26,7 +25,7 @@ from thinpipe.launch.distributed.supervisor import supervise
 if START_METHOD == "forkserver":
     end_with_parent()
     os.setsid()  # Ctrl-C in a terminal reaches the launcher alone
-    name_process(NAME)
+    name_process("thinpipe server")
     os.environ[PARENT] = str(os.getpid())  # for the ranks
 cpu_target.target_context.refresh()  # what each rank's first kernel would load
 _PATH = tuple(sys.path)

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from thinpipe.launch.config.placement import check_hosts
 from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.distributed.network import ROUND, HostNetwork
-from thinpipe.launch.distributed.restarts import refuses_restarts
+from thinpipe.launch.distributed.restarts import name_killed, refuses_restarts
 from thinpipe.launch.distributed.store import connect_store, hold_store
 
 BACKEND = "thinpipe"
@@ -54,8 +54,8 @@ def register() -> None:
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     network, limit_s = parameters.get("network"), parameters.get("join_s")
-    environment = parameters.get("environment")
-    return Rendezvous(network, parameters.min_nodes, environment, limit_s=limit_s)
+    environment, killed = parameters.get("environment"), parameters.get("killed")
+    return Rendezvous(network, parameters.min_nodes, environment, limit_s=limit_s, killed=killed)
 
 
 class RefusedError(RendezvousClosedError):
@@ -66,11 +66,19 @@ class Rendezvous(RendezvousHandler):
     """This host's part in it."""
 
     def __init__(
-        self, network: HostNetwork, hosts: int, environment: dict[str, str], *, limit_s: float
+        self,
+        network: HostNetwork,
+        hosts: int,
+        environment: dict[str, str],
+        *,
+        limit_s: float,
+        killed: list[str],
     ) -> None:
-        """Open the store, or connect to it. `environment` of ranks gets the number of the round."""
+        """Open the store, or connect to it. `environment` of ranks gets the number of the round;
+        `killed` is filled elsewhere with what was killed in a round, and emptied here.
+        """
         self._network, self._hosts, self._limit_s = network, hosts, limit_s
-        self._environment = environment
+        self._environment, self._killed = environment, killed
         self._wait = None
         if hosts > 1:
             self._wait = _Wait(hosts, network.endpoint, limit_s, silent=network.overlay is not None)
@@ -108,14 +116,16 @@ class Rendezvous(RendezvousHandler):
             RefusedError: a rank says that a restart would not help.
             RendezvousConnectionError: the host that holds the store is gone.
         """
-        if self._round:
-            fork_server.revive()
         try:
+            if self._round and self._killed:
+                name_killed(self._tcp, self._round, self._killed)
             rank, self._round, self._posts = self._meet()
         except (RendezvousTimeoutError, RendezvousClosedError):
             raise
         except RuntimeError as error:
             raise RendezvousConnectionError(str(error).splitlines()[0]) from None
+        self._killed.clear()
+        fork_server.revive()
         if self._wait is not None:
             self._wait.over()
         self._environment[ROUND] = str(self._round)

@@ -5,10 +5,12 @@ torchrun's agents keep their store over restarts, so what failed is still there.
 
 import contextlib
 import os
+from collections.abc import Sequence
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.distributed.failures import Failures
+from thinpipe.launch.distributed.network import ROUND
 from thinpipe.launch.distributed.store import connect_store
 
 _REFUSED = "refused for good"
@@ -25,9 +27,20 @@ def last_failure(met: Store, name: str, who: str) -> str:
     text = ""
     if met.check([_LAST]):
         failures = Failures(PrefixStore(met.get(_LAST).decode(), met), who)
-        text = failures.known() or _NO_RANK
+        key = _killed_in(int(os.environ.get(ROUND, "1")) - 1)
+        killed = met.get(key).decode() if met.check([key]) else _NO_RANK
+        text = failures.known() or killed
     met.set(_LAST, name)
     return text
+
+
+def name_killed(store: Store, number: int, killed: Sequence[str]) -> None:
+    """Called by an agent: what it found killed in a round, as ranks could not say it themselves."""
+    store.set(_killed_in(number), "; ".join(killed))
+
+
+def _killed_in(number: int) -> str:
+    return f"killed in round {number}"
 
 
 def restart_words(failure: str) -> str | None:

@@ -5,7 +5,8 @@ from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from thinpipe.launch.distributed.failures import Failures
-from thinpipe.launch.distributed.restarts import last_failure, restart_words
+from thinpipe.launch.distributed.network import ROUND
+from thinpipe.launch.distributed.restarts import last_failure, name_killed, restart_words
 
 
 def test_the_first_session_has_none_before_it() -> None:
@@ -28,3 +29,16 @@ def test_ranks_that_ended_without_a_failure_made_room_for_a_machine() -> None:
     met = HashStore()
     last_failure(met, "one", "rank 0")
     assert last_failure(met, "two", "rank 0").startswith("no rank said why: a machine was started")
+
+
+def test_what_agents_found_killed_is_named_where_no_rank_could(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met = HashStore()
+    last_failure(met, "one", "rank 0")
+    name_killed(met, 1, ["the supervisor of local rank 0 on host1: killed by signal 9"])
+    monkeypatch.setenv(ROUND, "2")
+    found = last_failure(met, "two", "rank 0")
+    assert found == "the supervisor of local rank 0 on host1: killed by signal 9"
+    monkeypatch.setenv(ROUND, "3")
+    assert last_failure(met, "three", "rank 0").startswith("no rank said why")
