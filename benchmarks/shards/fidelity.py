@@ -46,6 +46,15 @@ METHODS: dict[str, dict[str, Any]] = {
         "gradient_bits": 4,
         "weight_rounding": "learned",
     },
+    **{
+        f"W{weights}G{gradients} differences": {
+            "method": "qsdp",
+            "weights": "differences",
+            "weight_bits": weights,
+            "gradient_bits": gradients,
+        }
+        for weights, gradients in ((8, 8), (4, 8), (4, 4), (2, 4))
+    },
     "W4G4 nearest": {
         "method": "qsdp",
         "weight_bits": 4,

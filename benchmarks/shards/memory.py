@@ -22,8 +22,12 @@ from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 
 _STATUS = Path("/proc/self/status")
-Gather = Literal["step", "microbatch"]
-GATHERS: tuple[Gather, ...] = ("step", "microbatch")
+Kind = Literal["step", "differences", "microbatch"]
+SETTINGS: dict[Kind, dict[str, str]] = {
+    "step": {},
+    "differences": {"weights": "differences"},
+    "microbatch": {"gather": "microbatch"},
+}
 
 
 def _megabytes(field: str) -> float:
@@ -32,7 +36,7 @@ def _megabytes(field: str) -> float:
 
 
 def _train(
-    rank: int, shards: int, gather: Gather, model: TransformerConfig, first: int, folder: str
+    rank: int, shards: int, kind: Kind, model: TransformerConfig, first: int, folder: str
 ) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -49,11 +53,13 @@ def _train(
     if shards > 1:
         sharded = ShardedStage(stage, stage.parts(), transport.shard_group)
         peers = transport.peers(transport.mesh.stage_shards, "shard")
-        config = ShardsConfig(method="qsdp", weight_rounding="stochastic", gather=gather)
+        config = ShardsConfig.model_validate(
+            {"method": "qsdp", "weight_rounding": "stochastic", **SETTINGS[kind]}
+        )
         run, held = sharded, StageShards([sharded], peers, config, seed=rank)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
     optimizer = torch.optim.AdamW(run.parameters(), lr=1e-4)
-    for step in range(2):
+    for step in range(3):  # differences begin with the second
         if held is not None:
             held.begin_step(step, 1)
         x = torch.randn(1, model.context, model.width, requires_grad=True)
@@ -68,11 +74,11 @@ def _train(
     dist.destroy_process_group()
 
 
-def measure(shards: int, gather: Gather, model: TransformerConfig, first: int) -> tuple[float, int]:
+def measure(shards: int, kind: Kind, model: TransformerConfig, first: int) -> tuple[float, int]:
     """The largest peak of a rank, in MB, and the stage's parameters."""
     with TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
-            _train, args=(shards, gather, model, first, folder), nprocs=shards
+            _train, args=(shards, kind, model, first, folder), nprocs=shards
         )
         found = [Path(folder, f"{rank}").read_text().split() for rank in range(shards)]
     return max(float(peak) for peak, _ in found), int(found[0][1])
@@ -81,6 +87,7 @@ def measure(shards: int, gather: Gather, model: TransformerConfig, first: int) -
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser("python -m benchmarks.shards.memory", description=__doc__)
+    parser.add_argument("--kinds", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--width", type=int, default=1600)
@@ -94,13 +101,13 @@ def main() -> None:
         context=options.tokens,
     )
     records, rows = Records(options.json), []
-    for gather in GATHERS:
+    for kind in options.kinds:
         for shards in options.shards:
-            peak, numel = measure(shards, gather, model, 1)
-            records.add({"shards": shards, "gather": gather, "parameters": numel}, {"MB": peak})
+            peak, numel = measure(shards, kind, model, 1)
+            records.add({"shards": shards, "kind": kind, "parameters": numel}, {"MB": peak})
             whole = 16 * numel / 2**20
-            rows.append([gather, str(shards), f"{peak:.0f}", f"{whole:.0f}", f"{peak / whole:.2f}"])
-    print(format_table(("gather", "shards", "peak MB", "16 B x parameters", "ratio"), rows))
+            rows.append([kind, str(shards), f"{peak:.0f}", f"{whole:.0f}", f"{peak / whole:.2f}"])
+    print(format_table(("weights", "shards", "peak MB", "16 B x parameters", "ratio"), rows))
 
 
 if __name__ == "__main__":

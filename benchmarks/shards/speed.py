@@ -40,6 +40,9 @@ OURS: dict[str, ShardsConfig] = {
     "qsdp W8G8": ShardsConfig(method="qsdp", weight_rounding="stochastic"),
     "qsdp W8G8 shift": ShardsConfig(method="qsdp"),
     "qsdp W6G4": ShardsConfig(method="qsdp", weight_bits=6, gradient_bits=4),
+    "qsdp W4G4 differences": ShardsConfig(
+        method="qsdp", weights="differences", weight_bits=4, gradient_bits=4
+    ),
 }
 TORCHS: dict[str, torch.dtype | None] = {"torch fp32": None, "torch bf16": torch.bfloat16}
 

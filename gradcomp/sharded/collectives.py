@@ -7,9 +7,10 @@ same exchanges in the same order, as all run the same schedule.
 Axes: N values of a unit that one shard keeps, padding included.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.exchange import ExchangeKey, gather_all, scatter_sum
 from thinpipe.gradcomp.sharded.config import ShardsConfig
+from thinpipe.gradcomp.sharded.differences import Remembered
 from thinpipe.gradcomp.sharded.qsdp import Learned, is_kept, value_codec
 from thinpipe.gradcomp.sharded.segments import Segmented
 from thinpipe.pipeline.comm.transport import Peers
@@ -66,18 +68,29 @@ class Exchanges:
         """All gathers of a step round weights alike."""
         self.step, self._scatters = step, 0
 
-    def gather(self, unit: int, codec: Segmented, parts: Sequence[Tensor]) -> "Future[None]":
-        """Fill the ranks' `parts` with what all see of them; this rank's own is in its place."""
+    def run(self, steps: Sequence[Callable[[], None]]) -> "Future[None]":
+        """Run these on the thread, one after the other."""
+
+        def job() -> None:
+            for step in steps:
+                step()
+
+        return self._worker.submit(job)
+
+    def gather(self, unit: int, codec: Segmented, parts: Sequence[Tensor]) -> Callable[[], None]:
+        """To be run in this order: fill the ranks' `parts` with what all see of them; this rank's
+        own is in its place.
+        """
         key, codec = self._key(unit), self._noisy(codec, unit << 32)
         counts = not self.exact  # what evaluation sends is no part of a step
 
-        def job() -> None:
+        def gather() -> None:
             before = self.peers.bytes_sent
             gather_all(self.peers, key, parts[self.peers.rank], codec=codec, out=parts)
             if counts:
                 self.weight_bytes += self.peers.bytes_sent - before
 
-        return self._worker.submit(job)
+        return gather
 
     def scatter(
         self, unit: int, codec: Segmented, parts: Sequence[Tensor], out_N: Tensor, *, add: bool
@@ -109,12 +122,16 @@ class GatherWeights:
 
     unit: Unit
     exchanges: Exchanges
-    _learned_at: int = -1
+    memory: Remembered | None = field(init=False)
     codec: Segmented = field(init=False)
+    _learned_at: int = -1
 
     def __post_init__(self) -> None:
-        shards = self.exchanges.peers.size
-        self.codec = segments(self.unit, self.exchanges.config, shards, weights=True)
+        config, shards = self.exchanges.config, self.exchanges.peers.size
+        self.codec = segments(self.unit, config, shards, weights=True)
+        quantized = [place for place, codec in enumerate(self.codec.codecs) if codec != _EXACT]
+        differs = config.weights == "differences"
+        self.memory = Remembered(self.codec.sizes, quantized, shards) if differs else None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Room for a result."""
@@ -124,22 +141,60 @@ class GatherWeights:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> dist.Work:
         """Start; `input_tensor` is this rank's place in `output_tensor`."""
-        exchanges, codec = self.exchanges, self.codec
         for parameter, part_N in zip(
-            self.unit.local, torch.split(input_tensor, codec.sizes), strict=True
+            self.unit.local, torch.split(input_tensor, self.codec.sizes), strict=True
         ):  # an exchange between replicas may have given the parameter other storage
             part_N[: parameter.numel()] = parameter.detach().flatten()
+        parts = output_tensor.chunk(self.exchanges.peers.size)
+        return _Pending(self.exchanges.run(list(self._steps(parts, input_tensor))))
+
+    def _steps(self, parts: Sequence[Tensor], mine: Tensor) -> Iterator[Callable[[], None]]:
+        exchanges, memory, unit = self.exchanges, self.memory, self.unit.index
         if exchanges.exact:
-            codec = Segmented(codec.sizes, [_EXACT] * len(codec.sizes))
-        elif self._learned_at != exchanges.step:
+            yield exchanges.gather(unit, self._exact, parts)
+            return
+        if memory is not None:
+            if memory.rows:  # after a restart
+                rows = memory.row_parts(exchanges.peers.rank)
+                yield exchanges.gather(unit, Segmented([len(rows[0])], [_EXACT]), rows)
+                yield partial(memory.keep_parts, rows)
+            yield partial(memory.subtract, mine, exchanges.peers.rank)
+        if self._learned_at != exchanges.step:
             self._learned_at = exchanges.step
-            for one, part_N in zip(
-                codec.codecs, torch.split(input_tensor, codec.sizes), strict=True
-            ):
-                if isinstance(one, Learned):
-                    one.learn(part_N[None])
-        parts = output_tensor.chunk(exchanges.peers.size)
-        return _Pending(exchanges.gather(self.unit.index, codec, parts))
+            yield partial(self._learn, mine)
+        first = memory is not None and memory.empty
+        yield exchanges.gather(unit, self._exact if first else self.codec, parts)
+        if memory is not None:
+            yield partial(memory.add, parts)
+
+    @property
+    def _exact(self) -> Segmented:
+        return Segmented(self.codec.sizes, [_EXACT] * len(self.codec.sizes))
+
+    def _learn(self, mine: Tensor) -> None:
+        for codec, part_N in zip(
+            self.codec.codecs, torch.split(mine, self.codec.sizes), strict=True
+        ):
+            if isinstance(codec, Learned):
+                codec.learn(part_N[None])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Levels that were learned, by place in the unit, and what is remembered."""
+        levels = {
+            str(place): codec.level_L
+            for place, codec in enumerate(self.codec.codecs)
+            if isinstance(codec, Learned)
+        }
+        rank = self.exchanges.peers.rank
+        return levels | ({} if self.memory is None else self.memory.state_dict(rank))
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what `state_dict` returned."""
+        for place, codec in enumerate(self.codec.codecs):
+            if isinstance(codec, Learned) and str(place) in state:
+                codec.level_L.copy_(state[str(place)])
+        if self.memory is not None:
+            self.memory.load_state_dict(state)
 
 
 @dataclass

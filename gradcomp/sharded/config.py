@@ -23,6 +23,7 @@ class ShardsConfig(BaseModel):
     `method = "fsdp"` sends weights and gradients in 32 bits, or 16; `method = "qsdp"` quantizes
     them. `gather = "step"` gathers weights once per step and keeps them until its last backward;
     `"microbatch"` gathers them for every forward and backward, and keeps one block at a time.
+    `weights = "differences"` quantizes what changed since the last gather instead of the values.
     Vectors, such as those of norms and biases, and tensors of fewer than `keep_below` values travel
     in 32 bits. `bucket` values share a scale.
     """
@@ -31,6 +32,7 @@ class ShardsConfig(BaseModel):
 
     method: Literal["fsdp", "qsdp"] = "fsdp"
     gather: Literal["step", "microbatch"] = "step"
+    weights: Literal["values", "differences"] = "values"
     weight_bits: Bits | None = None
     gradient_bits: Bits | None = None
     weight_rounding: WeightRounding = "shift"
@@ -49,6 +51,22 @@ class ShardsConfig(BaseModel):
                     f'{name} = {bits}: method = "fsdp" does not quantize; use 16 or 32 bits, or '
                     'method = "qsdp"'
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _differences_fit(self) -> "ShardsConfig":
+        if self.weights == "values":
+            return self
+        if self.bits_of("weight") >= 16:
+            raise ValueError(
+                f'weights = "differences" with {self.bits_of("weight")} bits: values are exact '
+                'then; use method = "qsdp" with weight_bits of 2 to 8, or weights = "values"'
+            )
+        if self.gather == "microbatch":
+            raise ValueError(
+                'weights = "differences" keeps all gathered weights between steps, and gather = '
+                '"microbatch" holds one block at a time; use gather = "step"'
+            )
         return self
 
     def bits_of(self, what: Literal["weight", "gradient"]) -> int:

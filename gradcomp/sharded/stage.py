@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from thinpipe.gradcomp.sharded.collectives import Exchanges, GatherWeights, ScatterGradients, Unit
 from thinpipe.gradcomp.sharded.config import ShardsConfig
-from thinpipe.gradcomp.sharded.qsdp import Learned
 from thinpipe.pipeline.comm.transport import Peers
 
 
@@ -166,20 +165,26 @@ class StageShards:
         finally:
             self._exchanges.exact = False
 
+    @property
+    def remembered(self) -> list[Tensor]:
+        """What shards remember of each other's weights, equal on all of them."""
+        memories = [gather.memory for gather in self._gathers if gather.memory is not None]
+        return [tensor for memory in memories for tensor in memory.tensors]
+
     def state_dict(self) -> dict[str, Any]:
-        """Levels that were learned, by unit and parameter."""
+        """What gathers learned and remember, by unit."""
         return {
-            f"{unit}.{number}": codec.level_L
+            f"{unit}.{name}": value
             for unit, gather in enumerate(self._gathers)
-            for number, codec in enumerate(gather.codec.codecs)
-            if isinstance(codec, Learned)
+            for name, value in gather.state_dict().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        for name, level_L in self.state_dict().items():
-            if name in state:
-                level_L.copy_(state[name])
+        for unit, gather in enumerate(self._gathers):
+            start = f"{unit}."
+            own = {name[len(start) :]: v for name, v in state.items() if name.startswith(start)}
+            gather.load_state_dict(own)
 
     def _free(self) -> None:
         for stage in self.stages:

@@ -303,6 +303,6 @@ def _changes(folder: Path, before: Layout, now: Layout, *, has_memories: bool) -
     if before.replicas > 1:
         lines.append("the state of the replica exchange is reset")
         lines.append("all replicas start from the same weights")
-    if before.shards > 1 and before.shards != now.shards:
-        lines.append("levels that shards learned start anew")
+    if before.shards > 1 and now.shards > 1:
+        lines.append("levels that shards learned, and weights that they remember, start anew")
     return lines

@@ -42,6 +42,7 @@ class HostNeeds:
             "activations": self.model.activations + self.model.recomputed,
             "weights in bf16": self.model.casts,
             "weights of other shards": self.model.gathered,
+            "remembered weights": self.model.remembered,
             "a copy while a checkpoint is written": self.copies,
             "AQ-SGD's memories": self.memories,
             "processes": self.processes,

@@ -35,8 +35,9 @@ _MOST_KINDS = 64
 class ModelMemory:
     """Bytes on one rank, or of one block: there `activations` are those of a microbatch.
 
-    `casts` are weights in bf16, `gathered` what a shard holds of others for a while; `recomputed`
-    is what checkpointed activations of the largest block take while it is computed again.
+    `casts` are weights in bf16, `gathered` what a shard holds of others for a while; `remembered`
+    are the weights that were last gathered, of which it saves its part. `recomputed` is what
+    checkpointed activations of the largest block take while it is computed again.
     `uncounted` are blocks whose activations depend on values, so that nobody knows them here.
     """
 
@@ -46,19 +47,20 @@ class ModelMemory:
     activations: int = 0
     casts: int = 0
     gathered: int = 0
+    remembered: int = 0
     recomputed: int = 0
     uncounted: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
         """All at once, as at the end of a backward pass."""
-        held = self.weights + self.gradients + self.optimizer + self.gathered
+        held = self.weights + self.gradients + self.optimizer + self.gathered + self.remembered
         return held + self.activations + self.casts + self.recomputed
 
     @property
     def saved(self) -> int:
         """What a checkpoint copies before it is written beside training."""
-        return self.weights + self.optimizer
+        return self.weights + self.optimizer + (self.weights if self.remembered else 0)
 
     def plus(self, other: "ModelMemory", *, times: int = 1, in_flight: int = 1) -> "ModelMemory":
         """Together with some blocks, and that many microbatches of each."""
@@ -69,6 +71,7 @@ class ModelMemory:
             self.activations + times * in_flight * other.activations,
             self.casts + times * other.casts,
             self.gathered + times * other.gathered,
+            self.remembered + times * other.remembered,
             self.recomputed + times * other.recomputed,
             (*self.uncounted, *other.uncounted),
         )
@@ -105,6 +108,7 @@ def _shard_of(config: RunConfig, whole: ModelMemory, largest: int) -> ModelMemor
         whole,
         weights=whole.weights // shards,
         gathered=gathered * whole.weights + blocks,
+        remembered=whole.weights if config.shards.weights == "differences" else 0,
         gradients=whole.gradients // shards + gathered * whole.gradients,
         optimizer=whole.optimizer // shards,
     )

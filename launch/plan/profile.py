@@ -70,14 +70,16 @@ def training_nbytes(parameters: int, trained: int) -> int:
 def rank_nbytes(config: RunConfig, parameters: int, trained: int) -> int:
     """The same of one rank that holds these parameters, or its shard of them.
 
-    Shards that gather once per step hold all weights and their gradients beside it.
+    Shards that gather once per step hold all weights and their gradients beside it, and once more
+    all weights if they remember them.
     """
     whole = training_nbytes(parameters, trained)
     if config.pipeline.shards == 1:
         return whole
     gathers = config.shards.gather == "step"
     gathered = _WEIGHT_NBYTES * parameters + _GRADIENT_NBYTES * trained if gathers else 0
-    return whole // config.pipeline.shards + gathered
+    remembered = _WEIGHT_NBYTES * parameters * (config.shards.weights == "differences")
+    return whole // config.pipeline.shards + gathered + remembered
 
 
 def shard_traffic(config: RunConfig) -> tuple[int, int]:

@@ -2,9 +2,9 @@
 
 Both ends of a cut hold the same rows of samples, by their checksums; replicas hold the same weights
 and optimizer state, unless their method lets them differ, or processors of different kinds round
-differently. Rows that differ have a second copy in
-what will be sent anew, so both ends forget them. Weights that differ have none that is known to be
-right: the run is refused, and a checkpoint from before is the remedy.
+differently; shards remember the same weights, if they send differences. Rows that differ have a
+second copy in what will be sent anew, so both ends forget them. Weights that differ have none that
+is known to be right: the run is refused, and a checkpoint from before is the remedy.
 """
 
 import logging
@@ -46,10 +46,14 @@ class Proof:
         return self._compare_memories([memories for *_, memories in answers])
 
     def _weights(self) -> dict[str, int]:
-        """Digests by stage of what replicas have in common."""
-        if not self._built.sync.replicas_equal or self._transport.mesh.replicas == 1:
-            return {}
+        """Digests of what replicas have in common, by stage, and of what shards remember alike."""
+        mesh, shards = self._transport.mesh, self._built.shards
         found = {}
+        if shards is not None and shards.remembered:
+            place = f"position {mesh.position} of replica {mesh.replica}"
+            found[f"weights that shards remember at {place}"] = digest(shards.remembered)
+        if not self._built.sync.replicas_equal or mesh.replicas == 1:
+            return found
         for stage in self._built.stages:
             parameters = list(module_of(stage).parameters())
             moments = [

@@ -149,6 +149,20 @@ def test_all_links_compressed_goes_on_bit_for_bit(ranks: Ranks) -> None:
     assert through[0][2].gradient_bytes < 0.45 * plain.gradient_bytes
 
 
+DIFFERENCES = config(
+    pipeline={"cuts": [], "shards": 2},
+    shards={"method": "qsdp", "weights": "differences", "weight_bits": 3, "keep_below": 64},
+)
+
+
+def test_remembered_weights_survive_a_restart_bit_for_bit(ranks: Ranks) -> None:
+    through, stopped = ranks(2, _train, DIFFERENCES, None), ranks(2, _train, DIFFERENCES, 3)
+    for (losses, found, totals), (again, resumed, _) in zip(through, stopped, strict=True):
+        assert losses == again
+        assert all(torch.equal(weight, resumed[name]) for name, weight in found.items())
+        assert totals.weight_bytes < 0.5 * totals.gradient_bytes
+
+
 def refused(**sections: Any) -> str:
     with pytest.raises(ValidationError) as error:
         config(**sections)
@@ -164,6 +178,9 @@ def test_what_shards_cannot_do_is_refused_by_name() -> None:
     assert "give the cuts" in refused(pipeline=auto)
     assert "2 replicas x 3 shards" in refused(pipeline={"shards": 3, "replicas": 2})
     assert "does not quantize" in refused(shards={"weight_bits": 8})
+    differences = {"method": "qsdp", "weights": "differences"}
+    assert "with 16 bits" in refused(shards={**differences, "weight_bits": 16})
+    assert 'use gather = "step"' in refused(shards={**differences, "gather": "microbatch"})
     assert "use 2 to 8" in refused(shards={"method": "qsdp", "weight_bits": 9})
 
 

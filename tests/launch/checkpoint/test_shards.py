@@ -136,6 +136,7 @@ def test_weights_and_optimizer_survive_another_number_of_shards(
             boundary=aqsgd,
             model={"vocab": 257},  # divided unevenly
             train={"batch_size": 6},
+            shards={"method": "qsdp", "weights": "differences", "keep_below": 64},
         )
 
     saved = joined(ranks(4, _save, run(2, [2]), str(tmp_path)), 2)

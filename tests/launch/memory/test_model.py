@@ -89,6 +89,17 @@ def test_shards_divide_what_they_keep_and_hold_what_is_under_way() -> None:
         assert two.gradients - whole.gradients // 2 == (gather == "step") * whole.gradients
 
 
+def test_shards_that_send_differences_hold_all_weights_once_more_and_save_their_part() -> None:
+    pipeline = {"cuts": [], "microbatches": 2, "shards": 2}
+    values: dict[str, Any] = {"method": "qsdp"}
+    plain, remembers = (
+        rank_memory(config(pipeline=pipeline, shards=shards))[0]
+        for shards in (values, {**values, "weights": "differences"})
+    )
+    assert remembers.total - plain.total == 2 * plain.weights
+    assert remembers.saved - plain.saved == plain.weights
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_blocks_of_hugging_face_models_are_counted_as_they_are(
     tmp_path: Path, precision: str

@@ -43,6 +43,25 @@ def test_one_bit_of_a_replica_is_found_and_named_on_all_ranks(
         assert "--resume --step N" in error
 
 
+def _wrong_remembered(rank: int) -> Any:
+    shards = {"method": "qsdp", "weights": "differences", "keep_below": 64}
+    built = start(config(pipeline={"cuts": [], "shards": 2}, shards=shards))
+    test = Proof(built, built.engine.transport, 1)
+    built.engine.train_step(batch([rank, rank + 2]), 0)
+    assert built.shards is not None
+    assert test.check(1) == {}
+    if rank == 1:
+        built.shards.remembered[2].view(-1).view(torch.int32)[3] ^= 1
+    with pytest.raises(CorruptionError) as caught:
+        test.check(2)
+    return str(caught.value)
+
+
+def test_what_shards_remember_differently_is_named(ranks: Ranks) -> None:
+    for error in ranks(2, _wrong_remembered):
+        assert "weights that shards remember at position 0 of replica 0" in error
+
+
 def _other_processor(rank: int) -> Any:
     built = start(config(pipeline={"cuts": [], "replicas": 2}, train={"batch_size": 8}))
     test, kinds = Proof(built, built.engine.transport, 1), ["an old one", "a new one"]
