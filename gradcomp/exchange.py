@@ -70,7 +70,7 @@ def reduce_sharded(
     Raises:
         TransportError, DesyncError: nothing was changed.
     """
-    frames = _Frames(key, codec)
+    frames = Frames(key, codec)
     me = peers.rank
     seen = [torch.empty_like(target) for target in targets]
     messages = [frames.pack(x, s, TO_SERVER, me) for x, s in zip(targets, seen, strict=True)]
@@ -108,46 +108,21 @@ def gather_sum(
     Raises:
         TransportError, DesyncError: nothing was changed.
     """
-    frames = _Frames(key, codec)
+    frames = Frames(key, codec)
     seen_N = torch.empty_like(target_N)
     message = frames.pack(target_N, seen_N, TO_SERVER, peers.rank)
     incoming = _to_all(peers, message, codec.capacity(target_N.numel()))
     return frames.total(incoming, seen_N, TO_SERVER, peers.rank), seen_N
 
 
-def scatter_sum(
-    peers: Peers, key: ExchangeKey, targets: Sequence[Tensor], *, codec: Codec
-) -> Tensor:
-    """Sum of the vectors that all have for this rank; `targets` holds this one's for each (fp32).
-
-    What a rank has for itself is not sent, and not compressed.
+def gather_all(peers: Peers, key: ExchangeKey, mine_N: Tensor, *, codec: Codec) -> list[Tensor]:
+    """Every replica's vector (fp32), by rank, as the others see it.
 
     Raises:
         TransportError, DesyncError: nothing was changed.
     """
-    frames, me = _Frames(key, codec), peers.rank
-    outgoing = {peer: frames.pack(targets[peer], None, TO_SERVER, me) for peer in _others(peers)}
-    incoming = peers.exchange(outgoing, list(outgoing), codec.capacity(targets[me].numel()))
-    return frames.total(incoming, targets[me], TO_SERVER, me)
-
-
-def gather_all(
-    peers: Peers,
-    key: ExchangeKey,
-    mine_N: Tensor,
-    *,
-    codec: Codec,
-    out: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
-    """Every replica's vector (fp32), by rank, as the others see it.
-
-    They are written to `out` if it is given, of which `mine_N` may be one.
-
-    Raises:
-        TransportError, DesyncError: nothing was changed beside this rank's own vector.
-    """
-    frames = _Frames(key, codec)
-    found = [torch.empty_like(mine_N) for _ in range(peers.size)] if out is None else list(out)
+    frames = Frames(key, codec)
+    found = [torch.empty_like(mine_N) for _ in range(peers.size)]
     message = frames.pack(mine_N, found[peers.rank], TO_SERVER, peers.rank)
     capacity = codec.capacity(mine_N.numel())
     for peer, theirs in _to_all(peers, message, capacity).items():
@@ -163,7 +138,7 @@ def gather_bytes(
     Raises:
         TransportError, DesyncError: nothing was changed.
     """
-    frames, me = _Frames(key, codec), peers.rank
+    frames, me = Frames(key, codec), peers.rank
     message = frames.pack(mine_N, seen_N, TO_SERVER, me)
     incoming = {me: message, **_to_all(peers, message, codec.capacity(mine_N.numel()))}
     return [frames.payload(incoming[rank], TO_SERVER, rank) for rank in range(peers.size)]
@@ -183,7 +158,7 @@ def swap(
     Raises:
         TransportError, DesyncError: nothing was changed.
     """
-    frames = _Frames(key, codec)
+    frames = Frames(key, codec)
     seen_N = torch.empty_like(mine_N) if seen_N is None else seen_N
     message = frames.pack(mine_N, seen_N, TO_SERVER, peers.rank)
     incoming = peers.exchange(
@@ -205,7 +180,9 @@ def _others(peers: Peers) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Frames:
+class Frames:
+    """Messages of one exchange: headers, which are checked, and payloads of one codec."""
+
     key: ExchangeKey
     codec: Codec
 
@@ -223,7 +200,15 @@ class _Frames:
         self._header(phase, sender).write(message)
         return message
 
+    def wrap(self, payload: Tensor, phase: int, sender: int) -> Tensor:
+        """Message with this payload (uint8)."""
+        message = torch.empty(EXCHANGE_HEADER_NBYTES + payload.numel(), dtype=torch.uint8)
+        message[EXCHANGE_HEADER_NBYTES:] = payload
+        self._header(phase, sender).write(message)
+        return message
+
     def unpack(self, message: Tensor, out_n: Tensor, phase: int, sender: int) -> None:
+        """Write the values of a message to `out_n`."""
         payload = self.payload(message, phase, sender)
         if out_n.numel():
             self.codec.decode(brought_to(out_n.device, payload)[None], out_n[None])

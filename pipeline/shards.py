@@ -17,11 +17,11 @@ class Shards(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights this rank has sent so far, headers included."""
+        """Bytes of weights this rank has sent to other sites so far, headers included."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients this rank has sent so far, headers included."""
+        """Bytes of gradients this rank has sent to other sites so far, headers included."""
 
     def begin_step(self, step: int, backwards: int) -> None:
         """A step begins, in which every stage runs backward this many times."""

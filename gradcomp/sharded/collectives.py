@@ -17,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinpipe.gradcomp.exchange import ExchangeKey, gather_all, scatter_sum
+from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.differences import Remembered
 from thinpipe.gradcomp.sharded.qsdp import Learned, is_kept, value_codec
 from thinpipe.gradcomp.sharded.segments import Segmented
+from thinpipe.gradcomp.sharded.sites import Sites
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec, Noise
@@ -52,11 +53,11 @@ class Unit:
 
 
 class Exchanges:
-    """What all units of a rank share: the peers, the thread, and how much was sent."""
+    """What all units of a rank share: the other ranks, the thread, and how much was sent."""
 
     def __init__(self, peers: Peers, config: ShardsConfig, *, seed: int) -> None:
         """`seed` is this rank's own: ranks draw different numbers."""
-        self.config, self.peers = config, peers
+        self.config, self.peers = config, Sites(peers, config.ranks_per_site)
         self.step, self._scatters = 0, 0
         self.exact = False
         """Whether weights are gathered in full precision."""
@@ -86,7 +87,7 @@ class Exchanges:
 
         def gather() -> None:
             before = self.peers.bytes_sent
-            gather_all(self.peers, key, parts[self.peers.rank], codec=codec, out=parts)
+            self.peers.gather(key, codec, parts)
             if counts:
                 self.weight_bytes += self.peers.bytes_sent - before
 
@@ -101,7 +102,7 @@ class Exchanges:
 
         def job() -> None:
             before = self.peers.bytes_sent
-            total_N = scatter_sum(self.peers, key, parts, codec=codec)
+            total_N = self.peers.scatter(key, codec, parts)
             self.gradient_bytes += self.peers.bytes_sent - before
             out_N.add_(total_N) if add else out_N.copy_(total_N)
 

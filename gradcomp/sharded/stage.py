@@ -128,12 +128,12 @@ class StageShards:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights this rank has sent so far, headers included."""
+        """Bytes of weights this rank has sent to other sites so far, headers included."""
         return self._exchanges.weight_bytes
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of gradients this rank has sent so far, headers included."""
+        """Bytes of gradients this rank has sent to other sites so far, headers included."""
         return self._exchanges.gradient_bytes
 
     def begin_step(self, step: int, backwards: int) -> None:

@@ -21,10 +21,11 @@ def units_of(stage: nn.Module, parts: Sequence[nn.Module]) -> list[Unit]:
 
 
 def sent_nbytes(units: Sequence[Unit], config: ShardsConfig, shards: int) -> tuple[int, int]:
-    """What a rank sends to gather all weights once, and to scatter all gradients once."""
+    """What a rank sends to other sites to gather all weights once, and to scatter all gradients."""
+    messages = shards // config.ranks_per_site - 1  # one for each other site
     totals = []
     for weights in (True, False):
         codecs = [segments(unit, config, shards, weights=weights) for unit in units]
         payloads = [codec.capacity(sum(codec.sizes)) for codec in codecs if codec.sizes]
-        totals.append((shards - 1) * sum(EXCHANGE_HEADER_NBYTES + each for each in payloads))
+        totals.append(messages * sum(EXCHANGE_HEADER_NBYTES + each for each in payloads))
     return totals[0], totals[1]

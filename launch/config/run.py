@@ -266,7 +266,7 @@ class RunConfig(BaseModel):
         )
         check_devices(self.pipeline, self.model)
         check_placement(self.pipeline)
-        check_shards(self.pipeline, self.model, self.train.optimizer)
+        check_shards(self.pipeline, self.shards, self.model, self.train.optimizer)
         check_boundaries(self.boundary, self.pipeline)
         _check_sizes(self)
         _check_task(self)

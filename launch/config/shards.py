@@ -2,13 +2,16 @@
 
 import torch
 
+from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.model import ModelSection
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.schedule import ZERO_BUBBLE, stage_to_rank
 
 
-def check_shards(pipeline: PipelineConfig, model: ModelSection, optimizer: str) -> None:
+def check_shards(
+    pipeline: PipelineConfig, shards: ShardsConfig, model: ModelSection, optimizer: str
+) -> None:
     """Check that every stage can be held by several ranks.
 
     Raises:
@@ -19,6 +22,11 @@ def check_shards(pipeline: PipelineConfig, model: ModelSection, optimizer: str) 
     problem = _problem(pipeline, model) or _needs_wholes(model, optimizer)
     if problem is not None:
         raise ValueError(f"pipeline.shards = {pipeline.shards}: {problem}")
+    if pipeline.shards % shards.ranks_per_site:
+        raise ValueError(
+            f"shards.ranks_per_site = {shards.ranks_per_site}: the {pipeline.shards} shards of a "
+            "stage are no whole number of sites; use a divisor of pipeline.shards"
+        )
 
 
 def _needs_wholes(model: ModelSection, optimizer: str) -> str | None:

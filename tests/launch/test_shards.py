@@ -178,6 +178,7 @@ def test_what_shards_cannot_do_is_refused_by_name() -> None:
     assert "give the cuts" in refused(pipeline=auto)
     assert "2 replicas x 3 shards" in refused(pipeline={"shards": 3, "replicas": 2})
     assert "does not quantize" in refused(shards={"weight_bits": 8})
+    assert "use a divisor" in refused(pipeline={"shards": 2}, shards={"ranks_per_site": 4})
     differences = {"method": "qsdp", "weights": "differences"}
     assert "with 16 bits" in refused(shards={**differences, "weight_bits": 16})
     assert 'use gather = "step"' in refused(shards={**differences, "gather": "microbatch"})

@@ -133,6 +133,19 @@ def test_bytes_are_those_of_the_formula(ranks: Ranks) -> None:
     assert sent_nbytes(units_of(whole, whole.parts()), W8G8, 2) == sent
 
 
+def test_sites_compute_alike_and_send_fewer_bytes_to_each_other(ranks: Ranks) -> None:
+    config = W8G8.model_copy(update={"ranks_per_site": 2})
+    results = ranks(4, train, config)
+    _, gathered, _, sent = results[0]
+    for losses, others, *_ in results[1:]:
+        assert all(map(torch.equal, gathered, others))
+        assert losses
+    whole = model()
+    assert sent == sent_nbytes(units_of(whole, whole.parts()), config, 4)
+    flat = sent_nbytes(units_of(whole, whole.parts()), W8G8, 4)
+    assert flat == (3 * sent[0], 3 * sent[1])  # to all, where the other site alone gets it once
+
+
 def test_learned_levels_and_few_bits_train(ranks: Ranks) -> None:
     config = ShardsConfig(
         method="qsdp", weight_bits=6, gradient_bits=4, weight_rounding="learned", keep_below=64

@@ -1,0 +1,75 @@
+"""Exchanges by sites: what one hop between all ranks gives, with fewer bytes between sites."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinpipe.gradcomp.exchange import ExchangeKey
+from thinpipe.gradcomp.local_peers import local_peers
+from thinpipe.gradcomp.sharded.qsdp import value_codec
+from thinpipe.gradcomp.sharded.segments import Segmented
+from thinpipe.gradcomp.sharded.sites import Sites
+from thinpipe.pipeline.wire.cast import Cast
+from thinpipe.pipeline.wire.codec import Noise
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
+
+SHARDS, SIZES = 6, [50, 9, 31]
+EXACT = Segmented(SIZES, [Cast("fp32")] * 3)
+QUANTIZED = Segmented(SIZES, [value_codec(3, "stochastic", 32), Cast("fp32"), Cast("bf16")])
+
+
+def vectors(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return list(torch.randn(SHARDS, sum(SIZES), generator=generator))
+
+
+def run(kind: str, codec: Segmented, ranks: int) -> tuple[list[Tensor], list[int]]:
+    """What each rank has in the end, and how many bytes it sent to other sites."""
+    sites = [Sites(peers, ranks) for peers in local_peers(SHARDS)]
+
+    def one(rank: int) -> Tensor:
+        own = Segmented(codec.sizes, codec.codecs, Noise(rank, 0, torch.tensor([0])))
+        if kind == "scatter":
+            return sites[rank].scatter(ExchangeKey(3, 1), own, vectors(rank))
+        parts = [torch.full((sum(SIZES),), torch.nan) for _ in range(SHARDS)]
+        parts[rank].copy_(vectors(rank)[0])
+        sites[rank].gather(ExchangeKey(3, 1), own, parts)
+        return torch.stack(parts)
+
+    with ThreadPoolExecutor(SHARDS) as pool:
+        found = list(pool.map(one, range(SHARDS)))
+    return found, [site.bytes_sent for site in sites]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_all_gather_what_one_hop_gathers_bit_for_bit(ranks: int) -> None:
+    flat, _ = run("gather", QUANTIZED, 1)
+    found, _ = run("gather", QUANTIZED, ranks)
+    for parts in found:
+        assert torch.equal(parts, flat[0])
+    for rank in range(SHARDS):
+        error = (flat[0][rank] - vectors(rank)[0]).abs()
+        assert float(error[50:59].max()) == 0
+        assert 0 < float(error[:50].max()) < 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_sums_are_those_of_all_ranks_and_are_rounded_between_sites_alone(ranks: int) -> None:
+    exact = torch.stack([torch.stack(vectors(rank)) for rank in range(SHARDS)]).sum(0)
+    for found, expected in zip(run("scatter", EXACT, ranks)[0], exact, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=3e-6)
+    errors = [
+        float((found - expected)[:50].abs().max())
+        for found, expected in zip(run("scatter", QUANTIZED, ranks)[0], exact, strict=True)
+    ]
+    assert max(errors) < (1e-5 if ranks == SHARDS else 8)
+    assert ranks == SHARDS or min(errors) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_every_value_goes_to_each_other_site_once(kind: str, ranks: int) -> None:
+    message = EXCHANGE_HEADER_NBYTES + QUANTIZED.capacity(sum(SIZES))
+    assert run(kind, QUANTIZED, ranks)[1] == SHARDS * [(SHARDS // ranks - 1) * message]
