@@ -7,7 +7,12 @@ from itertools import pairwise
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.message_cost import message_meter
 from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.profile import BlockCost, microbatch_count, rank_nbytes
+from thinpipe.launch.plan.profile import (
+    BlockCost,
+    microbatch_count,
+    rank_nbytes,
+    shard_traffic,
+)
 from thinpipe.launch.plan.simulate import Message, SimulatedStep, StepModel, simulate
 from thinpipe.launch.report.metrics import WireKey
 from thinpipe.pipeline.schedule import single_stage_order
@@ -67,15 +72,65 @@ def predict(
         depth=config.pipeline.depth,
     )
     parts = config.train.accumulate
-    simulated = simulate(model)
+    simulated, passes_s = _passes(config, model, parts)
     optimizer_s = max(stage.optimizer_s for stage in stages)
     # a step ends with an exchange of losses between all ranks, then the optimizer
-    step_s = parts * simulated.step_s + network.highest_latency_s + optimizer_s
+    step_s = passes_s + network.highest_latency_s + optimizer_s
     unlimited_s = parts * simulate(replace(model, network=None)).step_s + optimizer_s
     per_microbatch_s = sum(stage.forward_s + stage.backward_s for stage in stages)
     busy_s = parts * model.microbatches * per_microbatch_s
     bubble = 1 - busy_s / (step_s * len(stages))
     return Prediction(tuple(stages), messages, simulated, step_s, unlimited_s, bubble)
+
+
+def _passes(config: RunConfig, model: StepModel, parts: int) -> tuple[SimulatedStep, float]:
+    """The first pass of a step, and how long all take, with what shards send each other.
+
+    As everything simulated, it is the best there can be: weights arrive while the first microbatch
+    is computed, and gradients leave during the last backward. Without the time of their codecs.
+    """
+    plain = simulate(model)
+    if config.pipeline.shards == 1:
+        return plain, parts * plain.step_s
+    weights_s, gradients_s = _between_shards(config, model)
+    forward_s, backward_s = model.forward_s, model.backward_s
+    if config.shards.gather == "microbatch":
+        each = replace(
+            model,
+            forward_s=list(map(max, forward_s, weights_s)),
+            backward_s=[
+                max(b, w + g) for b, w, g in zip(backward_s, weights_s, gradients_s, strict=True)
+            ],
+        )
+        found = simulate(each)
+        return found, parts * found.step_s
+    ready_s = [max(0.0, w - f) for w, f in zip(weights_s, forward_s, strict=True)]
+    first = simulate(replace(model, ready_s=ready_s))
+    last = first if parts == 1 else plain
+    ends_s = {event.stage: event.end_s for event in last.events if event.kind == "B"}
+    late_s = [
+        ends_s.get(stage, 0.0) + max(0.0, g - b)
+        for stage, (g, b) in enumerate(zip(gradients_s, backward_s, strict=True))
+    ]
+    together_s = first.step_s * (parts > 1) + max(0, parts - 2) * plain.step_s
+    return first, together_s + max(last.step_s, *late_s)
+
+
+def _between_shards(config: RunConfig, model: StepModel) -> tuple[list[float], list[float]]:
+    """Seconds to gather a stage's weights once, and to scatter its gradients, by stage.
+
+    Shards of a stage are taken to have links to each other that are as fast as its fastest one.
+    """
+    network = model.network
+    assert network is not None
+    alone = network.hosts == 1  # its links are those between shards
+
+    def seconds(stage: int, nbytes: int) -> float:
+        return network.link_s(0, 0, nbytes) if alone else network.uplink_s(stage, nbytes)
+
+    traffic = enumerate(shard_traffic(config))
+    found = [(seconds(stage, w), seconds(stage, g)) for stage, (w, g) in traffic]
+    return [weights_s for weights_s, _ in found], [gradients_s for _, gradients_s in found]
 
 
 def stage_costs(config: RunConfig, blocks: Blocks) -> list[StageCost]:

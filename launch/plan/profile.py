@@ -82,18 +82,15 @@ def rank_nbytes(config: RunConfig, parameters: int, trained: int) -> int:
     return whole // config.pipeline.shards + gathered + remembered
 
 
-def shard_traffic(config: RunConfig) -> tuple[int, int]:
-    """Bytes of weights and of gradients that a shard sends per step, in the stage with most."""
-    passes = config.train.accumulate * microbatch_count(config)
-    each = config.shards.gather == "microbatch"  # for forward and backward of each
+def shard_traffic(config: RunConfig) -> list[tuple[int, int]]:
+    """Bytes of weights that a shard of each stage sends to gather them once, and of gradients."""
     sent = []
     for first, stop in pairwise((0, *config.pipeline.cuts, config.model.layers)):
         stage = build_model(config.model, first, stop, seed=0, device="meta")
         assert not isinstance(stage, OwnStage), "refused by the config"
         units = units_of(stage, stage.parts())
-        weights, gradients = sent_nbytes(units, config.shards, config.pipeline.shards)
-        sent.append((2 * passes * weights, passes * gradients) if each else (weights, gradients))
-    return max(sent)
+        sent.append(sent_nbytes(units, config.shards, config.pipeline.shards))
+    return sent
 
 
 def checkpoint_nbytes(parameters: int, trained: int) -> int:

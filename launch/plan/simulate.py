@@ -14,6 +14,7 @@ ahead of the schedule without limit.
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from thinpipe.launch.plan.network import Network
@@ -37,7 +38,8 @@ class StepModel:
 
     `forward_s` and `backward_s` are seconds per microbatch, one for each stage; `activations` and
     `gradients` have one message for each cut. `network` connects the ranks, in bit/s of payload;
-    None is unlimited. The schedule is one with a single stage per rank.
+    None is unlimited. `ready_s` is when each stage may begin, if not at once. The schedule is one
+    with a single stage per rank.
 
     Raises:
         ValueError: a sequence does not fit the number of stages.
@@ -51,6 +53,7 @@ class StepModel:
     gradients: Sequence[Message]
     network: Network | None = None
     depth: int = DEPTH
+    ready_s: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         cuts = self.stages - 1
@@ -147,6 +150,7 @@ class _Simulation:
     def __init__(self, model: StepModel) -> None:
         self._model = model
         self._network = model.network or Network.uniform(model.stages)
+        self._ready_s = model.ready_s or [0.0] * model.stages
         stages = range(model.stages)
         self._orders = [
             single_stage_order(
@@ -172,8 +176,8 @@ class _Simulation:
 
     def run(self) -> None:
         """Handle events until the queue is empty."""
-        for stage in range(self._model.stages):
-            self._start_next(stage, 0.0)
+        for stage, ready_s in enumerate(self._ready_s):
+            self._enqueue(ready_s, partial(self._start_next, stage))
         while self._queue:
             now_s, _, handle = heapq.heappop(self._queue)
             handle(now_s)
@@ -185,7 +189,7 @@ class _Simulation:
 
     def _start_next(self, stage: int, now_s: float) -> None:
         """Start the stage's next action, if it is idle and has the input."""
-        if self._busy[stage] or not self._orders[stage]:
+        if self._busy[stage] or not self._orders[stage] or now_s < self._ready_s[stage]:
             return
         action = self._orders[stage][-1]
         incoming, outgoing = self._incoming(action), self._outgoing(action)

@@ -55,10 +55,16 @@ def show_plan(
 
 
 def _between_shards(config: RunConfig) -> str:
-    weights, gradients = shard_traffic(config)
+    passes = config.train.accumulate * microbatch_count(config)
+    each = config.shards.gather == "microbatch"  # for forward and backward of each
+    weights, gradients = max(shard_traffic(config))
+    weights, gradients = (
+        (2 * passes * weights, passes * gradients) if each else (weights, gradients)
+    )
     return (
         f"of {config.pipeline.shards} shards of a stage, each sends up to {format_bytes(weights)} "
-        f"of weights and {format_bytes(gradients)} of gradients per step; that is not included"
+        f"of weights and {format_bytes(gradients)} of gradients per step, over links taken to be "
+        "as fast as its stage's; that is included, but for their codecs"
     )
 
 
