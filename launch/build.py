@@ -110,7 +110,10 @@ def build(
         for stage in wiring.stages
     ]
     parameters = named_parameters(list(held.values()))
-    sync = _sync(config, list(parameters.values()), transport)
+    exchanged = list(parameters.values())
+    if shards is not None:
+        exchanged = [own for stage in shards.stages for own in stage.in_forward_order()]
+    sync = _sync(config, exchanged, transport)
     if shards is not None and given.optimizer is not None:
         raise ValueError(
             f"pipeline.shards = {config.pipeline.shards}: an optimizer of one's own would get some "

@@ -94,7 +94,7 @@ class PipelineEngine:
         self._optimizer, self._sync, self._tied = optimizer, sync, tied
         self._shards = shards
         self._parameters = _unique_parameters(stages)
-        self._once_per_microbatch = shards is None and _once_per_microbatch(stages)
+        self._once_per_microbatch = _once_per_microbatch(stages)
         self._make_schedule = make_schedule
         self._device: torch.device = stages[0].device
         self._stats = StepStats(transport, self.channels, options.cuts)
@@ -164,9 +164,11 @@ class PipelineEngine:
         start = time.perf_counter()
         parts = batch.split(min(self._options.accumulate, len(batch)))
         microbatches = sum(self._fit(len(part)) for part in parts)
-        self._sync.begin_step(microbatches if self._once_per_microbatch else 0)
         if self._shards is not None:
+            self._sync.begin_step(1)  # gradients are there when they are sums over the shards
             self._shards.begin_step(step, microbatches)
+        else:
+            self._sync.begin_step(microbatches if self._once_per_microbatch else 0)
         self._denominator = 0.0
         losses = [loss for part in parts for loss in self._train_part(part, step, batch)]
         if self._shards is not None:

@@ -24,7 +24,10 @@ class Shards(Protocol):
         """Bytes of gradients this rank has sent to other sites so far, headers included."""
 
     def begin_step(self, step: int, backwards: int) -> None:
-        """A step begins, in which every stage runs backward this many times."""
+        """A step begins, in which every stage runs backward this many times.
+
+        Every trained parameter gets one gradient, as if it were computed here: its hooks run.
+        """
 
     def before_step(self) -> None:
         """Wait for the sums over the shards, and leave in `p.grad` those of this rank's part."""

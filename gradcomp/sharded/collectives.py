@@ -58,16 +58,16 @@ class Exchanges:
     def __init__(self, peers: Peers, config: ShardsConfig, *, seed: int) -> None:
         """`seed` is this rank's own: ranks draw different numbers."""
         self.config, self.peers = config, Sites(peers, config.ranks_per_site)
-        self.step, self._scatters = 0, 0
+        self.step, self.backwards, self._scatters = 0, 1, 0
         self.exact = False
         """Whether weights are gathered in full precision."""
         self.weight_bytes = self.gradient_bytes = 0
         self._key_of_noise, self._number = seed, 0
         self._worker = Worker("shards")
 
-    def begin_step(self, step: int) -> None:
-        """All gathers of a step round weights alike."""
-        self.step, self._scatters = step, 0
+    def begin_step(self, step: int, backwards: int) -> None:
+        """All gathers of a step round weights alike; gradients are scattered that many times."""
+        self.step, self.backwards, self._scatters = step, backwards, 0
 
     def run(self, steps: Sequence[Callable[[], None]]) -> "Future[None]":
         """Run these on the thread, one after the other."""
@@ -95,18 +95,20 @@ class Exchanges:
 
     def scatter(
         self, unit: int, codec: Segmented, parts: Sequence[Tensor], out_N: Tensor, *, add: bool
-    ) -> "Future[None]":
-        """Write the sum over ranks of what they have for this one to `out_N`, or add it there."""
+    ) -> Callable[[], None]:
+        """To be run in this order: write the sum over ranks of what they have for this one to
+        `out_N`, or add it there.
+        """
         self._scatters += 1
         key, codec = self._key(unit), self._noisy(codec, unit << 32 | self._scatters)
 
-        def job() -> None:
+        def scatter() -> None:
             before = self.peers.bytes_sent
             total_N = self.peers.scatter(key, codec, parts)
             self.gradient_bytes += self.peers.bytes_sent - before
             out_N.add_(total_N) if add else out_N.copy_(total_N)
 
-        return self._worker.submit(job)
+        return scatter
 
     def _key(self, unit: int) -> ExchangeKey:
         self._number += 1
@@ -224,16 +226,22 @@ class ScatterGradients:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Start; `finish` has the result, and FSDP's own gradients are not to be read."""
+        """Start; the last one of a step leaves the sum in the parameters' gradients.
+
+        FSDP's own gradients are not to be read.
+        """
         add = self._sum_N is not None
         if self._sum_N is None:
             self._sum_N = output_tensor
         parts = input_tensor.chunk(self.exchanges.peers.size)
-        future = self.exchanges.scatter(self.unit.index, self.codec, parts, self._sum_N, add=add)
-        self._futures.append(future)
+        steps = [self.exchanges.scatter(self.unit.index, self.codec, parts, self._sum_N, add=add)]
+        if len(self._futures) + 1 == self.exchanges.backwards:
+            steps.append(partial(self._leave, self._sum_N))
+            self._sum_N = None
+        self._futures.append(self.exchanges.run(steps))
 
     def finish(self) -> None:
-        """Wait for all sums since the last call, and leave them in the parameters' gradients.
+        """Wait for the gradients of a step.
 
         Raises:
             TransportError, DesyncError: an exchange failed.
@@ -241,14 +249,19 @@ class ScatterGradients:
         for future in self._futures:
             future.result()
         self._futures.clear()
-        if self._sum_N is None:
-            return
+        if self._sum_N is not None:  # it was not needed in every backward
+            self._leave(self._sum_N)
+            self._sum_N = None
+
+    def _leave(self, sum_N: Tensor) -> None:
+        """Through autograd, whose hooks exchanges between replicas wait for, while other units
+        still compute.
+        """
         trained = [parameter for parameter in self.unit.local if parameter.requires_grad]
-        for parameter, part_N in zip(
-            trained, torch.split(self._sum_N, self.codec.sizes), strict=True
-        ):
-            parameter.grad = part_N[: parameter.numel()].view(parameter.shape)
-        self._sum_N = None
+        parts = torch.split(sum_N, self.codec.sizes)
+        for parameter, part_N in zip(trained, parts, strict=True):
+            gradient = part_N[: parameter.numel()].view(parameter.shape)
+            torch.autograd.backward(parameter, gradient)
 
 
 class _Pending(dist.Work):

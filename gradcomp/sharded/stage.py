@@ -67,6 +67,15 @@ class ShardedStage(nn.Module):
         self.inner.train(mode)
         return super().train(mode)
 
+    def in_forward_order(self) -> list[nn.Parameter]:
+        """Parameters in the reverse of the order in which their gradients are there.
+
+        What is none of the blocks' comes first: FSDP scatters its gradients in the end.
+        """
+        return [
+            parameter for _, own in (self.groups[-1], *self.groups[:-1]) for parameter, _ in own
+        ]
+
     def tied_weight(self) -> nn.Parameter | None:
         """This rank's part of the weight that the stage shares with another one."""
         whole = self.inner.tied_weight()
@@ -139,8 +148,8 @@ class StageShards:
     def begin_step(self, step: int, backwards: int) -> None:
         """Start to gather, if it is done once per step."""
         self._free()
-        self._exchanges.begin_step(step)
         each = self._config.gather == "microbatch"
+        self._exchanges.begin_step(step, backwards if each else 1)
         for stage in self.stages:
             stage.begin_step(backwards, each=each)
             if not each:

@@ -163,6 +163,38 @@ def test_remembered_weights_survive_a_restart_bit_for_bit(ranks: Ranks) -> None:
         assert totals.weight_bytes < 0.5 * totals.gradient_bytes
 
 
+def _launched(rank: int, gather: str) -> list[tuple[int, int]]:
+    """Buckets that replicas exchange, of all, when backward and the shards' sums are over."""
+    built = start(
+        config(
+            pipeline={"cuts": [], "shards": 2, "replicas": 2},
+            shards={"gather": gather},
+            gradcomp={"method": "quantize", "quantize": {"bucket_mb": 0.005}},
+        )
+    )
+    sync: Any = built.sync
+    before_step, found = sync.before_step, []
+
+    def counted() -> None:
+        found.append((sync._readiness._next, len(sync._readiness._buckets)))
+        before_step()
+
+    sync.before_step = counted
+    mesh = built.engine.transport.mesh
+    for step, whole_batch in enumerate(BATCHES):
+        built.engine.train_step(share(whole_batch, mesh.lane, mesh.lanes), step)
+    return found
+
+
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+def test_replicas_exchange_gradients_as_soon_as_shards_have_summed_them(
+    ranks: Ranks, gather: str
+) -> None:
+    for found in ranks(4, _launched, gather):
+        assert len(found) == len(BATCHES)
+        assert all(launched == buckets > 4 for launched, buckets in found)
+
+
 def refused(**sections: Any) -> str:
     with pytest.raises(ValidationError) as error:
         config(**sections)
