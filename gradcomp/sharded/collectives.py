@@ -286,4 +286,5 @@ def segments(unit: Unit, config: ShardsConfig, shards: int, *, weights: bool) ->
         for parameter, shape in zip(unit.local, unit.shapes, strict=True)
         if parameter.requires_grad or weights
     ]
-    return Segmented(unit.sizes(shards, trained=not weights), codecs)
+    sizes = unit.sizes(shards, trained=not weights)
+    return Segmented(sizes, codecs, coded=config.coding == "zstd")

@@ -25,7 +25,8 @@ class ShardsConfig(BaseModel):
     `"microbatch"` gathers them for every forward and backward, and keeps one block at a time.
     `weights = "differences"` quantizes what changed since the last gather instead of the values.
     Vectors, such as those of norms and biases, and tensors of fewer than `keep_below` values travel
-    in 32 bits. `bucket` values share a scale. `ranks_per_site` neighbours have fast links among
+    in 32 bits. `bucket` values share a scale. `coding = "zstd"` shortens messages where links are
+    slow. `ranks_per_site` neighbours have fast links among
     each other: between sites every value is sent once, and inside them gradients are exact.
     """
 
@@ -40,6 +41,7 @@ class ShardsConfig(BaseModel):
     gradient_rounding: GradientRounding = "stochastic"
     bucket: int = Field(1024, ge=8)
     keep_below: int = Field(1024, ge=0)
+    coding: Literal["none", "zstd"] = "none"
     ranks_per_site: int = Field(1, ge=1)
 
     @model_validator(mode="after")

@@ -3,17 +3,20 @@
 Axes: B rows (always 1), N values of a row, W bytes of it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Codec, Noise
+from thinpipe.pipeline.wire.entropy import compress, expand
 
 
 @dataclass(frozen=True)
 class Segmented:
     """`sizes` values each for the `codecs`, one after the other.
 
+    With `coded`, messages are shortened by zstd where that helps; one of full length is not.
     `noise` is what every call draws from, as a message is coded without more being said. Segments
     draw different numbers.
     """
@@ -21,6 +24,7 @@ class Segmented:
     sizes: list[int]
     codecs: list[Codec]
     noise: Noise | None = None
+    coded: bool = False
 
     @property
     def codec_id(self) -> int:
@@ -33,7 +37,7 @@ class Segmented:
         return min(codec.bits for codec in self.codecs)
 
     def capacity(self, numel: int) -> int:
-        """Exact bytes: those of the segments."""
+        """Bytes of the segments; the most if they are coded, exact otherwise."""
         assert numel == sum(self.sizes), f"{numel} values for segments of {sum(self.sizes)}"
         return sum(
             codec.capacity(size) for size, codec in zip(self.sizes, self.codecs, strict=True)
@@ -48,6 +52,13 @@ class Segmented:
         noise: Noise | None = None,
     ) -> int:
         """Write the segments' bytes."""
+        if self.coded:
+            plain_BW = torch.empty_like(wire_BW)
+            length = replace(self, coded=False).encode(x_BN, plain_BW, seen_BN, noise=noise)
+            shorter = compress(plain_BW[0, :length], wire_BW[0])
+            if shorter is None:
+                wire_BW.copy_(plain_BW)
+            return length if shorter is None else shorter
         noise = noise or self.noise
         start = at = 0
         for number, (size, codec) in enumerate(zip(self.sizes, self.codecs, strict=True)):
@@ -59,7 +70,15 @@ class Segmented:
         return at
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        """Write the segments' values."""
+        """Write the segments' values.
+
+        Raises:
+            CodingError: the bytes are damaged, or those of other segments.
+        """
+        if self.coded and wire_BW.shape[1] < self.capacity(out_BN.shape[1]):
+            plain_BW = wire_BW.new_empty(1, self.capacity(out_BN.shape[1]))
+            expand(wire_BW[0], plain_BW[0])
+            wire_BW = plain_BW
         start = at = 0
         for size, codec in zip(self.sizes, self.codecs, strict=True):
             end = at + codec.capacity(size)

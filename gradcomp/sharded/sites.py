@@ -23,7 +23,12 @@ from thinpipe.gradcomp.exchange import ExchangeKey, Frames
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec
-from thinpipe.pipeline.wire.exchange_header import FROM_SERVER, TO_SERVER
+from thinpipe.pipeline.wire.exchange_header import (
+    EXCHANGE_HEADER_NBYTES,
+    FROM_SERVER,
+    TO_SERVER,
+    payload_nbytes,
+)
 
 _EXACT = Cast("fp32")
 
@@ -43,9 +48,7 @@ class Sites:
         self._counterparts = range(peers.rank % ranks, peers.size, ranks)
 
     def gather(self, key: ExchangeKey, codec: Codec, parts: Sequence[Tensor]) -> None:
-        """Fill the ranks' `parts` (fp32) with what all see of them; `codec` has a fixed size.
-
-        This rank's own is in its place.
+        """Fill the ranks' `parts` (fp32) with what all see of them; one's own is in its place.
 
         Raises:
             TransportError, DesyncError: nothing was changed beside this rank's own part.
@@ -56,7 +59,7 @@ class Sites:
         found = self._across(dict.fromkeys(others, message), codec.capacity(parts[me].numel()))
         if self._ranks > 1:
             column = [found.get(rank, message) for rank in self._counterparts]
-            found = self._forwarded(frames, column)
+            found = self._forwarded(frames, column, codec.capacity(parts[me].numel()))
         for rank, theirs in found.items():
             frames.unpack(theirs, parts[rank], TO_SERVER, rank)
 
@@ -83,19 +86,24 @@ class Sites:
         self.bytes_sent += sum(message.numel() for message in outgoing.values())
         return self._peers.exchange(outgoing, list(outgoing), capacity)
 
-    def _forwarded(self, frames: Frames, column: Sequence[Tensor]) -> dict[int, Tensor]:
+    def _forwarded(
+        self, frames: Frames, column: Sequence[Tensor], capacity: int
+    ) -> dict[int, Tensor]:
         """Messages of all other ranks, from those of this rank's counterparts, its own included."""
-        me, length = self.rank, len(column[0])
+        me, longest = self.rank, len(column) * (EXCHANGE_HEADER_NBYTES + capacity)
         bundle = frames.wrap(torch.cat(list(column)), FROM_SERVER, me)
         mates = [rank for rank in self._site if rank != me]
-        bundles = self._peers.exchange(dict.fromkeys(mates, bundle), mates, len(column) * length)
+        bundles = self._peers.exchange(dict.fromkeys(mates, bundle), mates, longest)
         found: dict[int, Tensor] = {}
         for mate in self._site:
             held = bundle if mate == me else bundles[mate]
             payload = frames.payload(held, FROM_SERVER, mate)
             senders = range(mate % self._ranks, self.size, self._ranks)
-            messages = torch.split(payload, length)
-            found |= {rank: m for rank, m in zip(senders, messages, strict=True) if rank != me}
+            for rank in senders:
+                length = EXCHANGE_HEADER_NBYTES + payload_nbytes(payload)
+                if rank != me:
+                    found[rank] = payload[:length]
+                payload = payload[length:]
         return found
 
     def _site_sums(self, key: ExchangeKey, parts: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -1,6 +1,7 @@
 """Exchanges by sites: what one hop between all ranks gives, with fewer bytes between sites."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ EXACT = Segmented(SIZES, [Cast("fp32")] * 3)
 QUANTIZED = Segmented(SIZES, [value_codec(3, "stochastic", 32), Cast("fp32"), Cast("bf16")])
 
 
-def vectors(rank: int) -> list[Tensor]:
+def vectors(rank: int, numel: int = sum(SIZES)) -> list[Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return list(torch.randn(SHARDS, sum(SIZES), generator=generator))
+    return list(torch.randn(SHARDS, numel, generator=generator))
 
 
 def run(kind: str, codec: Segmented, ranks: int) -> tuple[list[Tensor], list[int]]:
@@ -30,11 +31,11 @@ def run(kind: str, codec: Segmented, ranks: int) -> tuple[list[Tensor], list[int
     sites = [Sites(peers, ranks) for peers in local_peers(SHARDS)]
 
     def one(rank: int) -> Tensor:
-        own = Segmented(codec.sizes, codec.codecs, Noise(rank, 0, torch.tensor([0])))
+        own, numel = replace(codec, noise=Noise(rank, 0, torch.tensor([0]))), sum(codec.sizes)
         if kind == "scatter":
-            return sites[rank].scatter(ExchangeKey(3, 1), own, vectors(rank))
-        parts = [torch.full((sum(SIZES),), torch.nan) for _ in range(SHARDS)]
-        parts[rank].copy_(vectors(rank)[0])
+            return sites[rank].scatter(ExchangeKey(3, 1), own, vectors(rank, numel))
+        parts = [torch.full((numel,), torch.nan) for _ in range(SHARDS)]
+        parts[rank].copy_(vectors(rank, numel)[0])
         sites[rank].gather(ExchangeKey(3, 1), own, parts)
         return torch.stack(parts)
 
@@ -53,6 +54,17 @@ def test_all_gather_what_one_hop_gathers_bit_for_bit(ranks: int) -> None:
         error = (flat[0][rank] - vectors(rank)[0]).abs()
         assert float(error[50:59].max()) == 0
         assert 0 < float(error[:50].max()) < 1
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("kind", ["gather", "scatter"])
+def test_coded_messages_are_shorter_and_mean_the_same(kind: str, ranks: int) -> None:
+    rare = Segmented([9000], [value_codec(8, "nearest", 9000)])
+    coded = Segmented(rare.sizes, rare.codecs, coded=True)
+    plain, nbytes = run(kind, rare, ranks)
+    found, fewer = run(kind, coded, ranks)
+    assert all(map(torch.equal, found, plain))
+    assert all(0.5 * most < less < 0.97 * most for less, most in zip(fewer, nbytes, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 6])
