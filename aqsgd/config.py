@@ -4,9 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
+from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.aqsgd.delta import DeltaBoundary
 from thinpipe.aqsgd.delta_codec import ChangeCodec, Composed, Switching
-from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.aqsgd.store import Store
 from thinpipe.pipeline.config import (
     Bits,
@@ -125,7 +125,7 @@ def build_delta(
 ) -> DeltaBoundary:
     """One end of a direction. Both are built alike, with a store and capacity of their own."""
     return DeltaBoundary(
-        SampleMemory(build_codec(config.memory, width), store, capacity=capacity),
+        CodedMemory(build_codec(config.memory, width), store, capacity=capacity),
         first_visit=config.first_visit_codec(width),
         delta=config.change_codec(width),
         key=key,

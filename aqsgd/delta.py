@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from thinpipe.aqsgd.coded_memory import CodedMemory, Visit
 from thinpipe.aqsgd.delta_codec import ChangeCodec, unpacked
-from thinpipe.aqsgd.memory import SampleMemory, Visit
 from thinpipe.pipeline.comm.boundary import MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
 from thinpipe.pipeline.comm.payload import rows_of
@@ -52,7 +52,7 @@ class DeltaBoundary:
     codec_id = CODEC_ID
 
     def __init__(
-        self, memory: SampleMemory, *, first_visit: Codec, delta: ChangeCodec, key: int
+        self, memory: CodedMemory, *, first_visit: Codec, delta: ChangeCodec, key: int
     ) -> None:
         """`key` addresses the random numbers of stochastic codecs; it is the same at both ends."""
         self.memory = memory

@@ -1,8 +1,8 @@
 """What was last seen of each sample, at one end of one direction of a cut.
 
-Rows are stored as a codec's bytes (a float format, or quantized), keyed by sample id, in a tier
-(`store.py`, `disk.py`). Both ends store the same values with the same codec, so they hold the same
-bits. A step's new rows are staged and become visible at `commit`.
+Rows are bytes, keyed by sample id, in a tier (`store.py`, `disk.py`): a codec's (`coded_memory.py`)
+or coefficients (`transform/rows.py`). Both ends store the same bits. A step's new rows are staged
+and become visible at `commit`.
 
 Of every sample both ends also know its generation, the number of committed visits, and its chain,
 the CRC-32 of all it was sent since its first visit. They are equal at both ends by construction,
@@ -20,17 +20,14 @@ import hashlib
 import logging
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from thinpipe.aqsgd.store import RamStore, Store, row_checksum
-from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.header import crc32
-from thinpipe.pipeline.wire.pinned import brought_to
-from thinpipe.pipeline.wire.uniform import PackedMemory
 
 _log = logging.getLogger(__name__)
 
@@ -40,25 +37,18 @@ ROWS = "memory_rows"
 _HISTORY = struct.Struct("<qIQ")
 
 
-class Visit(NamedTuple):
-    """A known sample in a step: its old bytes, room for its new ones, and where these will stay."""
-
-    sample: int
-    memory: PackedMemory
-    home: Tensor
-
-
-class _History(NamedTuple):
+class History(NamedTuple):
     """What both ends know of a sample without looking at its row."""
 
     generation: int
     chain: int
 
-    def after(self, wire: Tensor) -> "_History":
-        return _History(self.generation + 1, crc32(wire, self.chain))
+    def after(self, wire: Tensor) -> "History":
+        return History(self.generation + 1, crc32(wire, self.chain))
 
 
-_UNSEEN = _History(0, 0)
+UNSEEN = History(0, 0)
+"""That of samples that were never committed."""
 
 
 class Beside(Protocol):
@@ -76,26 +66,30 @@ class SampleMemory:
 
     def __init__(
         self,
-        codec: Codec,
+        row_nbytes: Callable[[int], int],
         store: Store | None = None,
         *,
         capacity: int | None = None,
         beside: Beside | None = None,
     ) -> None:
-        """`codec` turns values into stored bytes; it must be deterministic.
+        """`row_nbytes` are those of a sample of so many values.
 
         `capacity` is how many samples this end could hold; the ends agree on one (`restrict`).
         """
         self.capacity, self._beside = capacity, beside
-        self._codec, self._store = codec, store or RamStore()
+        self._nbytes_of, self._store = row_nbytes, store or RamStore()
         self._limit = capacity
-        self._histories: dict[int, _History] = {}
-        self._staged: dict[int, tuple[_History, Tensor]] = {}
+        self._histories: dict[int, History] = {}
+        self._staged: dict[int, tuple[History, Tensor]] = {}
         self._row_nbytes: int | None = None
 
     def __len__(self) -> int:
         """Number of samples held."""
         return len(self._histories)
+
+    def __contains__(self, sample: int) -> bool:
+        """Whether anything is held of a sample."""
+        return sample in self._histories
 
     @property
     def nbytes(self) -> int:
@@ -136,63 +130,6 @@ class SampleMemory:
         if self._beside is not None:
             self._beside.reset()
 
-    def read(self, ids_B: Tensor, numel: int) -> Tensor:
-        """fp32 values [B, N] of known samples.
-
-        Raises:
-            ValueError: a sample was of another size when it was seen: its content has changed.
-        """
-        rows = [self.row(sample, numel).cpu() for sample in ids_B.tolist()]
-        out_BN = torch.empty(len(rows), numel)
-        if rows:
-            self._codec.decode(torch.stack(rows), out_BN)
-        return out_BN
-
-    def open(self, sample: int, numel: int, device: torch.device) -> Visit:
-        """The old bytes of a known sample, and room for the new ones; ends with `close`.
-
-        Both are where `device` codes them.
-
-        Raises:
-            ValueError: the sample was of another size when it was seen.
-        """
-        old = brought_to(device, self.row(sample, numel))
-        home = self._store.empty_row(old.numel())
-        fresh = _written(home, device)
-        return Visit(sample, PackedMemory(self._codec, old[None], fresh[None]), home)
-
-    def close(self, visit: Visit, wire: Tensor, *, keep: bool) -> None:
-        """Stage what was written to `visit.memory.fresh_BW`, or forget it if it is not finite.
-
-        `wire` (host) is what the sample was sent as.
-        """
-        if not keep:
-            self._store.give_back(visit.home)
-            return
-        _bring_home(visit.memory.fresh_BW[0], visit.home)
-        self._staged[visit.sample] = self._histories[visit.sample].after(wire), visit.home
-
-    def stage(self, ids_B: Tensor, values_BN: Tensor, wire_BW: Tensor) -> None:
-        """Keep first values aside until `commit`, with what they were sent as (host).
-
-        A row that is not finite is not kept: both ends see it alike, and the sample's next visit
-        is a first visit.
-        """
-        nbytes = self._fixed_nbytes(values_BN.shape[1], int(ids_B[0]))
-        if self._limit is not None and len(self._histories) >= self._limit:
-            return
-        finite_B = torch.isfinite(values_BN).all(1)
-        homes = [self._store.empty_row(nbytes) for _ in values_BN]
-        for i, home in enumerate(homes):
-            row = _written(home, values_BN.device)
-            self._codec.encode(values_BN[i : i + 1], row[None], noise=None)
-            _bring_home(row, home)
-        for i, (sample, finite) in enumerate(zip(ids_B.tolist(), finite_B.tolist(), strict=True)):
-            if finite:
-                self._staged[sample] = _UNSEEN.after(wire_BW[i]), homes[i]
-            else:
-                self._store.give_back(homes[i])
-
     def row(self, sample: int, numel: int) -> Tensor:
         """The bytes held of a known sample, valid until the end of the step.
 
@@ -205,8 +142,8 @@ class SampleMemory:
     def renew(self, sample: int, row: Tensor, numel: int) -> None:
         """Keep bytes (host) of a sample aside until `commit`, whether it is known or not."""
         nbytes = self._fixed_nbytes(numel, sample)
-        known = self._histories.get(sample, _UNSEEN)
-        if known is _UNSEEN and self._limit is not None and len(self._histories) >= self._limit:
+        known = self._histories.get(sample, UNSEEN)
+        if known is UNSEEN and self._limit is not None and len(self._histories) >= self._limit:
             return
         home = self._store.empty_row(nbytes)
         self._staged[sample] = known.after(row), home.copy_(row)
@@ -292,7 +229,7 @@ class SampleMemory:
             own = self._store.empty_row(nbytes)
             self._store.put(sample, own.copy_(row))
             self._store.end_step()  # so that not all rows wait in memory for the disk
-            self._histories[sample] = _History(generation, chain)
+            self._histories[sample] = History(generation, chain)
         if damaged:
             _log.warning(
                 "memory: rows of %d samples (%d, ...) were damaged when they were saved",
@@ -315,7 +252,7 @@ class SampleMemory:
 
     def _fixed_nbytes(self, numel: int, sample: int) -> int:
         """Bytes of a row, which are those of the first."""
-        nbytes = self._codec.capacity(numel)
+        nbytes = self._nbytes_of(numel)
         self._row_nbytes = self._row_nbytes or nbytes
         if nbytes != self._row_nbytes:
             raise ValueError(
@@ -324,17 +261,6 @@ class SampleMemory:
                 "them one length; pad short ones"
             )
         return nbytes
-
-
-def _written(home: Tensor, device: torch.device) -> Tensor:
-    """Where `device` can write what is to be in `home`: there, or in a row of its own."""
-    return home if home.device == device else torch.empty_like(home, device=device)
-
-
-def _bring_home(row: Tensor, home: Tensor) -> None:
-    """Bring home what was written elsewhere."""
-    if row.data_ptr() != home.data_ptr():
-        home.copy_(row)
 
 
 def _place(entry: tuple[int, ...]) -> int:

@@ -21,7 +21,7 @@ from statistics import median
 import torch
 
 from benchmarks.harness import Records, format_table, quantiles
-from thinpipe.aqsgd.memory import SampleMemory
+from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.plan.memory_budget import plan_memory, row_nbytes
@@ -156,7 +156,7 @@ def sizes(samples: int, records: Records) -> str:
 
 
 def _count_hits(sampler: EpochSampler, epochs: int, capacity: int) -> tuple[int, int]:
-    memory, recent = SampleMemory(Cast("fp32"), capacity=capacity), OrderedDict[int, None]()
+    memory, recent = CodedMemory(Cast("fp32"), capacity=capacity), OrderedDict[int, None]()
     ours = lru = 0
     for step in range(epochs * sampler.steps_per_epoch):
         ids = sampler.ids(step)

@@ -10,8 +10,8 @@ import torch
 
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.aqsgd.store import Store
-from thinpipe.aqsgd.transform.boundary import FirstVisits
 from thinpipe.aqsgd.transform.config import TransformConfig, build_transform
+from thinpipe.aqsgd.transform.evaluation import FirstVisits
 from thinpipe.gradcomp.sharded.stage import StageShards
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig

@@ -1,5 +1,7 @@
 """A linear transform of tokens, sent from one end of a cut to the other, in whole numbers.
 
+It may also be none: the channels themselves, in an order.
+
 A basis has entries in 1 / 16384, a step is 2^(i / 4) for a whole number i, and coefficients are
 whole numbers of steps. Projecting and restoring are floating-point products, which machines may
 round differently; what both ends must agree on (coefficients under another basis or step) is
@@ -27,23 +29,37 @@ class Basis:
     """K directions in D channels, as columns (int16, in 1 / 16384), the widest first.
 
     Coefficients are remembered in a byte each: on average, as those of the first `wide` dimensions
-    take two, and those of the last 2 `wide` half a byte.
+    take two, and those of the last 2 `wide` half a byte. With an `order` the directions are the
+    channels of these numbers, and no product is needed.
     """
 
     entry_DK: Tensor
     wide: int = 0
+    order_D: Tensor | None = None
 
     @staticmethod
     def identity(width: int) -> "Basis":
         """Channels as they are."""
-        entry_DK = torch.diag(torch.full((width,), _ONE, dtype=torch.int16))
-        return Basis(entry_DK)
+        return Basis.of_channels(torch.arange(width))
+
+    @staticmethod
+    def of_channels(order_D: Tensor, wide: int = 0) -> "Basis":
+        """Channels in this order (int64)."""
+        width = len(order_D)
+        entry_DK = torch.zeros(width, width, dtype=torch.int16)
+        entry_DK[order_D, torch.arange(width)] = _ONE
+        return Basis(entry_DK, wide, order_D)
 
     @staticmethod
     def nearest(v_DK: Tensor, wide: int) -> "Basis":
         """Orthonormal columns, rounded."""
         entry_DK = (v_DK * _ONE).round().clamp(-_ONE, _ONE).to(torch.int16)
         return Basis(entry_DK.contiguous(), wide)
+
+    @property
+    def dimensions(self) -> int:
+        """K."""
+        return self.entry_DK.shape[1]
 
     @functools.cached_property
     def matrix(self) -> Tensor:
@@ -57,10 +73,14 @@ class Basis:
 
     def project(self, x_ND: Tensor) -> Tensor:
         """Coefficients (fp32) of tokens, on their device."""
+        if self.order_D is not None:
+            return x_ND.float()[:, self.order_D]
         return x_ND.float() @ self.matrix.to(x_ND.device)
 
     def restore(self, y_NK: Tensor) -> Tensor:
         """Tokens (fp32) from their coefficients."""
+        if self.order_D is not None:
+            return torch.empty_like(y_NK).index_copy_(1, self.order_D.to(y_NK.device), y_NK)
         return y_NK @ self.matrix.to(y_NK.device).T
 
     def remembered(self, q_NK: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ from thinpipe.aqsgd.transform.basis import rescaled, step_size
 from thinpipe.aqsgd.transform.basis_search import sampled
 from thinpipe.aqsgd.transform.coefficients import LARGEST, Coded
 from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Learned, proposal_capacity
-from thinpipe.aqsgd.transform.proposals import NO_PIECE, PIECE_NBYTES, Piece, Proposals
-from thinpipe.aqsgd.transform.row import Held, pack, unpack
+from thinpipe.aqsgd.transform.proposals import PIECE_NBYTES, Piece, Proposals
+from thinpipe.aqsgd.transform.rows import Held, Rows
 from thinpipe.aqsgd.transform.steps import STEP_RANGE, Steps
 from thinpipe.pipeline.comm.boundary import MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
@@ -99,8 +99,9 @@ class TransformBoundary:
     bits = BITS
 
     def __init__(self, learned: Learned, memory: SampleMemory | None, steps: Steps) -> None:
-        """`memory` holds rows that `learned` reads."""
+        """`memory` holds rows of `rows.row_nbytes`."""
         self.memory, self.learned = memory, learned
+        self._rows = None if memory is None else Rows(memory, learned)
         self.error_meter = ErrorMeter()
         self._width, self._steps = learned.width, steps
         self._proposals = Proposals(learned.width)
@@ -126,6 +127,7 @@ class TransformBoundary:
         used, sent = self.write(plan, x_BTD, wire, piece)
         for done in sent:
             self._observe(done, x_BTD)
+        self.error_meter.spectrum = self._proposals.spectrum
         self._keep(plan, sent, piece)
         return used
 
@@ -179,27 +181,24 @@ class TransformBoundary:
 
     def finish_step(self, *, keep: bool) -> None:
         """Learn from the step's messages, or forget them."""
-        if self.memory is not None:
-            if keep:
-                self.memory.commit()
-            else:
-                self.memory.discard()
+        if self._rows is not None:
+            self._rows.finish_step(keep=keep)
         if keep:
-            self.learned.commit()
+            self._learn()
         else:
             self.learned.discard()
         self._proposals.finish_step(self.learned, keep=keep)
 
     def state_dict(self) -> dict[str, Any]:
         """The memory, what both ends have learned, and the sender's search."""
-        memory = {} if self.memory is None else self.memory.state_dict()
+        memory = {} if self._rows is None else self._rows.state_dict()
         own = {"learned": self.learned.state_dict(), "proposals": self._proposals.state_dict()}
         return memory | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it."""
-        if self.memory is not None:
-            self.memory.load_state_dict(state)
+        if self._rows is not None:
+            self._rows.load_state_dict(state)
         self.learned.load_state_dict(state["learned"])
         self._proposals.load_state_dict(state["proposals"])
 
@@ -272,20 +271,11 @@ class TransformBoundary:
         assert plan.known_B is not None
         chosen_B = finite_B & (plan.known_B == (kind == CHANGE))
         rows = torch.nonzero(chosen_B).flatten().tolist()
-        if kind == FIRST:
-            return _Part(kind, rows, [], version)
-        return _Part(kind, rows, [self._held(plan, row, version) for row in rows], version)
-
-    def _held(self, plan: MessagePlan, row: int, version: int) -> Held:
-        """What is remembered of a sample, in a basis."""
-        assert self.memory is not None
-        tokens, numel = plan.shape_BTD[1], plan.shape_BTD[1:].numel()
-        stored = self.memory.row(int(plan.ids_B[row]), numel).cpu()
-        held, bases = unpack(stored, self.learned.bases, tokens), self.learned.bases
-        if held.version == version:
-            return held
-        turned = bases[version].turned(held.q_TK, bases[held.version])
-        return held._replace(version=version, q_TK=turned)
+        held = []
+        if kind == CHANGE and self._rows is not None:
+            ids, tokens = plan.ids_B[rows].tolist(), plan.shape_BTD[1]
+            held = [self._rows.held(sample, tokens, version) for sample in ids]
+        return _Part(kind, rows, held, version)
 
     def _restored(self, sent: _Sent, q_NK: Tensor, device: torch.device) -> Tensor:
         y_NK = q_NK.to(device).float() * step_size(sent.step)
@@ -295,18 +285,24 @@ class TransformBoundary:
         """Learn from a message, and stage its samples."""
         if piece.data:
             self.learned.take_piece(*piece)
-        tokens, numel = plan.shape_BTD[1], plan.shape_BTD[1:].numel()
+        tokens = plan.shape_BTD[1]
         for done in sent:
             version = done.part.version
             if version == self.learned.version:
                 self.learned.count(done.part.kind, done.coded)
-            if self.memory is None or version == 0:
+            if self._rows is None or version == 0:
                 continue  # nobody knows how large coefficients of channels are
             total_BTK = done.total.view(-1, tokens, done.total.shape[1])
             for row, q_TK in zip(done.part.rows, total_BTK, strict=True):
-                held = Held(version, done.step, q_TK)
-                row_W = pack(held, self.learned.basis, numel)
-                self.memory.renew(int(plan.ids_B[row]), row_W, numel)
+                self._rows.stage(int(plan.ids_B[row]), Held(version, done.step, q_TK))
+
+    def _learn(self) -> None:
+        """Take in what a step that counts brought, and drop bases that nobody needs any more."""
+        before = self.learned.version
+        self.learned.commit()
+        if self._rows is not None and self.learned.version != before:
+            self._rows.recount()
+        self.learned.drop_bases(() if self._rows is None else self._rows.versions)
 
     def _observe(self, sent: _Sent, x_BTD: Tensor) -> None:
         """What the sender measures, and learns for the next basis."""
@@ -317,7 +313,7 @@ class TransformBoundary:
             return
         tokens, size = x_BTD.shape[1], step_size(sent.step)
         change_ND, _, value_ND = sent.seen
-        self._proposals.search.see(kind, change_ND, value_ND, step=size, of=len(rows) * tokens)
+        self._proposals.see(kind, change_ND, value_ND, step=size, of=len(rows) * tokens)
         if self.error_meter.wants(known=known):
             x_1N = x_BTD.detach()[rows[0]].reshape(1, -1)
             decoded_1N, old_1N = (
@@ -325,44 +321,3 @@ class TransformBoundary:
                 for q_NK in (sent.total, sent.held_NK)
             )
             self.error_meter.measure(x_1N, decoded_1N, old_1N if known else None)
-
-
-class FirstVisits:
-    """A boundary as it codes samples without history, which learns nothing: for evaluation."""
-
-    codec_id = CODEC_ID
-    bits = BITS
-    memory = None
-
-    def __init__(self, training: TransformBoundary) -> None:
-        """What `training` has learned is used."""
-        self._training = training
-        self.error_meter = ErrorMeter()
-
-    def capacity(self, shape_BTD: torch.Size) -> int:
-        """That of training."""
-        return self._training.capacity(shape_BTD)
-
-    def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
-        """No sample is known."""
-        none_B = torch.zeros(len(ids_B), dtype=torch.bool)
-        nbytes, checksum = self.capacity(shape_BTD), self._training.learned.digest()
-        return MessagePlan(ids_B, shape_BTD, step, nbytes, none_B, checksum, exact=False)
-
-    def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
-        """Fill `wire` as far as needed."""
-        return self._training.write(plan, x_BTD, wire, NO_PIECE)[0]
-
-    def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
-        """Fill `out_BTD`."""
-        self._training.read(plan, wire, out_BTD)
-
-    def finish_step(self, *, keep: bool) -> None:
-        """Nothing was learned."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Empty: what there is belongs to training."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to restore."""

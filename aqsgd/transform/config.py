@@ -8,7 +8,7 @@ from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.aqsgd.store import Store
 from thinpipe.aqsgd.transform.boundary import BITS, TransformBoundary
 from thinpipe.aqsgd.transform.learned import Learned
-from thinpipe.aqsgd.transform.row import RowCodec
+from thinpipe.aqsgd.transform.rows import row_nbytes
 from thinpipe.aqsgd.transform.steps import Steps
 from thinpipe.pipeline.wire.entropy import Coding
 
@@ -18,9 +18,9 @@ class TransformConfig(BaseModel):
 
     `step` is the quantization step as a multiple of the rms of what `of` says: the change since a
     sample's last visit, or the value itself. `first_step` is that of samples without history, of
-    the value's rms. With `error` steps are chosen such that decoded values are that far from what
-    they should be, relative to them; 0.05 is gentle. `memory = false` sends every visit like a
-    first one, for runs of a single epoch.
+    the value's rms; steps that follow changes are at most 3 times as large. With `error` steps are
+    chosen such that decoded values are that far from what they should be, relative to them; 0.05 is
+    gentle. `memory = false` sends every visit like a first one, for runs of a single epoch.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,5 +68,5 @@ def build_transform(
     """One end of a direction. Both are built alike, with a store and capacity of their own."""
     learned, memory = Learned(width), None
     if config.memory:
-        memory = SampleMemory(RowCodec(), store, capacity=capacity, beside=learned)
+        memory = SampleMemory(row_nbytes, store, capacity=capacity, beside=learned)
     return TransformBoundary(learned, memory, config.steps)

@@ -9,7 +9,7 @@ Axes: N tokens, D channels, K dimensions, M = 2 kinds of visits, T scales of a t
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +27,7 @@ CHANGE: Kind = 1
 KINDS: tuple[Kind, Kind] = (FIRST, CHANGE)
 """Values of samples without history, and changes of known ones."""
 
-_HEAD = struct.Struct("<II")
+_HEAD = struct.Struct("<III")
 _SAMPLED = 4
 """Every fourth token is counted for the models of dimensions."""
 _START = (31, 19)
@@ -42,10 +42,11 @@ class Proposal(NamedTuple):
 
     def packed(self) -> bytes:
         """Bytes to send."""
-        entry_DK = self.basis.entry_DK
-        head = _HEAD.pack(entry_DK.shape[1], self.basis.wide)
+        basis = self.basis
+        head = _HEAD.pack(basis.dimensions, basis.wide, basis.order_D is not None)
         models = self.model_MK.to(torch.uint8).numpy().tobytes()
-        return head + models + entry_DK.contiguous().numpy().tobytes()
+        numbers = basis.entry_DK if basis.order_D is None else basis.order_D.int()
+        return head + models + numbers.contiguous().numpy().tobytes()
 
     @staticmethod
     def unpacked(data: bytes, width: int) -> "Proposal":
@@ -54,23 +55,30 @@ class Proposal(NamedTuple):
         Raises:
             CodingError: the bytes are not those of a basis of this width.
         """
-        dimensions, wide = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (0, 0)
+        fields = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (0, 0, 0)
+        dimensions, wide, plain = fields
         models = 2 * dimensions
-        sized = len(data) == _HEAD.size + models + 2 * width * dimensions
-        if not sized or not 0 < dimensions <= width or 3 * wide > dimensions:
+        sized = len(data) == _HEAD.size + models + (4 if plain else 2 * width) * dimensions
+        possible = dimensions == width if plain else 0 < dimensions <= width
+        if not sized or not possible or plain > 1 or 3 * wide > dimensions:
             raise CodingError(
                 f"a basis of {len(data)} bytes, {dimensions} dimensions and {wide} wide ones does "
                 f"not fit {width} channels"
             )
         numbers = torch.frombuffer(bytearray(data[_HEAD.size :]), dtype=torch.uint8)
         model_MK = numbers[:models].long().view(2, dimensions).clamp_max(logistic.MODELS - 1)
-        entry_DK = numbers[models:].clone().view(torch.int16).view(width, dimensions)
-        return Proposal(Basis(entry_DK, wide), model_MK)
+        rest = numbers[models:].clone()
+        if not plain:
+            return Proposal(Basis(rest.view(torch.int16).view(width, -1), wide), model_MK)
+        order_D = rest.view(torch.int32).long()
+        if not torch.equal(order_D.sort().values, torch.arange(width)):
+            raise CodingError(f"an order that does not have each of {width} channels once")
+        return Proposal(Basis.of_channels(order_D, wide), model_MK)
 
 
 def proposal_capacity(width: int) -> int:
     """Most bytes of a basis."""
-    return _HEAD.size + 2 * width + 2 * width * width
+    return _HEAD.size + 2 * width + max(2 * width, 4) * width
 
 
 class Learned:
@@ -116,7 +124,7 @@ class Learned:
         """The models of the dimensions of a basis."""
         if version == self.version:
             return self.model_MK[kind]
-        return torch.full((self.bases[version].entry_DK.shape[1],), _START[kind])
+        return torch.full((self.bases[version].dimensions,), _START[kind])
 
     def take_piece(self, index: int, of: int, data: bytes) -> None:
         """Keep a piece of the next basis until the end of the step.
@@ -126,7 +134,7 @@ class Learned:
                 is known before anything of the step is kept.
         """
         self._new_pieces[index] = data
-        pieces = self._pieces | self._new_pieces
+        pieces = self._known_pieces()
         if len(pieces) == of:
             self._proposal = Proposal.unpacked(_joined(pieces), self.width)
 
@@ -140,6 +148,14 @@ class Learned:
         found_K = coded.q_NK[::_SAMPLED].abs().long().sum(0) << logistic.MAGNITUDE_BITS
         self._sums[kind] += torch.stack([found_K, *sums])
 
+    def adopt(self, proposal: Proposal) -> None:
+        """Use a basis from the next step on; both ends do so between the same two steps."""
+        self.model_MK = proposal.model_MK.clone()
+        self.version += 1
+        self.bases[self.version] = proposal.basis
+        self._pieces = {}
+        self._forget_step()
+
     def commit(self) -> None:
         """End a step that counts."""
         for kind in KINDS:
@@ -151,10 +167,16 @@ class Learned:
         known = self._new_scales_MT.sum(1, keepdim=True) > 0
         fresh_MT = self._scales_MT // 2 + self._new_scales_MT
         self._scales_MT = torch.where(known, fresh_MT, self._scales_MT)
-        self._pieces |= self._new_pieces
+        self._pieces = self._known_pieces()
         if self._proposal is not None:
-            self._adopt(self._proposal)
-        self._forget_step()
+            self.adopt(self._proposal)
+        else:
+            self._forget_step()
+
+    def drop_bases(self, held: Collection[int]) -> None:
+        """Forget bases that neither messages nor samples of these versions need."""
+        needed = {0, self.version, *held}
+        self.bases = {version: self.bases[version] for version in self.bases if version in needed}
 
     def discard(self) -> None:
         """End a step that does not count."""
@@ -174,7 +196,10 @@ class Learned:
         """Between two steps."""
         return {
             "version": self.version,
-            "bases": {str(v): (basis.entry_DK, basis.wide) for v, basis in self.bases.items()},
+            "bases": {
+                str(version): (basis.entry_DK, basis.wide, basis.order_D)
+                for version, basis in self.bases.items()
+            },
             "models": self.model_MK,
             "scales": self._scales_MT,
             "pieces": {str(index): _bytes(data) for index, data in self._pieces.items()},
@@ -188,14 +213,13 @@ class Learned:
         self._pieces = {int(i): data.numpy().tobytes() for i, data in state["pieces"].items()}
         self._forget_step()
 
-    def _adopt(self, proposal: Proposal) -> None:
-        basis, self.model_MK = proposal
-        self.version += 1
-        self.bases[self.version] = basis
-        self._pieces = {}
+    def _known_pieces(self) -> dict[int, bytes]:
+        """Also those of this step; with another first one a sender begins anew."""
+        anew = 0 in self._new_pieces and 0 in self._pieces
+        return ({} if anew else self._pieces) | self._new_pieces
 
     def _forget_step(self) -> None:
-        dimensions = self.basis.entry_DK.shape[1]
+        dimensions = self.basis.dimensions
         self._tables = [self._scale_tables(kind) for kind in KINDS]
         self._digest = self._computed_digest()
         self._new_scales_MT = torch.zeros_like(self._scales_MT)

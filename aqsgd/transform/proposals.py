@@ -1,14 +1,25 @@
-"""New bases on their way from the sender, a piece to a message."""
+"""New bases on their way from the sender, a piece to a message.
 
+They are searched on a thread, beside the next step: what a step shows is in use two steps later,
+always, so that a run that resumes goes on alike. Only the first search is waited for.
+"""
+
+import weakref
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from thinpipe.aqsgd.transform.basis_search import BasisSearch
-from thinpipe.aqsgd.transform.learned import Learned
+from thinpipe.aqsgd.transform.basis import Basis
+from thinpipe.aqsgd.transform.basis_search import NOTHING, BasisSearch, Found, Seen, Spectrum
+from thinpipe.aqsgd.transform.learned import CHANGE, Kind, Learned, Proposal
+from thinpipe.pipeline.wire.thread import Worker
 
 PIECE_NBYTES = 256 * 1024
+_LONGEST_SEARCH_S = 60.0
 
 
 class Piece(NamedTuple):
@@ -27,10 +38,17 @@ class Proposals:
 
     def __init__(self, width: int) -> None:
         """Of tokens of `width` channels."""
-        self.search = BasisSearch(width)
+        self._width, self._search = width, BasisSearch(width)
+        self._worker = Worker("basis search")
+        self._job: Future[Found] | Found = NOTHING
+        self._under_way: list[Future[Found]] = []
+        weakref.finalize(self, _wait, self._under_way)
         self._pieces: list[Piece] = []
         self._sent = 0  # in steps that count
         self._next = 0
+        self._room, self._tokens = self._search.room(), 0
+        self.spectrum: Spectrum | None = None
+        self._forget_step()
 
     def next_piece(self, learned: Learned) -> Piece:
         """What the next message brings along; all again if the ends had to start anew."""
@@ -41,37 +59,98 @@ class Proposals:
         self._next += 1
         return self._pieces[self._next - 1]
 
+    def see(self, kind: Kind, sent_ND: Tensor, value_ND: Tensor, *, step: float, of: int) -> None:
+        """Take in some `of` so many tokens that were sent: what was coded, and the values."""
+        self._new_tokens += of
+        room = self._room - sum(len(seen.sent_ND) for seen in self._new_seen)
+        if room > 0:
+            self._new_seen.append(Seen(kind, sent_ND[:room] / step, value_ND[:room] / step))
+
     def finish_step(self, learned: Learned, *, keep: bool) -> None:
         """Look for a better basis when all of the last one has arrived, or send again."""
         if not keep:
             self._next = self._sent
-            self.search.discard()
+            self._forget_step()
             return
         self._sent = self._next
-        if self._sent < len(self._pieces):
-            return
-        if self._pieces:
-            self._pieces, self._sent, self._next = [], 0, 0
-            self.search.adopted()
-        found = self.search.end_step(learned.basis, first=learned.version == 0)
-        if found is not None:
-            self._pieces = _cut(found.packed())
+        self._tokens += self._new_tokens
+        if self._sent == len(self._pieces):
+            if self._pieces:
+                self._pieces, self._sent, self._next = [], 0, 0
+                self._search.adopted()
+            self._look(learned)
+        self._forget_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two steps."""
-        data = bytearray(b"".join(piece.data for piece in self._pieces))
+        """Between two steps; waits for a search."""
+        found = self._waited()
+        data = b"".join(piece.data for piece in self._pieces)
         return {
-            "search": self.search.state_dict(),
-            "pieces": torch.frombuffer(data, dtype=torch.uint8) if data else None,
+            "search": self._search.state_dict(),
+            "found": None if found.proposal is None else _tensor(found.proposal.packed()),
+            "spectra": [None if one is None else list(one) for one in (self.spectrum, found[1])],
+            "pieces": _tensor(data) if data else None,
             "sent": self._sent,
+            "room": self._room,
+            "tokens": self._tokens,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it."""
-        self.search.load_state_dict(state["search"])
+        self._search.load_state_dict(state["search"])
         data = b"" if state["pieces"] is None else state["pieces"].numpy().tobytes()
         self._pieces = _cut(data)
         self._sent = self._next = state["sent"]
+        self._room, self._tokens = state["room"], state["tokens"]
+        self.spectrum, last = (one and Spectrum(*one) for one in state["spectra"])
+        found = state["found"]
+        if found is not None:
+            found = Proposal.unpacked(found.numpy().tobytes(), self._width)
+        self._job = Found(found, last)
+        self._forget_step()
+
+    def _look(self, learned: Learned) -> None:
+        """Take what the last step showed, or search in this one."""
+        found = self._taken()
+        if found.proposal is None and self._tokens:  # none are sent at the other end
+            first = learned.version == 0
+            seen, tokens, self._tokens = self._new_seen, self._tokens, 0
+            self._room = self._search.room()
+            job = partial(self._search.end_step, seen, tokens, learned.basis, first=first)
+            self._job = self._worker.submit(job)
+            self._under_way[:] = [self._job]
+            found = self._taken() if first else NOTHING
+        if found.proposal is not None:
+            self._pieces = _cut(found.proposal.packed())
+
+    def _taken(self) -> Found:
+        """The result of the last search, once."""
+        found, self._job = self._waited(), NOTHING
+        self.spectrum = found.spectrum or self.spectrum
+        return found
+
+    def _waited(self) -> Found:
+        if isinstance(self._job, Future):
+            self._job = self._job.result()
+        return self._job
+
+    def _forget_step(self) -> None:
+        self._new_seen: list[Seen] = []
+        self._new_tokens = 0
+
+
+def _wait(jobs: list["Future[Found]"]) -> None:
+    """A process must not end while a thread is inside LAPACK: it would abort."""
+    wait(jobs, timeout=_LONGEST_SEARCH_S)
+
+
+def settled(sent_ND: Tensor, value_ND: Tensor, step: float) -> Proposal:
+    """The basis that is found for tokens like these; `step` is a multiple of the rms of `sent`."""
+    size, width = step * float(sent_ND.square().mean().sqrt()), sent_ND.shape[1]
+    seen = [Seen(CHANGE, sent_ND / size, value_ND / size)]
+    found = BasisSearch(width).end_step(seen, len(sent_ND), Basis.identity(width), first=True)
+    assert found.proposal is not None
+    return found.proposal
 
 
 def _cut(data: bytes) -> list[Piece]:
@@ -80,3 +159,7 @@ def _cut(data: bytes) -> list[Piece]:
         Piece(place, len(starts), data[start : start + PIECE_NBYTES])
         for place, start in enumerate(starts)
     ]
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -13,6 +13,8 @@ from thinpipe.aqsgd.transform.basis import step_index
 
 STEP_RANGE = 480
 """Of indices: steps from 2^-120 to 2^120."""
+_COARSEST = 3.0
+"""Steps that follow changes, as a multiple of those of first visits."""
 _MASSIVE = 100.0
 """A channel of the largest 2 % does not count for the step if its mean square is so many times that
 of the others' largest."""
@@ -22,8 +24,9 @@ of the others' largest."""
 class Steps:
     """Steps as multiples of an rms: of the change ("change") or of the value itself ("value").
 
-    First visits take `first` times the value's rms. With `error`, steps are such that decoded
-    values differ from what they should be by that much, relative to the value.
+    First visits take `first` times the value's rms; steps that follow changes are not over 3 times
+    as large, as changes from scratch are as large as values. With `error`, steps are such that
+    decoded values differ from what they should be by that much, relative to the value.
     """
 
     change: float
@@ -39,9 +42,12 @@ class Steps:
         """
         if self.error is not None:
             return self._by_error(change_ND, change_NK, value_ND)
-        if known and self.of == "change":
-            return _index(self.change * _rms(change_ND))
-        return _index((self.change if known else self.first) * _rms(value_ND))
+        if not known:
+            return _index(self.first * _rms(value_ND))
+        if self.of == "value":
+            return _index(self.change * _rms(value_ND))
+        coarsest = _index(_COARSEST * self.first * _rms(value_ND))
+        return min(_index(self.change * _rms(change_ND)), coarsest)
 
     def _by_error(self, change_ND: Tensor, change_NK: Tensor, value_ND: Tensor) -> int:
         """Reverse water-filling: a dimension's error is a step's, or all of what is smaller.

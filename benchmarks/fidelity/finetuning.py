@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.fidelity.report import Epoch, Outcome
 from benchmarks.fidelity.sentences import write_text, write_tokenizer
-from thinpipe.aqsgd.delta import DeltaBoundary
+from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
@@ -304,17 +304,17 @@ def _memories(built: Built, *, samples: int, numel: int) -> list[Tensor]:
     return memories
 
 
-def _memory(sender: Channel | None, receiver: Channel | None) -> SampleMemory | None:
-    """What both ends of a direction remember, after a check that it is the same."""
+def _memory(sender: Channel | None, receiver: Channel | None) -> CodedMemory | None:
+    """What both ends of a direction remember, after a check that it is the same, if as values."""
     assert sender is not None, "every stage has a channel to its neighbours"
     assert receiver is not None
     ends = [channel.codec.training for channel in (sender, receiver)]
-    memories = [end.memory for end in ends if isinstance(end, DeltaBoundary)]
+    memories = [end.memory for end in ends if isinstance(end.memory, SampleMemory)]
     if len({memory.digest() for memory in memories}) > 1:
         raise RuntimeError(
             f"the ends of {sender.codec.name} remember different bits; the results are invalid"
         )
-    return memories[0] if memories else None
+    return memories[0] if memories and isinstance(memories[0], CodedMemory) else None
 
 
 def _change(previous: Sequence[Tensor], memory: Sequence[Tensor]) -> float | None:

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from thinpipe.aqsgd.config import AqsgdConfig
+from thinpipe.aqsgd.transform import rows
 from thinpipe.aqsgd.transform.config import TransformConfig
-from thinpipe.aqsgd.transform.row import RowCodec
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
@@ -73,7 +73,7 @@ def row_nbytes(config: RunConfig, spec: Spec) -> int:
     tokens, width = config.message_shape
     numel = tokens * width
     if isinstance(spec, TransformConfig) and spec.memory:
-        return RowCodec().capacity(numel)
+        return rows.row_nbytes(numel)
     if not isinstance(spec, AqsgdConfig):
         return 0
     return build_codec(spec.memory, width).capacity(numel)

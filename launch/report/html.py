@@ -234,12 +234,12 @@ def _wire_section(info: RunInfo, records: Sequence[StepRecord], summary: Summary
     return f"""<h2>Bytes per step</h2>
 <p>{_BYTES_TEXT} {_AQSGD_TEXT if aqsgd else ""}</p>
 {picture}
-{_error_section(records)}<h2>Traffic of the whole run</h2>
+{_error_section(records, summary)}<h2>Traffic of the whole run</h2>
 <p>"Sent" includes message headers. Ratios are relative to the same values uncompressed.</p>
 {_wire_table(summary)}"""
 
 
-def _error_section(records: Sequence[StepRecord]) -> str:
+def _error_section(records: Sequence[StepRecord], summary: Summary) -> str:
     if all(count.error is None for record in records for count in record.wire):
         return ""
     picture = panel(error_chart(records).svg())
@@ -248,7 +248,40 @@ def _error_section(records: Sequence[StepRecord]) -> str:
 relative change of activations since the previous visit of their sample. Changes that grow are a bad
 sign.</p>
 {picture}
+{_measured_table(summary)}"""
+
+
+def _measured_table(summary: Summary) -> str:
+    """Means over the last epoch; columns that nothing was measured for are left out."""
+    columns: dict[str, list[float | None]] = {
+        "Error": [row["error"] for row in summary["wire"]],
+        "Change": [row["change"] for row in summary["wire"]],
+        "Cosine to the last visit": [row["cosine"] for row in summary["wire"]],
+        "Coding gain, bits per value": [row["gain"] for row in summary["wire"]],
+        "Dimensions for 95 %": [row["dimensions"] for row in summary["wire"]],
+    }
+    shown = {name: column for name, column in columns.items() if any(v is not None for v in column)}
+    heads = "<th>Cut</th><th>Direction</th>"
+    heads += "".join(f'<th class="n">{name}</th>' for name in shown)
+    rows = "\n".join(
+        f"<tr><td>{row['cut']}</td><td>{row['direction']}</td>"
+        + "".join(f'<td class="n">{_number(column[i])}</td>' for column in shown.values())
+        + "</tr>"
+        for i, row in enumerate(summary["wire"])
+    )
+    return f"""<p>Means over the last epoch. The coding gain is what a learned basis saves at the
+same step, against one distribution for all values; below half a bit, it is not used.</p>
+<div class="panel"><table>
+<thead><tr>{heads}</tr></thead>
+<tbody>
+{rows}
+</tbody>
+</table></div>
 """
+
+
+def _number(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:.3g}"
 
 
 def _wire_table(summary: Summary) -> str:

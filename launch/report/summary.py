@@ -31,11 +31,19 @@ class Traffic(TypedDict):
 
 
 class WireTraffic(Traffic):
-    """The traffic of one cut in one direction over the whole run."""
+    """The traffic of one cut in one direction over the whole run.
+
+    What was measured of its values (`ErrorStats`) are means over the last epoch.
+    """
 
     cut: int
     direction: Direction
     method: str
+    error: float | None
+    change: float | None
+    cosine: float | None
+    gain: float | None
+    dimensions: float | None
 
 
 class Summary(TypedDict):
@@ -169,15 +177,35 @@ def _mean_of_finite(values: Sequence[float]) -> float | None:
 
 
 def _wire_traffic(info: RunInfo, records: Sequence[StepRecord], key: WireKey) -> WireTraffic:
-    counts = [
-        count for record in records for count in record.wire if (count.cut, count.direction) == key
-    ]
+    counts = {
+        record.step: count
+        for record in records
+        for count in record.wire
+        if (count.cut, count.direction) == key
+    }
+    last = [r.step for r in records if r.epoch == records[-1].epoch]
+    measured = [counts[step] for step in last if step in counts]
     traffic = _traffic(
-        sum(count.nbytes for count in counts),
-        messages=sum(count.messages for count in counts),
-        values=sum(count.values for count in counts),
+        sum(count.nbytes for count in counts.values()),
+        messages=sum(count.messages for count in counts.values()),
+        values=sum(count.values for count in counts.values()),
     )
-    return WireTraffic(cut=key[0], direction=key[1], method=info.method(key), **traffic)
+    return WireTraffic(
+        cut=key[0],
+        direction=key[1],
+        method=info.method(key),
+        error=_mean_of_known([count.error for count in measured]),
+        change=_mean_of_known([count.change for count in measured]),
+        cosine=_mean_of_known([count.cosine for count in measured]),
+        gain=_mean_of_known([count.gain for count in measured]),
+        dimensions=_mean_of_known([count.dimensions for count in measured]),
+        **traffic,
+    )
+
+
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _traffic(nbytes: int, *, messages: int, values: int) -> Traffic:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from thinpipe.aqsgd.memory import SampleMemory
+from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.uniform import Uniform
 
@@ -14,14 +14,14 @@ IDS = torch.tensor([3, 8])
 WIRE_2W = torch.arange(40, dtype=torch.uint8).view(2, 20)
 
 
-def filled(codec: Any) -> SampleMemory:
-    memory = SampleMemory(codec)
+def filled(codec: Any) -> CodedMemory:
+    memory = CodedMemory(codec)
     memory.stage(IDS, torch.arange(256.0).view(2, 128), WIRE_2W)
     memory.commit()
     return memory
 
 
-def visit(memory: SampleMemory, sample: int, value: float, *, keep: bool = True) -> None:
+def visit(memory: CodedMemory, sample: int, value: float, *, keep: bool = True) -> None:
     opened = memory.open(sample, 128, torch.device("cpu"))
     codec, _, fresh_1W = opened.memory
     codec.encode(torch.full((1, 128), value), fresh_1W, noise=None)
@@ -82,7 +82,7 @@ def test_a_bit_that_flips_in_ram_is_noticed_at_the_next_visit_and_told_when_load
     assert memory.fingerprints(IDS).tolist() == [filled(Uniform(4, 64)).fingerprints(IDS)[0], -1]
     assert memory.fingerprints(IDS)[1] == -1, "verified once per step"
     assert memory.summary() == before, "which stands for what was put"
-    again = SampleMemory(Uniform(4, 64))
+    again = CodedMemory(Uniform(4, 64))
     again.load_state_dict(memory.state_dict())
     assert (again.fingerprints(IDS) != 0).tolist() == [True, False]
     assert "rows of 1 samples (8, ...) were damaged when they were saved" in caplog.text

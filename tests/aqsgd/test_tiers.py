@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinpipe.aqsgd import delta, memory
+from thinpipe.aqsgd import coded_memory, delta
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.aqsgd.delta import DeltaBoundary
 from thinpipe.aqsgd.disk import DiskStore, RowFile
@@ -103,10 +103,10 @@ def coded_elsewhere() -> Iterator[None]:
         return wire.clone()
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (delta, memory):
+        for module in (delta, coded_memory):
             patch.setattr(module, "brought_to", brought)
         patch.setattr(delta, "written_on", written_apart)
-        patch.setattr(memory, "_written", lambda home, _: torch.full_like(home, 255))
+        patch.setattr(coded_memory, "_written", lambda home, _: torch.full_like(home, 255))
         yield
 
 

@@ -1,5 +1,6 @@
 """Transform coding with memories: both ends hold the same whole numbers, in fewer bits."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +10,19 @@ from torch import Tensor
 
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start
-from thinpipe.aqsgd.transform import boundary, proposals
+from thinpipe.aqsgd.transform import basis_search, boundary, proposals
 from thinpipe.aqsgd.transform.basis import Basis, step_size
-from thinpipe.aqsgd.transform.boundary import FirstVisits, TransformBoundary
+from thinpipe.aqsgd.transform.boundary import TransformBoundary
 from thinpipe.aqsgd.transform.config import (
     GradientTransformConfig,
     TransformConfig,
     build_transform,
 )
+from thinpipe.aqsgd.transform.evaluation import FirstVisits
 from thinpipe.aqsgd.transform.learned import Proposal
-from thinpipe.aqsgd.transform.row import Held, pack, unpack
+from thinpipe.aqsgd.transform.rows import Held, pack, unpack
 from thinpipe.aqsgd.transform.steps import Steps
+from thinpipe.pipeline.comm.error_stats import error_stats
 from thinpipe.pipeline.wire.entropy import CodingError
 
 WIDTH, TOKENS = 32, 48
@@ -221,6 +224,120 @@ def test_directions_that_come_up_later_are_taken_in() -> None:
     assert sender.learned.version == 2
 
 
+class Alike:
+    """Samples that change in all dimensions alike, until they change in a few only."""
+
+    def __init__(self, until: int) -> None:
+        self._generator, self._until = torch.Generator().manual_seed(0), until
+        self._base_BTD = torch.randn(8, TOKENS, WIDTH, generator=self._generator)
+
+    def visit(self, step: int) -> Tensor:
+        change_BTD = torch.randn(self._base_BTD.shape, generator=self._generator)
+        if step >= self._until:
+            change_BTD[..., 3:] = 0
+        return self._base_BTD + 0.1 * change_BTD
+
+
+def follow(
+    sender: TransformBoundary, receiver: TransformBoundary, steps: range, until: int
+) -> list[tuple[int, bool, float]]:
+    """(bytes, whether channels are sent as they are, error) of every step."""
+    source, found = Alike(until), []
+    for step in range(steps.stop):
+        x_BTD = source.visit(step)
+        if step < steps.start:
+            continue
+        out_BTD, used = send(sender, receiver, x_BTD, list(range(8)), step)
+        finish(sender, receiver)
+        assert_alike(sender, receiver)
+        plain = receiver.learned.version > 0 and receiver.learned.basis.order_D is not None
+        found.append((used, plain, float((out_BTD - x_BTD).norm() / x_BTD.norm())))
+    return found
+
+
+@pytest.fixture
+def small_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales of tokens of 32 channels would take half a bit each where there is no basis, and a
+    basis as much as a few messages.
+    """
+    monkeypatch.setattr(basis_search, "_SCALE_BITS", 0)
+    monkeypatch.setattr(basis_search, "_ENTRY_BITS", 0)
+
+
+@pytest.mark.usefixtures("small_costs")
+def test_where_a_basis_gains_little_channels_are_sent_as_they_are() -> None:
+    """Both ends change over at the same message, keep what they remember, and can change back."""
+    found = follow(*ends(), range(36), until=6)
+    assert all(plain for _, plain, _ in found[1:6])
+    assert not found[-1][1]
+    assert all(error < 0.1 for _, _, error in found)
+    values = 8 * TOKENS * WIDTH
+    expected = 2.78 + 0.2  # a Gaussian in steps of 0.6, and scales
+    assert 8 * found[5][0] / values < expected
+    assert found[-1][0] < 0.7 * found[5][0]
+
+
+@pytest.mark.usefixtures("small_costs")
+@pytest.mark.parametrize("stop", [1, 6, 17])
+def test_changing_over_survives_a_restart(stop: int) -> None:
+    whole, again = ends(), ends()
+    before = follow(*whole, range(stop), until=6)
+    for old, new in zip(whole, again, strict=True):
+        new.load_state_dict(old.state_dict())
+    rest = [follow(*pair, range(stop, 24), until=6) for pair in (whole, again)]
+    assert rest[0] == rest[1]
+    assert [*before, *rest[0]] == follow(*ends(), range(24), until=6)
+
+
+def test_what_is_sent_is_measured() -> None:
+    sender, receiver = ends()
+    generator, ids = torch.Generator().manual_seed(0), list(range(8))
+    base_BTD = torch.randn(8, TOKENS, WIDTH, generator=generator)
+    for step in range(7):
+        change_BTD = torch.zeros(8, TOKENS, WIDTH)
+        change_BTD[..., :4] = torch.randn(8, TOKENS, 4, generator=generator)
+        send(sender, receiver, base_BTD + 3 * change_BTD, ids, step)
+        finish(sender, receiver)
+        found = error_stats(sender.error_meter.take())
+    assert found.cosine is not None
+    assert found.cosine == pytest.approx(32 / (32 + 36), abs=0.15)
+    assert found.dimensions is not None
+    assert 4 <= found.dimensions <= 6
+    assert found.gain is not None
+    assert found.gain > 0.5
+    assert error_stats(receiver.error_meter.take()).gain is None
+
+
+def test_bases_are_dropped_when_nobody_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_MOST_LEFT_OUT": -1.0, "_TOKENS_BETWEEN": 0}.items():
+        monkeypatch.setattr(basis_search, name, value)  # none is ever good enough
+    sender, receiver = ends()
+    source = Source(16)
+    for step in range(66):
+        half = list(range(8)) if step < 33 else list(range(8, 16))
+        send(sender, receiver, source.visit(half), half, step)
+        finish(sender, receiver)
+        assert_alike(sender, receiver)
+        held = set(sender.learned.bases)
+        assert held == set(receiver.learned.bases)
+        assert len(held) <= 4  # the channels, that of others' samples, one before, the newest
+    assert sender.learned.version >= 5
+    out_BTD, _ = send(sender, receiver, source.visit([0, 9]), [0, 9], 66)
+    assert bool(out_BTD.isfinite().all())
+
+
+def test_a_slow_search_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = train(*ends(), range(12))
+    search = basis_search.BasisSearch.end_step
+
+    def slow_search(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return search(*arguments, **options)
+
+    monkeypatch.setattr(basis_search.BasisSearch, "end_step", slow_search)
+    assert train(*ends(), range(12)) == quick
+
+
 def test_zeros_and_extremes_are_coded() -> None:
     for size in (0.0, 1e-30, 1e30):
         sender, receiver = ends()
@@ -231,6 +348,17 @@ def test_zeros_and_extremes_are_coded() -> None:
             assert_alike(sender, receiver)
             assert float((out_BTD - x_BTD).abs().max()) <= 0.3 * float(x_BTD.abs().max())
             assert used <= sender.capacity(x_BTD.shape)
+
+
+def test_steps_that_follow_changes_are_not_much_coarser_than_those_of_first_visits() -> None:
+    x_ND = Source().visit(list(range(8))).flatten(0, 1)
+    steps = Steps(0.6, 0.05)
+    small, large = (
+        step_size(steps.choose(True, change * x_ND, change * x_ND, x_ND)) for change in (0.1, 1.4)
+    )
+    size = float(x_ND.square().mean().sqrt())
+    assert small == pytest.approx(0.06 * size, rel=0.3)
+    assert large == pytest.approx(0.15 * size, rel=0.3)
 
 
 def test_massive_channels_do_not_coarsen_the_others() -> None:
@@ -279,6 +407,15 @@ def test_a_basis_that_does_not_fit_is_refused(cut: int) -> None:
     )
     with pytest.raises(CodingError, match=f"does not fit {WIDTH} channels"):
         Proposal.unpacked(proposal.packed()[:cut], WIDTH)
+
+
+def test_an_order_that_is_none_is_refused() -> None:
+    proposal = Proposal(Basis.of_channels(torch.tensor([2, 0, 1])), torch.full((2, 3), 20))
+    packed = proposal.packed()
+    again = Proposal.unpacked(packed, 3).basis
+    assert torch.equal(again.entry_DK, proposal.basis.entry_DK)
+    with pytest.raises(CodingError, match="each of 3 channels once"):
+        Proposal.unpacked(packed[:-4] + packed[-8:-4], 3)
 
 
 def test_damaged_payloads_end_in_errors() -> None:

@@ -26,6 +26,23 @@ def test_a_basis_in_pieces_is_adopted_with_the_last_one() -> None:
     assert torch.equal(learned.basis.entry_DK, basis.entry_DK)
 
 
+def test_a_sender_that_begins_anew_is_not_given_pieces_of_another_basis() -> None:
+    """A resume in another layout may bring the other end's search, which knows of no pieces."""
+    old, new = (
+        Proposal(Basis.nearest(factor * torch.eye(WIDTH), 0), torch.full((2, WIDTH), 20)).packed()
+        for factor in (1.0, -1.0)
+    )
+    learned = Learned(WIDTH)
+    for place in range(3):
+        learned.take_piece(place, 4, old[place * 200 : (place + 1) * 200])
+    learned.commit()
+    for place in range(2):
+        learned.take_piece(place, 2, new[place * 300 : place * 300 + 300 + place * 9999])
+    learned.commit()
+    assert (learned.version, learned.received) == (1, 0)
+    assert torch.equal(learned.basis.matrix, -torch.eye(WIDTH))
+
+
 def test_bytes_that_are_no_basis_are_refused_when_they_come_not_when_they_count() -> None:
     learned = Learned(WIDTH)
     before = learned.digest()

@@ -134,12 +134,32 @@ def test_summary_equals_a_hand_computation(tmp_path: Path) -> None:
     assert forward == {
         "cut": 6, "direction": "forward", "method": "aqsgd 4-bit", "bytes": 5000, "messages": 16,
         "bf16_bytes": 8000, "fp32_bytes": 16000, "ratio_bf16": 1.6, "ratio_fp32": 3.2,
+        "error": None, "change": None, "cosine": None, "gain": None, "dimensions": None,
     }  # fmt: skip
     assert (backward["bytes"], backward["ratio_bf16"], backward["ratio_fp32"]) == (4000, 2.0, 4.0)
     assert summary["totals"] == {
         "bytes": 9000, "messages": 32, "bf16_bytes": 16000, "fp32_bytes": 32000,
         "ratio_bf16": 16 / 9, "ratio_fp32": 32 / 9,
     }  # fmt: skip
+
+
+def test_what_is_measured_of_cuts_is_a_mean_over_the_last_epoch(tmp_path: Path) -> None:
+    measured = {"error": 0.1, "cosine": 0.9, "gain": 1.25, "dimensions": 7}
+    records = [
+        replace(r, wire=tuple(replace(w, **measured) if r.step % 2 else w for w in r.wire))
+        for r in _records()
+    ]
+    assert records[0].wire[0].change is None
+    info = _info(tmp_path)
+    summary = summarize(info, records)
+    forward = summary["wire"][0]
+    found = forward["error"], forward["cosine"], forward["gain"], forward["dimensions"]
+    assert found == tuple(measured.values())
+    assert forward["change"] is None
+    page = write_report(tmp_path, info, records=records, timeline=(), summary=summary).read_text()
+    assert "Coding gain, bits per value" in page
+    assert '<td class="n">1.25</td>' in page
+    assert '<th class="n">Change</th>' not in page
 
 
 def test_baselines_count_only_steps_that_crossed_the_cut(tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ def test_a_line_holds_plain_json_under_the_documented_keys(tmp_path: Path) -> No
         "first_visits": 0,
         "error": None,
         "change": None,
+        "cosine": None,
+        "gain": None,
+        "dimensions": None,
     }
 
 

@@ -1,0 +1,107 @@
+"""A memory whose rows are values as a codec stores them: a float format, or quantized.
+
+Both ends store the same values with the same codec, so they hold the same bits.
+
+Axes: B samples, N values of a sample, W bytes.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinpipe.aqsgd.memory import UNSEEN, SampleMemory
+from thinpipe.aqsgd.store import Store
+from thinpipe.pipeline.wire.codec import Codec
+from thinpipe.pipeline.wire.pinned import brought_to
+from thinpipe.pipeline.wire.uniform import PackedMemory
+
+
+class Visit(NamedTuple):
+    """A known sample in a step: its old bytes, room for its new ones, and where these will stay."""
+
+    sample: int
+    memory: PackedMemory
+    home: Tensor
+
+
+class CodedMemory(SampleMemory):
+    """Last seen values by sample id; ids that were never committed are unknown."""
+
+    def __init__(
+        self, codec: Codec, store: Store | None = None, *, capacity: int | None = None
+    ) -> None:
+        """`codec` turns values into stored bytes; it must be deterministic.
+
+        `capacity` is how many samples this end could hold; the ends agree on one (`restrict`).
+        """
+        super().__init__(codec.capacity, store, capacity=capacity)
+        self._codec = codec
+
+    def read(self, ids_B: Tensor, numel: int) -> Tensor:
+        """fp32 values [B, N] of known samples.
+
+        Raises:
+            ValueError: a sample was of another size when it was seen: its content has changed.
+        """
+        rows = [self.row(sample, numel).cpu() for sample in ids_B.tolist()]
+        out_BN = torch.empty(len(rows), numel)
+        if rows:
+            self._codec.decode(torch.stack(rows), out_BN)
+        return out_BN
+
+    def open(self, sample: int, numel: int, device: torch.device) -> Visit:
+        """The old bytes of a known sample, and room for the new ones; ends with `close`.
+
+        Both are where `device` codes them.
+
+        Raises:
+            ValueError: the sample was of another size when it was seen.
+        """
+        old = brought_to(device, self.row(sample, numel))
+        home = self._store.empty_row(old.numel())
+        fresh = _written(home, device)
+        return Visit(sample, PackedMemory(self._codec, old[None], fresh[None]), home)
+
+    def close(self, visit: Visit, wire: Tensor, *, keep: bool) -> None:
+        """Stage what was written to `visit.memory.fresh_BW`, or forget it if it is not finite.
+
+        `wire` (host) is what the sample was sent as.
+        """
+        if not keep:
+            self._store.give_back(visit.home)
+            return
+        _bring_home(visit.memory.fresh_BW[0], visit.home)
+        self._staged[visit.sample] = self._histories[visit.sample].after(wire), visit.home
+
+    def stage(self, ids_B: Tensor, values_BN: Tensor, wire_BW: Tensor) -> None:
+        """Keep first values aside until `commit`, with what they were sent as (host).
+
+        A row that is not finite is not kept: both ends see it alike, and the sample's next visit
+        is a first visit.
+        """
+        nbytes = self._fixed_nbytes(values_BN.shape[1], int(ids_B[0]))
+        if self._limit is not None and len(self._histories) >= self._limit:
+            return
+        finite_B = torch.isfinite(values_BN).all(1)
+        homes = [self._store.empty_row(nbytes) for _ in values_BN]
+        for i, home in enumerate(homes):
+            row = _written(home, values_BN.device)
+            self._codec.encode(values_BN[i : i + 1], row[None], noise=None)
+            _bring_home(row, home)
+        for i, (sample, finite) in enumerate(zip(ids_B.tolist(), finite_B.tolist(), strict=True)):
+            if finite:
+                self._staged[sample] = UNSEEN.after(wire_BW[i]), homes[i]
+            else:
+                self._store.give_back(homes[i])
+
+
+def _written(home: Tensor, device: torch.device) -> Tensor:
+    """Where `device` can write what is to be in `home`: there, or in a row of its own."""
+    return home if home.device == device else torch.empty_like(home, device=device)
+
+
+def _bring_home(row: Tensor, home: Tensor) -> None:
+    """Bring home what was written elsewhere."""
+    if row.data_ptr() != home.data_ptr():
+        home.copy_(row)

@@ -1,0 +1,53 @@
+"""How samples are coded in evaluation: as those without history, with what training has learned."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinpipe.aqsgd.transform.boundary import BITS, CODEC_ID, TransformBoundary
+from thinpipe.aqsgd.transform.proposals import NO_PIECE
+from thinpipe.pipeline.comm.boundary import MessagePlan
+from thinpipe.pipeline.comm.error_stats import ErrorMeter
+
+
+class FirstVisits:
+    """A boundary as it codes samples without history, which learns nothing: for evaluation."""
+
+    codec_id = CODEC_ID
+    bits = BITS
+    memory = None
+
+    def __init__(self, training: TransformBoundary) -> None:
+        """What `training` has learned is used."""
+        self._training = training
+        self.error_meter = ErrorMeter()
+
+    def capacity(self, shape_BTD: torch.Size) -> int:
+        """That of training."""
+        return self._training.capacity(shape_BTD)
+
+    def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
+        """No sample is known."""
+        none_B = torch.zeros(len(ids_B), dtype=torch.bool)
+        nbytes, checksum = self.capacity(shape_BTD), self._training.learned.digest()
+        return MessagePlan(ids_B, shape_BTD, step, nbytes, none_B, checksum, exact=False)
+
+    def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
+        """Fill `wire` as far as needed."""
+        return self._training.write(plan, x_BTD, wire, NO_PIECE)[0]
+
+    def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
+        """Fill `out_BTD`."""
+        self._training.read(plan, wire, out_BTD)
+
+    def finish_step(self, *, keep: bool) -> None:
+        """Nothing was learned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: what there is belongs to training."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""

@@ -1,0 +1,117 @@
+"""How samples' coefficients are remembered: in rows of 8 + T D bytes, whatever K.
+
+These are the version of the basis (u32), the index of the step (i32), and a byte for each of K
+dimensions of T tokens.
+
+Axes: T tokens, D channels, K dimensions.
+"""
+
+import struct
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinpipe.aqsgd.memory import SampleMemory
+from thinpipe.aqsgd.transform.basis import Basis
+from thinpipe.aqsgd.transform.learned import Learned
+
+_HEAD = struct.Struct("<Ii")
+
+
+class Held(NamedTuple):
+    """What is remembered of a sample: whole numbers (int32) of steps in a basis."""
+
+    version: int
+    step: int
+    q_TK: Tensor
+
+
+def row_nbytes(numel: int) -> int:
+    """Bytes of the row of a sample of `numel` values."""
+    return _HEAD.size + numel
+
+
+def pack(held: Held, basis: Basis, numel: int) -> Tensor:
+    """A row, with what the basis remembers of the numbers."""
+    row = torch.zeros(row_nbytes(numel), dtype=torch.uint8)
+    head = _HEAD.pack(held.version, held.step)
+    row[: _HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    stored_TK = basis.remembered(held.q_TK)
+    row[_HEAD.size : _HEAD.size + stored_TK.numel()] = stored_TK.flatten()
+    return row
+
+
+def unpack(row: Tensor, bases: Mapping[int, Basis], tokens: int) -> Held:
+    """What is remembered of what `pack` was given."""
+    version, step = _HEAD.unpack(row[: _HEAD.size].numpy().tobytes())
+    basis = bases[version]
+    end = _HEAD.size + tokens * basis.dimensions
+    stored_TK = row[_HEAD.size : end].view(tokens, -1)
+    return Held(version, step, basis.recalled(stored_TK))
+
+
+class Rows:
+    """The samples that one end remembers, and which bases their rows are in."""
+
+    def __init__(self, memory: SampleMemory, learned: Learned) -> None:
+        """`memory` holds rows of `row_nbytes`."""
+        self.memory, self._learned = memory, learned
+        self._version_of: dict[int, int] = {}
+        self._staged: dict[int, int] = {}
+        self._count: Counter[int] = Counter()
+
+    @property
+    def versions(self) -> Collection[int]:
+        """Those of bases that rows are in, and maybe of more."""
+        return self._count.keys()
+
+    def held(self, sample: int, tokens: int, version: int) -> Held:
+        """What is remembered of a sample, in the basis of this version."""
+        bases = self._learned.bases
+        row = self.memory.row(sample, tokens * self._learned.width).cpu()
+        held = unpack(row, bases, tokens)
+        if held.version == version:
+            return held
+        turned = bases[version].turned(held.q_TK, bases[held.version])
+        return held._replace(version=version, q_TK=turned)
+
+    def stage(self, sample: int, held: Held) -> None:
+        """Remember this at the end of the step, in the current basis."""
+        numel = len(held.q_TK) * self._learned.width
+        self.memory.renew(sample, pack(held, self._learned.basis, numel), numel)
+        self._staged[sample] = held.version
+
+    def finish_step(self, *, keep: bool) -> None:
+        """Remember what was staged, or forget it."""
+        staged, self._staged = self._staged, {}
+        if not keep:
+            self.memory.discard()
+            return
+        self.memory.commit()
+        for sample, version in staged.items():
+            if sample in self.memory:  # there was room
+                if sample in self._version_of:
+                    self._count[self._version_of[sample]] -= 1
+                self._count[version] += 1
+                self._version_of[sample] = version
+        self._count = +self._count
+
+    def recount(self) -> None:
+        """Pass over samples that were forgotten since they were last seen."""
+        held = {s: version for s, version in self._version_of.items() if s in self.memory}
+        self._version_of, self._count = held, Counter(held.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The memory, and the versions of its rows."""
+        self.recount()
+        pairs = torch.tensor(sorted(self._version_of.items()), dtype=torch.int64)
+        return self.memory.state_dict() | {"row_versions": pairs.view(-1, 2)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore them."""
+        self.memory.load_state_dict(state)
+        self._version_of, self._staged = dict(state["row_versions"].tolist()), {}
+        self.recount()
