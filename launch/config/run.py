@@ -205,12 +205,21 @@ class RunConfig(BaseModel):
                 f"note: memory.folder = {self.memory.folder!r} is not used: "
                 f"memory.tier = {self.memory.tier!r} keeps nothing on disk"
             )
-        delta = any(spec.kind in ("aqsgd", "transform") for spec in self.specs.values())
-        if delta and self.train.epochs == 1:
+        kinds = {spec.kind for spec in self.specs.values()}
+        remembered = any(getattr(spec, "memory", False) for spec in self.specs.values())
+        delta = bool(kinds & {"aqsgd", "transform"}) and remembered
+        if "aqsgd" in kinds and self.train.epochs == 1:
             found.append(
                 "note: AQ-SGD sends changes between epochs, and train.epochs = 1: every sample is "
                 'sent as a first visit; kind = "stateless" is smaller for the same error, and '
-                'kind = "auto" chooses it by itself'
+                'kind = "auto" chooses it by itself; kind = "transform" with memory = false is '
+                "smaller still"
+            )
+        if "transform" in kinds and remembered and self.train.epochs == 1:
+            found.append(
+                'note: kind = "transform" remembers samples for their next visit, and '
+                "train.epochs = 1: none is visited again, so step does nothing, first_step is what "
+                "counts; memory = false sends the same and needs no memory"
             )
         dropout = fresh_dropout(self.model)
         if delta and dropout:

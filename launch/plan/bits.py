@@ -5,6 +5,10 @@ repeatedly, as long as every uplink, downlink and link carries a microbatch's me
 that the slowest stage computes one. Of the allocations on that path the last one is taken whose
 predicted step is no longer than with the run file's own settings, and at most 5 % longer than the
 shortest: what overlaps once the pipeline is full does not while it fills, nor behind a delay.
+
+There is a second ladder, of learned transforms in both directions, which send less for the same
+loss and compute more (benchmarks/results/transform_cpu_202611.md): of the settings of both that are
+fast enough, those of most fidelity are taken.
 """
 
 import math
@@ -12,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from thinpipe.aqsgd.config import AqsgdConfig
+from thinpipe.aqsgd.config import AqsgdConfig, GradientAqsgdConfig
+from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.message_cost import message_meter
@@ -33,7 +38,7 @@ _FORWARD: tuple[Spec, ...] = (
 )
 _FORWARD_ONCE: tuple[Spec, ...] = (*(StatelessConfig(bits=bits) for bits in (4, 5, 6, 7)), *_CASTS)
 """In a single epoch, where no sample has a previous activation to send the change of."""
-_TILE_PENALTY = 2
+_WHOLE_PENALTY = 2
 """Bits. Forward 5 with backward 4 reaches a lower loss than 4 with 6, in fewer bytes (see "One
 epoch" in benchmarks/results/aqsgd_beyond_cpu_202611.md).
 """
@@ -42,6 +47,25 @@ _BACKWARD: tuple[Spec, ...] = (
     *(DirectConfig(bits=bits) for bits in (6, 8)),
     *_CASTS,
 )
+_STEPS = (1.0, 0.8, 0.6)
+_LEARNED: Mapping[Direction, tuple[Spec, ...]] = {
+    "forward": (*(TransformConfig(step=step) for step in _STEPS), *_FORWARD[1:]),
+    "backward": (
+        *(GradientTransformConfig(step=step) for step in _STEPS),
+        GradientAqsgdConfig(bits=4, rate=0.5, coding="zstd"),
+        *_BACKWARD[2:],
+    ),
+}
+_LEARNED_ONCE: Mapping[Direction, tuple[Spec, ...]] = {
+    "forward": (
+        *(TransformConfig(memory=False, first_step=step) for step in (0.1, 0.05)),
+        *_FORWARD_ONCE[-3:],
+    ),
+    "backward": (
+        *(GradientTransformConfig(memory=False, first_step=step) for step in (0.3, 0.15)),
+        *_BACKWARD[2:],
+    ),
+}
 
 
 class Candidate(NamedTuple):
@@ -73,15 +97,21 @@ def recommend(
     """A recommendation for `config` with its predicted step; `prediction` is that of the run file.
     None if nothing is as fast as the run file's own settings with more bits, or clearly faster.
     """
-    candidates = measure_candidates(config)
     slot_s = max(stage.forward_s + stage.backward_s for stage in prediction.stages)
+    ladders = [measure_candidates(config, learned=learned) for learned in (False, True)]
     found = [
         (advice, predict(config, blocks, advice.messages, network))
+        for candidates in ladders
         for advice in allocate_bits(config.pipeline.cuts, candidates, network, slot_s=slot_s)
     ]
     limit_s = min(prediction.step_s, AS_FAST * min(step.step_s for _, step in found))
-    fast = next((pair for pair in reversed(found) if pair[1].step_s <= limit_s), None)
-    return fast if fast is not None and _is_better(*fast, prediction) else None
+    fast = [pair for pair in found if pair[1].step_s <= limit_s]
+    best = max(fast, key=lambda pair: _total_fidelity(pair[0]), default=None)
+    return best if best is not None and _is_better(*best, prediction) else None
+
+
+def _total_fidelity(advice: Recommendation) -> float:
+    return sum(map(fidelity, advice.specs.values()))
 
 
 def _is_better(advice: Recommendation, step: Prediction, own: Prediction) -> bool:
@@ -91,32 +121,46 @@ def _is_better(advice: Recommendation, step: Prediction, own: Prediction) -> boo
     return richer or AS_FAST * step.step_s <= own.step_s
 
 
-def measure_candidates(config: RunConfig) -> Candidates:
+def measure_candidates(config: RunConfig, *, learned: bool = False) -> Candidates:
     """Every level of fidelity for each cut and direction."""
     measure = message_meter(config)
     return {
-        key: [Candidate(spec, measure(spec, key[1])) for spec in levels(config, spec, key[1])]
+        key: [
+            Candidate(level, measure(level, key[1]))
+            for level in levels(config, spec, key[1], learned=learned)
+        ]
         for key, spec in config.specs.items()
     }
 
 
-def levels(config: RunConfig, configured: Spec, direction: Direction) -> list[Spec]:
+def levels(
+    config: RunConfig, configured: Spec, direction: Direction, *, learned: bool = False
+) -> list[Spec]:
     """What a direction may be set to instead of what the run file has, the least fidelity first."""
-    forward = _FORWARD if config.train.epochs > 1 else _FORWARD_ONCE
-    return [
-        _like(configured, level) for level in (forward if direction == "forward" else _BACKWARD)
-    ]
+    again = config.train.epochs > 1
+    if learned:
+        ladder = (_LEARNED if again else _LEARNED_ONCE)[direction]
+    elif direction == "forward":
+        ladder = _FORWARD if again else _FORWARD_ONCE
+    else:
+        ladder = _BACKWARD
+    return [_like(configured, level) for level in ladder]
 
 
 def fidelity(spec: Spec) -> float:
-    """A measure of it: bits per value, after entropy coding.
+    """A measure of it: bits per value, after entropy coding without a learned transform.
 
-    Tiles count for less, as whole activations need more bits than gradients.
+    Whole activations need more bits than gradients and changes, so theirs count for less.
     """
     if isinstance(spec, RawConfig):
         return 32 if spec.format == "fp32" else 16
     if isinstance(spec, StatelessConfig):
-        return spec.bits - _TILE_PENALTY
+        return spec.bits - _WHOLE_PENALTY
+    if isinstance(spec, TransformConfig) and not spec.memory:
+        gradients = isinstance(spec, GradientTransformConfig)
+        return math.log2(4 / spec.first_step) - (0 if gradients else _WHOLE_PENALTY)
+    if isinstance(spec, TransformConfig):
+        return math.log2(4 / spec.step)
     return spec.bits if spec.rate is None else math.log2(4 / spec.rate)
 
 
@@ -127,7 +171,9 @@ def _like(configured: Spec, level: Spec) -> Spec:
     """
     if configured.kind != level.kind:
         return level
-    kept = configured.model_dump(exclude={"bits", "format", "rate", "delta"})
+    kept = configured.model_dump(
+        exclude={"bits", "format", "rate", "delta", "step", "of", "error", "first_step"}
+    )
     return type(level).model_validate(kept | level.model_dump(exclude_unset=True))
 
 

@@ -1,12 +1,15 @@
 """Messages of a microbatch: their bytes, and the seconds to encode and decode them."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
+from torch import Tensor
 
+from thinpipe.aqsgd.transform.boundary import TransformBoundary
 from thinpipe.aqsgd.transform.config import TransformConfig
+from thinpipe.aqsgd.transform.proposals import settled
 from thinpipe.launch.components import build_boundary
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
@@ -17,6 +20,14 @@ from thinpipe.pipeline.config import RawConfig, StatelessConfig
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 _REPEATS = 5
+_CHANGE = 0.1
+"""Of a value, between two visits."""
+_TOKENS = 8
+"""Tokens per channel that a basis is found from."""
+_DECAY = (1.5, 1.2)
+"""Powers by which energy falls from direction to direction, forward and backward. With these a
+transform takes the bits that it was measured to take at GPT-2's shape
+(benchmarks/results/transform_cpu_202611.md)."""
 
 
 def describe(spec: Spec) -> str:
@@ -51,7 +62,8 @@ def measure_message(
     """Send a microbatch through real channels several times; return the least times.
 
     With `known` the samples were visited before, otherwise each is new. The size of entropy-coded
-    messages depends on the values; these are Gaussian and change little between visits.
+    messages depends on the values; these are Gaussian and change little between visits. Those for a
+    learned transform fill few dimensions, and its basis is settled.
     """
     sender, receiver = (
         MessageCodec(
@@ -63,12 +75,14 @@ def measure_message(
         )
         for _ in range(2)
     )
-    x_BTD = torch.randn(shape_BTD)
-    encode_s, decode_s, nbytes = [], [], 0
+    x_BTD = _made_up(spec, shape_BTD, direction)
+    if isinstance(spec, TransformConfig):
+        _settle((sender, receiver), spec, shape_BTD[-1], known=known)
+    encode_s, decode_s, nbytes = [], [], []
     for number in range(_REPEATS + 1):
         for codec in (sender, receiver):
             codec.begin_pass(step=number, mode="train")
-        x_BTD = x_BTD + 0.1 * torch.randn(shape_BTD)
+        x_BTD = x_BTD + _CHANGE * _made_up(spec, shape_BTD, direction)
         ids_B = torch.arange(shape_BTD[0]) + (0 if known else number * shape_BTD[0])
         start_s = time.perf_counter()
         message = sender.encode(0, x_BTD, ids_B)
@@ -76,7 +90,40 @@ def measure_message(
         receiver.decode(0, message, ids_B, shape_BTD)
         decode_s.append(time.perf_counter() - encoded_s)
         encode_s.append(encoded_s - start_s)
-        nbytes = message.numel()
+        nbytes.append(message.numel())
         for codec in (sender, receiver):
             codec.finish_step(keep=True)
-    return Message(nbytes, min(encode_s[1:]), min(decode_s[1:]))
+    settled_nbytes = round(
+        sum(nbytes[-2:]) / 2
+    )  # steps that follow changes swing from visit to visit
+    return Message(settled_nbytes, min(encode_s[1:]), min(decode_s[1:]))
+
+
+@cache
+def mixing(width: int, direction: int) -> Tensor:
+    """[D, D], which makes white tokens into such as cross a cut, with a mean square of 1."""
+    generator = torch.Generator().manual_seed(0)
+    turn_DD = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
+    energy_D = torch.arange(1, width + 1) ** -_DECAY[direction]
+    mixing_DD: Tensor = (energy_D / energy_D.mean()).sqrt()[:, None] * turn_DD
+    return mixing_DD
+
+
+def _made_up(spec: Spec, shape_BTD: torch.Size, direction: int) -> Tensor:
+    white_BTD = torch.randn(shape_BTD)
+    if not isinstance(spec, TransformConfig):
+        return white_BTD
+    return white_BTD @ mixing(shape_BTD[-1], direction)
+
+
+def _settle(
+    codecs: Sequence[MessageCodec], spec: TransformConfig, width: int, *, known: bool
+) -> None:
+    """Let both ends know the basis that a run finds."""
+    shape_ND = torch.Size((_TOKENS * width, width))
+    value_ND, other_ND = (_made_up(spec, shape_ND, codecs[0].direction) for _ in range(2))
+    sent_ND = _CHANGE * other_ND if known else value_ND
+    basis = settled(sent_ND, value_ND, spec.step if known else spec.first_step)
+    for codec in codecs:
+        assert isinstance(codec.training, TransformBoundary)
+        codec.training.learned.adopt(basis)

@@ -355,3 +355,22 @@ def test_classifiers_get_no_note_on_ties(tmp_path: Path) -> None:
     text = '[model]\ntask = "classification"\nclasses = 2\n[pipeline]\ncuts = [2]'
     fields = ("data.text_field=a", "data.label_field=b")
     assert load(tmp_path, text, *fields).notices() == []
+
+
+@pytest.mark.parametrize(
+    ("epochs", "spec", "expected"),
+    [
+        (1, '{ kind = "transform" }', "memory = false sends the same"),
+        (1, '{ kind = "transform", memory = false }', None),
+        (2, '{ kind = "transform" }', None),
+        (1, '{ kind = "aqsgd" }', "AQ-SGD sends changes between epochs"),
+    ],
+)
+def test_a_memory_that_does_nothing_in_a_single_epoch_is_noted(
+    tmp_path: Path, epochs: int, spec: str, expected: str | None
+) -> None:
+    text = f"[pipeline]\ncuts = [2]\n[train]\nepochs = {epochs}\n"
+    text += f"[[boundary]]\nforward = {spec}\nbackward = {{ kind = 'direct' }}\n"
+    notes = [note for note in load(tmp_path, text).notices() if "train.epochs" in note]
+    assert len(notes) == (expected is not None)
+    assert all(expected in note for note in notes if expected)

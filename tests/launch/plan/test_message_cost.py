@@ -1,10 +1,12 @@
 """Names of settings."""
 
 import pytest
+import torch
 
 from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig
+from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
 from thinpipe.launch.config.boundary import Spec
-from thinpipe.launch.plan.message_cost import describe
+from thinpipe.launch.plan.message_cost import describe, measure_message
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 
 
@@ -18,8 +20,27 @@ from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
         (AqsgdConfig(bits=4, rate=0.5, coding="zstd"), "aqsgd rate 0.5"),
         (AqsgdConfig(bits=4, rate=2.0, coding="rans"), "aqsgd rate 2 rans"),
         (StatelessConfig(bits=5), "stateless 5-bit"),
+        (TransformConfig(step=0.8), "transform step 0.8"),
         (StatelessConfig(bits=4, coding="auto"), "stateless 4-bit auto"),
     ],
 )
 def test_settings_have_names(spec: Spec, name: str) -> None:
     assert describe(spec) == name
+
+
+@pytest.mark.parametrize(
+    ("spec", "direction", "bits"),
+    [
+        (TransformConfig(step=0.6), 0, 1.53),
+        (TransformConfig(step=0.8), 0, 1.24),
+        (GradientTransformConfig(step=0.6), 1, 1.96),
+        (GradientTransformConfig(step=0.8), 1, 1.74),
+    ],
+)
+def test_a_transform_takes_the_bits_that_were_measured(
+    spec: Spec, direction: int, bits: float
+) -> None:
+    """At GPT-2's shape: benchmarks/results/transform_cpu_202611.md."""
+    shape_BTD = torch.Size((4, 128, 256))
+    message = measure_message(spec, shape_BTD, direction)
+    assert 8 * message.nbytes / shape_BTD.numel() == pytest.approx(bits, rel=0.2)

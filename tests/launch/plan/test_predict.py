@@ -15,6 +15,7 @@ from thinpipe.launch.plan.bits import (
     Candidate,
     Candidates,
     allocate_bits,
+    fidelity,
     measure_candidates,
     recommend,
 )
@@ -161,6 +162,26 @@ def test_more_fidelity_takes_more_bytes(epochs: int) -> None:
     for of_direction in measure_candidates(run).values():
         nbytes = [candidate.message.nbytes for candidate in of_direction]
         assert nbytes == sorted(set(nbytes))
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_learned_transforms_take_fewer_bytes_for_more_fidelity(epochs: int) -> None:
+    run = config(
+        model={"width": 128, "context": 64},
+        train={"epochs": epochs},
+        data={"sequence_length": 64},
+        pipeline={},
+    )
+    plain = measure_candidates(run)
+    for key, ladder in measure_candidates(run, learned=True).items():
+        fidelities = [fidelity(candidate.spec) for candidate in ladder]
+        assert fidelities == sorted(fidelities)
+        learned = [candidate for candidate in ladder if candidate.spec.kind == "transform"]
+        assert len(learned) == (3 if epochs > 1 else 2)
+        best = fidelity(learned[-1].spec)
+        as_good = [c.message.nbytes for c in plain[key] if fidelity(c.spec) >= best]
+        assert fidelity(plain[key][0].spec) < best
+        assert learned[-1].message.nbytes < min(as_good)
 
 
 def test_other_settings_of_the_run_file_stay_where_they_can() -> None:
