@@ -110,6 +110,12 @@ def _transform(
     }
 
 
+def _once(forward: float, backward: float) -> dict[str, Any]:
+    """For a single epoch: without memories."""
+    steps = zip(("forward", "backward"), (forward, backward), strict=True)
+    return {way: {"kind": "transform", "memory": False, "first_step": step} for way, step in steps}
+
+
 TRANSFORM: dict[str, dict[str, Any]] = {
     "transform .4/.4": _transform(0.4, 0.4),
     "transform .6/.6": _transform(0.6, 0.6),
@@ -117,6 +123,14 @@ TRANSFORM: dict[str, dict[str, Any]] = {
     "transform 1/1": _transform(1.0, 1.0),
     "transform .8/.8, first .1/.3": _transform(0.8, 0.8, first=(0.1, 0.3)),
     "transform .05/.3 of values": _transform(0.05, 0.3, first=(0.05, 0.3), of="value"),
+}
+ONCE: dict[str, dict[str, Any]] = {
+    "tiles 5/4": _method("stateless", 5, 4, gradients="stateless"),
+    "transform once .05/.15": _once(0.05, 0.15),
+    "transform once .1/.3": _once(0.1, 0.3),
+    "transform once .1/.5": _once(0.1, 0.5),
+    "transform once .15/.3": _once(0.15, 0.3),
+    "transform once .2/.4": _once(0.2, 0.4),
 }
 GPT2 = Scale(
     layers=8,
@@ -136,7 +150,7 @@ GPT2 = Scale(
 """GPT-2's shape with subwords, in four stages."""
 SETTINGS = {"bytes": Scale(), "gpt2": GPT2}
 _QUICK = ("aq rate 0.6/0.5", "both rate 0.6/0.5", "transform .6/.6", "transform .8/.8")
-METHODS = {**PAPER, **BEYOND, **CODED, **BOTH, **TRANSFORM}
+METHODS = {**PAPER, **BEYOND, **CODED, **BOTH, **TRANSFORM, **ONCE}
 _SIZES = {
     "layers": "of the model, each a stage",
     "width": "of the model",
@@ -148,6 +162,7 @@ _SIZES = {
     "pretrain_steps": "of pretraining",
 }
 GROUPS = {
+    "once": list(ONCE),
     "paper": list(PAPER),
     "beyond": list(BEYOND),
     "coded": list(CODED),
