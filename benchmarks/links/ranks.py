@@ -100,13 +100,14 @@ def run_host(host: int, plan: Plan, set_rate: SetRate) -> list[RankResult]:
 def run_rank(plan: Plan, set_rate: SetRate) -> list[RankResult]:
     """Measure as one rank of the default group; rank 0 calls `set_rate` and prints steps.
 
-    Before the first rate every method runs a step that is discarded.
+    Before the first rate every method runs steps that are discarded.
     """
     transport = GlooTransport(dist.get_world_size(), 1, timeout_s=_TIMEOUT_S)
     bench = _RankBench(transport, plan)
     runners = {method: make_runner(method, plan.workload, transport) for method in plan.methods}
-    for runner in runners.values():
-        bench.step(runner, bench.ids(0))
+    for method, runner in runners.items():
+        for _ in range(method.warm_steps):
+            bench.step(runner, bench.ids(0))
     results = []
     for number, rate_bps in enumerate(plan.rates, start=1):
         if transport.mesh.rank == 0:

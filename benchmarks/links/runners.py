@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from benchmarks.links.acsgd_step import AcSgdStep
 from benchmarks.links.workloads import Workload
 from thinpipe.aqsgd.config import AqsgdConfig
+from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
 from thinpipe.launch.components import build_boundary
 from thinpipe.launch.config.boundary import BackwardConfig, ForwardConfig
 from thinpipe.pipeline.batch import Samples
@@ -55,7 +56,12 @@ class Method:
     @property
     def remembers(self) -> bool:
         """Whether the first visit of a sample is sent differently."""
-        return isinstance(self.forward, AqsgdConfig)
+        return isinstance(self.forward, AqsgdConfig | TransformConfig)
+
+    @property
+    def warm_steps(self) -> int:
+        """Steps that are discarded before the first rate: a basis is found after one, and sent."""
+        return 5 if isinstance(self.forward, TransformConfig) else 1
 
 
 def _ours(name: str, forward: ForwardConfig, backward: BackwardConfig) -> Method:
@@ -71,6 +77,11 @@ def _coded_delta(rate: float) -> Method:
     options = {"bits": 4, "rate": rate, "coding": "zstd"}
     name = f"aqsgd rate {rate}/{rate}"
     return _ours(name, AqsgdConfig(**options), DirectConfig(**options))
+
+
+def _transform(step: float) -> Method:
+    forward, backward = TransformConfig(step=step), GradientTransformConfig(step=step)
+    return _ours(f"transform {step}/{step}", forward, backward)
 
 
 def _acsgd(method: Method) -> Method:
@@ -93,6 +104,8 @@ METHODS = (
     _delta(3, 6),
     _delta(2, 4),
     _coded_delta(0.5),
+    _transform(0.6),
+    _transform(0.8),
     _acsgd(_DIRECT),
     _acsgd(_delta(3, 6)),
     _acsgd(_delta(2, 4)),

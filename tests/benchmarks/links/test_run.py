@@ -16,7 +16,7 @@ from benchmarks.links.rows import (
 )
 from benchmarks.links.run import _arguments, _plan
 from benchmarks.links.runners import METHODS, Method, ThinPipeRunner
-from benchmarks.links.workloads import PaperShape, Training, Workload
+from benchmarks.links.workloads import PaperShape, SleptStage, Training, Workload
 from tests.ranks import Ranks
 from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.launch.plan.simulate import Message
@@ -51,13 +51,32 @@ def test_every_method_runs_and_sends_what_its_messages_say(
             whole = workload.microbatches * message.nbytes
             if workload is TRAINING and "rate" in method.name:  # coded: no longer than Gaussian
                 assert workload.microbatches * HEADER_NBYTES < sent.nbytes <= whole
+            elif method.name.startswith("transform"):  # as short as its values let it be
+                assert workload.microbatches * HEADER_NBYTES < sent.nbytes
+                assert sent.nbytes < 4 * workload.microbatches * workload.boundary.numel()
             else:
                 assert sent.nbytes == whole
-        assert (first.first_visit_s is not None) == ("aqsgd" in method.name)
+        assert (first.first_visit_s is not None) == method.remembers
         known = compute_of(workload, [first, last])
         assert (known is None) == (workload is TRAINING and method.runtime != "thinpipe")
         if workload is SMALL:
             assert min(first.steps_s) >= 4 * (0.001 + 0.002)
+
+
+def test_slept_stages_give_values_like_those_of_training() -> None:
+    """Few directions, and little change between visits: less in activations than in gradients."""
+    stage = replace(SMALL, tokens=256, width=64).module(0, 2, torch.float32)
+    assert isinstance(stage, SleptStage)
+    for give, change in ((stage.next_output, 0.1), (stage.next_gradient, 0.3)):
+        found = []
+        for _ in range(3):
+            stage.next_output()
+            found.append(give().flatten())
+        cosine = float(torch.cosine_similarity(found[0], found[1], dim=0))
+        assert cosine == pytest.approx(1 / (1 + change**2), abs=0.02)
+        assert not torch.equal(found[0], found[1])
+        energy_D = torch.linalg.svdvals(found[0].view(256, 64)).square()
+        assert 0.25 < float(energy_D[:6].sum() / energy_D.sum()) < 0.9  # of white values: 0.15
 
 
 def test_a_message_of_a_known_sample_has_the_bits_of_its_method() -> None:
