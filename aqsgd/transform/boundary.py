@@ -70,11 +70,12 @@ class _Part(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Tokens that the sender looks at: what is to be sent of them, also in coefficients."""
+    """Tokens that the sender looks at, also in coefficients: what is to be sent, and values."""
 
     change_ND: Tensor
     change_NK: Tensor
     value_ND: Tensor
+    value_NK: Tensor
 
 
 class _Sent(NamedTuple):
@@ -224,10 +225,10 @@ class TransformBoundary:
         some = sampled(len(x_ND))
         value_ND, change_NK = x_ND[some].float().cpu(), y_NK[some]
         if part.kind == FIRST:
-            return _Seen(value_ND, change_NK, value_ND)
+            return _Seen(value_ND, change_NK, value_ND, change_NK)
         held_NK = part.values()[some]
         change_ND = value_ND - self.learned.bases[part.version].restore(held_NK)
-        return _Seen(change_ND, change_NK - held_NK, value_ND)
+        return _Seen(change_ND, change_NK - held_NK, value_ND, change_NK)
 
     def _fitting_basis(self, x_BTD: Tensor) -> int:
         """The version to code values in: the channels as they are where the last one misses much.
@@ -312,7 +313,7 @@ class TransformBoundary:
         if sent.seen is None:
             return
         tokens, size = x_BTD.shape[1], step_size(sent.step)
-        change_ND, _, value_ND = sent.seen
+        change_ND, _, value_ND, _ = sent.seen
         self._proposals.see(kind, change_ND, value_ND, step=size, of=len(rows) * tokens)
         if self.error_meter.wants(known=known):
             x_1N = x_BTD.detach()[rows[0]].reshape(1, -1)

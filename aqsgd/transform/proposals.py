@@ -1,7 +1,8 @@
 """New bases on their way from the sender, a piece to a message.
 
-They are searched on a thread, beside the next step: what a step shows is in use two steps later,
-always, so that a run that resumes goes on alike. Only the first search is waited for.
+They are searched on a thread, beside the next step: what is found after a step is sent from the
+step after the next one on, always, so that a run that resumes goes on alike. Only the first search
+is waited for.
 """
 
 import weakref

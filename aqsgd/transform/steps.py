@@ -3,6 +3,7 @@
 Axes: N tokens, D channels, K dimensions.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,8 @@ STEP_RANGE = 480
 """Of indices: steps from 2^-120 to 2^120."""
 _COARSEST = 3.0
 """Steps that follow changes, as a multiple of those of first visits."""
+_MOST_OF_OTHERS = 5.0
+_MOST_FINER = 8.0
 _MASSIVE = 100.0
 """A channel of the largest 2 % does not count for the step if its mean square is so many times that
 of the others' largest."""
@@ -34,29 +37,37 @@ class Steps:
     of: Literal["change", "value"] = "change"
     error: float | None = None
 
-    def choose(self, known: bool, change_ND: Tensor, change_NK: Tensor, value_ND: Tensor) -> int:
+    def choose(
+        self,
+        known: bool,
+        change_ND: Tensor,
+        change_NK: Tensor,
+        value_ND: Tensor,
+        value_NK: Tensor,
+    ) -> int:
         """Index of the step for these tokens.
 
-        `change_ND` is what is to be sent of them, the value itself if they are not `known`, and
-        `change_NK` the same in coefficients.
+        `change_ND` is what is to be sent of them, the value itself if they are not `known`;
+        `change_NK` and `value_NK` are coefficients.
         """
+        value = _rms(value_ND, value_NK)
         if self.error is not None:
-            return self._by_error(change_ND, change_NK, value_ND)
+            return self._by_error(change_ND, change_NK, value)
         if not known:
-            return _index(self.first * _rms(value_ND))
+            return _index(self.first * value)
         if self.of == "value":
-            return _index(self.change * _rms(value_ND))
-        coarsest = _index(_COARSEST * self.first * _rms(value_ND))
-        return min(_index(self.change * _rms(change_ND)), coarsest)
+            return _index(self.change * value)
+        following = self.change * _rms(change_ND, change_NK)
+        return _index(min(following, _COARSEST * self.first * value))
 
-    def _by_error(self, change_ND: Tensor, change_NK: Tensor, value_ND: Tensor) -> int:
+    def _by_error(self, change_ND: Tensor, change_NK: Tensor, value: float) -> int:
         """Reverse water-filling: a dimension's error is a step's, or all of what is smaller.
 
         What the basis leaves out is part of the error, but not more than three quarters.
         """
         assert self.error is not None
         square_K = change_NK.double().square().mean(0).sort().values
-        allowed = (self.error * _rms(value_ND)) ** 2 * value_ND.shape[1]
+        allowed = (self.error * value) ** 2 * change_ND.shape[1]
         left_out = float(change_ND.double().square().sum(1).mean() - square_K.sum())
         allowed = max(allowed - left_out, allowed / 4)
         below_K = square_K.cumsum(0) - square_K  # of dimensions that are given up
@@ -67,13 +78,25 @@ class Steps:
         return _index((12 * max(level, 0.0)) ** 0.5)
 
 
-def _rms(value_ND: Tensor) -> float:
-    """Without channels of massive activations, which are few, and the same in every token."""
-    square_D = value_ND.double().square().mean(0).sort(descending=True).values
-    few = min(max(2, len(square_D) // 50), len(square_D) - 1)
+def _rms(x_ND: Tensor, x_NK: Tensor) -> float:
+    """Without massive activations, which are in few channels, or in few directions.
+
+    The largest 2 % of directions count for four times what the others have, at most, as far as that
+    makes it no less than an eighth.
+    """
+    square_D, square_K = (
+        x.double().square().mean(0).sort(descending=True)[0] for x in (x_ND, x_NK)
+    )
+    few = _few(square_D)
     usual = float(square_D[few])
     massive = int((square_D[:few] > _MASSIVE * usual).sum()) if usual else 0
-    return float(square_D[massive:].mean().sqrt())
+    mean = float(square_D[massive:].mean())
+    others = float(square_D.sum() - square_K[: _few(square_K)].sum()) / len(square_D)
+    return math.sqrt(max(min(mean, _MOST_OF_OTHERS * others), mean / _MOST_FINER**2))
+
+
+def _few(square_D: Tensor) -> int:
+    return min(max(2, len(square_D) // 50), len(square_D) - 1)
 
 
 def _index(size: float) -> int:

@@ -6,9 +6,10 @@ that the slowest stage computes one. Of the allocations on that path the last on
 predicted step is no longer than with the run file's own settings, and at most 5 % longer than the
 shortest: what overlaps once the pipeline is full does not while it fills, nor behind a delay.
 
-There is a second ladder, of learned transforms in both directions, which send less for the same
-loss and compute more (benchmarks/results/transform_cpu_202611.md): of the settings of both that are
-fast enough, those of most fidelity are taken.
+For a model that was trained before there is a second ladder, of learned transforms in both
+directions, which send less for the same loss and compute more
+(benchmarks/results/transform_cpu_202611.md): of the settings of both that are fast enough, those of
+most fidelity are taken.
 """
 
 import math
@@ -98,7 +99,9 @@ def recommend(
     None if nothing is as fast as the run file's own settings with more bits, or clearly faster.
     """
     slot_s = max(stage.forward_s + stage.backward_s for stage in prediction.stages)
-    ladders = [measure_candidates(config, learned=learned) for learned in (False, True)]
+    ladders = [measure_candidates(config)]
+    if config.model.from_run or getattr(config.model, "weights", None):
+        ladders.append(measure_candidates(config, learned=True))
     found = [
         (advice, predict(config, blocks, advice.messages, network))
         for candidates in ladders
@@ -137,11 +140,10 @@ def levels(
     config: RunConfig, configured: Spec, direction: Direction, *, learned: bool = False
 ) -> list[Spec]:
     """What a direction may be set to instead of what the run file has, the least fidelity first."""
-    again = config.train.epochs > 1
     if learned:
-        ladder = (_LEARNED if again else _LEARNED_ONCE)[direction]
+        ladder = (_LEARNED if config.train.epochs > 1 else _LEARNED_ONCE)[direction]
     elif direction == "forward":
-        ladder = _FORWARD if again else _FORWARD_ONCE
+        ladder = _FORWARD if config.train.epochs > 1 else _FORWARD_ONCE
     else:
         ladder = _BACKWARD
     return [_like(configured, level) for level in ladder]
@@ -156,11 +158,10 @@ def fidelity(spec: Spec) -> float:
         return 32 if spec.format == "fp32" else 16
     if isinstance(spec, StatelessConfig):
         return spec.bits - _WHOLE_PENALTY
-    if isinstance(spec, TransformConfig) and not spec.memory:
-        gradients = isinstance(spec, GradientTransformConfig)
-        return math.log2(4 / spec.first_step) - (0 if gradients else _WHOLE_PENALTY)
     if isinstance(spec, TransformConfig):
-        return math.log2(4 / spec.step)
+        bits = math.log2(4 / (spec.step if spec.memory else spec.first_step))
+        gradients = isinstance(spec, GradientTransformConfig)
+        return bits if spec.memory or gradients else bits - _WHOLE_PENALTY
     return spec.bits if spec.rate is None else math.log2(4 / spec.rate)
 
 

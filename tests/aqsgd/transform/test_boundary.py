@@ -354,18 +354,33 @@ def test_steps_that_follow_changes_are_not_much_coarser_than_those_of_first_visi
     x_ND = Source().visit(list(range(8))).flatten(0, 1)
     steps = Steps(0.6, 0.05)
     small, large = (
-        step_size(steps.choose(True, change * x_ND, change * x_ND, x_ND)) for change in (0.1, 1.4)
+        step_size(steps.choose(True, *[change * x_ND] * 2, *[x_ND] * 2)) for change in (0.1, 1.4)
     )
     size = float(x_ND.square().mean().sqrt())
     assert small == pytest.approx(0.06 * size, rel=0.3)
     assert large == pytest.approx(0.15 * size, rel=0.3)
 
 
+def test_massive_directions_do_not_coarsen_the_others() -> None:
+    """Energy that grows in one direction of many channels: steps follow the rest."""
+    generator = torch.Generator().manual_seed(0)
+    x_ND = torch.randn(256, WIDTH, generator=generator)
+    turn_DD = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=generator))[0]
+    sizes = []
+    for size in (0.0, 5.0, 30.0, 100.0, 1e6):
+        y_NK = x_ND.clone()
+        y_NK[:, 0] += size
+        sizes.append(step_size(Steps(0.8, 0.1).choose(False, *[y_NK @ turn_DD, y_NK] * 2)))
+    assert max(sizes[1:4]) < 3 * sizes[0]
+    assert sizes[2] == sizes[3]
+    assert 1e4 < sizes[4] / sizes[0] < 1e5  # coefficients stay within 15 bits
+
+
 def test_massive_channels_do_not_coarsen_the_others() -> None:
     x_BTD = Source().visit(list(range(8)))
-    plain = Steps(0.8, 0.1).choose(False, *[x_BTD.flatten(0, 1)] * 3)
+    plain = Steps(0.8, 0.1).choose(False, *[x_BTD.flatten(0, 1)] * 4)
     x_BTD[..., 3] += 1000.0
-    massive = Steps(0.8, 0.1).choose(False, *[x_BTD.flatten(0, 1)] * 3)
+    massive = Steps(0.8, 0.1).choose(False, *[x_BTD.flatten(0, 1)] * 4)
     assert abs(step_size(massive) / step_size(plain) - 1) < 0.2
     sender, receiver = ends()
     for step in range(6):

@@ -164,8 +164,8 @@ def test_more_fidelity_takes_more_bytes(epochs: int) -> None:
         assert nbytes == sorted(set(nbytes))
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_learned_transforms_take_fewer_bytes_for_more_fidelity(epochs: int) -> None:
+@pytest.mark.parametrize(("epochs", "levels"), [(1, 2), (2, 3)])
+def test_learned_transforms_take_fewer_bytes_for_more_fidelity(epochs: int, levels: int) -> None:
     run = config(
         model={"width": 128, "context": 64},
         train={"epochs": epochs},
@@ -177,11 +177,30 @@ def test_learned_transforms_take_fewer_bytes_for_more_fidelity(epochs: int) -> N
         fidelities = [fidelity(candidate.spec) for candidate in ladder]
         assert fidelities == sorted(fidelities)
         learned = [candidate for candidate in ladder if candidate.spec.kind == "transform"]
-        assert len(learned) == (3 if epochs > 1 else 2)
+        assert len(learned) == levels
         best = fidelity(learned[-1].spec)
         as_good = [c.message.nbytes for c in plain[key] if fidelity(c.spec) >= best]
         assert fidelity(plain[key][0].spec) < best
         assert learned[-1].message.nbytes < min(as_good)
+
+
+@pytest.mark.parametrize(("from_run", "expected"), [("run", True), (None, False)])
+def test_learned_transforms_are_recommended_to_models_that_were_trained(
+    from_run: str | None, expected: bool
+) -> None:
+    plain = {"forward": {"kind": "raw"}, "backward": {"kind": "raw"}}
+    run = config(
+        model={"width": 128, "context": 64, "from_run": from_run},
+        data={"sequence_length": 64},
+        pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]},
+        boundary=[plain],  # type: ignore[arg-type]
+    )
+    network, blocks = Network.uniform(3, 3e4), [[BLOCK] * 4] * 3
+    given = predict(run, blocks, measure_messages(run), network)
+    found = recommend(run, blocks, given, network)
+    assert found is not None
+    kinds = {spec.kind for spec in found[0].specs.values()}
+    assert ("transform" in kinds) == expected
 
 
 def test_other_settings_of_the_run_file_stay_where_they_can() -> None:
