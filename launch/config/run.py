@@ -178,6 +178,11 @@ class RunConfig(BaseModel):
             pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks
         )
 
+    @property
+    def pretrained(self) -> bool:
+        """Whether the model was trained before, as far as the config tells."""
+        return bool(self.model.from_run or getattr(self.model, "weights", None))
+
     def notices(self) -> list[str]:
         """Notes and warnings to print before the run starts."""
         found = []
@@ -220,6 +225,13 @@ class RunConfig(BaseModel):
                 'note: kind = "transform" remembers samples for their next visit, and '
                 "train.epochs = 1: none is visited again, so step does nothing, first_step is what "
                 "counts; memory = false sends the same and needs no memory"
+            )
+        own = isinstance(self.model, OwnModelConfig)  # who knows where its weights are from
+        if "transform" in kinds and not self.pretrained and not own:
+            found.append(
+                'warning: kind = "transform" is for fine-tuning, and these weights are random: '
+                "such a model may get worse from the third epoch on, as all tokens share a step; "
+                'use kind = "aqsgd" with a rate'
             )
         dropout = fresh_dropout(self.model)
         if delta and dropout:

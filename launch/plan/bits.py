@@ -100,7 +100,7 @@ def recommend(
     """
     slot_s = max(stage.forward_s + stage.backward_s for stage in prediction.stages)
     ladders = [measure_candidates(config)]
-    if config.model.from_run or getattr(config.model, "weights", None):
+    if config.pretrained:
         ladders.append(measure_candidates(config, learned=True))
     found = [
         (advice, predict(config, blocks, advice.messages, network))

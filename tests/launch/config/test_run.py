@@ -374,3 +374,10 @@ def test_a_memory_that_does_nothing_in_a_single_epoch_is_noted(
     notes = [note for note in load(tmp_path, text).notices() if "train.epochs" in note]
     assert len(notes) == (expected is not None)
     assert all(expected in note for note in notes if expected)
+
+
+def test_a_transform_of_random_weights_is_warned_of(tmp_path: Path) -> None:
+    text = "[pipeline]\ncuts = [2]\n[[boundary]]\nforward = { kind = 'transform' }\n"
+    for model, expected in (("", True), ("[model]\nfrom_run = 'runs/before'\n", False)):
+        notices = load(tmp_path, model + text).notices()
+        assert any("is for fine-tuning" in notice for notice in notices) == expected
