@@ -89,7 +89,7 @@ class Proposals:
         return {
             "search": self._search.state_dict(),
             "found": None if found.proposal is None else _tensor(found.proposal.packed()),
-            "spectra": [None if one is None else list(one) for one in (self.spectrum, found[1])],
+            "spectra": [one and list(one) for one in (self.spectrum, found.spectrum)],
             "pieces": _tensor(data) if data else None,
             "sent": self._sent,
             "room": self._room,

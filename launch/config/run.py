@@ -231,7 +231,7 @@ class RunConfig(BaseModel):
             found.append(
                 'warning: kind = "transform" is for fine-tuning, and these weights are random: '
                 "such a model may get worse from the third epoch on, as all tokens share a step; "
-                'use kind = "aqsgd" with a rate'
+                'use kind = "aqsgd"'
             )
         dropout = fresh_dropout(self.model)
         if delta and dropout:
