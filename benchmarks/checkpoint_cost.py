@@ -282,7 +282,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=30_000_000, help="of each stage")
     parser.add_argument("--steps", type=int, default=4, help="of a block")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--share", type=float, default=0.01, help="train.verify_share")
+    parser.add_argument("--share", type=float, default=0.008, help="train.verify_share")
     parser.add_argument("--quick", action="store_true", help="compute sleeps a tenth as long")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

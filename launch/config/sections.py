@@ -60,7 +60,7 @@ class TrainConfig(BaseModel):
     clip_norm: float = Field(1.0, ge=0)
     max_skipped: int = Field(10, ge=1)
     verify_every: int = Field(100, ge=0)
-    verify_share: float = Field(0.01, ge=0, le=1)
+    verify_share: float = Field(0.008, ge=0, le=1)
 
 
 class EvalConfig(BaseModel):
