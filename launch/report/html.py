@@ -111,6 +111,9 @@ _BYTES_TEXT = """At a cut, a stage sends activations to the next one (forward) a
 gradients (backward); a cut is named by the first layer after it. The dotted lines are the same
 values as bf16 or fp32; the scale is logarithmic, so equal distances are equal ratios."""
 
+_GAIN = "Coding gain, bits per value"
+_GAIN_TEXT = """ The coding gain is what a learned basis saves at the same step, against one
+distribution for all values; below half a bit, it is not used."""
 _AQSGD_TEXT = """AQ-SGD sends a sample's activations on the first visit, and then only their
 change since the previous visit: the curve falls after the first epoch."""
 
@@ -257,7 +260,7 @@ def _measured_table(summary: Summary) -> str:
         "Error": [row["error"] for row in summary["wire"]],
         "Change": [row["change"] for row in summary["wire"]],
         "Cosine to the last visit": [row["cosine"] for row in summary["wire"]],
-        "Coding gain, bits per value": [row["gain"] for row in summary["wire"]],
+        _GAIN: [row["gain"] for row in summary["wire"]],
         "Dimensions for 95 %": [row["dimensions"] for row in summary["wire"]],
     }
     shown = {name: column for name, column in columns.items() if any(v is not None for v in column)}
@@ -269,8 +272,8 @@ def _measured_table(summary: Summary) -> str:
         + "</tr>"
         for i, row in enumerate(summary["wire"])
     )
-    return f"""<p>Means over the last epoch. The coding gain is what a learned basis saves at the
-same step, against one distribution for all values; below half a bit, it is not used.</p>
+    text = _GAIN_TEXT if _GAIN in shown else ""
+    return f"""<p>Means over the last epoch.{text}</p>
 <div class="panel"><table>
 <thead><tr>{heads}</tr></thead>
 <tbody>
