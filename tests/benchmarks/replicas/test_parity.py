@@ -58,6 +58,7 @@ def pretrained(setting: Setting, texts: tuple[Path, ...]) -> Path:
     return base
 
 
+@pytest.mark.slow
 def test_exact_averages_of_parameters_and_of_gradients_both_learn(
     texts: tuple[Path, ...], tmp_path: Path
 ) -> None:

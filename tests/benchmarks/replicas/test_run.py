@@ -57,6 +57,7 @@ def test_every_method_runs_between_two_replicas(ranks: Ranks) -> None:
     assert len(table(rows).splitlines()) == 2 + len(REPLICA_METHODS)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_rare_exchanges_are_averaged_over_their_interval(ranks: Ranks) -> None:
     plan = replace(ALONE, methods=OVERLAPPED_METHODS, steps=60, compute_s=0.001, replicas=3)

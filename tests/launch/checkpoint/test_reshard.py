@@ -148,6 +148,7 @@ def test_training_goes_on_bit_for_bit_at_another_pipeline_degree(
             assert_equal(joined(resumed, "weights"), joined(through, "weights"))
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_training_goes_on_bit_for_bit_with_other_devices_per_rank(
     ranks: Ranks, tmp_path: Path

@@ -208,6 +208,7 @@ def test_it_goes_on_where_it_stopped_bit_for_bit(folder: Path) -> None:
     assert "all 6 steps are done already" in again.stdout
 
 
+@pytest.mark.slow
 def test_leaving_early_saves_and_reports_and_can_be_resumed(folder: Path) -> None:
     run("run", "mine.py")
     whole = losses(folder / "runs/mine")
@@ -243,6 +244,7 @@ def test_other_optimizers_train_and_resume_bit_for_bit(folder: Path, optimizer: 
     assert losses(folder / "runs/twin") == whole
 
 
+@pytest.mark.slow
 def test_cuts_can_be_measured(folder: Path) -> None:
     auto = ("--set", 'pipeline.cuts="auto"', "--set", "pipeline.stages=3")
     done = run("train", "run.toml", *auto)
