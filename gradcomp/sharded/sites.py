@@ -51,7 +51,7 @@ class Sites:
         """Fill the ranks' `parts` (fp32) with what all see of them; one's own is in its place.
 
         Raises:
-            TransportError, DesyncError: nothing was changed beside this rank's own part.
+            TransportError, DesyncError: `parts` may be filled in part; nothing else was changed.
         """
         frames, me = Frames(key, codec), self.rank
         message = frames.pack(parts[me], parts[me], TO_SERVER, me)

@@ -210,6 +210,10 @@ class RunConfig(BaseModel):
                 f"note: memory.folder = {self.memory.folder!r} is not used: "
                 f"memory.tier = {self.memory.tier!r} keeps nothing on disk"
             )
+        return found + self._boundary_notices()
+
+    def _boundary_notices(self) -> list[str]:
+        found = []
         kinds = {spec.kind for spec in self.specs.values()}
         remembered = any(getattr(spec, "memory", False) for spec in self.specs.values())
         delta = bool(kinds & {"aqsgd", "transform"}) and remembered

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from thinpipe.launch.config.cli_options import USAGE_ERROR
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.distributed import fork_server, rendezvous
 from thinpipe.launch.distributed.failures import death_by
@@ -141,7 +142,7 @@ def _launch(
         return next((code for code in codes if code > 0), 1)
     except rendezvous.RefusedError:
         _log("not restarted: a restart would end the same way")
-        return 2
+        return USAGE_ERROR
     except RendezvousClosedError:
         _log("error: another machine ended the run; see its output")
         return 1

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.distributed.failures import Failures
+from thinpipe.launch.distributed.handshake import store_address
 from thinpipe.launch.distributed.network import ROUND
 from thinpipe.launch.distributed.store import connect_store
 
@@ -56,10 +57,9 @@ def restart_words(failure: str) -> str | None:
 
 def refuse_restarts() -> None:
     """Called by a rank that ends: it would fail again, so the agents are to end the run."""
-    place = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if all(place) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         with contextlib.suppress(RuntimeError):  # the store is gone: so is the run
-            connect_store((str(place[0]), int(str(place[1]))), wait_s=_STORE_S).set(_REFUSED, "")
+            connect_store(store_address(), wait_s=_STORE_S).set(_REFUSED, "")
 
 
 def refuses_restarts(store: Store) -> bool:

@@ -68,7 +68,7 @@ def gone_for_good() -> str:
     except OverlayError as error:
         return str(error)
     gone = [name for name, link in links.items() if link["left"] or link["lost"]]
-    return f"{', '.join(gone)}: gone" if gone else ""
+    return f"{', '.join(gone)} left the run, or cannot be reached" if gone else ""
 
 
 def _links() -> dict[str, Any]:
