@@ -29,6 +29,7 @@ from thinpipe.pipeline.wire.exchange_header import (
     TO_SERVER,
     payload_nbytes,
 )
+from thinpipe.pipeline.wire.header import DesyncError
 
 _EXACT = Cast("fp32")
 
@@ -97,13 +98,10 @@ class Sites:
         found: dict[int, Tensor] = {}
         for mate in self._site:
             held = bundle if mate == me else bundles[mate]
-            payload = frames.payload(held, FROM_SERVER, mate)
             senders = range(mate % self._ranks, self.size, self._ranks)
-            for rank in senders:
-                length = EXCHANGE_HEADER_NBYTES + payload_nbytes(payload)
-                if rank != me:
-                    found[rank] = payload[:length]
-                payload = payload[length:]
+            messages = divided(frames.payload(held, FROM_SERVER, mate), len(senders), mate)
+            found.update(zip(senders, messages, strict=True))
+        del found[me]
         return found
 
     def _site_sums(self, key: ExchangeKey, parts: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -121,3 +119,22 @@ class Sites:
         incoming = self._peers.exchange(outgoing, list(outgoing), capacity)
         total = frames.total(incoming, columns[me], TO_SERVER, me)
         return total.chunk(len(self._counterparts))
+
+
+def divided(payload: Tensor, count: int, mate: int) -> list[Tensor]:
+    """The messages that a rank of this site has forwarded as one.
+
+    Raises:
+        DesyncError: they are not `count` whole ones.
+    """
+    found: list[Tensor] = []
+    while payload.numel() >= EXCHANGE_HEADER_NBYTES and len(found) < count:
+        length = EXCHANGE_HEADER_NBYTES + payload_nbytes(payload)
+        found.append(payload[:length])
+        payload = payload[length:]
+    if len(found) < count or payload.numel():
+        raise DesyncError(
+            f"rank {mate} of this site forwarded {len(found)} messages and {payload.numel()} bytes "
+            f"more, not {count} messages"
+        )
+    return found
