@@ -55,6 +55,7 @@ class HostNeeds:
             "weights in bf16": self.model.casts,
             "weights of other shards": self.model.gathered,
             "remembered weights": self.model.remembered,
+            "the exchange of replicas": self.model.exchange + self.model.exchanged,
             "a copy while a checkpoint is written": self.copies,
             "AQ-SGD's memories": self.memories,
             "gaps between tensors": self.unused,

@@ -19,6 +19,7 @@ from thinpipe.launch.components import build_blocks, build_objective
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.predict import in_flight
 from thinpipe.launch.plan.profile import made_up, microbatch_shape
+from thinpipe.launch.plan.replicas import measure_exchange
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
 from thinpipe.pipeline.models.own.config import OwnModelConfig
@@ -27,6 +28,8 @@ _WORD = 4  # bytes of an fp32 number
 _BLOCKS_UNDER_WAY = 7
 """Blocks' weights that a shard holds as messages, gathered, copied and as gradients; measured by
 `benchmarks.shards.memory`."""
+_MOST_REPLICAS = 4
+"""More of them keep no more each."""
 _MOST_KINDS = 64
 """Models with more blocks are taken to repeat their second one up to the last."""
 
@@ -36,8 +39,10 @@ class ModelMemory:
     """Bytes on one rank, or of one block: there `activations` are those of a microbatch.
 
     `casts` are weights in bf16, `gathered` what a shard holds of others for a while; `remembered`
-    are the weights that were last gathered, of which it saves its part. `recomputed` is what
-    checkpointed activations of the largest block take while it is computed again.
+    are the weights that were last gathered, of which it saves its part. `exchange` is what
+    replicas keep to exchange and save, `exchanged` what they receive, or keep of their own weights
+    while the model that all stand for is evaluated. `recomputed` is what checkpointed activations
+    of the largest block take while it is computed again.
     `uncounted` are blocks whose activations depend on values, so that nobody knows them here.
     """
 
@@ -48,6 +53,8 @@ class ModelMemory:
     casts: int = 0
     gathered: int = 0
     remembered: int = 0
+    exchange: int = 0
+    exchanged: int = 0
     recomputed: int = 0
     uncounted: tuple[int, ...] = ()
 
@@ -55,12 +62,14 @@ class ModelMemory:
     def total(self) -> int:
         """All at once, as at the end of a backward pass."""
         held = self.weights + self.gradients + self.optimizer + self.gathered + self.remembered
+        held += self.exchange + self.exchanged
         return held + self.activations + self.casts + self.recomputed
 
     @property
     def saved(self) -> int:
         """What a checkpoint copies before it is written beside training."""
-        return self.weights + self.optimizer + (self.weights if self.remembered else 0)
+        own = self.weights + self.optimizer + self.exchange
+        return own + (self.weights if self.remembered else 0)
 
     def plus(self, other: "ModelMemory", *, times: int = 1, in_flight: int = 1) -> "ModelMemory":
         """Together with some blocks, and that many microbatches of each."""
@@ -72,6 +81,8 @@ class ModelMemory:
             self.casts + times * other.casts,
             self.gathered + times * other.gathered,
             self.remembered + times * other.remembered,
+            self.exchange + times * other.exchange,
+            self.exchanged + times * other.exchanged,
             self.recomputed + times * other.recomputed,
             (*self.uncounted, *other.uncounted),
         )
@@ -92,7 +103,21 @@ def rank_memory(config: RunConfig) -> list[ModelMemory]:
                 whole = found[rank].plus(memory, times=times, in_flight=held)
                 found[rank] = replace(whole, recomputed=largest)
     heaviest = max(memory.weights for memory in kinds.values())
-    return [_shard_of(config, memory, heaviest) for memory in found]
+    return _with_exchange(config, [_shard_of(config, memory, heaviest) for memory in found])
+
+
+def _with_exchange(config: RunConfig, alone: list[ModelMemory]) -> list[ModelMemory]:
+    """With what replicas hold to exchange what they train; it is measured with a few numbers."""
+    replicas = min(config.pipeline.replicas, _MOST_REPLICAS)
+    if replicas == 1 or config.method == "none":
+        return alone
+    cost = measure_exchange(config.method, config.method_options.model_dump(), replicas)
+    found = []
+    for memory in alone:
+        trained = memory.optimizer // (2 * _WORD)
+        kept = round(cost.state_nbytes * trained)
+        found.append(replace(memory, exchange=kept, exchanged=_WORD * trained))
+    return found
 
 
 def _shard_of(config: RunConfig, whole: ModelMemory, largest: int) -> ModelMemory:

@@ -100,6 +100,22 @@ def test_shards_that_send_differences_hold_all_weights_once_more_and_save_their_
     assert remembers.saved - plain.saved == plain.weights
 
 
+@pytest.mark.parametrize(
+    ("method", "words"), [("allreduce", 0), ("cocktail", 1.5), ("diloco", 2), ("demo", 2)]
+)
+def test_replicas_count_what_they_keep_to_exchange(method: str, words: float) -> None:
+    """cocktail: a global copy, and a server's error for its half of it; diloco: and a momentum."""
+    pipeline = {"cuts": [2], "microbatches": 2, "replicas": 2}
+    alone, together = (
+        rank_memory(config(pipeline=pipeline, gradcomp={"method": name}))
+        for name in ("none", method)
+    )
+    for one, replica in zip(alone, together, strict=True):
+        assert replica.exchange == pytest.approx(words * one.weights, rel=0.02)
+        assert replica.saved == one.saved + replica.exchange
+        assert replica.total == one.total + replica.exchange + one.weights
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_blocks_of_hugging_face_models_are_counted_as_they_are(
     tmp_path: Path, precision: str
