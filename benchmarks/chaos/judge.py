@@ -14,8 +14,9 @@ from benchmarks.chaos.faults import Fault
 from benchmarks.chaos.outcome import Outcome, Verdict
 from benchmarks.chaos.scene import Scene
 
-LIMIT_S = 150.0
-"""Until a run goes on, or has ended; four times what it may wait for machines."""
+LIMIT_S = 240.0
+"""Until a run goes on, or has ended: five times what it may wait for machines, as those that come
+back too late for the others wait anew."""
 _BACK_S = 1.0
 """How long a machine whose launcher ended stays away."""
 _REMEDY = re.compile(

@@ -63,7 +63,7 @@ QUANTITIES = ("pss_mb", "descriptors", "threads")
 
 
 class Sampler:
-    """Reads what processes hold, in a thread."""
+    """Reads, in a thread, what processes of hosts hold whose rank lives: others share nothing."""
 
     def __init__(self, machines: Machines) -> None:
         self.samples: list[Sample] = []
@@ -79,9 +79,11 @@ class Sampler:
     def _run(self) -> None:
         while not self._stop.wait(_SAMPLE_S):
             step = self._machines.steps()
+            training = {host for host, _ in self._machines.processes("rank")}
             for kind in ("agent", "rank", "supervisor", "fork server", "carrier"):
                 for host, process in self._machines.processes(kind):
-                    self._read(step, host, kind, process)
+                    if host in training:
+                        self._read(step, host, kind, process)
 
     def _read(self, step: int, host: int, kind: str, process: psutil.Process) -> None:
         try:

@@ -29,8 +29,9 @@ def last_failure(met: Store, name: str, who: str) -> str:
     if met.check([_LAST]):
         failures = Failures(PrefixStore(met.get(_LAST).decode(), met), who)
         key = _killed_in(int(os.environ.get(ROUND, "1")) - 1)
-        killed = met.get(key).decode() if met.check([key]) else _NO_RANK
-        text = failures.known() or killed
+        # a killed supervisor's rank is killed with it: what other ranks then met is no cause
+        killed = met.get(key).decode() if met.check([key]) else ""
+        text = killed or failures.known() or _NO_RANK
     met.set(_LAST, name)
     return text
 

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 
 from tests.commands import PATIENCE_S
@@ -112,11 +112,30 @@ def test_a_machine_whose_launcher_died_is_waited_for(run_file: Path, comes_back:
     assert "machine b did not come within 25 s (pipeline.peer_timeout_s); run `th" in said
 
 
+SAID = {
+    "rank": "restarting, 1 of 1: rank ",
+    "thinpipe wait": "the supervisor of local rank ",
+    "thinpipe server": "the server of this machine's ranks is gone: it was killed",
+}
+"""What is said of a killed process, by its name."""
+
+
+def victims_of(launcher: int, name: str) -> list[int]:
+    """Processes of this name, or a launcher's ranks."""
+    if name == "rank":
+        return list(ranks_of(launcher).values())
+    processes = psutil.Process(launcher).children(recursive=True)
+    return [process.pid for process in processes if process.name() == name]
+
+
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("machines", [1, 2])
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
-    run_file: Path, machines: int
+@pytest.mark.parametrize(
+    ("victim", "machines"),
+    [("rank", 1), ("rank", 2), ("thinpipe wait", 1), ("thinpipe server", 1)],
+)
+def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
+    run_file: Path, victim: str, machines: int
 ) -> None:
     folder = run_file.parent / "run"
     meeting = ["--nnodes", str(machines), "--rdzv", f"127.0.0.1:{free_port()}"]
@@ -130,9 +149,9 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
         latest = folder / "checkpoints" / "latest"
         wait_until(lambda: latest.exists() or any(n.poll() for n in nodes), PATIENCE_S)
         assert latest.exists(), said()
-        victims: dict[int, Any] = {}
-        wait_until(lambda: victims.update(ranks_of(nodes[-1].pid)) or victims, PATIENCE_S)
-        os.kill(next(iter(victims.values())), signal.SIGKILL)
+        found: list[int] = []
+        wait_until(lambda: found.extend(victims_of(nodes[-1].pid, victim)) or found, PATIENCE_S)
+        os.kill(found[0], signal.SIGKILL)
         assert [process.wait(timeout=PATIENCE_S) for process in nodes] == [0] * machines, said()
     finally:
         for process in nodes:
@@ -143,6 +162,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(
     steps = [record.step for record in read_metrics(folder / "metrics.jsonl")]
     assert steps == list(range(1, 501))  # one history, without the steps that were lost
     assert not (folder.parent / "run.1").exists()
-    told = "restarting, 1 of 1: rank "
-    assert told in said(), said()
-    assert "killed by signal 9 (SIGKILL)" in said().split(told)[1].splitlines()[0]
+    assert "restarting, 1 of 1: " in said()
+    assert SAID[victim] in said(), said()
+    if victim != "thinpipe server":
+        assert "killed by signal 9 (SIGKILL)" in said().split(SAID[victim])[1].splitlines()[0]

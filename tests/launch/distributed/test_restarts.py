@@ -31,12 +31,13 @@ def test_ranks_that_ended_without_a_failure_made_room_for_a_machine() -> None:
     assert last_failure(met, "two", "rank 0").startswith("no rank said why: a machine was started")
 
 
-def test_what_agents_found_killed_is_named_where_no_rank_could(
+def test_what_agents_found_killed_is_named_before_what_ranks_met(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     met = HashStore()
     last_failure(met, "one", "rank 0")
     name_killed(met, 1, ["the supervisor of local rank 0 on host1: killed by signal 9"])
+    Failures(PrefixStore("one", met), "rank 1 on host1").report("edge lost", cause=False)
     monkeypatch.setenv(ROUND, "2")
     found = last_failure(met, "two", "rank 0")
     assert found == "the supervisor of local rank 0 on host1: killed by signal 9"
