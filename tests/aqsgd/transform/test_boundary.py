@@ -1,6 +1,5 @@
 """Transform coding with memories: both ends hold the same whole numbers, in fewer bits."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -8,92 +7,32 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.aqsgd.transform.ends import (
+    TOKENS,
+    WIDTH,
+    Source,
+    assert_alike,
+    ends,
+    finish,
+    send,
+    train,
+)
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start
-from thinpipe.aqsgd.transform import basis_search, boundary, proposals
+from thinpipe.aqsgd.transform import boundary, proposals
 from thinpipe.aqsgd.transform.basis import Basis, step_size
-from thinpipe.aqsgd.transform.boundary import TransformBoundary
 from thinpipe.aqsgd.transform.config import (
     GradientTransformConfig,
     TransformConfig,
-    build_transform,
 )
 from thinpipe.aqsgd.transform.evaluation import FirstVisits
 from thinpipe.aqsgd.transform.learned import Proposal
 from thinpipe.aqsgd.transform.rows import Held, pack, unpack
 from thinpipe.aqsgd.transform.steps import Steps
-from thinpipe.pipeline.comm.error_stats import error_stats
 from thinpipe.pipeline.wire.entropy import CodingError
 
-WIDTH, TOKENS = 32, 48
 BOTH: Any = [{"forward": {"kind": "transform"}, "backward": {"kind": "transform"}}]
 EPOCH = [batch([0, 1, 2, 3, 4, 5, 6, 7]), batch([8, 9, 10, 11])]
-
-
-class Source:
-    """Samples in few dimensions, which change by a tenth between visits."""
-
-    def __init__(self, samples: int = 8, seed: int = 0) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._mix_DD = torch.linalg.qr(self._normal(WIDTH, WIDTH))[0] * torch.logspace(0, -3, WIDTH)
-        self._base_BTD = self._normal(samples, TOKENS, WIDTH) @ self._mix_DD.T
-
-    def visit(self, ids: list[int]) -> Tensor:
-        change_BTD = self._normal(len(ids), TOKENS, WIDTH) @ self._mix_DD.T
-        return self._base_BTD[ids] + 0.1 * change_BTD
-
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._generator)
-
-
-def ends(**options: Any) -> tuple[TransformBoundary, TransformBoundary]:
-    spec = TransformConfig(**options)
-    return build_transform(spec, width=WIDTH), build_transform(spec, width=WIDTH)
-
-
-def send(
-    sender: Any, receiver: Any, x_BTD: Tensor, ids: list[int], step: int = 0
-) -> tuple[Tensor, int]:
-    ids_B = torch.tensor(ids)
-    plan, other = (end.plan(ids_B, x_BTD.shape, step=step) for end in (sender, receiver))
-    assert (plan.capacity, plan.checksum) == (other.capacity, other.checksum)
-    wire, out_BTD = torch.empty(plan.capacity, dtype=torch.uint8), torch.empty_like(x_BTD)
-    used = sender.encode(plan, x_BTD, wire)
-    receiver.decode(other, wire[:used], out_BTD)
-    return out_BTD, used
-
-
-def finish(*both: TransformBoundary, keep: bool = True) -> None:
-    for end in both:
-        end.finish_step(keep=keep)
-
-
-def assert_alike(sender: TransformBoundary, receiver: TransformBoundary) -> None:
-    assert sender.learned.digest() == receiver.learned.digest()
-    if sender.memory is not None and receiver.memory is not None:
-        assert sender.memory.digest() == receiver.memory.digest()
-
-
-def train(
-    sender: TransformBoundary, receiver: TransformBoundary, steps: range, seed: int = 0
-) -> list[tuple[float, float]]:
-    """(bits per value, relative error) of every step; samples are visited in random order."""
-    source, found = Source(), []
-    for step in range(steps.stop):
-        ids = torch.randperm(8, generator=torch.Generator().manual_seed(step)).tolist()
-        x_BTD = source.visit(ids)
-        if step < steps.start:
-            continue
-        used, decoded = 0, []
-        for half in (slice(0, 4), slice(4, 8)):
-            out_BTD, nbytes = send(sender, receiver, x_BTD[half], ids[half], step)
-            decoded.append(out_BTD)
-            used += nbytes
-        finish(sender, receiver)
-        assert_alike(sender, receiver)
-        error = float((torch.cat(decoded) - x_BTD).norm() / x_BTD.norm())
-        found.append((8 * used / x_BTD.numel(), error))
-    return found
 
 
 @pytest.mark.parametrize(
@@ -222,120 +161,6 @@ def test_directions_that_come_up_later_are_taken_in() -> None:
         if step == 19:
             assert sender.learned.basis.matrix.shape[1] < 10
     assert sender.learned.version == 2
-
-
-class Alike:
-    """Samples that change in all dimensions alike, until they change in a few only."""
-
-    def __init__(self, until: int) -> None:
-        self._generator, self._until = torch.Generator().manual_seed(0), until
-        self._base_BTD = torch.randn(8, TOKENS, WIDTH, generator=self._generator)
-
-    def visit(self, step: int) -> Tensor:
-        change_BTD = torch.randn(self._base_BTD.shape, generator=self._generator)
-        if step >= self._until:
-            change_BTD[..., 3:] = 0
-        return self._base_BTD + 0.1 * change_BTD
-
-
-def follow(
-    sender: TransformBoundary, receiver: TransformBoundary, steps: range, until: int
-) -> list[tuple[int, bool, float]]:
-    """(bytes, whether channels are sent as they are, error) of every step."""
-    source, found = Alike(until), []
-    for step in range(steps.stop):
-        x_BTD = source.visit(step)
-        if step < steps.start:
-            continue
-        out_BTD, used = send(sender, receiver, x_BTD, list(range(8)), step)
-        finish(sender, receiver)
-        assert_alike(sender, receiver)
-        plain = receiver.learned.version > 0 and receiver.learned.basis.order_D is not None
-        found.append((used, plain, float((out_BTD - x_BTD).norm() / x_BTD.norm())))
-    return found
-
-
-@pytest.fixture
-def small_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scales of tokens of 32 channels would take half a bit each where there is no basis, and a
-    basis as much as a few messages.
-    """
-    monkeypatch.setattr(basis_search, "_SCALE_BITS", 0)
-    monkeypatch.setattr(basis_search, "_ENTRY_BITS", 0)
-
-
-@pytest.mark.usefixtures("small_costs")
-def test_where_a_basis_gains_little_channels_are_sent_as_they_are() -> None:
-    """Both ends change over at the same message, keep what they remember, and can change back."""
-    found = follow(*ends(), range(36), until=6)
-    assert all(plain for _, plain, _ in found[1:6])
-    assert not found[-1][1]
-    assert all(error < 0.1 for _, _, error in found)
-    values = 8 * TOKENS * WIDTH
-    expected = 2.78 + 0.2  # a Gaussian in steps of 0.6, and scales
-    assert 8 * found[5][0] / values < expected
-    assert found[-1][0] < 0.7 * found[5][0]
-
-
-@pytest.mark.usefixtures("small_costs")
-@pytest.mark.parametrize("stop", [1, 6, 17])
-def test_changing_over_survives_a_restart(stop: int) -> None:
-    whole, again = ends(), ends()
-    before = follow(*whole, range(stop), until=6)
-    for old, new in zip(whole, again, strict=True):
-        new.load_state_dict(old.state_dict())
-    rest = [follow(*pair, range(stop, 24), until=6) for pair in (whole, again)]
-    assert rest[0] == rest[1]
-    assert [*before, *rest[0]] == follow(*ends(), range(24), until=6)
-
-
-def test_what_is_sent_is_measured() -> None:
-    sender, receiver = ends()
-    generator, ids = torch.Generator().manual_seed(0), list(range(8))
-    base_BTD = torch.randn(8, TOKENS, WIDTH, generator=generator)
-    for step in range(7):
-        change_BTD = torch.zeros(8, TOKENS, WIDTH)
-        change_BTD[..., :4] = torch.randn(8, TOKENS, 4, generator=generator)
-        send(sender, receiver, base_BTD + 3 * change_BTD, ids, step)
-        finish(sender, receiver)
-        found = error_stats(sender.error_meter.take())
-    assert found.cosine is not None
-    assert found.cosine == pytest.approx(32 / (32 + 36), abs=0.15)
-    assert found.dimensions is not None
-    assert 4 <= found.dimensions <= 6
-    assert found.gain is not None
-    assert found.gain > 0.5
-    assert error_stats(receiver.error_meter.take()).gain is None
-
-
-def test_bases_are_dropped_when_nobody_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_MOST_LEFT_OUT": -1.0, "_TOKENS_BETWEEN": 0}.items():
-        monkeypatch.setattr(basis_search, name, value)  # none is ever good enough
-    sender, receiver = ends()
-    source = Source(16)
-    for step in range(66):
-        half = list(range(8)) if step < 33 else list(range(8, 16))
-        send(sender, receiver, source.visit(half), half, step)
-        finish(sender, receiver)
-        assert_alike(sender, receiver)
-        held = set(sender.learned.bases)
-        assert held == set(receiver.learned.bases)
-        assert len(held) <= 4  # the channels, that of others' samples, one before, the newest
-    assert sender.learned.version >= 5
-    out_BTD, _ = send(sender, receiver, source.visit([0, 9]), [0, 9], 66)
-    assert bool(out_BTD.isfinite().all())
-
-
-def test_a_slow_search_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = train(*ends(), range(12))
-    search = basis_search.BasisSearch.end_step
-
-    def slow_search(*arguments: Any, **options: Any) -> Any:
-        time.sleep(0.02)
-        return search(*arguments, **options)
-
-    monkeypatch.setattr(basis_search.BasisSearch, "end_step", slow_search)
-    assert train(*ends(), range(12)) == quick
 
 
 def test_zeros_and_extremes_are_coded() -> None:
