@@ -215,7 +215,7 @@ def memory_digests(built: Built) -> dict[int, str]:
         pytest.param("GPipe", 8, marks=pytest.mark.slow),
         ("Deep1F1B", "fp32"),
         pytest.param("Deep1F1B", "bf16", marks=pytest.mark.slow),
-        ("GPipe", 4),
+        pytest.param("GPipe", 4, marks=pytest.mark.slow),
     ],
 )
 def test_pipeline_memories_stay_equal_under_random_delays(

@@ -71,7 +71,7 @@ def test_the_folder_of_a_live_run_is_left_alone_and_a_killed_rank_ends_it(
     assert not ranks_of(long_run.pid)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_edge_to_a_killed_rank_is_named(run_file: Path, victim: int) -> None:
     run = Command("train", run_file, *ENDLESS)
     try:

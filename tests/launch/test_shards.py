@@ -186,7 +186,7 @@ def _launched(rank: int, gather: str) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("gather", ["step", "microbatch"])
+@pytest.mark.parametrize("gather", ["step", pytest.param("microbatch", marks=pytest.mark.slow)])
 def test_replicas_exchange_gradients_as_soon_as_shards_have_summed_them(
     ranks: Ranks, gather: str
 ) -> None:

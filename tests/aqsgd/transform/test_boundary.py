@@ -318,7 +318,7 @@ def _digest(end: Any) -> tuple[str, int]:
     ("schedule", "precision", "memory", "tier"),
     [
         ("Deep1F1B", "fp32", True, "disk"),
-        ("1F1B", "bf16", True, "ram"),
+        pytest.param("1F1B", "bf16", True, "ram", marks=pytest.mark.slow),
         ("GPipe", "fp32", False, "ram"),
     ],
 )

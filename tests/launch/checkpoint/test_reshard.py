@@ -130,7 +130,7 @@ def assert_equal(left: Mapping[str, Any], right: Mapping[str, Any]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("tie", ["untied", "exact"])
+@pytest.mark.parametrize("tie", [pytest.param("untied", marks=pytest.mark.slow), "exact"])
 def test_training_goes_on_bit_for_bit_at_another_pipeline_degree(
     ranks: Ranks, tmp_path: Path, tie: str
 ) -> None:

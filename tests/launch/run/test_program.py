@@ -225,7 +225,7 @@ def test_leaving_early_saves_and_reports_and_can_be_resumed(folder: Path) -> Non
     assert losses(folder / "runs/mine") == whole
 
 
-@pytest.mark.parametrize("exchange", ["cocktail", "diloco"])
+@pytest.mark.parametrize("exchange", ["cocktail", pytest.param("diloco", marks=pytest.mark.slow)])
 def test_replicas_of_ones_own_model(folder: Path, exchange: str) -> None:
     write_program(folder, replicas=2, exchange=exchange)
     run("run", "mine.py")
@@ -234,7 +234,9 @@ def test_replicas_of_ones_own_model(folder: Path, exchange: str) -> None:
     assert set(load_file("mine.safetensors")) == set(own_module()["model"]().state_dict())
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "torch.optim:SGD"])
+@pytest.mark.parametrize(
+    "optimizer", ["muon", pytest.param("torch.optim:SGD", marks=pytest.mark.slow)]
+)
 def test_other_optimizers_train_and_resume_bit_for_bit(folder: Path, optimizer: str) -> None:
     chosen = ("--set", f'train.optimizer="{optimizer}"', "--set", "checkpoint.keep=9")
     run("train", "run.toml", *chosen)
