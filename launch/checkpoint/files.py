@@ -165,7 +165,8 @@ def publish(root: Path, manifest: Manifest) -> Path:
             _move_if_there(replaced, final)
         if error.errno not in _PUBLISHED_ELSEWHERE:
             raise
-        if not (is_complete(final) and load_manifest(final).digest == manifest.digest):
+        published = _whole(final)
+        if published is None or published.digest != manifest.digest:
             raise CheckpointError(
                 f"{partial}: missing, and {final} does not hold the same parts; call begin, "
                 "write_part and prepare first"
@@ -226,8 +227,8 @@ def complete(root: Path) -> Iterator[Manifest]:
     A part that is missing here may be on another host, so the step still counts as complete.
     """
     for folder in _folders(root):
-        if step_of(folder.name) is not None and is_complete(folder):
-            yield load_manifest(folder)
+        if step_of(folder.name) is not None and (manifest := _whole(folder)):
+            yield manifest
 
 
 def steps(root: Path) -> list[int]:
@@ -275,13 +276,17 @@ def pointer(root: Path) -> str | None:
         return None
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether the manifest is intact and no part has the wrong size."""
+def _whole(folder: Path) -> Manifest | None:
+    """The manifest, if it is intact and no part has the wrong size.
+
+    It is read once: a run that is training may remove the folder at any time.
+    """
     try:
-        parts = load_manifest(folder).parts
+        manifest = load_manifest(folder)
     except CheckpointError:
-        return False
-    return all(size_error(part, folder) in (None, "missing") for part in parts)
+        return None
+    sizes_fit = all(size_error(part, folder) in (None, "missing") for part in manifest.parts)
+    return manifest if sizes_fit else None
 
 
 def alternative(folder: Path, part: str | None = None) -> str:

@@ -440,3 +440,22 @@ def test_a_pickle_in_place_of_a_part_is_never_run(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1)}, folder / f"{STAGES[0]}.safetensors")
     with pytest.raises(CheckpointError, match=STAGES[0]):
         read_part(folder, STAGES[0])
+
+
+def test_steps_that_are_removed_meanwhile_are_left_out(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    kept, away, stop = save(tmp_path, 2), tmp_path / "away", threading.Event()
+
+    def remove_and_return() -> None:
+        while not stop.is_set():
+            kept.rename(away)
+            away.rename(kept)
+
+    thread = threading.Thread(target=remove_and_return)
+    thread.start()
+    try:
+        found = [checkpoint.steps(tmp_path) for _ in range(500)]
+    finally:
+        stop.set()
+        thread.join()
+    assert {tuple(steps) for steps in found} <= {(1,), (1, 2)}
