@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks.chaos import damage
 from benchmarks.chaos.machines import HOSTS
-from benchmarks.chaos.scene import Scene, kill
+from benchmarks.chaos.scene import STEPS_PER_EPOCH, Scene, kill
 
 After = Literal["goes on", "restarts", "either"]
 _KILLED = r"killed by signal 9|carrier ended|is gone|has left the run|lost while|lost in an"
@@ -35,6 +35,8 @@ class Fault:
     must_say: bool = True
     exact: bool = True
     """Whether losses must stay those of the undisturbed run."""
+    steps: int = 2
+    """How many more show that a run goes on and has said what it was to say."""
 
 
 def catalogue() -> list[Fault]:
@@ -50,8 +52,10 @@ def at_the_end() -> list[Fault]:
 
 def bits() -> Fault:
     """A flipped bit in the row of a memory; what it is sent anew changes the losses."""
-    says = r"memories of the two ends differed"
-    return Fault("RAM: bit of a memory's row", damage.flip_ram, says, "goes on", exact=False)
+    says = r"cached activations of the two ends differed"
+    kind = "RAM: bit of a memory's row"
+    steps = STEPS_PER_EPOCH + 2  # until the sample is visited again
+    return Fault(kind, damage.flip_ram, says, "goes on", exact=False, steps=steps)
 
 
 _PHASES = {

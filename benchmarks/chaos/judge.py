@@ -90,7 +90,7 @@ class Judge:
 
     def _enough(self, restarted: bool) -> float:
         """How many more steps show that a run goes on."""
-        needed = {"goes on": 2.0, "either": 6.0, "restarts": float("inf")}
+        needed = {"goes on": float(self._fault.steps), "either": 6.0, "restarts": float("inf")}
         return 1.0 if restarted else needed[self._fault.after]
 
     def _since_s(self) -> float:

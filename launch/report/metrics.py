@@ -305,7 +305,8 @@ def _score_name(name: str) -> str:
 
 def format_repaired(repaired: Mapping[int, int] | Mapping[str, int]) -> str:
     """Samples whose memories were reset, by cut: 3 samples at cut 6; or "none"."""
-    return ", ".join(f"{n:,} samples at cut {cut}" for cut, n in repaired.items()) or "none"
+    listed = (f"{n:,} sample{'s' * (n != 1)} at cut {cut}" for cut, n in repaired.items())
+    return ", ".join(listed) or "none"
 
 
 def format_rate(per_s: float) -> str:
