@@ -18,6 +18,7 @@ from benchmarks.chaos.scene import STEPS_PER_EPOCH, Scene, kill
 
 After = Literal["goes on", "restarts", "either"]
 _KILLED = r"killed by signal 9|carrier ended|is gone|has left the run|lost while|lost in an"
+_UNMET = _KILLED + r"|did not (all )?join"
 _LOST = r"connection to host\d lost|no connection to host\d|host\d is given up"
 
 
@@ -72,8 +73,8 @@ def _kills() -> Iterator[Fault]:
     for kind in ("rank", "supervisor", "fork server", "agent", "carrier"):
         for name, moment in _PHASES.items():
             yield _kill(kind, name, moment)
-        yield _kill(kind, "at the start", Scene.while_starting, must_say=False)
-    yield _kill("resource tracker", "at any time", Scene.any_time, after="either", must_say=False)
+        yield _kill(kind, "at the start", Scene.while_starting, must_say=False, says=_UNMET)
+    yield _kill("resource tracker", "at any time", Scene.any_time, must_say=False)
     yield Fault("kill: all machines at once", _power_cut, "", must_say=False)
 
 
@@ -82,7 +83,7 @@ def _kill(
     when: str,
     moment: Callable[[Scene, int], None],
     *,
-    after: After = "restarts",
+    says: str = _KILLED,
     must_say: bool = True,
 ) -> Fault:
     def strike(scene: Scene) -> None:
@@ -92,7 +93,8 @@ def _kill(
         scene.begin()
         kill(victim)
 
-    return Fault(f"kill: {kind}, {when}", strike, _KILLED, after, must_say)
+    after: After = "restarts" if kind != "resource tracker" else "either"
+    return Fault(f"kill: {kind}, {when}", strike, says, after, must_say)
 
 
 def _power_cut(scene: Scene) -> None:
