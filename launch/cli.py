@@ -11,7 +11,7 @@ from rich.console import Console
 
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
-from thinpipe.launch.checkpoint.run_folder import check_folder
+from thinpipe.launch.checkpoint.run_folder import check_folder, earlier_runs
 from thinpipe.launch.config.cli_options import (
     RanksOption,
     RestartsOption,
@@ -237,7 +237,12 @@ def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
 
 def _check_resume(config: RunConfig, *, resume: bool) -> None:
     if resume and not (config.run.path / "checkpoints").is_dir():
-        raise CheckpointError(f"{config.run.path}: no checkpoints to resume from; remove --resume")
+        earlier = earlier_runs(config.run.path)
+        before = f", or rename {earlier[-1]}, an earlier run, to {config.run.path}"
+        raise CheckpointError(
+            f"{config.run.path}: no checkpoints to resume from; remove --resume"
+            f"{before if earlier else ''}"
+        )
 
 
 def _show_memory(config: RunConfig, *, resume: bool) -> None:

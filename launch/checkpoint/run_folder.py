@@ -3,10 +3,13 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import os
+import shutil
 import socket
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from io import TextIOWrapper
 from pathlib import Path
@@ -50,6 +53,7 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock: TextIOWrapper | None = None
+        self._aside: Path | None = None
 
     def acquire(self, session: Session, *, resume: bool) -> None:
         """Lock the folder for this run on every host; an earlier run's folder is renamed.
@@ -66,9 +70,18 @@ class RunFolder:
                 raise ConfigError(problems[0])
 
     def release(self) -> None:
-        """Unlock the folder."""
+        """Unlock the folder; what was renamed for a run that recorded nothing is put back."""
         if self._lock is not None:
+            if self._aside is not None and not _holds_a_run(self._path):
+                self._put_back(self._aside)
             self._lock.close()
+
+    def _put_back(self, aside: Path) -> None:
+        """A failure leaves the earlier run where it is: it was said where."""
+        with contextlib.suppress(OSError):
+            shutil.rmtree(self._path)
+            aside.rename(self._path)
+            _log.warning("nothing was trained; %s was renamed back to %s", aside, self._path)
 
     def _try(self, run: int, *, resume: bool) -> str | None:
         path, me = self._path, _Owner(run, os.getpid(), socket.gethostname())
@@ -83,7 +96,7 @@ class RunFolder:
                             f"run.folder = {path}: holds files that are not a run's; "
                             "choose another folder"
                         )
-                    _move_aside(path)
+                    self._aside = _move_aside(path)
                 path.mkdir(parents=True, exist_ok=True)
                 self._lock = before if before is not None and resume else _lock(path, me)
         except BlockingIOError:
@@ -129,9 +142,23 @@ def _owner(folder: Path) -> _Owner | None:
         return None
 
 
-def _move_aside(path: Path) -> None:
-    number = 1
-    while (older := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
+def _holds_a_run(path: Path) -> bool:
+    return any((path / mark).exists() for mark in _MARKS if mark != _LOCK)
+
+
+def _move_aside(path: Path) -> Path:
+    """Where the folder is now."""
+    older = next(older for older in _renamed(path) if not older.exists())
     path.rename(older)
     _log.warning("%s held an earlier run and was renamed to %s", path, older)
+    return older
+
+
+def _renamed(path: Path) -> Iterator[Path]:
+    """Where earlier runs in a folder have gone, first to last, and will go."""
+    return (path.with_name(f"{path.name}.{number}") for number in itertools.count(1))
+
+
+def earlier_runs(path: Path) -> list[Path]:
+    """Runs that were in a folder before the present one, first to last."""
+    return list(itertools.takewhile(Path.exists, _renamed(path)))

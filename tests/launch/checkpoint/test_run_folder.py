@@ -48,10 +48,10 @@ def test_a_folder_being_renamed_cannot_be_locked_by_another_run(
     earlier.release()
     move_aside, others = folder._move_aside, []
 
-    def slowly(moved: Path) -> None:
+    def slowly(moved: Path) -> Path:
         monkeypatch.setattr(folder, "_move_aside", move_aside)
         others.extend(acquired(path, resume=resume, run=OTHER)[1] for resume in (False, True))
-        move_aside(moved)
+        return move_aside(moved)
 
     monkeypatch.setattr(folder, "_move_aside", slowly)
     mine, problem = acquired(path)
@@ -60,6 +60,22 @@ def test_a_folder_being_renamed_cannot_be_locked_by_another_run(
     assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == "precious"
     assert not (tmp_path / "run.2").exists()
     mine.release()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_start_that_fails_puts_the_earlier_run_back(tmp_path: Path, trained: bool) -> None:
+    path = tmp_path / "run"
+    earlier, _ = acquired(path)
+    (path / "metrics.jsonl").write_text("precious")
+    earlier.release()
+    mine, _ = acquired(path)
+    (path / "memories").mkdir()
+    if trained:
+        (path / "config.toml").write_text("new")
+    mine.release()
+    assert folder.earlier_runs(path) == ([tmp_path / "run.1"] if trained else [])
+    assert (path / "metrics.jsonl").exists() != trained
+    assert (path / "config.toml").exists() == trained
 
 
 def test_the_lock_of_a_moved_folder_does_not_count(
