@@ -149,10 +149,13 @@ class RunConfig(BaseModel):
         """Check that a model of one's own can be cut where the cuts are.
 
         Raises:
-            ValueError: it cannot; names layer and shape.
+            ValueError: it cannot; names layer and shape, or how many places there are.
         """
-        if isinstance(self.model, OwnModelConfig) and not self.pipeline.auto_cuts:
-            self.model.check_cuts(self.pipeline.cuts)
+        if isinstance(self.model, OwnModelConfig):
+            if self.pipeline.auto_cuts:
+                self.model.check_stages(self.pipeline.stages)
+            else:
+                self.model.check_cuts(self.pipeline.cuts)
 
     def boundary_at(self, cut: int) -> BoundaryConfig:
         """The boundary of a cut; in a single epoch "auto" is stateless."""

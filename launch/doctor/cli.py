@@ -19,6 +19,7 @@ from thinpipe.launch.config.cli_options import (
 )
 from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.corpus import with_sizes
 from thinpipe.launch.distributed.network import HostNetwork, several_machines
 from thinpipe.launch.doctor.checks import check_all, check_reachable, names_of
 from thinpipe.launch.doctor.devices import MEASURING_S, as_hosts, own_devices, untimed
@@ -99,7 +100,7 @@ class _Diagnosis:
         """The results of all hosts, the same on each."""
         with closing(self._join(endpoint)) as network, listen(network) as server:
             own_port = server.getsockname()[1]
-            self.results += check_host(self._config, self._ranks)
+            sized = self._check_host()
             chosen = interface_to(reachable_address(endpoint[0]))
             info = describe_host(
                 self._config, chosen, network.address, port=own_port, results=self.results
@@ -110,7 +111,7 @@ class _Diagnosis:
                 group, hosts, server, network, window_s=self._window_s, report=typer.echo
             )
             wanted = any(group.gather("save", save is not None))
-            own_device = own_devices(self._config) if wanted else {}
+            own_device = own_devices(sized) if wanted and sized else {}
             devices = group.gather("device", own_device, MEASURING_S) if wanted else []
             group.close()
             hidden = check_reachable(network.overlay.roster) if network.overlay else []
@@ -123,6 +124,16 @@ class _Diagnosis:
             console.print(f"written: {save}, {save.with_suffix('.png')}", soft_wrap=True)
         own = [CheckResult(**result) for host in hosts for result in host.results]
         return [*own, *hidden, *check_all(hosts, links), *untimed(names, devices)]
+
+    def _check_host(self) -> RunConfig | None:
+        """Check this host; the config with the sizes of its messages, if they can be had."""
+        try:
+            sized = with_sizes(self._config)
+        except (ValueError, OSError, ImportError) as error:
+            self.results.append(problem(self._config.network.own_name(), explain(error), ""))
+            return None
+        self.results += check_host(sized, self._ranks)
+        return sized
 
     def _join(self, endpoint: tuple[str, int]) -> HostNetwork:
         """The hosts' network, as in a run."""

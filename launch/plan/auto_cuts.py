@@ -142,7 +142,7 @@ def find_cuts(
     this machine.
 
     Raises:
-        ValueError: no cuts fit the memory.
+        ValueError: no cuts fit the memory, or a model of one's own has too few places.
     """
     stages, count = config.pipeline.stages, len(blocks[0])
     if stages == 1:
@@ -167,17 +167,15 @@ def find_cuts(
         memory=[[block_memory(config, s, block) for block in row] for s, row in enumerate(blocks)],
         memory_limit=memory_limit or [math.inf] * stages,
     )
-    if len(allowed) < stages - 1:
-        raise ValueError(
-            f"pipeline.stages = {stages}: the model can be cut in {len(allowed)} places only, "
-            f"where messages are equally long; use at most {len(allowed) + 1}"
-        )
     return best_cuts(problem)
 
 
 def _places(config: RunConfig) -> Sequence[int]:
     model = config.model
-    return model.places if isinstance(model, OwnModelConfig) else range(1, model.layers)
+    if not isinstance(model, OwnModelConfig):
+        return range(1, model.layers)
+    model.check_stages(config.pipeline.stages)
+    return model.places
 
 
 def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[float], list[bool]]:

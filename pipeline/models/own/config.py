@@ -196,7 +196,8 @@ class OwnModelConfig(BaseModel):
             before, after, cut = shared
             raise ValueError(
                 f"pipeline.cuts = {list(cuts)}: {before} and {after} are one parameter, and the "
-                f"cut {cut} lies between them; move the cut, or untie them"
+                f"cut {cut} lies between them; "
+                + ("move the cut, or untie them" if self._untied_places else _UNTIE)
             )
         if self._example is None or not cuts:
             return
@@ -204,6 +205,25 @@ class OwnModelConfig(BaseModel):
         for cut in cuts:
             if shapes[cut] is None or shapes[cut] != shapes[cuts[0]]:
                 raise ValueError(self._cannot_cut(cut, cuts, shapes))
+
+    def check_stages(self, stages: int) -> None:
+        """Check that there are places to cut it into so many; only where samples are known.
+
+        Raises:
+            ValueError: there are not; says why.
+        """
+        if self._example is None or stages - 1 <= len(self.places):
+            return
+        where = f"pipeline.stages = {stages}: the model can be cut in {len(self.places)} places"
+        shared = self._shared(range(1, self.layers))
+        if shared is not None:
+            before, after, _ = shared
+            why = f"only, as {before} and {after} are one parameter, which no cut may divide"
+            remedy = "untie them, or use fewer stages" if self.places else _UNTIE
+            raise ValueError(f"{where} {why}; {remedy}")
+        raise ValueError(
+            f"{where} only, where messages are equally long; use at most {len(self.places) + 1}"
+        )
 
     def _cannot_cut(
         self, cut: int, cuts: Sequence[int], shapes: Mapping[int, tuple[int, int] | None]
@@ -232,11 +252,11 @@ class OwnModelConfig(BaseModel):
     @property
     def places(self) -> list[int]:
         """Where it can be cut, all with messages of the usual shape."""
-        return [
-            cut
-            for cut in range(1, self.layers)
-            if self.message_shape(cut) == self.usual_shape and not self._shared([cut])
-        ]
+        return [cut for cut in self._untied_places if self.message_shape(cut) == self.usual_shape]
+
+    @property
+    def _untied_places(self) -> list[int]:
+        return [cut for cut in range(1, self.layers) if not self._shared([cut])]
 
     def _shared(self, cuts: Sequence[int]) -> tuple[str, str, int] | None:
         """A parameter of layers on both sides of a cut, under both names, and the cut."""
@@ -248,6 +268,12 @@ class OwnModelConfig(BaseModel):
                 if between:
                     return before, path, between[0]
         return None
+
+
+_UNTIE = (
+    "no cut can avoid that: untie them, or train replicas of the whole model (pipeline.replicas) "
+    "instead of stages"
+)
 
 
 def _listed(cuts: Sequence[int]) -> str:

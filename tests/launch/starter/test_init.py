@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from tests.commands import Command
 from tests.huggingface import saved_model
+from tests.ports import free_port
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.report.metrics import read_metrics
@@ -122,3 +123,20 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(folder: Path) -> None
         assert message in init(*words, code=2)
     assert [name for name in sorted(os.listdir()) if name != "__pycache__"] == before
     assert Path("run.toml").read_text() == "mine"
+
+
+def test_doctor_takes_a_model_of_ones_own(folder: Path) -> None:
+    words = ("--model", "mine_init:model", "--data", "mine_init:training", "--stages", "2")
+    init("new.toml", *words)
+    alone = ["doctor", "new.toml", "--rdzv", f"127.0.0.1:{free_port()}"]
+    shown = CliRunner().invoke(app, alone)
+    assert "of activations" in " ".join(shown.output.split()), shown.output
+
+
+def test_what_cannot_be_cut_as_wished_is_not_written(folder: Path) -> None:
+    tied = f"{MODULE}\ndef tied():\n    m = model()\n    m[4].weight = m[0].weight\n    return m\n"
+    Path("mine_tied.py").write_text(tied)
+    words = ("--model", "mine_tied:tied", "--data", "mine_tied:training", "--stages", "2")
+    said = init("new.toml", *words, code=2)
+    assert "can be cut in 0 places only, as 0.weight and 4.weight are one parameter" in said
+    assert not Path("new.toml").exists()

@@ -52,9 +52,13 @@ def test_a_shared_parameter_keeps_cuts_away() -> None:
         model[2].weight = model[0].weight
         return model
 
-    with pytest.raises(ValueError, match=r"0\.weight and 2\.weight are one parameter.*cut 1"):
+    message = r"0\.weight and 2\.weight are one parameter.*cut 1.*untie them, or train replicas"
+    with pytest.raises(ValueError, match=message):
         own(tied).check_cuts([1])
     assert own(tied).places == []
+    with pytest.raises(ValueError, match=r"stages = 2: .* in 0 places only, as 0\.weight and 2\."):
+        own(tied).check_stages(2)
+    own(tied).check_stages(1)
 
 
 @pytest.mark.parametrize(
