@@ -53,7 +53,10 @@ def write(folder: Path, *, pages: Path) -> None:
 
 def _commands() -> str:
     group: Any = get_command(app)
-    commands = {**group.commands, "shaped set": get_command(set_app)}
+    commands = {"shaped set": get_command(set_app)}
+    for name, command in group.commands.items():
+        parts = getattr(command, "commands", {})
+        commands |= {f"{name} {part}": found for part, found in parts.items()} or {name: command}
     parts = [
         "# Commands\n",
         "Every command and option, generated from the code; `--help` shows the same.\n",

@@ -55,7 +55,7 @@ def bits() -> Fault:
     """A flipped bit in the row of a memory; what it is sent anew changes the losses."""
     says = r"cached activations of the two ends differed"
     kind = "RAM: bit of a memory's row"
-    steps = STEPS_PER_EPOCH + 2  # until the sample is visited again
+    steps = 2 * STEPS_PER_EPOCH + 2  # from first in an epoch to last in the next
     return Fault(kind, damage.flip_ram, says, "goes on", exact=False, steps=steps)
 
 

@@ -39,8 +39,8 @@ def inject(folder: Path, count: int, seed: int, *, only: str = "") -> Iterator[O
     workloads = [Workload(folder, layout, _EPOCHS, _SAVE_EVERY) for layout in LAYOUTS]
     calm = [workload.calm() for workload in workloads]
     chance = random.Random(seed)
-    bits = [faults.bits()] * (count // 10) if only in faults.bits().kind else []
-    others = _plan(chance, count - len(bits), only)
+    bits = [faults.bits()] * _bit_count(count, only)
+    others = _plan(chance, count - len(bits), only) if len(bits) < count else []
     number = 0
     while others or bits:
         which = number % len(workloads)
@@ -51,6 +51,12 @@ def inject(folder: Path, count: int, seed: int, *, only: str = "") -> Iterator[O
         del queue[: max(1, taken)]
         yield from episode.outcomes
         number += 1
+
+
+def _bit_count(count: int, only: str) -> int:
+    if only not in faults.bits().kind:
+        return 0
+    return count // 10 if any(only in fault.kind for fault in faults.catalogue()) else count
 
 
 def _plan(chance: random.Random, count: int, only: str) -> list[Fault]:

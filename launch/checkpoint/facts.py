@@ -25,11 +25,16 @@ def check_facts(
     if samples and not any(change.name.startswith("data.") for change in changed):
         differing.append(_other_samples(folder, data, [name for name, *_ in samples]))
     if differing:
+        own = (
+            " (in a program, tp.Pipeline(from_run=...))"
+            if "factory" in now["config"]["model"]
+            else ""
+        )
         it = "it" if len(differing) == 1 else "them"
         raise CheckpointError(
             f"{folder} was made with {'; with '.join(differing)}; change {it} back"
             f"{epochs_hint(changed)}, or start a new run from its weights: "
-            f'model.from_run = "{folder.parents[1]}" and another run.name, without --resume'
+            f'model.from_run = "{folder.parents[1]}"{own} and another run.name, without --resume'
         )
 
 

@@ -245,9 +245,9 @@ class Checkpoints:
             raise CheckpointError(problems[0])
 
 
-def saved_so_far(config: RunConfig) -> str:
-    """How to continue a run that has stopped."""
+def saved_so_far(config: RunConfig, resume: str) -> str:
+    """How to continue a run that has stopped; `resume` is the option."""
     step = files.newest(config.run.path / "checkpoints")
     if step is None:
         return "no checkpoint was saved yet"
-    return f"everything up to step {step} is saved; continue from there with --resume"
+    return f"everything up to step {step} is saved; continue from there with {resume}"

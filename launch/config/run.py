@@ -258,7 +258,7 @@ class RunConfig(BaseModel):
         if isinstance(self.model, HuggingFaceConfig):
             shared["model"]["folder"] = self.model.digest()
         if isinstance(self.model, OwnModelConfig):
-            shared["model"]["structure"] = self.model.digest
+            shared["model"]["structure"] = self.model.structure
         return shared
 
     def digest(self) -> str:

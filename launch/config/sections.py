@@ -42,7 +42,7 @@ class TrainConfig(BaseModel):
     `batch_size` is over all replicas; `clip_norm` limits the global gradient norm, 0 turns it off.
     Every `verify_every` steps ranks compare digests of what they should hold alike; 0: never.
     `verify_share` of a step's time may go to verify that weights and optimizer state stay as they
-    are in memory from step to step; 0: they are not.
+    are in memory from step to step, without what saves add; 0: they are not.
     So many skipped steps in a row as `max_skipped` (loss or gradients not finite) end the run.
     """
 

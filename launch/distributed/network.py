@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Any
 
 from thinpipe.launch.config.network import NOT_LISTENING, NetworkConfig
 from thinpipe.launch.host.interfaces import (
@@ -20,6 +21,7 @@ from thinpipe.launch.host.interfaces import (
 )
 from thinpipe.launch.overlay.control import ADDRESS as OVERLAY
 from thinpipe.launch.overlay.control import OverlayError
+from thinpipe.launch.overlay.membership import natural
 from thinpipe.launch.overlay.process import Overlay
 from thinpipe.launch.overlay.settings import Settings
 
@@ -52,7 +54,7 @@ class HostNetwork:
     address: str
     store: tuple[str, int]
     server: socket.socket | None
-    order: list[int | str]
+    order: list[Any]
     name: str
     overlay: Overlay | None = None
     host: str = ""
@@ -112,9 +114,10 @@ def several_machines(
     host, port = parse_endpoint(endpoint)
     address = reachable_address(host)
     if ip_address(address).is_loopback:
-        return _openly(endpoint, LOOPBACK, (address, port))
+        return _openly(endpoint, LOOPBACK, (address, port), config.own_name())
     if config.trusted:
-        return _openly(endpoint, _chosen_interface(address).address, (address, port))
+        own = _chosen_interface(address).address
+        return _openly(endpoint, own, (address, port), config.own_name())
     if config.patience_s >= limit_s:
         raise ValueError(
             f"network.patience_s = {config.patience_s:g}: ranks wait for each other only "
@@ -186,10 +189,11 @@ def _chosen_interface(other: str) -> Interface:
     return interface_to(other) if named is None or named.is_loopback else named
 
 
-def _openly(endpoint: str, address: str, store: tuple[str, int]) -> HostNetwork:
+def _openly(endpoint: str, address: str, store: tuple[str, int], name: str = "") -> HostNetwork:
     """Without an overlay; the first process at the store's address, if it is ours, holds it."""
     server = None
     with contextlib.suppress(OSError):  # not ours, or another process was first
         server = socket.create_server(store)
         store = server.getsockname()
-    return HostNetwork(endpoint, address, store, server, [address], secrets.token_hex(8))
+    order = [natural(name), address]
+    return HostNetwork(endpoint, address, store, server, order, secrets.token_hex(8))

@@ -69,7 +69,7 @@ class Membership:
     @property
     def roster(self) -> Roster:
         """The hosts so far."""
-        hosts = tuple(sorted(self._hosts.values(), key=lambda host: _natural(host.name)))
+        hosts = tuple(sorted(self._hosts.values(), key=lambda host: natural(host.name)))
         return Roster(run=self.run, coordinator=self.name, needed=self.needed, hosts=hosts)
 
     def refusal(self, hello: Hello) -> str:
@@ -108,7 +108,7 @@ class Membership:
             del self._hosts[name]
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """host2 before host10."""
     return [
         (int(part or 0), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)

@@ -62,17 +62,19 @@ class AtRest:
         # what took longer than it should is made up for; a save's share is the save's
         self._left_s = min(self._left_s + allowed_s, 2 * allowed_s)
         limit_s = began_s + self._left_s / 2
+        self._taken = []
+        self._steps, self._steps_s = self._steps + 1, self._steps_s + step_s
+        if self._left_s <= 0 and not saves:  # a piece takes longer than the share of a short step
+            return
         self._step, self._saves, pieces = step, saves, list(_pieces(self._built))
         total = sum(piece.data.numel() for piece in pieces)
         first = 0 if saves else self._next % max(1, len(pieces))
-        self._taken = []
         for piece in (*pieces[first:], *pieces[:first]):
             self._taken.append((piece, piece.digest()))
             if not saves and time.perf_counter() > limit_s:
                 break
         self._next = first + len(self._taken)
         self._covered += sum(piece.data.numel() for piece, _ in self._taken) / max(1, total)
-        self._steps, self._steps_s = self._steps + 1, self._steps_s + step_s
         self._spend(began_s)
 
     def compare(self) -> None:
@@ -81,6 +83,8 @@ class AtRest:
         Raises:
             CorruptionError: something has changed meanwhile; the message names it.
         """
+        if not self._taken:
+            return
         began_s = time.perf_counter()
         changed = [piece.name for piece, digest in self._taken if piece.digest() != digest]
         self._taken = []

@@ -40,11 +40,16 @@ def end_done() -> NoReturn:
 
 
 def end_failed(
-    error: BaseException, config: RunConfig | None, *, clear: tuple[type[Exception], ...] = OURS
+    error: BaseException,
+    config: RunConfig | None,
+    *,
+    clear: tuple[type[Exception], ...] = OURS,
+    resume: str = "--resume",
 ) -> NoReturn:
     """Say why the rank failed, and end the process: clean-up that involves peers would hang.
 
-    Of errors in `clear`, the message is shown; of others, where they were raised.
+    Of errors in `clear`, the message is shown; of others, where they were raised. `resume` is how
+    whoever started the run continues it.
     """
     rank, code = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "the program", FAILED
     sys.stdout.flush()
@@ -67,7 +72,7 @@ def end_failed(
     quiet = isinstance(error, (*clear, ImportError, SystemExit))
     if speaks() and config is not None and not quiet:
         asked = isinstance(error, (TerminatedError, KeyboardInterrupt))
-        print_error(f"{'stopped: ' * asked}{saved_so_far(config)}")
+        print_error(f"{'stopped: ' * asked}{saved_so_far(config, resume)}")
     sys.stderr.flush()
     os._exit(code)
 

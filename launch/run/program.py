@@ -310,4 +310,5 @@ def _end_failed(runs: Sequence[rank_run.Run], error: BaseException) -> NoReturn:
             run.__exit__(type(error), error, error.__traceback__)
     except BaseException as first:
         error = first
-    end_failed(error, runs[-1].config if runs else None)
+    config = runs[-1].config if runs else None
+    end_failed(error, config, resume='tp.Run(..., resume="if-there")')

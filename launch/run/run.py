@@ -81,7 +81,10 @@ class Run:
         return None
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs to train, counted from 0. `break` ends the run early, and saves it.
+        """The epochs that are left to train, counted from 0; `break` ends the run early, and saves.
+
+        If none is left, the last one comes once more, without batches: what was trained can be
+        evaluated and saved.
 
         Raises:
             ConfigError, HandshakeError, CheckpointError: the run cannot start.

@@ -113,7 +113,8 @@ class Training:
         writes = self._session.writes_run_folder
         self.records = Records(config, info, self.display, writes=writes, host=self._own_host)
         if self.nothing_left:
-            self.display.note(f"all {self.steps} steps are done already")
+            saved = f"the checkpoint is of step {self.start}"
+            self.display.note(f"all {self.steps} steps are done already: {saved}")
             return
         self.records.open(stack, self.start if resume.wanted else None)
         if self._session.restart is not None:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import check_data
@@ -189,4 +192,7 @@ def _config(found: Found, **changes: dict[str, Any]) -> RunConfig:
     """The config without cuts, for a look at model and data."""
     sections = found.sections() | {"pipeline": {}}
     changed = {name: {**sections[name], **more} for name, more in changes.items()}
-    return RunConfig.model_validate(sections | changed)
+    try:
+        return RunConfig.model_validate(sections | changed)
+    except ValidationError as error:
+        raise ConfigError("; ".join(explain(error, RunConfig))) from error

@@ -179,6 +179,12 @@ class OwnModelConfig(BaseModel):
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
+    def structure(self) -> str:
+        """What tells two models apart, in words and by their digests."""
+        numel = sum(parameter.numel() for parameter in self.deferred.skeleton.parameters())
+        return f"{self.layers} layers, {numel:,} parameters, {self.digest[:16]}"
+
+    @property
     def largest_dropout(self) -> float:
         """The largest rate of its dropout layers."""
         kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
