@@ -5,7 +5,6 @@ from rich.table import Table
 from rich.text import Text
 
 from thinpipe.launch.display.progress import LOSS_STEPS, RunningValues
-from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import (
     NOTHING,
     RunInfo,
@@ -15,7 +14,6 @@ from thinpipe.launch.report.metrics import (
     format_loss,
     format_rate,
     format_ratio,
-    format_round_trip,
     format_share,
     other_scores,
 )
@@ -103,26 +101,3 @@ def _methods(info: RunInfo) -> Text:
         )
         parts.append(f"{direction} {', '.join(named)}")
     return Text("; ".join(parts), style="dim")
-
-
-def brief_edges(trace: EdgeTrace) -> Table:
-    """The connections of this host: rates now in Mbit/s, in two columns if there are several."""
-    columns = 2 if len(trace.now) > 2 else 1
-    grid = Table.grid(expand=True, padding=(0, 1))
-    for _ in range(columns):
-        grid.add_column(ratio=1)
-    cells = []
-    for sample in trace.now:
-        silent = sample["silence_s"] > 1.0
-        rates = [f"{8e-6 * sample[key]:,.1f}" for key in ("sent_Bps", "received_Bps")]
-        state = (
-            f"silent {sample['silence_s']:.0f} s"
-            if silent
-            else format_round_trip(sample["round_trip_s"])
-        )
-        text = Text(f"→ {sample['target']} ", style="dim")
-        text.append(f"{rates[0]} out {rates[1]} in {state}", style="bold red" if silent else "bold")
-        cells.append(text)
-    for start in range(0, len(cells), columns):
-        grid.add_row(*cells[start : start + columns])
-    return grid

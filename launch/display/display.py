@@ -9,11 +9,11 @@ from typing import Self
 
 from rich.console import Console
 
+from thinpipe.launch.display.connections import Connections
 from thinpipe.launch.display.final import final_tables
 from thinpipe.launch.display.log import Log, print_line
 from thinpipe.launch.display.panel import LivePanel
 from thinpipe.launch.display.progress import RunningValues
-from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import RunInfo, StepRecord, format_repaired
 from thinpipe.launch.report.summary import Summary
 
@@ -22,13 +22,13 @@ class Display:
     """Shows a run: a live panel when `interactive`, plain lines otherwise.
 
     Use it as a context manager around the training loop. `console` is where it writes, by default
-    standard output. Without `info` it shows nothing. `trace` has this host's connections.
+    standard output. Without `info` it shows nothing. `connections` are those between machines.
     """
 
     def __init__(
         self,
         info: RunInfo | None,
-        trace: EdgeTrace | None = None,
+        connections: Connections | None = None,
         *,
         interactive: bool = False,
         console: Console | None = None,
@@ -40,9 +40,9 @@ class Display:
         self._view: LivePanel | Log | None = None
         if info is not None:
             self._view = (
-                LivePanel(info, self._console, self._progress, trace)
+                LivePanel(info, self._console, self._progress, connections)
                 if interactive
-                else Log(info, self._console)
+                else Log(info, self._console, connections)
             )
 
     def step(self, record: StepRecord) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
+from thinpipe.launch.display.connections import ConnectionLines, Connections
 from thinpipe.launch.display.grids import shape_of
 from thinpipe.launch.report.metrics import (
     RunInfo,
@@ -16,6 +17,7 @@ from thinpipe.launch.report.metrics import (
 )
 
 LOG_INTERVAL_S = 5.0
+CONNECTIONS_INTERVAL_S = 30.0
 
 _SHORT = {"token": "tok", "sample": "smp"}
 
@@ -26,11 +28,16 @@ def print_line(console: Console, text: str) -> None:
 
 
 class Log:
-    """Plain lines: the first and the last step, evaluations, and one every few seconds."""
+    """Plain lines: the first and the last step, evaluations, and one every few seconds.
 
-    def __init__(self, info: RunInfo, console: Console) -> None:
-        self._info = info
-        self._console = console
+    Less often, what the connections between machines do, if there are several.
+    """
+
+    def __init__(
+        self, info: RunInfo, console: Console, connections: Connections | None = None
+    ) -> None:
+        self._info, self._console = info, console
+        self._connections, self._lines = connections, ConnectionLines()
         self._first: tuple[int, float] | None = None
         self._printed_s, self._printed_step = -LOG_INTERVAL_S, 0
 
@@ -59,6 +66,10 @@ class Log:
     def _print_step(self, record: StepRecord, now_s: float) -> None:
         self._printed_s, self._printed_step = now_s, record.step
         print_line(self._console, self._line(record, now_s))
+        if self._lines.age_s >= CONNECTIONS_INTERVAL_S:
+            now = self._connections.now() if self._connections is not None else []
+            if now:
+                print_line(self._console, self._lines.tell(now))
 
     def _line(self, record: StepRecord, now_s: float) -> str:
         total = self._info.total_steps

@@ -4,6 +4,8 @@ Where the terminal is too small for all of it, the same numbers stand closer tog
 (`launch/display/brief.py`): with 8 stages they fit into 80 columns and 24 lines.
 """
 
+from collections.abc import Sequence
+
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -11,11 +13,16 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from thinpipe.launch.display.brief import brief_edges, brief_numbers, brief_traffic
+from thinpipe.launch.display.brief import brief_numbers, brief_traffic
+from thinpipe.launch.display.connections import (
+    Connection,
+    Connections,
+    brief_connections,
+    connection_table,
+    in_use,
+)
 from thinpipe.launch.display.grids import between_shards, labelled, shape_of, traffic_table
 from thinpipe.launch.display.progress import LOSS_STEPS, RunningValues
-from thinpipe.launch.report.edge_trace import EdgeTrace
-from thinpipe.launch.report.edges import edges_now
 from thinpipe.launch.report.metrics import (
     NOTHING,
     RunInfo,
@@ -29,19 +36,22 @@ from thinpipe.launch.report.metrics import (
     other_scores,
 )
 
+_LEAST = 8
+"""As many connections, or all of fewer, are shown before cuts are left out."""
+
 
 class LivePanel:
-    """Progress, metrics, the traffic of every cut, and of every connection of this host."""
+    """Progress, metrics, the traffic of every cut, and of every connection between machines."""
 
     def __init__(
         self,
         info: RunInfo,
         console: Console,
         progress: RunningValues,
-        trace: EdgeTrace | None = None,
+        connections: Connections | None = None,
     ) -> None:
         self._info, self._console = info, console
-        self._progress, self._trace = progress, trace
+        self._progress, self._connections = progress, connections
         self._bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
@@ -84,19 +94,22 @@ class LivePanel:
         return Group(panel, "") if room else panel
 
     def _fitting(self) -> Panel:
-        whole = self._whole()
+        now = self._connections.now() if self._connections is not None else []
+        whole = self._whole(now)
         if self._height(whole) <= self._console.height:
             return whole
-        cuts = len(self._info.cuts)
-        brief = self._brief(cuts)
-        too_much = self._height(brief) - self._console.height
+        cuts, most = len(self._info.cuts), len(now)
+        brief = self._brief(cuts, now, most)
+        while (too_much := self._height(brief) - self._console.height) > 0 and most > _LEAST:
+            most = max(_LEAST, min(most, len(in_use(now)[0])) - 2 * too_much)
+            brief = self._brief(cuts, now, most)
         if too_much <= 0 or self._progress.record is None:
             return brief
-        return self._brief(
-            max(0, cuts - too_much - 1)
-        )  # and a line that says how many are left out
+        return self._brief(  # and a line that says how many are left out
+            max(0, cuts - too_much - 1), now, most
+        )
 
-    def _whole(self) -> Panel:
+    def _whole(self, now: Sequence[Connection]) -> Panel:
         record = self._progress.record
         parts: list[RenderableType] = [Text(shape_of(self._info), style="dim"), "", self._bar, ""]
         if record is None:
@@ -105,11 +118,11 @@ class LivePanel:
             spark = Text.assemble(("loss so far  ", "dim"), (str(self._progress.spark), "cyan"))
             parts += [_numbers(self._info, record, self._progress), "", spark, ""]
             parts.append(_traffic(self._info, record))
-        if self._trace is not None and self._trace.now:
-            parts += ["", edges_now(self._trace)]
+        if now:
+            parts += ["", connection_table(now)]
         return self._boxed(parts)
 
-    def _brief(self, cuts: int) -> Panel:
+    def _brief(self, cuts: int, now: Sequence[Connection], most: int) -> Panel:
         record = self._progress.record
         parts: list[RenderableType] = [Text(shape_of(self._info), style="dim"), self._bar]
         if record is None:
@@ -117,8 +130,8 @@ class LivePanel:
         else:
             parts.append(brief_numbers(self._info, record, self._progress))
             parts.append(brief_traffic(self._info, record, cuts))
-        if self._trace is not None and self._trace.now:
-            parts.append(brief_edges(self._trace))
+        if now:
+            parts.append(brief_connections(now, most))
         panel = self._boxed(parts)
         if record is not None:
             spark = (str(self._progress.spark), "cyan")
@@ -128,8 +141,8 @@ class LivePanel:
 
     def _boxed(self, parts: list[RenderableType]) -> Panel:
         title = Text.assemble(("ThinPipe ", "bold cyan"), (self._info.name, "bold"))
-        if self._trace is not None and self._trace.host:
-            title.append(f" on {self._trace.host}")
+        if self._connections is not None and self._connections.host:
+            title.append(f" on {self._connections.host}")
         return Panel(Group(*parts), title=title, title_align="left", border_style="dim",
                      box=box.ROUNDED, padding=(0, 1))  # fmt: skip
 

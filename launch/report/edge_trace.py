@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Self, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypedDict
 
 _PERIOD_S = 1.0
 _MOST_SAMPLES = 240
@@ -21,6 +21,20 @@ class EdgeSample(TypedDict):
     seconds: float
     sent_Bps: float
     received_Bps: float
+    round_trip_s: float
+    retransmitted: int
+    resumed: int
+    silence_s: float
+
+
+class EdgeNow(NamedTuple):
+    """A connection as one of its hosts sees it: rates of the last second, and counts so far."""
+
+    target: str
+    sent_Bps: float
+    received_Bps: float
+    sent_nbytes: int
+    received_nbytes: int
     round_trip_s: float
     retransmitted: int
     resumed: int
@@ -65,6 +79,13 @@ class EdgeTrace:
         """All so far; in a long run neighbours are merged, and each covers several seconds."""
         return [sample for period in self._periods for sample in period]
 
+    def edges(self) -> list[EdgeNow]:
+        """This host's connections now."""
+        past = self.samples
+        return [
+            _edge(last, [s for s in past if s["target"] == last["target"]]) for last in self.now
+        ]
+
     def _run(self, before: Mapping[str, Any]) -> None:
         start_s = before_s = time.monotonic()
         while not self._over.wait(_PERIOD_S):
@@ -86,6 +107,20 @@ class EdgeTrace:
                     [_merged(a, b) for a, b in zip(*two, strict=True)]
                     for two in zip(self._periods[::2], self._periods[1::2], strict=True)
                 ]
+
+
+def _edge(last: EdgeSample, past: Sequence[EdgeSample]) -> EdgeNow:
+    return EdgeNow(
+        target=last["target"],
+        sent_Bps=last["sent_Bps"],
+        received_Bps=last["received_Bps"],
+        sent_nbytes=round(sum(s["sent_Bps"] * s["seconds"] for s in past)),
+        received_nbytes=round(sum(s["received_Bps"] * s["seconds"] for s in past)),
+        round_trip_s=last["round_trip_s"],
+        retransmitted=sum(s["retransmitted"] for s in past),
+        resumed=sum(s["resumed"] for s in past),
+        silence_s=last["silence_s"],
+    )
 
 
 def _difference(

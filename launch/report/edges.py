@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypedDict
 from rich import box
 from rich.table import Table
 
-from thinpipe.launch.report.edge_trace import EdgeSample, EdgeTrace
+from thinpipe.launch.report.edge_trace import EdgeSample
 from thinpipe.launch.report.metrics import NOTHING, format_bytes, format_round_trip
 
 FILE_NAME = "edges.json"
@@ -102,37 +102,3 @@ def edge_table(edges: Sequence[Edge]) -> Table:
             f"{edge['longest_silence_s']:.1f} s",
         )
     return table
-
-
-def edges_now(trace: EdgeTrace) -> Table:
-    """A row per connection of this host, for the live display: rates now, and counts so far."""
-    table = Table(box=None, show_edge=False, pad_edge=False, expand=True, header_style="dim")
-    table.add_column("connection", overflow="fold", min_width=12)
-    for header in ("Mbit/s out", "in", "sent", "received", "round trip"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("trouble", justify="right")
-    for sample in trace.now:
-        past = [s for s in trace.samples if s["target"] == sample["target"]]
-        silent = sample["silence_s"] > 1.0
-        table.add_row(
-            f"{trace.host} → {sample['target']}",
-            f"{8e-6 * sample['sent_Bps']:,.1f}",
-            f"{8e-6 * sample['received_Bps']:,.1f}",
-            format_bytes(sum(s["sent_Bps"] * s["seconds"] for s in past)),
-            format_bytes(sum(s["received_Bps"] * s["seconds"] for s in past)),
-            format_round_trip(sample["round_trip_s"]),
-            _trouble(past, sample["silence_s"] if silent else None),
-            style="bold red" if silent else None,
-        )
-    return table
-
-
-def _trouble(past: Sequence[EdgeSample], silence_s: float | None) -> str:
-    resent = sum(sample["retransmitted"] for sample in past)
-    resumed = sum(sample["resumed"] for sample in past)
-    found = [
-        f"{count:,} {what}" for count, what in ((resent, "resent"), (resumed, "resumed")) if count
-    ]
-    if silence_s is not None:
-        found.append(f"silent {silence_s:.0f} s")
-    return ", ".join(found) or NOTHING

@@ -15,11 +15,14 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.launch.display.connections import Connections
 from thinpipe.launch.display.display import Display
+from thinpipe.launch.distributed.elastic import ranks_here
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.overlay.ranks import carrier_status
 from thinpipe.launch.plan.memory_budget import memory_folder, memory_notices, plan_memory
+from thinpipe.launch.report.edge_news import EdgeNews
 from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.report.timeline import Timeline, gather_events
@@ -107,8 +110,11 @@ class Training:
         first = max(self.start, self._sampler.steps_per_epoch)
         self._timeline_step = self._full_step(min(self.steps - 1, first + 2))
         self._trace = stack.enter_context(EdgeTrace(self._carrier))
+        store = self._session.store.clone  # type: ignore[attr-defined]  # not in its stubs
+        news = EdgeNews(self._trace, store, reads=self.shows and 0 in ranks_here())
+        connections = Connections(self._trace, stack.enter_context(news))
         info = describe_run(config, self.steps)
-        self.display = Display(info if self.shows else None, self._trace, interactive=os.isatty(1))
+        self.display = Display(info if self.shows else None, connections, interactive=os.isatty(1))
         stack.enter_context(self.display)
         writes = self._session.writes_run_folder
         self.records = Records(config, info, self.display, writes=writes, host=self._own_host)

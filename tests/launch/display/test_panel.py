@@ -2,15 +2,19 @@
 
 import itertools
 import math
+import re
+import time
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from thinpipe.launch.display.connections import Connections
 from thinpipe.launch.display.panel import LivePanel
 from thinpipe.launch.display.progress import RunningValues
-from thinpipe.launch.report.edge_trace import EdgeSample, EdgeTrace
+from thinpipe.launch.report.edge_news import EdgeNews
+from thinpipe.launch.report.edge_trace import EdgeNow, EdgeSample, EdgeTrace
 from thinpipe.launch.report.metrics import RunInfo, StepRecord, WireKey, format_bytes
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS
@@ -72,10 +76,34 @@ def trace(connections: int) -> EdgeTrace:
     return found
 
 
-def drawn(run: RunInfo, size: tuple[int, int], connections: int = 0, steps: int = 1) -> list[str]:
+def of_all(hosts: int, *, busy: bool) -> Connections:
+    """What host 0 knows of all connections: `busy` ones, or only those of neighbours are used."""
+    own = trace(hosts - 1)
+    for sample in own.now:
+        carries = busy or sample["target"] == "host1"
+        sample["sent_Bps"], sample["received_Bps"] = (1e8, 1e8) if carries else (1e3, 1e3)
+    news = EdgeNews(own, lambda: pytest.fail("nothing is asked"), reads=True)
+    for host in range(1, hosts):
+        edges = []
+        for other in set(range(hosts)) - {host}:
+            nbytes = 10**9 if busy or abs(host - other) == 1 else 10**4
+            rates = nbytes / 50 + 1e6 * host, nbytes / 50 + 1e6 * other
+            edges.append(EdgeNow(f"host{other}", *rates, nbytes, nbytes, 0.05, 0, 0, 0.0))
+        news.heard[f"host{host}"] = (time.monotonic(), edges)
+    return Connections(own, news)
+
+
+def drawn(
+    run: RunInfo,
+    size: tuple[int, int],
+    connections: int | Connections = 0,
+    steps: int = 1,
+) -> list[str]:
+    if isinstance(connections, int):
+        connections = Connections(trace(connections))
     console = Console(width=size[0], height=size[1], force_terminal=True, color_system=None)
     values = RunningValues()
-    panel = LivePanel(run, console, values, trace(connections))
+    panel = LivePanel(run, console, values, connections)
     for _ in range(steps):
         values.update(record(run))
         values.eval = EVALUATION
@@ -116,6 +144,25 @@ def test_eight_machines_with_shards_still_fit_the_smallest() -> None:
     text = "\n".join(lines)
     assert all(f"host{number}" in text for number in range(8))
     assert "811 MB" in text
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
+@pytest.mark.parametrize("busy", [False, True])
+def test_machines_that_only_others_talk_to_are_shown(size: tuple[int, int], busy: bool) -> None:
+    """Eight in a row, a stage each; and what no line is left for is counted."""
+    lines = drawn(info(8), size, of_all(8, busy=busy))
+    text = "\n".join(lines)
+    assert len(lines) <= size[1]
+    assert [line for line in lines if cell_len(line) != size[0]] == []
+    assert all(format_bytes(count.nbytes) in text for count in record(info(8)).wire)
+    pairs = set(re.findall(r"(host\d) (?:⇄|\S+→ ←\S+) (host\d)", text))
+    left = re.findall(r"(\d+) more", text)
+    assert len(pairs) + sum(map(int, left)) == 8 * 7 / 2
+    if not busy:
+        assert pairs >= {(f"host{a}", f"host{a + 1}") for a in range(7)}
+        there = r"host4 (192.0→ ←200.0 host5|⇄ host5 +192.0 +200.0) "
+        assert re.search(there, text)
+    assert "silent 4 s" in text
 
 
 def test_what_does_not_fit_is_counted_and_still_in_the_total() -> None:
