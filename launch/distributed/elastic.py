@@ -26,6 +26,7 @@ from thinpipe.launch.distributed.network import (
     one_machine,
     several_machines,
 )
+from thinpipe.launch.distributed.stopping import Stop
 from thinpipe.launch.overlay.control import OverlayError
 
 _LOCAL_JOIN_S = 60.0
@@ -61,7 +62,8 @@ def run_local(
     `max_restarts` times; if this process is killed, they end too.
     """
     nodes = Nodes(1, "", max_restarts, _LOCAL_JOIN_S)
-    return _launch(one_machine(), nodes, processes, main, arguments)
+    with Stop() as stop:
+        return _launch(one_machine(), nodes, processes, main, arguments, stop)
 
 
 def run_node(
@@ -86,23 +88,26 @@ def run_node(
     # torch looks up the names of addresses; where no name server answers, that took 20 s
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     fork_server.start()  # imports while the others join
-    try:
-        network = several_machines(
-            config,
-            nodes.endpoint,
-            nodes.count,
-            limit_s=nodes.join_s,
-            log=_log,
-            expected=list(dict.fromkeys(nodes.placed)),
-        )
-    except OverlayError as error:
-        _log(f"error: {error}; run `thinpipe doctor` on each")
-        return 1
-    network = replace(network, host=own, placed=nodes.placed)
-    try:
-        return _launch(network, nodes, processes, main, arguments)
-    finally:
-        network.close()
+    with Stop() as stop:
+        try:
+            network = several_machines(
+                config,
+                nodes.endpoint,
+                nodes.count,
+                limit_s=nodes.join_s,
+                log=_log,
+                expected=list(dict.fromkeys(nodes.placed)),
+            )
+        except OverlayError as error:
+            _log(f"error: {error}; run `thinpipe doctor` on each")
+            return 1
+        except SignalException as stopped:
+            return 128 + int(stopped.sigval)
+        network = replace(network, host=own, placed=nodes.placed)
+        try:
+            return _launch(network, nodes, processes, main, arguments, stop)
+        finally:
+            network.close()
 
 
 def _launch(
@@ -111,6 +116,7 @@ def _launch(
     processes: int,
     main: Callable[[], None],
     arguments: Sequence[str],
+    stop: Stop,
 ) -> int:
     os.environ["OMP_NUM_THREADS"] = str(rank_threads(processes))
     killed: list[str] = []
@@ -130,6 +136,7 @@ def _launch(
             "join_s": nodes.join_s,
             "environment": environment,
             "killed": killed,
+            "stop": stop,
         },
         max_restarts=nodes.max_restarts,
         start_method=fork_server.START_METHOD,

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -33,7 +34,9 @@ from thinpipe.launch.config.placement import check_hosts
 from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.distributed.network import ROUND, HostNetwork
 from thinpipe.launch.distributed.restarts import name_killed, refuses_restarts
+from thinpipe.launch.distributed.stopping import Stop
 from thinpipe.launch.distributed.store import connect_store, hold_store
+from thinpipe.launch.host.scratch import remove_scratch_folder
 
 BACKEND = "thinpipe"
 """The name that `register` gives it in torch's launcher."""
@@ -55,7 +58,14 @@ def register() -> None:
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     network, limit_s = parameters.get("network"), parameters.get("join_s")
     environment, killed = parameters.get("environment"), parameters.get("killed")
-    return Rendezvous(network, parameters.min_nodes, environment, limit_s=limit_s, killed=killed)
+    return Rendezvous(
+        network,
+        parameters.min_nodes,
+        environment,
+        limit_s=limit_s,
+        killed=killed,
+        stop=parameters.get("stop"),
+    )
 
 
 class RefusedError(RendezvousClosedError):
@@ -73,12 +83,14 @@ class Rendezvous(RendezvousHandler):
         *,
         limit_s: float,
         killed: list[str],
+        stop: Stop,
     ) -> None:
         """Open the store, or connect to it. `environment` of ranks gets the number of the round;
-        `killed` is filled elsewhere with what was killed in a round, and emptied here.
+        `killed` is filled elsewhere with what was killed in a round, and emptied here. `stop`
+        learns when there are no ranks to answer signals.
         """
         self._network, self._hosts, self._limit_s = network, hosts, limit_s
-        self._environment, self._killed = environment, killed
+        self._environment, self._killed, self._stop = environment, killed, stop
         self._wait = None
         if hosts > 1:
             self._wait = _Wait(hosts, network.endpoint, limit_s, silent=network.overlay is not None)
@@ -115,15 +127,24 @@ class Rendezvous(RendezvousHandler):
             RendezvousClosedError: another host has ended the run.
             RefusedError: a rank says that a restart would not help.
             RendezvousConnectionError: the host that holds the store is gone.
+            SignalException: this host was asked to stop.
         """
+        if self._round:
+            self._stop.waits()
         try:
             if self._round and self._killed:
                 name_killed(self._tcp, self._round, self._killed)
             rank, self._round, self._posts = self._meet()
+        except SignalException:  # of which torch tells nobody
+            self._stop.say()
+            with contextlib.suppress(RuntimeError):
+                self.set_closed()
+            raise
         except (RendezvousTimeoutError, RendezvousClosedError):
             raise
         except RuntimeError as error:
             raise RendezvousConnectionError(str(error).splitlines()[0]) from None
+        self._stop.runs()
         self._killed.clear()
         fork_server.revive()
         if self._wait is not None:
@@ -270,4 +291,5 @@ class _Wait:
                 joined = f"only {self.store.add('posts', 0)} joined{self.missing()}"
         failed = f"error: {self._what} did not join within {self._limit}: {joined}"
         os.write(2, f"{failed}; run `thinpipe doctor` on each\n".encode())
+        remove_scratch_folder()
         os._exit(1)

@@ -34,6 +34,13 @@ def use_scratch_folder() -> Path:
     return folder
 
 
+def remove_scratch_folder() -> None:
+    """Remove it now, if there is one: before an exit that skips what is done at exits."""
+    folder = Path(tempfile.gettempdir())
+    if folder.name.startswith(_PREFIX):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _root() -> Path:
     """Where temporary files go; a path too long for the names of sockets in it is passed over."""
     root = Path(tempfile.gettempdir())

@@ -75,8 +75,9 @@ def node(run: Path, log: Path, *meeting: str) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("comes_back", [True, False])
-def test_a_machine_whose_launcher_died_is_waited_for(run_file: Path, comes_back: bool) -> None:
+@pytest.mark.parametrize("end", ["it comes back", "it does not", "Ctrl-C"])
+def test_a_machine_whose_launcher_died_is_waited_for(run_file: Path, end: str) -> None:
+    comes_back = end == "it comes back"
     place = f"127.0.0.1:{free_port()}"
     logs = [run_file.parent / name for name in ("a", "b", "b again")]
 
@@ -96,6 +97,8 @@ def test_a_machine_whose_launcher_died_is_waited_for(run_file: Path, comes_back:
         wait_until(lambda: "waiting for machine b, " in logs[0].read_text(), PATIENCE_S)
         if comes_back:
             nodes.append(begin(2))
+        if end == "Ctrl-C":
+            nodes[0].send_signal(signal.SIGINT)
         codes = [process.wait(timeout=PATIENCE_S) for process in nodes]
     finally:
         for process in nodes:
@@ -107,6 +110,11 @@ def test_a_machine_whose_launcher_died_is_waited_for(run_file: Path, comes_back:
         steps = read_metrics(run_file.parent / "run" / "metrics.jsonl")
         assert [record.step for record in steps] == list(range(1, 501))
         assert "restarting" in said
+        return
+    if end == "Ctrl-C":
+        assert codes == [128 + signal.SIGINT, -signal.SIGKILL], said
+        *_, last = said.splitlines()
+        assert last == "asked to stop before the restart: the run ends as it was saved last"
         return
     assert codes == [1, -signal.SIGKILL], said
     assert "machine b did not come within 25 s (pipeline.peer_timeout_s); run `th" in said
