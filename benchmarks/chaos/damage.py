@@ -99,9 +99,14 @@ def flip_ram(scene: Scene) -> None:
 
 
 def _visited(first: int, last: int) -> set[int]:
-    """Samples of these steps, whichever replica has them."""
-    sampler = EpochSampler(SAMPLES, batch_size=BATCH, replicas=1, replica=0, seed=0)
-    return {sample for step in range(first, last + 1) for sample in sampler.ids(step).tolist()}
+    """Samples of these steps in any layout."""
+    samplers = [
+        EpochSampler(SAMPLES, batch_size=BATCH, replicas=replicas, replica=replica, seed=0)
+        for replicas in (1, 2)
+        for replica in range(replicas)
+    ]
+    steps = range(first, last + 1)
+    return {sample for each in samplers for step in steps for sample in each.ids(step).tolist()}
 
 
 def _fill(scene: Scene, host: int) -> Path:

@@ -53,7 +53,7 @@ def at_the_end() -> list[Fault]:
 
 def bits() -> Fault:
     """A flipped bit in the row of a memory; what it is sent anew changes the losses."""
-    says = r"cached activations of the two ends differed"
+    says = r"cached activations of the two ends differed|bytes were damaged"
     kind = "RAM: bit of a memory's row"
     steps = 2 * STEPS_PER_EPOCH + 2  # from first in an epoch to last in the next
     return Fault(kind, damage.flip_ram, says, "goes on", exact=False, steps=steps)

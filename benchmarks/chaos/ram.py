@@ -6,6 +6,7 @@ Where a row lies is found by what it holds: the bytes that the newest checkpoint
 import random
 import re
 from collections.abc import Collection, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import psutil
 from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files
 
+_PAGE_NBYTES = 4096
 _WRITABLE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ 00:00 0")
 
 
@@ -58,13 +60,9 @@ def _memories(state: object) -> Iterator[Mapping[str, Any]]:
 
 def _flip(pid: int, row: bytes, offset: int, bit: int) -> int:
     count = 0
-    with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+    with FileIO(f"/proc/{pid}/mem", "r+") as memory:
         for begin, end in _regions(pid):
-            try:
-                memory.seek(begin)
-                data = memory.read(end - begin)
-            except (OSError, OverflowError):
-                continue
+            data = _read(memory, begin, end)
             at = data.find(row)
             while at >= 0:
                 memory.seek(begin + at + offset)
@@ -72,6 +70,19 @@ def _flip(pid: int, row: bytes, offset: int, bit: int) -> int:
                 count += 1
                 at = data.find(row, at + 1)
     return count
+
+
+def _read(memory: FileIO, begin: int, end: int) -> bytes:
+    """All that can be read; pages that cannot are zeros."""
+    found = bytearray()
+    while begin + len(found) < end:
+        try:
+            memory.seek(begin + len(found))
+            piece = memory.read(end - begin - len(found))
+        except (OSError, OverflowError):
+            piece = b""
+        found += piece or bytes(_PAGE_NBYTES)
+    return bytes(found)
 
 
 def _regions(pid: int) -> list[tuple[int, int]]:
