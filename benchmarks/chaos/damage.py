@@ -10,6 +10,8 @@ from benchmarks.chaos import ram
 from benchmarks.chaos.machines import HOSTS
 from benchmarks.chaos.scene import BATCH, SAMPLES, NoMomentError, Scene, kill
 from thinpipe.launch.checkpoint import files
+from thinpipe.launch.checkpoint.reshard import part_name
+from thinpipe.launch.config.run import load_config
 from thinpipe.launch.data.sampler import EpochSampler
 
 Harm = Callable[[Path, random.Random], None]
@@ -91,7 +93,8 @@ def flip_ram(scene: Scene) -> None:
         try:
             saved, done = files.newest(root) or 0, machines.steps() + 2
             scene.begin()
-            if ram.flip_row(victim, root, _visited(saved, done), scene.chance):
+            part = part_name(load_config(machines.run_folder(host) / "config.toml").mesh(host))
+            if ram.flip_row(victim, root, part, _visited(saved, done), scene.chance):
                 return
         finally:
             victim.resume()

@@ -20,13 +20,17 @@ _WRITABLE = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p [0-9a-f]+ 00:00 0")
 
 
 def flip_row(
-    rank: psutil.Process, checkpoints: Path, changed: Collection[int], chance: random.Random
+    rank: psutil.Process,
+    checkpoints: Path,
+    part: str,
+    changed: Collection[int],
+    chance: random.Random,
 ) -> int:
     """Flip a bit of a row that is not of the samples `changed` since; how many copies were found.
 
-    The rank must be stopped meanwhile.
+    The rank, whose `part` of checkpoints is named, must be stopped meanwhile.
     """
-    rows = list(_rows(checkpoints, changed))
+    rows = list(_rows(checkpoints, part, changed))
     chance.shuffle(rows)
     for row in rows:
         offset, bit = chance.randrange(len(row)), 1 << chance.randrange(8)
@@ -36,18 +40,16 @@ def flip_row(
     return 0
 
 
-def _rows(checkpoints: Path, changed: Collection[int]) -> Iterator[bytes]:
+def _rows(checkpoints: Path, part: str, changed: Collection[int]) -> Iterator[bytes]:
     step = files.newest(checkpoints)
     if step is None:
         return
-    folder = checkpoints / f"step-{step}"
-    for path in folder.glob("*.safetensors"):
-        state = files.read_part(folder, path.stem)
-        for memory in _memories(state["boundaries"]):
-            data, size = memory[ROWS].numpy().tobytes(), memory["row_nbytes"]
-            for sample, place in zip(memory["ids"].tolist(), memory["place"].tolist(), strict=True):
-                if sample not in changed:
-                    yield data[place * size : (place + 1) * size]
+    state = files.read_part(checkpoints / f"step-{step}", part)
+    for memory in _memories(state["boundaries"]):
+        data, size = memory[ROWS].numpy().tobytes(), memory["row_nbytes"]
+        for sample, place in zip(memory["ids"].tolist(), memory["place"].tolist(), strict=True):
+            if sample not in changed:
+                yield data[place * size : (place + 1) * size]
 
 
 def _memories(state: object) -> Iterator[Mapping[str, Any]]:

@@ -63,9 +63,15 @@ def check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineCon
 def check_tokens(data: DataConfig, model: TransformerConfig | HuggingFaceConfig) -> None:
     """Sequences fit the model."""
     if data.sequence_length > model.context:
+        too_long = f"data.sequence_length = {data.sequence_length} is longer than"
+        if isinstance(model, HuggingFaceConfig):
+            raise ValueError(
+                f"{too_long} the {model.context} tokens that the model was made for (its "
+                f"config.json); use at most {model.context}"
+            )
         raise ValueError(
-            f"data.sequence_length = {data.sequence_length} is longer than "
-            f"model.context = {model.context}; raise the context or shorten the sequences"
+            f"{too_long} model.context = {model.context}; raise the context or shorten the "
+            "sequences"
         )
     if data.tokenizer == "bytes" and model.vocab < 256:
         raise ValueError(f"model.vocab = {model.vocab}: bytes need 256")

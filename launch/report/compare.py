@@ -67,7 +67,7 @@ def _table(names: Sequence[str], runs: Sequence[ReportedRun]) -> str:
         "Ratio to bf16": [format_ratio(r.summary["totals"]["ratio_bf16"]) for r in runs],
         "Sent between replicas": [format_bytes(r.summary["sync_bytes"]) for r in runs],
         "Skipped steps": [f"{r.summary['skipped']:,}" for r in runs],
-        "Parameters": [r.info.size for r in runs],
+        "Size": [r.info.size for r in runs],
         "Cuts": [escape(", ".join(map(str, r.info.cuts)) or "none") for r in runs],
         "Forward": [escape(_methods(r.info, "forward")) for r in runs],
         "Backward": [escape(_methods(r.info, "backward")) for r in runs],

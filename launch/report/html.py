@@ -98,7 +98,8 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.5rem; m
 dd { margin: 0; overflow-wrap: anywhere; }
 @media (max-width: 30rem) { body { padding: 1.2rem .7rem 3rem; } .panel { padding: .7rem; }
   .cards { grid-template-columns: 1fr 1fr; } .card { padding: .6rem .7rem; }
-  .card strong { font-size: 1.15rem; } .panel img { min-width: 38rem; } }
+  .card strong { font-size: 1.15rem; } .panel img { min-width: 38rem; }
+  th, td { padding: .4rem .3rem; } :is(th, td):first-child { white-space: normal; } }
 """
 
 _LOSS_TEXT = """Cross-entropy of the next token, or of a sample's label; lower is better. The thin
