@@ -93,7 +93,7 @@ def flip_ram(scene: Scene) -> None:
         try:
             saved, done = files.newest(root) or 0, machines.steps() + 2
             scene.begin()
-            part = part_name(load_config(machines.run_folder(host) / "config.toml").mesh(host))
+            part = part_name(load_config(machines.run_folder(0) / "config.toml").mesh(host))
             if ram.flip_row(victim, root, part, _visited(saved, done), scene.chance):
                 return
         finally:
