@@ -237,12 +237,10 @@ def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
 
 def _check_resume(config: RunConfig, *, resume: bool) -> None:
     if resume and not (config.run.path / "checkpoints").is_dir():
-        earlier = earlier_runs(config.run.path)
-        before = f", or rename {earlier[-1]}, an earlier run, to {config.run.path}"
-        raise CheckpointError(
-            f"{config.run.path}: no checkpoints to resume from; remove --resume"
-            f"{before if earlier else ''}"
-        )
+        remedy = "remove --resume"
+        for earlier in earlier_runs(config.run.path)[-1:]:
+            remedy += f", or rename {earlier}, an earlier run, to {config.run.path}"
+        raise CheckpointError(f"{config.run.path}: no checkpoints to resume from; {remedy}")
 
 
 def _show_memory(config: RunConfig, *, resume: bool) -> None:

@@ -195,5 +195,5 @@ def _openly(endpoint: str, address: str, store: tuple[str, int], name: str = "")
     with contextlib.suppress(OSError):  # not ours, or another process was first
         server = socket.create_server(store)
         store = server.getsockname()
-    order = [natural(name), address]
+    order = [[list(part) for part in natural(name)], address]  # the same after JSON
     return HostNetwork(endpoint, address, store, server, order, secrets.token_hex(8))
