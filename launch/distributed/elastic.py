@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -121,7 +122,7 @@ def _launch(
     os.environ["OMP_NUM_THREADS"] = str(rank_threads(processes))
     killed: list[str] = []
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        _silence(logging.getLogger(name), _Killed(network.host or network.name, killed))
+        _silence(logging.getLogger(name), _Killed(network.host or socket.gethostname(), killed))
     fork_server.start()
     rendezvous.register()
     environment = dict(network.environment)  # of ranks; each rendezvous adds its number

@@ -47,12 +47,21 @@ class Failures:
 
     def known(self) -> str | None:
         """The same as far as it was reported by now."""
+        _, words = self._first()
+        return words
+
+    def cause(self) -> str | None:
+        """The first cause that was reported by now; no connection that broke."""
+        is_cause, words = self._first()
+        return words if is_cause else None
+
+    def _first(self) -> tuple[bool, str | None]:
         numbers = range(1, self._store.add("count", 0) + 1)
         keys = [str(number) for number in numbers if self._store.check([str(number)])]
         if not keys:
-            return None
-        _, _, who, message = min(json.loads(self._store.get(key)) for key in keys)
-        return f"{who}: {message}"
+            return False, None
+        no_cause, _, who, message = min(json.loads(self._store.get(key)) for key in keys)
+        return not no_cause, f"{who}: {message}"
 
     def wait(self) -> None:
         """Wait for a failure.

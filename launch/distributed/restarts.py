@@ -31,7 +31,7 @@ def last_failure(met: Store, name: str, who: str) -> str:
         key = _killed_in(int(os.environ.get(ROUND, "1")) - 1)
         # a killed supervisor's rank is killed with it: what other ranks then met is no cause
         killed = met.get(key).decode() if met.check([key]) else ""
-        text = killed or failures.known() or _NO_RANK
+        text = failures.cause() or killed or failures.known() or _NO_RANK
     met.set(_LAST, name)
     return text
 

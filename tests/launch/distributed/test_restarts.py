@@ -31,7 +31,7 @@ def test_ranks_that_ended_without_a_failure_made_room_for_a_machine() -> None:
     assert last_failure(met, "two", "rank 0").startswith("no rank said why: a machine was started")
 
 
-def test_what_agents_found_killed_is_named_before_what_ranks_met(
+def test_what_agents_found_killed_is_named_before_edges_that_broke(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     met = HashStore()
@@ -41,5 +41,9 @@ def test_what_agents_found_killed_is_named_before_what_ranks_met(
     monkeypatch.setenv(ROUND, "2")
     found = last_failure(met, "two", "rank 0")
     assert found == "the supervisor of local rank 0 on host1: killed by signal 9"
-    monkeypatch.setenv(ROUND, "3")
-    assert last_failure(met, "three", "rank 0").startswith("no rank said why")
+    name_killed(met, 2, ["the supervisor of local rank 1 on host1: killed by signal 9"])
+    Failures(PrefixStore("two", met), "rank 1 on host1").report("killed by signal 9", cause=True)
+    monkeypatch.setenv(ROUND, "3")  # a supervisor ends as its rank did
+    assert last_failure(met, "three", "rank 0") == "rank 1 on host1: killed by signal 9"
+    monkeypatch.setenv(ROUND, "4")
+    assert last_failure(met, "four", "rank 0").startswith("no rank said why")
