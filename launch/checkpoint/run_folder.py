@@ -70,14 +70,18 @@ class RunFolder:
                 raise ConfigError(problems[0])
 
     def release(self) -> None:
-        """Unlock the folder; what was renamed for a run that recorded nothing is put back."""
+        """Unlock the folder."""
         if self._lock is not None:
-            if self._aside is not None and not _holds_a_run(self._path):
-                self._put_back(self._aside)
             self._lock.close()
 
-    def _put_back(self, aside: Path) -> None:
-        """A failure leaves the earlier run where it is: it was said where."""
+    def put_back(self) -> None:
+        """Of a run that was refused: the earlier one gets its folder back, unless that fails.
+
+        Not where a restart would follow: it would resume the earlier run.
+        """
+        aside = self._aside
+        if aside is None or _holds_a_run(self._path):
+            return
         with contextlib.suppress(OSError):
             shutil.rmtree(self._path)
             aside.rename(self._path)

@@ -1,5 +1,6 @@
 """One rank's part of a run: epochs, batches, steps, evaluations."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -61,6 +62,7 @@ class Run:
         self._stack, self._joined, self._stop = ExitStack(), ExitStack(), StopFlag()
         self._session: Session | None = None
         self._training: Training | None = None
+        self._folder: RunFolder | None = None
         self._samples: SampleSet | None = None
         self._epoch, self._done = -1, 0
 
@@ -75,6 +77,9 @@ class Run:
     ) -> bool | None:
         """Leave the other ranks and write the report; after an error, say what failed first."""
         if error is not None:
+            last = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
+            if self._folder and self._training is None and isinstance(error, ValueError) and last:
+                self._folder.put_back()
             return self._stack.__exit__(kind, error, trace)
         with self._stack:
             self._end()
@@ -172,6 +177,7 @@ class Run:
         folder = RunFolder(self.config.run.path)
         folder.acquire(session, resume=self._resume.wanted)
         self._stack.callback(folder.release)
+        self._folder = folder
         self._session = session
 
     def _open(self, samples: SampleSet, size: int) -> Training:

@@ -72,6 +72,7 @@ def test_a_start_that_fails_puts_the_earlier_run_back(tmp_path: Path, trained: b
     (path / "memories").mkdir()
     if trained:
         (path / "config.toml").write_text("new")
+    mine.put_back()
     mine.release()
     assert folder.earlier_runs(path) == ([tmp_path / "run.1"] if trained else [])
     assert (path / "metrics.jsonl").exists() != trained
