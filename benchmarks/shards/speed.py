@@ -1,24 +1,31 @@
 """Step time of a stage held by several hosts, on shaped links, against torch's own FSDP2 over gloo.
 
     python -m benchmarks.shards.speed --rates 100mbit 1gbit --shards 2 --json out.jsonl
+    python -m benchmarks.shards.speed --rates 100mbit --shards 4 --ranks-per-site 2
 
-A step is a forward and a backward of transformer blocks, and AdamW. torch's FSDP2 gathers weights
-once per step too (`reshard_after_forward=False`). "bound" is the time that a rank's bytes take on
-its link, or the step without a limit if that is longer. Losses of 32 bits are compared first: a
-wrong implementation is not timed.
+With `--ranks-per-site` that many ranks are processes of one host, and share its link. A step is a
+forward and a backward of transformer blocks, and AdamW. torch's FSDP2 gathers weights once per step
+too (`reshard_after_forward=False`). "bound" is the time that a host's bytes take on its link, or
+the step without a limit if that is longer. Losses of 32 bits are compared first: a wrong
+implementation is not timed.
 """
 
 import argparse
+import os
+import pickle
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -33,7 +40,6 @@ from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
 
 _TIMEOUT_S = 600.0
-_PAYLOAD_SHARE = 0.94  # of a link's rate, after TCP's and Ethernet's headers
 OURS: dict[str, ShardsConfig] = {
     "fsdp 32": ShardsConfig(),
     "fsdp 16": ShardsConfig(weight_bits=16, gradient_bits=16),
@@ -42,6 +48,9 @@ OURS: dict[str, ShardsConfig] = {
     "qsdp W6G4": ShardsConfig(method="qsdp", weight_bits=6, gradient_bits=4),
     "qsdp W4G4 differences": ShardsConfig(
         method="qsdp", weights="differences", weight_bits=4, gradient_bits=4
+    ),
+    "qsdp W4G4 differences, zstd": ShardsConfig(
+        method="qsdp", weights="differences", weight_bits=4, gradient_bits=4, coding="zstd"
     ),
 }
 TORCHS: dict[str, torch.dtype | None] = {"torch fp32": None, "torch bf16": torch.bfloat16}
@@ -55,11 +64,21 @@ class Plan:
     batch: int
     rates: tuple[float | None, ...]
     steps: int
+    ranks_per_site: int
+
+    def ours(self) -> dict[str, ShardsConfig]:
+        """Our methods; with sites, each also with one message between two of them."""
+        size = self.ranks_per_site
+        by_site = {
+            f"{label}, by site": config.model_copy(update={"ranks_per_site": size})
+            for label, config in OURS.items()
+        }
+        return OURS if size == 1 else OURS | by_site
 
 
 @dataclass(frozen=True)
 class Row:
-    """A method at a rate; `nbytes` is what a rank sends in a step (for torch, computed)."""
+    """A method at a rate; `nbytes` is what leaves a host in a step, TCP's headers included."""
 
     method: str
     rate_bps: float | None
@@ -74,7 +93,7 @@ class _Ours:
         self.module = ShardedStage(whole, whole.parts(), transport.shard_group)
         peers = transport.peers(transport.mesh.stage_shards, "shard")
         self._shards = StageShards([self.module], peers, config, seed=transport.mesh.rank)
-        self._step = self._counted = self._sent = 0
+        self._step = 0
 
     def begin(self) -> None:
         self._shards.begin_step(self._step, 1)
@@ -82,13 +101,6 @@ class _Ours:
 
     def end(self) -> None:
         self._shards.before_step()
-
-    def nbytes(self) -> int:
-        """Sent per step since the last call."""
-        sent = self._shards.weight_bytes + self._shards.gradient_bytes
-        each = (sent - self._sent) // max(1, self._step - self._counted)
-        self._sent, self._counted = sent, self._step
-        return each
 
 
 class _Torchs:
@@ -98,8 +110,6 @@ class _Torchs:
         mesh = init_device_mesh("cpu", (world,))
         for part in (*self.module.parts(), self.module):
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-        numel = sum(parameter.numel() for parameter in _model(plan).parameters())
-        self._nbytes = 2 * (world - 1) * numel * (dtype or torch.float32).itemsize // world
 
     def begin(self) -> None:
         """FSDP2's hooks do it."""
@@ -107,19 +117,31 @@ class _Torchs:
     def end(self) -> None:
         """FSDP2's hooks have done it."""
 
-    def nbytes(self) -> int:
-        return self._nbytes
-
 
 def _model(plan: Plan) -> TransformerStage:
     return build_layers(plan.model, 0, plan.model.layers, seed=0, device="cpu")
 
 
 def run_host(host: int, plan: Plan, shape: SetRate) -> list[Row]:
-    """Measure as one host of an emulated network."""
+    """Measure as one host of an emulated network, which is a site; its first rank's rows."""
+    size = plan.ranks_per_site
+    os.environ["WORLD_SIZE"] = str(int(os.environ["WORLD_SIZE"]) * size)
+    with TemporaryDirectory() as folder:
+        found = Path(folder) / "rows"
+        mp.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+            _run_process, (host * size, plan, shape, found), size, start_method="fork"
+        )
+        rows: list[Row] = pickle.loads(found.read_bytes())
+        return rows
+
+
+def _run_process(local: int, first: int, plan: Plan, shape: SetRate, found: Path) -> None:
     torch.set_num_threads(1)
+    os.environ["RANK"] = str(first + local)
     with default_group(_TIMEOUT_S):
-        return run_rank(plan, shape)
+        rows = run_rank(plan, shape)
+    if local == 0:
+        found.write_bytes(pickle.dumps(rows))
 
 
 def run_rank(plan: Plan, shape: SetRate) -> list[Row]:
@@ -128,7 +150,7 @@ def run_rank(plan: Plan, shape: SetRate) -> list[Row]:
     transport = GlooTransport(1, 1, timeout_s=_TIMEOUT_S, shards=world)
     makers: dict[str, Callable[[], Any]] = {
         **{label: partial(_Torchs, dtype, plan, world) for label, dtype in TORCHS.items()},
-        **{label: partial(_Ours, config, plan, transport) for label, config in OURS.items()},
+        **{label: partial(_Ours, config, plan, transport) for label, config in plan.ours().items()},
     }
     rows = []
     for label, make in makers.items():
@@ -138,10 +160,11 @@ def run_rank(plan: Plan, shape: SetRate) -> list[Row]:
             if transport.mesh.rank == 0:
                 shape(rate_bps)
             loss = _step(runner, optimizer, plan, transport)[1]  # warm
-            runner.nbytes()
+            sent = _sent_bytes()
             steps = [_step(runner, optimizer, plan, transport) for _ in range(plan.steps)]
             seconds = tuple(step_s for step_s, _ in steps)
-            rows.append(Row(label, rate_bps, seconds, runner.nbytes(), loss))
+            nbytes = (_sent_bytes() - sent) // plan.steps
+            rows.append(Row(label, rate_bps, seconds, nbytes, loss))
     first = {row.method: row.loss for row in reversed(rows)}
     if abs(first["fsdp 32"] - first["torch fp32"]) > 1e-6:
         raise RuntimeError(f"32 bits differ from torch's FSDP2, so nothing is reported: {first}")
@@ -168,13 +191,18 @@ def _step(
     return time.perf_counter() - begin_s, loss.item()
 
 
+def _sent_bytes() -> int:
+    counters = psutil.net_io_counters(pernic=True, nowrap=False)  # of this process's host
+    return sum(counter.bytes_sent for name, counter in counters.items() if name != "lo")
+
+
 def table(rows: Sequence[Row]) -> str:
     """Medians; `x bf16` compares with torch's FSDP2 in bf16 at the same rate."""
     median = {(row.method, row.rate_bps): statistics.median(row.steps_s) for row in rows}
     cells = []
     for row in rows:
         step_s, free_s = median[row.method, row.rate_bps], median.get((row.method, None), 0.0)
-        wire_s = 8 * row.nbytes / (row.rate_bps * _PAYLOAD_SHARE) if row.rate_bps else 0.0
+        wire_s = 8 * row.nbytes / row.rate_bps if row.rate_bps else 0.0
         cells.append(
             [
                 row.method,
@@ -185,7 +213,7 @@ def table(rows: Sequence[Row]) -> str:
                 f"{median['torch bf16', row.rate_bps] / step_s:.2f}",
             ]
         )
-    return format_table(("method", "rate", "step s", "MB sent", "bound s", "x bf16"), cells)
+    return format_table(("method", "rate", "step s", "MB a host", "bound s", "x bf16"), cells)
 
 
 def main() -> None:
@@ -193,6 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.shards.speed", description=__doc__)
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"])
     parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--ranks-per-site", type=int, default=1)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--vocab", type=int, default=1024)
@@ -209,9 +238,9 @@ def main() -> None:
         context=options.tokens,
     )
     rates = (*map(parse_rate, options.rates), None)
-    plan = Plan(model, options.batch, rates, options.steps)
+    plan = Plan(model, options.batch, rates, options.steps, options.ranks_per_site)
     records = Records(options.json)
-    with ShapedNetwork(NetworkSpec.of(options.shards)) as network:
+    with ShapedNetwork(NetworkSpec.of(options.shards // options.ranks_per_site)) as network:
         job = partial(run_host, plan=plan, shape=partial(set_rate, network))
         by_rank: list[list[Row]] = network.run(job, timeout_s=_TIMEOUT_S)
     rows = by_rank[0]

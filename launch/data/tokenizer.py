@@ -116,6 +116,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     return Bytes() if name == BYTES else FolderTokenizer(Path(name).expanduser())
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder holds one that `load_tokenizer` can read."""
+    names = {file.name for file in folder.iterdir()}
+    return "tokenizer.json" in names or {"vocab.json", "merges.txt"} <= names
+
+
 def _read(folder: Path) -> Any:
     where = f"data.tokenizer = {str(folder)!r}"
     if not folder.is_dir():
@@ -128,7 +134,7 @@ def _read(folder: Path) -> Any:
     except ModuleNotFoundError as error:
         raise ImportError(f'{where}: {explain(error)}, or use tokenizer = "{BYTES}"') from error
     whole, vocab, merges = (folder / n for n in ("tokenizer.json", "vocab.json", "merges.txt"))
-    if not whole.is_file() and not (vocab.is_file() and merges.is_file()):
+    if not has_tokenizer(folder):
         raise ValueError(
             f"{where}: holds neither tokenizer.json nor vocab.json with merges.txt; "
             "save the tokenizer there in one of these forms"

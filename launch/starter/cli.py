@@ -39,21 +39,24 @@ def init(
 ) -> None:
     """Write a run file to begin with, from what can be found out."""
     try:
-        _write(path, model, data, stages or max(2, min(_MOST_STAGES, usable_cores())))
+        notes = _write(path, model, data, stages or max(2, min(_MOST_STAGES, usable_cores())))
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
+    for note in notes:
+        typer.echo(f"note: {note}")
     typer.echo(f"written: {path}; start it with `thinpipe train {path}`")
 
 
-def _write(path: Path, model: str | None, data: str | None, stages: int) -> None:
-    """Check the text as a start would, and only then give the file its name."""
+def _write(path: Path, model: str | None, data: str | None, stages: int) -> list[str]:
+    """Check the text as a start would, and only then give the file its name; what to know of it."""
     if path.suffix != ".toml":
         raise ConfigError(f"{path}: name a file that ends in .toml")
     if path.exists() or path.is_symlink():
         raise ConfigError(f"{path}: exists already; name a new file, or edit this one")
     name = re.sub(r"[^A-Za-z0-9_-]", "-", path.stem).lstrip("-.") or "run"
     partial = path.with_name(f".{path.name}.partial")
-    text = render(look(model, data, stages), name, str(path))
+    found = look(model, data, stages)
+    text = render(found, name, str(path))
     partial.write_text(text)
     try:
         config = load_config(partial)
@@ -68,3 +71,4 @@ def _write(path: Path, model: str | None, data: str | None, stages: int) -> None
         partial.unlink()
     with path.open("x") as file:  # which fails if another process was faster
         file.write(text)
+    return found.notes

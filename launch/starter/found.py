@@ -15,6 +15,7 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.data.rows import Row, find_format, read_rows
 from thinpipe.launch.data.text import find_files
+from thinpipe.launch.data.tokenizer import has_tokenizer
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.own.functions import load_function
 
@@ -111,8 +112,13 @@ def _look_at_model(found: Found, model: str | None) -> None:
     else:
         found.model = {"config": model}
         found.notes.append(f"{model} has no weights (*.safetensors): random ones are trained")
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+    if has_tokenizer(folder):
         found.data["tokenizer"] = "model"
+    else:
+        found.notes.append(
+            f"{model} has no tokenizer (tokenizer.json): text is cut into bytes, which a "
+            "pretrained model has not seen"
+        )
 
 
 def _look_at_data(found: Found, data: str | None) -> None:
