@@ -244,9 +244,10 @@ def main() -> None:
         job = partial(run_host, plan=plan, shape=partial(set_rate, network))
         by_rank: list[list[Row]] = network.run(job, timeout_s=_TIMEOUT_S)
     rows = by_rank[0]
-    for row in rows:
-        records.add({**asdict(plan), "shards": options.shards}, asdict(row))
     print(table(rows))
+    settings = {**asdict(plan), "model": model.model_dump(), "shards": options.shards}
+    for row in rows:
+        records.add(settings, asdict(row))
 
 
 if __name__ == "__main__":
