@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--setting", choices=SETTINGS, default="gpt2")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--shards", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int)
@@ -204,7 +205,7 @@ def main() -> None:
         scale = replace(scale, pretrain_steps=options.steps)
     sets, records = read_text(options.text, scale), Records(options.json)
     found = []
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         for shards in options.shards:
             for label in options.methods:
                 case = Case(label, shards, seed)
