@@ -1,13 +1,14 @@
 """FSDP2's two collectives over our own messages: gather weights, scatter gradients.
 
-Given to modules by `set_custom_all_gather` and `set_custom_reduce_scatter`. A thread encodes, sends
-and decodes while the stage computes; FSDP waits where it needs the result. Every rank starts the
-same exchanges in the same order, as all run the same schedule.
+Given to modules by `set_custom_all_gather` and `set_custom_reduce_scatter`. While the stage
+computes, one thread encodes, one exchanges and one decodes; FSDP waits where it needs the result.
+Every rank starts the same exchanges in the same order, as all run the same schedule.
 
 Axes: N values of a unit that one shard keeps, padding included.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,13 +23,15 @@ from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.differences import Remembered
 from thinpipe.gradcomp.sharded.qsdp import Learned, is_kept, value_codec
 from thinpipe.gradcomp.sharded.segments import Segmented
-from thinpipe.gradcomp.sharded.sites import Sites
+from thinpipe.gradcomp.sharded.sites import Exchange, Sites
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.thread import Worker
 
 _EXACT = Cast("fp32")
+_AHEAD = 2
+"""So many messages may be encoded and not sent yet."""
 
 
 @dataclass(frozen=True)
@@ -63,52 +66,74 @@ class Exchanges:
         """Whether weights are gathered in full precision."""
         self.weight_bytes = self.gradient_bytes = 0
         self._key_of_noise, self._number = seed, 0
-        self._worker = Worker("shards")
+        self._encoder, self._link, self._decoder = map(
+            Worker, ("shards encode", "shards", "shards decode")
+        )
+        self._on_way: deque[Future[Any]] = deque(maxlen=_AHEAD)
 
     def begin_step(self, step: int, backwards: int) -> None:
         """All gathers of a step round weights alike; gradients are scattered that many times."""
         self.step, self.backwards, self._scatters = step, backwards, 0
 
-    def run(self, steps: Sequence[Callable[[], None]]) -> "Future[None]":
-        """Run these on the thread, one after the other."""
+    def gather(
+        self,
+        unit: int,
+        codec: Segmented,
+        parts: Sequence[Tensor],
+        *,
+        before: Sequence[Callable[[], None]] = (),
+        after: Callable[[], None] | None = None,
+    ) -> "Future[None]":
+        """Fill the ranks' `parts` with what all see of them; this rank's own is in its place.
 
-        def job() -> None:
-            for step in steps:
-                step()
-
-        return self._worker.submit(job)
-
-    def gather(self, unit: int, codec: Segmented, parts: Sequence[Tensor]) -> Callable[[], None]:
-        """To be run in this order: fill the ranks' `parts` with what all see of them; this rank's
-        own is in its place.
+        `before` runs where it is encoded, `after` where it was decoded.
         """
-        key, codec = self._key(unit), self._noisy(codec, unit << 32)
+        exchange = self.peers.gather(self._key(unit), self._noisy(codec, unit << 32), parts)
         counts = not self.exact  # what evaluation sends is no part of a step
 
-        def gather() -> None:
-            before = self.peers.bytes_sent
-            self.peers.gather(key, codec, parts)
-            if counts:
-                self.weight_bytes += self.peers.bytes_sent - before
+        def sent(nbytes: int) -> None:
+            self.weight_bytes += nbytes if counts else 0
 
-        return gather
+        return self._run(before, exchange, sent, lambda _: None if after is None else after())
 
     def scatter(
-        self, unit: int, codec: Segmented, parts: Sequence[Tensor], out_N: Tensor, *, add: bool
-    ) -> Callable[[], None]:
-        """To be run in this order: write the sum over ranks of what they have for this one to
-        `out_N`, or add it there.
-        """
+        self, unit: int, codec: Segmented, parts: Sequence[Tensor], use: Callable[[Tensor], None]
+    ) -> "Future[None]":
+        """`use` the sum over ranks of what they have for this one, where it was decoded."""
         self._scatters += 1
-        key, codec = self._key(unit), self._noisy(codec, unit << 32 | self._scatters)
+        codec = self._noisy(codec, unit << 32 | self._scatters)
 
-        def scatter() -> None:
-            before = self.peers.bytes_sent
-            total_N = self.peers.scatter(key, codec, parts)
-            self.gradient_bytes += self.peers.bytes_sent - before
-            out_N.add_(total_N) if add else out_N.copy_(total_N)
+        def sent(nbytes: int) -> None:
+            self.gradient_bytes += nbytes
 
-        return scatter
+        return self._run((), self.peers.scatter(self._key(unit), codec, parts), sent, use)
+
+    def _run(
+        self,
+        before: Sequence[Callable[[], Any]],
+        exchange: Exchange,
+        sent: Callable[[int], None],
+        after: Callable[[Any], None],
+    ) -> "Future[None]":
+        earlier = self._on_way[0] if len(self._on_way) == _AHEAD else None
+
+        def encode() -> Any:
+            if earlier is not None:
+                earlier.result()
+            for job in before:
+                job()
+            return exchange.encode()
+
+        def send() -> Any:
+            first = self.peers.bytes_sent
+            found = exchange.exchange(encoded.result())
+            sent(self.peers.bytes_sent - first)
+            return found
+
+        encoded = self._encoder.submit(encode)
+        exchanged = self._link.submit(send)
+        self._on_way.append(exchanged)
+        return self._decoder.submit(lambda: after(exchange.decode(exchanged.result())))
 
     def _key(self, unit: int) -> ExchangeKey:
         self._number += 1
@@ -128,6 +153,7 @@ class GatherWeights:
     memory: Remembered | None = field(init=False)
     codec: Segmented = field(init=False)
     _learned_at: int = -1
+    _last: "Future[None] | None" = None
 
     def __post_init__(self) -> None:
         config, shards = self.exchanges.config, self.exchanges.peers.size
@@ -149,26 +175,29 @@ class GatherWeights:
         ):  # an exchange between replicas may have given the parameter other storage
             part_N[: parameter.numel()] = parameter.detach().flatten()
         parts = output_tensor.chunk(self.exchanges.peers.size)
-        return _Pending(self.exchanges.run(list(self._steps(parts, input_tensor))))
+        return _Pending(self._gather(parts, input_tensor))
 
-    def _steps(self, parts: Sequence[Tensor], mine: Tensor) -> Iterator[Callable[[], None]]:
+    def _gather(self, parts: Sequence[Tensor], mine: Tensor) -> "Future[None]":
         exchanges, memory, unit = self.exchanges, self.memory, self.unit.index
         if exchanges.exact:
-            yield exchanges.gather(unit, self._exact, parts)
-            return
+            return exchanges.gather(unit, self._exact, parts)
+        if memory is not None and memory.rows:  # after a restart
+            rows = memory.row_parts(exchanges.peers.rank)
+            exact, keep = Segmented([len(rows[0])], [_EXACT]), partial(memory.keep_parts, rows)
+            self._last = exchanges.gather(unit, exact, rows, after=keep)
+        before: list[Callable[[], None]] = []
         if memory is not None:
-            if memory.rows:  # after a restart
-                rows = memory.row_parts(exchanges.peers.rank)
-                yield exchanges.gather(unit, Segmented([len(rows[0])], [_EXACT]), rows)
-                yield partial(memory.keep_parts, rows)
-            yield partial(memory.subtract, mine, exchanges.peers.rank)
+            if self._last is not None:
+                before.append(self._last.result)  # it has remembered
+            before.append(partial(memory.subtract, mine, exchanges.peers.rank))
         if self._learned_at != exchanges.step:
             self._learned_at = exchanges.step
-            yield partial(self._learn, mine)
+            before.append(partial(self._learn, mine))
         first = memory is not None and memory.empty
-        yield exchanges.gather(unit, self._exact if first else self.codec, parts)
-        if memory is not None:
-            yield partial(memory.add, parts)
+        codec = self._exact if first else self.codec
+        after = None if memory is None else partial(memory.add, parts)
+        self._last = exchanges.gather(unit, codec, parts, before=before, after=after)
+        return self._last
 
     @property
     def _exact(self) -> Segmented:
@@ -233,12 +262,17 @@ class ScatterGradients:
         add = self._sum_N is not None
         if self._sum_N is None:
             self._sum_N = output_tensor
-        parts = input_tensor.chunk(self.exchanges.peers.size)
-        steps = [self.exchanges.scatter(self.unit.index, self.codec, parts, self._sum_N, add=add)]
-        if len(self._futures) + 1 == self.exchanges.backwards:
-            steps.append(partial(self._leave, self._sum_N))
+        sum_N, parts = self._sum_N, input_tensor.chunk(self.exchanges.peers.size)
+        last = len(self._futures) + 1 == self.exchanges.backwards
+        if last:
             self._sum_N = None
-        self._futures.append(self.exchanges.run(steps))
+
+        def use(total_N: Tensor) -> None:
+            sum_N.add_(total_N) if add else sum_N.copy_(total_N)
+            if last:
+                self._leave(sum_N)
+
+        self._futures.append(self.exchanges.scatter(self.unit.index, self.codec, parts, use))
 
     def finish(self) -> None:
         """Wait for the gradients of a step.

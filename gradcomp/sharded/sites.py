@@ -14,7 +14,9 @@ hop, between all.
 Axes: N values that one rank keeps, S sites.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,18 @@ from thinpipe.pipeline.wire.header import DesyncError
 _EXACT = Cast("fp32")
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """What is to be done for one, in this order; each gets what the one before returned.
+
+    Only `exchange` waits for other ranks, so that meanwhile others may be encoded and decoded.
+    """
+
+    encode: Callable[[], Any]
+    exchange: Callable[[Any], Any]
+    decode: Callable[[Any], Any]
+
+
 class Sites:
     """This rank's end of the exchanges between the shards of a stage.
 
@@ -48,40 +62,58 @@ class Sites:
         self._site = range(first, first + ranks)
         self._counterparts = range(peers.rank % ranks, peers.size, ranks)
 
-    def gather(self, key: ExchangeKey, codec: Codec, parts: Sequence[Tensor]) -> None:
+    def gather(self, key: ExchangeKey, codec: Codec, parts: Sequence[Tensor]) -> Exchange:
         """Fill the ranks' `parts` (fp32) with what all see of them; one's own is in its place.
 
-        Raises:
-            TransportError, DesyncError: `parts` may be filled in part; nothing else was changed.
+        If it raises TransportError or DesyncError, `parts` may be filled in part; nothing else was
+        changed.
         """
-        frames, me = Frames(key, codec), self.rank
-        message = frames.pack(parts[me], parts[me], TO_SERVER, me)
-        others = [rank for rank in self._counterparts if rank != me]
-        found = self._across(dict.fromkeys(others, message), codec.capacity(parts[me].numel()))
-        if self._ranks > 1:
+        frames, me, capacity = Frames(key, codec), self.rank, codec.capacity(len(parts[self.rank]))
+
+        def encode() -> Tensor:
+            return frames.pack(parts[me], parts[me], TO_SERVER, me)
+
+        def exchange(message: Tensor) -> dict[int, Tensor]:
+            others = [rank for rank in self._counterparts if rank != me]
+            found = self._across(dict.fromkeys(others, message), capacity)
+            if self._ranks == 1:
+                return found
             column = [found.get(rank, message) for rank in self._counterparts]
-            found = self._forwarded(frames, column, codec.capacity(parts[me].numel()))
-        for rank, theirs in found.items():
-            frames.unpack(theirs, parts[rank], TO_SERVER, rank)
+            return self._forwarded(frames, column, capacity)
 
-    def scatter(self, key: ExchangeKey, codec: Codec, parts: Sequence[Tensor]) -> Tensor:
-        """Sum of the vectors (fp32) that all have for this rank; `parts` has this one's for each.
+        def decode(found: dict[int, Tensor]) -> None:
+            for rank, theirs in found.items():
+                frames.unpack(theirs, parts[rank], TO_SERVER, rank)
 
-        What stays in a site is not compressed.
+        return Exchange(encode, exchange, decode)
 
-        Raises:
-            TransportError, DesyncError: nothing was changed.
+    def scatter(self, key: ExchangeKey, codec: Codec, parts: Sequence[Tensor]) -> Exchange:
+        """Sum the vectors (fp32) that all have for this rank; `parts` has this one's for each.
+
+        What stays in a site is not compressed. If it raises TransportError or DesyncError, nothing
+        was changed.
         """
-        frames, me = Frames(key, codec), self.rank
-        sums = parts if self._ranks == 1 else self._site_sums(key, parts)
-        sums_of = dict(zip(self._counterparts, sums, strict=True))
-        outgoing = {
-            rank: frames.pack(sum_N, None, FROM_SERVER, me)
-            for rank, sum_N in sums_of.items()
-            if rank != me
-        }
-        incoming = self._across(outgoing, codec.capacity(parts[me].numel()))
-        return frames.total(incoming, sums_of[me], FROM_SERVER, me)
+        frames, me, capacity = Frames(key, codec), self.rank, codec.capacity(len(parts[self.rank]))
+
+        def packed(sums: Sequence[Tensor]) -> tuple[dict[int, Tensor], Tensor]:
+            """Messages to counterparts, and what stays here."""
+            of = dict(zip(self._counterparts, sums, strict=True))
+            mine = of.pop(me)
+            return {rank: frames.pack(x, None, FROM_SERVER, me) for rank, x in of.items()}, mine
+
+        def encode() -> tuple[dict[int, Tensor], Tensor] | None:
+            return packed(parts) if self._ranks == 1 else None
+
+        def exchange(
+            encoded: tuple[dict[int, Tensor], Tensor] | None,
+        ) -> tuple[dict[int, Tensor], Tensor]:
+            outgoing, mine = encoded or packed(self._site_sums(key, parts))
+            return self._across(outgoing, capacity), mine
+
+        def decode(found: tuple[dict[int, Tensor], Tensor]) -> Tensor:
+            return frames.total(*found, FROM_SERVER, me)
+
+        return Exchange(encode, exchange, decode)
 
     def _across(self, outgoing: dict[int, Tensor], capacity: int) -> dict[int, Tensor]:
         self.bytes_sent += sum(message.numel() for message in outgoing.values())

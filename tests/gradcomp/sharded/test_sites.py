@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.sharded.qsdp import value_codec
 from thinpipe.gradcomp.sharded.segments import Segmented
-from thinpipe.gradcomp.sharded.sites import Sites
+from thinpipe.gradcomp.sharded.sites import Exchange, Sites
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
@@ -26,6 +27,10 @@ def vectors(rank: int, numel: int = sum(SIZES)) -> list[Tensor]:
     return list(torch.randn(SHARDS, numel, generator=generator))
 
 
+def done(exchange: Exchange) -> Any:
+    return exchange.decode(exchange.exchange(exchange.encode()))
+
+
 def run(kind: str, codec: Segmented, ranks: int) -> tuple[list[Tensor], list[int]]:
     """What each rank has in the end, and how many bytes it sent to other sites."""
     sites = [Sites(peers, ranks) for peers in local_peers(SHARDS)]
@@ -33,10 +38,10 @@ def run(kind: str, codec: Segmented, ranks: int) -> tuple[list[Tensor], list[int
     def one(rank: int) -> Tensor:
         own, numel = replace(codec, noise=Noise(rank, 0, torch.tensor([0]))), sum(codec.sizes)
         if kind == "scatter":
-            return sites[rank].scatter(ExchangeKey(3, 1), own, vectors(rank, numel))
+            return done(sites[rank].scatter(ExchangeKey(3, 1), own, vectors(rank, numel)))
         parts = [torch.full((numel,), torch.nan) for _ in range(SHARDS)]
         parts[rank].copy_(vectors(rank, numel)[0])
-        sites[rank].gather(ExchangeKey(3, 1), own, parts)
+        done(sites[rank].gather(ExchangeKey(3, 1), own, parts))
         return torch.stack(parts)
 
     with ThreadPoolExecutor(SHARDS) as pool:
