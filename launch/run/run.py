@@ -17,7 +17,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_batch_size, sized_for
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.distributed.elastic import rank_threads, ranks_here
-from thinpipe.launch.distributed.handshake import agree_now
+from thinpipe.launch.distributed.handshake import HandshakeError, agree_now
 from thinpipe.launch.distributed.session import Session, StopFlag, TerminatedError, join
 from thinpipe.launch.memory.check import check_host
 from thinpipe.launch.plan.auto_cuts import decide_cuts
@@ -78,7 +78,8 @@ class Run:
         """Leave the other ranks and write the report; after an error, say what failed first."""
         if error is not None:
             last = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0"
-            if self._folder and self._training is None and isinstance(error, ValueError) and last:
+            refused = self._training is None and isinstance(error, (ValueError, HandshakeError))
+            if self._folder and refused and last:
                 self._folder.put_back()
             return self._stack.__exit__(kind, error, trace)
         with self._stack:

@@ -310,6 +310,19 @@ def test_batches_that_are_left_out_or_changed_are_refused(folder: Path) -> None:
     assert "memories belong to the samples" in run("run", "changes.py", code=1).stderr
 
 
+@pytest.mark.parametrize(("size", "code", "earlier"), [(800, 2, "mine"), (8, 0, "mine.1")])
+def test_a_refused_run_leaves_an_earlier_one_in_its_folder(
+    folder: Path, size: int, code: int, earlier: str
+) -> None:
+    (folder / "runs/mine").mkdir(parents=True)
+    (folder / "runs/mine/metrics.jsonl").write_text("precious")
+    program = (folder / "mine.py").read_text()
+    (folder / "sized.py").write_text(program.replace("size=8", f"size={size}"))
+    said = run("run", "sized.py", code=code).stderr
+    assert ("train.batch_size = 800, but there are 16" in said) == (size == 800)
+    assert (folder / "runs" / earlier / "metrics.jsonl").read_text() == "precious"
+
+
 @pytest.mark.slow
 def test_torchrun_runs_it_too(folder: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "mine.py"]
