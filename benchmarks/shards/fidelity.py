@@ -198,11 +198,15 @@ def main() -> None:
     parser.add_argument("--shards", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--lr", type=float)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     scale = SETTINGS[options.setting].scale
-    if options.steps:
-        scale = replace(scale, pretrain_steps=options.steps)
+    scale = replace(
+        scale,
+        pretrain_steps=options.steps or scale.pretrain_steps,
+        pretrain_lr=options.lr or scale.pretrain_lr,
+    )
     sets, records = read_text(options.text, scale), Records(options.json)
     found = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):
