@@ -9,7 +9,8 @@ data only. `tests/test_torch_seams.py` lists every private name used here.
 Axes: B samples of a microbatch, T tokens, D channels, M microbatches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -20,8 +21,10 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.comm.channel import Channel, IncomingChannel, OutgoingChannel, Pass
+from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.schedule import PassOrder
 from thinpipe.pipeline.timing import Mark, Stopwatch
+from thinpipe.pipeline.wire.header import DesyncError
 
 EventKind = Literal["F", "B", "W", "encode", "decode", "wait"]
 
@@ -209,7 +212,8 @@ class CompressedStage(_PipelineStageBase):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         start = self._watch.mark()
         self._computing = fwd_chunk_id
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with _naming_peers():
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._mark_computed("F", fwd_chunk_id, start)
         return output
 
@@ -219,7 +223,8 @@ class CompressedStage(_PipelineStageBase):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         start = self._watch.mark()
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with _naming_peers():
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self._mark_computed("B", bwd_chunk_id, start)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -314,3 +319,17 @@ class CompressedStage(_PipelineStageBase):
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
         """torch 2.11 calls it."""
+
+
+@contextmanager
+def _naming_peers() -> Iterator[None]:
+    """A sharded stage waits for other ranks while it computes, and torch hides what they did in an
+    error of its own.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        hidden = error.__cause__
+        if isinstance(hidden, TransportError | DesyncError):
+            raise hidden from None
+        raise

@@ -1,5 +1,9 @@
 """Whole runs whose stages are held by several ranks: as unsharded ones, whatever the feature."""
 
+import itertools
+import os
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +12,10 @@ from pydantic import ValidationError
 
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start, train_steps, weights
+from thinpipe.gradcomp.sharded.stage import StageShards
 from thinpipe.launch.checkpoint.contents import collect, distribute
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.pipeline.comm.errors import TransportError
 
 pytestmark = pytest.mark.dist
 
@@ -193,6 +199,43 @@ def test_replicas_exchange_gradients_as_soon_as_shards_have_summed_them(
     for found in ranks(4, _launched, gather):
         assert len(found) == len(BATCHES)
         assert all(launched == buckets > 4 for launched, buckets in found)
+
+
+def _end_in_exchange(shards: StageShards, number: int) -> None:
+    """Of weights or gradients, the first forward having begun; it gathers 5 units."""
+    (stage,) = shards.stages
+    sites: Any = shards._exchanges.peers
+    begun, calls, across = threading.Event(), itertools.count(1), sites._across
+    stage.register_forward_pre_hook(lambda *_: begun.set())
+
+    def ending(*args: Any) -> Any:
+        begun.wait()
+        if next(calls) == number:
+            os._exit(9)
+        return across(*args)
+
+    sites._across = ending
+
+
+def _without_one(rank: int, gather: str, found: Path) -> None:
+    run = config(pipeline={"cuts": [], "shards": 2}, shards={"gather": gather})
+    built = start(run, timeout_s=20)
+    assert built.shards is not None
+    if rank == 1:
+        _end_in_exchange(built.shards, 1 if gather == "step" else 8)
+    with pytest.raises(TransportError) as error:
+        built.engine.train_step(share(BATCHES[0], rank, 2), 0)
+    found.write_text(str(error.value))
+
+
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+def test_a_shard_that_is_lost_during_a_forward_or_backward_is_named(
+    ranks: Ranks, gather: str, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="rank 1: ended without a result") as error:
+        ranks(2, _without_one, gather, tmp_path / "said")
+    assert "rank 0" not in str(error.value)
+    assert "stage 0 shard 1" in (tmp_path / "said").read_text()
 
 
 def refused(**sections: Any) -> str:
