@@ -50,7 +50,7 @@ from thinpipe.launch.config.sections import (
     RunSection,
     TrainConfig,
 )
-from thinpipe.launch.config.shards import check_shards
+from thinpipe.launch.config.shards import check_shards, shards_notices
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
 from thinpipe.launch.data.load import DataConfig
 from thinpipe.launch.data.tokenizer import BYTES
@@ -213,6 +213,7 @@ class RunConfig(BaseModel):
                 f"note: memory.folder = {self.memory.folder!r} is not used: "
                 f"memory.tier = {self.memory.tier!r} keeps nothing on disk"
             )
+        found += shards_notices(self.pipeline.shards, self.shards)
         return found + self._boundary_notices()
 
     def _boundary_notices(self) -> list[str]:

@@ -29,6 +29,21 @@ def check_shards(
         )
 
 
+def shards_notices(shards: int, sent: ShardsConfig) -> list[str]:
+    """Notes on settings of [shards] that do nothing, or harm, with so many shards."""
+    if shards == 1 and sent != ShardsConfig():
+        return [
+            "note: [shards] is not used: pipeline.shards = 1, so no stage is held by several ranks"
+        ]
+    if 1 < shards == sent.ranks_per_site and sent.bits_of("weight") < 32:
+        return [
+            f"note: shards.ranks_per_site = {shards}: all shards of a stage are on one site, where "
+            f"weights of {sent.bits_of('weight')} bits save nothing; use shards.weight_bits = 32, "
+            "or fewer ranks per site"
+        ]
+    return []
+
+
 def _needs_wholes(model: ModelSection, optimizer: str) -> str | None:
     """What works on whole layers or whole matrices."""
     if isinstance(model, OwnModelConfig):

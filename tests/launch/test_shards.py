@@ -260,6 +260,17 @@ def test_what_shards_cannot_do_is_refused_by_name() -> None:
     assert "use 2 to 8" in refused(shards={"method": "qsdp", "weight_bits": 9})
 
 
+def test_settings_that_do_nothing_are_noted() -> None:
+    def notices(count: int, **shards: Any) -> str:
+        run = config(pipeline={"shards": count, "cuts": []}, shards=shards)
+        return " ".join(run.notices())
+
+    assert "[shards] is not used: pipeline.shards = 1" in notices(1, method="qsdp")
+    assert "weights of 8 bits save nothing" in notices(4, method="qsdp", ranks_per_site=4)
+    assert notices(1) == notices(4, method="qsdp", ranks_per_site=2) == ""
+    assert notices(4, ranks_per_site=4) == ""
+
+
 def test_one_shard_is_a_run_without_shards(ranks: Ranks) -> None:
     plain = config(pipeline={"cuts": []})
     same = config(pipeline={"cuts": [], "shards": 1}, shards={"method": "qsdp"})
