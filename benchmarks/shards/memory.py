@@ -75,7 +75,7 @@ def _train(
 
 
 def measure(shards: int, kind: Kind, model: TransformerConfig, first: int) -> tuple[float, int]:
-    """The largest peak of a rank, in MB, and the stage's parameters."""
+    """The largest peak of a rank, in MiB, and the stage's parameters."""
     with TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
             _train, args=(shards, kind, model, first, folder), nprocs=shards
@@ -104,10 +104,10 @@ def main() -> None:
     for kind in options.kinds:
         for shards in options.shards:
             peak, numel = measure(shards, kind, model, 1)
-            records.add({"shards": shards, "kind": kind, "parameters": numel}, {"MB": peak})
+            records.add({"shards": shards, "kind": kind, "parameters": numel}, {"MiB": peak})
             whole = 16 * numel / 2**20
             rows.append([kind, str(shards), f"{peak:.0f}", f"{whole:.0f}", f"{peak / whole:.2f}"])
-    print(format_table(("weights", "shards", "peak MB", "16 B x parameters", "ratio"), rows))
+    print(format_table(("weights", "shards", "peak MiB", "16 B x parameters", "ratio"), rows))
 
 
 if __name__ == "__main__":

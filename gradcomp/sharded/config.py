@@ -26,8 +26,8 @@ class ShardsConfig(BaseModel):
     `weights = "differences"` quantizes what changed since the last gather instead of the values.
     Vectors, such as those of norms and biases, and tensors of fewer than `keep_below` values travel
     in 32 bits. `bucket` values share a scale. `coding = "zstd"` shortens messages where links are
-    slow. `ranks_per_site` neighbours have fast links among
-    each other: between sites every value is sent once, and inside them gradients are exact.
+    slow. `ranks_per_site` neighbours have fast links among each other: between sites every value is
+    sent once, and inside them gradients are exact.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -53,6 +53,18 @@ class ShardsConfig(BaseModel):
             if self.method == "fsdp" and bits is not None and bits < 16:
                 raise ValueError(
                     f'{name} = {bits}: method = "fsdp" does not quantize; use 16 or 32 bits, or '
+                    'method = "qsdp"'
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _quantizers_quantize(self) -> "ShardsConfig":
+        unused = ("weight_rounding", "gradient_rounding", "bucket", "keep_below")
+        for name in unused if self.method == "fsdp" else ():
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f'{name} = {value!r}: method = "fsdp" does not quantize; remove it, or use '
                     'method = "qsdp"'
                 )
         return self

@@ -18,16 +18,13 @@ from torch.overrides import TorchFunctionMode
 from thinpipe.launch.components import build_blocks, build_objective
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.predict import in_flight
-from thinpipe.launch.plan.profile import made_up, microbatch_shape
+from thinpipe.launch.plan.profile import made_up, microbatch_shape, under_way_nbytes
 from thinpipe.launch.plan.replicas import measure_exchange
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 _WORD = 4  # bytes of an fp32 number
-_BLOCKS_UNDER_WAY = 7
-"""Blocks' weights that a shard holds as messages, gathered, copied and as gradients; measured by
-`benchmarks.shards.memory`."""
 _MOST_REPLICAS = 4
 """More of them keep no more each."""
 _MOST_KINDS = 64
@@ -128,11 +125,10 @@ def _shard_of(config: RunConfig, whole: ModelMemory, largest: int) -> ModelMemor
     if shards == 1:
         return whole
     gathered = int(config.shards.gather == "step")
-    blocks = 0 if gathered else _BLOCKS_UNDER_WAY * largest
     return replace(
         whole,
         weights=whole.weights // shards,
-        gathered=gathered * whole.weights + blocks,
+        gathered=gathered * whole.weights + under_way_nbytes(config, largest),
         remembered=whole.weights if config.shards.weights == "differences" else 0,
         gradients=whole.gradients // shards + gathered * whole.gradients,
         optimizer=whole.optimizer // shards,

@@ -9,9 +9,11 @@ from thinpipe.launch.plan.message_cost import message_meter
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.profile import (
     BlockCost,
+    checkpoint_nbytes,
     microbatch_count,
     rank_nbytes,
     shard_traffic,
+    under_way_nbytes,
 )
 from thinpipe.launch.plan.simulate import Message, SimulatedStep, StepModel, simulate
 from thinpipe.launch.report.metrics import WireKey
@@ -139,7 +141,9 @@ def stage_costs(config: RunConfig, blocks: Blocks) -> list[StageCost]:
     costs = []
     for stage, (first, stop) in enumerate(pairwise(bounds)):
         own = blocks[stage][first:stop]
+        heaviest = checkpoint_nbytes(max(block.parameters for block in blocks[stage]), trained=0)
         memory = sum(block_memory(config, stage, block) for block in own)
+        memory += under_way_nbytes(config, heaviest)
         costs.append(
             StageCost(
                 first,

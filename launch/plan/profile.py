@@ -36,6 +36,9 @@ _IDLE_CORES = 0.25
 _ALIKE = 1.15
 """Rounds up to this many times the shortest ran without interference."""
 _WEIGHT_NBYTES, _GRADIENT_NBYTES, _ADAM_NBYTES = 4, 4, 8  # of a parameter; Adam: two moments
+_BLOCKS_UNDER_WAY = 7
+"""Whose weights a shard holds as messages, gathered, copied and as gradients; measured by
+`benchmarks.shards.memory`."""
 
 _Shapes = tuple[torch.Size, ...]
 """Of a block's parameters."""
@@ -80,6 +83,15 @@ def rank_nbytes(config: RunConfig, parameters: int, trained: int) -> int:
     gathered = _WEIGHT_NBYTES * parameters + _GRADIENT_NBYTES * trained if gathers else 0
     remembered = _WEIGHT_NBYTES * parameters * (config.shards.weights == "differences")
     return whole // config.pipeline.shards + gathered + remembered
+
+
+def under_way_nbytes(config: RunConfig, weights: int) -> int:
+    """Bytes of blocks that a shard holds for a while if it gathers for every microbatch.
+
+    `weights`: bytes of the heaviest block's.
+    """
+    each = config.pipeline.shards > 1 and config.shards.gather == "microbatch"
+    return _BLOCKS_UNDER_WAY * weights * each
 
 
 def shard_traffic(config: RunConfig) -> list[tuple[int, int]]:

@@ -91,8 +91,9 @@ def replica_steps(config: RunConfig, blocks: Blocks, network: Network) -> list[R
     Machines divide the samples of the pipeline's step. An exchange takes as long as its bytes on
     the slowest link, and two latencies; where it does not overlap, that comes on top.
     """
-    replicas = network.hosts
-    total = microbatch_count(config) * config.train.accumulate
+    shards, hosts = config.pipeline.shards, range(network.hosts)
+    replicas = network.hosts * shards
+    total = microbatch_count(config) * config.train.accumulate * shards
     passes = ceil(total / replicas)
     compute_s = max(
         passes * sum(block.forward_s + block.backward_s for block in row)
@@ -104,7 +105,7 @@ def replica_steps(config: RunConfig, blocks: Blocks, network: Network) -> list[R
         training_nbytes(block.parameters, block.trained) + block.activations for block in blocks[0]
     )
     links = network.payload()
-    rates = [links.rate_bps[i][j] for i in range(replicas) for j in range(replicas) if i != j]
+    rates = [links.rate_bps[i][j] for i in hosts for j in hosts if i != j]
     slowest = min((rate for rate in rates if rate is not None), default=None)
     found = []
     for method in method_names():
@@ -129,7 +130,8 @@ def show_replicas(
     """Print what the machines would do as replicas, beside the predicted step of the pipeline."""
     steps = replica_steps(config, blocks, network)
     table = Table(
-        title=f"the same machines as {network.hosts} replicas of the whole model",
+        title=f"the same machines as {network.hosts * config.pipeline.shards} replicas of the "
+        "whole model",
         title_justify="left",
     )
     for head in ("method", "sent", "exchange", "step", "speed-up"):

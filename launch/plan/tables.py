@@ -31,7 +31,8 @@ def show_plan(
     )
     threads = torch.get_num_threads()
     named = "1 thread" if threads == 1 else f"{threads} threads"
-    notes = [f"each stage on its own machine with {named}"]
+    what = "stage" if config.pipeline.shards == 1 else "shard of a stage"
+    notes = [f"each {what} on its own machine with {named}"]
     wanted, count = config.pipeline.microbatches, microbatch_count(config)
     if count != wanted:
         notes.append(

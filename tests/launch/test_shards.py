@@ -112,10 +112,10 @@ def test_evaluation_is_of_the_weights_that_are_kept(ranks: Ranks) -> None:
     qsdp = {"method": "qsdp", "weight_bits": 2, "keep_below": 0, "gradient_bits": 32}
     sharded = config(pipeline={"shards": 2}, shards=qsdp, train={"lr": 1e-30})
     plain = config(pipeline={"replicas": 2}, train={"lr": 1e-30})
-    (found, _), *_ = ranks(4, _evaluated, sharded)
-    (expected, loss), *_ = ranks(4, _evaluated, plain)
+    (found, quantized), *_ = ranks(4, _evaluated, sharded)
+    (expected, exact), *_ = ranks(4, _evaluated, plain)
     assert found == pytest.approx(expected, rel=1e-6)
-    assert loss
+    assert abs(quantized - exact) > 1e-3
 
 
 QSDP = config(
@@ -258,6 +258,7 @@ def test_what_shards_cannot_do_is_refused_by_name() -> None:
     assert "with 16 bits" in refused(shards={**differences, "weight_bits": 16})
     assert 'use gather = "step"' in refused(shards={**differences, "gather": "microbatch"})
     assert "use 2 to 8" in refused(shards={"method": "qsdp", "weight_bits": 9})
+    assert 'bucket = 64: method = "fsdp" does not quantize' in refused(shards={"bucket": 64})
 
 
 def test_settings_that_do_nothing_are_noted() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from io import StringIO
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,18 @@ def test_a_step_has_the_microbatches_that_training_fits_to_its_batch(
     assert {event.microbatch for event in found.simulated.events} == set(range(count))
     assert found.bubble == pytest.approx(1 - accumulate * count * 12.0 / (3 * found.step_s))
     assert stage_costs(run, [[BLOCK] * 4] * 3)[0].memory == 4 * 20 + 12 * 5 + 7 * count
+
+
+def test_shards_that_gather_for_every_microbatch_hold_seven_blocks_on_their_way() -> None:
+    def memory(**shards: Any) -> int:
+        pipeline = {"cuts": [], "shards": 2, "microbatches": 4, "schedule": "GPipe"}
+        run = config(pipeline=pipeline, shards=shards)
+        heavier = replace(BLOCK, parameters=40)
+        return stage_costs(run, [[BLOCK, heavier, BLOCK, BLOCK]])[0].memory
+
+    held = (4 * 100 + 12 * 20) // 2 + 4 * 4 * 7
+    assert memory(gather="step") == held + 4 * 100 + 4 * 20
+    assert memory(gather="microbatch") == held + 7 * 4 * 40
 
 
 def test_memory_counts_parameters_and_what_is_in_flight() -> None:

@@ -72,6 +72,16 @@ def test_the_slowest_machine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert uneven.step_s > 1.5 * even.step_s
 
 
+def test_the_machines_of_all_shards_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each computes half of a stage's samples: six machines do the work of both lanes of three."""
+    monkeypatch.setattr(replicas, "method_names", lambda: ["allreduce"])
+    pipeline = {"schedule": "GPipe", "microbatches": 6, "cuts": [1, 3], "shards": 2}
+    run = config(pipeline=pipeline, train={"batch_size": 12})
+    (step,) = replica_steps(run, BLOCKS, SLOW)
+    assert step.cost.nbytes == pytest.approx(4 * 2 * 5 / 6, rel=1e-3)
+    assert step.step_s - step.exchange_s == pytest.approx(2 * 4 * 0.3 + 4 * 0.05)
+
+
 def test_it_is_shown_beside_the_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "method_names", lambda: ["low_precision_decentralized", "topk"])
     keys = [(1, "forward"), (1, "backward"), (3, "forward"), (3, "backward")]
