@@ -9,8 +9,11 @@ Axes: N values.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from thinpipe.gradcomp.buckets import Bucket
+from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.codec import Codec
 
@@ -63,3 +66,25 @@ class FeedbackReducer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._residuals.load_state_dict(state)
+
+
+class ServedReducer(FeedbackReducer):
+    """A reducer with a residual per bucket and one per shard served; both ways take the codec.
+
+    What a replica's message leaves out of its part is added to its next one; so is what the answer
+    of a shard's server leaves out of the sum (the scheme of 1-bit Adam).
+    """
+
+    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
+        """Sum of what the servers were sent, as they answered it."""
+        target_N = self._residuals.add_to(f"sent-{bucket.index}", flat_N)
+        reduced = reduce_sharded(
+            self._peers,
+            key,
+            target_N.tensor_split(self._peers.size),
+            codec=self._codec,
+            finish=lambda total_n: self._residuals.add_to(f"served-{bucket.index}", total_n),
+        )
+        self._residuals.leave(f"sent-{bucket.index}", target_N - torch.cat(reduced.seen))
+        self._residuals.leave(f"served-{bucket.index}", reduced.left_n)
+        return torch.cat(reduced.results)

@@ -9,7 +9,7 @@ from thinpipe.pipeline.engine import Precision
 from thinpipe.pipeline.schedule import DEPTH, ScheduleName
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec
-from thinpipe.pipeline.wire.entropy import Coding
+from thinpipe.pipeline.wire.coding.entropy import Coding
 from thinpipe.pipeline.wire.hadamard import Hadamard
 from thinpipe.pipeline.wire.uniform import ScalePer, Uniform
 

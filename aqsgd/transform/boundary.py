@@ -34,7 +34,7 @@ from thinpipe.aqsgd.transform.rows import Held, Rows
 from thinpipe.aqsgd.transform.steps import STEP_RANGE, Steps
 from thinpipe.pipeline.comm.boundary import MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
-from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.header import crc32
 
 CODEC_ID = 33

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from thinpipe.aqsgd.transform import logistic
-from thinpipe.pipeline.wire import rans
-from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.coding import rans
+from thinpipe.pipeline.wire.coding.entropy import CodingError
 
 SCALES = 32
 """Scales of a token; 16 leaves the models of the dimensions as they are."""

@@ -10,7 +10,7 @@ from thinpipe.aqsgd.transform.boundary import BITS, TransformBoundary
 from thinpipe.aqsgd.transform.learned import Learned
 from thinpipe.aqsgd.transform.rows import row_nbytes
 from thinpipe.aqsgd.transform.steps import Steps
-from thinpipe.pipeline.wire.entropy import Coding
+from thinpipe.pipeline.wire.coding.entropy import Coding
 
 
 class TransformConfig(BaseModel):

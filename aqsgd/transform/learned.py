@@ -18,8 +18,8 @@ from torch import Tensor
 from thinpipe.aqsgd.transform import logistic
 from thinpipe.aqsgd.transform.basis import Basis
 from thinpipe.aqsgd.transform.coefficients import SCALES, Coded
-from thinpipe.pipeline.wire.entropy import CodingError
-from thinpipe.pipeline.wire.rans import PROBABILITY_BITS, Tables
+from thinpipe.pipeline.wire.coding.entropy import CodingError
+from thinpipe.pipeline.wire.coding.rans import PROBABILITY_BITS, Tables
 
 Kind = Literal[0, 1]
 FIRST: Kind = 0

@@ -16,7 +16,7 @@ from decimal import Decimal, localcontext
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.wire.rans import Tables
+from thinpipe.pipeline.wire.coding.rans import Tables
 
 SYMBOLS = 32
 MIDDLE = 16

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.harness import Records, format_table
 from thinpipe.aqsgd.transform import logistic
-from thinpipe.pipeline.wire import rans
-from thinpipe.pipeline.wire.entropy import compress
+from thinpipe.pipeline.wire.coding import rans
+from thinpipe.pipeline.wire.coding.entropy import compress
 
 _MODELS = {f"model {model}": (model, model) for model in (9, 13, 18, 25)}
 _MANY = {"models 4 to 25": (4, 25)}

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.harness import format_table
 from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
 from thinpipe.pipeline.wire.codec import Codec
-from thinpipe.pipeline.wire.entropy import compress
+from thinpipe.pipeline.wire.coding.entropy import compress
 from thinpipe.pipeline.wire.uniform import Uniform
 
 CONFIG = TransformerConfig(layers=4, width=128, heads=4, context=128)

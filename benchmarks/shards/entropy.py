@@ -24,7 +24,7 @@ from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.pipeline.comm.payload import Rows, compress_codes
 from thinpipe.pipeline.models.transformer import build_layers
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.entropy import compress
+from thinpipe.pipeline.wire.coding.entropy import compress
 from thinpipe.pipeline.wire.kernels.reference.uniform import unpack
 
 _BUCKET, _REMEMBERED_STEPS = 1024, 20

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
+from thinpipe.gradcomp.feedback import ServedReducer
 from thinpipe.gradcomp.gradient_sync import GradientSync
-from thinpipe.gradcomp.methods.quantize import Quantize
 from thinpipe.gradcomp.options import ExchangeOptions, TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync
@@ -49,7 +49,7 @@ class Config(ExchangeOptions):
     beta1: float = Field(0.9, ge=0, lt=1)
 
 
-class Momentum(Quantize):
+class Momentum(ServedReducer):
     """A reducer of gradients at first, then of momenta."""
 
     def __init__(self, peers: Peers, config: Config) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Codec, Noise
-from thinpipe.pipeline.wire.entropy import compress, expand
+from thinpipe.pipeline.wire.coding.entropy import compress, expand
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.comm.boundary import Boundary, Memory, MessagePlan
 from thinpipe.pipeline.comm.payload import accepted, expand_payload, ways
-from thinpipe.pipeline.wire.entropy import Coder, Coding
+from thinpipe.pipeline.wire.coding.entropy import Coder, Coding
 from thinpipe.pipeline.wire.header import (
     DIRECTIONS,
     HEADER_NBYTES,

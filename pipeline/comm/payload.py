@@ -9,8 +9,8 @@ be remembered. In place of a payload's parts, little endian:
                 where halves are not alike, they are two streams
 
 and a stream is its length (4 bytes, without what precedes it), the table of 16 symbols (2 bytes
-each) and what `pipeline/wire/rans.py` writes. With `coding = "auto"` the sender takes what is
-quickest in all, at the link's rate.
+each) and what `pipeline/wire/coding/rans.py` writes. With `coding = "auto"` the sender takes what
+is quickest in all, at the link's rate.
 
 Axes: B rows, W bytes of a row, N half bytes.
 """
@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.wire import rans
-from thinpipe.pipeline.wire.entropy import Coding, CodingError, Compress, compress, expand
+from thinpipe.pipeline.wire.coding import rans
+from thinpipe.pipeline.wire.coding.entropy import Coding, CodingError, Compress, compress, expand
 from thinpipe.pipeline.wire.uniform import Uniform
 
 _SYMBOLS, _LENGTH = 16, torch.int32

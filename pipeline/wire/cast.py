@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.coding.entropy import CodingError
 
 CastFormat = Literal["fp32", "bf16", "fp16"]
 

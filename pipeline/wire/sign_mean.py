@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.kernels import Backend
 from thinpipe.pipeline.wire.kernels.sign_mean import SignKernels, load_sign_kernels
 

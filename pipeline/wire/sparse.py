@@ -10,7 +10,9 @@ leaves. A message of n candidates holds, in order:
 
 With coding "zstd" mask and codes are entropy-coded, each on its own and only if that makes it
 shorter, as its length shows. zstd's Huffman coder comes within 2 % of the entropy of a random
-mask (0.722 bits a candidate at a fifth) and finds more in masks that are clustered.
+mask (0.722 bits a candidate at a fifth) and finds more in masks that are clustered. One that marks
+less than a sixteenth may be shorter as gaps (`coding/gaps.py`). A coded mask begins with a byte
+that says how: 0 is zstd, 1 is gaps.
 
 Axes: n candidates, k kept values, M mask bytes, W bytes of a message.
 """
@@ -26,12 +28,15 @@ from torch import Tensor
 
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.entropy import Coding, CodingError, compress, expand
+from thinpipe.pipeline.wire.coding import gaps
+from thinpipe.pipeline.wire.coding.entropy import Coding, CodingError, compress, expand
 from thinpipe.pipeline.wire.kernels import Backend
 from thinpipe.pipeline.wire.kernels.sparse import SparseKernels, load_sparse_kernels
 from thinpipe.pipeline.wire.uniform import Uniform
 
 _HEAD, _LENGTH = 8, torch.int32
+_GAPS_BELOW = Fraction(1, 16)
+"""The share of marked places from which on zstd is shorter."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +184,7 @@ class SparseCodec:
 
     def _write(self, mask_M: Tensor, scales: Tensor, codes: Tensor, wire: Tensor) -> int:
         """Assemble the message on the CPU; returns its length."""
-        end_mask = _HEAD + self._put(mask_M, wire[_HEAD:])
+        end_mask = _HEAD + self._put_mask(mask_M, wire[_HEAD:])
         end_scales = end_mask + scales.numel()
         wire[end_mask:end_scales] = scales
         end = end_scales + self._put(codes, wire[end_scales:])
@@ -187,6 +192,19 @@ class SparseCodec:
             torch.tensor([end_mask - _HEAD, end - end_scales], dtype=_LENGTH).view(torch.uint8)
         )
         return end
+
+    def _put_mask(self, mask_M: Tensor, wire: Tensor) -> int:
+        """Write the shortest form and return its length."""
+        best = mask_M
+        ways = (compress, gaps.encode) if self._share < _GAPS_BELOW else (compress,)
+        for kind, way in enumerate(ways if self.coding == "zstd" and mask_M.numel() else ()):
+            form = torch.empty(1 + mask_M.numel(), dtype=torch.uint8)
+            form[0] = kind
+            length = way(mask_M, form[1:])
+            if length is not None and 1 + length < best.numel():
+                best = form[: 1 + length]
+        wire[: best.numel()] = best
+        return best.numel()
 
     def _put(self, part: Tensor, wire: Tensor) -> int:
         length = compress(part, wire) if self.coding == "zstd" else None
@@ -204,7 +222,7 @@ class SparseCodec:
         mask_M = torch.empty(sizes.mask, dtype=torch.uint8)
         values_1W = torch.empty(1, sizes.scales + sizes.codes, dtype=torch.uint8)
         kept_1k = torch.empty(1, self.kept(out_n.numel()), device=out_n.device)
-        _get(mask, mask_M)
+        _get_mask(mask, kept_1k.numel(), mask_M)
         _check_count(mask_M, out_n.numel(), kept_1k.numel())
         values_1W[0, : sizes.scales] = scales
         _get(codes, values_1W[0, sizes.scales :])
@@ -244,6 +262,17 @@ def _get(part: Tensor, out: Tensor) -> None:
         out.copy_(part)
     else:
         expand(part, out)
+
+
+def _get_mask(part: Tensor, marked: int, mask_M: Tensor) -> None:
+    if part.numel() == mask_M.numel():
+        mask_M.copy_(part)
+    elif part.numel() and part[0] == 0:
+        expand(part[1:], mask_M)
+    elif part.numel() and part[0] == 1:
+        gaps.decode(part[1:], marked, mask_M)
+    else:
+        raise CodingError(f"a coded mask begins with {part[:1].tolist()}, expected 0 or 1")
 
 
 def _check_count(mask_M: Tensor, numel: int, kept: int) -> None:

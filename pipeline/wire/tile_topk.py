@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.coding.entropy import CodingError
 
 TILE = 4096
 _HEAD = 5

@@ -29,7 +29,7 @@ from thinpipe.aqsgd.transform.evaluation import FirstVisits
 from thinpipe.aqsgd.transform.learned import Proposal
 from thinpipe.aqsgd.transform.rows import Held, pack, unpack
 from thinpipe.aqsgd.transform.steps import Steps
-from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.coding.entropy import CodingError
 
 BOTH: Any = [{"forward": {"kind": "transform"}, "backward": {"kind": "transform"}}]
 EPOCH = [batch([0, 1, 2, 3, 4, 5, 6, 7]), batch([8, 9, 10, 11])]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from thinpipe.aqsgd.transform import coefficients, logistic
 from thinpipe.aqsgd.transform.coefficients import LARGEST, SCALES, Coded
-from thinpipe.pipeline.wire.entropy import CodingError
-from thinpipe.pipeline.wire.rans import Tables
+from thinpipe.pipeline.wire.coding.entropy import CodingError
+from thinpipe.pipeline.wire.coding.rans import Tables
 
 EVEN = Tables(torch.full((1, SCALES), 4096 // SCALES))
 

@@ -5,7 +5,7 @@ import torch
 
 from thinpipe.aqsgd.transform.basis import Basis
 from thinpipe.aqsgd.transform.learned import Learned, Proposal
-from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.coding.entropy import CodingError
 
 WIDTH = 16
 

@@ -7,12 +7,12 @@ import torch
 from tests.gradcomp.replicas import Replicas, all_of
 from thinpipe.gradcomp.buckets import make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey
+from thinpipe.gradcomp.feedback import ServedReducer
 from thinpipe.gradcomp.local_peers import local_peers
-from thinpipe.gradcomp.methods.quantize import Quantize
 from thinpipe.pipeline.wire.uniform import Uniform
 
 
-def reduce_all(reducers: list[Quantize], local: list[torch.Tensor], step: int) -> list[Any]:
+def reduce_all(reducers: list[ServedReducer], local: list[torch.Tensor], step: int) -> list[Any]:
     """One exchange of a single bucket; `local` has one vector per replica."""
     (bucket,) = make_buckets([torch.nn.Parameter(torch.zeros_like(local[0]))])
     return all_of(
@@ -24,7 +24,7 @@ def reduce_all(reducers: list[Quantize], local: list[torch.Tensor], step: int) -
 def test_sums_and_residuals_account_for_every_gradient() -> None:
     numel, rounds, size = 1000, 20, 3
     peers = local_peers(size)
-    reducers = [Quantize(peer, Uniform(2, 128)) for peer in peers]
+    reducers = [ServedReducer(peer, Uniform(2, 128)) for peer in peers]
     generator = torch.Generator().manual_seed(1)
     given, got = torch.zeros(numel), torch.zeros(numel)
     for step in range(rounds):
@@ -62,7 +62,7 @@ def test_a_skipped_step_leaves_no_trace() -> None:
 def test_four_bits_send_an_eighth_of_a_ring() -> None:
     numel = 64 * 1024
     peers = local_peers(2)
-    reducers = [Quantize(peer, Uniform(4, 128)) for peer in peers]
+    reducers = [ServedReducer(peer, Uniform(4, 128)) for peer in peers]
     reduce_all(reducers, [torch.randn(numel) for _ in range(2)], 0)
     sent = sum(peer.bytes_sent for peer in peers)
     assert 2 * 4 * numel / sent > 7.5

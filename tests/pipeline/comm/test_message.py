@@ -13,7 +13,7 @@ from thinpipe.pipeline.comm.boundary import Stateless, raw
 from thinpipe.pipeline.comm.gloo_link import GlooLink
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.wire.codec import Codec
-from thinpipe.pipeline.wire.entropy import Coding
+from thinpipe.pipeline.wire.coding.entropy import Coding
 from thinpipe.pipeline.wire.header import FORWARD, HEADER_NBYTES, DesyncError
 from thinpipe.pipeline.wire.uniform import Uniform
 

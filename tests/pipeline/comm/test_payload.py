@@ -8,7 +8,7 @@ from torch import Tensor
 
 from thinpipe.pipeline.comm.payload import Rows, accepted, compress_codes, expand_codes, rows_of
 from thinpipe.pipeline.wire.cast import Cast
-from thinpipe.pipeline.wire.entropy import Coding, CodingError, compress
+from thinpipe.pipeline.wire.coding.entropy import Coding, CodingError, compress
 from thinpipe.pipeline.wire.uniform import Uniform
 
 NUMEL, WIDTH = 4096, 64

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
-from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.coding.entropy import CodingError
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])

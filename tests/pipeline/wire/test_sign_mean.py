@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.kernels import Backend
 from thinpipe.pipeline.wire.sign_mean import SignMean
 

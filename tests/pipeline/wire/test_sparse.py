@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinpipe.pipeline.wire.entropy import Coding, CodingError
+from thinpipe.pipeline.wire.coding.entropy import Coding, CodingError
 from thinpipe.pipeline.wire.sparse import SparseCodec
 
 SIZES = (0, 1, 2, 7, 8, 9, *range(120, 137), 1000, 5003)

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 import torch
 
-from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.tile_topk import TILE, TileTopK
 
 SIZES = (1, 2, 100, TILE - 1, TILE, TILE + 1, 3 * TILE + 77)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinpipe.pipeline.wire import rans
-from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.coding import rans
+from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.kernels import Backend
 from thinpipe.pipeline.wire.kernels.rans import BLOCK

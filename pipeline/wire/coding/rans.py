@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.wire.entropy import CodingError
+from thinpipe.pipeline.wire.coding.entropy import CodingError
 from thinpipe.pipeline.wire.kernels import Backend
 from thinpipe.pipeline.wire.kernels.rans import (
     BLOCK,

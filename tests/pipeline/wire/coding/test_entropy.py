@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from thinpipe.pipeline.wire.entropy import Coder, CodingError, compress, expand
+from thinpipe.pipeline.wire.coding.entropy import Coder, CodingError, compress, expand
 
 
 def likely(count: int) -> torch.Tensor:

@@ -1,0 +1,45 @@
+"""The largest gradients, a few bits each, on both ways, with error feedback on both.
+
+CocktailSGD's codec without its subsets (Wang et al., ICML 2023) on gradients instead of moves: one
+optimizer sees the same sums on all replicas, so its steps are as long as those of all-reduce, and
+the bytes do not grow with the number of replicas as they do where each sends to all (`topk`).
+"""
+
+from collections.abc import Sequence
+
+from pydantic import Field, model_validator
+from torch import nn
+
+from thinpipe.gradcomp.feedback import ServedReducer
+from thinpipe.gradcomp.gradient_sync import GradientSync
+from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.sparse import SparseCodec
+
+REPLICAS_EQUAL = True
+
+
+class Config(ExchangeOptions):
+    """`fraction` of a message is sent, at `bits` each: 1 to 8, 16 (bf16) or 32 (fp32).
+
+    1 to 8 bits share a bf16 scale per `group` values sent.
+    """
+
+    fraction: float = Field(0.015, gt=0, le=1)
+    bits: int = 4
+    group: int = Field(128, ge=1)
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> "Config":
+        assert self.codec
+        return self
+
+    @property
+    def codec(self) -> SparseCodec:
+        """How gradients and their sums travel."""
+        return SparseCodec(self.fraction, self.bits, self.group)
+
+
+def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
+    """Make the method."""
+    return GradientSync(parameters, peers, ServedReducer(peers, config.codec), config.bucket_nbytes)

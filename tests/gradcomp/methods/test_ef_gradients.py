@@ -1,0 +1,53 @@
+"""Sparse sums of gradients: what was left out comes later, and bytes do not grow with replicas."""
+
+import torch
+
+from tests.gradcomp.replicas import all_of
+from thinpipe.gradcomp.buckets import make_buckets
+from thinpipe.gradcomp.exchange import ExchangeKey
+from thinpipe.gradcomp.feedback import ServedReducer
+from thinpipe.gradcomp.local_peers import local_peers
+from thinpipe.gradcomp.methods.ef_gradients import Config
+
+
+def exchange(size: int, config: Config, *, numel: int, rounds: int) -> tuple[torch.Tensor, float]:
+    """What is still owed of random gradients, by their norm, and bytes a replica and round."""
+    peers = local_peers(size)
+    reducers = [ServedReducer(peer, config.codec) for peer in peers]
+    (bucket,) = make_buckets([torch.nn.Parameter(torch.zeros(numel))])
+    generator = torch.Generator().manual_seed(1)
+    given, got = torch.zeros(numel), torch.zeros(numel)
+    for step in range(rounds):
+        local = [torch.randn(numel, generator=generator) for _ in range(size)]
+        given += sum(local)
+        answers = all_of(
+            list(zip(reducers, local, strict=True)),
+            lambda pair: pair[0].reduce(bucket, pair[1].clone(), ExchangeKey(step, 0)),  # noqa: B023
+        )
+        assert all(torch.equal(answers[0], answer) for answer in answers)
+        got += answers[0]
+        for reducer in reducers:
+            reducer.keep()
+    states = [reducer.state_dict() for reducer in reducers]
+    served = torch.cat([state["served-0"] for state in states])
+    owed = sum((state["sent-0"] for state in states), served)
+    torch.testing.assert_close(got + owed, given, rtol=1e-4, atol=1e-4)
+    return owed.norm() / given.norm(), sum(peer.bytes_sent for peer in peers) / size / rounds
+
+
+def test_everything_is_sent_in_time() -> None:
+    fractions = (1.0, 0.2, 0.02)
+    owed = [exchange(3, Config(fraction=f, bits=8), numel=3000, rounds=30)[0] for f in fractions]
+    assert owed[0] < 0.01 < owed[1] < owed[2] < 1.0
+
+
+def test_the_default_sends_two_hundred_times_less_than_a_ring_for_any_number_of_replicas() -> None:
+    numel = 2 * 1024 * 1024
+    for size in (2, 4, 8):
+        _, nbytes = exchange(size, Config(), numel=numel, rounds=1)
+        assert 8 * numel * (size - 1) / size / nbytes > 180
+
+
+def test_all_values_exactly_are_an_all_reduce() -> None:
+    owed, _ = exchange(2, Config(fraction=1.0, bits=32), numel=500, rounds=3)
+    assert owed == 0
