@@ -10,6 +10,9 @@ gradients are summed exactly and Adam is Adam. Then, with G the mean over replic
 v_T is the variance of step T, the last of the warm-up, and so is its bias correction: BAGUA lets
 that of v go on to shrink, by which steps grow threefold over a thousand steps.
 
+When v_T is frozen it is raised to a share of its tensor's mean: a token that was not seen until
+then has a variance of 0, and its first gradient would be divided by eps.
+
 Axes: N values of a bucket.
 """
 
@@ -34,6 +37,8 @@ from thinpipe.pipeline.wire.uniform import Uniform
 REPLICAS_EQUAL = True
 _EXACT = Cast("fp32")
 _EPS = 1e-8
+_LEAST = 0.1
+"""Of the mean variance of a tensor, what a frozen one is at least."""
 
 
 class Config(ExchangeOptions):
@@ -152,6 +157,8 @@ class QAdam(torch.optim.Optimizer):
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         move = group["lr"] / (1 - beta1**step)
         parameter.addcdiv_(m.to(parameter.dtype), scale.to(parameter.dtype), value=-move)
+        if step == self._warmup_steps:
+            v.clamp_(min=_LEAST * v.mean())
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:

@@ -44,6 +44,20 @@ def test_afterwards_the_variance_and_its_correction_stand() -> None:
     assert moves[-1] == pytest.approx(LR, rel=1e-4)
 
 
+def test_a_row_that_was_never_seen_in_the_warm_up_moves_like_others() -> None:
+    """Rare tokens; without a least variance the second row would move by 1e7."""
+    weight = nn.Parameter(torch.zeros(2, 8))
+    optimizer = QAdam([weight], lr=LR, betas=BETAS, weight_decay=0.0, warmup_steps=5)
+    for _ in range(5):
+        weight.grad = torch.stack([torch.ones(8), torch.zeros(8)])
+        optimizer.step()
+    before = weight.detach().clone()
+    weight.grad = torch.stack([torch.ones(8), 0.1 * torch.ones(8)])  # a momentum
+    optimizer.step()
+    seen, unseen = (before - weight.detach()).mean(1)
+    assert 0.1 * seen < unseen < 2 * seen
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_momenta_stay_close_to_those_of_exact_sums(bits: int) -> None:
     options = {"warmup_steps": 3, "bits": bits, "group": 16}
