@@ -61,6 +61,11 @@ METHODS = (
     Method("decentralized ring, 8 bits", "low_precision_decentralized", {}),
     Method("async_average H 8", "async_average", {}),
     Method("PowerSGD rank 1", "powersgd", {"rank": 1}),
+    Method("all-reduce fp32, Muon", "allreduce", {}, muon=True),
+    Method("ef_gradients .015, Muon", "ef_gradients", {}, muon=True),
+    Method("DiLoCo H 30, Muon", "diloco", {}, muon=True),
+    Method("SparseLoCo H 30, Muon", "sparse_loco", {}, muon=True),
+    Method("DeMo, all kept", "demo", {"kept": 4096}),
     _cocktail("cocktail p.3 k.3 b4", 0.3, 0.3),
     Method("all-reduce bf16", "allreduce", {"format": "bf16"}),
 )

@@ -22,6 +22,7 @@ from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.launch.optimizer import MuonAndAdamW, Named, named_parameters
 from thinpipe.launch.plan.replicas import held_nbytes
 from thinpipe.pipeline.models.transformer import TransformerStage, build_layers
 from thinpipe.pipeline.replica_sync import ReplicaSync
@@ -33,12 +34,16 @@ _PAUSE_S = 3600.0  # a long run may be paused
 
 @dataclass(frozen=True)
 class Method:
-    """A method of `gradcomp.methods` with options, at `rate` times the learning rate of others."""
+    """A method of `gradcomp.methods` with options, at `rate` times the learning rate of others.
+
+    With `muon` hidden matrices are trained by Muon and all else by AdamW; else AdamW trains all.
+    """
 
     label: str
     name: str
     options: dict[str, Any]
     rate: float = 1.0
+    muon: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class Replicas:
             sampler = EpochSampler(
                 scale.sequences, batch_size=scale.batch, replicas=size, replica=peer.rank, seed=seed
             )
-            optimizer = _optimizer(method, list(model.parameters()), scale.lr, sync)
+            optimizer = _optimizer(method, named_parameters([model]), scale.lr, sync)
             steps = scale.epochs * sampler.steps_per_epoch
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, _warm_then_linear(steps))
             self._replicas.append(_Replica(model, sync, optimizer, schedule, sampler))
@@ -215,13 +220,17 @@ def train(
 
 
 def _optimizer(
-    method: Method, parameters: Sequence[torch.nn.Parameter], lr: float, sync: ReplicaSync
+    method: Method, parameters: Named, lr: float, sync: ReplicaSync
 ) -> torch.optim.Optimizer:
-    """The method's own, or AdamW."""
+    """The method's own, or the one it is combined with."""
     adam = Adam(lr * method.rate)
     options = parse_options(method.name, method.options)
-    own = build_optimizer(method.name, options, parameters, adam, sync)
-    return own or torch.optim.AdamW(parameters, **asdict(adam))
+    own = build_optimizer(method.name, options, list(parameters.values()), adam, sync)
+    if own is not None:
+        return own
+    if method.muon:
+        return MuonAndAdamW(parameters, **asdict(adam))
+    return torch.optim.AdamW(parameters.values(), **asdict(adam))
 
 
 def _loss(model: TransformerStage, sequences: SampleSet) -> float:
