@@ -121,8 +121,7 @@ class StageShards:
         self._exchanges = Exchanges(peers, config, seed=seed)
         self._gathers: list[GatherWeights] = []
         self._scatters: list[ScatterGradients] = []
-        if config.gather == "microbatch":
-            return_freed_memory()
+        return_freed_memory()
         for stage in stages:
             stage.inner.set_reshard_after_forward(config.gather == "microbatch")
             stage.inner.set_reduce_scatter_unused_params(True)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
 
+from tests.huggingface import saved_model, section
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start, weights
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.checkpoint.contents import collect, distribute
+from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.models.transformer import build_layers
 
 pytestmark = pytest.mark.dist
@@ -143,6 +146,42 @@ def test_every_method_trains_and_resumes_beside_compressed_cuts(ranks: Ranks) ->
         for losses, same, _ in (rank[method] for rank in found):
             assert all(math.isfinite(loss) for loss in losses), method
             assert same, method
+
+
+def train_tied_and_adapted(rank: int, models: dict[str, Any]) -> dict[str, Any]:
+    """Of every method and model: losses of three steps, what is trained, the one model's loss."""
+    found: dict[str, Any] = {}
+    for name, model in models.items():
+        for method in method_names():
+            run = run_of(method).model_dump(mode="json", exclude_none=True)
+            pipeline = {**run["pipeline"], "cuts": []}
+            built = start(RunConfig.model_validate({**run, "model": model, "pipeline": pipeline}))
+            before = weights(built)
+            losses = [
+                built.engine.train_step(share(batch(ids), rank, 2), step).loss
+                for step, ids in enumerate(BATCHES[:3])
+            ]
+            built.sync.finish()
+            after = weights(built)
+            moved = {key for key in after if not torch.equal(after[key], before[key])}
+            held_out = share(batch([50, 51]), rank, 2)
+            loss, _ = built.engine.eval_step(held_out, 0, compressed=False)
+            tied = torch.equal(after["model.transformer.wte.weight"], after["model.lm_head.weight"])
+            found[f"{name} {method}"] = (losses, moved, loss, tied)
+    return found
+
+
+def test_every_method_trains_tied_weights_and_adapters(ranks: Ranks, tmp_path: Path) -> None:
+    """GPT-2, whose head is its embedding; with LoRA the adapters move and nothing else."""
+    saved_model("gpt2", tmp_path, vocab_size=256)
+    plain, adapted = section("gpt2", tmp_path), section("gpt2", tmp_path, lora={"rank": 2})
+    found = ranks(2, train_tied_and_adapted, {"tied": plain, "LoRA": adapted})
+    for name, (losses, moved, loss, tied) in found[0].items():
+        assert all(map(math.isfinite, losses)), name
+        assert tied, name
+        assert moved, name
+        assert name.startswith("tied") or all("lora" in key for key in moved), name
+        assert loss == found[1][name][2], name
 
 
 @pytest.mark.parametrize("method", ["cocktail", "none"])
