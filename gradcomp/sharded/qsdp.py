@@ -181,7 +181,8 @@ def is_kept(shape: torch.Size, config: ShardsConfig) -> bool:
 
 
 def _buckets(x_BN: Tensor, bucket: int) -> Tensor:
-    """[K, G], the last bucket filled with its first value."""
+    """[K, G], the last bucket filled with its first value; a bucket ends where the row does."""
+    bucket = max(1, min(bucket, x_BN.shape[1]))
     missing = -x_BN.shape[1] % bucket
     if not missing:
         return x_BN.reshape(-1, bucket)

@@ -33,6 +33,8 @@ class Change(NamedTuple):
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Settings that must be changed back; both arguments are `RunConfig.shared`."""
     may_change = _may_change(saved)
+    if saved["pipeline"]["shards"] != now["pipeline"]["shards"]:
+        may_change += ("shards.ranks_per_site",)  # it divides them
     tables = ({**config, "boundary": {}} for config in (saved, now))
     found = [change for change in _changes("", *tables) if not change.name.startswith(may_change)]
     for cut in sorted(set(saved["pipeline"]["cuts"]) & set(now["pipeline"]["cuts"])):

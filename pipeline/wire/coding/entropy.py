@@ -96,6 +96,9 @@ def expand(coded: Tensor, payload: Tensor) -> None:
         CodingError: the bytes are damaged, or those of another number of values.
     """
     try:
+        # `compress` does not write it; the decoder would set aside as much as a frame says
+        if zstandard.frame_content_size(coded.numpy().data) != -1:
+            raise CodingError(f"a coded payload of {coded.numel()} bytes says how long it is")
         data = zstandard.ZstdDecompressor().decompress(
             coded.numpy().data, max_output_size=payload.numel() + 1
         )

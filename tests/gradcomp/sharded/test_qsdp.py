@@ -1,5 +1,7 @@
 """QSDP's quantizers: what they promise on average, and for every value."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -111,6 +113,14 @@ def test_learned_levels_have_smaller_errors_than_equal_ones(bits: int) -> None:
     after = float((coded(learned, x_BN) - x_BN).square().mean())
     assert after < {2: 0.35, 3: 0.6, 4: 0.75}[bits] * before
     assert bool((learned.level_L.diff() > 0).all())
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_a_bucket_beyond_the_row_is_the_row(rounding: Any) -> None:
+    """Filled up, it would take 4 TB."""
+    x_BN = normal(2048)
+    whole, beyond = (coded(value_codec(4, rounding, size), x_BN) for size in (2048, 10**12))
+    assert torch.equal(whole, beyond)
 
 
 def test_vectors_and_small_tensors_are_kept() -> None:

@@ -23,6 +23,15 @@ def test_equal_settings_and_those_that_may_change_are_not_reported() -> None:
     assert not described({}, {"pipeline": {"cuts": [2, 4], "microbatches": 2}})
 
 
+def test_sites_may_change_with_the_number_of_shards_only() -> None:
+    sites = {"ranks_per_site": 2}
+    two, four = ({"pipeline": {"cuts": [1, 2, 4], "shards": count}} for count in (2, 4))
+    assert described(four | {"shards": sites}, four) == [
+        "shards.ranks_per_site = 2, this run has 1"
+    ]
+    assert not described(four | {"shards": sites}, two)
+
+
 def test_changed_settings_are_reported_in_run_file_syntax() -> None:
     text = described(
         {"data": {"text_field": "text"}},

@@ -104,6 +104,7 @@ def packed_delta_decode(codes: Codes, memory: Codes, fresh: Codes, out_BN: Tenso
 
 
 def _grouped(x_BN: Tensor, group: int) -> Tensor:
+    group = max(1, min(group, x_BN.shape[1]))
     pad = -x_BN.shape[1] % group
     groups = (x_BN.shape[1] + pad) // group
     return F.pad(x_BN, (0, pad)).reshape(x_BN.shape[0], groups, group)

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+import zstandard
 
 from thinpipe.pipeline.wire.coding.entropy import Coder, CodingError, compress, expand
 
@@ -45,6 +46,14 @@ def test_damaged_bytes_are_refused() -> None:
     coded[1] ^= 0xFF
     with pytest.raises(CodingError):
         expand(coded[:length], torch.empty(5000, dtype=torch.uint8))
+
+
+def test_a_frame_that_says_how_long_it_is_is_refused() -> None:
+    """The decoder would believe a petabyte."""
+    data = zstandard.ZstdCompressor(write_content_size=True).compress(bytes(5000))
+    coded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    with pytest.raises(CodingError, match="says how long"):
+        expand(coded, torch.empty(5000, dtype=torch.uint8))
 
 
 ZSTD = {1: compress}
