@@ -146,6 +146,8 @@ def _launch(
     try:
         elastic_launch(config, _run_rank)(main, environment, *arguments)
     except ChildFailedError as error:
+        if fork_server.is_gone():
+            _log(f"error: {fork_server.GONE}; --resume goes on from the last checkpoint")
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)
     except rendezvous.RefusedError:

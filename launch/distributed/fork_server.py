@@ -56,13 +56,21 @@ def start() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
+GONE = (
+    "the process that starts this machine's ranks is gone: it was killed, or this machine ran out "
+    "of memory (dmesg shows it)"
+)
+
+
+def is_gone() -> bool:
+    """Whether the server was killed, and with it the ranks."""
+    return START_METHOD == "forkserver" and not any(map(_is_server, psutil.Process().children()))
+
+
 def revive() -> None:
     """Start the server again, and say so, if it was killed."""
-    if START_METHOD == "forkserver" and not any(map(_is_server, psutil.Process().children())):
-        why = "it was killed, or this machine ran out of memory (dmesg shows it)"
-        os.write(
-            2, f"the server of this machine's ranks is gone: {why}; starting it again\n".encode()
-        )
+    if is_gone():
+        os.write(2, f"{GONE}; starting it again\n".encode())
         start()
 
 

@@ -125,3 +125,15 @@ def test_ranks_do_not_outlive_a_killed_launcher(long_run: subprocess.Popen[str])
     assert len(ranks_of(long_run.pid)) == 3
     long_run.kill()
     wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
+
+
+def test_a_killed_fork_server_is_named(long_run: subprocess.Popen[str]) -> None:
+    """Its ranks end with it, and the launcher knows no more than that they are gone."""
+    children = psutil.Process(long_run.pid).children()
+    (server,) = (child for child in children if child.name() == "thinpipe server")
+    server.kill()
+    output, _ = long_run.communicate(timeout=PATIENCE_S)
+    assert long_run.returncode not in (0, None)
+    assert "the process that starts this machine's ranks is gone: it was killed, or" in output
+    assert "--resume goes on from the last checkpoint" in output
+    assert not ranks_of(long_run.pid)

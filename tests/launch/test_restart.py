@@ -123,7 +123,7 @@ def test_a_machine_whose_launcher_died_is_waited_for(run_file: Path, end: str) -
 SAID = {
     "rank": "restarting, 1 of 1: rank ",
     "thinpipe wait": "the supervisor of local rank ",
-    "thinpipe server": "the server of this machine's ranks is gone: it was killed",
+    "thinpipe server": "the process that starts this machine's ranks is gone: it was killed",
 }
 """What is said of a killed process, by its name."""
 
