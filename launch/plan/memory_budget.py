@@ -204,8 +204,9 @@ def show_memory(console: Console, config: RunConfig, ends: list[End], ranks: ran
     if not ends:
         console.print("no memories: no boundary uses AQ-SGD")
         return
-    table = Table(title=f"memories of a replica, tier {config.memory.tier}", title_justify="left")
-    for name in ("cut", "direction", "end", "pipeline rank", "per sample", "held", "bytes"):
+    title = f"memories by the rank in a pipeline, tier {config.memory.tier}"
+    table = Table(title=title, title_justify="left")
+    for name in ("cut", "direction", "end", "rank", "per sample", "held", "bytes"):
         table.add_column(name, justify="left" if name in ("direction", "end") else "right")
     for end in ends:
         table.add_row(
