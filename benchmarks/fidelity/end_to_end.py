@@ -49,6 +49,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "the same, a quarter sent": {"boundary": [_AQ], "gradcomp": _cocktail(subset=0.5, topk=0.5)},
     "the same at twice the rate": {"boundary": [_AQ], "gradcomp": _cocktail(), "rate": 2.0},
     "uncompressed at twice the rate": {"boundary": [_RAW], "gradcomp": _EXACT, "rate": 2.0},
+    "AQ-SGD + ef_gradients": {"boundary": [_AQ], "gradcomp": {"method": "ef_gradients"}},
+    "AQ-SGD + ef_updates": {"boundary": [_AQ], "gradcomp": {"method": "ef_updates"}},
 }
 """What differs from run to run; `rate` multiplies the learning rate."""
 
@@ -330,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = prepare(texts, scale)
     outcomes = []
     for seed in range(options.seeds):
-        for method in METHODS:
+        for method in dict.fromkeys([BASELINE, *options.methods]):
             outcome = fine_tune(texts, scale, model, method=method, seed=seed)
             outcomes.append(outcome)
             last = outcome.epochs[-1]
@@ -353,6 +355,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokenizer", type=Path, required=True, help="vocab.json and merges.txt")
     parser.add_argument("--out", type=Path, required=True, help="folder for models and runs")
     parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--pretrain-epochs", type=int, default=Scale.pretrain_epochs)
     parser.add_argument("--sequences", type=int, default=Scale.sequences, help="to fine-tune on")
     parser.add_argument("--epochs", type=int, default=Scale.epochs, help="of fine-tuning")
