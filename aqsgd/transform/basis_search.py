@@ -3,10 +3,13 @@
 Covariances are taken in units of the quantization step, of some tokens. The sender sends their
 eigenvectors after the first step. After 2, 4, 8, ... steps it asks what newer ones would have saved
 since the basis last changed, and sends them if that is more than they take: as many messages at
-least are still to come. It also does when a basis leaves out too much. Where eigenvectors save less
-than half a bit a value, channels are sent as they are.
+least are still to come. Where eigenvectors save less than half a bit a value, channels are sent as
+they are.
 
-Axes: N tokens, D channels, K dimensions, M = 2 kinds of visits.
+A basis has all D directions. Few tokens fill few of them, and say little of what other tokens have
+in the rest: left out, that would be an error many times that of rounding; as it is, it costs bits.
+
+Axes: N tokens, D channels and directions, K of them, M = 2 kinds of visits.
 """
 
 import math
@@ -27,12 +30,6 @@ _ENOUGH = 8
 _ENTRY_BITS = 16
 _REACH = 5
 """Standard deviations that a remembered coefficient may reach."""
-_LEFT_OUT = 0.1
-"""Of a token, in units of what rounding adds (width / 12 squared steps), when a basis is found."""
-_MOST_LEFT_OUT = 0.3
-"""When more is left out, a new basis is needed."""
-_TOKENS_BETWEEN = 32
-"""Tokens per channel before that: then bases take at most 0.5 bits a value."""
 _LEAST_GAIN = 0.5
 _SCALE_BITS = 16
 """Of a token, where values are quantized without a basis (`rate`)."""
@@ -96,22 +93,17 @@ class BasisSearch:
         """Count a step that sent so many tokens; a better basis, if it is time to look and there is
         one, or the first.
         """
-        left_out = looked_at = 0.0
         for kind, sent_ND, value_ND in seen:
-            left_out += float(sent_ND.square().sum() - basis.project(sent_ND).square().sum())
-            looked_at += len(sent_ND)
             self._sent_MDD[kind].addmm_(sent_ND.T, sent_ND)
             self._value_DD.addmm_(value_ND.T, value_ND)
             self._count_M[kind] += len(sent_ND)
             self._values += len(value_ND)
         self._tokens += tokens
         self._steps += 1
-        too_much = left_out > _MOST_LEFT_OUT * looked_at * self._width / 12
-        needed = first or (too_much and self._tokens >= _TOKENS_BETWEEN * self._width)
-        due = needed or not self._steps & (self._steps - 1)
+        due = first or not self._steps & (self._steps - 1)
         if not due or not sum(self._count_M):
             return NOTHING
-        found = self._search(basis, needed=needed)
+        found = self._search(basis, first=first)
         self._sent_MDD *= 0.5
         self._value_DD *= 0.5
         self._values *= 0.5
@@ -139,27 +131,27 @@ class BasisSearch:
         self._sent_MDD, self._value_DD = state["sent"].clone(), state["value"].clone()
         self._count_M, self._values = list(state["count"]), state["values"]
 
-    def _search(self, basis: Basis, *, needed: bool) -> Found:
+    def _search(self, basis: Basis, *, first: bool) -> Found:
         sent_DD = self._sent_MDD.sum(0) / sum(self._count_M)
         if not bool(torch.isfinite(sent_DD).all()):
             return NOTHING
         v_DD = torch.linalg.eigh(sent_DD)[1].flip(1)
         kind = CHANGE if self._count_M[CHANGE] else FIRST
-        spectrum = _spectrum(_variances(self._sent_MDD[kind] / self._count_M[kind], v_DD))
+        spectrum = _spectrum(self._expected(kind, v_DD))
         if spectrum.gain < _LEAST_GAIN:
-            stays = basis.order_D is not None and not needed
+            stays = basis.order_D is not None and not first
             return Found(None if stays else self._channels(), spectrum)
-        saved = _bits(_variances(sent_DD, basis.matrix)) - _bits(_variances(sent_DD, v_DD))
+        newer_D = _expected(_variances(sent_DD, v_DD), sum(self._count_M))
+        saved = _bits(_variances(sent_DD, basis.matrix)) - _bits(newer_D)
         pays = saved * self._tokens >= _ENTRY_BITS * self._width**2
-        return Found(self._proposal(v_DD) if needed or pays else None, spectrum)
+        return Found(self._proposal(v_DD) if first or pays else None, spectrum)
 
     def _proposal(self, v_DD: Tensor) -> Proposal:
-        """The widest directions first; the narrowest are left out, as far as that is allowed."""
-        square_D, order = _variances(self._value_DD / self._values, v_DD).sort(descending=True)
-        from_here_D = square_D.flip(0).cumsum(0).flip(0)
-        kept = max(int((from_here_D > _LEFT_OUT * self._width / 12).sum()), 1)
-        v_DK = v_DD[:, order[:kept]]
-        return Proposal(Basis.nearest(v_DK, _wide(square_D[:kept])), self._models(v_DK))
+        """The widest directions first."""
+        square_D, order_D = _variances(self._value_DD / self._values, v_DD).sort(descending=True)
+        v_DD = v_DD[:, order_D]
+        wide = _wide(_expected(square_D, self._values))
+        return Proposal(Basis.nearest(v_DD, wide), self._models(v_DD))
 
     def _channels(self) -> Proposal:
         """The channels as they are, those that vary most first."""
@@ -167,15 +159,20 @@ class BasisSearch:
         basis = Basis.of_channels(order_D, _wide(square_D))
         return Proposal(basis, self._models(basis.matrix))
 
-    def _models(self, v_DK: Tensor) -> Tensor:
-        """Where the models of the dimensions start; kinds not seen yet take the other's."""
+    def _models(self, v_DD: Tensor) -> Tensor:
+        """Where the models of the directions start; kinds not seen yet take the other's."""
         found = []
         for kind in KINDS:
             seen = kind if self._count_M[kind] else (CHANGE if kind == FIRST else FIRST)
-            variance_K = _variances(self._sent_MDD[seen] / self._count_M[seen], v_DK)
-            model_K = 20 + 4 * ((variance_K / 2).clamp_min(2.0**-12).log2() / 2)
-            found.append(model_K.round().clamp(0, logistic.MODELS - 1).long())
+            variance_D = self._expected(seen, v_DD)
+            model_D = 20 + 4 * ((variance_D / 2).clamp_min(2.0**-12).log2() / 2)
+            found.append(model_D.round().clamp(0, logistic.MODELS - 1).long())
         return torch.stack(found)
+
+    def _expected(self, kind: Kind, v_DD: Tensor) -> Tensor:
+        """Variances of what is sent of a kind, of tokens to come."""
+        count = self._count_M[kind]
+        return _expected(_variances(self._sent_MDD[kind] / count, v_DD), count)
 
 
 def sampled(tokens: int) -> slice:
@@ -198,6 +195,18 @@ def _spectrum(energy_D: Tensor) -> Spectrum:
     return Spectrum(
         (alike - _bits(energy_D)) / width, min(int((share_D < _ENERGY).sum()) + 1, width)
     )
+
+
+def _expected(variance_D: Tensor, count: float) -> Tensor:
+    """What these variances, in the directions that `count` tokens vary in most, are for others.
+
+    Some of the mean is mixed in: as much as makes the expected square error of the covariance least
+    (Ledoit and Wolf 2004) where all tokens are of one length.
+    """
+    mean, square = variance_D.mean(), variance_D.square().sum()
+    uneven = (square - variance_D.sum() * mean).clamp_min(1e-30)
+    share = ((variance_D.sum().square() - square) / (count * uneven)).clamp(0, 1)
+    return variance_D + share * (mean - variance_D)
 
 
 def _variances(c_DD: Tensor, v_DK: Tensor) -> Tensor:

@@ -42,8 +42,6 @@ BITS = 4
 """In headers and where fidelities are compared; what is sent takes as many as it needs."""
 
 _HEAD = struct.Struct("<IHHIhhI")
-_MOST_MISSED = 0.1
-"""Of the sum of squares: more must not be outside the basis."""
 
 
 class _Part(NamedTuple):
@@ -147,15 +145,14 @@ class TransformBoundary:
         """Fill `wire` as far as needed; the bytes used, and what they stand for."""
         x_BTD = x_BTD.detach()
         finite_B = torch.isfinite(x_BTD).flatten(1).all(1).cpu()
-        version = self._fitting_basis(x_BTD[finite_B.to(x_BTD.device)])
         sent, blocks = [], []
         for kind in KINDS:
-            part = self._part(plan, kind, finite_B, version)
+            part = self._part(plan, kind, finite_B)
             done, block = self._write_part(plan, part, x_BTD)
             sent.append(done)
             blocks.append(block)
         steps = [done.step for done in sent]
-        numbers = (version, piece.place, piece.of, len(piece.data), *steps)
+        numbers = (self.learned.version, piece.place, piece.of, len(piece.data), *steps)
         head = _HEAD.pack(*numbers, blocks[0].numel()) + piece.data
         head_W = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         parts = [head_W, finite_B.to(torch.uint8), *blocks]
@@ -166,12 +163,12 @@ class TransformBoundary:
     def read(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> tuple[list[_Sent], Piece]:
         """Fill `out_BTD`; what the bytes stand for."""
         samples, tokens = plan.shape_BTD[:2]
-        version, steps, piece, finite_B, blocks = self._split(wire, samples)
+        steps, piece, finite_B, blocks = self._split(wire, samples)
         out_BTD[~finite_B.to(out_BTD.device)] = torch.nan
         sent = []
         for kind, step, block in zip(KINDS, steps, blocks, strict=True):
-            part = self._part(plan, kind, finite_B, version)
-            model_K, scales = self.learned.models(kind, version), self.learned.scales(kind)
+            part = self._part(plan, kind, finite_B)
+            model_K, scales = self.learned.model_MK[kind], self.learned.scales(kind)
             coded = coefficients.decode(block, len(part.rows) * tokens, model_K, scales)
             done = _Sent(part, step, part.at(step, tokens, model_K.numel()), coded)
             value_BTD = self._restored(done, done.total, out_BTD.device)
@@ -215,7 +212,7 @@ class TransformBoundary:
         wanted_NK = (y_NK / step_size(step)).round_().clamp_(-LARGEST, LARGEST).int()
         q_NK = (wanted_NK - held_NK).clamp_(-LARGEST, LARGEST)
         block = torch.empty(coefficients.capacity(*q_NK.shape), dtype=torch.uint8)
-        model_K = self.learned.models(part.kind, part.version)
+        model_K = self.learned.model_MK[part.kind]
         scales = self.learned.scales(part.kind)
         used, coded = coefficients.encode(q_NK, model_K, scales, block)
         return _Sent(part, step, held_NK, coded, seen), block[:used]
@@ -230,27 +227,16 @@ class TransformBoundary:
         change_ND = value_ND - self.learned.bases[part.version].restore(held_NK)
         return _Seen(change_ND, change_NK - held_NK, value_ND, change_NK)
 
-    def _fitting_basis(self, x_BTD: Tensor) -> int:
-        """The version to code values in: the channels as they are where the last one misses much.
-
-        That is an exception, before the sender has found a new one: samples are not remembered so.
-        """
-        x_ND = x_BTD.flatten(0, 1)
-        some_ND = x_ND[sampled(len(x_ND))].float()
-        square = float(some_ND.square().sum())
-        inside = float(self.learned.basis.project(some_ND).square().sum())
-        return self.learned.version if inside >= (1 - _MOST_MISSED) * square else 0
-
     def _split(
         self, wire: Tensor, samples: int
-    ) -> tuple[int, tuple[int, int], Piece, Tensor, tuple[Tensor, ...]]:
-        """Version, steps, piece of a basis, which samples are finite, and the blocks."""
+    ) -> tuple[tuple[int, int], Piece, Tensor, tuple[Tensor, ...]]:
+        """Steps, piece of a basis, which samples are finite, and the blocks."""
         if wire.numel() < _HEAD.size + samples:
             raise CodingError(f"a payload of {wire.numel()} bytes for {samples} samples")
         head = _HEAD.unpack(wire[: _HEAD.size].numpy().tobytes())
         version, index, of, nbytes, first_step, change_step, first = head
         rest = wire[_HEAD.size :]
-        if version not in (0, self.learned.version) or nbytes + samples + first > rest.numel():
+        if version != self.learned.version or nbytes + samples + first > rest.numel():
             raise CodingError(
                 f"a payload of {wire.numel()} bytes in basis {version}, with parts of {nbytes}, "
                 f"{samples} and {first} bytes; expected basis {self.learned.version}"
@@ -266,9 +252,10 @@ class TransformBoundary:
         piece = Piece(index, of, rest[:nbytes].numpy().tobytes())
         finite_B = rest[nbytes : nbytes + samples] != 0
         blocks = rest[nbytes + samples :].tensor_split([first])
-        return version, (first_step, change_step), piece, finite_B, blocks
+        return (first_step, change_step), piece, finite_B, blocks
 
-    def _part(self, plan: MessagePlan, kind: Kind, finite_B: Tensor, version: int) -> _Part:
+    def _part(self, plan: MessagePlan, kind: Kind, finite_B: Tensor) -> _Part:
+        version = self.learned.version
         assert plan.known_B is not None
         chosen_B = finite_B & (plan.known_B == (kind == CHANGE))
         rows = torch.nonzero(chosen_B).flatten().tolist()
@@ -289,8 +276,7 @@ class TransformBoundary:
         tokens = plan.shape_BTD[1]
         for done in sent:
             version = done.part.version
-            if version == self.learned.version:
-                self.learned.count(done.part.kind, done.coded)
+            self.learned.count(done.part.kind, done.coded)
             if self._rows is None or version == 0:
                 continue  # nobody knows how large coefficients of channels are
             total_BTK = done.total.view(-1, tokens, done.total.shape[1])

@@ -59,8 +59,7 @@ class Proposal(NamedTuple):
         dimensions, wide, plain = fields
         models = 2 * dimensions
         sized = len(data) == _HEAD.size + models + (4 if plain else 2 * width) * dimensions
-        possible = dimensions == width if plain else 0 < dimensions <= width
-        if not sized or not possible or plain > 1 or 3 * wide > dimensions:
+        if not sized or dimensions != width or plain > 1 or 3 * wide > dimensions:
             raise CodingError(
                 f"a basis of {len(data)} bytes, {dimensions} dimensions and {wide} wide ones does "
                 f"not fit {width} channels"
@@ -119,12 +118,6 @@ class Learned:
         frequency_T = 1 + count_T * spare // int(count_T.sum())
         frequency_T[int(frequency_T.argmax())] += (1 << PROBABILITY_BITS) - int(frequency_T.sum())
         return Tables(frequency_T[None].int())
-
-    def models(self, kind: Kind, version: int) -> Tensor:
-        """The models of the dimensions of a basis."""
-        if version == self.version:
-            return self.model_MK[kind]
-        return torch.full((self.bases[version].dimensions,), _START[kind])
 
     def take_piece(self, index: int, of: int, data: bytes) -> None:
         """Keep a piece of the next basis until the end of the step.

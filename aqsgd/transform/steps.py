@@ -52,7 +52,7 @@ class Steps:
         """
         value = _rms(value_ND, value_NK)
         if self.error is not None:
-            return self._by_error(change_ND, change_NK, value)
+            return self._by_error(change_NK, value)
         if not known:
             return _index(self.first * value)
         if self.of == "value":
@@ -60,16 +60,11 @@ class Steps:
         following = self.change * _rms(change_ND, change_NK)
         return _index(min(following, _COARSEST * self.first * value))
 
-    def _by_error(self, change_ND: Tensor, change_NK: Tensor, value: float) -> int:
-        """Reverse water-filling: a dimension's error is a step's, or all of what is smaller.
-
-        What the basis leaves out is part of the error, but not more than three quarters.
-        """
+    def _by_error(self, change_NK: Tensor, value: float) -> int:
+        """Reverse water-filling: a dimension's error is a step's, or all of what is smaller."""
         assert self.error is not None
         square_K = change_NK.double().square().mean(0).sort().values
-        allowed = (self.error * value) ** 2 * change_ND.shape[1]
-        left_out = float(change_ND.double().square().sum(1).mean() - square_K.sum())
-        allowed = max(allowed - left_out, allowed / 4)
+        allowed = (self.error * value) ** 2 * len(square_K)
         below_K = square_K.cumsum(0) - square_K  # of dimensions that are given up
         left_K = torch.arange(len(square_K), 0, -1)
         level_K = (allowed - below_K) / left_K
