@@ -6,6 +6,7 @@ of all that was to be sent.
 Axes: N values.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,6 +41,10 @@ class Residuals:
         self._kept.update(self._fresh)
         self._fresh.clear()
 
+    def drop(self) -> None:
+        """The step does not count."""
+        self._fresh.clear()
+
     def state_dict(self) -> dict[str, Any]:
         """The residuals."""
         return dict(self._kept)
@@ -49,15 +54,23 @@ class Residuals:
         self._kept, self._fresh = dict(state), {}
 
 
-class FeedbackReducer:
+class FeedbackReducer(ABC):
     """What reducers share whose only memory is residuals; each adds `reduce`."""
 
     def __init__(self, peers: Peers, codec: Codec) -> None:
         self._peers, self._codec, self._residuals = peers, codec, Residuals()
 
+    @abstractmethod
+    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
+        """Sum over the replicas."""
+
     def keep(self) -> None:
         """Residuals count."""
         self._residuals.keep()
+
+    def drop(self) -> None:
+        """Residuals stay as they were."""
+        self._residuals.drop()
 
     def state_dict(self) -> dict[str, Any]:
         """The residuals."""

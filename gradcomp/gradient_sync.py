@@ -6,9 +6,10 @@ is everything around it.
 Axes: N values of a bucket.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +42,10 @@ class Reducer(Protocol):
         """Restore what `state_dict` returned."""
 
 
+Sums = Future[tuple[Tensor, CudaEvent]]
+"""Of a bucket; on the training thread's stream from the event on."""
+
+
 class GradientSync:
     """A `ReplicaSync` around a reducer. Replicas stay equal, since all apply the same sums.
 
@@ -68,11 +73,11 @@ class GradientSync:
         """
         self._peers, self._reducer, self._worker = peers, reducer, Worker("gradcomp")
         self._side_stream = SideStream(device_of(parameters))
-        self._waiting: list[tuple[Bucket, Future[tuple[Tensor, CudaEvent]]]] = []
+        self._launched: list[tuple[Bucket, Sums]] = []
         self._step = 0
         backward_order = list(reversed(parameters))
-        buckets = make_buckets(backward_order, nbytes) if alone or peers.size > 1 else ()
-        self._readiness = Readiness(buckets, self._launch)
+        self._buckets = make_buckets(backward_order, nbytes) if alone or peers.size > 1 else ()
+        self._readiness = Readiness(self._buckets, self._launch)
 
     @property
     def bytes_sent(self) -> int:
@@ -90,17 +95,9 @@ class GradientSync:
     def before_step(self) -> None:
         """Wait for the sums and put them in place of the gradients."""
         self._readiness.finish()
-        sums = [
-            (bucket, self._side_stream.hand_over(*future.result()))
-            for bucket, future in self._waiting
-        ]
-        self._waiting.clear()  # not after a failure: the next call fails alike
+        self._put(self._launched)
+        self._launched = []  # not after a failure: the next call fails alike
         self._step += 1
-        for bucket, flat_N in sums:
-            parts = torch.split(flat_N, [parameter.numel() for parameter in bucket.parameters])
-            for parameter, part in zip(bucket.parameters, parts, strict=True):
-                assert parameter.grad is not None
-                parameter.grad.copy_(part.view_as(parameter.grad))
 
     def after_step(self) -> None:
         """Parameters moved alike; nothing to exchange."""
@@ -126,18 +123,33 @@ class GradientSync:
         for parameter in bucket.parameters:
             if parameter.grad is None:  # not used on this replica
                 parameter.grad = torch.zeros_like(parameter)
-        key = ExchangeKey(self._step, bucket.index)
+        key, gradients = ExchangeKey(self._step, bucket.index), self._gradients(bucket)
         # the thread must not keep the sync itself alive
         reducer, side_stream, computed = self._reducer, self._side_stream, self._side_stream.now()
 
         def reduce() -> tuple[Tensor, CudaEvent]:
             with side_stream.after(computed):
-                gradients = [
-                    p.grad.flatten().float() for p in bucket.parameters if p.grad is not None
-                ]
-                return reducer.reduce(bucket, torch.cat(gradients), key), side_stream.now()
+                return reducer.reduce(bucket, gradients(), key), side_stream.now()
 
-        self._waiting.append((bucket, self._worker.submit(reduce)))
+        self._launched.append((bucket, self._worker.submit(reduce)))
+
+    def _gradients(self, bucket: Bucket) -> Callable[[], Tensor]:
+        """What reads them on the communication thread: they stay as they are till `before_step`."""
+        return partial(flat_gradients, bucket)
+
+    def _put(self, launched: Sequence[tuple[Bucket, Sums]]) -> None:
+        """Wait for all of these sums, and put them in place of the gradients."""
+        sums = [self._side_stream.hand_over(*future.result()) for _, future in launched]
+        for (bucket, _), flat_N in zip(launched, sums, strict=True):
+            parts = torch.split(flat_N, [parameter.numel() for parameter in bucket.parameters])
+            for parameter, part in zip(bucket.parameters, parts, strict=True):
+                assert parameter.grad is not None
+                parameter.grad.copy_(part.view_as(parameter.grad))
+
+
+def flat_gradients(bucket: Bucket) -> Tensor:
+    """A copy in fp32, end to end."""
+    return torch.cat([p.grad.flatten().float() for p in bucket.parameters if p.grad is not None])
 
 
 class AllReduce:

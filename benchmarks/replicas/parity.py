@@ -45,6 +45,7 @@ METHODS = (
     _cocktail("cocktail p.1 k.2 b4", 0.1, 0.2),
     Method("ef_gradients .03", "ef_gradients", {"fraction": 0.03}),
     Method("ef_gradients .015", "ef_gradients", {}),
+    Method("ef_gradients .015, delayed", "ef_gradients", {"delayed": True}),
     Method("top-k .0082 bf16", "topk", {"fraction": 0.0082, "bits": 16}),
     Method("top-k .008 4 bits", "topk", {"fraction": 0.008, "bits": 4}),
     Method("quantize 1 bit", "quantize", {"bits": 1}),
@@ -70,7 +71,7 @@ METHODS = (
     Method("all-reduce bf16", "allreduce", {"format": "bf16"}),
 )
 METHOD_LABELS = tuple(method.label for method in METHODS)
-_QUICK = METHOD_LABELS[:18]
+_QUICK = METHOD_LABELS[:19]
 
 
 class Case(NamedTuple):

@@ -7,8 +7,8 @@ Measurements on emulated networks (`thinpipe shaped`):
   scaled by that; compute is slept.
 * `overlapped`: the same for all methods whose exchange runs beside the computation and is small
   enough; means over many steps, as some exchange every 30 steps only.
-* `uplinks`: 8 replicas that share their uplinks of 10 Mbit/s with nobody, also with `ef_gradients`,
-  which a step waits for.
+* `uplinks`: 8 replicas that share their uplinks of 10 Mbit/s with nobody; also an exchange that
+  every step waits for.
 * `end-to-end`: two replicas of a two-stage pipeline at real rates, compressed at the cut and
   between replicas, against fp32 at both.
 * `priority`: round trips of small messages of the pipeline beside a bulk exchange.
@@ -52,11 +52,12 @@ OVERLAPPED_METHODS = (
     Method("none", "none", {}),
     Method("cocktail", "cocktail", _COCKTAIL),
     Method("ef_updates", "ef_updates", {}),
+    Method("ef_gradients", "ef_gradients", {"delayed": True}),
     Method("DeMo", "demo", {}),
     Method("streaming DiLoCo, 4 bits", "diloco", {**_RARE, "bits": 4, "mix": 0.5}),
     Method("SparseLoCo", "sparse_loco", _RARE),
 )
-UPLINK_METHODS = (*OVERLAPPED_METHODS, Method("ef_gradients", "ef_gradients", {}))
+UPLINK_METHODS = (*OVERLAPPED_METHODS, Method("ef_gradients, no delay", "ef_gradients", {}))
 END_TO_END_METHODS = (
     Method("fp32 cut, fp32 all-reduce", "allreduce", {}, _BY_CUT["fp32"]),
     Method("bf16 cut, bf16 all-reduce", "allreduce", {"format": "bf16"}, _BY_CUT["bf16"]),

@@ -3,6 +3,7 @@
 CocktailSGD's codec without its subsets (Wang et al., ICML 2023) on gradients instead of moves: one
 optimizer sees the same sums on all replicas, so its steps are as long as those of all-reduce, and
 the bytes do not grow with the number of replicas as they do where each sends to all (`topk`).
+`delayed`, sums travel beside the next step and are applied with it.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pydantic import Field, model_validator
 from torch import nn
 
+from thinpipe.gradcomp.delayed_sync import DelayedGradientSync
 from thinpipe.gradcomp.feedback import ServedReducer
 from thinpipe.gradcomp.gradient_sync import GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
@@ -22,12 +24,14 @@ REPLICAS_EQUAL = True
 class Config(ExchangeOptions):
     """`fraction` of a message is sent, at `bits` each: 1 to 8, 16 (bf16) or 32 (fp32).
 
-    1 to 8 bits share a bf16 scale per `group` values sent.
+    1 to 8 bits share a bf16 scale per `group` values sent. `delayed`: an exchange has the time of a
+    whole step, and is applied one step later.
     """
 
     fraction: float = Field(0.015, gt=0, le=1)
     bits: int = 4
     group: int = Field(128, ge=1)
+    delayed: bool = False
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "Config":
@@ -42,4 +46,5 @@ class Config(ExchangeOptions):
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
     """Make the method."""
-    return GradientSync(parameters, peers, ServedReducer(peers, config.codec), config.bucket_nbytes)
+    kind = DelayedGradientSync if config.delayed else GradientSync
+    return kind(parameters, peers, ServedReducer(peers, config.codec), config.bucket_nbytes)

@@ -1,8 +1,11 @@
 """Sparse sums of gradients: what was left out comes later, and bytes do not grow with replicas."""
 
-import torch
+from typing import Any
 
-from tests.gradcomp.replicas import all_of
+import torch
+from torch import Tensor
+
+from tests.gradcomp.replicas import Replicas, all_of
 from thinpipe.gradcomp.buckets import make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.feedback import ServedReducer
@@ -51,3 +54,60 @@ def test_the_default_sends_two_hundred_times_less_than_a_ring_for_any_number_of_
 def test_all_values_exactly_are_an_all_reduce() -> None:
     owed, _ = exchange(2, Config(fraction=1.0, bits=32), numel=500, rounds=3)
     assert owed == 0
+
+
+def delayed(size: int, **options: Any) -> Replicas:
+    return Replicas(size, "ef_gradients", {"bucket_mb": 1e-4, "delayed": True, **options})
+
+
+def summed(replicas: Replicas) -> Tensor:
+    """What one step leaves for the optimizer, which is not called; the same on all replicas."""
+    for net in replicas.nets:
+        net.zero_grad()
+    replicas.backward()
+    all_of(replicas.syncs, lambda sync: sync.before_step())
+    all_of(replicas.syncs, lambda sync: sync.after_step())
+    first, *others = (
+        torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+        for net in replicas.nets
+    )
+    assert all(torch.equal(first, other) or first.isnan().any() for other in others)
+    return first
+
+
+def test_a_delayed_step_applies_the_sums_of_the_one_before() -> None:
+    late, prompt = delayed(2, fraction=1.0, bits=32), Replicas(2, "allreduce", {})
+    expected = [summed(prompt) for _ in range(4)]
+    assert not summed(late).any()
+    for sums in expected[:3]:
+        torch.testing.assert_close(summed(late), sums)
+
+
+def test_a_delayed_run_resumes_bit_for_bit_with_its_sums_under_way() -> None:
+    whole, resumed = delayed(3), delayed(3)
+    for step in range(5):
+        if step in (1, 3):
+            resumed.restart()
+        whole.step()
+        resumed.step()
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert all(torch.equal(whole.parameters()[0], other) for other in whole.parameters())
+
+
+def test_gradients_that_are_not_finite_cost_their_step_and_no_residual() -> None:
+    replicas = delayed(2, fraction=0.5)
+    replicas.step()
+    weight = next(replicas.nets[0].parameters())
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[0, 0] = torch.nan
+    assert summed(replicas).isfinite().all()  # those of the step before
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert summed(replicas).isnan().any()
+    assert summed(replicas).isfinite().all()
+    for sync in replicas.syncs:
+        residuals = sync.state_dict()["reducer"]
+        assert residuals
+        assert all(rest.isfinite().all() for rest in residuals.values())
