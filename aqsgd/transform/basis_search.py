@@ -27,6 +27,8 @@ _MOST_TOKENS = 256
 """Of a message."""
 _ENOUGH = 8
 """Tokens per channel that are looked at between two searches."""
+_MANY = 4
+"""Tokens per channel, of which variances are taken as they are."""
 _ENTRY_BITS = 16
 _REACH = 5
 """Standard deviations that a remembered coefficient may reach."""
@@ -200,9 +202,11 @@ def _spectrum(energy_D: Tensor) -> Spectrum:
 def _expected(variance_D: Tensor, count: float) -> Tensor:
     """What these variances, in the directions that `count` tokens vary in most, are for others.
 
-    Some of the mean is mixed in: as much as makes the expected square error of the covariance least
-    (Ledoit and Wolf 2004) where all tokens are of one length.
+    Where these are few, some of the mean is mixed in: as much as makes the expected square error of
+    the covariance least (Ledoit and Wolf 2004) if all tokens are of one length.
     """
+    if count >= _MANY * len(variance_D):
+        return variance_D
     mean, square = variance_D.mean(), variance_D.square().sum()
     uneven = (square - variance_D.sum() * mean).clamp_min(1e-30)
     share = ((variance_D.sum().square() - square) / (count * uneven)).clamp(0, 1)
