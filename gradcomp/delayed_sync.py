@@ -65,7 +65,8 @@ class DelayedGradientSync(GradientSync):
         self._wait()
         super().load_state_dict(state)
         self._late = []
-        for bucket, sum_N in zip(self._buckets, state["late"], strict=False):  # none at first
+        buckets = self._buckets if state["late"] else ()  # there are none before the first step
+        for bucket, sum_N in zip(buckets, state["late"], strict=True):
             parameter = bucket.parameters[0]
             sums: Sums = Future()
             sums.set_result((sum_N.to(parameter.device), self._side_stream.now()))
