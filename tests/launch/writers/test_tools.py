@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.commands import PATIENCE_S
 from tests.disk import full_disk
+from tests.launch.test_train import wait_until
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.report.metrics import StepRecord
@@ -114,10 +116,14 @@ def test_wandb_keeps_one_run_over_a_resume(tmp_path: Path, monkeypatch: pytest.M
     write("wandb", tmp_path, range(1, 4))
     time.sleep(1.1)  # wandb names folders by the second
     write("wandb", tmp_path, range(3, 6), done=2)
-    files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert files
-    assert {file.name for file in files} == {f"run-{(tmp_path / 'run_id').read_text()}.wandb"}
-    found = [item for file in files for item in history(file)]
+
+    def logged() -> list[dict[str, str]]:
+        files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+        assert {file.name for file in files} == {f"run-{(tmp_path / 'run_id').read_text()}.wandb"}
+        return [item for file in files for item in history(file)]
+
+    wait_until(lambda: len(logged()) == 6, PATIENCE_S)  # another process writes the files
+    found = logged()
     assert [int(item["step"]) for item in found] == [1, 2, 3, 3, 4, 5]
     assert float(found[3]["train/loss"]) == pytest.approx(10 / 3)
     assert float(found[1]["eval/loss"]) == 2.5
@@ -132,6 +138,8 @@ def history(file: Path) -> list[dict[str, str]]:
         if (left := -place % 32_768) and left < 7:  # a block's end, too short for a header
             place += left
         length, kind = struct.unpack_from("<HB", data, place + 4)
+        if place + 7 + length > len(data):  # it is being written
+            break
         part += data[place + 7 : place + 7 + length]
         place += 7 + length
         if kind in (1, 4):  # whole, or last
