@@ -148,18 +148,19 @@ def test_sites_compute_alike_and_send_fewer_bytes_to_each_other(ranks: Ranks) ->
     assert flat == (3 * sent[0], 3 * sent[1])  # to all, where the other site alone gets it once
 
 
-def _given_back(rank: int) -> float:
+def _given_back(rank: int, gather: str) -> float:
     """Of 100 MB that are freed while the newest 2 MB are kept."""
     torch.ones(7 << 20)  # freed at once, after which glibc by itself keeps what is smaller
-    make(EXACT.model_copy(update={"gather": "microbatch"}))
+    make(EXACT.model_copy(update={"gather": gather}))
     tensors = [torch.ones(1 << 19) for _ in range(50)]
     held = Process().memory_info().rss
     del tensors[:-1]
     return (held - Process().memory_info().rss) / 100e6
 
 
-def test_blocks_that_are_freed_leave_memory(ranks: Ranks) -> None:
-    assert min(ranks(2, _given_back)) > 0.9
+@pytest.mark.parametrize("gather", ["step", "microbatch"])
+def test_blocks_that_are_freed_leave_memory(ranks: Ranks, gather: str) -> None:
+    assert min(ranks(2, _given_back, gather)) > 0.9
 
 
 def test_learned_levels_and_few_bits_train(ranks: Ranks) -> None:
