@@ -47,13 +47,12 @@ _HEAD = struct.Struct("<IHHIhhI")
 class _Part(NamedTuple):
     """The samples of a message that are coded alike, and what is remembered of each.
 
-    Numbers are in the basis of this version, and in steps of each sample's own.
+    Numbers are in the current basis, and in steps of each sample's own.
     """
 
     kind: Kind
     rows: list[int]
     held: list[Held]
-    version: int
 
     def at(self, step: int, tokens: int, dimensions: int) -> Tensor:
         """What is remembered (int32 [N, K]), in steps of this index; nothing of first visits."""
@@ -203,7 +202,7 @@ class TransformBoundary:
     def _write_part(self, plan: MessagePlan, part: _Part, x_BTD: Tensor) -> tuple[_Sent, Tensor]:
         """What was sent, and its bytes."""
         x_ND = x_BTD[part.rows].flatten(0, 1)
-        y_NK = self.learned.bases[part.version].project(x_ND).cpu()
+        y_NK = self.learned.basis.project(x_ND).cpu()
         seen, step = None, 0
         if part.rows:
             seen = self._look(part, x_ND, y_NK)
@@ -224,7 +223,7 @@ class TransformBoundary:
         if part.kind == FIRST:
             return _Seen(value_ND, change_NK, value_ND, change_NK)
         held_NK = part.values()[some]
-        change_ND = value_ND - self.learned.bases[part.version].restore(held_NK)
+        change_ND = value_ND - self.learned.basis.restore(held_NK)
         return _Seen(change_ND, change_NK - held_NK, value_ND, change_NK)
 
     def _split(
@@ -255,27 +254,26 @@ class TransformBoundary:
         return (first_step, change_step), piece, finite_B, blocks
 
     def _part(self, plan: MessagePlan, kind: Kind, finite_B: Tensor) -> _Part:
-        version = self.learned.version
         assert plan.known_B is not None
         chosen_B = finite_B & (plan.known_B == (kind == CHANGE))
         rows = torch.nonzero(chosen_B).flatten().tolist()
         held = []
         if kind == CHANGE and self._rows is not None:
             ids, tokens = plan.ids_B[rows].tolist(), plan.shape_BTD[1]
+            version = self.learned.version
             held = [self._rows.held(sample, tokens, version) for sample in ids]
-        return _Part(kind, rows, held, version)
+        return _Part(kind, rows, held)
 
     def _restored(self, sent: _Sent, q_NK: Tensor, device: torch.device) -> Tensor:
         y_NK = q_NK.to(device).float() * step_size(sent.step)
-        return self.learned.bases[sent.part.version].restore(y_NK)
+        return self.learned.basis.restore(y_NK)
 
     def _keep(self, plan: MessagePlan, sent: Sequence[_Sent], piece: Piece) -> None:
         """Learn from a message, and stage its samples."""
         if piece.data:
             self.learned.take_piece(*piece)
-        tokens = plan.shape_BTD[1]
+        tokens, version = plan.shape_BTD[1], self.learned.version
         for done in sent:
-            version = done.part.version
             self.learned.count(done.part.kind, done.coded)
             if self._rows is None or version == 0:
                 continue  # nobody knows how large coefficients of channels are
