@@ -116,12 +116,13 @@ def _once(forward: float, backward: float) -> dict[str, Any]:
     return {way: {"kind": "transform", "memory": False, "first_step": step} for way, step in steps}
 
 
+_STEPS = {".3": 0.3, ".4": 0.4, ".6": 0.6, ".7": 0.7, ".8": 0.8, ".9": 0.9, "1": 1.0}
 TRANSFORM: dict[str, dict[str, Any]] = {
-    "transform .4/.4": _transform(0.4, 0.4),
-    "transform .6/.6": _transform(0.6, 0.6),
-    "transform .8/.8": _transform(0.8, 0.8),
-    "transform 1/1": _transform(1.0, 1.0),
+    **{f"transform {name}/{name}": _transform(step, step) for name, step in _STEPS.items()},
     "transform .8/.8, first .1/.3": _transform(0.8, 0.8, first=(0.1, 0.3)),
+    "transform 1/2": _transform(1.0, 2.0),
+    "transform 1.5/3, first .1/.4": _transform(1.5, 3.0, first=(0.1, 0.4)),
+    "transform 2/4, first .1/.5": _transform(2.0, 4.0, first=(0.1, 0.5)),
     "transform .05/.3 of values": _transform(0.05, 0.3, first=(0.05, 0.3), of="value"),
 }
 ONCE: dict[str, dict[str, Any]] = {

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from benchmarks.replicas.training import Method
+from benchmarks.replicas.training import Adam, Method
 from thinpipe.gradcomp.local_peers import local_peers
-from thinpipe.gradcomp.registry import load_method, parse_options
+from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
 _SHAPES = ((512, 1024), (1024, 256), (1024,), (256, 1024))
@@ -28,6 +28,7 @@ def cpu_ns(method: Method, replicas: int) -> float:
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in _SHAPES]
         moves = [1e-3 * torch.randn(shape, generator=generator) for shape in _SHAPES]
         sync = load_method(method.name).build(options, parameters, peer)
+        build_optimizer(method.name, options, parameters, Adam(lr=1e-3), sync)  # some follow it
         built.append((sync, parameters, moves))
     steps = max(_STEPS, 2 * int(getattr(options, "interval", 1)))
     spent_s = 0.0

@@ -124,6 +124,11 @@ def test_processor_time_is_counted_once_per_parameter_and_step() -> None:
     assert 0 <= none < topk < 1000
 
 
+def test_processor_time_of_a_method_that_follows_its_optimizer() -> None:
+    (ahead,) = (method for method in METHODS if method.label == "DeMo k 32, look-ahead")
+    assert cpu_ns(ahead, 2) > 0
+
+
 def row(method: str, seed: int, gap: float) -> Row:
     return Row(method, 4, 1e-3, seed, 100.0, 50.0, 3.0 + gap, gap, gap, None, 8.0, 5.0)
 
