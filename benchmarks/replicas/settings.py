@@ -48,13 +48,16 @@ GPT2 = Setting(
 )
 """GPT-2's shape with 11.9 M parameters and subwords; one pass."""
 
+WIDE = replace(GPT2, name="wide", scale=replace(GPT2.scale, width=512, heads=8))
+"""The same at width 512, with 27 M parameters."""
+
 BYTES = Setting(
     "bytes",
     Scale(layers=4, width=128, sequences=8192, epochs=1, lr=1e-3),
 )
 """A byte-level decoder with 0.8 M parameters; one pass."""
 
-SETTINGS = {setting.name: setting for setting in (GPT2, BYTES)}
+SETTINGS = {setting.name: setting for setting in (GPT2, WIDE, BYTES)}
 
 
 def quick(setting: Setting) -> Setting:
