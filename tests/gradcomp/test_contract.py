@@ -12,10 +12,25 @@ from thinpipe.gradcomp.registry import load_method, method_names, parse_options
 every_method = pytest.mark.parametrize("name", method_names())
 
 
-def start(name: str, size: int, device: str = "cpu") -> Replicas:
+def forms() -> list[str]:
+    """Every method, and as "name, option" with what it may delay delayed, or not."""
+    found = []
+    for name in method_names():
+        fields = load_method(name).Config.model_fields
+        found += [name, *(f"{name}, {o}" for o in ("delayed", "look_ahead") if o in fields)]
+    return found
+
+
+every_form = pytest.mark.parametrize("form", forms())
+
+
+def start(form: str, size: int, device: str = "cpu") -> Replicas:
     """Replicas with several buckets, which exchange at least every other step."""
+    name, _, turned = form.partition(", ")
     fields = load_method(name).Config.model_fields
     options = {"bucket_mb": 1e-4, "interval": 2, "warmup_steps": 1, "overlap": 1}
+    if turned:
+        options[turned] = not fields[turned].default
     if name in ("cocktail", "ef_updates"):
         del options["warmup_steps"]
     chosen = {option: value for option, value in options.items() if option in fields}
@@ -35,56 +50,56 @@ def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-@every_method
-def test_replicas_are_equal_when_the_method_says_so(name: str) -> None:
-    replicas = start(name, 3)
+@every_form
+def test_replicas_are_equal_when_the_method_says_so(form: str) -> None:
+    replicas = start(form, 3)
     first, *others = train(replicas, 3)
     equal = all(torch.equal(first, other) for other in others)
-    assert equal == replicas.syncs[0].replicas_equal == load_method(name).REPLICAS_EQUAL
+    assert equal == replicas.syncs[0].replicas_equal == load_method(form.partition(", ")[0]).REPLICAS_EQUAL
 
 
-@every_method
-def test_resume_is_bit_exact(name: str) -> None:
-    assert_equal(train(start(name, 2), restart_at=2), train(start(name, 2)))
+@every_form
+def test_resume_is_bit_exact(form: str) -> None:
+    assert_equal(train(start(form, 2), restart_at=2), train(start(form, 2)))
 
 
-@every_method
-def test_saving_and_evaluating_change_nothing(name: str) -> None:
-    replicas = start(name, 2)
+@every_form
+def test_saving_and_evaluating_change_nothing(form: str) -> None:
+    replicas = start(form, 2)
     for _ in range(4):
         replicas.step()
         for sync in replicas.syncs:
             sync.state_dict()
         replicas.global_parameters()
-    assert_equal(replicas.parameters(), train(start(name, 2)))
+    assert_equal(replicas.parameters(), train(start(form, 2)))
 
 
-@every_method
-def test_finish_applies_what_is_under_way_once(name: str) -> None:
-    replicas = start(name, 2)
+@every_form
+def test_finish_applies_what_is_under_way_once(form: str) -> None:
+    replicas = start(form, 2)
     train(replicas)
     replicas.finish()
     finished, sent = replicas.parameters(), [sync.bytes_sent for sync in replicas.syncs]
     replicas.finish()
     assert_equal(replicas.parameters(), finished)
     assert [sync.bytes_sent for sync in replicas.syncs] == sent
-    resumed = start(name, 2)
+    resumed = start(form, 2)
     train(resumed)
     resumed.restart()  # an exchange under way is made again
     resumed.finish()
     assert_equal(resumed.parameters(), finished)
 
 
-@every_method
-def test_what_the_engine_asks_has_an_answer(name: str) -> None:
-    sync = start(name, 2).syncs[0]
+@every_form
+def test_what_the_engine_asks_has_an_answer(form: str) -> None:
+    sync = start(form, 2).syncs[0]
     assert sync.leaves in ("gradients", "updates")
     assert sync.loss_scope in ("global", "replica")
 
 
-@every_method
-def test_steps_that_are_not_due_send_nothing(name: str) -> None:
-    replicas = start(name, 2)
+@every_form
+def test_steps_that_are_not_due_send_nothing(form: str) -> None:
+    replicas = start(form, 2)
     for step in range(3):
         before = [sync.bytes_sent for sync in replicas.syncs]
         due = {sync.due(step) for sync in replicas.syncs}
@@ -99,9 +114,9 @@ def test_steps_that_are_not_due_send_nothing(name: str) -> None:
     assert due == {True} or scopes == {"replica"}  # to count all tokens is to wait for others
 
 
-@every_method
-def test_a_single_replica_sends_nothing(name: str) -> None:
-    replicas = start(name, 1)
+@every_form
+def test_a_single_replica_sends_nothing(form: str) -> None:
+    replicas = start(form, 1)
     train(replicas, 2)
     replicas.finish()
     assert replicas.syncs[0].bytes_sent == 0
@@ -115,9 +130,9 @@ def test_unknown_options_are_refused(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@every_method
-def test_replicas_on_a_gpu_agree_and_resume(name: str) -> None:
-    replicas = start(name, 2, "cuda")
+@every_form
+def test_replicas_on_a_gpu_agree_and_resume(form: str) -> None:
+    replicas = start(form, 2, "cuda")
     whole = train(replicas)
-    assert_equal(train(start(name, 2, "cuda"), restart_at=2), whole)
+    assert_equal(train(start(form, 2, "cuda"), restart_at=2), whole)
     assert torch.equal(*whole) == replicas.syncs[0].replicas_equal
