@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from thinpipe.gradcomp.registry import load_method, method_names, parse_options
 from thinpipe.launch.config.boundary import BoundaryConfig
-from thinpipe.launch.config.errors import explain, first_flag
+from thinpipe.launch.config.errors import explain, first_misread
 from thinpipe.launch.data.load import DataConfig
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
@@ -93,5 +93,5 @@ def check_gradcomp(table: Mapping[str, Any]) -> None:
         except ValidationError as error:
             lines = explain(error, load_method(key).Config, "gradcomp", key)
             raise ValueError("; ".join(lines)) from None
-        if flag := first_flag(value, options, "gradcomp", key):
-            raise ValueError(f"{flag}: give a number")
+        if misread := first_misread(value, options, "gradcomp", key):
+            raise ValueError(f"{misread}: give a number")

@@ -1,6 +1,7 @@
 """Reports pydantic's validation errors in terms of the file: key, value, remedy."""
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,22 +53,31 @@ def explain(error: ValidationError, root: type[BaseModel], *above: str) -> list[
     ]
 
 
-def first_flag(given: Any, found: Any, *above: str) -> str | None:
-    """The first `true` or `false` that was taken for a number, as "a.b = true", if there is one.
+def first_misread(given: Any, found: Any, *above: str) -> str | None:
+    """The first `true`, `false` or quoted number that was taken for a number, as "a.b = true".
 
-    `given` is what was read, `found` what was made of it: pydantic takes true for 1.
+    `given` is what was read, `found` what was made of it: pydantic takes true for 1 and "8" for 8.
     """
-    if isinstance(given, bool):
-        wrong = isinstance(found, int | float) and not isinstance(found, bool)
-        return f"{'.'.join(above)} = {str(given).lower()}" if wrong else None
+    if isinstance(given, bool | str):
+        number = isinstance(found, int | float) and not isinstance(found, bool)
+        misread = number and (isinstance(given, bool) or _reads_as_number(given))
+        return f"{'.'.join(above)} = {json.dumps(given)}" if misread else None
     pairs: Iterable[tuple[Any, Any, Any]] = ()
     if isinstance(given, Mapping):
         of = found.get if isinstance(found, Mapping) else partial(getattr, found)
         pairs = ((key, value, of(key, None)) for key, value in given.items())
     elif isinstance(given, list) and isinstance(found, list | tuple):
         pairs = ((index, *pair) for index, pair in enumerate(zip(given, found, strict=False)))
-    flags = (first_flag(value, its, *above, str(key)) for key, value, its in pairs)
-    return next(filter(None, flags), None)
+    misread = (first_misread(value, its, *above, str(key)) for key, value, its in pairs)
+    return next(filter(None, misread), None)
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 class _Problem(NamedTuple):

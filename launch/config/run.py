@@ -353,11 +353,15 @@ def _check_sizes(config: RunConfig) -> None:
     pipeline = config.pipeline
     parts = pipeline.lanes * train.accumulate
     if train.batch_size % parts:
-        sharded = f" x {pipeline.shards} shards" if pipeline.shards > 1 else ""
+        factors = {
+            "pipeline.replicas": pipeline.replicas,
+            "pipeline.shards": pipeline.shards,
+            "train.accumulate": train.accumulate,
+        }
+        told = ", ".join(f"{name} = {value}" for name, value in factors.items() if value > 1)
         raise ValueError(
-            f"train.batch_size = {train.batch_size} cannot be shared evenly by "
-            f"{pipeline.replicas} replicas{sharded} in {train.accumulate} accumulation parts; "
-            f"use a multiple of {parts}"
+            f"train.batch_size = {train.batch_size} cannot be divided evenly ({told}); use a "
+            f"multiple of {parts}"
         )
 
 

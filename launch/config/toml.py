@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import tomlkit
 from pydantic import BaseModel, ValidationError
 
-from thinpipe.launch.config.errors import explain, first_flag
+from thinpipe.launch.config.errors import explain, first_misread
 
 _MOST_NBYTES = 16 << 20
 """Of a run file; a longer one is something else."""
@@ -48,18 +48,22 @@ def load_as(
         lines = explain(error, model)
         told = (f"{_culprit(line, path, overrides)}: {line}" for line in lines)
         raise ConfigError("\n".join(told)) from None
-    if flag := first_flag(tree, found):
-        raise ConfigError(f"{_culprit(flag, path, overrides)}: {flag}: give a number")
+    if misread := first_misread(tree, found):
+        raise ConfigError(f"{_culprit(misread, path, overrides)}: {misread}: give a number")
     return found
 
 
 def _culprit(problem: str, path: Path, overrides: Sequence[str]) -> str:
-    """Whether a problem, which begins with its key, is with an override or with the file."""
+    """Whether a problem, which begins with its key, is with an override or with the file.
+
+    That is an override of the key, or else the last one that the problem mentions.
+    """
     key = re.split(r"[^\w.]", problem, maxsplit=1)[0]
-    for override in reversed(overrides):
-        name = override.partition("=")[0].strip()
-        if name == key or name.startswith(f"{key}."):
-            return f"--set {override}"
+    named = {override.partition("=")[0].strip(): override for override in overrides}
+    of_key = [name for name in named if name == key or name.startswith(f"{key}.")]
+    mentioned = set(re.findall(r"\w[\w.]*\w", problem))
+    for name in (*reversed(of_key), *reversed([name for name in named if name in mentioned])):
+        return f"--set {named[name]}"
     return str(path)
 
 

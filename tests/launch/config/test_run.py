@@ -142,7 +142,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ("[data]\nsequence_length = 999", ["data.sequence_length = 999", "model.context = 128"]),
         (
             "[train]\nbatch_size = 7\n[pipeline]\nreplicas = 2",
-            ["train.batch_size = 7", "2 replicas", "a multiple of 2"],
+            ["train.batch_size = 7", "pipeline.replicas = 2", "a multiple of 2"],
         ),
         ("[[boundary]]\ncut = 3", ["boundary.cut = 3", "no such cut; the pipeline has none"]),
         ("[[boundary]]\n[[boundary]]", ["two tables without a cut"]),
@@ -198,6 +198,7 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, part: str) -> 
         ("train.lrr=1", "train.lrr: unknown key"),
         ("trainn.lr=1", "trainn: unknown key"),
         ("train.lr=abc", "train.lr = 'abc': give a number"),
+        ("pipeline.replicas=3", "train.batch_size = 16 cannot be divided evenly"),
     ],
 )
 def test_a_mistake_in_an_override_is_not_blamed_on_the_file(

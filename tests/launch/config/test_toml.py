@@ -93,9 +93,12 @@ def test_files_of_a_run_are_all_that_it_extends(tmp_path: Path) -> None:
             "boundary.0.forward.bits = true",
         ),
         ("[gradcomp]\npowersgd = { rank = true }", "gradcomp.powersgd.rank = true"),
+        ("[train]\nepochs = '8'", 'train.epochs = "8"'),
+        ("[train]\nlr = '1e-3'", 'train.lr = "1e-3"'),
+        ("[gradcomp]\npowersgd = { rank = '4' }", 'gradcomp.powersgd.rank = "4"'),
     ],
 )
-def test_true_and_false_are_no_numbers(tmp_path: Path, text: str, where: str) -> None:
+def test_neither_flags_nor_texts_are_numbers(tmp_path: Path, text: str, where: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(f"{text}\n")
     with pytest.raises(ConfigError, match=f"{where}: give a number"):
