@@ -91,14 +91,26 @@ def plan(  # noqa: PLR0913  # one parameter per option
             known = Network.read(network) if network else None
             _refuse_doubtful(config_path, doubt, network, known)
             known_links = network is not None or rate is not None
-            tables = _tables(config, advice.specs) if advice and known_links else None
-            apply_plan(config_path, config.pipeline.cuts, tables)
-            why_not = "none are recommended" if known_links else "give --rate or --network"
-            bits = " and bits" if tables else f"; bits unchanged: {why_not}"
-            cuts = list(config.pipeline.cuts)
-            console.print(f"written to {config_path}: cuts {cuts}{bits}", soft_wrap=True)
+            _write(console, config, config_path, advice, known_links=known_links)
     except ValueError as error:
         refuse(error)
+
+
+def _write(
+    console: Console,
+    config: RunConfig,
+    path: Path,
+    advice: Recommendation | None,
+    *,
+    known_links: bool,
+) -> None:
+    """Write cuts into the run file, and bits if any are recommended for links that are known."""
+    tables = _tables(config, advice.specs) if advice and known_links else None
+    apply_plan(path, config.pipeline.cuts, tables)
+    why_not = "none are recommended" if known_links else "give --rate or --network"
+    bits = " and bits" if tables else f"; bits unchanged: {why_not}"
+    cuts = list(config.pipeline.cuts)
+    console.print(f"written to {path}: cuts {cuts}{bits}", soft_wrap=True)
 
 
 def _place(
