@@ -134,9 +134,15 @@ class OwedBucket(SharedBucket):
         return gathered(subset, self.left_N[part])
 
     def apply(self, part: slice, subset: Subset, seen_n: Tensor, result_n: Tensor) -> None:
-        """Add `result_n` to the global copy; `seen_n` is no longer owed."""
-        subset.scatter(gathered(subset, self.global_N[part]).add_(result_n), self.global_N[part])
-        subset.scatter(self.moved(part, subset).sub_(seen_n), self.left_N[part])
+        """Add `result_n` to the global copy; `seen_n` is no longer owed.
+
+        Parameters of the subset follow; the others keep their newest move in full.
+        """
+        global_n = gathered(subset, self.global_N[part]).add_(result_n)
+        left_n = self.moved(part, subset).sub_(seen_n)
+        subset.scatter(global_n, self.global_N[part])
+        subset.scatter(left_n, self.left_N[part])
+        subset.scatter(global_n.add_(left_n, alpha=self._residual), self.local_N[part])
 
     @torch.no_grad()
     def before_move(self) -> None:

@@ -55,7 +55,11 @@ def test_replicas_are_equal_when_the_method_says_so(form: str) -> None:
     replicas = start(form, 3)
     first, *others = train(replicas, 3)
     equal = all(torch.equal(first, other) for other in others)
-    assert equal == replicas.syncs[0].replicas_equal == load_method(form.partition(", ")[0]).REPLICAS_EQUAL
+    assert (
+        equal
+        == replicas.syncs[0].replicas_equal
+        == load_method(form.partition(", ")[0]).REPLICAS_EQUAL
+    )
 
 
 @every_form
