@@ -24,7 +24,7 @@ _CHANGE = 0.1
 """Of a value, between two visits."""
 _TOKENS = 8
 """Tokens per channel that a basis is found from."""
-_DECAY = (1.5, 1.2)
+_DECAY = (1.1, 1.2)
 """Powers by which energy falls from direction to direction, forward and backward. With these a
 transform takes the bits that it was measured to take at GPT-2's shape
 (benchmarks/results/transform_cpu_202611.md)."""

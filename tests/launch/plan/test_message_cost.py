@@ -31,10 +31,10 @@ def test_settings_have_names(spec: Spec, name: str) -> None:
 @pytest.mark.parametrize(
     ("spec", "direction", "bits"),
     [
-        (TransformConfig(step=0.6), 0, 1.53),
-        (TransformConfig(step=0.8), 0, 1.24),
-        (GradientTransformConfig(step=0.6), 1, 1.96),
-        (GradientTransformConfig(step=0.8), 1, 1.74),
+        (TransformConfig(step=0.6), 0, 2.00),
+        (TransformConfig(step=0.8), 0, 1.89),
+        (GradientTransformConfig(step=0.6), 1, 2.00),
+        (GradientTransformConfig(step=0.8), 1, 1.79),
     ],
 )
 def test_a_transform_takes_the_bits_that_were_measured(
