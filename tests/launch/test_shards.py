@@ -251,7 +251,9 @@ def test_what_shards_cannot_do_is_refused_by_name() -> None:
     assert "one device per rank" in refused(pipeline={"shards": 2, "devices_per_rank": 2})
     auto = {"cuts": "auto", "stages": 2, "shards": 2}
     assert "give the cuts" in refused(pipeline=auto)
-    assert "pipeline.replicas = 2, pipeline.shards = 3" in refused(pipeline={"shards": 3, "replicas": 2})
+    assert "pipeline.replicas = 2, pipeline.shards = 3" in refused(
+        pipeline={"shards": 3, "replicas": 2}
+    )
     assert "does not quantize" in refused(shards={"weight_bits": 8})
     assert "use a divisor" in refused(pipeline={"shards": 2}, shards={"ranks_per_site": 4})
     differences = {"method": "qsdp", "weights": "differences"}
