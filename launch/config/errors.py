@@ -68,8 +68,8 @@ def first_misread(given: Any, found: Any, *above: str) -> str | None:
         pairs = ((key, value, of(key, None)) for key, value in given.items())
     elif isinstance(given, list) and isinstance(found, list | tuple):
         pairs = ((index, *pair) for index, pair in enumerate(zip(given, found, strict=False)))
-    misread = (first_misread(value, its, *above, str(key)) for key, value, its in pairs)
-    return next(filter(None, misread), None)
+    inside = (first_misread(value, its, *above, str(key)) for key, value, its in pairs)
+    return next(filter(None, inside), None)
 
 
 def _reads_as_number(text: str) -> bool:

@@ -60,11 +60,10 @@ def _culprit(problem: str, path: Path, overrides: Sequence[str]) -> str:
     """
     key = re.split(r"[^\w.]", problem, maxsplit=1)[0]
     named = {override.partition("=")[0].strip(): override for override in overrides}
+    words = set(re.findall(r"\w[\w.]*\w", problem))
     of_key = [name for name in named if name == key or name.startswith(f"{key}.")]
-    mentioned = set(re.findall(r"\w[\w.]*\w", problem))
-    for name in (*reversed(of_key), *reversed([name for name in named if name in mentioned])):
-        return f"--set {named[name]}"
-    return str(path)
+    blamed = [name for name in named if name in words] + of_key
+    return f"--set {named[blamed[-1]]}" if blamed else str(path)
 
 
 def toml_value(value: Any) -> str:
