@@ -13,7 +13,7 @@ every_method = pytest.mark.parametrize("name", method_names())
 
 
 def forms() -> list[str]:
-    """Every method, and as "name, option" with what it may delay delayed, or not."""
+    """Every method, and as "name, option" with that option turned from its default."""
     found = []
     for name in method_names():
         fields = load_method(name).Config.model_fields
@@ -55,11 +55,8 @@ def test_replicas_are_equal_when_the_method_says_so(form: str) -> None:
     replicas = start(form, 3)
     first, *others = train(replicas, 3)
     equal = all(torch.equal(first, other) for other in others)
-    assert (
-        equal
-        == replicas.syncs[0].replicas_equal
-        == load_method(form.partition(", ")[0]).REPLICAS_EQUAL
-    )
+    method = load_method(form.partition(", ")[0])
+    assert equal == replicas.syncs[0].replicas_equal == method.REPLICAS_EQUAL
 
 
 @every_form
