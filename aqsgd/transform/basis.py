@@ -7,6 +7,9 @@ whole numbers of steps. Projecting and restoring are floating-point products, wh
 round differently; what both ends must agree on (coefficients under another basis or step) is
 computed in whole numbers: products of integers in float64, exact below 2^53 in any order.
 
+Entries are rounded so far, to send few bits, that directions are orthogonal to a hundredth only.
+Projecting makes up for that, turning coefficients into another basis to the square of it.
+
 Axes: N tokens, D channels, K dimensions.
 """
 
@@ -21,7 +24,7 @@ from torch import Tensor
 from thinpipe.pipeline.wire.header import crc32
 
 _POINT = 14
-_ONE = 1 << _POINT
+ONE = 1 << _POINT
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,15 @@ class Basis:
         """Channels in this order (int64)."""
         width = len(order_D)
         entry_DK = torch.zeros(width, width, dtype=torch.int16)
-        entry_DK[order_D, torch.arange(width)] = _ONE
+        entry_DK[order_D, torch.arange(width)] = ONE
         return Basis(entry_DK, wide, order_D)
 
     @staticmethod
     def nearest(v_DK: Tensor, wide: int) -> "Basis":
         """Orthonormal columns, rounded."""
-        entry_DK = (v_DK * _ONE).round().clamp(-_ONE, _ONE).to(torch.int16)
-        return Basis(entry_DK.contiguous(), wide)
+        unit = entry_unit(len(v_DK))
+        entry_DK = (v_DK * (ONE / unit)).round().clamp(-ONE // unit, ONE // unit) * unit
+        return Basis(entry_DK.to(torch.int16).contiguous(), wide)
 
     @property
     def dimensions(self) -> int:
@@ -64,7 +68,14 @@ class Basis:
     @functools.cached_property
     def matrix(self) -> Tensor:
         """As floats, on the CPU."""
-        return self.entry_DK.float() / _ONE
+        return self.entry_DK.float() / ONE
+
+    @functools.cached_property
+    def _inverse(self) -> Tensor:
+        """What coefficients that `matrix` restores are found by (fp32 [D, K], on the CPU)."""
+        v_DK = self.matrix.double()
+        inverse_DK: Tensor = torch.linalg.solve(v_DK.T @ v_DK, v_DK.T).T
+        return inverse_DK.float().contiguous()
 
     @functools.cached_property
     def checksum(self) -> int:
@@ -75,7 +86,7 @@ class Basis:
         """Coefficients (fp32) of tokens, on their device."""
         if self.order_D is not None:
             return x_ND.float()[:, self.order_D]
-        return x_ND.float() @ self.matrix.to(x_ND.device)
+        return x_ND.float() @ self._inverse.to(x_ND.device)
 
     def restore(self, y_NK: Tensor) -> Tensor:
         """Tokens (fp32) from their coefficients."""
@@ -103,9 +114,16 @@ class Basis:
 
     def turned(self, q_NL: Tensor, other: "Basis") -> Tensor:
         """Coefficients (int32) under another basis, in this one; the same on any machine."""
-        turn_KL = self.entry_DK.double().T @ other.entry_DK.double()
-        turn_KL = torch.floor((turn_KL + _ONE / 2) / _ONE)
-        return torch.floor((q_NL.double() @ turn_KL.T + _ONE / 2) / _ONE).int()
+        entry_KD = self.entry_DK.double().T
+        turn_KL = _rounded(entry_KD @ other.entry_DK.double())
+        beside_KK = _rounded(entry_KD @ entry_KD.T)  # 1 where directions are orthonormal
+        turn_KL = 2 * turn_KL - _rounded(beside_KK @ turn_KL)
+        return _rounded(q_NL.double() @ turn_KL.T).int()
+
+
+def entry_unit(width: int) -> int:
+    """What entries are multiples of, in 1 / 16384: a 32nd of their rms, or a little less."""
+    return 1 << max((512 // math.isqrt(width)).bit_length() - 1, 0)
 
 
 def step_size(index: int) -> float:
@@ -124,6 +142,11 @@ def rescaled(q_NK: Tensor, old: int, new: int) -> Tensor:
         return q_NK
     factor = torch.tensor(step_size(old - new), dtype=torch.float64)
     return torch.floor(q_NK.double() * factor + 0.5).clamp_(-(2**30), 2**30).int()
+
+
+def _rounded(product: Tensor) -> Tensor:
+    """Of whole numbers and entries, in whole numbers again."""
+    return torch.floor((product + ONE / 2) / ONE)
 
 
 @functools.cache

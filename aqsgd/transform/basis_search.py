@@ -6,8 +6,9 @@ since the basis last changed, and sends them if that is more than they take: as 
 least are still to come. Where eigenvectors save less than half a bit a value, channels are sent as
 they are.
 
-A basis has all D directions. Few tokens fill few of them, and say little of what other tokens have
-in the rest: left out, that would be an error many times that of rounding; as it is, it costs bits.
+A basis has all D directions, unless some are to be left out: then those in which values are least,
+once there are enough tokens to tell. Few tokens fill few directions, and say little of what other
+tokens have in the rest: left out, that would be an error many times that of rounding.
 
 Axes: N tokens, D channels and directions, K of them, M = 2 kinds of visits.
 """
@@ -21,15 +22,16 @@ from torch import Tensor
 
 from thinpipe.aqsgd.transform import logistic
 from thinpipe.aqsgd.transform.basis import Basis
-from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Proposal
+from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind
+from thinpipe.aqsgd.transform.proposal import Proposal
 
 _MOST_TOKENS = 256
 """Of a message."""
 _ENOUGH = 8
 """Tokens per channel that are looked at between two searches."""
 _MANY = 4
-"""Tokens per channel, of which variances are taken as they are."""
-_ENTRY_BITS = 16
+"""Tokens per channel, of which variances are taken as they are, and directions may be left out."""
+_ENTRY_BITS = 7.2
 _REACH = 5
 """Standard deviations that a remembered coefficient may reach."""
 _LEAST_GAIN = 0.5
@@ -74,9 +76,9 @@ class BasisSearch:
     `end_step` may run beside anything else; what else there is may not run beside it.
     """
 
-    def __init__(self, width: int) -> None:
-        """Of tokens of `width` channels."""
-        self._width = width
+    def __init__(self, width: int, share: float) -> None:
+        """Of tokens of `width` channels, of whose directions this share is sent."""
+        self._width, self._kept = width, max(round(share * width), 1)
         self._steps, self._tokens = 0, 0
         self._sent_MDD = torch.zeros(2, width, width)
         self._value_DD = torch.zeros(width, width)
@@ -144,16 +146,22 @@ class BasisSearch:
             stays = basis.order_D is not None and not first
             return Found(None if stays else self._channels(), spectrum)
         newer_D = _expected(_variances(sent_DD, v_DD), sum(self._count_M))
-        saved = _bits(_variances(sent_DD, basis.matrix)) - _bits(newer_D)
+        saved = _bits(_completed(sent_DD, basis.matrix)) - _bits(newer_D)
         pays = saved * self._tokens >= _ENTRY_BITS * self._width**2
-        return Found(self._proposal(v_DD) if first or pays else None, spectrum)
+        due = first or pays or basis.dimensions > self._most()
+        return Found(self._proposal(v_DD) if due else None, spectrum)
 
     def _proposal(self, v_DD: Tensor) -> Proposal:
         """The widest directions first."""
         square_D, order_D = _variances(self._value_DD / self._values, v_DD).sort(descending=True)
-        v_DD = v_DD[:, order_D]
-        wide = _wide(_expected(square_D, self._values))
-        return Proposal(Basis.nearest(v_DD, wide), self._models(v_DD))
+        kept = self._most()
+        v_DK = v_DD[:, order_D[:kept]]
+        wide = _wide(_expected(square_D, self._values)[:kept])
+        return Proposal(Basis.nearest(v_DK, wide), self._models(v_DD)[:, order_D[:kept]])
+
+    def _most(self) -> int:
+        """How many directions a basis found now has."""
+        return self._kept if self._values >= _MANY * self._width else self._width
 
     def _channels(self) -> Proposal:
         """The channels as they are, those that vary most first."""
@@ -215,6 +223,14 @@ def _expected(variance_D: Tensor, count: float) -> Tensor:
 
 def _variances(c_DD: Tensor, v_DK: Tensor) -> Tensor:
     return ((c_DD @ v_DK) * v_DK).sum(0).clamp_min(0)
+
+
+def _completed(c_DD: Tensor, v_DK: Tensor) -> Tensor:
+    """Variances in directions, and what these leave out, in all others alike."""
+    variance_K = _variances(c_DD, v_DK)
+    others = v_DK.shape[0] - v_DK.shape[1]
+    rest = (c_DD.trace() - variance_K.sum()).clamp_min(0) / max(others, 1)
+    return torch.cat([variance_K, rest.expand(others)])
 
 
 def _bits(variance_K: Tensor) -> float:

@@ -28,7 +28,8 @@ from thinpipe.aqsgd.transform import coefficients
 from thinpipe.aqsgd.transform.basis import rescaled, step_size
 from thinpipe.aqsgd.transform.basis_search import sampled
 from thinpipe.aqsgd.transform.coefficients import LARGEST, Coded
-from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Learned, proposal_capacity
+from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Learned
+from thinpipe.aqsgd.transform.proposal import proposal_capacity
 from thinpipe.aqsgd.transform.proposals import PIECE_NBYTES, Piece, Proposals
 from thinpipe.aqsgd.transform.rows import Held, Rows
 from thinpipe.aqsgd.transform.steps import STEP_RANGE, Steps
@@ -96,13 +97,15 @@ class TransformBoundary:
     codec_id = CODEC_ID
     bits = BITS
 
-    def __init__(self, learned: Learned, memory: SampleMemory | None, steps: Steps) -> None:
-        """`memory` holds rows of `rows.row_nbytes`."""
+    def __init__(
+        self, learned: Learned, memory: SampleMemory | None, steps: Steps, share: float
+    ) -> None:
+        """`memory` holds rows of `rows.row_nbytes`; `share` of the directions is sent."""
         self.memory, self.learned = memory, learned
         self._rows = None if memory is None else Rows(memory, learned)
         self.error_meter = ErrorMeter()
         self._width, self._steps = learned.width, steps
-        self._proposals = Proposals(learned.width)
+        self._proposals = Proposals(learned.width, share)
 
     def capacity(self, shape_BTD: torch.Size) -> int:
         """With a piece of a basis, and 16 bits per value."""

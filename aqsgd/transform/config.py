@@ -1,8 +1,8 @@
 """How transform coding is configured at a direction of a cut."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.aqsgd.store import Store
@@ -20,7 +20,9 @@ class TransformConfig(BaseModel):
     sample's last visit, or the value itself. `first_step` is that of samples without history, of
     the value's rms; steps that follow changes are at most 3 times as large. With `error` steps are
     chosen such that decoded values are that far from what they should be, relative to them; 0.05 is
-    gentle. `memory = false` sends every visit like a first one, for runs of a single epoch.
+    gentle. `dimensions` is the share of the directions that are sent, those in which values are
+    largest; what is in the others never crosses the cut, which fine-tuning bears and training from
+    scratch does not. `memory = false` sends every visit like a first one, for runs of one epoch.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,7 +32,17 @@ class TransformConfig(BaseModel):
     of: Literal["change", "value"] = "change"
     first_step: float = Field(0.05, gt=0, le=100, allow_inf_nan=False)
     error: float | None = Field(None, gt=0, lt=1)
+    dimensions: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     memory: bool = True
+
+    @model_validator(mode="after")
+    def _check_error(self) -> Self:
+        if self.error is not None and self.dimensions < 1:
+            raise ValueError(
+                f"error = {self.error} with dimensions = {self.dimensions}: what is left out is an "
+                "error of its own; set one of them"
+            )
+        return self
 
     @property
     def bits(self) -> int:
@@ -69,4 +81,4 @@ def build_transform(
     learned, memory = Learned(width), None
     if config.memory:
         memory = SampleMemory(row_nbytes, store, capacity=capacity, beside=learned)
-    return TransformBoundary(learned, memory, config.steps)
+    return TransformBoundary(learned, memory, config.steps, config.dimensions)

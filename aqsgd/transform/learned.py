@@ -10,7 +10,7 @@ Axes: N tokens, D channels, K dimensions, M = 2 kinds of visits, T scales of a t
 import struct
 import zlib
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from thinpipe.aqsgd.transform import logistic
 from thinpipe.aqsgd.transform.basis import Basis
 from thinpipe.aqsgd.transform.coefficients import SCALES, Coded
-from thinpipe.pipeline.wire.coding.entropy import CodingError
+from thinpipe.aqsgd.transform.proposal import Proposal
 from thinpipe.pipeline.wire.coding.rans import PROBABILITY_BITS, Tables
 
 Kind = Literal[0, 1]
@@ -27,57 +27,10 @@ CHANGE: Kind = 1
 KINDS: tuple[Kind, Kind] = (FIRST, CHANGE)
 """Values of samples without history, and changes of known ones."""
 
-_HEAD = struct.Struct("<III")
 _SAMPLED = 4
 """Every fourth token is counted for the models of dimensions."""
 _START = (31, 19)
 """Models before anything is known, for steps of a tenth of a value and of a whole change."""
-
-
-class Proposal(NamedTuple):
-    """A new basis, with the models that its dimensions start at."""
-
-    basis: Basis
-    model_MK: Tensor
-
-    def packed(self) -> bytes:
-        """Bytes to send."""
-        basis = self.basis
-        head = _HEAD.pack(basis.dimensions, basis.wide, basis.order_D is not None)
-        models = self.model_MK.to(torch.uint8).numpy().tobytes()
-        numbers = basis.entry_DK if basis.order_D is None else basis.order_D.int()
-        return head + models + numbers.contiguous().numpy().tobytes()
-
-    @staticmethod
-    def unpacked(data: bytes, width: int) -> "Proposal":
-        """What was sent.
-
-        Raises:
-            CodingError: the bytes are not those of a basis of this width.
-        """
-        fields = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (0, 0, 0)
-        dimensions, wide, plain = fields
-        models = 2 * dimensions
-        sized = len(data) == _HEAD.size + models + (4 if plain else 2 * width) * dimensions
-        if not sized or dimensions != width or plain > 1 or 3 * wide > dimensions:
-            raise CodingError(
-                f"a basis of {len(data)} bytes, {dimensions} dimensions and {wide} wide ones does "
-                f"not fit {width} channels"
-            )
-        numbers = torch.frombuffer(bytearray(data[_HEAD.size :]), dtype=torch.uint8)
-        model_MK = numbers[:models].long().view(2, dimensions).clamp_max(logistic.MODELS - 1)
-        rest = numbers[models:].clone()
-        if not plain:
-            return Proposal(Basis(rest.view(torch.int16).view(width, -1), wide), model_MK)
-        order_D = rest.view(torch.int32).long()
-        if not torch.equal(order_D.sort().values, torch.arange(width)):
-            raise CodingError(f"an order that does not have each of {width} channels once")
-        return Proposal(Basis.of_channels(order_D, wide), model_MK)
-
-
-def proposal_capacity(width: int) -> int:
-    """Most bytes of a basis."""
-    return _HEAD.size + 2 * width + max(2 * width, 4) * width
 
 
 class Learned:

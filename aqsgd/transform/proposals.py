@@ -16,7 +16,8 @@ from torch import Tensor
 
 from thinpipe.aqsgd.transform.basis import Basis
 from thinpipe.aqsgd.transform.basis_search import NOTHING, BasisSearch, Found, Seen, Spectrum
-from thinpipe.aqsgd.transform.learned import CHANGE, Kind, Learned, Proposal
+from thinpipe.aqsgd.transform.learned import CHANGE, Kind, Learned
+from thinpipe.aqsgd.transform.proposal import Proposal
 from thinpipe.pipeline.wire.thread import Worker
 
 PIECE_NBYTES = 256 * 1024
@@ -37,9 +38,9 @@ NO_PIECE = Piece(0, 0, b"")
 class Proposals:
     """The sender's search, and what of the last basis found is still to be sent."""
 
-    def __init__(self, width: int) -> None:
-        """Of tokens of `width` channels."""
-        self._width, self._search = width, BasisSearch(width)
+    def __init__(self, width: int, share: float) -> None:
+        """Of tokens of `width` channels, of whose directions this share is sent."""
+        self._width, self._search = width, BasisSearch(width, share)
         self._worker = Worker("basis search")
         self._job: Future[Found] | Found = NOTHING
         self._under_way: list[Future[Found]] = []
@@ -145,11 +146,13 @@ def _wait(jobs: list["Future[Found]"]) -> None:
     wait(jobs, timeout=_LONGEST_SEARCH_S)
 
 
-def settled(sent_ND: Tensor, value_ND: Tensor, step: float) -> Proposal:
+def settled(sent_ND: Tensor, value_ND: Tensor, step: float, share: float) -> Proposal:
     """The basis that is found for tokens like these; `step` is a multiple of the rms of `sent`."""
     size, width = step * float(sent_ND.square().mean().sqrt()), sent_ND.shape[1]
     seen = [Seen(CHANGE, sent_ND / size, value_ND / size)]
-    found = BasisSearch(width).end_step(seen, len(sent_ND), Basis.identity(width), first=True)
+    found = BasisSearch(width, share).end_step(
+        seen, len(sent_ND), Basis.identity(width), first=True
+    )
     assert found.proposal is not None
     return found.proposal
 

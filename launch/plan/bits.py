@@ -170,7 +170,17 @@ def _like(configured: Spec, level: Spec) -> Spec:
     if configured.kind != level.kind:
         return level
     kept = configured.model_dump(
-        exclude={"bits", "format", "rate", "delta", "step", "of", "error", "first_step"}
+        exclude={
+            "bits",
+            "format",
+            "rate",
+            "delta",
+            "step",
+            "of",
+            "error",
+            "first_step",
+            "dimensions",
+        }
     )
     return type(level).model_validate(kept | level.model_dump(exclude_unset=True))
 

@@ -123,7 +123,8 @@ def _settle(
     shape_ND = torch.Size((_TOKENS * width, width))
     value_ND, other_ND = (_made_up(spec, shape_ND, codecs[0].direction) for _ in range(2))
     sent_ND = _CHANGE * other_ND if known else value_ND
-    basis = settled(sent_ND, value_ND, spec.step if known else spec.first_step)
+    step = spec.step if known else spec.first_step
+    basis = settled(sent_ND, value_ND, step, spec.dimensions)
     for codec in codecs:
         assert isinstance(codec.training, TransformBoundary)
         codec.training.learned.adopt(basis)

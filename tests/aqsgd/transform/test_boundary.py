@@ -26,7 +26,6 @@ from thinpipe.aqsgd.transform.config import (
     TransformConfig,
 )
 from thinpipe.aqsgd.transform.evaluation import FirstVisits
-from thinpipe.aqsgd.transform.learned import Proposal
 from thinpipe.aqsgd.transform.rows import Held, pack, unpack
 from thinpipe.aqsgd.transform.steps import Steps
 from thinpipe.pipeline.wire.coding.entropy import CodingError
@@ -37,7 +36,15 @@ EPOCH = [batch([0, 1, 2, 3, 4, 5, 6, 7]), batch([8, 9, 10, 11])]
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"of": "value", "step": 0.1}, {"error": 0.03}, {"memory": False}, {"first_step": 0.02}],
+    [
+        {},
+        {"of": "value", "step": 0.1},
+        {"error": 0.03},
+        {"memory": False},
+        {"first_step": 0.02},
+        {"dimensions": 0.75},
+        {"dimensions": 0.5, "memory": False},
+    ],
 )
 def test_both_ends_are_alike_after_every_step(options: Any) -> None:
     found = train(*ends(**options), range(12))
@@ -99,10 +106,11 @@ def test_a_step_that_does_not_count_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 2, 5, 9])
-def test_state_survives_a_restart_bit_for_bit(stop: int) -> None:
-    whole = ends()
+@pytest.mark.parametrize("dimensions", [1.0, 0.6])
+def test_state_survives_a_restart_bit_for_bit(stop: int, dimensions: float) -> None:
+    whole = ends(dimensions=dimensions)
     train(*whole, range(stop))
-    again = ends()
+    again = ends(dimensions=dimensions)
     for old, new in zip(whole, again, strict=True):
         new.load_state_dict(old.state_dict())
     rest = [train(*pair, range(stop, 14)) for pair in (whole, again)]
@@ -248,25 +256,6 @@ def test_a_row_holds_a_byte_per_value() -> None:
     version, step, found_TK = unpack(row, {3: basis}, TOKENS)
     assert (version, step) == (3, -17)
     assert torch.equal(found_TK, q_TK)
-
-
-@pytest.mark.parametrize("cut", [0, 5, 7, 100, -1])
-def test_a_basis_that_does_not_fit_is_refused(cut: int) -> None:
-    proposal = Proposal(Basis.identity(WIDTH), torch.full((2, WIDTH), 20))
-    assert torch.equal(
-        Proposal.unpacked(proposal.packed(), WIDTH).basis.entry_DK, proposal.basis.entry_DK
-    )
-    with pytest.raises(CodingError, match=f"does not fit {WIDTH} channels"):
-        Proposal.unpacked(proposal.packed()[:cut], WIDTH)
-
-
-def test_an_order_that_is_none_is_refused() -> None:
-    proposal = Proposal(Basis.of_channels(torch.tensor([2, 0, 1])), torch.full((2, 3), 20))
-    packed = proposal.packed()
-    again = Proposal.unpacked(packed, 3).basis
-    assert torch.equal(again.entry_DK, proposal.basis.entry_DK)
-    with pytest.raises(CodingError, match="each of 3 channels once"):
-        Proposal.unpacked(packed[:-4] + packed[-8:-4], 3)
 
 
 def test_damaged_payloads_end_in_errors() -> None:

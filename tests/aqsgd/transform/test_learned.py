@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from thinpipe.aqsgd.transform.basis import Basis
-from thinpipe.aqsgd.transform.learned import Learned, Proposal
+from thinpipe.aqsgd.transform.learned import Learned
+from thinpipe.aqsgd.transform.proposal import Proposal
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 
 WIDTH = 16

@@ -1,0 +1,92 @@
+"""A new basis as bytes: directions as whole numbers, entropy-coded like coefficients.
+
+Bytes are `_HEAD` (dimensions, `wide`, whether they are channels), the models that the dimensions
+start at, a byte each, and the numbers: of channels 4 bytes each, of directions `coefficients.py`
+with a row per channel.
+
+Axes: D channels, K dimensions, M = 2 kinds of visits.
+"""
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinpipe.aqsgd.transform import coefficients, logistic
+from thinpipe.aqsgd.transform.basis import ONE, Basis, entry_unit
+from thinpipe.pipeline.wire.coding.entropy import CodingError
+from thinpipe.pipeline.wire.coding.rans import PROBABILITY_BITS, Tables
+
+_HEAD = struct.Struct("<III")
+_ENTRY_MODEL = 40
+"""For a mean magnitude of 32 units."""
+
+
+class Proposal(NamedTuple):
+    """A new basis, with the models that its dimensions start at."""
+
+    basis: Basis
+    model_MK: Tensor
+
+    def packed(self) -> bytes:
+        """Bytes to send."""
+        basis = self.basis
+        head = _HEAD.pack(basis.dimensions, basis.wide, basis.order_D is not None)
+        models = self.model_MK.to(torch.uint8).numpy().tobytes()
+        if basis.order_D is not None:
+            return head + models + basis.order_D.int().numpy().tobytes()
+        number_DK = basis.entry_DK.int() // entry_unit(len(basis.entry_DK))
+        wire = torch.empty(coefficients.capacity(*number_DK.shape), dtype=torch.uint8)
+        used, _ = coefficients.encode(number_DK, *_models(basis.dimensions), wire)
+        return head + models + wire[:used].numpy().tobytes()
+
+    @staticmethod
+    def unpacked(data: bytes, width: int) -> "Proposal":
+        """What was sent.
+
+        Raises:
+            CodingError: the bytes are not those of a basis of this width.
+        """
+        fields = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (0, 0, 0)
+        dimensions, wide, plain = fields
+        possible = dimensions == width if plain else 0 < dimensions <= width
+        start = _HEAD.size + 2 * dimensions
+        if len(data) <= start or not possible or plain > 1 or 3 * wide > dimensions:
+            raise CodingError(
+                f"a basis of {len(data)} bytes, {dimensions} dimensions and {wide} wide ones does "
+                f"not fit {width} channels"
+            )
+        models = torch.frombuffer(bytearray(data[_HEAD.size : start]), dtype=torch.uint8)
+        model_MK = models.long().view(2, dimensions).clamp_max(logistic.MODELS - 1)
+        rest = torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8)
+        found = _channels(rest, width, wide) if plain else _directions(rest, width, fields)
+        return Proposal(found, model_MK)
+
+
+def proposal_capacity(width: int) -> int:
+    """Most bytes of a basis."""
+    return _HEAD.size + 2 * width + max(coefficients.capacity(width, width), 4 * width)
+
+
+def _channels(wire: Tensor, width: int, wide: int) -> Basis:
+    order_D = wire[: wire.numel() // 4 * 4].view(torch.int32).long()
+    fits = wire.numel() == 4 * width
+    if not fits or not torch.equal(order_D.sort().values, torch.arange(width)):
+        raise CodingError(f"an order that does not have each of {width} channels once")
+    return Basis.of_channels(order_D, wide)
+
+
+def _directions(wire: Tensor, width: int, fields: tuple[int, int, int]) -> Basis:
+    dimensions, wide, _ = fields
+    unit = entry_unit(width)
+    number_DK = coefficients.decode(wire, width, *_models(dimensions)).q_NK
+    if int(number_DK.abs().max()) > ONE // unit:
+        raise CodingError(f"a basis with an entry of {int(number_DK.abs().max()) * unit} / {ONE}")
+    return Basis((number_DK * unit).to(torch.int16), wide)
+
+
+def _models(dimensions: int) -> tuple[Tensor, Tables]:
+    """Of entries, and of the scales of channels."""
+    each = torch.full((1, coefficients.SCALES), (1 << PROBABILITY_BITS) // coefficients.SCALES)
+    return torch.full((dimensions,), _ENTRY_MODEL), Tables(each)

@@ -1,0 +1,68 @@
+"""Directions that are left out (`dimensions` below 1): which, when, and what of them is lost."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.aqsgd.transform.ends import TOKENS, WIDTH, assert_alike, ends, finish, send
+from thinpipe.aqsgd.transform.boundary import TransformBoundary
+from thinpipe.aqsgd.transform.config import TransformConfig
+
+KEPT = WIDTH // 4
+
+
+def visits(energy_D: Tensor, step: int, samples: int = 8) -> Tensor:
+    """Samples with so much in each of fixed directions, which change by a tenth."""
+    fixed = torch.Generator().manual_seed(0)
+    turn_DD = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=fixed))[0]
+    base_BTD = torch.randn(samples, TOKENS, WIDTH, generator=fixed)
+    anew = torch.Generator().manual_seed(step)
+    change_BTD = 0.1 * torch.randn(samples, TOKENS, WIDTH, generator=anew)
+    return (base_BTD + change_BTD) * energy_D.sqrt() @ turn_DD.T
+
+
+def follow(
+    pair: tuple[TransformBoundary, TransformBoundary], energies: list[Tensor]
+) -> list[float]:
+    """Relative square error of every step."""
+    found = []
+    for step, energy_D in enumerate(energies):
+        x_BTD = visits(energy_D, step)
+        out_BTD, _ = send(*pair, x_BTD, list(range(8)), step)
+        finish(*pair)
+        assert_alike(*pair)
+        found.append(float((out_BTD - x_BTD).square().sum() / x_BTD.square().sum()))
+    return found
+
+
+def test_what_is_in_the_least_directions_is_lost_and_nothing_else() -> None:
+    energy_D = torch.tensor([1.0] * KEPT + [1e-3] * (WIDTH - KEPT))
+    pair = ends(dimensions=KEPT / WIDTH, step=0.01)
+    error = follow(pair, [energy_D] * 8)
+    assert pair[0].learned.basis.dimensions == KEPT
+    left_out = float(energy_D[KEPT:].sum() / energy_D.sum())
+    assert error[-1] == pytest.approx(left_out, rel=0.1)
+    assert error[-1] > 20 * follow(ends(step=0.01), [energy_D] * 8)[-1]
+
+
+def test_another_basis_comes_when_other_directions_have_grown() -> None:
+    before_D = torch.tensor([1.0] * KEPT + [1e-3] * (WIDTH - KEPT))
+    pair = ends(dimensions=KEPT / WIDTH)
+    error = follow(pair, [before_D] * 8 + [before_D.flip(0)] * 60)
+    assert error[8] > 0.5
+    assert error[-1] < 0.1
+
+
+def test_few_tokens_leave_nothing_out() -> None:
+    pair = ends(dimensions=0.25)
+    for step in range(2):
+        x_BTD = visits(torch.ones(WIDTH).cumsum(0) ** -1, step, samples=1)[:, : WIDTH // 2]
+        send(*pair, x_BTD, [0], step)
+        finish(*pair)
+    assert pair[0].learned.version > 0
+    assert pair[0].learned.basis.dimensions == WIDTH
+
+
+def test_a_wanted_error_and_a_share_of_the_directions_contradict_each_other() -> None:
+    with pytest.raises(ValueError, match=r"error = 0.05 with dimensions = 0.5: .* set one of them"):
+        TransformConfig(error=0.05, dimensions=0.5)
