@@ -12,14 +12,17 @@ from thinpipe.aqsgd.transform.rows import row_nbytes
 from thinpipe.aqsgd.transform.steps import Steps
 from thinpipe.pipeline.wire.coding.entropy import Coding
 
+_LARGEST = 3.0
+"""Of steps that follow changes, as a multiple of those of first visits."""
+
 
 class TransformConfig(BaseModel):
     """Changes (or values) in a basis learned from them, entropy-coded; both directions alike.
 
     `step` is the quantization step as a multiple of the rms of what `of` says: the change since a
     sample's last visit, or the value itself. `first_step` is that of samples without history, of
-    the value's rms; steps that follow changes are at most 3 times as large. With `error` steps are
-    chosen such that decoded values are that far from what they should be, relative to them; 0.05 is
+    the value's rms; steps that follow changes are at most `largest_step` times that rms, by default
+    three times `first_step`. With `error` steps are chosen such that decoded values are that far from what they should be, relative to them; 0.05 is
     gentle. `dimensions` is the share of the directions that are sent, those in which values are
     largest; what is in the others never crosses the cut, which fine-tuning bears and training from
     scratch does not. `memory = false` sends every visit like a first one, for runs of one epoch.
@@ -31,6 +34,7 @@ class TransformConfig(BaseModel):
     step: float = Field(0.6, gt=0, le=100, allow_inf_nan=False)
     of: Literal["change", "value"] = "change"
     first_step: float = Field(0.05, gt=0, le=100, allow_inf_nan=False)
+    largest_step: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
     error: float | None = Field(None, gt=0, lt=1)
     dimensions: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     memory: bool = True
@@ -61,7 +65,8 @@ class TransformConfig(BaseModel):
     @property
     def steps(self) -> Steps:
         """How the sender chooses steps."""
-        return Steps(self.step, self.first_step, self.of, self.error)
+        largest = self.largest_step or _LARGEST * self.first_step
+        return Steps(self.step, self.first_step, largest, self.of, self.error)
 
 
 class GradientTransformConfig(TransformConfig):

@@ -14,8 +14,6 @@ from thinpipe.aqsgd.transform.basis import step_index
 
 STEP_RANGE = 480
 """Of indices: steps from 2^-120 to 2^120."""
-_COARSEST = 3.0
-"""Steps that follow changes, as a multiple of those of first visits."""
 _MOST_OF_OTHERS = 5.0
 _MOST_FINER = 8.0
 _MASSIVE = 100.0
@@ -27,13 +25,14 @@ of the others' largest."""
 class Steps:
     """Steps as multiples of an rms: of the change ("change") or of the value itself ("value").
 
-    First visits take `first` times the value's rms; steps that follow changes are not over 3 times
-    as large, as changes from scratch are as large as values. With `error`, steps are such that
-    decoded values differ from what they should be by that much, relative to the value.
+    First visits take `first` times the value's rms; steps that follow changes are not over
+    `largest` times it, as changes from scratch are as large as values. With `error`, steps are such
+    that decoded values differ from what they should be by that much, relative to the value.
     """
 
     change: float
     first: float
+    largest: float
     of: Literal["change", "value"] = "change"
     error: float | None = None
 
@@ -58,7 +57,7 @@ class Steps:
         if self.of == "value":
             return _index(self.change * value)
         following = self.change * _rms(change_ND, change_NK)
-        return _index(min(following, _COARSEST * self.first * value))
+        return _index(min(following, self.largest * value))
 
     def _by_error(self, change_NK: Tensor, value: float) -> int:
         """Reverse water-filling: a dimension's error is a step's, or all of what is smaller."""

@@ -179,6 +179,7 @@ def _like(configured: Spec, level: Spec) -> Spec:
             "of",
             "error",
             "first_step",
+            "largest_step",
             "dimensions",
         }
     )
