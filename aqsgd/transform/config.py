@@ -22,10 +22,11 @@ class TransformConfig(BaseModel):
     `step` is the quantization step as a multiple of the rms of what `of` says: the change since a
     sample's last visit, or the value itself. `first_step` is that of samples without history, of
     the value's rms; steps that follow changes are at most `largest_step` times that rms, by default
-    three times `first_step`. With `error` steps are chosen such that decoded values are that far from what they should be, relative to them; 0.05 is
-    gentle. `dimensions` is the share of the directions that are sent, those in which values are
-    largest; what is in the others never crosses the cut, which fine-tuning bears and training from
-    scratch does not. `memory = false` sends every visit like a first one, for runs of one epoch.
+    three times `first_step`. With `error` steps are chosen such that decoded values are that far
+    from what they should be, relative to them; 0.05 is gentle. `dimensions` is the share of the
+    directions that are sent, those in which values are largest; what is in the others never crosses
+    the cut, which fine-tuning bears and training from scratch does not. `memory = false` sends
+    every visit like a first one, for runs of one epoch.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
