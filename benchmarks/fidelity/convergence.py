@@ -101,13 +101,15 @@ def _transform(
     backward: float,
     *,
     first: tuple[float, float] = (0.05, 0.15),
+    largest: tuple[float, float] | None = None,
+    dimensions: tuple[float, float] = (1.0, 1.0),
     of: str = "change",
 ) -> dict[str, Any]:
-    steps = zip(("forward", "backward"), (forward, backward), first, strict=True)
-    return {
-        way: {"kind": "transform", "step": step, "first_step": start, "of": of}
-        for way, step, start in steps
-    }
+    spec = {"kind": "transform", "of": of}
+    steps = zip((forward, backward), first, largest or (None, None), dimensions, strict=True)
+    names = ("step", "first_step", "largest_step", "dimensions")
+    ways = [spec | dict(zip(names, step, strict=True)) for step in steps]
+    return {"forward": ways[0], "backward": ways[1]}
 
 
 def _once(forward: float, backward: float) -> dict[str, Any]:
@@ -120,6 +122,10 @@ _STEPS = {".3": 0.3, ".4": 0.4, ".6": 0.6, ".7": 0.7, ".8": 0.8, ".9": 0.9, "1":
 TRANSFORM: dict[str, dict[str, Any]] = {
     **{f"transform {name}/{name}": _transform(step, step) for name, step in _STEPS.items()},
     "transform .8/.8, first .1/.3": _transform(0.8, 0.8, first=(0.1, 0.3)),
+    "transform .5/.5, dimensions 1/.6": _transform(0.5, 0.5, dimensions=(1.0, 0.6)),
+    "transform .5/.5, dimensions .9/.7": _transform(0.5, 0.5, dimensions=(0.9, 0.7)),
+    "transform .6/.6, dimensions .875/.6": _transform(0.6, 0.6, dimensions=(0.875, 0.6)),
+    "transform .7/.7, dimensions .875/.6": _transform(0.7, 0.7, dimensions=(0.875, 0.6)),
     "transform 1/2": _transform(1.0, 2.0),
     "transform 1.5/3, first .1/.4": _transform(1.5, 3.0, first=(0.1, 0.4)),
     "transform 2/4, first .1/.5": _transform(2.0, 4.0, first=(0.1, 0.5)),
