@@ -27,7 +27,7 @@ _POINT = 14
 ONE = 1 << _POINT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Basis:
     """K directions in D channels, as columns (int16, in 1 / 16384), the widest first.
 
@@ -114,11 +114,7 @@ class Basis:
 
     def turned(self, q_NL: Tensor, other: "Basis") -> Tensor:
         """Coefficients (int32) under another basis, in this one; the same on any machine."""
-        entry_KD = self.entry_DK.double().T
-        turn_KL = _rounded(entry_KD @ other.entry_DK.double())
-        beside_KK = _rounded(entry_KD @ entry_KD.T)  # 1 where directions are orthonormal
-        turn_KL = 2 * turn_KL - _rounded(beside_KK @ turn_KL)
-        return _rounded(q_NL.double() @ turn_KL.T).int()
+        return _rounded(q_NL.double() @ _turn(self, other).T).int()
 
 
 def entry_unit(width: int) -> int:
@@ -142,6 +138,15 @@ def rescaled(q_NK: Tensor, old: int, new: int) -> Tensor:
         return q_NK
     factor = torch.tensor(step_size(old - new), dtype=torch.float64)
     return torch.floor(q_NK.double() * factor + 0.5).clamp_(-(2**30), 2**30).int()
+
+
+@functools.lru_cache(maxsize=8)
+def _turn(basis: Basis, other: Basis) -> Tensor:
+    """From coefficients in the other basis to this one: entries (float64 [K, L])."""
+    entry_KD = basis.entry_DK.double().T
+    turn_KL = _rounded(entry_KD @ other.entry_DK.double())
+    beside_KK = _rounded(entry_KD @ entry_KD.T)  # 1 where directions are orthonormal
+    return 2 * turn_KL - _rounded(beside_KK @ turn_KL)
 
 
 def _rounded(product: Tensor) -> Tensor:
