@@ -27,7 +27,7 @@ _POINT = 14
 ONE = 1 << _POINT
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Basis:
     """K directions in D channels, as columns (int16, in 1 / 16384), the widest first.
 
@@ -71,8 +71,8 @@ class Basis:
         return self.entry_DK.float() / ONE
 
     @functools.cached_property
-    def _inverse(self) -> Tensor:
-        """What coefficients that `matrix` restores are found by (fp32 [D, K], on the CPU)."""
+    def inverse(self) -> Tensor:
+        """What coefficients that `matrix` restores are found by; floats, on the CPU."""
         v_DK = self.matrix.double()
         inverse_DK: Tensor = torch.linalg.solve(v_DK.T @ v_DK, v_DK.T).T
         return inverse_DK.float().contiguous()
@@ -86,7 +86,7 @@ class Basis:
         """Coefficients (fp32) of tokens, on their device."""
         if self.order_D is not None:
             return x_ND.float()[:, self.order_D]
-        return x_ND.float() @ self._inverse.to(x_ND.device)
+        return x_ND.float() @ self.inverse.to(x_ND.device)
 
     def restore(self, y_NK: Tensor) -> Tensor:
         """Tokens (fp32) from their coefficients."""
@@ -112,13 +112,21 @@ class Basis:
         parts = [high_NW << 8 | low_NW, signed_NK[:, 2 * wide : narrow]]
         return torch.cat([*parts, (half_NW << 28) >> 28, half_NW >> 4], 1)
 
-    def turned(self, q_NL: Tensor, other: "Basis") -> Tensor:
-        """Coefficients (int32) under another basis, in this one; the same on any machine."""
-        return _rounded(q_NL.double() @ _turn(self, other).T).int()
+    def turn_from(self, other: "Basis") -> Tensor:
+        """What turns coefficients under another basis into those in this one (int32 [K, L])."""
+        entry_KD = self.entry_DK.double().T
+        turn_KL = _rounded(entry_KD @ other.entry_DK.double())
+        beside_KK = _rounded(entry_KD @ entry_KD.T)  # 1 where directions are orthonormal
+        return (2 * turn_KL - _rounded(beside_KK @ turn_KL)).int()
+
+
+def turned(q_NL: Tensor, turn_KL: Tensor) -> Tensor:
+    """Coefficients (int32) under another basis; the same on any machine."""
+    return _rounded(q_NL.double() @ turn_KL.double().T).int()
 
 
 def entry_unit(width: int) -> int:
-    """What entries are multiples of, in 1 / 16384: a 32nd of their rms, or a little less."""
+    """What entries are multiples of, in 1 / 16384: a 19th to a 63rd of their rms."""
     return 1 << max((512 // math.isqrt(width)).bit_length() - 1, 0)
 
 
@@ -138,15 +146,6 @@ def rescaled(q_NK: Tensor, old: int, new: int) -> Tensor:
         return q_NK
     factor = torch.tensor(step_size(old - new), dtype=torch.float64)
     return torch.floor(q_NK.double() * factor + 0.5).clamp_(-(2**30), 2**30).int()
-
-
-@functools.lru_cache(maxsize=8)
-def _turn(basis: Basis, other: Basis) -> Tensor:
-    """From coefficients in the other basis to this one: entries (float64 [K, L])."""
-    entry_KD = basis.entry_DK.double().T
-    turn_KL = _rounded(entry_KD @ other.entry_DK.double())
-    beside_KK = _rounded(entry_KD @ entry_KD.T)  # 1 where directions are orthonormal
-    return 2 * turn_KL - _rounded(beside_KK @ turn_KL)
 
 
 def _rounded(product: Tensor) -> Tensor:

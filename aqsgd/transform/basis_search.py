@@ -1,14 +1,15 @@
 """The sender's search for a better basis: the Karhunen-Loeve transform of what it sends.
 
 Covariances are taken in units of the quantization step, of some tokens. The sender sends their
-eigenvectors after the first step. After 2, 4, 8, ... steps it asks what newer ones would have saved
-since the basis last changed, and sends them if that is more than they take: as many messages at
-least are still to come. Where eigenvectors save less than half a bit a value, channels are sent as
-they are.
+eigenvectors after the first step. After 2, 4, 8, ... 64 steps, and every 64 from there on, it asks
+what newer ones would have saved since the basis last changed, and sends them if that is more than
+they take: as many messages at least are still to come. Where eigenvectors save less than half a bit
+a value, channels are sent as they are.
 
 A basis has all D directions, unless some are to be left out: then those in which values are least,
 once there are enough tokens to tell. Few tokens fill few directions, and say little of what other
-tokens have in the rest: left out, that would be an error many times that of rounding.
+tokens have in the rest: left out, that would be an error many times that of rounding. A basis that
+leaves out more than twice what is least to be left out, and than rounding adds, is replaced.
 
 Axes: N tokens, D channels and directions, K of them, M = 2 kinds of visits.
 """
@@ -31,7 +32,10 @@ _ENOUGH = 8
 """Tokens per channel that are looked at between two searches."""
 _MANY = 4
 """Tokens per channel, of which variances are taken as they are, and directions may be left out."""
-_ENTRY_BITS = 7.2
+_OFTEN = 64
+"""Steps between two searches, at most."""
+_ENTRY_BITS = 7.5
+"""What a direction takes of each channel, about."""
 _REACH = 5
 """Standard deviations that a remembered coefficient may reach."""
 _LEAST_GAIN = 0.5
@@ -90,7 +94,7 @@ class BasisSearch:
 
         Before the first `end_step`: in that step.
         """
-        steps = 1 << max(0, (self._steps + 1).bit_length() - 1)
+        steps = min(1 << max(0, (self._steps + 1).bit_length() - 1), _OFTEN)
         return max(_MOST_TOKENS, _ENOUGH * max(self._width, 1024) // steps)
 
     def end_step(self, seen: Sequence[Seen], tokens: int, basis: Basis, *, first: bool) -> Found:
@@ -104,7 +108,7 @@ class BasisSearch:
             self._values += len(value_ND)
         self._tokens += tokens
         self._steps += 1
-        due = first or not self._steps & (self._steps - 1)
+        due = first or not self._steps & (self._steps - 1) or not self._steps % _OFTEN
         if not due or not sum(self._count_M):
             return NOTHING
         found = self._search(basis, first=first)
@@ -139,29 +143,43 @@ class BasisSearch:
         sent_DD = self._sent_MDD.sum(0) / sum(self._count_M)
         if not bool(torch.isfinite(sent_DD).all()):
             return NOTHING
-        v_DD = torch.linalg.eigh(sent_DD)[1].flip(1)
+        kept = self._kept if self._values >= _MANY * self._width else self._width
+        if basis.dimensions == self._kept < kept:
+            return NOTHING  # too few tokens to tell which directions to leave out
+        v_DK = self._directions(sent_DD, kept)
         kind = CHANGE if self._count_M[CHANGE] else FIRST
-        spectrum = _spectrum(self._expected(kind, v_DD))
+        spectrum = _spectrum(self._expected(kind, v_DK), self._width)
         if spectrum.gain < _LEAST_GAIN:
             stays = basis.order_D is not None and not first
             return Found(None if stays else self._channels(), spectrum)
-        newer_D = _expected(_variances(sent_DD, v_DD), sum(self._count_M))
-        saved = _bits(_completed(sent_DD, basis.matrix)) - _bits(newer_D)
-        pays = saved * self._tokens >= _ENTRY_BITS * self._width**2
-        due = first or pays or basis.dimensions > self._most()
-        return Found(self._proposal(v_DD) if due else None, spectrum)
+        newer_K = _expected(_variances(sent_DD, v_DK), sum(self._count_M), self._width)
+        saved = _bits(_variances(sent_DD, basis.matrix)) - _bits(newer_K)
+        pays = saved * self._tokens >= _ENTRY_BITS * self._width * kept
+        other = basis.dimensions != kept or self._leaves_out_more(basis)
+        return Found(self._proposal(v_DK) if first or pays or other else None, spectrum)
 
-    def _proposal(self, v_DD: Tensor) -> Proposal:
+    def _directions(self, sent_DD: Tensor, kept: int) -> Tensor:
+        """Those in which values are largest, turned to eigenvectors of what is sent in them."""
+        if kept == self._width:
+            return _eigenvectors(sent_DD)
+        v_DK = _eigenvectors(self._value_DD)[:, :kept]
+        return v_DK @ _eigenvectors(v_DK.T @ sent_DD @ v_DK)
+
+    def _leaves_out_more(self, basis: Basis) -> bool:
+        """Than it need, by as much as that is or as rounding adds."""
+        if basis.dimensions == self._width:
+            return False
+        value_DD = self._value_DD / self._values
+        least = float(torch.linalg.eigvalsh(value_DD)[: -basis.dimensions].sum())
+        kept = float(((value_DD @ basis.inverse) * basis.matrix).sum())
+        return float(value_DD.trace()) - kept - least > max(least, self._width / 12)
+
+    def _proposal(self, v_DK: Tensor) -> Proposal:
         """The widest directions first."""
-        square_D, order_D = _variances(self._value_DD / self._values, v_DD).sort(descending=True)
-        kept = self._most()
-        v_DK = v_DD[:, order_D[:kept]]
-        wide = _wide(_expected(square_D, self._values)[:kept])
-        return Proposal(Basis.nearest(v_DK, wide), self._models(v_DD)[:, order_D[:kept]])
-
-    def _most(self) -> int:
-        """How many directions a basis found now has."""
-        return self._kept if self._values >= _MANY * self._width else self._width
+        square_K, order_K = _variances(self._value_DD / self._values, v_DK).sort(descending=True)
+        v_DK = v_DK[:, order_K]
+        wide = _wide(_expected(square_K, self._values, self._width))
+        return Proposal(Basis.nearest(v_DK, wide), self._models(v_DK))
 
     def _channels(self) -> Proposal:
         """The channels as they are, those that vary most first."""
@@ -169,20 +187,20 @@ class BasisSearch:
         basis = Basis.of_channels(order_D, _wide(square_D))
         return Proposal(basis, self._models(basis.matrix))
 
-    def _models(self, v_DD: Tensor) -> Tensor:
+    def _models(self, v_DK: Tensor) -> Tensor:
         """Where the models of the directions start; kinds not seen yet take the other's."""
         found = []
         for kind in KINDS:
             seen = kind if self._count_M[kind] else (CHANGE if kind == FIRST else FIRST)
-            variance_D = self._expected(seen, v_DD)
-            model_D = 20 + 4 * ((variance_D / 2).clamp_min(2.0**-12).log2() / 2)
-            found.append(model_D.round().clamp(0, logistic.MODELS - 1).long())
+            variance_K = self._expected(seen, v_DK)
+            model_K = 20 + 4 * ((variance_K / 2).clamp_min(2.0**-12).log2() / 2)
+            found.append(model_K.round().clamp(0, logistic.MODELS - 1).long())
         return torch.stack(found)
 
-    def _expected(self, kind: Kind, v_DD: Tensor) -> Tensor:
+    def _expected(self, kind: Kind, v_DK: Tensor) -> Tensor:
         """Variances of what is sent of a kind, of tokens to come."""
         count = self._count_M[kind]
-        return _expected(_variances(self._sent_MDD[kind] / count, v_DD), count)
+        return _expected(_variances(self._sent_MDD[kind] / count, v_DK), count, self._width)
 
 
 def sampled(tokens: int) -> slice:
@@ -197,40 +215,37 @@ def _wide(square_K: Tensor) -> int:
     return min(int((reach_K > 2**7).sum()), narrow // 2, len(square_K) // 3)
 
 
-def _spectrum(energy_D: Tensor) -> Spectrum:
-    """From what dimensions have of a token, in squared steps."""
-    width, energy_D = len(energy_D), energy_D.sort(descending=True).values
-    alike = width * _bits(energy_D.mean()[None]) + _SCALE_BITS
-    share_D = energy_D.cumsum(0) / energy_D.sum().clamp_min(1e-30)
-    return Spectrum(
-        (alike - _bits(energy_D)) / width, min(int((share_D < _ENERGY).sum()) + 1, width)
-    )
+def _spectrum(energy_K: Tensor, width: int) -> Spectrum:
+    """From what dimensions have of a token of so many channels, in squared steps."""
+    energy_K = energy_K.sort(descending=True).values
+    alike = width * _bits(energy_K.sum()[None] / width) + _SCALE_BITS
+    share_K = energy_K.cumsum(0) / energy_K.sum().clamp_min(1e-30)
+    gain = (alike - _bits(energy_K)) / width
+    return Spectrum(gain, min(int((share_K < _ENERGY).sum()) + 1, len(energy_K)))
 
 
-def _expected(variance_D: Tensor, count: float) -> Tensor:
+def _expected(variance_K: Tensor, count: float, width: int) -> Tensor:
     """What these variances, in the directions that `count` tokens vary in most, are for others.
 
     Where these are few, some of the mean is mixed in: as much as makes the expected square error of
     the covariance least (Ledoit and Wolf 2004) if all tokens are of one length.
     """
-    if count >= _MANY * len(variance_D):
-        return variance_D
-    mean, square = variance_D.mean(), variance_D.square().sum()
-    uneven = (square - variance_D.sum() * mean).clamp_min(1e-30)
-    share = ((variance_D.sum().square() - square) / (count * uneven)).clamp(0, 1)
-    return variance_D + share * (mean - variance_D)
+    if count >= _MANY * width:
+        return variance_K
+    mean, square = variance_K.mean(), variance_K.square().sum()
+    uneven = (square - variance_K.sum() * mean).clamp_min(1e-30)
+    share = ((variance_K.sum().square() - square) / (count * uneven)).clamp(0, 1)
+    return variance_K + share * (mean - variance_K)
+
+
+def _eigenvectors(c_DD: Tensor) -> Tensor:
+    """The widest first."""
+    vectors_DD: Tensor = torch.linalg.eigh(c_DD)[1]
+    return vectors_DD.flip(1)
 
 
 def _variances(c_DD: Tensor, v_DK: Tensor) -> Tensor:
     return ((c_DD @ v_DK) * v_DK).sum(0).clamp_min(0)
-
-
-def _completed(c_DD: Tensor, v_DK: Tensor) -> Tensor:
-    """Variances in directions, and what these leave out, in all others alike."""
-    variance_K = _variances(c_DD, v_DK)
-    others = v_DK.shape[0] - v_DK.shape[1]
-    rest = (c_DD.trace() - variance_K.sum()).clamp_min(0) / max(others, 1)
-    return torch.cat([variance_K, rest.expand(others)])
 
 
 def _bits(variance_K: Tensor) -> float:

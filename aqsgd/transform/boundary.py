@@ -68,7 +68,10 @@ class _Part(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Tokens that the sender looks at, also in coefficients: what is to be sent, and values."""
+    """Tokens that the sender looks at, also in coefficients: what is to be sent, and values.
+
+    Values have what the basis leaves out; what is to be sent has not.
+    """
 
     change_ND: Tensor
     change_NK: Tensor
@@ -222,12 +225,11 @@ class TransformBoundary:
     def _look(self, part: _Part, x_ND: Tensor, y_NK: Tensor) -> _Seen:
         """Some tokens of a part."""
         some = sampled(len(x_ND))
-        value_ND, change_NK = x_ND[some].float().cpu(), y_NK[some]
-        if part.kind == FIRST:
-            return _Seen(value_ND, change_NK, value_ND, change_NK)
-        held_NK = part.values()[some]
-        change_ND = value_ND - self.learned.basis.restore(held_NK)
-        return _Seen(change_ND, change_NK - held_NK, value_ND, change_NK)
+        value_ND, value_NK = x_ND[some].float().cpu(), y_NK[some]
+        change_NK = value_NK
+        if part.kind == CHANGE:
+            change_NK = value_NK - part.values()[some]
+        return _Seen(self.learned.basis.restore(change_NK), change_NK, value_ND, value_NK)
 
     def _split(
         self, wire: Tensor, samples: int
@@ -263,8 +265,7 @@ class TransformBoundary:
         held = []
         if kind == CHANGE and self._rows is not None:
             ids, tokens = plan.ids_B[rows].tolist(), plan.shape_BTD[1]
-            version = self.learned.version
-            held = [self._rows.held(sample, tokens, version) for sample in ids]
+            held = [self._rows.held(sample, tokens) for sample in ids]
         return _Part(kind, rows, held)
 
     def _restored(self, sent: _Sent, q_NK: Tensor, device: torch.device) -> Tensor:

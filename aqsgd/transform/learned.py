@@ -49,6 +49,7 @@ class Learned:
         self.model_MK = torch.tensor(_START)[:, None].repeat(1, self.width)
         self._scales_MT = torch.zeros(2, SCALES, dtype=torch.int64)
         self._pieces: dict[int, bytes] = {}
+        self._turns: dict[int, Tensor] = {}
         self._forget_step()
 
     @property
@@ -60,6 +61,12 @@ class Learned:
     def received(self) -> int:
         """Pieces of the next basis that earlier steps brought."""
         return len(self._pieces)
+
+    def turn_from(self, version: int) -> Tensor:
+        """What turns coefficients under an older basis into those under the current one."""
+        if version not in self._turns:
+            self._turns[version] = self.basis.turn_from(self.bases[version])
+        return self._turns[version]
 
     def scales(self, kind: Kind) -> Tables:
         """Frequencies of the tokens' scales in this step."""
@@ -99,6 +106,7 @@ class Learned:
         self.model_MK = proposal.model_MK.clone()
         self.version += 1
         self.bases[self.version] = proposal.basis
+        self._turns = {}
         self._pieces = {}
         self._forget_step()
 
@@ -123,6 +131,9 @@ class Learned:
         """Forget bases that neither messages nor samples of these versions need."""
         needed = {0, self.version, *held}
         self.bases = {version: self.bases[version] for version in self.bases if version in needed}
+        self._turns = {
+            version: self._turns[version] for version in self._turns if version in needed
+        }
 
     def discard(self) -> None:
         """End a step that does not count."""
@@ -157,6 +168,7 @@ class Learned:
         self.bases = {int(v): Basis(*basis) for v, basis in state["bases"].items()}
         self.model_MK, self._scales_MT = state["models"].clone(), state["scales"].clone()
         self._pieces = {int(i): data.numpy().tobytes() for i, data in state["pieces"].items()}
+        self._turns = {}
         self._forget_step()
 
     def _known_pieces(self) -> dict[int, bytes]:

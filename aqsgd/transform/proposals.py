@@ -7,7 +7,7 @@ is waited for.
 
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,8 +43,8 @@ class Proposals:
         self._width, self._search = width, BasisSearch(width, share)
         self._worker = Worker("basis search")
         self._job: Future[Found] | Found = NOTHING
-        self._under_way: list[Future[Found]] = []
-        weakref.finalize(self, _wait, self._under_way)
+        # a process must not end while a thread is inside torch: it would abort
+        weakref.finalize(self, self._worker.stop, _LONGEST_SEARCH_S)
         self._pieces: list[Piece] = []
         self._sent = 0  # in steps that count
         self._next = 0
@@ -120,7 +120,6 @@ class Proposals:
             self._room = self._search.room()
             job = partial(self._search.end_step, seen, tokens, learned.basis, first=first)
             self._job = self._worker.submit(job)
-            self._under_way[:] = [self._job]
             found = self._taken() if first else NOTHING
         if found.proposal is not None:
             self._pieces = _cut(found.proposal.packed())
@@ -139,11 +138,6 @@ class Proposals:
     def _forget_step(self) -> None:
         self._new_seen: list[Seen] = []
         self._new_tokens = 0
-
-
-def _wait(jobs: list["Future[Found]"]) -> None:
-    """A process must not end while a thread is inside LAPACK: it would abort."""
-    wait(jobs, timeout=_LONGEST_SEARCH_S)
 
 
 def settled(sent_ND: Tensor, value_ND: Tensor, step: float, share: float) -> Proposal:

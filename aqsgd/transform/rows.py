@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.aqsgd.memory import SampleMemory
-from thinpipe.aqsgd.transform.basis import Basis
+from thinpipe.aqsgd.transform.basis import Basis, turned
 from thinpipe.aqsgd.transform.learned import Learned
 
 _HEAD = struct.Struct("<Ii")
@@ -68,15 +68,15 @@ class Rows:
         """Those of bases that rows are in, and maybe of more."""
         return self._count.keys()
 
-    def held(self, sample: int, tokens: int, version: int) -> Held:
-        """What is remembered of a sample, in the basis of this version."""
-        bases = self._learned.bases
-        row = self.memory.row(sample, tokens * self._learned.width).cpu()
-        held = unpack(row, bases, tokens)
-        if held.version == version:
+    def held(self, sample: int, tokens: int) -> Held:
+        """What is remembered of a sample, in the current basis."""
+        learned = self._learned
+        row = self.memory.row(sample, tokens * learned.width).cpu()
+        held = unpack(row, learned.bases, tokens)
+        if held.version == learned.version:
             return held
-        turned = bases[version].turned(held.q_TK, bases[held.version])
-        return held._replace(version=version, q_TK=turned)
+        q_TK = turned(held.q_TK, learned.turn_from(held.version))
+        return held._replace(version=learned.version, q_TK=q_TK)
 
     def stage(self, sample: int, held: Held) -> None:
         """Remember this at the end of the step, in the current basis."""

@@ -37,6 +37,12 @@ class Worker:
         self._jobs.put((job, future))
         return future
 
+    def stop(self, timeout_s: float) -> None:
+        """Wait for what there is to do, for so long at most; nothing may be submitted after it."""
+        self._jobs.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
 
 def _run(jobs: "queue.SimpleQueue[_Job | None]") -> None:
     torch.get_num_threads()  # without it MKL uses every core in a new thread, whatever was set

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinpipe.aqsgd.transform.basis import Basis, rescaled, step_index, step_size
+from thinpipe.aqsgd.transform.basis import Basis, rescaled, step_index, step_size, turned
 
 
 def orthonormal(width: int, seed: int = 0) -> Tensor:
@@ -29,7 +29,10 @@ def test_restoring_undoes_projecting() -> None:
 def test_numbers_of_another_basis_stand_for_the_same_tokens() -> None:
     old, new = nearest(64), nearest(64, 1)
     q_NK = torch.randint(-200, 201, (40, 64), dtype=torch.int32)
-    before_ND, after_ND = old.restore(q_NK.float()), new.restore(new.turned(q_NK, old).float())
+    before_ND, after_ND = (
+        old.restore(q_NK.float()),
+        new.restore(turned(q_NK, new.turn_from(old)).float()),
+    )
     assert float((after_ND - before_ND).abs().max()) < 3  # each number is rounded by up to a half
 
 
@@ -40,7 +43,9 @@ def test_turning_is_exact_in_any_order() -> None:
     q_NK = torch.randint(-(2**15), 2**15, (16, width), dtype=torch.int32)
     order = torch.randperm(width)
     shuffled = [replace(basis, entry_DK=basis.entry_DK[order].contiguous()) for basis in (old, new)]
-    assert torch.equal(new.turned(q_NK, old), shuffled[1].turned(q_NK, shuffled[0]))
+    turns = new.turn_from(old), shuffled[1].turn_from(shuffled[0])
+    assert torch.equal(*turns)
+    assert torch.equal(turned(q_NK, turns[0]), turned(q_NK[:, order], turns[1][:, order]))
 
 
 @pytest.mark.parametrize("index", [-400, -37, -4, -1, 0, 1, 2, 3, 4, 10, 400])
