@@ -12,8 +12,8 @@ from thinpipe.aqsgd.transform.rows import row_nbytes
 from thinpipe.aqsgd.transform.steps import Steps
 from thinpipe.pipeline.wire.coding.entropy import Coding
 
-_LARGEST = 3.0
-"""Of steps that follow changes, as a multiple of those of first visits."""
+_LARGEST_BY_FIRST = 3.0
+"""`largest_step` as a multiple of `first_step`, where it is not set."""
 
 
 class TransformConfig(BaseModel):
@@ -24,9 +24,9 @@ class TransformConfig(BaseModel):
     the value's rms; steps that follow changes are at most `largest_step` times that rms, by default
     three times `first_step`. With `error` steps are chosen such that decoded values are that far
     from what they should be, relative to them; 0.05 is gentle. `dimensions` is the share of the
-    directions that are sent, those in which values are largest; what is in the others never crosses
-    the cut, which fine-tuning bears and training from scratch does not. `memory = false` sends
-    every visit like a first one, for runs of one epoch.
+    directions that are sent, those in which values are largest, from when 4 tokens per channel were
+    seen; what is in the others is lost, which fine-tuning bears and training from scratch does not.
+    `memory = false` sends every visit like a first one, for runs of one epoch.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,11 +41,17 @@ class TransformConfig(BaseModel):
     memory: bool = True
 
     @model_validator(mode="after")
-    def _check_error(self) -> Self:
+    def _check_together(self) -> Self:
         if self.error is not None and self.dimensions < 1:
             raise ValueError(
                 f"error = {self.error} with dimensions = {self.dimensions}: what is left out is an "
                 "error of its own; set one of them"
+            )
+        follows = self.memory and self.of == "change" and self.error is None
+        if self.largest_step is not None and not follows:
+            raise ValueError(
+                f"largest_step = {self.largest_step} bounds steps that follow changes, and there "
+                'are none with memory = false, of = "value" or error; leave it out'
             )
         return self
 
@@ -66,7 +72,7 @@ class TransformConfig(BaseModel):
     @property
     def steps(self) -> Steps:
         """How the sender chooses steps."""
-        largest = self.largest_step or _LARGEST * self.first_step
+        largest = self.largest_step or _LARGEST_BY_FIRST * self.first_step
         return Steps(self.step, self.first_step, largest, self.of, self.error)
 
 

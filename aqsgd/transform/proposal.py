@@ -38,7 +38,7 @@ class Proposal(NamedTuple):
             return head + models + basis.order_D.int().numpy().tobytes()
         number_DK = basis.entry_DK.int() // entry_unit(len(basis.entry_DK))
         wire = torch.empty(coefficients.capacity(*number_DK.shape), dtype=torch.uint8)
-        used, _ = coefficients.encode(number_DK, *_models(basis.dimensions), wire)
+        used, _ = coefficients.encode(number_DK, *_static(basis.dimensions), wire)
         return head + models + wire[:used].numpy().tobytes()
 
     @staticmethod
@@ -48,8 +48,9 @@ class Proposal(NamedTuple):
         Raises:
             CodingError: the bytes are not those of a basis of this width.
         """
-        fields = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (0, 0, 0)
-        dimensions, wide, plain = fields
+        if len(data) < _HEAD.size:
+            raise CodingError(f"a basis of {len(data)} bytes does not fit {width} channels")
+        dimensions, wide, plain = _HEAD.unpack_from(data)
         possible = dimensions == width if plain else 0 < dimensions <= width
         start = _HEAD.size + 2 * dimensions
         if len(data) <= start or not possible or plain > 1 or 3 * wide > dimensions:
@@ -60,8 +61,9 @@ class Proposal(NamedTuple):
         models = torch.frombuffer(bytearray(data[_HEAD.size : start]), dtype=torch.uint8)
         model_MK = models.long().view(2, dimensions).clamp_max(logistic.MODELS - 1)
         rest = torch.frombuffer(bytearray(data[start:]), dtype=torch.uint8)
-        found = _channels(rest, width, wide) if plain else _directions(rest, width, fields)
-        return Proposal(found, model_MK)
+        if plain:
+            return Proposal(_channels(rest, width, wide), model_MK)
+        return Proposal(_directions(rest, width, dimensions, wide), model_MK)
 
 
 def proposal_capacity(width: int) -> int:
@@ -77,16 +79,15 @@ def _channels(wire: Tensor, width: int, wide: int) -> Basis:
     return Basis.of_channels(order_D, wide)
 
 
-def _directions(wire: Tensor, width: int, fields: tuple[int, int, int]) -> Basis:
-    dimensions, wide, _ = fields
+def _directions(wire: Tensor, width: int, dimensions: int, wide: int) -> Basis:
     unit = entry_unit(width)
-    number_DK = coefficients.decode(wire, width, *_models(dimensions)).q_NK
+    number_DK = coefficients.decode(wire, width, *_static(dimensions)).q_NK
     if int(number_DK.abs().max()) > ONE // unit:
         raise CodingError(f"a basis with an entry of {int(number_DK.abs().max()) * unit} / {ONE}")
     return Basis((number_DK * unit).to(torch.int16), wide)
 
 
-def _models(dimensions: int) -> tuple[Tensor, Tables]:
-    """Of entries, and of the scales of channels."""
+def _static(dimensions: int) -> tuple[Tensor, Tables]:
+    """Models of entries, and of the scales of channels."""
     each = torch.full((1, coefficients.SCALES), (1 << PROBABILITY_BITS) // coefficients.SCALES)
     return torch.full((dimensions,), _ENTRY_MODEL), Tables(each)

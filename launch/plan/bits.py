@@ -64,6 +64,17 @@ _LEARNED_ONCE: Mapping[Direction, tuple[Spec, ...]] = {
         *_BACKWARD[2:],
     ),
 }
+_OF_LEVELS = {
+    "bits",
+    "format",
+    "rate",
+    "delta",
+    "step",
+    "of",
+    "error",
+    "first_step",
+    "largest_step",
+}
 
 
 class Candidate(NamedTuple):
@@ -165,24 +176,12 @@ def fidelity(spec: Spec) -> float:
 def _like(configured: Spec, level: Spec) -> Spec:
     """The level, with the run file's other settings of a codec of that kind.
 
-    `delta` is left at its default: tiles do not support every level.
+    `delta`, `of`, `error` and `largest_step` are left at their defaults: they do not go with every
+    level.
     """
     if configured.kind != level.kind:
         return level
-    kept = configured.model_dump(
-        exclude={
-            "bits",
-            "format",
-            "rate",
-            "delta",
-            "step",
-            "of",
-            "error",
-            "first_step",
-            "largest_step",
-            "dimensions",
-        }
-    )
+    kept = configured.model_dump(exclude=_OF_LEVELS)
     return type(level).model_validate(kept | level.model_dump(exclude_unset=True))
 
 

@@ -1,5 +1,7 @@
 """What a boundary decides as it goes: channels as they are, new bases, none that nobody needs."""
 
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -133,3 +135,19 @@ def test_a_slow_search_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(basis_search.BasisSearch, "end_step", slow_search)
     assert train(*ends(), range(12)) == quick
+
+
+def test_a_process_that_ends_during_a_search_ends_well() -> None:
+    """An interpreter that goes while a thread is inside torch aborts."""
+    program = """
+import torch
+from thinpipe.aqsgd.transform.config import TransformConfig, build_transform
+end, ids_B = build_transform(TransformConfig(), width=512), torch.arange(4)
+for step in range(4):
+    x_BTD = torch.randn(4, 16, 512)
+    plan = end.plan(ids_B, x_BTD.shape, step=step)
+    end.encode(plan, x_BTD, torch.empty(plan.capacity, dtype=torch.uint8))
+    end.finish_step(keep=True)
+"""
+    for _ in range(3):
+        subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

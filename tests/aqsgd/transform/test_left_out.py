@@ -1,5 +1,7 @@
 """Directions that are left out (`dimensions` below 1): which, when, and what of them is lost."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -45,12 +47,34 @@ def test_what_is_in_the_least_directions_is_lost_and_nothing_else() -> None:
     assert error[-1] > 20 * follow(ends(step=0.01), [energy_D] * 8)[-1]
 
 
-def test_another_basis_comes_when_other_directions_have_grown() -> None:
-    before_D = torch.tensor([1.0] * KEPT + [1e-3] * (WIDTH - KEPT))
-    pair = ends(dimensions=KEPT / WIDTH)
-    error = follow(pair, [before_D] * 8 + [before_D.flip(0)] * 60)
+@pytest.mark.parametrize("kept", [KEPT, WIDTH // 2])
+def test_another_basis_comes_when_other_directions_have_grown(kept: int) -> None:
+    before_D = torch.tensor([1.0] * kept + [1e-3] * (WIDTH - kept))
+    pair = ends(dimensions=kept / WIDTH)
+    error = follow(pair, [before_D] * 8 + [before_D.flip(0)] * 12)
     assert error[8] > 0.5
     assert error[-1] < 0.1
+
+
+def test_what_does_not_change_in_kind_is_left_as_it_is() -> None:
+    """Neither more is lost with time, nor are other bases sent, nor steps made coarser."""
+    energy_D = torch.logspace(0, -4, WIDTH)
+    pair = ends(dimensions=0.5)
+    error = follow(pair, [energy_D] * 60)
+    assert pair[0].learned.version == 1
+    least = float(energy_D[WIDTH // 2 :].sum() / energy_D.sum())
+    assert max(error[4:]) < 1.2 * least
+
+
+def test_a_resumed_run_may_send_more_or_fewer_directions() -> None:
+    energy_D = torch.logspace(0, -2, WIDTH)
+    for before, after in ((0.5, 1.0), (1.0, 0.5)):
+        old, new = ends(dimensions=before), ends(dimensions=after)
+        follow(old, [energy_D] * 12)
+        for left, right in zip(old, new, strict=True):
+            right.load_state_dict(left.state_dict())
+        follow(new, [energy_D] * 24)
+        assert new[0].learned.basis.dimensions == after * WIDTH
 
 
 def test_few_tokens_leave_nothing_out() -> None:
@@ -66,3 +90,9 @@ def test_few_tokens_leave_nothing_out() -> None:
 def test_a_wanted_error_and_a_share_of_the_directions_contradict_each_other() -> None:
     with pytest.raises(ValueError, match=r"error = 0.05 with dimensions = 0.5: .* set one of them"):
         TransformConfig(error=0.05, dimensions=0.5)
+
+
+@pytest.mark.parametrize("other", [{"memory": False}, {"of": "value"}, {"error": 0.05}])
+def test_a_largest_step_that_would_do_nothing_is_refused(other: Any) -> None:
+    with pytest.raises(ValueError, match=r"largest_step = 0.2 bounds .* leave it out"):
+        TransformConfig(largest_step=0.2, **other)

@@ -44,3 +44,22 @@ def test_the_thread_ends_with_its_owner() -> None:
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_stopping_waits_for_the_jobs_but_not_for_ever() -> None:
+    worker, done = Worker("test"), threading.Event()
+    ended = worker.submit(lambda: time.sleep(0.1))
+    worker.stop(60)
+    assert ended.done()
+    slow = Worker("slow")
+    slow.submit(lambda: done.wait(60))
+    start = time.monotonic()
+    slow.stop(0.2)
+    assert time.monotonic() - start < 30
+    done.set()
+
+
+def test_a_job_may_stop_its_own_thread() -> None:
+    """Garbage is collected on any thread, and with it a worker's owner."""
+    worker = Worker("test")
+    worker.submit(lambda: worker.stop(60)).result(30)
