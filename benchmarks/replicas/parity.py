@@ -210,10 +210,12 @@ def _spread(gaps: Sequence[float]) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """How far the global model ends above all-reduce's, by ratio; a mark for each run."""
-    figure = Figure(figsize=(8.0, 3.8), dpi=110, layout="constrained")
+    labels = dict.fromkeys(row.method for row in rows)
+    height = max(3.8, 0.4 + 0.18 * len(labels))  # the legend's
+    figure = Figure(figsize=(8.0, height), dpi=110, layout="constrained")
     axes = figure.subplots()
     colors = [LIGHT.ink, *LIGHT.series]
-    for index, label in enumerate(dict.fromkeys(row.method for row in rows)):
+    for index, label in enumerate(labels):
         found = [row for row in rows if row.method == label]
         axes.plot(
             [row.ratio_fp32 for row in found],
