@@ -126,6 +126,7 @@ TRANSFORM: dict[str, dict[str, Any]] = {
     "transform .5/.5, dimensions .9/.7": _transform(0.5, 0.5, dimensions=(0.9, 0.7)),
     "transform .6/.6, dimensions .875/.6": _transform(0.6, 0.6, dimensions=(0.875, 0.6)),
     "transform .7/.7, dimensions .875/.6": _transform(0.7, 0.7, dimensions=(0.875, 0.6)),
+    "transform .75/.75, dimensions .875/.6": _transform(0.75, 0.75, dimensions=(0.875, 0.6)),
     "transform 1/2": _transform(1.0, 2.0),
     "transform 2/4, largest .25/.75": _transform(2.0, 4.0, largest=(0.25, 0.75)),
     "transform 2/4, largest .3/.9": _transform(2.0, 4.0, largest=(0.3, 0.9)),
