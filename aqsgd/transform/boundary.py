@@ -84,14 +84,10 @@ class _Sent(NamedTuple):
 
     part: _Part
     step: int
-    held_NK: Tensor
+    total_NK: Tensor
+    """What is decoded, in steps."""
     coded: Coded
     seen: _Seen | None = None
-
-    @property
-    def total(self) -> Tensor:
-        """What is decoded, in steps."""
-        return self.held_NK + self.coded.q_NK
 
 
 class TransformBoundary:
@@ -175,8 +171,9 @@ class TransformBoundary:
             part = self._part(plan, kind, finite_B)
             model_K, scales = self.learned.model_MK[kind], self.learned.scales(kind)
             coded = coefficients.decode(block, len(part.rows) * tokens, model_K, scales)
-            done = _Sent(part, step, part.at(step, tokens, model_K.numel()), coded)
-            value_BTD = self._restored(done, done.total, out_BTD.device)
+            held_NK = part.at(step, tokens, model_K.numel())
+            done = _Sent(part, step, held_NK + coded.q_NK, coded)
+            value_BTD = self._restored(step, done.total_NK, out_BTD.device)
             shape = (len(part.rows), *plan.shape_BTD[1:])
             out_BTD[part.rows] = value_BTD.view(shape).to(out_BTD.dtype)
             sent.append(done)
@@ -220,7 +217,7 @@ class TransformBoundary:
         model_K = self.learned.model_MK[part.kind]
         scales = self.learned.scales(part.kind)
         used, coded = coefficients.encode(q_NK, model_K, scales, block)
-        return _Sent(part, step, held_NK, coded, seen), block[:used]
+        return _Sent(part, step, held_NK + coded.q_NK, coded, seen), block[:used]
 
     def _look(self, part: _Part, x_ND: Tensor, y_NK: Tensor) -> _Seen:
         """Some tokens of a part."""
@@ -268,8 +265,8 @@ class TransformBoundary:
             held = [self._rows.held(sample, tokens) for sample in ids]
         return _Part(kind, rows, held)
 
-    def _restored(self, sent: _Sent, q_NK: Tensor, device: torch.device) -> Tensor:
-        y_NK = q_NK.to(device).float() * step_size(sent.step)
+    def _restored(self, step: int, q_NK: Tensor, device: torch.device) -> Tensor:
+        y_NK = q_NK.to(device).float() * step_size(step)
         return self.learned.basis.restore(y_NK)
 
     def _keep(self, plan: MessagePlan, sent: Sequence[_Sent], piece: Piece) -> None:
@@ -281,7 +278,7 @@ class TransformBoundary:
             self.learned.count(done.part.kind, done.coded)
             if self._rows is None or version == 0:
                 continue  # nobody knows how large coefficients of channels are
-            total_BTK = done.total.view(-1, tokens, done.total.shape[1])
+            total_BTK = done.total_NK.view(-1, tokens, done.total_NK.shape[1])
             for row, q_TK in zip(done.part.rows, total_BTK, strict=True):
                 self._rows.stage(int(plan.ids_B[row]), Held(version, done.step, q_TK))
 
@@ -305,8 +302,9 @@ class TransformBoundary:
         self._proposals.see(kind, change_ND, value_ND, step=size, of=len(rows) * tokens)
         if self.error_meter.wants(known=known):
             x_1N = x_BTD.detach()[rows[0]].reshape(1, -1)
+            total_TK = sent.total_NK[:tokens]
             decoded_1N, old_1N = (
-                self._restored(sent, q_NK[:tokens], x_BTD.device).view(1, -1)
-                for q_NK in (sent.total, sent.held_NK)
+                self._restored(sent.step, q_TK, x_BTD.device).view(1, -1)
+                for q_TK in (total_TK, total_TK - sent.coded.q_NK[:tokens])
             )
             self.error_meter.measure(x_1N, decoded_1N, old_1N if known else None)

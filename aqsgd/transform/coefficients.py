@@ -4,7 +4,7 @@ The model of a coefficient is that of its dimension, raised by the scale of its 
 half octaves). Bytes, after `counts`: the tokens' scales and the coefficients, entropy-coded, then
 16 bits for each coefficient that is outside the symbols of its model.
 
-Axes: N tokens, K dimensions, J models.
+Axes: N tokens, K dimensions, J models, T scales of a token, S symbols, E numbers outside them.
 """
 
 import struct
@@ -16,6 +16,7 @@ from torch import Tensor
 from thinpipe.aqsgd.transform import logistic
 from thinpipe.pipeline.wire.coding import rans
 from thinpipe.pipeline.wire.coding.entropy import CodingError
+from thinpipe.pipeline.wire.kernels.coefficients import Layout, load_coefficient_kernels
 
 SCALES = 32
 """Scales of a token; 16 leaves the models of the dimensions as they are."""
@@ -29,7 +30,8 @@ class Coded(NamedTuple):
 
     q_NK: Tensor
     scale_N: Tensor
-    model_NK: Tensor
+    model_TK: Tensor
+    """The model of each dimension, under each scale of a token."""
 
 
 def capacity(tokens: int, dimensions: int) -> int:
@@ -43,13 +45,14 @@ def encode(q_NK: Tensor, model_K: Tensor, scales: rans.Tables, wire: Tensor) -> 
     `scales` has the frequencies of the tokens' scales. What would be longer than 16 bits each goes
     as it is.
     """
-    scale_N = _best_scales(q_NK, model_K)
-    coded = Coded(q_NK, scale_N, models(model_K, scale_N))
+    model_TK = models(model_K)
+    scale_N = _best_scales(q_NK, model_K, model_TK)
+    coded = Coded(q_NK, scale_N, model_TK)
     parts = [_coded_scales(scale_N, scales), *_coded_values(coded)]
     counts = [part.numel() for part in parts]
     if sum(counts) > 2 * q_NK.numel():
         parts, counts = [_as_bytes(q_NK)], [0, 0, 2 * q_NK.numel()]
-        coded = _unscaled(q_NK, model_K)
+        coded = _unscaled(q_NK, model_TK)
     packed = torch.frombuffer(bytearray(_COUNTS.pack(*counts)), dtype=torch.uint8)
     used = _COUNTS.size + sum(counts)
     torch.cat([packed, *parts], out=wire[:used])
@@ -70,34 +73,36 @@ def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> C
             f"coefficients: {first} + {second} + {escaped} bytes do not fill {wire.numel()}"
         )
     parts = wire[_COUNTS.size :].tensor_split([first, first + second])
-    values = tokens * model_K.numel()
+    values, model_TK = tokens * model_K.numel(), models(model_K)
     if not first and values:
         if escaped != 2 * values:
             raise CodingError(f"coefficients: {escaped} bytes for {values} values of 2 bytes")
-        return _unscaled(_as_numbers(parts[2]).view(tokens, -1), model_K)
+        return _unscaled(_as_numbers(parts[2]).int().view(tokens, -1), model_TK)
     scale_N = torch.empty(tokens, dtype=torch.uint8)
     rans.decode(parts[0], None, scales, scale_N)
-    scale_N = scale_N.long()
-    model_NK = models(model_K, scale_N)
-    shift_NK = logistic.shifts()[model_NK]
-    widths = _digit_widths(shift_NK)
-    more = [_digit_tables(width) for _, width in widths]
-    table = torch.cat([logistic.table_ids()[model_NK].flatten(), *more])
-    symbols = torch.empty(table.numel(), dtype=torch.uint8)
-    rans.decode(parts[1], table, logistic.tables(), symbols)
-    symbol_NK = symbols[: model_NK.numel()].view(model_NK.shape).int()
-    q_NK = _joined(symbol_NK, shift_NK, symbols[model_NK.numel() :], widths)
-    outside_NK = _outside(symbol_NK)
-    if 2 * int(outside_NK.sum()) != escaped:
+    scale_N, layout = scale_N.long(), _layout(model_TK)
+    table_S = torch.empty(layout.symbols(scale_N), dtype=torch.uint8)
+    load_coefficient_kernels("auto").tables(scale_N, layout, table_S)
+    symbol_S = torch.empty_like(table_S)
+    rans.decode(parts[1], table_S, logistic.tables(), symbol_S)
+    q_NK = torch.empty(tokens, model_K.numel(), dtype=torch.int32)
+    outside_E = _as_numbers(parts[2][: escaped // 2 * 2])
+    joined = load_coefficient_kernels("auto").join(symbol_S, outside_E, scale_N, layout, q_NK)
+    if not joined or escaped % 2:
         raise CodingError(f"coefficients: {escaped} bytes of large ones, expected another number")
-    q_NK[outside_NK] = _as_numbers(parts[2])
-    return Coded(q_NK, scale_N, model_NK)
+    return Coded(q_NK, scale_N, model_TK)
 
 
-def models(model_K: Tensor, scale_N: Tensor) -> Tensor:
-    """The model of every coefficient (int64)."""
-    raised_N1 = 2 * (scale_N - UNSCALED)[:, None]
-    return (model_K[None] + raised_N1).clamp_(0, logistic.MODELS - 1)
+def models(model_K: Tensor) -> Tensor:
+    """The model of each dimension under each scale of a token (int64 [T, K])."""
+    raised_T1 = 2 * (torch.arange(SCALES) - UNSCALED)[:, None]
+    return (model_K[None] + raised_T1).clamp_(0, logistic.MODELS - 1)
+
+
+def _layout(model_TK: Tensor) -> Layout:
+    """How coefficients of each model become symbols."""
+    shift_TK, table_TK = logistic.shifts()[model_TK], logistic.table_ids()[model_TK]
+    return Layout(shift_TK.to(torch.uint8), table_TK, logistic.UNIFORM - 1)
 
 
 def _coded_scales(scale_N: Tensor, scales: rans.Tables) -> Tensor:
@@ -107,22 +112,20 @@ def _coded_scales(scale_N: Tensor, scales: rans.Tables) -> Tensor:
 
 def _coded_values(coded: Coded) -> tuple[Tensor, Tensor]:
     """Bytes of all coefficients, and of those outside the symbols."""
-    shift_NK = logistic.shifts()[coded.model_NK]
-    symbol_NK = (coded.q_NK >> shift_NK) + logistic.MIDDLE
-    symbol_NK = symbol_NK.clamp_(0, logistic.SYMBOLS - 1)
-    outside_NK = _outside(symbol_NK)
-    digits, more = _digits(coded.q_NK, shift_NK, ~outside_NK)
-    symbols = torch.cat([symbol_NK.flatten().to(torch.uint8), *digits])
-    table = torch.cat([logistic.table_ids()[coded.model_NK].flatten(), *more])
-    wire = torch.empty(rans.capacity(symbols.numel()), dtype=torch.uint8)
-    used = rans.encode(symbols, table, logistic.tables(), wire)
-    return wire[:used], _as_bytes(coded.q_NK[outside_NK])
+    q_NK, scale_N, model_TK = coded
+    layout, kernels = _layout(model_TK), load_coefficient_kernels("auto")
+    symbol_S = torch.empty(layout.symbols(scale_N), dtype=torch.uint8)
+    table_S, outside_E = torch.empty_like(symbol_S), torch.empty(q_NK.numel(), dtype=torch.int16)
+    outside = kernels.split(q_NK, scale_N, layout, symbol_S, outside_E)
+    kernels.tables(scale_N, layout, table_S)
+    wire = torch.empty(rans.capacity(symbol_S.numel()), dtype=torch.uint8)
+    used = rans.encode(symbol_S, table_S, logistic.tables(), wire)
+    return wire[:used], outside_E[:outside].view(torch.uint8)
 
 
-def _unscaled(q_NK: Tensor, model_K: Tensor) -> Coded:
+def _unscaled(q_NK: Tensor, model_TK: Tensor) -> Coded:
     """Coefficients that were sent as they are."""
-    scale_N = torch.full((q_NK.shape[0],), UNSCALED)
-    return Coded(q_NK, scale_N, models(model_K, scale_N))
+    return Coded(q_NK, torch.full((q_NK.shape[0],), UNSCALED), model_TK)
 
 
 def _as_bytes(q: Tensor) -> Tensor:
@@ -130,59 +133,15 @@ def _as_bytes(q: Tensor) -> Tensor:
 
 
 def _as_numbers(wire: Tensor) -> Tensor:
-    """int32; the bytes may lie anywhere in a message."""
-    return wire.clone().view(torch.int16).int()
+    """int16; the bytes may lie anywhere in a message."""
+    return wire.clone().view(torch.int16)
 
 
-def _outside(symbol_NK: Tensor) -> Tensor:
-    """Where the symbol stands for all that is at least as large."""
-    return (symbol_NK == 0) | (symbol_NK == logistic.SYMBOLS - 1)
-
-
-def _best_scales(q_NK: Tensor, model_K: Tensor) -> Tensor:
+def _best_scales(q_NK: Tensor, model_K: Tensor, model_TK: Tensor) -> Tensor:
     """For each token the scale (int64) under which magnitudes as large are expected."""
     magnitude_J = logistic.magnitudes().float()
     weight_K = 1 / magnitude_J[model_K].clamp_min(magnitude_J[logistic.LAST_UNSHIFTED - 8])
-    every = models(model_K, torch.arange(SCALES))
-    expected = magnitude_J[every] @ weight_K
-    between = (expected[1:] * expected[:-1]).sqrt()
+    expected_T = magnitude_J[model_TK] @ weight_K
+    between = (expected_T[1:] * expected_T[:-1]).sqrt()
     found_N = (q_NK.abs().float() * (1 << logistic.MAGNITUDE_BITS)) @ weight_K
     return torch.searchsorted(between, found_N)
-
-
-def _digit_widths(shift_NK: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Per digit, from the lowest: which coefficients have it (flat), and of how many bits."""
-    shift_N, found, lower = shift_NK.flatten(), [], 0
-    while bool((has := shift_N > lower).any()):
-        index = torch.nonzero(has).flatten()
-        found.append((index, (shift_N[index] - lower).clamp_max(logistic.DIGIT_BITS)))
-        lower += logistic.DIGIT_BITS
-    return found
-
-
-def _digit_tables(width: Tensor) -> Tensor:
-    return (logistic.UNIFORM - 1 + width).to(torch.uint8)
-
-
-def _digits(q_NK: Tensor, shift_NK: Tensor, kept_NK: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Low bits, lowest digits first, and the tables they are coded with; 0 where not kept."""
-    q_N = torch.where(kept_NK, q_NK, 0).flatten()
-    digits, tables, lower = [], [], 0
-    for index, width in _digit_widths(shift_NK):
-        digits.append(((q_N[index] >> lower) & ((1 << width) - 1)).to(torch.uint8))
-        tables.append(_digit_tables(width))
-        lower += logistic.DIGIT_BITS
-    return digits, tables
-
-
-def _joined(
-    symbol_NK: Tensor, shift_NK: Tensor, digits: Tensor, widths: list[tuple[Tensor, Tensor]]
-) -> Tensor:
-    """Coefficients (int32) from their symbols and low bits."""
-    q_N = ((symbol_NK - logistic.MIDDLE).long() << shift_NK).flatten()
-    lower = 0
-    for index, _ in widths:
-        digit, digits = digits[: index.numel()], digits[index.numel() :]
-        q_N[index] += digit.long() << lower
-        lower += logistic.DIGIT_BITS
-    return q_N.view(symbol_NK.shape).int()

@@ -94,11 +94,10 @@ class Learned:
     def count(self, kind: Kind, coded: Coded) -> None:
         """Take in a message's coefficients at the end of the step."""
         self._new_scales_MT[kind] += torch.bincount(coded.scale_N, minlength=SCALES)
-        magnitude_J = logistic.magnitudes()
-        model_NK = coded.model_NK[::_SAMPLED]
-        near = [(model_NK + i).clamp_(0, logistic.MODELS - 1) for i in (-1, 0, 1)]
-        sums = [magnitude_J[model].sum(0) for model in near]
-        found_K = coded.q_NK[::_SAMPLED].abs().long().sum(0) << logistic.MAGNITUDE_BITS
+        sampled_T1 = torch.bincount(coded.scale_N[::_SAMPLED], minlength=SCALES)[:, None]
+        near = [(coded.model_TK + i).clamp_(0, logistic.MODELS - 1) for i in (-1, 0, 1)]
+        sums = [(logistic.magnitudes()[model_TK] * sampled_T1).sum(0) for model_TK in near]
+        found_K = coded.q_NK[::_SAMPLED].abs().sum(0) << logistic.MAGNITUDE_BITS
         self._sums[kind] += torch.stack([found_K, *sums])
 
     def adopt(self, proposal: Proposal) -> None:

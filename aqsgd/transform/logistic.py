@@ -17,14 +17,10 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.coding.rans import Tables
+from thinpipe.pipeline.wire.kernels.coefficients import DIGIT_BITS, MIDDLE, SYMBOLS
 
-SYMBOLS = 32
-MIDDLE = 16
-"""The symbol of 0."""
 MODELS = 61
 LAST_UNSHIFTED = 25
-DIGIT_BITS = 5
-"""Low bits are coded in uniform digits of at most so many bits."""
 UNIFORM = LAST_UNSHIFTED + 5
 """Table of digits of one bit; those of more follow."""
 MAGNITUDE_BITS = 12

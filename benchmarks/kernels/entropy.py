@@ -21,6 +21,7 @@ from benchmarks.harness import Records, format_table
 from thinpipe.aqsgd.transform import logistic
 from thinpipe.pipeline.wire.coding import rans
 from thinpipe.pipeline.wire.coding.entropy import compress
+from thinpipe.pipeline.wire.kernels.coefficients import MIDDLE, SYMBOLS
 
 _MODELS = {f"model {model}": (model, model) for model in (9, 13, 18, 25)}
 _MANY = {"models 4 to 25": (4, 25)}
@@ -58,7 +59,7 @@ def drawn(models: tuple[int, int], values: int) -> tuple[Tensor, Tensor]:
     above_KS = share_KS.cumsum(1)
     place_N = torch.rand(values, generator=generator, dtype=torch.float64)
     symbol_N = torch.searchsorted(above_KS[model_N], place_N[:, None]).flatten()
-    return symbol_N.clamp_max(logistic.SYMBOLS - 1).to(torch.uint8), model_N.to(torch.uint8)
+    return symbol_N.clamp_max(SYMBOLS - 1).to(torch.uint8), model_N.to(torch.uint8)
 
 
 def measure(name: str, models: tuple[int, int], values: int, repetitions: int) -> Row:
@@ -102,7 +103,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def _zstd_bits(symbol_N: Tensor) -> float:
     """Of the symbols in half bytes; those beyond are clamped, which makes it easier."""
-    half_N = (symbol_N.int() - logistic.MIDDLE + 8).clamp(0, 15)
+    half_N = (symbol_N.int() - MIDDLE + 8).clamp(0, 15)
     low_N, high_N = half_N.chunk(2)
     payload = (low_N | high_N << 4).to(torch.uint8)
     length = compress(payload, torch.empty_like(payload))

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from thinpipe.aqsgd.transform import logistic
-from thinpipe.aqsgd.transform.logistic import MODELS, SYMBOLS
+from thinpipe.aqsgd.transform.logistic import MODELS
+from thinpipe.pipeline.wire.kernels.coefficients import MIDDLE, SYMBOLS
 
 
 def probabilities(model: int, most: int) -> list[float]:
@@ -30,9 +31,9 @@ def test_tables_are_of_all_symbols() -> None:
 def test_unshifted_models_have_the_probabilities_of_their_scale(model: int) -> None:
     share_S = logistic.tables().freq_KS[model].double() / 4096
     expected = probabilities(model, 12)
-    assert float(share_S[logistic.MIDDLE]) == pytest.approx(expected[0], abs=0.01)
+    assert float(share_S[MIDDLE]) == pytest.approx(expected[0], abs=0.01)
     for k in range(1, 11):
-        both = float(share_S[logistic.MIDDLE + k] + share_S[logistic.MIDDLE - k])
+        both = float(share_S[MIDDLE + k] + share_S[logistic.MIDDLE - k])
         assert both == pytest.approx(expected[k], rel=0.01, abs=0.001)
 
 

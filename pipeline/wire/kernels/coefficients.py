@@ -1,0 +1,72 @@
+"""Whole numbers as symbols to entropy-code: the CoefficientKernels contract.
+
+A coefficient q of shift h has the symbol (q >> h) + 16, clamped to 0 ... 31, and its h low bits, in
+digits of at most 5 bits, lowest first. A list of symbols holds those of all coefficients, row after
+row, then the lowest digits of all that have any, then the second ones. Where the symbol is 0 or 31
+the number itself goes beside the list, in 16 bits, and its digits are 0.
+
+Tokens choose their shifts, and the frequency tables that symbols are coded with, among T rows of
+them. A digit of w bits is coded with table `digit_table` + w.
+"""
+
+from typing import NamedTuple, Protocol, cast
+
+from torch import Tensor
+
+from thinpipe.pipeline.wire.kernels import Backend, backend_module
+
+SYMBOLS = 32
+MIDDLE = 16
+"""The symbol of 0."""
+DIGIT_BITS = 5
+
+_MODULES = {"reference": "reference.coefficients", "numba": "cpu.coefficients"}
+
+
+class Layout(NamedTuple):
+    """Shifts and tables of K dimensions, for T kinds of tokens."""
+
+    shift_TK: Tensor  # uint8
+    table_TK: Tensor  # uint8
+    digit_table: int
+
+    def symbols(self, kind_N: Tensor) -> int:
+        """How many symbols coefficients of such tokens have, digits included."""
+        digits_T = ((self.shift_TK + (DIGIT_BITS - 1)) // DIGIT_BITS + 1).sum(1)
+        return int(digits_T[kind_N].sum())
+
+
+class CoefficientKernels(Protocol):
+    """Functions every backend offers, equal bit for bit. All tensors are contiguous, on the CPU.
+
+    Axes: N tokens, K dimensions, S symbols with digits, E numbers beside them. `kind_N` (int64) is
+    below T. Outputs are preallocated and fully written.
+    """
+
+    def split(
+        self, q_NK: Tensor, kind_N: Tensor, layout: Layout, symbol_S: Tensor, outside_E: Tensor
+    ) -> int:
+        """Write symbols (uint8), and to the start of `outside_E` (int16) numbers; returns how many.
+
+        `q_NK` is int32, of 16 bits; `outside_E` has room for all.
+        """
+
+    def tables(self, kind_N: Tensor, layout: Layout, table_S: Tensor) -> None:
+        """Write the table (uint8) of each symbol."""
+
+    def join(
+        self, symbol_S: Tensor, outside_E: Tensor, kind_N: Tensor, layout: Layout, q_NK: Tensor
+    ) -> bool:
+        """Write the coefficients; False if there are not as many numbers beside as symbols say."""
+
+
+def load_coefficient_kernels(backend: Backend) -> CoefficientKernels:
+    """Return a backend's functions; "auto" is numba.
+
+    Raises:
+        ValueError: there are no such kernels for the backend.
+    """
+    chosen = "numba" if backend == "auto" else backend
+    if chosen not in _MODULES:
+        raise ValueError(f'backend = "{backend}": coefficient kernels are "reference" and "numba"')
+    return cast(CoefficientKernels, backend_module(_MODULES[chosen]))
