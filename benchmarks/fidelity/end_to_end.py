@@ -50,7 +50,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "the same at twice the rate": {"boundary": [_AQ], "gradcomp": _cocktail(), "rate": 2.0},
     "uncompressed at twice the rate": {"boundary": [_RAW], "gradcomp": _EXACT, "rate": 2.0},
     "AQ-SGD + ef_gradients": {"boundary": [_AQ], "gradcomp": {"method": "ef_gradients"}},
+    "AQ-SGD + DeMo": {"boundary": [_AQ], "gradcomp": {"method": "demo"}},
     "AQ-SGD + ef_updates": {"boundary": [_AQ], "gradcomp": {"method": "ef_updates"}},
+    "AQ-SGD + ef_updates, at once": {
+        "boundary": [_AQ],
+        "gradcomp": {"method": "ef_updates", "ef_updates": {"delayed": False}},
+    },
     "AQ-SGD + ef_updates, a quarter in turn": {
         "boundary": [_AQ],
         "gradcomp": {"method": "ef_updates", "ef_updates": {"subset": 0.25}},

@@ -79,9 +79,11 @@ def _coded_delta(rate: float) -> Method:
     return _ours(name, AqsgdConfig(**options), DirectConfig(**options))
 
 
-def _transform(step: float) -> Method:
-    forward, backward = TransformConfig(step=step), GradientTransformConfig(step=step)
-    return _ours(f"transform {step}/{step}", forward, backward)
+def _transform(step: float, dimensions: tuple[float, float] = (1.0, 1.0)) -> Method:
+    forward = TransformConfig(step=step, dimensions=dimensions[0])
+    backward = GradientTransformConfig(step=step, dimensions=dimensions[1])
+    left_out = "" if min(dimensions) == 1 else ", dimensions {}/{}".format(*dimensions)
+    return _ours(f"transform {step}/{step}{left_out}", forward, backward)
 
 
 def _acsgd(method: Method) -> Method:
@@ -106,6 +108,7 @@ METHODS = (
     _coded_delta(0.5),
     _transform(0.6),
     _transform(0.8),
+    _transform(0.7, (0.875, 0.6)),
     _acsgd(_DIRECT),
     _acsgd(_delta(3, 6)),
     _acsgd(_delta(2, 4)),
