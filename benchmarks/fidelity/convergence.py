@@ -130,7 +130,7 @@ TRANSFORM: dict[str, dict[str, Any]] = {
     "transform 1/2": _transform(1.0, 2.0),
     "transform 2/4, largest .25/.75": _transform(2.0, 4.0, largest=(0.25, 0.75)),
     "transform 2/4, largest .3/.9": _transform(2.0, 4.0, largest=(0.3, 0.9)),
-    "transform 1.5/3, first .1/.4": _transform(1.5, 3.0, first=(0.1, 0.4)),
+    "transform 1.5/3, largest .3/.9": _transform(1.5, 3.0, largest=(0.3, 0.9)),
     "transform .05/.3 of values": _transform(0.05, 0.3, first=(0.05, 0.3), of="value"),
 }
 ONCE: dict[str, dict[str, Any]] = {
