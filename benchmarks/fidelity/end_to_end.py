@@ -51,6 +51,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "uncompressed at twice the rate": {"boundary": [_RAW], "gradcomp": _EXACT, "rate": 2.0},
     "AQ-SGD + ef_gradients": {"boundary": [_AQ], "gradcomp": {"method": "ef_gradients"}},
     "AQ-SGD + DeMo": {"boundary": [_AQ], "gradcomp": {"method": "demo"}},
+    "AQ-SGD + DeMo, k 96": {
+        "boundary": [_AQ],
+        "gradcomp": {"method": "demo", "demo": {"kept": 96}},
+    },
     "AQ-SGD + ef_updates": {"boundary": [_AQ], "gradcomp": {"method": "ef_updates"}},
     "AQ-SGD + ef_updates, at once": {
         "boundary": [_AQ],
