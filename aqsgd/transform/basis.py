@@ -86,13 +86,13 @@ class Basis:
         """Coefficients (fp32) of tokens, on their device."""
         if self.order_D is not None:
             return x_ND.float()[:, self.order_D]
-        return x_ND.float() @ self.inverse.to(x_ND.device)
+        return _product(x_ND.float(), self.inverse.to(x_ND.device))
 
     def restore(self, y_NK: Tensor) -> Tensor:
         """Tokens (fp32) from their coefficients."""
         if self.order_D is not None:
             return torch.empty_like(y_NK).index_copy_(1, self.order_D.to(y_NK.device), y_NK)
-        return y_NK @ self.matrix.to(y_NK.device).T
+        return _product(y_NK, self.matrix.to(y_NK.device).T)
 
     def remembered(self, q_NK: Tensor) -> Tensor:
         """Coefficients (int32) in K bytes a token (uint8); larger ones than fit are clamped."""
@@ -146,6 +146,12 @@ def rescaled(q_NK: Tensor, old: int, new: int) -> Tensor:
         return q_NK
     factor = torch.tensor(step_size(old - new), dtype=torch.float64)
     return torch.floor(q_NK.double() * factor + 0.5).clamp_(-(2**30), 2**30).int()
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """In fp32, also where a model's own products are in bf16."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
 
 
 def _rounded(product: Tensor) -> Tensor:
