@@ -33,7 +33,7 @@ def test_unshifted_models_have_the_probabilities_of_their_scale(model: int) -> N
     expected = probabilities(model, 12)
     assert float(share_S[MIDDLE]) == pytest.approx(expected[0], abs=0.01)
     for k in range(1, 11):
-        both = float(share_S[MIDDLE + k] + share_S[logistic.MIDDLE - k])
+        both = float(share_S[MIDDLE + k] + share_S[MIDDLE - k])
         assert both == pytest.approx(expected[k], rel=0.01, abs=0.001)
 
 
