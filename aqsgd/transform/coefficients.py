@@ -81,14 +81,14 @@ def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> C
     scale_N = torch.empty(tokens, dtype=torch.uint8)
     rans.decode(parts[0], None, scales, scale_N)
     scale_N, layout = scale_N.long(), _layout(model_TK)
+    kernels = load_coefficient_kernels("auto")
     table_S = torch.empty(layout.symbols(scale_N), dtype=torch.uint8)
-    load_coefficient_kernels("auto").tables(scale_N, layout, table_S)
+    kernels.tables(scale_N, layout, table_S)
     symbol_S = torch.empty_like(table_S)
     rans.decode(parts[1], table_S, logistic.tables(), symbol_S)
     q_NK = torch.empty(tokens, model_K.numel(), dtype=torch.int32)
     outside_E = _as_numbers(parts[2][: escaped // 2 * 2])
-    joined = load_coefficient_kernels("auto").join(symbol_S, outside_E, scale_N, layout, q_NK)
-    if not joined or escaped % 2:
+    if escaped % 2 or not kernels.join(symbol_S, outside_E, scale_N, layout, q_NK):
         raise CodingError(f"coefficients: {escaped} bytes of large ones, expected another number")
     return Coded(q_NK, scale_N, model_TK)
 
