@@ -20,7 +20,7 @@ from tests.ports import free_port
 from tests.ranks import CONTEXT
 from thinpipe.launch.distributed.fork_server import PARENT
 
-PATIENCE_S = 120
+PATIENCE_S = 300
 """Guards against hanging: long for a busy machine, short beside what is waited for otherwise."""
 
 

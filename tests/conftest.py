@@ -1,13 +1,19 @@
 """Fixtures shared by all tests."""
 
+import os
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from tests.ranks import Ranks, run_ranks
+
+MEMORY = Path("/dev/shm")
 
 # A busy machine stalls now and then, which is no fault of what is tested.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -35,6 +41,15 @@ def ranks() -> Ranks:
 
 
 def pytest_configure() -> None:
-    """What a shell starts in the background ignores Ctrl-C, and so would all that tests start."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    """Before workers start: they inherit both."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background jobs
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _roomy(MEMORY):
+        os.environ.setdefault("TMPDIR", str(MEMORY))
+
+
+def _roomy(folder: Path) -> bool:
+    """Whether temporary files may lie in RAM: on a disk, fsync takes a fifth of the time."""
+    if not os.access(folder, os.W_OK) or os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        return False
+    return min(shutil.disk_usage(folder).free, psutil.virtual_memory().available) > 8 << 30
