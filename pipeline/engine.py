@@ -92,7 +92,7 @@ class PipelineEngine:
         self.channels: list[Channel] = [end for stage in stages for end in stage.channels.all()]
         self.transport, self._options, self.objective = transport, options, options.objective
         self._first_error = FirstError()  # stages of a rank wait for each other
-        self._optimizer, self._sync, self._tied = optimizer, sync, tied
+        self._optimizer, self._sync, self.tied = optimizer, sync, tied
         self._shards = shards
         self._parameters = _unique_parameters(stages)
         self._once_per_microbatch = _once_per_microbatch(stages)
@@ -175,8 +175,8 @@ class PipelineEngine:
         if self._shards is not None:
             self._shards.before_step()
         self._sync.before_step()
-        if self._tied is not None:
-            self._tied.sum_gradients()
+        if self.tied is not None:
+            self.tied.sum_gradients()
         own = RankStep(
             loss=sum(value.item() for value in losses),
             tokens=self.objective.count(batch.targets),
@@ -286,12 +286,12 @@ class PipelineEngine:
 
     def _square_norm(self) -> float:
         """Square of this rank's part of the gradient norm; a tied weight counts on one rank."""
-        copy = self._tied.weight if self._tied and not self._tied.is_first else None
+        copy = self.tied.weight if self.tied and not self.tied.is_first else None
         gradients = [p.grad for p in self._parameters if p.grad is not None and p is not copy]
         return square_norm(gradients)
 
     def _sent(self) -> tuple[int, int, int]:
-        exchanged = self._sync.bytes_sent + (self._tied.nbytes_sent if self._tied else 0)
+        exchanged = self._sync.bytes_sent + (self.tied.nbytes_sent if self.tied else 0)
         if self._shards is None:
             return exchanged, 0, 0
         return exchanged, self._shards.weight_bytes, self._shards.gradient_bytes
