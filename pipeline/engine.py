@@ -354,7 +354,7 @@ def square_norm(tensors: Sequence[Tensor]) -> float:
     fp64 leaves (some 1e-15) changes the factor, an fp32 number, once in 1e7 steps or less.
     """
     # pieces: a copy in fp64 of a whole embedding would be larger than anything else of a step
-    pieces = [piece for tensor in tensors for piece in tensor.flatten().split(_PIECE)]
+    pieces = [piece for tensor in tensors for piece in torch.split(tensor.flatten(), _PIECE)]
     if not pieces:
         return 0.0
     norms = torch._foreach_norm(pieces, dtype=torch.float64)
