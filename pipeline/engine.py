@@ -44,6 +44,7 @@ from thinpipe.pipeline.tied import TiedWeight
 from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
+_PIECE = 1 << 14
 
 Precision = Literal["fp32", "bf16"]
 
@@ -91,7 +92,7 @@ class PipelineEngine:
         self.channels: list[Channel] = [end for stage in stages for end in stage.channels.all()]
         self.transport, self._options, self.objective = transport, options, options.objective
         self._first_error = FirstError()  # stages of a rank wait for each other
-        self._optimizer, self._sync, self._tied = optimizer, sync, tied
+        self._optimizer, self._sync, self.tied = optimizer, sync, tied
         self._shards = shards
         self._parameters = _unique_parameters(stages)
         self._once_per_microbatch = _once_per_microbatch(stages)
@@ -174,8 +175,8 @@ class PipelineEngine:
         if self._shards is not None:
             self._shards.before_step()
         self._sync.before_step()
-        if self._tied is not None:
-            self._tied.sum_gradients()
+        if self.tied is not None:
+            self.tied.sum_gradients()
         own = RankStep(
             loss=sum(value.item() for value in losses),
             tokens=self.objective.count(batch.targets),
@@ -285,13 +286,12 @@ class PipelineEngine:
 
     def _square_norm(self) -> float:
         """Square of this rank's part of the gradient norm; a tied weight counts on one rank."""
-        copy = self._tied.weight if self._tied and not self._tied.is_first else None
+        copy = self.tied.weight if self.tied and not self.tied.is_first else None
         gradients = [p.grad for p in self._parameters if p.grad is not None and p is not copy]
-        norms = torch._foreach_norm(gradients) if gradients else []
-        return math.fsum(float(norm) ** 2 for norm in norms)
+        return square_norm(gradients)
 
     def _sent(self) -> tuple[int, int, int]:
-        exchanged = self._sync.bytes_sent + (self._tied.nbytes_sent if self._tied else 0)
+        exchanged = self._sync.bytes_sent + (self.tied.nbytes_sent if self.tied else 0)
         if self._shards is None:
             return exchanged, 0, 0
         return exchanged, self._shards.weight_bytes, self._shards.gradient_bytes
@@ -345,6 +345,21 @@ class PipelineEngine:
             enabled=self._options.precision == "bf16",
             cache_enabled=self._shards is None,
         )
+
+
+def square_norm(tensors: Sequence[Tensor]) -> float:
+    """Of all values, in fp64: parts of tensors, as shards have them, add up to that of the whole.
+
+    In fp32 the factor that clips differed in its last bit now and then, and weights with it. What
+    fp64 leaves (some 1e-15) changes the factor, an fp32 number, once in 1e7 steps or less.
+    """
+    # pieces: a copy in fp64 of a whole embedding would be larger than anything else of a step
+    pieces = [piece for tensor in tensors for piece in torch.split(tensor.flatten(), _PIECE)]
+    if not pieces:
+        return 0.0
+    norms = torch._foreach_norm(pieces, dtype=torch.float64)
+    together = torch.stack([norm.to(norms[0].device) for norm in norms])  # one wait for a GPU
+    return math.fsum(norm * norm for norm in together.tolist())
 
 
 def _check(batch: Batch, own_ids_B: Tensor | None) -> None:

@@ -1,10 +1,11 @@
 """Keeps the copies of a weight that the first and the last rank of a pipeline share equal."""
 
+import torch
 from torch import Tensor, nn
 
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.transport import TIED, Transport
-from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, opened, sealed
+from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, digest_of, opened, sealed
 
 
 class TiedWeight:
@@ -19,6 +20,23 @@ class TiedWeight:
         down, up = (transport.link(peer, TIED + way, name) for way in (0, 1))
         self._outgoing, self._incoming = (down, up) if self.is_first else (up, down)
         self._exchanges = 0
+
+    def begin_alike(self) -> int:
+        """Where the two copies were drawn with other bits, take those of the first stage.
+
+        Returns the bytes of weights that were sent.
+
+        Raises:
+            TransportError: the other end is gone, or its copy came damaged.
+        """
+        mine = self.weight.detach().cpu()
+        digest = torch.tensor([digest_of(mine)], dtype=torch.float64)
+        if torch.equal(self._exchange(digest), digest):
+            return 0
+        theirs = self._exchange(mine)
+        if not self.is_first:
+            self.weight.data.copy_(theirs)
+        return mine.nbytes
 
     def sum_gradients(self) -> None:
         """Replace the gradient by the sum of both.

@@ -1,11 +1,16 @@
 """Memory that this machine has free, what computes here, and how busy its cores are."""
 
+import os
 import platform
 import time
 from pathlib import Path
+from zlib import crc32
 
 import psutil
 import torch
+
+_CHOOSE_KERNELS = ("MKL_CBWR", "MKL_ENABLE", "MKL_DEBUG", "ONEDNN_", "DNNL_", "OPENBLAS_CORETYPE")
+"""Of torch's libraries; torch's own choice is its capability."""
 
 _BUSY = ("user", "nice", "system", "irq", "softirq", "steal")
 
@@ -17,19 +22,35 @@ def free_memory() -> int:
 
 
 def arithmetic(device: torch.device) -> str:
-    """What computes on this device: where it is equal, so are results, to the last bit."""
+    """What computes on this device, and all that chooses kernels: where it is equal, so are
+    results, to the last bit. Containers on one processor may see unlike instruction sets of it.
+    """
     if device.type == "cuda":
-        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    names = (line.partition(":")[2].strip() for line in _cpu_lines() if line[:10] == "model name")
-    processor = next(names, platform.machine())
-    return f"{processor}, {torch.backends.cpu.get_cpu_capability()}"
+        name = torch.cuda.get_device_name(device)
+        return f"{name}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    processor = _of_processor("model name") or platform.machine()
+    flags = crc32((_of_processor("flags") or _of_processor("Features")).encode())
+    threads = torch.get_num_threads()
+    chosen = (f"{n}={v}" for n, v in sorted(os.environ.items()) if n.startswith(_CHOOSE_KERNELS))
+    return ", ".join(
+        [
+            f"{processor} (flags {flags:08x})",
+            torch.backends.cpu.get_cpu_capability(),
+            f"{threads} thread{'s' * (threads != 1)}",
+            f"torch {torch.__version__}",
+            *chosen,
+        ]
+    )
 
 
-def _cpu_lines() -> list[str]:
+def _of_processor(field: str) -> str:
+    """Of the first one, from /proc/cpuinfo; empty where that is not known."""
     try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not Linux
-        return []
+        return ""
+    found = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in found if name.strip() == field), "")
 
 
 class BackgroundLoad:

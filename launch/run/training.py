@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from thinpipe.launch.display.display import Display
 from thinpipe.launch.distributed.elastic import ranks_here
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.overlay.ranks import carrier_status
 from thinpipe.launch.plan.memory_budget import memory_folder, memory_notices, plan_memory
 from thinpipe.launch.report.edge_news import EdgeNews
@@ -27,6 +29,7 @@ from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.report.timeline import Timeline, gather_events
 from thinpipe.launch.run.at_rest import AtRest
+from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, timeline_of
 from thinpipe.launch.run.skips import Skips
@@ -105,7 +108,10 @@ class Training:
         """Restore what was saved, open display and metrics, and let both ends of cuts agree."""
         config = self._config
         self.start = self._checkpoints.resume(resume.chosen) if resume.chosen else 0
-        started = None if resume.chosen else start_from_run(self.built, config)
+        started = None
+        if not resume.chosen:
+            started = start_from_run(self.built, config)
+            begin_alike(self.built, self._session.transport)
         # after the first epoch, when AQ-SGD sends changes
         first = max(self.start, self._sampler.steps_per_epoch)
         self._timeline_step = self._full_step(min(self.steps - 1, first + 2))
@@ -113,7 +119,9 @@ class Training:
         store = self._session.store.clone  # type: ignore[attr-defined]  # not in its stubs
         news = EdgeNews(self._trace, store, reads=self.shows and 0 in ranks_here())
         connections = Connections(self._trace, stack.enter_context(news))
-        info = describe_run(config, self.steps)
+        device = self.built.stages[0].device
+        kinds = dict.fromkeys(gather_json(self._session.transport, arithmetic(device)))
+        info = replace(describe_run(config, self.steps), machine="; ".join(kinds))
         self.display = Display(info if self.shows else None, connections, interactive=os.isatty(1))
         stack.enter_context(self.display)
         writes = self._session.writes_run_folder

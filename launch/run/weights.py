@@ -1,7 +1,7 @@
 """Brings the weights of all stages to rank 0, and writes them as one file."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from thinpipe.launch.components import Built
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session
 from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.transport import WEIGHTS, Transport
 from thinpipe.pipeline.stage import CompressedStage
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, opened, sealed
@@ -41,7 +42,8 @@ def save_model(session: Session, built: Built, path: Path) -> None:
             for rank in mesh.pipeline[1:]:
                 state |= _receive(transport, rank, listed[rank])
         elif mesh.rank in mesh.pipeline and mesh.replica == 0:
-            _send(transport, mine)
+            link = transport.link(0, WEIGHTS, f"weights, rank {mesh.rank} -> rank 0")
+            send_tensors(link, mine.values())
     problem = None
     if mesh.rank == 0:
         try:
@@ -66,10 +68,10 @@ def _description(name: str, tensor: Tensor) -> list[object]:
     return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
-def _send(transport: Transport, state: Mapping[str, Tensor]) -> None:
-    link = transport.link(0, WEIGHTS, f"weights, rank {transport.mesh.rank} -> rank 0")
+def send_tensors(link: Link, tensors: Iterable[Tensor]) -> None:
+    """Send CPU tensors, a piece at a time; returns when all are under way."""
     number = 0
-    for tensor in state.values():
+    for tensor in tensors:
         for piece in torch.split(_bytes(tensor), _PIECE_NBYTES):
             link.begin_pass(number)
             link.send(0, sealed(piece, number))
@@ -77,25 +79,34 @@ def _send(transport: Transport, state: Mapping[str, Tensor]) -> None:
     link.begin_pass(number)  # waits for the last
 
 
-def _receive(
-    transport: Transport, rank: int, listed: Sequence[tuple[str, str, Sequence[int]]]
-) -> dict[str, Tensor]:
-    link = transport.link(rank, WEIGHTS, f"weights, rank {rank} -> rank 0")
-    found, number = {}, 0
-    for name, dtype, shape in listed:
-        kind = getattr(torch, dtype, None)
-        if not isinstance(kind, torch.dtype):
-            raise TransportError(f"rank {rank} offers {name} as {dtype!r}, which is no type")
-        tensor = torch.empty(tuple(shape), dtype=kind)
+def receive_tensors(link: Link, tensors: Mapping[str, Tensor]) -> None:
+    """Fill contiguous CPU tensors with what `send_tensors` sends; names are for errors.
+
+    Raises:
+        TransportError: the sender is gone, or a tensor came damaged.
+    """
+    number = 0
+    for name, tensor in tensors.items():
         for piece in torch.split(_bytes(tensor), _PIECE_NBYTES):
             link.begin_pass(number)
             link.expect(0, piece.numel() + CHECKSUM_NBYTES)
             data = opened(link.take(0), number)
             if data is None:
-                raise TransportError(f"rank {rank}'s weight {name} came damaged")
+                raise TransportError(f"weight {name} came damaged")
             piece.copy_(data)
             number += 1
-        found[name] = tensor
+
+
+def _receive(
+    transport: Transport, rank: int, listed: Sequence[tuple[str, str, Sequence[int]]]
+) -> dict[str, Tensor]:
+    found = {}
+    for name, dtype, shape in listed:
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise TransportError(f"rank {rank} offers {name} as {dtype!r}, which is no type")
+        found[name] = torch.empty(tuple(shape), dtype=kind)
+    receive_tensors(transport.link(rank, WEIGHTS, f"weights, rank {rank} -> rank 0"), found)
     return found
 
 

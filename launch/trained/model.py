@@ -89,6 +89,11 @@ def read_trained(
     states = [checkpoint.read_part(folder, part) for part in needed]
     for shards in in_shards(states):
         tensors |= whole_model(shards)
+    if isinstance(model, HuggingFaceConfig) and model.tie_embeddings == "exact":
+        # one weight, though optimizers on unlike processors round its two copies apart
+        for name, source in tied_names(model.whole()).items():
+            if f"model.{source}" in tensors:
+                tensors[f"model.{name}"] = tensors[f"model.{source}"]
     return Trained(config, folder, step, tensors)
 
 

@@ -32,10 +32,17 @@ def whole(results: list[Any], shards: int) -> dict[str, torch.Tensor]:
     return found
 
 
+def train_both(rank: int, sharded: RunConfig, plain: RunConfig) -> Any:
+    """Both runs on the same ranks."""
+    return [train_steps(rank, run, BATCHES) for run in (sharded, plain)]
+
+
 def compare(ranks: Ranks, sharded: RunConfig, plain: RunConfig, *, exact: bool = True) -> None:
-    """Both runs have equal losses and weights; `plain` has replicas for shards."""
-    found = ranks(sharded.world_size, train_steps, sharded, BATCHES)
-    expected = ranks(plain.world_size, train_steps, plain, BATCHES)
+    """Both runs have equal losses and weights; `plain` has replicas for shards.
+
+    Both compute from tensors of the same shapes, at the same alignment, on one thread each.
+    """
+    found, expected = zip(*ranks(plain.world_size, train_both, sharded, plain), strict=True)
     losses = expected[0][0]
     assert all(result[0] == found[0][0] for result in found)
     assert found[0][0] == (losses if exact else pytest.approx(losses, rel=1e-5))
@@ -51,7 +58,9 @@ def compare(ranks: Ranks, sharded: RunConfig, plain: RunConfig, *, exact: bool =
     "schedule", ["1F1B", "Deep1F1B", pytest.param("GPipe", marks=pytest.mark.slow)]
 )
 def test_shards_are_replicas_bit_for_bit(ranks: Ranks, schedule: str) -> None:
-    both = {"train": {"accumulate": 2}, "boundary": AQSGD}
+    # with seeds 8 and 9 the factor that clips depended on who held which part, when its norm was
+    # computed in fp32; with others it did not, here
+    both = {"train": {"accumulate": 2}, "boundary": AQSGD, "run": {"seed": 9}}
     compare(
         ranks,
         config(pipeline={"schedule": schedule, "shards": 2}, **both),

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from tests.huggingface import ENCODERS, LAYERS, VOCAB, saved_model, section
 from tests.training import config
+from thinpipe.launch.checkpoint import files as checkpoint
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.cli import app
 from thinpipe.launch.components import Built
@@ -209,6 +210,27 @@ def test_a_head_that_differs_from_the_embedding_is_saved_untied(tmp_path: Path) 
     )
     model = reloaded(tmp_path / "out", "gpt2")
     assert not torch.equal(model.lm_head.weight, model.transformer.wte.weight)
+
+
+def test_an_exact_tie_stays_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On unlike processors its two copies come to differ in their last bits."""
+    saved_model("gpt2", tmp_path / "source")
+    model = section("gpt2", tmp_path / "source", tie_embeddings="exact")
+    saved_run(run_config(model, tmp_path / "run"), steps=2)
+    read_part = checkpoint.read_part
+
+    def rounded_apart(*args: Any) -> Any:
+        state = read_part(*args)
+        for weights in state["model"].values():
+            if "model.lm_head.weight" in weights:
+                weights["model.lm_head.weight"] = weights["model.lm_head.weight"] * (1 + 2e-7)
+        return state
+
+    monkeypatch.setattr(checkpoint, "read_part", rounded_apart)
+    notes = export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
+    assert not any("untied" in note for note in notes), notes
+    left = reloaded(tmp_path / "out", "gpt2")
+    assert left.config.tie_word_embeddings
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -1,0 +1,64 @@
+"""Ranks that hold the same weights begin with the same bits, whatever processors they are on.
+
+Random numbers are drawn by kernels that round as their instruction set does: torch's `normal_`
+gives other last bits with AVX2 than with AVX-512 or without both.
+"""
+
+import logging
+
+import torch
+import xxhash
+
+from thinpipe.launch.checkpoint.reshard import module_of
+from thinpipe.launch.components import Built
+from thinpipe.launch.run.weights import receive_tensors, send_tensors
+from thinpipe.pipeline.comm.transport import WEIGHTS, Transport
+
+_log = logging.getLogger(__name__)
+
+
+def begin_alike(built: Built, transport: Transport) -> int:
+    """Take the weights of replica 0 where others were drawn, and tied ones of the first stage.
+
+    All ranks call it before their first step. Returns the bytes that this rank sent.
+
+    Raises:
+        TransportError: a rank is gone, or weights came damaged.
+    """
+    nbytes = 0 if transport.mesh.replicas == 1 else _take_from_replica_0(built, transport)
+    tied = built.engine.tied
+    return nbytes + (0 if tied is None else tied.begin_alike())
+
+
+def _take_from_replica_0(built: Built, transport: Transport) -> int:
+    mesh = transport.mesh
+    held = {
+        f"{name} of stage {stage.stage_index}": parameter
+        for stage in built.stages
+        for name, parameter in module_of(stage).named_parameters()
+    }
+    wholes = {name: parameter.detach().cpu().contiguous() for name, parameter in held.items()}
+    hasher = xxhash.xxh3_64()
+    for whole in wholes.values():
+        hasher.update(whole.view(-1).view(torch.uint8).numpy().data)
+    mine = torch.tensor([float(hasher.intdigest() >> 12)], dtype=torch.float64)
+    digests = transport.share(mine, "stage").flatten()[mesh.shard :: mesh.shards].tolist()
+    first, others = mesh.same_stage[0], mesh.same_stage[1:]
+    unlike = [rank for rank, d in zip(others, digests[1:], strict=True) if d != digests[0]]
+    if mesh.rank == first:
+        for rank in unlike:
+            name = f"first weights, rank {first} -> rank {rank}"
+            send_tensors(transport.link(rank, WEIGHTS, name), wholes.values())
+    elif mesh.rank in unlike:
+        name = f"first weights, rank {first} -> rank {mesh.rank}"
+        receive_tensors(transport.link(first, WEIGHTS, name), wholes)
+        for parameter, whole in zip(held.values(), wholes.values(), strict=True):
+            parameter.data.copy_(whole)
+    nbytes = sum(whole.nbytes for whole in wholes.values())
+    if mesh.rank == first == 0 and unlike:
+        _log.warning(
+            "note: replicas on unlike processors drew first weights with other last bits; they "
+            "take those of replica 0 (%.1f MB for each stage of one)",
+            nbytes / 1e6,
+        )
+    return len(unlike) * nbytes if mesh.rank == first else 0

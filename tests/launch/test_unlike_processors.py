@@ -1,0 +1,174 @@
+"""Hosts with unlike processors in one run: no end of a cut and no digest depends on the kernels.
+
+The second of two ranks computes as an old processor would: without AVX2 and fused multiply-add, in
+torch, MKL, oneDNN and numba. Nothing may compute before that is set, so batches are made late.
+"""
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+from tests.training import batch, config, share, start, weights
+from thinpipe.gradcomp.registry import load_method, method_names
+from thinpipe.launch.host.resources import arithmetic
+from thinpipe.launch.run.first_weights import begin_alike
+from thinpipe.launch.run.proof import Proof
+
+pytestmark = pytest.mark.dist
+
+OLD = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+"""Each library reads its own when it first computes."""
+
+
+@pytest.fixture(autouse=True)
+def _new_processor() -> None:
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("needs a CPU with AVX2")
+
+
+def _unlike(rank: int) -> str:
+    """Make rank 1's processor an old one; what computes here."""
+    if rank == 1:
+        from numba import config as numba
+
+        os.environ |= OLD
+        numba.CPU_NAME, numba.CPU_FEATURES = "ivybridge", ""  # the first with F16C
+        assert torch.backends.cpu.get_cpu_capability() == "DEFAULT", "torch has computed before"
+    return arithmetic(torch.device("cpu"))
+
+
+def _ways(**spec: Any) -> Any:
+    """Both directions of a cut."""
+    return [{"forward": spec, "backward": spec}]
+
+
+CUTS: dict[str, Any] = {
+    "aqsgd": _ways(kind="aqsgd", bits=4),
+    "transform": _ways(kind="transform"),
+    "fp32 scales": _ways(kind="aqsgd", bits=2, scale_dtype="fp32", memory=8),
+    "rans": _ways(kind="aqsgd", bits=4, rate=1.0, coding="rans"),
+    "tiles": _ways(kind="aqsgd", bits=3, delta="tiles", memory=4),
+    "fp16": _ways(kind="aqsgd", first_visit="fp16", memory="fp32", rounding="stochastic"),
+    "auto": [{"forward": {"kind": "auto", "bits": 3}, "backward": {"kind": "direct", "bits": 4}}],
+    "stateless": _ways(kind="stateless", bits=4),
+}
+REMEMBER = ("aqsgd", "auto", "transform")
+QUICK = ["aqsgd", "transform"]
+
+
+def _batches() -> list[Any]:
+    return [batch(list(range(8))), batch(list(range(8, 16)))] * 2
+
+
+def _train_cuts(rank: int, names: list[str]) -> Any:
+    """Of each kind: losses, what was wrong, and digests of what is remembered."""
+    kind, found, batches = _unlike(rank), {}, _batches()
+    for name in names:
+        built = start(config(model={"tie_embeddings": "exact"}, boundary=CUTS[name]))
+        begin_alike(built, built.engine.transport)
+        proof, losses, wrong = Proof(built, built.engine.transport, 1), [], []
+        built.engine.begin(torch.arange(16), batches[0].ids_B)
+        for step, item in enumerate(batches):
+            coming = batches[(step + 1) % len(batches)].ids_B
+            totals = built.engine.train_step(item, step, coming)
+            losses.append(totals.loss)
+            wrong += [totals.skipped, totals.repaired, proof.check(step + 1)]
+        memories = [channel.codec.memory for channel in built.engine.channels]
+        found[name] = (losses, wrong, [m.digest() for m in memories if m is not None])
+        (tied,) = (w for key, w in weights(built).items() if key in TIED)
+    return kind, found, tied
+
+
+TIED = ("token_embedding.weight", "head.weight")
+
+
+def _check_cuts(ranks: Ranks, names: list[str]) -> None:
+    (new, upper, embedding), (old, lower, head) = ranks(2, _train_cuts, names)
+    assert new != old
+    for name in names:
+        losses, wrong, memories = upper[name]
+        assert (losses, memories) == (lower[name][0], lower[name][2]), name
+        assert not any([*wrong, *lower[name][1]]), name
+        remembers = [way["kind"] in REMEMBER for way in CUTS[name][0].values()]
+        assert len(memories) == sum(remembers), name
+    # each copy is moved by its own host's optimizer, whose steps are of 1e-3
+    torch.testing.assert_close(embedding, head, rtol=0, atol=1e-6)
+
+
+def test_both_ends_of_a_cut_hold_the_same_bits(ranks: Ranks) -> None:
+    _check_cuts(ranks, QUICK)
+
+
+@pytest.mark.slow
+def test_both_ends_of_a_cut_hold_the_same_bits_whatever_the_kind(ranks: Ranks) -> None:
+    _check_cuts(ranks, [name for name in CUTS if name not in QUICK])
+
+
+SMALL = {"bucket_mb": 0.01, "interval": 2, "overlap": 0, "warmup_steps": 2}
+
+
+def _train_replicas(rank: int, methods: list[str]) -> Any:
+    """Of each method: losses, and the weights that the replicas have begun and ended with."""
+    kind, found = _unlike(rank), {}
+    for method in methods:
+        fields = load_method(method).Config.model_fields
+        options = {name: value for name, value in SMALL.items() if name in fields}
+        built = start(
+            config(
+                pipeline={"cuts": [], "replicas": 2},
+                gradcomp={"method": method, method: options},
+                train={"lr": 1e-3},
+            )
+        )
+        begin_alike(built, built.engine.transport)
+        first, proof, losses = weights(built), Proof(built, built.engine.transport, 1), []
+        for step, item in enumerate(_batches() + _batches()[:1]):
+            totals = built.engine.train_step(share(item, rank, 2), step)
+            assert not totals.skipped
+            losses.append(totals.loss)
+            proof.check(step + 1)
+        built.sync.finish()
+        with built.sync.global_parameters():
+            found[method] = (losses, first, weights(built))
+    return kind, found
+
+
+def _check_replicas(ranks: Ranks, methods: list[str]) -> None:
+    (new, one), (old, other) = ranks(2, _train_replicas, methods)
+    assert new != old
+    for method in methods:
+        assert all(map(math.isfinite, [*one[method][0], *other[method][0]])), method
+        for name, weight in one[method][1].items():
+            assert torch.equal(weight, other[method][1][name]), (method, name)
+
+
+def test_replicas_begin_alike_and_train_to_the_end(ranks: Ranks) -> None:
+    _check_replicas(ranks, ["allreduce", "cocktail", "diloco"])
+
+
+@pytest.mark.slow
+def test_replicas_begin_alike_and_train_to_the_end_with_every_method(ranks: Ranks) -> None:
+    _check_replicas(ranks, method_names())
+
+
+def _train_shards(rank: int) -> Any:
+    kind = _unlike(rank)
+    qsdp = {"method": "qsdp", "weights": "differences", "keep_below": 64, "bucket": 64}
+    built = start(config(pipeline={"cuts": [], "shards": 2}, shards=qsdp))
+    proof, losses = Proof(built, built.engine.transport, 1), []
+    for step, item in enumerate(_batches()):
+        losses.append(built.engine.train_step(share(item, rank, 2), step).loss)
+        assert proof.check(step + 1) == {}
+    assert built.shards is not None
+    return kind, losses, built.shards.remembered
+
+
+def test_shards_remember_the_same_bits(ranks: Ranks) -> None:
+    (new, losses, one), (old, others, other) = ranks(2, _train_shards)
+    assert new != old
+    assert losses == others
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
