@@ -18,10 +18,8 @@ from torch.distributed import TCPStore
 
 from tests.ports import free_port
 from tests.ranks import CONTEXT
+from tests.waiting import PATIENCE_S
 from thinpipe.launch.distributed.fork_server import PARENT
-
-PATIENCE_S = 120
-"""Guards against hanging: long for a busy machine, short beside what is waited for otherwise."""
 
 
 class Command:
