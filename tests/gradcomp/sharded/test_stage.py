@@ -174,7 +174,7 @@ def test_learned_levels_and_few_bits_train(ranks: Ranks) -> None:
 
 
 def _until_killed(rank: int) -> str:
-    stage, shards = make(EXACT, timeout_s=20)
+    stage, shards = make(EXACT)
     shards.begin_step(0, 1)
     if rank == 1:
         loss_of(stage, rank, 0)

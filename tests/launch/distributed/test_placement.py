@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -38,10 +37,8 @@ def test_a_machine_that_is_not_named_is_refused(run_file: Path, tmp_path: Path) 
 
 
 def test_a_machine_that_joins_twice_is_named(run_file: Path, tmp_path: Path) -> None:
-    begin_s = time.monotonic()
     output = refusal(run_file, tmp_path, "aa")
     assert output.count("missing: b; there twice: a") == 2
-    assert time.monotonic() - begin_s < 120
 
 
 @pytest.mark.slow
@@ -55,7 +52,9 @@ def test_ranks_are_where_the_run_file_puts_them(
     started = []
     for name in order:
         started.append(start(run_file, *settings(name, port, tmp_path, *where)))
-        time.sleep(1)
+        said = started[-1].stdout
+        assert said is not None
+        assert said.readline().startswith("waiting for 2 machines")
     outputs = [one.communicate(timeout=180)[0] for one in started]
     assert [one.returncode for one in started] == [0, 0], outputs
     assert (tmp_path / "b" / "metrics.jsonl").exists()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +17,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.waiting import until
 from thinpipe.launch.cli import app
 
 pytestmark = pytest.mark.usefixtures("namespaces")
@@ -46,13 +47,6 @@ def started(
             yield process
         finally:
             process.kill()
-
-
-def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
 
 
 def processes(word: str) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import Ranks
+from tests.waiting import until
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.pipeline.comm.boundary import Stateless, raw
 from thinpipe.pipeline.comm.errors import TransportError
@@ -118,13 +119,14 @@ def test_a_lost_memory_is_a_desync_not_a_crash(
 
 
 def peer_dies(rank: int, account: Path) -> None:
-    link = link_to(1 - rank)
+    link, waits = link_to(1 - rank), account.with_name("waits")
     if rank == 1:
-        time.sleep(0.3)
+        until(waits.exists)
         os._exit(9)
     start = time.monotonic()
     try:
         link.expect(0, 100)
+        waits.touch()
         link.take(0)
     except TransportError as error:
         account.write_text(f"{error} after {time.monotonic() - start:.1f} s")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.ports import free_port
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.overlay import keys
 from thinpipe.launch.overlay.links.dialer import Dialer
 from thinpipe.launch.overlay.links.frames import Traffic
@@ -69,7 +69,11 @@ class Wire:
         with contextlib.suppress(OSError):
             while True:
                 near = self._server.accept()[0]
-                connection = _Connection(near, socket.create_connection(self._target))
+                with contextlib.ExitStack() as unless_made:
+                    unless_made.enter_context(near)
+                    far = socket.create_connection(self._target)
+                    unless_made.pop_all()
+                connection = _Connection(near, far)
                 self._open.append(connection)
                 self.connections += 1
                 for up in (True, False):
@@ -140,7 +144,7 @@ class Pair:
         self.attempts = 0
         accepting, connecting = keys.contexts(key)
         self._local = socket.create_server(("127.0.0.1", 0))
-        self._local.settimeout(10)
+        self._local.settimeout(PATIENCE_S)
         self._ends: list[socket.socket] = []
         self.a, self.b = (self._link(name, number, patience_s) for number, name in enumerate("ba"))
         self._listener = Listener(self.loop, ("127.0.0.1", 0), accepting, self._on_hello)
@@ -163,7 +167,7 @@ class Pair:
         self.call(self.a.restart)
         self.call(self.b.restart)
         self.loop.after(0, self.loop.stop)
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
         self.wire.close()
         for sock in [self._local, *self._ends]:
             sock.close()
@@ -177,7 +181,7 @@ class Pair:
         """The next connection that comes out at host "b"."""
         far = self._local.accept()[0]
         self._ends.append(far)
-        far.settimeout(60)
+        far.settimeout(PATIENCE_S)
         return far
 
     def open(
@@ -185,7 +189,7 @@ class Pair:
     ) -> socket.socket:
         """A local connection to a port of host "b", or of "a" where it begins at the other link."""
         with socket.create_server(("127.0.0.1", 0)) as server:
-            near = socket.create_connection(server.getsockname(), timeout=60)
+            near = socket.create_connection(server.getsockname(), timeout=PATIENCE_S)
             inside = server.accept()[0]
         self._ends.append(near)
         self.call(lambda: (at or self.a).open(inside, port, traffic))
@@ -205,7 +209,7 @@ class Pair:
             called.set()
 
         self.loop.after(0, run)
-        assert called.wait(30)
+        assert called.wait(PATIENCE_S)
 
     def _link(self, peer: str, number: int, patience_s: float) -> Link:
         return Link(
@@ -255,7 +259,7 @@ def transfer(source: socket.socket, target: socket.socket, data: bytes) -> bytes
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
     received = b"".join(chunks(target))
-    thread.join(10)
+    thread.join(PATIENCE_S)
     return received
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.launch.overlay.links.pair import PORT, Pair, Reset, noise, transfer
 from tests.ports import free_port
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.overlay import keys
 from thinpipe.launch.overlay.links import dialer, loop
 from thinpipe.launch.overlay.links.frames import HEADER, Kind, Traffic
@@ -106,7 +106,7 @@ def test_a_reset_at_any_byte_loses_and_repeats_nothing(key: Path, up: bool, firs
         assert sweep.lengths.count(RECORD_NBYTES + FULL) >= 3
         assert len(sweep.lengths) > 20  # with those of the handshake
         assert sender.session.resent == sweep.resent > 3  # what had come was not sent once more
-    assert not [event for event in pair.events if event[1] == "lost"]
+        assert not [event for event in pair.events if event[1] == "lost"]
 
 
 @pytest.mark.usefixtures("at_once")
@@ -133,7 +133,7 @@ def test_resets_amid_traffic_both_ways_lose_and_repeat_nothing(key: Path) -> Non
         assert pair.a.stats.resumed >= max(cuts.values())
         assert pair.a.session.resent > 0
         assert pair.b.session.resent > 0
-    assert not [event for event in pair.events if event[1] == "lost"]
+        assert not [event for event in pair.events if event[1] == "lost"]
 
 
 @pytest.mark.parametrize("damaged_up", [True, False], ids=["up", "down"])
@@ -206,7 +206,7 @@ def test_a_reader_that_stops_holds_its_writer_up(key: Path) -> None:
                 sent += near.send(bytes(1 << 20))
         buffers = 16 << 20  # of the kernel, at both local connections
         assert sent <= WINDOW_NBYTES + buffers
-        near.settimeout(60)
+        near.settimeout(PATIENCE_S)
         other_near, other_far = pair.pipe()  # and nobody else
         other_near.sendall(b"on")
         assert other_far.recv(2) == b"on"
