@@ -19,7 +19,7 @@ from torch.distributed import TCPStore
 from tests.ports import free_port
 from tests.ranks import CONTEXT
 from tests.waiting import PATIENCE_S
-from thinpipe.launch.distributed.fork_server import PARENT
+from thinpipe.launch.distributed.fork_server import PARENT, name_process
 
 
 class Command:
@@ -108,6 +108,7 @@ def _fork_rank(main: Callable[[], None], rank: int, processes: int, port: int) -
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     os.environ.update({name: str(value) for name, value in place.items()})
+    name_process(f"thinpipe {rank}")
     code = 1
     try:
         main()

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ranks import Ranks
+from tests.ranks import Ranks, run_ranks
 from tests.training import ZERO_BUBBLE, batch, config, start
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.components import Built
@@ -97,10 +97,26 @@ def spans(events: list[ComputeEvent], kind: str) -> dict[int, ComputeEvent]:
     return {event.microbatch: event for event in events if event.kind == kind}
 
 
+def all_at_once(rank: int) -> dict[str, Any]:
+    return {
+        "events": {schedule: events_of(rank, schedule) for schedule in ("GPipe", "Deep1F1B")},
+        "decoded": decoded_at_each_forward(rank),
+        "loss": loss_of_long_forwards(),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """Of the upper and the lower stage, from one group of processes."""
+    return run_ranks(2, all_at_once)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("schedule", ["GPipe", "Deep1F1B"])
-def test_messages_are_coded_while_the_stage_computes(ranks: Ranks, schedule: str) -> None:
-    upper, lower = ranks(2, events_of, schedule)
+def test_messages_are_coded_while_the_stage_computes(
+    found: list[dict[str, Any]], schedule: str
+) -> None:
+    upper, lower = (one["events"][schedule] for one in found)
     forwards, encodes = spans(upper, "F"), spans(upper, "encode")
     assert encodes[0].end_s > forwards[1].start_s
     assert encodes[0].start_s >= forwards[0].end_s
@@ -136,11 +152,13 @@ def decoded_at_each_forward(rank: int) -> list[int]:
 
 
 @pytest.mark.dist
-def test_no_more_than_two_decoded_microbatches_wait_for_the_schedule(ranks: Ranks) -> None:
-    assert ranks(2, decoded_at_each_forward)[1] == [min(m + 3, COUNT) for m in range(COUNT)]
+def test_no_more_than_two_decoded_microbatches_wait_for_the_schedule(
+    found: list[dict[str, Any]],
+) -> None:
+    assert found[1]["decoded"] == [min(m + 3, COUNT) for m in range(COUNT)]
 
 
-def long_forwards(rank: int) -> float:
+def loss_of_long_forwards() -> float:
     """The first gradient comes later than a peer may be silent."""
 
     def happens(what: str, microbatch: int) -> None:
@@ -152,9 +170,10 @@ def long_forwards(rank: int) -> float:
 
 
 @pytest.mark.dist
-def test_a_gradient_is_not_waited_for_before_the_schedule_is(ranks: Ranks) -> None:
-    losses = ranks(2, long_forwards)
-    assert losses[0] == losses[1] > 0
+def test_a_gradient_is_not_waited_for_before_the_schedule_is(
+    found: list[dict[str, Any]],
+) -> None:
+    assert found[0]["loss"] == found[1]["loss"] > 0
 
 
 def fail_to_encode(rank: int, accounts: Path) -> None:

@@ -1,6 +1,5 @@
 """A thread beside training: in order, without gradients, no longer than its owner."""
 
-import gc
 import threading
 import time
 
@@ -43,7 +42,6 @@ def test_the_thread_ends_with_its_owner() -> None:
     thread = worker._thread
     assert thread is not None
     del worker
-    gc.collect()
     thread.join(60)
     assert not thread.is_alive()
 
