@@ -43,7 +43,7 @@ WATCHED = """
     from thinpipe.launch.distributed.failures import Failures, Watch
     from thinpipe.launch.distributed.store import connect_store
 
-    store = connect_store(("127.0.0.1", int(sys.argv[1])), wait_s=30)
+    store = connect_store(("127.0.0.1", int(sys.argv[1])), wait_s=120)
     watch = Watch(Failures(store, "rank 1"), "rank 1", lambda: " [described]")
     print("waits", flush=True)
     if sys.argv[2] == "handled":

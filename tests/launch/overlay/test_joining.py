@@ -58,7 +58,7 @@ class Run:
                 needed=self._needed,
                 listen=listen,
                 coordinator=coordinator,
-                patience_s=10,
+                patience_s=PATIENCE_S,
                 store_port=1,
             )
         )

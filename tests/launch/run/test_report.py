@@ -19,7 +19,8 @@ def _with_a_slow_report(*started: Any) -> None:
     write = html.write_report
 
     def slowly(*arguments: Any, **options: Any) -> None:
-        until(lambda: len(psutil.Process(os.getppid()).children()) == 1)  # the other has ended
+        other = {"name": "thinpipe 1", "ppid": os.getppid()}
+        until(lambda: all(process.info != other for process in psutil.process_iter([*other])))
         write(*arguments, **options)
 
     html.write_report = slowly

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.overlay import keys
 from thinpipe.launch.overlay.links import handshake, listener
 from thinpipe.launch.overlay.links.handshake import Hello
@@ -43,11 +43,11 @@ class Door:
         self.loop.close(connection)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def close(self) -> None:
         self.loop.after(0, self.loop.stop)
-        self.thread.join(10)
+        self.thread.join(PATIENCE_S)
 
     def knock(self, key: str = "run.key") -> None:
         """As a member does."""
