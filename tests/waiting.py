@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 120
+PATIENCE_S = 240
 """Guards against hanging: long for a busy machine, short beside what is waited for otherwise."""
 
 
