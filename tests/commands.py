@@ -18,10 +18,8 @@ from torch.distributed import TCPStore
 
 from tests.ports import free_port
 from tests.ranks import CONTEXT
-from thinpipe.launch.distributed.fork_server import PARENT
-
-PATIENCE_S = 300
-"""Guards against hanging: long for a busy machine, short beside what is waited for otherwise."""
+from tests.waiting import PATIENCE_S
+from thinpipe.launch.distributed.fork_server import PARENT, name_process
 
 
 class Command:
@@ -110,6 +108,7 @@ def _fork_rank(main: Callable[[], None], rank: int, processes: int, port: int) -
         "TORCHELASTIC_USE_AGENT_STORE": True,
     }
     os.environ.update({name: str(value) for name, value in place.items()})
+    name_process(f"thinpipe {rank}")
     code = 1
     try:
         main()

@@ -7,16 +7,22 @@ _FIRST, _COUNT = 15000, 14000
 
 
 def free_port() -> int:
-    """A port of loopback that the system gives to nobody who does not ask for it by number.
+    """A port of loopback that neither the system nor this function gives to anybody else.
 
-    Of its own choice (Linux: from 32768) it may give one away again before a test listens there, or
-    to a client that asks for the very port: that one is then connected to itself.
+    Of its own choice (Linux: from 32768) the system may give one away again before a test listens
+    there, or to a client that asks for the very port: that one is then connected to itself. Other
+    test processes see the claim, which lasts as long as this process.
     """
     while True:
         port = _FIRST + secrets.randbelow(_COUNT)
-        with socket.socket() as probe:
+        with (
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim,
+            socket.socket() as probe,
+        ):
             try:
+                claim.bind(f"\0thinpipe test port {port}")
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
+            claim.detach()  # stays open
         return port

@@ -3,11 +3,12 @@
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import until
 
 SSHD = shutil.which("sshd", path=os.pathsep.join([os.environ["PATH"], "/usr/sbin"]))
 needs_sshd = pytest.mark.skipif(
@@ -71,10 +72,7 @@ class OpenSsh:
         assert SSHD is not None
         return [SSHD, "-D", "-e", "-f", str(config)]
 
-    def wait(self, name: str, limit_s: float = 30.0) -> None:
+    def wait(self, name: str) -> None:
         """Wait until a server answers."""
-        limit_s += time.monotonic()
-        words = [str(self.folder / "bin" / "ssh"), name, "true"]
-        while subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True).returncode:
-            assert time.monotonic() < limit_s, "the server does not answer"
-            time.sleep(0.1)
+        words, nothing = [str(self.folder / "bin" / "ssh"), name, "true"], subprocess.DEVNULL
+        until(lambda: not subprocess.run(words, stdin=nothing, capture_output=True).returncode)

@@ -98,7 +98,7 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
         f"file = RowFile(Path({str(tmp_path)!r}), 4096)\n"
         "file.write(7, torch.ones(4096, dtype=torch.uint8)); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGKILL
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
 
 
@@ -197,7 +197,7 @@ def test_a_full_disk_is_noticed_before_the_first_step(tmp_path: Path) -> None:
         env={**os.environ, "CODE": code},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     if "fits" not in done.stdout and "unshare" in done.stderr:
         pytest.skip(f"no private mounts here: {done.stderr}")

@@ -62,7 +62,7 @@ class Replicas:
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
     ) -> None:
-        self.peers = peers or local_peers(size, timeout_s=10)
+        self.peers = peers or local_peers(size)
         self._method, self._options = method, parse_options(method, options)
         self._dtype, self._device = dtype, device
         self.step_number = 0

@@ -76,13 +76,18 @@ def test_the_edge_to_a_killed_rank_is_named(run_file: Path, victim: int) -> None
     run = Command("train", run_file, *ENDLESS)
     try:
         wait_until(lambda: steps_of(run_file) > 3, PATIENCE_S)
-        ranks = sorted(rank.pid for rank in psutil.Process(run.pid).children())
-        os.kill(ranks[victim], signal.SIGKILL)
+        kill(run, victim, signal.SIGKILL)
         done = run.done()
     finally:
         run.kill()
     assert done.returncode == 1
     check_that_the_edge_is_named(done.stderr, victim)
+
+
+def kill(run: Command, rank: int, number: signal.Signals) -> None:
+    children = psutil.Process(run.pid).children()
+    (process,) = (child for child in children if child.name() == f"thinpipe {rank}")
+    process.send_signal(number)
 
 
 def check_that_the_edge_is_named(output: str, victim: int) -> None:
@@ -111,8 +116,7 @@ def test_sigterm_to_one_rank_saves_on_all(run_file: Path) -> None:
     run = Command("train", run_file, *ENDLESS)
     try:
         wait_until(lambda: steps_of(run_file) > 3, PATIENCE_S)
-        ranks = sorted(rank.pid for rank in psutil.Process(run.pid).children())
-        os.kill(ranks[1], signal.SIGTERM)
+        kill(run, 1, signal.SIGTERM)
         done = run.done()
     finally:
         run.kill()

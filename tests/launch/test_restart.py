@@ -84,7 +84,7 @@ def test_a_machine_whose_launcher_died_is_waited_for(run_file: Path, end: str) -
     def begin(number: int) -> subprocess.Popen[str]:
         name = f"network.name={logs[number].name[0]}"
         meeting = ["--nnodes", "2", "--rdzv", place, "--set", name]
-        limit = [] if comes_back else ["--set", "pipeline.peer_timeout_s=25"]
+        limit = ["--set", "pipeline.peer_timeout_s=25"] if end == "it does not" else []
         return node(run_file, logs[number], *meeting, *limit)
 
     nodes = [begin(0)]

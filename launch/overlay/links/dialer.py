@@ -7,6 +7,7 @@ machine that refuses connections has no carrier any more: its link is given up w
 import ssl
 import time
 from collections.abc import Callable
+from functools import partial
 
 from thinpipe.launch.overlay.links.frames import FrameError
 from thinpipe.launch.overlay.links.handshake import (
@@ -64,7 +65,8 @@ class Dialer:
             return
         self._dialing, self._attempt = True, self._attempt + 1
         steps = self._steps(address, self._attempt)
-        self._loop.spawn(steps, LIMIT_S, done=self._on_welcome, failed=self._on_failure)
+        failed = partial(self._on_failure, address)
+        self._loop.spawn(steps, LIMIT_S, done=self._on_welcome, failed=failed)
 
     def _steps(
         self, address: tuple[str, int], attempt: int
@@ -107,22 +109,21 @@ class Dialer:
             self._loop.close(connection)
             link.give_up(f"sent {error}")
 
-    def _on_failure(self, error: Exception) -> None:
+    def _on_failure(self, address: tuple[str, int], error: Exception) -> None:
         self._dialing = False
-        self._note_refusal(refused=isinstance(error, ConnectionRefusedError))
+        refused = isinstance(error, ConnectionRefusedError)
+        self._note_refusal(meant=refused and address == self._proven)
         self._wait(_LOOK_S if self._link.connected else self._pause_s)
         self._pause_s = min(_LONGEST_PAUSE_S / 2, 2 * self._pause_s)
 
-    def _note_refusal(self, *, refused: bool) -> None:
+    def _note_refusal(self, *, meant: bool) -> None:
         now_s = time.monotonic()
-        if not refused:
+        if not meant:
             self._refused_s = None
         elif self._refused_s is None:
             self._refused_s = now_s
-        elif (
-            now_s - self._refused_s > _REFUSED_S
-            and self._proven == self._address()
-            and not (self._link.connected or self._link.is_lost)
+        elif now_s - self._refused_s > _REFUSED_S and not (
+            self._link.connected or self._link.is_lost
         ):
             self._link.give_up("its carrier has ended: that machine refuses connections")
 

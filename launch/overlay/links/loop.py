@@ -107,10 +107,9 @@ class Loop:
                 self.late_s, due_s = now_s - due_s, now_s + _TICK_S
                 for tick in self.ticks:
                     tick(now_s)
-                due = [call for at_s, call in self._calls if now_s >= at_s]
-                self._calls = [entry for entry in self._calls if now_s < entry[0]]
-                for call in due:
-                    call()
+                for entry in [entry for entry in self._calls if now_s >= entry[0]]:
+                    self._calls.remove(entry)
+                    entry[1]()
                 for task in [task for task in self._tasks if now_s > task.limit_s]:
                     task.expire()
 

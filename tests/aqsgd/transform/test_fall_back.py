@@ -140,14 +140,23 @@ def test_a_slow_search_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_process_that_ends_during_a_search_ends_well() -> None:
     """An interpreter that goes while a thread is inside torch aborts."""
     program = """
-import torch
+import threading, torch
+from thinpipe.aqsgd.transform import basis_search
 from thinpipe.aqsgd.transform.config import TransformConfig, build_transform
+
+inside, search = threading.Event(), basis_search.BasisSearch.end_step
+def end_step(*arguments, **options):
+    inside.set()
+    return search(*arguments, **options)
+
+basis_search.BasisSearch.end_step = end_step
 end, ids_B = build_transform(TransformConfig(), width=720), torch.arange(4)
 for step in range(4):
     x_BTD = torch.logspace(0, -3, 720) * torch.randn(4, 64, 720)
     plan = end.plan(ids_B, x_BTD.shape, step=step)
     end.encode(plan, x_BTD, torch.empty(plan.capacity, dtype=torch.uint8))
+    inside.clear()
     end.finish_step(keep=True)
+assert inside.wait(60)
 """
-    for _ in range(4):  # without care, about every other one aborts
-        subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

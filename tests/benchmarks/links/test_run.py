@@ -90,7 +90,7 @@ def test_a_message_of_a_known_sample_has_the_bits_of_its_method() -> None:
 def forwards_ahead(rank: int, depth: int) -> int:
     """Forwards of a stage before its first backward."""
     method = replace(BY_NAME["fp32"], depth=depth)
-    runner = ThinPipeRunner(method, SMALL, GlooTransport(2, 1, timeout_s=30))
+    runner = ThinPipeRunner(method, SMALL, GlooTransport(2, 1, timeout_s=120))
     runner.step(1, torch.arange(SMALL.microbatches))
     computed = [event.kind for event in runner._events if event.kind in ("F", "B")]
     return computed.index("B")

@@ -13,7 +13,7 @@ from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.segments import Segmented
 from thinpipe.pipeline.wire.cast import Cast
 
-CODEC, UNITS, WAIT_S = Segmented([4], [Cast("fp32")]), 4, 30
+CODEC, UNITS, WAIT_S = Segmented([4], [Cast("fp32")]), 4, 120
 
 
 class SlowPeers(LocalPeers):

@@ -1,4 +1,7 @@
-"""A stage held by several ranks, against FSDP2 with torch's own collectives."""
+"""A stage held by several ranks, against FSDP2 with torch's own collectives.
+
+One group of processes of each size trains in all ways; tests look at what it found.
+"""
 
 import os
 from typing import Any
@@ -12,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.ranks import Ranks
+from tests.ranks import Ranks, run_ranks
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
 from thinpipe.gradcomp.sharded.traffic import sent_nbytes, units_of
@@ -24,9 +27,44 @@ from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 pytestmark = pytest.mark.dist
 
 MODEL = TransformerConfig(layers=2, width=16, heads=2, vocab=33, context=8)
+GATHERS = ["step", "microbatch"]
 EXACT = ShardsConfig(method="qsdp", weight_bits=32, gradient_bits=32)
 W8G8 = ShardsConfig(method="qsdp", keep_below=64, bucket=64)
+LEARNED = ShardsConfig(
+    method="qsdp", weight_bits=6, gradient_bits=4, weight_rounding="learned", keep_below=64
+)
+SITES = W8G8.model_copy(update={"ranks_per_site": 2})
 STEPS = 4
+
+
+def two_at_once(rank: int) -> dict[str, Any]:
+    ways = {"exact": EXACT, "W8G8": W8G8, "learned": LEARNED}
+    found = {name: train(rank, config) for name, config in ways.items()}
+    return found | {"torch": train_with_torch(rank), "orders": _orders(rank)}
+
+
+def three_at_once(rank: int) -> dict[str, Any]:
+    ways = {gather: W8G8.model_copy(update={"gather": gather}) for gather in GATHERS}
+    return {gather: train(rank, config, 2) for gather, config in ways.items()}
+
+
+def four_at_once(rank: int) -> dict[str, Any]:
+    return {"sites": train(rank, SITES), "exact": train(rank, EXACT)}
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(2, two_at_once)
+
+
+@pytest.fixture(scope="module")
+def three() -> list[dict[str, Any]]:
+    return run_ranks(3, three_at_once)
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, Any]]:
+    return run_ranks(4, four_at_once)
 
 
 def model() -> TransformerStage:
@@ -92,19 +130,20 @@ def local(parameter: nn.Parameter) -> Tensor:
     return parameter.to_local().detach()
 
 
-def test_32_bits_are_fsdp2_bit_for_bit(ranks: Ranks) -> None:
-    ours, torchs = ranks(2, train, EXACT), ranks(2, train_with_torch)
-    for (losses, _, weights, _), (expected, reference) in zip(ours, torchs, strict=True):
+def test_32_bits_are_fsdp2_bit_for_bit(two: list[dict[str, Any]]) -> None:
+    for one in two:
+        (losses, _, weights, _), (expected, reference) = one["exact"], one["torch"]
         assert losses == expected
         assert weights.keys() == reference.keys()
         for name, weight in weights.items():
             assert torch.equal(weight, reference[name]), name
 
 
-@pytest.mark.parametrize("gather", ["step", "microbatch"])
-def test_all_gather_the_same_weights_and_none_is_exact(ranks: Ranks, gather: Any) -> None:
-    config = W8G8.model_copy(update={"gather": gather})
-    results = ranks(3, train, config, 2)
+@pytest.mark.parametrize("gather", GATHERS)
+def test_all_gather_the_same_weights_and_none_is_exact(
+    three: list[dict[str, Any]], gather: str
+) -> None:
+    results = [one[gather] for one in three]
     _, gathered, *_ = results[0]
     for step in range(STEPS):
         first, second = gathered[2 * step : 2 * step + 2]
@@ -119,8 +158,8 @@ def test_all_gather_the_same_weights_and_none_is_exact(ranks: Ranks, gather: Any
         assert float((part - exact).abs().max()) <= 0.51 * span / 255
 
 
-def test_bytes_are_those_of_the_formula(ranks: Ranks) -> None:
-    (*_, sent), *_ = ranks(2, train, W8G8)
+def test_bytes_are_those_of_the_formula(two: list[dict[str, Any]]) -> None:
+    *_, sent = two[0]["W8G8"]
     exchanges = 3  # two blocks and the rest
     weight = gradient = exchanges * EXCHANGE_HEADER_NBYTES
     for parameter in model().parameters():
@@ -134,16 +173,16 @@ def test_bytes_are_those_of_the_formula(ranks: Ranks) -> None:
     assert sent_nbytes(units_of(whole, whole.parts()), W8G8, 2) == sent
 
 
-def test_sites_compute_alike_and_send_fewer_bytes_to_each_other(ranks: Ranks) -> None:
-    config = W8G8.model_copy(update={"ranks_per_site": 2})
-    results = ranks(4, train, config)
+def test_sites_compute_alike_and_send_fewer_bytes_to_each_other(four: list[dict[str, Any]]) -> None:
+    results = [one["sites"] for one in four]
     _, gathered, _, sent = results[0]
     assert all(all(map(torch.equal, gathered, others)) for _, others, *_ in results[1:])
-    for (losses, *_), (exact, *_) in zip(results, ranks(4, train, EXACT), strict=True):
+    for one in four:
+        (losses, *_), (exact, *_) = one["sites"], one["exact"]
         assert losses != exact
         assert losses == pytest.approx(exact, abs=0.02)
     whole = model()
-    assert sent == sent_nbytes(units_of(whole, whole.parts()), config, 4)
+    assert sent == sent_nbytes(units_of(whole, whole.parts()), SITES, 4)
     flat = sent_nbytes(units_of(whole, whole.parts()), W8G8, 4)
     assert flat == (3 * sent[0], 3 * sent[1])  # to all, where the other site alone gets it once
 
@@ -158,23 +197,19 @@ def _given_back(rank: int, gather: str) -> float:
     return (held - Process().memory_info().rss) / 100e6
 
 
-@pytest.mark.parametrize("gather", ["step", "microbatch"])
+@pytest.mark.parametrize("gather", GATHERS)
 def test_blocks_that_are_freed_leave_memory(ranks: Ranks, gather: str) -> None:
     assert min(ranks(2, _given_back, gather)) > 0.9
 
 
-def test_learned_levels_and_few_bits_train(ranks: Ranks) -> None:
-    config = ShardsConfig(
-        method="qsdp", weight_bits=6, gradient_bits=4, weight_rounding="learned", keep_below=64
-    )
-    (losses, *_), *_ = ranks(2, train, config)
-    (exact, *_), *_ = ranks(2, train, EXACT)
+def test_learned_levels_and_few_bits_train(two: list[dict[str, Any]]) -> None:
+    (losses, *_), (exact, *_) = two[0]["learned"], two[0]["exact"]
     assert losses != exact
     assert losses == pytest.approx(exact, abs=0.05)
 
 
 def _until_killed(rank: int) -> str:
-    stage, shards = make(EXACT, timeout_s=20)
+    stage, shards = make(EXACT)
     shards.begin_step(0, 1)
     if rank == 1:
         loss_of(stage, rank, 0)
@@ -210,6 +245,6 @@ def _orders(rank: int) -> list[tuple[list[str], list[str]]]:
     return found
 
 
-def test_units_are_in_the_order_of_fsdp2(ranks: Ranks) -> None:
-    for ours, theirs in ranks(2, _orders)[0]:
+def test_units_are_in_the_order_of_fsdp2(two: list[dict[str, Any]]) -> None:
+    for ours, theirs in two[0]["orders"]:
         assert ours == theirs

@@ -22,7 +22,7 @@ META = {"config": {"pipeline": {"cuts": [1]}}, "steps_per_epoch": 2}
 
 def _cut_short(rank: int, folder: str, *, part_is_there: bool) -> Any:
     """All have written their parts; machine 1 was killed before its manifest."""
-    transport = GlooTransport(2, 1, timeout_s=30)
+    transport = GlooTransport(2, 1, timeout_s=120)
     session = Session(HashStore(), transport, 1, 0)
     root = Path(folder) / str(rank)
     place = place_of(session, root)

@@ -1,6 +1,5 @@
 """What the connections of all machines do is known where the run is shown, while it runs."""
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +12,7 @@ from rich.console import Console
 from torch.distributed import TCPStore
 
 from tests.launch.display.test_panel import info, of_all, record
+from tests.waiting import until
 from thinpipe.launch.display import connections, log
 from thinpipe.launch.display.connections import (
     Connection,
@@ -25,7 +25,6 @@ from thinpipe.launch.report.edge_news import EdgeNews
 from thinpipe.launch.report.edge_trace import EdgeTrace
 
 HOSTS = ("a", "b", "c")
-LIMIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +62,6 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def wait_until(true: Callable[[], object]) -> None:
-    limit_s = time.monotonic() + LIMIT_S
-    while not true():
-        assert time.monotonic() < limit_s
-        time.sleep(0.01)
-
-
 def test_all_connections_are_shown_on_one_host(store: TCPStore) -> None:
     with ExitStack() as stack:
         seen = {}
@@ -77,8 +69,8 @@ def test_all_connections_are_shown_on_one_host(store: TCPStore) -> None:
             trace = stack.enter_context(EdgeTrace(carrier(name)))
             news = EdgeNews(trace, store.clone, reads=name == "a")
             seen[name] = Connections(trace, stack.enter_context(news))
-        wait_until(lambda: len(seen["a"].now()) == 3)
-        wait_until(lambda: len(seen["b"].now()) == 2)
+        until(lambda: len(seen["a"].now()) == 3)
+        until(lambda: len(seen["b"].now()) == 2)
         found = {(c.first, c.second): c for c in seen["a"].now()}
         assert len(seen["b"].now()) == 2  # its own: it does not ask
     assert {frozenset(pair) for pair in found} == {frozenset(p) for p in ("ab", "ac", "bc")}
@@ -94,7 +86,7 @@ def test_a_host_that_is_silent_is_seen_from_the_other_end(store: TCPStore) -> No
     """What it told last is not taken for what is now."""
     with EdgeTrace(carrier("a")) as trace, EdgeNews(trace, store.clone, reads=True) as news:
         with EdgeTrace(carrier("b")) as there, EdgeNews(there, store.clone, reads=False):
-            wait_until(lambda: "b" in news.heard)
+            until(lambda: "b" in news.heard)
         heard_s, edges = news.heard["b"]
         news.heard["b"] = (heard_s - 1000, edges)
         found = {frozenset((c.first, c.second)): c for c in Connections(trace, news).now()}
@@ -109,8 +101,8 @@ def test_a_store_that_is_gone_ends_the_thread_only(store: TCPStore) -> None:
         raise RuntimeError("gone")
 
     with EdgeTrace(carrier("a")) as trace, EdgeNews(trace, gone, reads=True) as news:
-        wait_until(lambda: not news._thread.is_alive())
-        wait_until(lambda: len(Connections(trace, news).now()) == 2)
+        until(lambda: not news._thread.is_alive())
+        until(lambda: len(Connections(trace, news).now()) == 2)
 
 
 def many(hosts: int) -> list[Connection]:

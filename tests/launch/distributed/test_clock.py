@@ -25,4 +25,4 @@ def _measure(rank: int) -> float:
 
 
 def test_clocks_are_compared_with_the_first_rank() -> None:
-    assert run_ranks(3, _measure) == pytest.approx([0.0, 100.0, 200.0], abs=0.2)
+    assert run_ranks(3, _measure) == pytest.approx([0.0, 100.0, 200.0], abs=5)

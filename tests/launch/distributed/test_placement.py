@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ def settings(
 ) -> list[object]:
     sets = [f"network.name={name}", f"run.folder={folder / name}", f"pipeline.cuts={cuts}"]
     sets += [f"pipeline.placement=[{json.dumps([*placed])}]"]
-    sets += ["pipeline.replicas=1", "pipeline.peer_timeout_s=20"]
+    sets += ["pipeline.replicas=1", "pipeline.peer_timeout_s=120"]
     chosen = [word for text in sets for word in ("--set", text)]
     return [*chosen, "--nnodes", "2", "--rdzv", f"127.0.0.1:{port}"]
 
@@ -38,10 +37,8 @@ def test_a_machine_that_is_not_named_is_refused(run_file: Path, tmp_path: Path) 
 
 
 def test_a_machine_that_joins_twice_is_named(run_file: Path, tmp_path: Path) -> None:
-    begin_s = time.monotonic()
     output = refusal(run_file, tmp_path, "aa")
     assert output.count("missing: b; there twice: a") == 2
-    assert time.monotonic() - begin_s < 120
 
 
 @pytest.mark.slow
@@ -52,10 +49,10 @@ def test_ranks_are_where_the_run_file_puts_them(
     """Rank 0, on b, writes the metrics; machines may have unequal shares."""
     port = free_port()
     order = first + "ab".replace(first, "")
-    started = []
-    for name in order:
-        started.append(start(run_file, *settings(name, port, tmp_path, *where)))
-        time.sleep(1)
+    started = [start(run_file, *settings(order[0], port, tmp_path, *where))]
+    assert started[0].stdout is not None
+    assert started[0].stdout.readline().startswith("waiting for 2 machines")
+    started.append(start(run_file, *settings(order[1], port, tmp_path, *where)))
     outputs = [one.communicate(timeout=180)[0] for one in started]
     assert [one.returncode for one in started] == [0, 0], outputs
     assert (tmp_path / "b" / "metrics.jsonl").exists()

@@ -14,7 +14,7 @@ from tests.ports import free_port
 __all__ = ["run_file"]
 
 LIMIT_S = 3
-START_S = 30.0
+START_S = 45.0
 """Much more than a process takes to start, much less than torch waits for an answer."""
 
 

@@ -19,9 +19,11 @@ def place(port: int) -> HostNetwork:
 
 def test_of_two_processes_on_a_machine_the_first_holds_the_store() -> None:
     config, endpoint = NetworkConfig(), f"127.0.0.1:{free_port()}"
-    first, second = (several_machines(config, endpoint, 2, limit_s=30, log=print) for _ in range(2))
+    first, second = (
+        several_machines(config, endpoint, 2, limit_s=120, log=print) for _ in range(2)
+    )
     with ThreadPoolExecutor(2) as pool:
-        groups = list(pool.map(lambda net: join_group(net, 2, wait_s=30), (first, second)))
+        groups = list(pool.map(lambda net: join_group(net, 2, wait_s=120), (first, second)))
     assert [group.is_server for group in groups] == [True, False]
     assert {group.index for group in groups} == {0, 1}
 

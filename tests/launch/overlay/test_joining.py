@@ -58,7 +58,7 @@ class Run:
                 needed=self._needed,
                 listen=listen,
                 coordinator=coordinator,
-                patience_s=10,
+                patience_s=PATIENCE_S,
                 store_port=1,
             )
         )
@@ -78,7 +78,7 @@ def ignore(_text: str) -> None:
 def say(run: Run, hello: Hello) -> Welcome:
     """What host 0 answers."""
     text = hello.model_dump_json().encode()
-    sock = socket.create_connection(("127.0.0.1", run.port), timeout=20)
+    sock = socket.create_connection(("127.0.0.1", run.port), timeout=PATIENCE_S)
     with keys.contexts(run.key)[1].wrap_socket(sock) as connection:
         connection.sendall(struct.pack("!I", len(text)) + text)
         (length,) = struct.unpack("!I", connection.recv(4))
@@ -87,8 +87,8 @@ def say(run: Run, hello: Hello) -> Welcome:
 
 def test_connections_of_the_past_are_not_believed(run: Run) -> None:
     one = run.host("h1")
-    one.join(30, ignore)
-    run.hosts[0].join(30, ignore)
+    one.join(PATIENCE_S, ignore)
+    run.hosts[0].join(PATIENCE_S, ignore)
     incarnations = {host.name: host.incarnation for host in one.roster.hosts}
     known = {"purpose": "link", "name": "h1", "to": "h0", "run": one.roster.run, "session": "x"}
     for wrong, reason in (
@@ -105,16 +105,14 @@ def test_connections_of_the_past_are_not_believed(run: Run) -> None:
 def test_a_host_whose_connection_breaks_while_it_waits_comes_in_again(tmp_path: Path) -> None:
     run = Run(tmp_path, 3)
     wire = Wire(("127.0.0.1", run.port))
-    one, broken = run.host("h1", wire.address), threading.Event()
-    thread = threading.Thread(target=lambda: one.join(60, lambda _: broken.set()))
+    one, said = run.host("h1", wire.address), SimpleQueue[str]()
+    thread = threading.Thread(target=one.join, args=(PATIENCE_S, said.put))
     thread.start()
-    while wire.connections == 0:
-        time.sleep(0.1)
-    time.sleep(1)
+    assert said.get(timeout=PATIENCE_S) == "h0 joined, 2 of 3 machines"
     wire.cut()
-    assert broken.wait(30)  # it says so, and tries again
-    run.host("h2").join(60, ignore)
-    thread.join(60)
+    assert said.get(timeout=PATIENCE_S).endswith("; trying again")
+    run.host("h2").join(PATIENCE_S, ignore)
+    thread.join(PATIENCE_S)
     assert [host.name for host in one.roster.hosts] == ["h0", "h1", "h2"]
     wire.close()
     run.close()
@@ -126,7 +124,7 @@ def test_a_second_machine_of_a_name_is_refused(tmp_path: Path) -> None:
 
     def join(host: Overlay) -> None:
         try:
-            host.join(20, ignore)
+            host.join(PATIENCE_S, ignore)
         except OverlayError as error:
             refused.put(str(error))
 
@@ -158,9 +156,9 @@ sys.stdin.read()
 
 @pytest.mark.slow
 def test_what_a_process_asked_for_ends_with_it(run: Run) -> None:
-    run.host("h1").join(30, ignore)
+    run.host("h1").join(PATIENCE_S, ignore)
     here = run.hosts[0]
-    here.join(30, ignore)
+    here.join(PATIENCE_S, ignore)
     port = free_port()
 
     def reached() -> bool:

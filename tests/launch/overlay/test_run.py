@@ -132,7 +132,7 @@ def test_a_lost_machine_is_named_on_both_sides(net: ShapedNetwork, tmp_path: Pat
     net.run(lambda _: hole("add"), hosts=[2])
     start_s = time.monotonic()
     codes = run.done()
-    assert time.monotonic() - start_s < 4 + 30
+    assert time.monotonic() - start_s < 4 + PATIENCE_S  # of the 300 s of pipeline.peer_timeout_s
     assert set(codes.values()) == {1}, run.text()
     for host in range(2):
         assert "no connection to host2 for " in run.log(host).read_text(), run.text()
@@ -167,7 +167,7 @@ def test_where_all_meet_a_lost_carrier_ends_the_run_at_once(
     run.carrier(0).kill()
     start_s = time.monotonic()
     codes = run.done()
-    assert time.monotonic() - start_s < 45  # the others give it up; nobody waits for them to come
+    assert time.monotonic() - start_s < PATIENCE_S  # the others give it up at once
     assert set(codes.values()) == {1}, run.text()
     said = "the process that connects this machine with the others has ended: it was killed"
     assert said in run.log(0).read_text(), run.text()

@@ -149,7 +149,7 @@ def test_a_host_that_fails_ends_the_others(
     err = capfd.readouterr().err
     assert "host1| install ThinPipe there, or correct checkout" in err
     assert "error: host1 ended with exit code 2; the others were ended" in err
-    wait_until(lambda: not remains(hosts.parent), 30)  # host0 would have waited for minutes
+    wait_until(lambda: not remains(hosts.parent), PATIENCE_S)  # host0 would have waited for minutes
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client")

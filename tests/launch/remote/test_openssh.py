@@ -1,13 +1,11 @@
 """`thinpipe launch` with OpenSSH itself: connections that break, files, and whole runs."""
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -15,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.commands import PATIENCE_S
 from tests.ports import free_port
 from tests.sshd import OpenSsh, needs_sshd
+from tests.waiting import until
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.overlay import keys
@@ -65,22 +63,19 @@ def test_a_connection_that_is_lost_is_not_one_that_could_not_be_made(
     hosts = one_host(tmp_path)
     command = ssh(hosts.host[0], "echo hello; echo connected; echo works; exec sleep 60")
 
-    def cut() -> None:
-        limit_s = time.monotonic() + PATIENCE_S
-        while time.monotonic() < limit_s:
-            for session in psutil.Process(server.pid).children():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if "sleep" in [process.name() for process in session.children(recursive=True)]:
-                        session.kill()
-                        return
-            time.sleep(0.05)
+    shown = "box| hello\nbox| works\n"
 
-    breaks = threading.Thread(target=cut)
-    breaks.start()
-    assert run_commands(hosts, {"box": command}) == 255
-    breaks.join()
+    def cut() -> None:
+        until(lambda: os.fstat(1).st_size >= len(shown))  # capfd's file
+        for session in psutil.Process(server.pid).children():
+            session.kill()
+
+    with ThreadPoolExecutor(1) as pool:
+        breaks = pool.submit(cut)
+        assert run_commands(hosts, {"box": command}) == 255
+        breaks.result()
     out, err = capfd.readouterr()
-    assert out == "box| hello\nbox| works\n"
+    assert out == shown
     assert re.search(r"box: the ssh connection to box was lost after [\d.]+ m?s; look wh", err)
     assert "address, user, port or keys" not in err
 

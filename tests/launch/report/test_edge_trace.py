@@ -1,12 +1,12 @@
 """What connections do over time: sampled, merged when there is much of it, shown and drawn."""
 
-import time
 from collections.abc import Callable
 from itertools import count
 from typing import Any
 
 import pytest
 
+from tests.waiting import until
 from thinpipe.launch.overlay.control import OverlayError
 from thinpipe.launch.report import edge_trace
 from thinpipe.launch.report.edge_plot import edges_png
@@ -38,10 +38,7 @@ def carrier(limit: int) -> Callable[[], dict[str, Any]]:
 def traced(limit: int, monkeypatch: pytest.MonkeyPatch) -> EdgeTrace:
     monkeypatch.setattr(edge_trace, "_PERIOD_S", 0.01)
     with EdgeTrace(carrier(limit)) as trace:
-        until_s = time.monotonic() + 30
-        while trace.is_running:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        until(lambda: not trace.is_running)
     return trace
 
 

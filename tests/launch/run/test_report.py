@@ -1,14 +1,15 @@
 """A report that takes long keeps no other rank waiting."""
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import commands
 from tests.launch.test_train import run_file
+from tests.waiting import until
 from thinpipe.launch.report import html
 
 __all__ = ["run_file"]
@@ -18,7 +19,8 @@ def _with_a_slow_report(*started: Any) -> None:
     write = html.write_report
 
     def slowly(*arguments: Any, **options: Any) -> None:
-        time.sleep(5)
+        other = {"name": "thinpipe 1", "ppid": os.getppid()}
+        until(lambda: all(process.info != other for process in psutil.process_iter([*other])))
         write(*arguments, **options)
 
     html.write_report = slowly
@@ -30,7 +32,7 @@ def _with_a_slow_report(*started: Any) -> None:
 def test_a_finished_run_exits_with_0_however_long_its_report_takes(
     run_file: Path,
 ) -> None:
-    settings = ("train.epochs=1", "pipeline.cuts=[2]", "pipeline.peer_timeout_s=3")
+    settings = ("train.epochs=1", "pipeline.cuts=[2]")
     words = [word for setting in settings for word in ("--set", setting)]
     paths = [str(run_file.parent / name) for name in ("out", "err")]
     arguments = (["train", str(run_file), *words], paths, os.getcwd(), dict(os.environ))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +17,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.cli import app
 
 pytestmark = pytest.mark.usefixtures("namespaces")
@@ -48,13 +49,6 @@ def started(
             process.kill()
 
 
-def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.02)
-
-
 def processes(word: str) -> list[int]:
     """Those with an argument `word`."""
     running = psutil.process_iter(["cmdline"])
@@ -79,7 +73,7 @@ def test_only_the_shown_host_is_connected_to_the_terminal() -> None:
     with subprocess.Popen(
         [*command, "--", "sh", "-c", script], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs
     ) as process:
-        assert process.wait(60) == 5
+        assert process.wait(PATIENCE_S) == 5
     os.close(theirs)
     text = all_of(terminal)
     assert b"host0 exited with code 5" in text
@@ -96,7 +90,7 @@ def test_nothing_is_left_when_it_is_stopped(signum: signal.Signals) -> None:
         until(lambda: len(networks_of(mark)) == 2)  # none of them is about to fork
         networks = networks_of(mark)
         process.send_signal(signum)
-        assert process.wait(60) == (-9 if signum == signal.SIGKILL else 128 + signum)
+        assert process.wait(PATIENCE_S) == (-9 if signum == signal.SIGKILL else 128 + signum)
         until(lambda: not processes(mark) and not processes(str(process.pid)))
     assert not networks & _networks()
 
@@ -130,7 +124,7 @@ def test_ctrl_c_gives_commands_time_to_exit(tmp_path: Path) -> None:
     ):
         until(lambda: output.read_text().count("| ready") == 2)  # it monitors both
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        assert process.wait(60) == 130
+        assert process.wait(PATIENCE_S) == 130
     assert sorted(note.read_text().split()) == ["0", "1"]
 
 

@@ -1,9 +1,12 @@
 """Codecs run beside compute, not far ahead of it; what goes wrong there ends the step at once."""
 
+import itertools
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ranks import Ranks
+from tests.ranks import Ranks, run_ranks
 from tests.training import ZERO_BUBBLE, batch, config, start
+from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.components import Built
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.comm.boundary import MessagePlan, Stateless
@@ -31,33 +35,29 @@ from thinpipe.pipeline.wire.header import BACKWARD, HEADER_NBYTES
 
 PAUSE_S = 0.03
 COUNT = 6
+Happens = Callable[[str, int], None]
+"""Told of "encode" and "decode" when they begin, "decoded" and "forward" when they end: of which
+microbatch, if samples are numbered like them."""
 
 
 @dataclass(frozen=True)
-class Slow(Stateless):
-    """A codec that takes its time, and fails at one of the samples if asked to."""
+class Told(Stateless):
+    """A codec that says what it does."""
 
-    fails_at: int | None = None
+    happens: Happens = lambda what, microbatch: None
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
-        time.sleep(PAUSE_S)
-        if self.fails_at is not None and self.fails_at in plan.ids_B:
-            raise ValueError(f"sample {self.fails_at} cannot be coded")
+        self.happens("encode", int(plan.ids_B[0]))
         return super().encode(plan, x_BTD, wire)
 
     def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
-        time.sleep(PAUSE_S)
+        self.happens("decode", int(plan.ids_B[0]))
         super().decode(plan, wire, out_BTD)
+        self.happens("decoded", int(plan.ids_B[0]))
 
 
-def slow_run(
-    *,
-    schedule: str = "GPipe",
-    fails_at: int | None = None,
-    pause_s: float = PAUSE_S,
-    timeout_s: float = 120,
-) -> Built:
-    """Two ranks, a sample per microbatch; compute sleeps too."""
+def told_run(happens: Happens, *, schedule: str = "GPipe", timeout_s: float = 120) -> Built:
+    """Two ranks, a sample per microbatch."""
     built = start(
         config(
             pipeline={"cuts": [2], "microbatches": COUNT, "schedule": schedule},
@@ -67,14 +67,28 @@ def slow_run(
     )
     (stage,) = built.stages
     for channel in stage.channels.all():
-        channel.codec.boundaries = {"train": Slow(Cast("fp32"), fails_at=fails_at)}
+        channel.codec.boundaries = {"train": Told(Cast("fp32"), happens=happens)}
     module: Any = stage.submod
-    module.register_forward_hook(lambda *_: time.sleep(pause_s))
+    calls = itertools.count()
+    module.register_forward_hook(lambda *_: happens("forward", next(calls)))
     return built
 
 
 def events_of(rank: int, schedule: str) -> list[ComputeEvent]:
-    built = slow_run(schedule=schedule)
+    """The first message is encoded until a forward after it ends; a forward ends after a decode."""
+    forward, decode = threading.Event(), threading.Event()
+
+    def happens(what: str, microbatch: int) -> None:
+        if (what, microbatch) == ("forward", rank ^ 1):
+            forward.set()
+        if (what, microbatch) == ("decode", 1):
+            decode.set()
+        if rank == 0 and (what, microbatch) == ("encode", 0):
+            assert forward.wait(PATIENCE_S)
+        if rank == 1 and (what, microbatch) == ("forward", 0):
+            assert decode.wait(PATIENCE_S)
+
+    built = told_run(happens, schedule=schedule)
     built.engine.train_step(batch(list(range(COUNT))), 0)
     return built.engine.take_events()
 
@@ -83,18 +97,33 @@ def spans(events: list[ComputeEvent], kind: str) -> dict[int, ComputeEvent]:
     return {event.microbatch: event for event in events if event.kind == kind}
 
 
+def all_at_once(rank: int) -> dict[str, Any]:
+    return {
+        "events": {schedule: events_of(rank, schedule) for schedule in ("GPipe", "Deep1F1B")},
+        "decoded": decoded_at_each_forward(rank),
+        "loss": loss_of_long_forwards(),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, Any]]:
+    """Of the upper and the lower stage, from one group of processes."""
+    return run_ranks(2, all_at_once)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("schedule", ["GPipe", "Deep1F1B"])
-def test_messages_are_coded_while_the_stage_computes(ranks: Ranks, schedule: str) -> None:
-    upper, lower = ranks(2, events_of, schedule)
+def test_messages_are_coded_while_the_stage_computes(
+    found: list[dict[str, Any]], schedule: str
+) -> None:
+    upper, lower = (one["events"][schedule] for one in found)
     forwards, encodes = spans(upper, "F"), spans(upper, "encode")
-    assert any(encodes[m].end_s > forwards[m + 1].start_s for m in range(COUNT - 1))
+    assert encodes[0].end_s > forwards[1].start_s
     assert encodes[0].start_s >= forwards[0].end_s
     forwards, decodes = spans(lower, "F"), spans(lower, "decode")
-    assert any(decodes[m + 1].start_s < forwards[m].end_s for m in range(COUNT - 1))
+    assert decodes[1].start_s < forwards[0].end_s
     for m in range(COUNT):
         assert decodes[m].end_s <= forwards[m].start_s
-        assert decodes[m].end_s - decodes[m].start_s >= PAUSE_S
         wait = spans(lower, "wait")[m]
         assert wait.end_s <= forwards[m].start_s
     for events in (upper, lower):
@@ -104,50 +133,75 @@ def test_messages_are_coded_while_the_stage_computes(ranks: Ranks, schedule: str
 
 
 def decoded_at_each_forward(rank: int) -> list[int]:
-    """On the lower stage: how many microbatches were decoded when each forward ended."""
-    built = slow_run(pause_s=4 * PAUSE_S if rank == 1 else 0)
-    built.engine.train_step(batch(list(range(COUNT))), 0)
-    events = built.engine.take_events()
-    ends_s = [spans(events, "F")[m].end_s for m in range(COUNT)]
-    return [sum(d.end_s < end_s for d in spans(events, "decode").values()) for end_s in ends_s]
+    """On the lower stage: how many microbatches were decoded when each forward ended.
+
+    A forward ends when those that may be have been, and a moment for those that may not.
+    """
+    decoded, found = [0], list[int]()
+
+    def happens(what: str, microbatch: int) -> None:
+        if what == "decoded":
+            decoded[0] += 1
+        elif what == "forward" and rank == 1:
+            until(lambda: decoded[0] >= min(microbatch + 3, COUNT))
+            time.sleep(PAUSE_S)
+            found.append(decoded[0])
+
+    told_run(happens).engine.train_step(batch(list(range(COUNT))), 0)
+    return found
 
 
 @pytest.mark.dist
-def test_no_more_than_two_decoded_microbatches_wait_for_the_schedule(ranks: Ranks) -> None:
-    decoded = ranks(2, decoded_at_each_forward)[1]
-    assert all(count <= m + 3 for m, count in enumerate(decoded)), decoded
-    assert max(count - m for m, count in enumerate(decoded)) == 3, decoded
+def test_no_more_than_two_decoded_microbatches_wait_for_the_schedule(
+    found: list[dict[str, Any]],
+) -> None:
+    assert found[1]["decoded"] == [min(m + 3, COUNT) for m in range(COUNT)]
 
 
-def long_forwards(rank: int) -> float:
+def loss_of_long_forwards() -> float:
     """The first gradient comes later than a peer may be silent."""
-    built = slow_run(pause_s=4.2 / COUNT, timeout_s=3.5)
+
+    def happens(what: str, microbatch: int) -> None:
+        if what == "forward":
+            time.sleep(4.2 / COUNT)
+
+    built = told_run(happens, timeout_s=3.5)
     return built.engine.train_step(batch(list(range(COUNT))), 0).loss
 
 
 @pytest.mark.dist
-def test_a_gradient_is_not_waited_for_before_the_schedule_is(ranks: Ranks) -> None:
-    losses = ranks(2, long_forwards)
-    assert losses[0] == losses[1] > 0
+def test_a_gradient_is_not_waited_for_before_the_schedule_is(
+    found: list[dict[str, Any]],
+) -> None:
+    assert found[0]["loss"] == found[1]["loss"] > 0
 
 
-def fail_to_encode(rank: int) -> tuple[float, str]:
+def fail_to_encode(rank: int, accounts: Path) -> None:
     """Rank 0 cannot encode what rank 1 needs before it sends what rank 0 is waiting for."""
-    built = slow_run(fails_at=3 if rank == 0 else None, timeout_s=25)
+
+    def happens(what: str, microbatch: int) -> None:
+        if rank == 0 and (what, microbatch) == ("encode", 3):
+            raise ValueError("sample 3 cannot be coded")
+
+    built = told_run(happens)
     begin_s = time.monotonic()
     try:
         built.engine.train_step(batch(list(range(COUNT))), 0)
     except (ValueError, TransportError) as error:
-        return time.monotonic() - begin_s, str(error)
-    return 0.0, "no error"
+        (accounts / str(rank)).write_text(f"{time.monotonic() - begin_s} {error}")
+    os._exit(9)
 
 
 @pytest.mark.dist
-def test_what_cannot_be_encoded_ends_a_step_that_waits_for_something_else(ranks: Ranks) -> None:
-    (seconds, reported), (_, other) = ranks(2, fail_to_encode)
+def test_what_cannot_be_encoded_ends_a_step_that_waits_for_something_else(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match="rank 0: ended without a result"):
+        ranks(2, fail_to_encode, tmp_path)
+    seconds, reported = (tmp_path / "0").read_text().split(" ", 1)
     assert "sample 3 cannot be coded" in reported
-    assert seconds < 15, "it waited for the peer's timeout"
-    assert "lost while waiting for microbatch 3" in other
+    assert float(seconds) < 60, "it waited for the peer's timeout"
+    assert "lost while waiting for microbatch 3" in (tmp_path / "1").read_text()
 
 
 class WithOffset(nn.Module):
@@ -171,7 +225,7 @@ class Kept(LoopbackLink):
 def split_backward(rank: int) -> tuple[Tensor, Tensor]:
     """Gradients of two inputs, and those that were sent for them."""
     link, shape = Kept(), torch.Size((1, 3, 4))
-    codec = MessageCodec(1, BACKWARD, {"train": Slow(Cast("fp32"))}, run_id=0)
+    codec = MessageCodec(1, BACKWARD, {"train": Told(Cast("fp32"))}, run_id=0)
     channels = Channels(gradients_out=OutgoingChannel(codec, link))
     stage = CompressedStage(WithOffset(), 1, 3, channels=channels, group=dist.group.WORLD)
     stage.has_backward = True
@@ -207,12 +261,12 @@ COMPUTE_FAILS = """
 import sys
 from datetime import timedelta
 import torch.distributed as dist
-from tests.pipeline.comm.test_channel import slow_run
+from tests.pipeline.comm.test_channel import told_run
 from tests.training import batch
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-built = slow_run()
+built = told_run(lambda what, microbatch: None)
 dist.barrier()
 calls = []
 def hook(*_):

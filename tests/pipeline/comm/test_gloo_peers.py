@@ -27,6 +27,7 @@ from tests.ranks import Ranks, run_ranks
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo_peers import GlooPeers
 from thinpipe.pipeline.comm.transport import Peers
+from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 from thinpipe.pipeline.wire.header import DesyncError
 
 pytestmark = pytest.mark.dist
@@ -133,8 +134,8 @@ def test_a_peer_that_dies_in_an_exchange_is_named_at_once(ranks: Ranks, tmp_path
 
 def die_in_exchange(rank: int, account: Path) -> None:
     peers = peers_of_all()
-    if rank == 1:
-        time.sleep(0.3)
+    if rank == 1:  # when the other is in the exchange, and has sent
+        dist.recv(torch.empty(EXCHANGE_HEADER_NBYTES, dtype=torch.uint8), 0)
         os._exit(1)
     begin = time.monotonic()
     with pytest.raises(TransportError) as caught:

@@ -1,4 +1,8 @@
-"""Links and channels between real processes: frames are checked, lost peers are named."""
+"""Links and channels between real processes: frames are checked, lost peers are named.
+
+One group of processes does all that ends well, one thing after the other, each on a channel of its
+own; tests look at what it found.
+"""
 
 import os
 import time
@@ -10,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import Ranks
+from tests.ranks import Ranks, run_ranks
+from tests.waiting import until
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.pipeline.comm.boundary import Stateless, raw
 from thinpipe.pipeline.comm.errors import TransportError
@@ -39,9 +44,9 @@ class SameSize(Cast):
 IDS = torch.tensor([4, 9])
 
 
-def link_to(rank: int) -> GlooLink:
+def link_to(rank: int, channel: int = 0) -> GlooLink:
     assert dist.group.WORLD is not None
-    link = GlooLink(dist.group.WORLD, rank, channel=1, name="stage 0 -> stage 1")
+    link = GlooLink(dist.group.WORLD, rank, channel=channel, name="stage 0 -> stage 1")
     link.begin_pass(0)
     return link
 
@@ -51,9 +56,33 @@ def codec(**changes: Any) -> MessageCodec:
     return MessageCodec(direction=FORWARD, **settings)
 
 
-def exchange(rank: int, receiver: dict[str, Any], ids: torch.Tensor) -> str:
+WRONG: list[tuple[dict[str, Any], torch.Tensor, str]] = [
+    ({}, IDS, "received"),
+    ({"cut": 4}, IDS, "cut: peer sent 6, expected 4"),
+    ({"run_id": 8}, IDS, "run_id: peer sent 5, expected 8"),
+    ({}, torch.tensor([9, 4]), "ids_crc: peer sent"),
+    ({"boundaries": {"train": Stateless(SameSize())}}, IDS, "codec_id: peer sent 1, expected 99"),
+]
+"""What the receiver expects, and what it says."""
+
+
+def all_at_once(rank: int) -> dict[str, list[Any]]:
+    return {
+        "wrong": [exchange(rank, number, *case[:2]) for number, case in enumerate(WRONG)],
+        "forgetful": [forgetful(rank, who) for who in range(2)],
+        "order": flood(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """On rank 1."""
+    return run_ranks(2, all_at_once)[1]
+
+
+def exchange(rank: int, number: int, receiver: dict[str, Any], ids: torch.Tensor) -> str:
     """Rank 0 sends a microbatch; rank 1 expects what `receiver` and `ids` say."""
-    link = link_to(1 - rank)
+    link = link_to(1 - rank, 10 + number)
     if rank == 0:
         link.send(0, codec().encode(0, torch.ones(SHAPE), IDS))
         link.begin_pass(1)
@@ -67,30 +96,15 @@ def exchange(rank: int, receiver: dict[str, Any], ids: torch.Tensor) -> str:
     return "received"
 
 
-@pytest.mark.parametrize(
-    ("receiver", "ids", "message"),
-    [
-        ({}, IDS, "received"),
-        ({"cut": 4}, IDS, "cut: peer sent 6, expected 4"),
-        ({"run_id": 8}, IDS, "run_id: peer sent 5, expected 8"),
-        ({}, torch.tensor([9, 4]), "ids_crc: peer sent"),
-        (
-            {"boundaries": {"train": Stateless(SameSize())}},
-            IDS,
-            "codec_id: peer sent 1, expected 99",
-        ),
-    ],
-)
-def test_a_wrong_frame_is_refused_with_both_values(
-    ranks: Ranks, receiver: dict[str, Any], ids: torch.Tensor, message: str
-) -> None:
-    assert message in ranks(2, exchange, receiver, ids)[1]
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_a_wrong_frame_is_refused_with_both_values(found: dict[str, Any], number: int) -> None:
+    assert WRONG[number][2] in found["wrong"][number]
 
 
 def forgetful(rank: int, who: int) -> str:
     """Two visits under AQ-SGD; before the second, one end loses its memory."""
     boundary = build_delta(AqsgdConfig(bits=2), width=SHAPE[-1], key=0)
-    link, made = link_to(1 - rank), codec(boundaries={"train": boundary})
+    link, made = link_to(1 - rank, 20 + who), codec(boundaries={"train": boundary})
     for visit in range(2):
         link.begin_pass(visit)
         made.begin_pass(step=visit, mode="train")
@@ -111,20 +125,20 @@ def forgetful(rank: int, who: int) -> str:
 
 @pytest.mark.parametrize(("who", "sent", "expected"), [(0, 60, 24), (1, 24, 60)])
 def test_a_lost_memory_is_a_desync_not_a_crash(
-    ranks: Ranks, who: int, sent: int, expected: int
+    found: dict[str, Any], who: int, sent: int, expected: int
 ) -> None:
-    reported = ranks(2, forgetful, who)[1]
-    assert f"length: peer sent {sent}, expected {expected}" in reported
+    assert f"length: peer sent {sent}, expected {expected}" in found["forgetful"][who]
 
 
 def peer_dies(rank: int, account: Path) -> None:
-    link = link_to(1 - rank)
+    link, waits = link_to(1 - rank), account.with_name("waits")
     if rank == 1:
-        time.sleep(0.3)
+        until(waits.exists)
         os._exit(9)
     start = time.monotonic()
     try:
         link.expect(0, 100)
+        waits.touch()
         link.take(0)
     except TransportError as error:
         account.write_text(f"{error} after {time.monotonic() - start:.1f} s")
@@ -141,9 +155,7 @@ def test_a_dead_peer_is_noticed_in_seconds_and_the_edge_named(ranks: Ranks, tmp_
 
 def flood(rank: int) -> list[float]:
     """Messages sent in one order and taken in another, over two passes."""
-    assert dist.group.WORLD is not None
-    link = GlooLink(dist.group.WORLD, 1 - rank, channel=3, name="edge")
-    found = []
+    link, found = link_to(1 - rank, 30), list[float]()
     for number in range(2):
         link.begin_pass(number)
         for slot in range(8):
@@ -158,9 +170,9 @@ def flood(rank: int) -> list[float]:
     return found
 
 
-def test_messages_find_their_slot_whatever_the_order(ranks: Ranks) -> None:
+def test_messages_find_their_slot_whatever_the_order(found: dict[str, Any]) -> None:
     order = [3, 1, 0, 2, 7, 6, 5, 4]
-    assert ranks(2, flood)[1] == [*order, *(10 + slot for slot in order)]
+    assert found["order"] == [*order, *(10 + slot for slot in order)]
 
 
 def test_loopback_refuses_what_was_not_announced() -> None:

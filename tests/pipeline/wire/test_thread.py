@@ -1,6 +1,5 @@
 """A thread beside training: in order, without gradients, no longer than its owner."""
 
-import gc
 import threading
 import time
 
@@ -11,14 +10,16 @@ from thinpipe.pipeline.wire.thread import Worker
 
 
 def test_jobs_run_in_order_on_one_thread_without_gradients() -> None:
-    worker, seen = Worker("test"), []
+    worker, seen, all_wait = Worker("test"), [], threading.Event()
 
     def job(number: int) -> tuple[int, bool]:
-        time.sleep(0.02 if number == 0 else 0)
+        assert all_wait.wait(60)
         seen.append(number)
         return threading.get_ident(), torch.is_grad_enabled()
 
-    found = [future.result() for future in [worker.submit(lambda n=n: job(n)) for n in range(5)]]  # type: ignore[misc]
+    futures = [worker.submit(lambda n=n: job(n)) for n in range(5)]  # type: ignore[misc]
+    all_wait.set()
+    found = [future.result() for future in futures]
     assert seen == list(range(5))
     assert len(set(found)) == 1
     assert found[0] != (threading.get_ident(), True)
@@ -41,7 +42,6 @@ def test_the_thread_ends_with_its_owner() -> None:
     thread = worker._thread
     assert thread is not None
     del worker
-    gc.collect()
     thread.join(60)
     assert not thread.is_alive()
 

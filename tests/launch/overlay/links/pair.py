@@ -1,16 +1,20 @@
 """Two links in one process, over real TLS connections that a test can cut, hold up or damage."""
 
 import contextlib
+import fcntl
 import random
 import socket
 import ssl
 import struct
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Self
 
+from tests.ports import free_port
+from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.overlay import keys
 from thinpipe.launch.overlay.links.dialer import Dialer
 from thinpipe.launch.overlay.links.frames import Traffic
@@ -20,27 +24,40 @@ from thinpipe.launch.overlay.links.listener import Listener
 from thinpipe.launch.overlay.links.loop import Loop
 
 PORT = 7
+_ESTABLISHED = 1
+
+
+Script = Callable[[bool, int, bytes], bytes]
+"""Given whether it goes up, its number in its direction of a connection, and a TLS record: what
+passes. Up is from who connects to who accepts."""
+
+
+class Reset(Exception):  # noqa: N818  raised by scripts
+    """The connection is reset when these bytes have come through."""
+
+    def __init__(self, passing: bytes) -> None:
+        super().__init__()
+        self.passing = passing
 
 
 class Wire:
-    """A TCP proxy: `damage` may change what passes, `held` stops it, `cut` resets connections."""
+    """A TCP proxy that a script rules; `held` stops it, `cut` resets its connections."""
 
-    def __init__(self, target: tuple[str, int]) -> None:
-        self.damage: Callable[[bytes], bytes] = lambda data: data
+    def __init__(self, target: tuple[str, int], *, held: bool = False) -> None:
+        self.script: Script = lambda up, number, record: record
         self.held = threading.Event()
+        if held:
+            self.held.set()
         self.connections = 0
-        self._target, self._open = target, list[socket.socket]()
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self._target, self._open = target, list[_Connection]()
+        self._scripted = threading.Lock()
+        self._server = socket.create_server(("127.0.0.1", free_port()))
         self.address = self._server.getsockname()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        for sock in self._open:
-            with contextlib.suppress(OSError):
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                sock.shutdown(socket.SHUT_RD)  # wakes who reads it
-            sock.close()
-        self._open = []
+        for connection in self._open:
+            connection.end(reset=True)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # closed already
@@ -52,37 +69,86 @@ class Wire:
         with contextlib.suppress(OSError):
             while True:
                 near = self._server.accept()[0]
-                self._open.append(near)
-                far = socket.create_connection(self._target)
-                self._open.append(far)
+                with contextlib.ExitStack() as unless_made:
+                    unless_made.enter_context(near)
+                    far = socket.create_connection(self._target)
+                    unless_made.pop_all()
+                connection = _Connection(near, far)
+                self._open.append(connection)
                 self.connections += 1
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=self._pump, args=ends, daemon=True).start()
+                for up in (True, False):
+                    threading.Thread(target=self._pump, args=(connection, up), daemon=True).start()
 
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(65536):
+    def _pump(self, connection: "_Connection", up: bool) -> None:
+        source, target = connection.ends if up else connection.ends[::-1]
+        try:
+            for number, record in enumerate(_records(source)):
                 while self.held.is_set():
-                    time.sleep(0.01)
-                target.sendall(self.damage(data))
-        for sock in (source, target):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
+                    time.sleep(0.005)
+                with self._scripted:
+                    passing = self.script(up, number, record)
+                target.sendall(passing)
+        except OSError:
+            pass
+        except Reset as reset:
+            with contextlib.suppress(OSError, ValueError):  # closed by the other direction
+                target.sendall(reset.passing)
+                until(lambda: _has_come(target))
+            connection.end(reset=True)
+        connection.end()
+
+
+class _Connection:
+    """Two sockets that end together, once."""
+
+    def __init__(self, *ends: socket.socket) -> None:
+        self.ends = ends
+        self._lock, self._over = threading.Lock(), False
+
+    def end(self, *, reset: bool = False) -> None:
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            for sock in self.ends:
+                with contextlib.suppress(OSError):
+                    if reset:
+                        sock.setsockopt(
+                            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                        )
+                    # wakes who reads it
+                    sock.shutdown(socket.SHUT_RD if reset else socket.SHUT_RDWR)
+                sock.close()
+
+
+def _records(sock: socket.socket) -> Iterator[bytes]:
+    while len(header := sock.recv(5, socket.MSG_WAITALL)) == 5:
+        (length,) = struct.unpack("!H", header[3:])
+        body = sock.recv(length, socket.MSG_WAITALL)
+        if len(body) < length:
+            return
+        yield header + body
+
+
+def _has_come(sock: socket.socket) -> bool:
+    """Whether the other end has all that was sent, or wants no more."""
+    state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
+    return state != _ESTABLISHED or not any(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
 
 
 class Pair:
     """Host "a" dials host "b". `events` are what the links report."""
 
-    def __init__(self, key: Path, *, patience_s: float = 30.0) -> None:
+    def __init__(self, key: Path, *, patience_s: float = 30.0, held: bool = False) -> None:
         self.loop, self.events = Loop(), list[tuple[str, str, str]]()
+        self.attempts = 0
         accepting, connecting = keys.contexts(key)
         self._local = socket.create_server(("127.0.0.1", 0))
-        self._local.settimeout(10)
+        self._local.settimeout(PATIENCE_S)
         self._ends: list[socket.socket] = []
         self.a, self.b = (self._link(name, number, patience_s) for number, name in enumerate("ba"))
         self._listener = Listener(self.loop, ("127.0.0.1", 0), accepting, self._on_hello)
-        self.wire = Wire(("127.0.0.1", self._listener.port))
+        self.wire = Wire(("127.0.0.1", self._listener.port), held=held)
         self._dialer = Dialer(
             self.loop, connecting, self.a, address=lambda: self.wire.address, hello=self._hello
         )
@@ -101,7 +167,7 @@ class Pair:
         self.call(self.a.restart)
         self.call(self.b.restart)
         self.loop.after(0, self.loop.stop)
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
         self.wire.close()
         for sock in [self._local, *self._ends]:
             sock.close()
@@ -115,17 +181,24 @@ class Pair:
         """The next connection that comes out at host "b"."""
         far = self._local.accept()[0]
         self._ends.append(far)
-        far.settimeout(60)
+        far.settimeout(PATIENCE_S)
         return far
 
-    def open(self, port: int, traffic: Traffic = Traffic.PIPELINE) -> socket.socket:
-        """A local connection to a port of host "b"."""
+    def open(
+        self, port: int, traffic: Traffic = Traffic.PIPELINE, *, at: Link | None = None
+    ) -> socket.socket:
+        """A local connection to a port of host "b", or of "a" where it begins at the other link."""
         with socket.create_server(("127.0.0.1", 0)) as server:
-            near = socket.create_connection(server.getsockname(), timeout=60)
+            near = socket.create_connection(server.getsockname(), timeout=PATIENCE_S)
             inside = server.accept()[0]
         self._ends.append(near)
-        self.call(lambda: self.a.open(inside, port, traffic))
+        self.call(lambda: (at or self.a).open(inside, port, traffic))
         return near
+
+    def without_heartbeats(self) -> None:
+        """From now on only what is asked for passes."""
+        self.loop.ticks[:] = [self._dialer.tick]
+        self.call(lambda: None)  # the present round is over
 
     def call(self, function: Callable[[], object]) -> None:
         """Call in the loop's thread, and wait for that."""
@@ -136,7 +209,7 @@ class Pair:
             called.set()
 
         self.loop.after(0, run)
-        assert called.wait(30)
+        assert called.wait(PATIENCE_S)
 
     def _link(self, peer: str, number: int, patience_s: float) -> Link:
         return Link(
@@ -150,7 +223,7 @@ class Pair:
         )
 
     def _hello(self, attempt: int) -> Hello:
-        session = self.a.session
+        self.attempts, session = attempt, self.a.session
         return Hello(
             purpose="link",
             name="a",
@@ -186,7 +259,7 @@ def transfer(source: socket.socket, target: socket.socket, data: bytes) -> bytes
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
     received = b"".join(chunks(target))
-    thread.join(10)
+    thread.join(PATIENCE_S)
     return received
 
 
