@@ -131,7 +131,7 @@ class Run:
     def step(self, batch: Batch) -> StepRecord:
         """Run one optimizer step; every rank gets the same record."""
         training = self._opened("run.step")
-        record = training.step(batch, self._done, stop=self._stop.number is not None)
+        record = training.step(batch, self._done)
         self._done += 1
         return record
 
@@ -212,7 +212,7 @@ class Run:
         config.check_model_cuts()
         training = Training(config, samples, session, digests, show=self._show, given=self._given)
         training.begin(self._stack, self._resume)
-        self._stop.begin_training(config.checkpoint.grace_s)
+        self._stop.begin_training(config.checkpoint.grace_s, training.agreement)
         self.config, self._samples, self._done = config, samples, training.start
         return training
 
