@@ -10,6 +10,7 @@ from collections.abc import Callable
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.distributed.store import await_key
+from thinpipe.launch.host.terminal import print_error
 
 _GRACE_S = 1.0
 """For the cause to be reported: its consequences are often noticed before it."""
@@ -103,7 +104,7 @@ class Watch:
             time.sleep(_GRACE_S)
         if self._handled.wait(_OWN_ACCOUNT_S):
             return
-        os.write(2, f"{self._who}: {account}{self._describe()}\n".encode())
+        print_error(f"{self._who}: {account}{self._describe()}")
         os._exit(1)
 
 

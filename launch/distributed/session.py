@@ -22,6 +22,8 @@ from thinpipe.launch.distributed.handshake import agree, fresh_name, store_addre
 from thinpipe.launch.distributed.restarts import last_failure, restart_words
 from thinpipe.launch.distributed.store import connect_store
 from thinpipe.launch.distributed.supervisor import announce
+from thinpipe.launch.host.signals import handled
+from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.overlay.ranks import broken_links
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -47,7 +49,7 @@ def speaks() -> bool:
 def tell(text: str) -> None:
     """Say something to the user of this host, if this rank speaks."""
     if speaks():
-        os.write(2, f"{text}\n".encode())
+        print_error(text)
 
 
 def tell_stop(step: int) -> None:
@@ -107,9 +109,8 @@ class StopFlag:
         numbers, written = os.pipe()
         os.set_blocking(written, False)
         signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        for number in _STOPS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                signal.signal(number, self._on_signal)
+        for number in handled(_STOPS):
+            signal.signal(number, self._on_signal)
         threading.Thread(target=self._watch, args=(numbers,), daemon=True).start()
 
     def begin_training(self, grace_s: float, agreement: Agreement) -> None:
@@ -144,8 +145,8 @@ class StopFlag:
         time.sleep(max(0.0, limit_s - time.monotonic()))
         if self._agreement is not None:
             tell(
-                f"not saved within {self._grace_s:.0f} s (checkpoint.grace_s): the run ends as it "
-                "was saved last"
+                f"ended after {self._grace_s:.0f} s (checkpoint.grace_s), before all was done: the "
+                "run is as it was saved last"
             )
         os._exit(128 + self.number)
 
@@ -227,7 +228,7 @@ def _in_words(error: Exception) -> str:
 def _report(failures: Failures, who: str, rank: int, error: Exception, since_s: float) -> str:
     """Say what failed here, then tell the other ranks; return what failed first of all."""
     own = f"{str(error).strip()}{broken_links()}"
-    os.write(2, f"rank {rank}: {own}\n".encode())
+    print_error(f"rank {rank}: {own}")
     try:
         failures.report(own, cause=not isinstance(error, TransportError))
         first = failures.first(since_s)

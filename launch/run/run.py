@@ -18,7 +18,9 @@ from thinpipe.launch.corpus import check_batch_size, sized_for
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.distributed.elastic import rank_threads, ranks_here
 from thinpipe.launch.distributed.handshake import HandshakeError, agree_now
+from thinpipe.launch.distributed.restarts import STOPPED, refuse_restarts
 from thinpipe.launch.distributed.session import Session, StopFlag, TerminatedError, join
+from thinpipe.launch.host.terminal import outlive_terminal
 from thinpipe.launch.memory.check import check_host
 from thinpipe.launch.plan.auto_cuts import decide_cuts
 from thinpipe.launch.report.metrics import StepRecord
@@ -59,6 +61,7 @@ class Run:
         self.config, self._resume, self._show = config, resume, show
         self._facts, self._given = facts or {}, given or Given()
         self._problem = problem or problem_if_writing(config)
+        outlive_terminal()
         self._stack, self._joined, self._stop = ExitStack(), ExitStack(), StopFlag()
         self._session: Session | None = None
         self._training: Training | None = None
@@ -124,6 +127,7 @@ class Run:
                 )
             if training.stopping:
                 training.save_now(self._done)
+                refuse_restarts(STOPPED)
                 raise TerminatedError(self._stop.number)
             if step != training.left_of(self._epoch).stop - 1:  # at its end, an evaluation first
                 training.save_if_due(self._done)
