@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.distributed.agreement import Agreement, Ask
 from thinpipe.launch.distributed.failures import Failures, Watch, end_soon
 from thinpipe.launch.distributed.group import meet, open_group
 from thinpipe.launch.distributed.handshake import agree, fresh_name, store_address, versions
@@ -104,7 +103,7 @@ class StopFlag:
     def __init__(self) -> None:
         self.number: int | None = None
         """The signal, once it has come."""
-        self._agreement: Agreement | None = None
+        self._stop_all: Callable[[], threading.Event] | None = None
         self._grace_s = _TERMINATION_GRACE_S
         numbers, written = os.pipe()
         os.set_blocking(written, False)
@@ -113,11 +112,14 @@ class StopFlag:
             signal.signal(number, self._on_signal)
         threading.Thread(target=self._watch, args=(numbers,), daemon=True).start()
 
-    def begin_training(self, grace_s: float, agreement: Agreement) -> None:
-        """From here on there is something to save, for which there is so much time."""
-        self._grace_s, self._agreement = grace_s, agreement
+    def begin_training(self, grace_s: float, stop_all: Callable[[], threading.Event]) -> None:
+        """From here on there is something to save, for which there is so much time.
+
+        `stop_all` asks all ranks to stop; its event is set once they know when.
+        """
+        self._grace_s, self._stop_all = grace_s, stop_all
         if self.number is not None:
-            self._stop_all(agreement)
+            stop_all()
 
     def check(self) -> None:
         """Stop here if asked to, as long as there is nothing to save.
@@ -125,11 +127,11 @@ class StopFlag:
         Raises:
             TerminatedError: the flag is set.
         """
-        if self.number is not None and self._agreement is None:
+        if self.number is not None and self._stop_all is None:
             raise TerminatedError(self.number)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._agreement is None:
+        if number == signal.SIGINT and self._stop_all is None:
             raise KeyboardInterrupt
         self.number = number
 
@@ -138,25 +140,18 @@ class StopFlag:
         while not (asked := [n for n in os.read(numbers, 64) if self._counts(n)]):
             pass
         self.number, limit_s = self.number or asked[0], time.monotonic() + self._grace_s
-        if self._agreement is not None:
-            self._stop_all(self._agreement)
-            if not self._agreement.stops.wait(min(self._grace_s, _ANSWER_S)):
-                tell(f"asked to stop: waiting for the other ranks, at most {self._grace_s:.0f} s")
+        if self._stop_all is not None and not self._stop_all().wait(_ANSWER_S):
+            tell(f"asked to stop: waiting for the other ranks, at most {self._grace_s:.0f} s")
         time.sleep(max(0.0, limit_s - time.monotonic()))
-        if self._agreement is not None:
+        if self._stop_all is not None:
             tell(
                 f"ended after {self._grace_s:.0f} s (checkpoint.grace_s), before all was done: the "
                 "run is as it was saved last"
             )
         os._exit(128 + self.number)
 
-    @staticmethod
-    def _stop_all(agreement: Agreement) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone, which ends this process
-            agreement.ask(Ask.STOP)
-
     def _counts(self, number: int) -> bool:
-        return number in _STOPS and (number != signal.SIGINT or self._agreement is not None)
+        return number in _STOPS and (number != signal.SIGINT or self._stop_all is not None)
 
 
 @contextmanager

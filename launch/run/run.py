@@ -216,7 +216,7 @@ class Run:
         config.check_model_cuts()
         training = Training(config, samples, session, digests, show=self._show, given=self._given)
         training.begin(self._stack, self._resume)
-        self._stop.begin_training(config.checkpoint.grace_s, training.agreement)
+        self._stop.begin_training(config.checkpoint.grace_s, training.agreement.stop_all)
         self.config, self._samples, self._done = config, samples, training.start
         return training
 

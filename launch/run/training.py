@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from thinpipe.launch.build import Given, build
+from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.resume import Resume
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig
@@ -17,7 +18,6 @@ from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.display.connections import Connections
 from thinpipe.launch.display.display import Display
-from thinpipe.launch.distributed.agreement import Agreement, Ask
 from thinpipe.launch.distributed.elastic import ranks_here
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session, tell_stop

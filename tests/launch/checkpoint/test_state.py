@@ -11,9 +11,9 @@ from tests.disk import full_disk
 from tests.ranks import Ranks
 from tests.training import batch, config, start
 from thinpipe.launch.checkpoint import files, state
+from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.distributed.agreement import Agreement, Ask
 from thinpipe.launch.distributed.session import Session
 
 pytestmark = pytest.mark.dist

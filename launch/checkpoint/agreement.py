@@ -46,8 +46,7 @@ class Agreement:
         self._next = done + 1
         self._round, self._wanted, self._answered = 0, Ask.NOTHING, False
         self._agreed = (0, Ask.NOTHING)
-        self.stops = threading.Event()
-        """Set once all know after which step they stop."""
+        self._stops = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
     def ask(self, what: Ask) -> None:
@@ -61,6 +60,12 @@ class Agreement:
                 return
             self._wanted, number = what, self._round
         self._store.set(str(number), "")
+
+    def stop_all(self) -> threading.Event:
+        """Ask for a stop; the event is set once all know after which step that is."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, which ends the process
+            self.ask(Ask.STOP)
+        return self._stops
 
     def after(self, done: int) -> Ask:
         """What all ranks do now that `done` steps are done; waits if that is being agreed on."""
@@ -90,7 +95,7 @@ class Agreement:
             await_key(self._own, key)
         steps, asked = zip(*map(json.loads, self._own.multi_get(keys)), strict=True)
         if max(asked) == Ask.STOP:
-            self.stops.set()
+            self._stops.set()
             self._on_stop(max(steps))
         with self._changed:
             self._answered, self._round = False, number + 1

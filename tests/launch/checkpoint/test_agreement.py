@@ -12,9 +12,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start, weights
 from thinpipe.gradcomp.registry import load_method, method_names
+from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.distributed.agreement import Agreement, Ask
 from thinpipe.launch.distributed.session import Session
 
 pytestmark = pytest.mark.dist
@@ -59,7 +59,7 @@ def _stop(rank: int, method: str, root: Path) -> Any:
         if rank == 1 and number == 1:  # while the other is where it gets without this one
             if method == "none":
                 store.wait(["ahead"])
-            agreement.ask(Ask.STOP)
+            agreement.stop_all()
         step(built, number)
         if rank == 0 and number == AHEAD:
             store.set("ahead", "")
