@@ -10,7 +10,7 @@ from typing import Any
 class _Output(io.FileIO):
     """What cannot be written is lost."""
 
-    def write(self, data: Any) -> int:  # type: ignore[override]  # one signature for its two
+    def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):
             if (written := super().write(data)) is not None:
                 return written
