@@ -7,6 +7,8 @@ from thinpipe.launch import completion
 from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.scratch import use_scratch_folder
+from thinpipe.launch.host.signals import leave_first_process
+from thinpipe.launch.host.terminal import outlive_terminal, print_error
 
 INTERRUPTED = 130
 _STARTS_NOTHING = {"--dry-run", "--help"}
@@ -21,7 +23,7 @@ def main() -> None:
         _run()
     except ImportError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            os.write(2, f"error: {explain(error)}\n".encode())
+            print_error(f"error: {explain(error)}")
         sys.exit(2)
     except KeyboardInterrupt:  # before there are ranks, which say what they saved
         sys.exit(INTERRUPTED)
@@ -30,6 +32,8 @@ def main() -> None:
 def _run() -> None:
     trains = sys.argv[1:2] in (["train"], ["run"]) and not _STARTS_NOTHING & {*sys.argv}
     if trains and "RANK" not in os.environ:
+        leave_first_process()
+        outlive_terminal()
         use_scratch_folder()
         fork_server.start()
     from thinpipe.launch.cli import (

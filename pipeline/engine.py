@@ -39,7 +39,7 @@ from thinpipe.pipeline.schedule import (
 )
 from thinpipe.pipeline.shards import Shards
 from thinpipe.pipeline.stage import CompressedStage, ComputeEvent
-from thinpipe.pipeline.step_stats import Ask, RankStep, StepStats, StepTotals
+from thinpipe.pipeline.step_stats import RankStep, StepStats, StepTotals
 from thinpipe.pipeline.tied import TiedWeight
 from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS
 
@@ -142,18 +142,11 @@ class PipelineEngine:
         """Give back what samples are remembered in; no step follows."""
         self._stats.consistency.release()
 
-    def train_step(
-        self,
-        batch: Batch,
-        step: int,
-        upcoming_B: Tensor = _NO_IDS,
-        *,
-        ask: Ask = Ask.NOTHING,
-    ) -> StepTotals:
+    def train_step(self, batch: Batch, step: int, upcoming_B: Tensor = _NO_IDS) -> StepTotals:
         """Run one optimizer step; every rank gets the same totals.
 
         `upcoming_B` are this replica's samples of the next step: memories fetch them meanwhile, and
-        both ends of each cut agree on them. All learn what this rank asks for.
+        both ends of each cut agree on them.
 
         Raises:
             ValueError: the batch is empty, holds an id twice, or one that `begin` did not announce.
@@ -184,7 +177,6 @@ class PipelineEngine:
             seconds=time.perf_counter() - start,
             sent=self._sent(),
             events=[event for stage in self._stages.values() for event in stage.events()],
-            ask=ask,
         )
         totals = self._stats.share(own, self._scope(step))
         self._apply(totals)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from enum import IntEnum
 from typing import Annotated
 
 import torch
@@ -16,7 +15,7 @@ from thinpipe.pipeline.comm.transport import Scope, Transport, shared_nbytes
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD, Direction
 
-_SCALARS = 9
+_SCALARS = 8
 _COUNTS = 3  # of a direction: bytes, messages, values
 
 
@@ -35,14 +34,6 @@ class WireTotal(ErrorStats):
     values: int
 
 
-class Ask(IntEnum):
-    """What a rank asks of all others at the end of a step; the greatest counts."""
-
-    NOTHING = 0
-    SAVE = 1
-    STOP = 2
-
-
 @dataclass(frozen=True)
 class StepTotals:
     """A step as all ranks see it. `loss` is the mean over the tokens of all replicas.
@@ -54,7 +45,7 @@ class StepTotals:
     `weight_bytes` and `gradient_bytes` what the shards of stages did, `control_bytes` the size of
     the exchange of these numbers and of what repairing took, all over all ranks. `repaired` counts
     samples of the next step whose memories differed or were lost. `notes` are warnings of
-    the guard. `asked` is what a rank asked for, and all ranks know.
+    the guard.
     """
 
     loss: float
@@ -70,7 +61,6 @@ class StepTotals:
     gradient_bytes: int = 0
     repaired: Repaired = ()
     notes: tuple[str, ...] = ()
-    asked: Ask = Ask.NOTHING
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,6 @@ class RankStep:
     seconds: float
     sent: tuple[int, int, int]
     events: Sequence[ComputeEvent]
-    ask: Ask = Ask.NOTHING
 
 
 class StepStats:
@@ -118,7 +107,7 @@ class StepStats:
         sent = [now - before for now, before in zip(step.sent, self._sent, strict=True)]
         self._sent = step.sent
         tokens = step.tokens if self._transport.mesh.position == 0 else 0
-        scalars = [step.loss, tokens, step.square_norm, busy, step.seconds, *sent, step.ask]
+        scalars = [step.loss, tokens, step.square_norm, busy, step.seconds, *sent]
         held = self.consistency.numbers(self._coming_B)
         mine = torch.tensor([*scalars, *held, *self._traffic()], dtype=torch.float64)
         all_WN = self._transport.share(mine, scope)
@@ -126,10 +115,9 @@ class StepStats:
         return self._totals(all_WN, self.consistency.repair(held_WN, self._coming_B, scope), scope)
 
     def _totals(self, all_WN: torch.Tensor, repair: Repair, scope: Scope) -> StepTotals:
-        loss, tokens, _, _, _, *sent, _ = all_WN[:, :_SCALARS].sum(0).tolist()
+        loss, tokens, _, _, _, *sent = all_WN[:, :_SCALARS].sum(0).tolist()
         sync_bytes, weight_bytes, gradient_bytes = map(int, sent)
         mesh = self._transport.mesh
-        met = len(all_WN) == mesh.world_size
         replica_norms = all_WN[:, 2].view(-1, mesh.pipeline_ranks * mesh.shards).sum(1).sqrt()
         seconds = float(all_WN[:, 4].max())
         finite = bool(torch.isfinite(replica_norms).all()) and math.isfinite(loss)
@@ -146,7 +134,6 @@ class StepStats:
             gradient_bytes=gradient_bytes,
             control_bytes=shared_nbytes(all_WN) + repair.nbytes,
             repaired=repair.repaired,
-            asked=Ask(int(all_WN[:, _SCALARS - 1].max())) if met else Ask.NOTHING,
         )
 
     def _traffic(self) -> list[float]:

@@ -27,7 +27,9 @@ from thinpipe.launch.distributed.network import (
     one_machine,
     several_machines,
 )
+from thinpipe.launch.distributed.restarts import STOPPED
 from thinpipe.launch.distributed.stopping import Stop
+from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.overlay.control import OverlayError
 
 _LOCAL_JOIN_S = 60.0
@@ -96,11 +98,11 @@ def run_node(
                 nodes.endpoint,
                 nodes.count,
                 limit_s=nodes.join_s,
-                log=_log,
+                log=print_error,
                 expected=list(dict.fromkeys(nodes.placed)),
             )
         except OverlayError as error:
-            _log(f"error: {error}; run `thinpipe doctor` on each")
+            print_error(f"error: {error}; run `thinpipe doctor` on each")
             return 1
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
@@ -142,19 +144,20 @@ def _launch(
         max_restarts=nodes.max_restarts,
         start_method=fork_server.START_METHOD,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write none; no folder in /tmp
+        signals_to_handle="",  # `stop` handles them; torch's would catch what nohup ignores
     )
     try:
         elastic_launch(config, _run_rank)(main, environment, *arguments)
     except ChildFailedError as error:
         if fork_server.is_gone():
-            _log(f"error: {fork_server.GONE}; --resume goes on from the last checkpoint")
+            print_error(f"error: {fork_server.GONE}; --resume goes on from the last checkpoint")
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)
-    except rendezvous.RefusedError:
-        _log("not restarted: a restart would end the same way")
-        return USAGE_ERROR
+    except rendezvous.RefusedError as refused:
+        print_error(f"not restarted: {refused}")
+        return 1 if str(refused) == STOPPED else USAGE_ERROR
     except RendezvousClosedError:
-        _log("error: another machine ended the run; see its output")
+        print_error("error: another machine ended the run; see its output")
         return 1
     except RendezvousError as error:
         failed = f"{nodes.count} machines did not all join at {nodes.endpoint}"
@@ -166,16 +169,11 @@ def _launch(
             failed = "the process that connects this machine with the others has ended"
             reason = "it was killed, or this machine ran out of memory (dmesg shows it)"
             remedy = "run the command again"
-        _log(f"error: {failed}: {reason}; {remedy}")
+        print_error(f"error: {failed}: {reason}; {remedy}")
         return 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
-
-
-def _log(text: str) -> None:
-    """Write a whole line at once: all ranks of a machine share its terminal."""
-    os.write(2, f"{text}\n".encode())
 
 
 def _run_rank(main: Callable[[], None], environment: Mapping[str, str], *arguments: str) -> None:

@@ -6,16 +6,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.distributed.store import await_key
+from thinpipe.launch.host.terminal import print_error
 
 _GRACE_S = 1.0
 """For the cause to be reported: its consequences are often noticed before it."""
 _OWN_ACCOUNT_S = 0.2
 """For the main thread to say more, if it has noticed too."""
 _STUCK_S = 10.0
-_FOREVER = timedelta(days=1)
 _FIRST = "1"
 
 
@@ -69,12 +70,7 @@ class Failures:
         Raises:
             RuntimeError: the store is gone.
         """
-        while not self._store.check([_FIRST]):
-            try:
-                self._store.wait([_FIRST], _FOREVER)
-            except RuntimeError as error:
-                if "timeout" not in str(error).lower():
-                    raise
+        await_key(self._store, _FIRST)
 
 
 class Watch:
@@ -108,7 +104,7 @@ class Watch:
             time.sleep(_GRACE_S)
         if self._handled.wait(_OWN_ACCOUNT_S):
             return
-        os.write(2, f"{self._who}: {account}{self._describe()}\n".encode())
+        print_error(f"{self._who}: {account}{self._describe()}")
         os._exit(1)
 
 

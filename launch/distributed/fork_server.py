@@ -17,14 +17,13 @@ from multiprocessing import forkserver, resource_tracker
 import psutil
 
 from thinpipe.gradcomp import methods
+from thinpipe.launch.host.signals import ENDING_SIGNALS
+from thinpipe.launch.host.terminal import print_error
 
 PARENT = "THINPIPE_PARENT"
 """Environment variable that tells a process which one it must not outlive."""
 
 START_METHOD = "forkserver" if sys.platform.startswith("linux") else "spawn"
-
-HELD_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
-"""They end the launcher, which ends the ranks in order; so the server between them blocks these."""
 
 _FORKED = "thinpipe.launch.distributed.forked"
 
@@ -44,12 +43,14 @@ def start() -> None:
         return
     # What the launcher left behind when it was killed is cleared away without a word.
     sys.warnoptions.append("ignore:resource_tracker")
-    resource_tracker.ensure_running()
     forkserver.set_forkserver_preload([_FORKED, *PRELOADED])  # it sees to the server's end
     settings = {PARENT: str(os.getpid()), "PYTHONSAFEPATH": "1"}  # as python -P
     settings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # each rank sets its own
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+    # they end the launcher, which ends the ranks in order: what is between them blocks them
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
+        resource_tracker.ensure_running()  # which ends at SIGHUP otherwise
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)  # it has lifted a part
         with _environment(settings):
             forkserver.ensure_running()
     finally:
@@ -64,14 +65,25 @@ GONE = (
 
 def is_gone() -> bool:
     """Whether the server was killed, and with it the ranks."""
-    return START_METHOD == "forkserver" and not any(map(_is_server, psutil.Process().children()))
+    return START_METHOD == "forkserver" and not _servers()
+
+
+def signal_ranks(number: int) -> None:
+    """Send a signal to the server and all that it has forked: they are one process group."""
+    for server in _servers():
+        with contextlib.suppress(ProcessLookupError):  # it has not made one yet, or has ended
+            os.killpg(server.pid, number)
 
 
 def revive() -> None:
     """Start the server again, and say so, if it was killed."""
     if is_gone():
-        os.write(2, f"{GONE}; starting it again\n".encode())
+        print_error(f"{GONE}; starting it again")
         start()
+
+
+def _servers() -> list[psutil.Process]:
+    return list(filter(_is_server, psutil.Process().children()))
 
 
 def _is_server(child: psutil.Process) -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from numba.core.registry import cpu_target
 
 from thinpipe.launch.distributed.fork_server import (
-    HELD_SIGNALS,
     PARENT,
     START_METHOD,
     end_with_parent,
@@ -21,6 +20,7 @@ from thinpipe.launch.distributed.fork_server import (
 )
 from thinpipe.launch.distributed.network import PLACED
 from thinpipe.launch.distributed.supervisor import supervise
+from thinpipe.launch.host.signals import ENDING_SIGNALS
 
 if START_METHOD == "forkserver":
     end_with_parent()
@@ -48,7 +48,7 @@ def run_rank(main: Callable[[], None], environment: Mapping[str, str], *argument
 
 def _be_rank(main: Callable[[], None]) -> None:
     name_process(f"thinpipe {os.environ['RANK']}")
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
     code: object = 1
     try:
         main()

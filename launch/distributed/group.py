@@ -10,6 +10,7 @@ from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.distributed import gloo_backend
 from thinpipe.launch.distributed.handshake import HandshakeError, open_store
 from thinpipe.launch.distributed.network import LISTENS_AT, HostNetwork, join_as_rank
+from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.overlay.control import ADDRESS, Client, OverlayError
 from thinpipe.launch.overlay.ranks import open_ports
 from thinpipe.pipeline.comm.errors import TransportError
@@ -27,7 +28,7 @@ def meet(
         ValueError: there is no key, or MASTER_ADDR or MASTER_PORT is not set.
     """
     try:
-        network = join_as_rank(config, world, limit_s=wait_s, log=_log)
+        network = join_as_rank(config, world, limit_s=wait_s, log=print_error)
     except OverlayError as error:
         raise HandshakeError(str(error)) from None
     server = network.server if network is not None else None
@@ -53,7 +54,3 @@ def open_group(store: Store, rank: int, world: int, *, wait_s: float) -> None:
         raise TransportError(
             f"rank {rank}: connecting failed: {str(error).splitlines()[0]}"
         ) from error
-
-
-def _log(text: str) -> None:
-    os.write(2, f"{text}\n".encode())

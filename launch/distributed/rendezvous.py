@@ -33,10 +33,11 @@ from torch.distributed.elastic.rendezvous.api import (
 from thinpipe.launch.config.placement import check_hosts
 from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.distributed.network import ROUND, HostNetwork
-from thinpipe.launch.distributed.restarts import name_killed, refuses_restarts
+from thinpipe.launch.distributed.restarts import name_killed, refused_restarts
 from thinpipe.launch.distributed.stopping import Stop
 from thinpipe.launch.distributed.store import connect_store, hold_store
 from thinpipe.launch.host.scratch import remove_scratch_folder
+from thinpipe.launch.host.terminal import print_error
 
 BACKEND = "thinpipe"
 """The name that `register` gives it in torch's launcher."""
@@ -69,7 +70,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 class RefusedError(RendezvousClosedError):
-    """A restart would not change why a rank has ended."""
+    """A rank wants no restart; the message says why."""
 
 
 class Rendezvous(RendezvousHandler):
@@ -207,8 +208,8 @@ class Rendezvous(RendezvousHandler):
                 return rank, round_, posts
             if self._store.check(["refused"]):
                 raise RendezvousTimeoutError(self._store.get("refused").decode())
-            if self._round and refuses_restarts(self._tcp):
-                raise RefusedError
+            if self._round and (why := refused_restarts(self._tcp)) is not None:
+                raise RefusedError(why)
             if self.is_closed():
                 raise RendezvousClosedError
             if network.is_gone:
@@ -217,7 +218,7 @@ class Rendezvous(RendezvousHandler):
                 self._receive()
             if time.monotonic() > say_s and (absent := self._absent()):
                 left_s = limit_s - time.monotonic()
-                os.write(2, f"waiting for {absent}, {left_s:.0f} s left\n".encode())
+                print_error(f"waiting for {absent}, {left_s:.0f} s left")
                 say_s = time.monotonic() + _SAY_EVERY_S
             time.sleep(_POLL_S)
         absent = self._absent() or "they"
@@ -275,7 +276,7 @@ class _Wait:
         self._what = f"{hosts} machines at {endpoint}"
         self._limit = f"{limit_s:.0f} s (pipeline.peer_timeout_s)"
         if not silent:
-            os.write(2, f"waiting for {self._what}, at most {self._limit}\n".encode())
+            print_error(f"waiting for {self._what}, at most {self._limit}")
         self._timer = threading.Timer(limit_s, self._time_out)
         self._timer.daemon = True
         self._timer.start()
@@ -290,6 +291,6 @@ class _Wait:
             if self.store is not None:
                 joined = f"only {self.store.add('posts', 0)} joined{self.missing()}"
         failed = f"error: {self._what} did not join within {self._limit}: {joined}"
-        os.write(2, f"{failed}; run `thinpipe doctor` on each\n".encode())
+        print_error(f"{failed}; run `thinpipe doctor` on each")
         remove_scratch_folder()
         os._exit(1)

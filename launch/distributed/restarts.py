@@ -14,6 +14,8 @@ from thinpipe.launch.distributed.handshake import store_address
 from thinpipe.launch.distributed.network import ROUND
 from thinpipe.launch.distributed.store import connect_store
 
+STOPPED = "the run was asked to stop"
+"""Why restarts are refused after that."""
 _REFUSED = "refused for good"
 _STORE_S = 5.0
 _LAST = "last session"
@@ -56,13 +58,13 @@ def restart_words(failure: str) -> str | None:
     return f"restarting{which}: {failure}"
 
 
-def refuse_restarts() -> None:
-    """Called by a rank that ends: it would fail again, so the agents are to end the run."""
+def refuse_restarts(why: str = "a restart would end the same way") -> None:
+    """Called by a rank that ends, and why the agents are to end the run."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         with contextlib.suppress(RuntimeError):  # the store is gone: so is the run
-            connect_store(store_address(), wait_s=_STORE_S).set(_REFUSED, "")
+            connect_store(store_address(), wait_s=_STORE_S).set(_REFUSED, why)
 
 
-def refuses_restarts(store: Store) -> bool:
-    """Whether a rank has done so; `store` is that of the agents, without a prefix."""
-    return store.check([_REFUSED])
+def refused_restarts(store: Store) -> str | None:
+    """Why, if a rank has done so; `store` is that of the agents, without a prefix."""
+    return store.get(_REFUSED).decode() if store.check([_REFUSED]) else None

@@ -2,11 +2,10 @@
 
 import contextlib
 import os
-import select
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -22,6 +21,8 @@ from thinpipe.launch.distributed.handshake import agree, fresh_name, store_addre
 from thinpipe.launch.distributed.restarts import last_failure, restart_words
 from thinpipe.launch.distributed.store import connect_store
 from thinpipe.launch.distributed.supervisor import announce
+from thinpipe.launch.host.signals import handled
+from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.overlay.ranks import broken_links
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -31,9 +32,9 @@ from thinpipe.pipeline.wire.header import DesyncError
 
 _TERMINATION_GRACE_S = 5.0
 _BEFORE = "before"
-_ECHO_S = 2.0
+_ANSWER_S = 2.0
 """After the failure of a peer, of which SIGTERM is the echo, this process does not live as long."""
-
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 SHOW = "THINPIPE_SHOW"
 """Environment variable: the local rank that shows progress, -1 for none."""
@@ -42,6 +43,17 @@ SHOW = "THINPIPE_SHOW"
 def speaks() -> bool:
     """Whether this rank tells the user of its host what goes on, if it is no failure."""
     return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get(SHOW) != "-1"
+
+
+def tell(text: str) -> None:
+    """Say something to the user of this host, if this rank speaks."""
+    if speaks():
+        print_error(text)
+
+
+def tell_stop(step: int) -> None:
+    """Say after which step all ranks stop."""
+    tell(f"asked to stop: step {step} is saved, then the run ends")
 
 
 @dataclass(frozen=True)
@@ -80,8 +92,9 @@ class TerminatedError(Exception):
 
 
 class StopFlag:
-    """Set by SIGTERM, and by Ctrl-C while training. A rank that does not end in time is ended.
+    """Set by SIGTERM and SIGHUP, and by Ctrl-C while training, unless they are ignored.
 
+    All ranks then agree on the step after which they stop. One that does not end in time is ended.
     Raising from the handler would hide the failure of a peer, of which SIGTERM is often the echo.
     Python runs no handler while the main thread is inside a C++ call, which waits for peers are:
     so a thread reads the number that the interpreter writes to a pipe at once.
@@ -90,17 +103,23 @@ class StopFlag:
     def __init__(self) -> None:
         self.number: int | None = None
         """The signal, once it has come."""
-        self._training, self._grace_s = False, _TERMINATION_GRACE_S
+        self._stop_all: Callable[[], threading.Event] | None = None
+        self._grace_s = _TERMINATION_GRACE_S
         numbers, written = os.pipe()
         os.set_blocking(written, False)
         signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in handled(_STOPS):
             signal.signal(number, self._on_signal)
         threading.Thread(target=self._watch, args=(numbers,), daemon=True).start()
 
-    def begin_training(self, grace_s: float) -> None:
-        """From here on there is something to save, for which there is so much time."""
-        self._training, self._grace_s = True, grace_s
+    def begin_training(self, grace_s: float, stop_all: Callable[[], threading.Event]) -> None:
+        """From here on there is something to save, for which there is so much time.
+
+        `stop_all` asks all ranks to stop; its event is set once they know when.
+        """
+        self._grace_s, self._stop_all = grace_s, stop_all
+        if self.number is not None:
+            stop_all()
 
     def check(self) -> None:
         """Stop here if asked to, as long as there is nothing to save.
@@ -108,39 +127,31 @@ class StopFlag:
         Raises:
             TerminatedError: the flag is set.
         """
-        if self.number is not None and not self._training:
+        if self.number is not None and self._stop_all is None:
             raise TerminatedError(self.number)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and not self._training:
+        if number == signal.SIGINT and self._stop_all is None:
             raise KeyboardInterrupt
         self.number = number
 
     def _watch(self, numbers: int) -> None:
-        """End the process if the main thread has not done so in time, or at a second Ctrl-C."""
-        while not self._counts(first := os.read(numbers, 64)):
+        """End the process if the main thread has not done so in time."""
+        while not (asked := [n for n in os.read(numbers, 64) if self._counts(n)]):
             pass
-        self.number = self.number or first[-1]
-        limit_s = time.monotonic() + self._grace_s
-        if not self._again(numbers, min(self._grace_s, _ECHO_S)):
-            if self._training and speaks():
-                text = f"asked to stop: saving and ending, within {self._grace_s:.0f} s\n"
-                os.write(2, text.encode())
-            self._again(numbers, limit_s - time.monotonic())
+        self.number, limit_s = self.number or asked[0], time.monotonic() + self._grace_s
+        if self._stop_all is not None and not self._stop_all().wait(_ANSWER_S):
+            tell(f"asked to stop: waiting for the other ranks, at most {self._grace_s:.0f} s")
+        time.sleep(max(0.0, limit_s - time.monotonic()))
+        if self._stop_all is not None:
+            tell(
+                f"ended after {self._grace_s:.0f} s (checkpoint.grace_s), before all was done: the "
+                "run is as it was saved last"
+            )
         os._exit(128 + self.number)
 
-    @staticmethod
-    def _again(numbers: int, wait_s: float) -> bool:
-        """Whether Ctrl-C comes again meanwhile."""
-        limit_s = time.monotonic() + wait_s
-        while (left_s := limit_s - time.monotonic()) > 0:
-            come = select.select([numbers], [], [], left_s)[0]
-            if come and signal.SIGINT in os.read(numbers, 64):
-                return True
-        return False
-
-    def _counts(self, numbers: bytes) -> bool:
-        return signal.SIGTERM in numbers or (signal.SIGINT in numbers and self._training)
+    def _counts(self, number: int) -> bool:
+        return number in _STOPS and (number != signal.SIGINT or self._stop_all is not None)
 
 
 @contextmanager
@@ -212,7 +223,7 @@ def _in_words(error: Exception) -> str:
 def _report(failures: Failures, who: str, rank: int, error: Exception, since_s: float) -> str:
     """Say what failed here, then tell the other ranks; return what failed first of all."""
     own = f"{str(error).strip()}{broken_links()}"
-    os.write(2, f"rank {rank}: {own}\n".encode())
+    print_error(f"rank {rank}: {own}")
     try:
         failures.report(own, cause=not isinstance(error, TransportError))
         first = failures.first(since_s)

@@ -1,40 +1,57 @@
-"""Ctrl-C and SIGTERM to a launcher that waits for other machines: there are no ranks to answer."""
+"""Signals to a launcher: it ends its ranks in order, or pauses them."""
 
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from thinpipe.launch.distributed.fork_server import signal_ranks
 from thinpipe.launch.host.scratch import remove_scratch_folder
+from thinpipe.launch.host.signals import handled
+from thinpipe.launch.host.terminal import print_error
 
 _BEFORE = "asked to stop before the run began"
 _AGAIN = "asked to stop before the restart: the run ends as it was saved last"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_AT_ONCE = "ended at once: the run is as it was saved last"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SOON_S, _END_S = 0.3, 2.0
 """When the main thread, which may be inside a C++ call, should have said so, and have ended."""
+_SAME_S = 1.0
+"""A terminal, a shell and a supervisor may each pass the same Ctrl-C on; a second one is later."""
 
 
 class Stop:
-    """Raises torch's `SignalException` in the main thread, after a line that says so.
+    """Raises torch's `SignalException` in the main thread, once, however often it is asked to stop.
 
-    A context manager around all that a launcher does. As soon as there are ranks, torch's agent
-    handles signals, and the ranks answer. Python runs no handler while the main thread is inside a
-    C++ call, such as connecting to a store: a thread then ends the process.
+    A context manager around all that a launcher does. What was ignored before stays ignored.
+    Where there are ranks, torch's agent passes the signal on, and they answer; without, a line says
+    so. SIGQUIT, and Ctrl-C a second time, end the run at once: its ranks end with this process.
+    Python runs no handler while the main thread is inside a C++ call, such as connecting to a
+    store: a thread then ends the process.
     """
 
     def __init__(self) -> None:
         self._words: str | None = _BEFORE
         self._said, self._over = threading.Lock(), False
+        self._asked_s: float | None = None
 
     def __enter__(self) -> Self:
         self._numbers, self._written = os.pipe()
         os.set_blocking(self._written, False)
         signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
-        self._handlers = {number: signal.signal(number, self._raise) for number in _SIGNALS}
+        handlers: dict[int, Callable[[int, FrameType | None], None]] = {
+            **dict.fromkeys(_SIGNALS, self._raise),
+            signal.SIGQUIT: self._end_at_once,
+            signal.SIGTSTP: self._pause,
+        }
+        self._handlers = {
+            number: signal.signal(number, handlers[number]) for number in handled(handlers)
+        }
         threading.Thread(target=self._watch, daemon=True).start()
         return self
 
@@ -57,13 +74,29 @@ class Stop:
         """Answer the user, once; nothing if there are ranks."""
         words = self._words
         if words is not None and self._said.acquire(blocking=False):
-            os.write(2, f"{words}\n".encode())
+            print_error(words)
 
-    def _raise(self, number: int, _frame: FrameType | None) -> None:
-        for each in _SIGNALS:  # what is cleared away now is not disturbed
-            signal.signal(each, signal.SIG_IGN)
-        self.say()
-        raise SignalException("asked to stop", sigval=signal.Signals(number))
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        now_s = time.monotonic()
+        if self._asked_s is None:
+            self._asked_s = now_s
+            self.say()
+            raise SignalException("asked to stop", sigval=signal.Signals(number))
+        if number == signal.SIGINT and self._words is None and now_s - self._asked_s > _SAME_S:
+            self._end_at_once(number, frame)
+
+    @staticmethod
+    def _end_at_once(number: int, _frame: FrameType | None) -> None:
+        print_error(_AT_ONCE)
+        remove_scratch_folder()
+        os._exit(128 + number)
+
+    @staticmethod
+    def _pause(_number: int, _frame: FrameType | None) -> None:
+        """Stop, and go on at SIGCONT, with the ranks: they are in a session of their own."""
+        signal_ranks(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        signal_ranks(signal.SIGCONT)
 
     def _watch(self) -> None:
         while numbers := os.read(self._numbers, 64):

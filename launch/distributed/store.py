@@ -4,6 +4,9 @@ import socket
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
+from torch.distributed.distributed_c10d import Store
+
+_FOREVER = timedelta(days=1)
 
 
 def connect_store(address: tuple[str, int], *, wait_s: float) -> TCPStore:
@@ -28,3 +31,17 @@ def hold_store(server: socket.socket, *, wait_s: float) -> TCPStore:
         wait_for_workers=False,
         master_listen_fd=server.detach(),
     )
+
+
+def await_key(store: Store, key: str) -> None:
+    """Wait for a key, however long that takes; the connection is blocked meanwhile.
+
+    Raises:
+        RuntimeError: the store is gone.
+    """
+    while not store.check([key]):
+        try:
+            store.wait([key], _FOREVER)
+        except RuntimeError as error:
+            if "timeout" not in str(error).lower():
+                raise

@@ -1,19 +1,18 @@
 """A process that waits for a rank, and says what ended it if the rank no longer can."""
 
-import contextlib
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 from torch.distributed.distributed_c10d import PrefixStore
 
 from thinpipe.launch.distributed.failures import Failures, death_by
-from thinpipe.launch.distributed.fork_server import HELD_SIGNALS
 from thinpipe.launch.distributed.store import connect_store
+from thinpipe.launch.host.signals import pass_on_signals
+from thinpipe.launch.host.terminal import print_error
 
 DESCRIPTOR = "THINPIPE_SUPERVISOR"
 """Environment variable: where a rank says how its supervisor finds the run's failures."""
@@ -42,7 +41,7 @@ def supervise(be_rank: Callable[[], None]) -> None:
         be_rank()
         return
     os.close(writing)
-    asked = _pass_on_signals(rank)
+    asked = pass_on_signals(rank)
     code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
     if code >= 0:
         sys.exit(code)
@@ -53,34 +52,19 @@ def supervise(be_rank: Callable[[], None]) -> None:
     os.kill(os.getpid(), -code)
 
 
-def _pass_on_signals(rank: int) -> list[int]:
-    """The signals that came since, and went to the rank."""
-    asked: list[int] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-            os.kill(rank, number)
-
-    for number in HELD_SIGNALS:
-        signal.signal(number, forward)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
-    return asked
-
-
 def _report(message: str, reading: int) -> None:
     os.set_blocking(reading, False)  # a child of the rank's may hold the other end
     try:
         host, port, name, who = json.loads(os.read(reading, 4096))
     except (BlockingIOError, ValueError):  # it died before there were others
-        os.write(2, f"rank {os.environ['RANK']}: {message}\n".encode())
+        print_error(f"rank {os.environ['RANK']}: {message}")
         return
-    os.write(2, f"{who}: {message}\n".encode())
+    print_error(f"{who}: {message}")
     try:
         store = PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S))
         Failures(store, who).report(message, cause=True)
     except RuntimeError:
-        os.write(2, f"{who}: the run's store is gone, so the others do not learn it\n".encode())
+        print_error(f"{who}: the run's store is gone, so the others do not learn it")
 
 
 def _memory_kills() -> int:

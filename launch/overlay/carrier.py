@@ -9,6 +9,7 @@ import os
 import resource
 import secrets
 import shutil
+import signal
 import socket
 import ssl
 import sys
@@ -384,6 +385,8 @@ def _report(event: str, **fields: Any) -> None:
 
 def main() -> None:
     """Serve as `sys.argv[1]`, JSON, says."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends with its parent
+        signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:

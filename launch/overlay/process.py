@@ -1,6 +1,5 @@
 """Starts this host's carrier, and waits until all hosts of the run have joined."""
 
-import contextlib
 import json
 import shutil
 import socket
@@ -116,6 +115,5 @@ class Overlay:
                 if event["event"] != "link":
                     self._events.put(event)
                 elif self.on_link is not None:
-                    with contextlib.suppress(OSError):  # a terminal that is gone
-                        self.on_link(event["peer"], event["state"], event["reason"])
+                    self.on_link(event["peer"], event["state"], event["reason"])
         self._events.put({"event": "failed", "message": "the carrier ended unexpectedly"})

@@ -11,6 +11,7 @@ import typer
 
 from thinpipe.launch.config.cli_options import RestartsOption, SetOption, refuse
 from thinpipe.launch.config.network import KEY_FILE, NO_KEY, NetworkConfig
+from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.remote.commands import Start, format_command, ssh_commands, what_to_copy
 from thinpipe.launch.remote.copying import copy_files, files_to_copy
 from thinpipe.launch.remote.hosts import (
@@ -21,7 +22,6 @@ from thinpipe.launch.remote.hosts import (
     rendezvous,
 )
 from thinpipe.launch.remote.processes import run_commands
-from thinpipe.launch.run.ending import print_error
 from thinpipe.launch.run.script import look_at
 
 

@@ -20,6 +20,7 @@ from thinpipe.launch.distributed.handshake import HandshakeError
 from thinpipe.launch.distributed.restarts import refuse_restarts
 from thinpipe.launch.distributed.session import PeerError, TerminatedError, speaks
 from thinpipe.launch.host.packages import explain
+from thinpipe.launch.host.terminal import print_error
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -121,8 +122,3 @@ def _in_words(error: BaseException) -> str | None:
 
 def _program() -> str | None:
     return getattr(sys.modules["__main__"], "__file__", None)
-
-
-def print_error(text: str) -> None:
-    """Write whole lines at once: all ranks of a machine share its terminal."""
-    os.write(2, f"{text}\n".encode())

@@ -18,7 +18,9 @@ from thinpipe.launch.corpus import check_batch_size, sized_for
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.distributed.elastic import rank_threads, ranks_here
 from thinpipe.launch.distributed.handshake import HandshakeError, agree_now
+from thinpipe.launch.distributed.restarts import STOPPED, refuse_restarts
 from thinpipe.launch.distributed.session import Session, StopFlag, TerminatedError, join
+from thinpipe.launch.host.terminal import outlive_terminal
 from thinpipe.launch.memory.check import check_host
 from thinpipe.launch.plan.auto_cuts import decide_cuts
 from thinpipe.launch.report.metrics import StepRecord
@@ -59,6 +61,7 @@ class Run:
         self.config, self._resume, self._show = config, resume, show
         self._facts, self._given = facts or {}, given or Given()
         self._problem = problem or problem_if_writing(config)
+        outlive_terminal()
         self._stack, self._joined, self._stop = ExitStack(), ExitStack(), StopFlag()
         self._session: Session | None = None
         self._training: Training | None = None
@@ -124,6 +127,7 @@ class Run:
                 )
             if training.stopping:
                 training.save_now(self._done)
+                refuse_restarts(STOPPED)
                 raise TerminatedError(self._stop.number)
             if step != training.left_of(self._epoch).stop - 1:  # at its end, an evaluation first
                 training.save_if_due(self._done)
@@ -131,7 +135,7 @@ class Run:
     def step(self, batch: Batch) -> StepRecord:
         """Run one optimizer step; every rank gets the same record."""
         training = self._opened("run.step")
-        record = training.step(batch, self._done, stop=self._stop.number is not None)
+        record = training.step(batch, self._done)
         self._done += 1
         return record
 
@@ -212,7 +216,7 @@ class Run:
         config.check_model_cuts()
         training = Training(config, samples, session, digests, show=self._show, given=self._given)
         training.begin(self._stack, self._resume)
-        self._stop.begin_training(config.checkpoint.grace_s)
+        self._stop.begin_training(config.checkpoint.grace_s, training.agreement.stop_all)
         self.config, self._samples, self._done = config, samples, training.start
         return training
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from thinpipe.launch.build import Given, build
+from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.resume import Resume
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig
@@ -20,7 +21,7 @@ from thinpipe.launch.display.connections import Connections
 from thinpipe.launch.display.display import Display
 from thinpipe.launch.distributed.elastic import ranks_here
 from thinpipe.launch.distributed.gather import gather_json
-from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.distributed.session import Session, tell_stop
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.overlay.ranks import carrier_status
 from thinpipe.launch.plan.memory_budget import memory_folder, memory_notices, plan_memory
@@ -35,7 +36,6 @@ from thinpipe.launch.run.records import Records, describe_run, timeline_of
 from thinpipe.launch.run.skips import Skips
 from thinpipe.launch.trained.model import start_from_run
 from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.step_stats import Ask
 
 
 class Training:
@@ -108,6 +108,10 @@ class Training:
         """Restore what was saved, open display and metrics, and let both ends of cuts agree."""
         config = self._config
         self.start = self._checkpoints.resume(resume.chosen) if resume.chosen else 0
+        mesh = self._session.mesh
+        self.agreement = Agreement(
+            self._session.store, mesh.rank, mesh.world_size, done=self.start, on_stop=tell_stop
+        )
         started = None
         if not resume.chosen:
             started = start_from_run(self.built, config)
@@ -155,18 +159,19 @@ class Training:
         """This replica's samples of a step."""
         return self._samples.batch(self._sampler.ids(step))
 
-    def step(self, batch: Batch, step: int, *, stop: bool = False) -> StepRecord:
+    def step(self, batch: Batch, step: int) -> StepRecord:
         """Run an optimizer step; all ranks get the same numbers.
 
-        With `stop`, or if that is so on another rank, `stopping` is set afterwards.
+        `stopping` is set afterwards if all ranks stop here.
         """
-        again = Ask.SAVE if self._checkpoints.retry_due() else Ask.NOTHING
-        ask = Ask.STOP if stop else again
+        if self._checkpoints.retry_due():
+            self.agreement.ask(Ask.SAVE)
         lr = next((float(g["lr"]) for g in self.built.optimizer.param_groups), 0.0)
         start = time.perf_counter()
-        totals = self.built.engine.train_step(batch, step, self._ids(step + 1), ask=ask)
-        self.stopping = totals.asked == Ask.STOP
-        self._save_again = totals.asked == Ask.SAVE
+        totals = self.built.engine.train_step(batch, step, self._ids(step + 1))
+        asked = self.agreement.after(step + 1)
+        self.stopping = asked == Ask.STOP
+        self._save_again = asked == Ask.SAVE
         self.built.lr_schedule.step()
         if step + 1 == self.steps:
             self.built.sync.finish()

@@ -13,10 +13,11 @@ from types import FrameType
 from typing import BinaryIO
 
 from thinpipe.launch.config.network import KEY_FILE
+from thinpipe.launch.host.signals import handled
 from thinpipe.launch.overlay import keys
 from thinpipe.launch.shaped.names import environment, host_name, substitute
 from thinpipe.launch.shaped.network import ShapedNetwork
-from thinpipe.launch.shaped.ranks import ProcessMonitor
+from thinpipe.launch.shaped.ranks import ENDING, ProcessMonitor
 
 NOT_FOUND, NOT_EXECUTABLE = 127, 126
 _INTERRUPT_GRACE_S = 3.0
@@ -92,7 +93,7 @@ def _stopped_by_signals() -> Iterator[None]:
     def stop(signum: int, _: FrameType | None) -> None:
         raise StoppedError(signum)
 
-    before = {signum: signal.signal(signum, stop) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    before = {signum: signal.signal(signum, stop) for signum in handled(ENDING)}
     try:
         yield
     finally:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
+from thinpipe.launch.host.signals import handled
 from thinpipe.launch.shaped import linux
 
 GRACE_S = 10.0
 """Time between SIGTERM and SIGKILL."""
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 _CHUNK = 65536
 _DRAIN_S = 2.0
 
@@ -52,7 +53,8 @@ def _run_proxy(namespaces: Namespaces, body: Callable[[], int]) -> NoReturn:
         signal.signal(
             signal.SIGINT, signal.SIG_IGN
         )  # a terminal sends it to the process inside too
-        for signum in _ENDING:
+        ending = handled(ENDING)
+        for signum in ending:
             signal.signal(signum, forward)
         folder = os.getcwd()
         myself = os.pidfd_open(os.getpid())
@@ -60,16 +62,16 @@ def _run_proxy(namespaces: Namespaces, body: Callable[[], int]) -> NoReturn:
             linux.setns(descriptor, flag)
         os.chdir(folder)  # a mount namespace is entered at its root
         # a forked Python loses signals until its interpreter is ready; blocked ones stay pending
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ending)
         inside = os.fork()
         if inside == 0:
             linux.die_with_parent(myself)
-            for signum in _ENDING:
+            for signum in ending:
                 signal.signal(signum, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os._exit(body())
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
         code = os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])
         os._exit(code if code >= 0 else 128 - code)
     except BaseException as error:

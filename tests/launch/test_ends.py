@@ -13,6 +13,7 @@ import pytest
 
 from tests.commands import PATIENCE_S, Command
 from tests.launch.test_train import ranks_of, run_file, start, thinpipe, wait_until
+from thinpipe.gradcomp.registry import method_names
 from thinpipe.launch.checkpoint import files
 
 __all__ = ["run_file"]
@@ -112,8 +113,19 @@ def test_ctrl_c_saves_and_leaves_no_process(
     assert f"stopped: everything up to step {step} is saved" in output
 
 
-def test_sigterm_to_one_rank_saves_on_all(run_file: Path) -> None:
-    run = Command("train", run_file, *ENDLESS)
+@pytest.mark.parametrize(
+    "method",
+    [
+        None,
+        *(name if name == "none" else pytest.param(name, marks=pytest.mark.slow)
+          for name in method_names()),
+    ],
+)  # fmt: skip
+def test_sigterm_to_one_rank_saves_on_all(run_file: Path, method: str | None) -> None:
+    """Stages, or replicas, which may never wait for each other."""
+    replicas = ["pipeline.cuts=[]", "pipeline.replicas=2", "train.batch_size=6"]
+    settings = [*replicas, f"gradcomp.method={method}"] if method else []
+    run = Command("train", run_file, *ENDLESS, *(f"--set={setting}" for setting in settings))
     try:
         wait_until(lambda: steps_of(run_file) > 3, PATIENCE_S)
         kill(run, 1, signal.SIGTERM)
@@ -122,6 +134,8 @@ def test_sigterm_to_one_rank_saves_on_all(run_file: Path) -> None:
         run.kill()
     assert done.returncode in (1, 143)
     (step,) = files.steps(run_file.parent / "run" / "checkpoints")
+    said = f"asked to stop: step {step} is saved, then the run ends\n"
+    assert said in done.stderr
     assert f"stopped: everything up to step {step} is saved; continue from there" in done.stderr
 
 

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.disk import full_disk
 from tests.ranks import Ranks
 from tests.training import batch, config, start
 from thinpipe.launch.checkpoint import files, state
+from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.distributed.session import Session
-from thinpipe.pipeline.step_stats import Ask
 
 pytestmark = pytest.mark.dist
 
@@ -29,7 +29,7 @@ def _full_for_a_while(rank: int, folder: str) -> Any:
     state.time = SimpleNamespace(monotonic=lambda: now_s, perf_counter=time.perf_counter)
     run = config()
     built = start(run)
-    session = Session(HashStore(), built.engine.transport, 7, 0, None)
+    session = Session(_get_default_store(), built.engine.transport, 7, 0, None)
     root = Path(folder) / f"disk-{rank}"
     saves = Checkpoints(root, CheckpointConfig(), built, session, {"config": run.shared()})
     if rank == 1:
@@ -38,12 +38,12 @@ def _full_for_a_while(rank: int, folder: str) -> Any:
     else:
         first, again = saves.save(1), saves.save(2)
     found = []
+    agreement = Agreement(session.store, rank, 2, done=0)
     for step in range(100):
-        due = saves.retry_due() and rank == 1
-        asked = built.engine.train_step(
-            batch([1, 2, 3, 4]), step, ask=Ask.SAVE if due else Ask.NOTHING
-        ).asked
-        if asked == Ask.SAVE:
+        if saves.retry_due() and rank == 1:
+            agreement.ask(Ask.SAVE)
+        built.engine.train_step(batch([1, 2, 3, 4]), step)
+        if agreement.after(step + 1) == Ask.SAVE:
             found.append((step, saves.save(3)))
             break
         now_s += state._FIRST_PAUSE_S / 20

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.overlay.hosts import PORT, HostsRun
 from tests.commands import PATIENCE_S
 from tests.launch.test_train import RUN, thinpipe, wait_until
+from thinpipe.launch.checkpoint import files
 from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.report.metrics import read_metrics
 from thinpipe.launch.shaped.linux import ShapedError
@@ -173,6 +174,40 @@ def test_where_all_meet_a_lost_carrier_ends_the_run_at_once(
     assert said in run.log(0).read_text(), run.text()
 
 
+def launcher_of(folder: Path, host: int) -> psutil.Process:
+    """All hosts are in one process namespace."""
+    word = f"run.folder={folder}/{host}"
+    (launcher,) = (p for p in psutil.process_iter(["cmdline"]) if word in p.info["cmdline"])
+    return launcher
+
+
+def test_sigterm_to_every_process_of_a_machine_saves_on_all(
+    net: ShapedNetwork, tmp_path: Path
+) -> None:
+    """Its carrier among them; nobody waits for the machine to come back."""
+    run = start(net, tmp_path, "train.epochs=500", options=("--max-restarts", "1"))
+    run.wait_for_step(3)
+
+    def strike(_host: int) -> int:
+        launcher = launcher_of(tmp_path, 1)
+        for process in (launcher, *launcher.children(recursive=True)):
+            process.send_signal(signal.SIGTERM)
+        return 0
+
+    net.run(strike, hosts=[1])
+    assert run.done() == {0: 1, 1: 128 + signal.SIGTERM, 2: 1}, run.text()
+    steps = [files.steps(tmp_path / str(host) / "checkpoints") for host in range(HOSTS)]
+    assert len(steps[0]) == 1, run.text()
+    assert steps == [steps[0]] * HOSTS
+    for host in range(HOSTS):
+        said = run.log(host).read_text()
+        assert f"asked to stop: step {steps[0][0]} is saved, then the run ends" in said
+        assert f"stopped: everything up to step {steps[0][0]} is saved" in said
+        assert "Traceback" not in said
+    for host in (0, 2):
+        assert "not restarted: the run was asked to stop" in run.log(host).read_text()
+
+
 def test_a_machine_whose_launcher_died_comes_back(net: ShapedNetwork, tmp_path: Path) -> None:
     settings = ("train.epochs=24", "checkpoint.every_steps=20")
     run = start(net, tmp_path, *settings, options=("--max-restarts", "1"))
@@ -180,9 +215,7 @@ def test_a_machine_whose_launcher_died_comes_back(net: ShapedNetwork, tmp_path: 
     wait_until(latest.exists, PATIENCE_S)
 
     def kill(_host: int) -> int:
-        folder = f"run.folder={tmp_path}/1"  # all hosts are in one process namespace
-        (launcher,) = (p for p in psutil.process_iter(["cmdline"]) if folder in p.info["cmdline"])
-        os.kill(launcher.pid, signal.SIGKILL)
+        launcher_of(tmp_path, 1).kill()
         return 0
 
     net.run(kill, hosts=[1])

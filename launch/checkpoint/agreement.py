@@ -1,0 +1,108 @@
+"""All ranks save, or stop, after the same step, though no step waits for all ranks.
+
+A rank that wants it says so in the run's store. A thread of every rank answers with the step that
+its training will reach next, and training waits there until all have answered: as long as a message
+to the store and back. The greatest of the answers is the step. Threads answer, so no rank waits for
+one whose training waits for it.
+"""
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from itertools import count
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.distributed.store import await_key
+
+
+class Ask(IntEnum):
+    """What all ranks are asked to do after a step; the greatest counts."""
+
+    NOTHING = 0
+    SAVE = 1
+    STOP = 2
+
+
+class Agreement:
+    """One rank's part in it, from the first step on."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        *,
+        done: int,
+        on_stop: Callable[[int], None] = lambda _step: None,
+    ) -> None:
+        """`done` steps are done; `on_stop` is told, on every rank, after which step all stop."""
+        self._store = PrefixStore("agreement", store)
+        self._own = self._store.clone()  # type: ignore[attr-defined]  # not in its stubs
+        self._rank, self._world, self._on_stop = rank, world, on_stop
+        self._changed = threading.Condition()
+        self._next = done + 1
+        self._round, self._wanted, self._answered = 0, Ask.NOTHING, False
+        self._agreed = (0, Ask.NOTHING)
+        self._stops = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def ask(self, what: Ask) -> None:
+        """Have all ranks do it after a step that is soon; asking again changes nothing.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        with self._changed:
+            if what <= max(self._wanted, self._agreed[1]):
+                return
+            self._wanted, number = what, self._round
+        self._store.set(str(number), "")
+
+    def stop_all(self) -> threading.Event:
+        """Ask for a stop; the event is set once all know after which step that is."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, which ends the process
+            self.ask(Ask.STOP)
+        return self._stops
+
+    def after(self, done: int) -> Ask:
+        """What all ranks do now that `done` steps are done; waits if that is being agreed on."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._answered)
+            step, found = self._agreed
+            self._next = done + 1
+            if done != step:
+                return Ask.NOTHING
+            self._agreed = (0, Ask.NOTHING)
+            self._changed.notify_all()
+            return found
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, which ends the process
+            for number in count():
+                await_key(self._own, str(number))
+                self._agree(number)
+
+    def _agree(self, number: int) -> None:
+        with self._changed:
+            self._answered = True
+            answer = json.dumps([self._next, self._wanted])
+        self._own.set(f"{number}/{self._rank}", answer)
+        keys = [f"{number}/{rank}" for rank in range(self._world)]
+        for key in keys:
+            await_key(self._own, key)
+        steps, asked = zip(*map(json.loads, self._own.multi_get(keys)), strict=True)
+        if max(asked) == Ask.STOP:
+            self._stops.set()
+            self._on_stop(max(steps))
+        with self._changed:
+            self._answered, self._round = False, number + 1
+            self._agreed = (max(steps), Ask(max(asked)))
+            again = self._wanted > self._agreed[1]  # asked for after the answer
+            self._wanted = self._wanted if again else Ask.NOTHING
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._agreed[1] == Ask.NOTHING)
+        if again:
+            self._own.set(str(number + 1), "")

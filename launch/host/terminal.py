@@ -1,0 +1,39 @@
+"""Output that nobody can take any more is no reason to end: a closed terminal, a full disk."""
+
+import contextlib
+import io
+import os
+import sys
+from typing import Any
+
+
+class _Output(io.FileIO):
+    """What cannot be written is lost."""
+
+    def write(self, data: Any) -> int:
+        with contextlib.suppress(OSError):
+            if (written := super().write(data)) is not None:
+                return written
+        return memoryview(data).nbytes
+
+
+def outlive_terminal() -> None:
+    """Have all that this process prints go nowhere once its output is gone.
+
+    Streams that somebody has replaced, as notebooks do, are left alone.
+    """
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
+            with contextlib.suppress(OSError):
+                stream.flush()
+            output = io.BufferedWriter(_Output(fd, "w", closefd=False))
+            setattr(sys, name, io.TextIOWrapper(
+                output, stream.encoding, stream.errors, line_buffering=stream.line_buffering
+            ))  # fmt: skip
+
+
+def print_error(text: str) -> None:
+    """Write whole lines at once: all ranks of a machine share its terminal."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())

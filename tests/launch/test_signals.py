@@ -1,0 +1,224 @@
+"""What a run does about signals, a terminal that is closed, and processes that are paused."""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import termios
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.commands import PATIENCE_S
+from tests.launch.test_ends import ENDLESS, steps_of, temporary
+from tests.launch.test_train import command, run_file, wait_until
+from thinpipe.launch.checkpoint import files
+
+__all__ = ["run_file", "temporary"]
+
+pytestmark = pytest.mark.dist
+
+GRACE_S = 25
+LAUNCHER_WAITS_S = 30
+"""For ranks that were asked to end."""
+
+
+class OnTerminal:
+    """A true `thinpipe train` on a terminal of its own, with its messages in a file.
+
+    A context manager that waits for a few steps, and ends what is left.
+    """
+
+    def __init__(
+        self,
+        run_file: Path,
+        temporary: Path,
+        *,
+        ignores: Sequence[int] = (),
+        container: Sequence[str] = (),
+    ) -> None:
+        self._run_file, self._terminal = run_file, os.openpty()
+        self._log = run_file.parent / "log"
+        self._ignores = ignores
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*container, *command(run_file, *ENDLESS, f"--set=checkpoint.grace_s={GRACE_S}")],
+                env={**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=self._terminal[1],
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=self._control,
+            )
+        os.close(self._terminal[1])
+        os.set_blocking(self._terminal[0], False)
+
+    def _control(self) -> None:
+        """In the command: the terminal is its own, and signals are ignored as `nohup` does it."""
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+        for number in self._ignores:
+            signal.signal(number, signal.SIG_IGN)
+
+    def __enter__(self) -> "OnTerminal":
+        self.goes_on(read=True)
+        launcher = psutil.Process(self.process.pid)
+        self.tree = [launcher, *launcher.children(recursive=True)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.is_gone()
+
+    @property
+    def said(self) -> str:
+        """Its messages."""
+        return self._log.read_text()
+
+    def goes_on(self, *, read: bool = False) -> None:
+        """Wait for more steps; a terminal that nobody reads would hold the run up."""
+        before = steps_of(self._run_file)
+
+        def went_on() -> bool:
+            if read:
+                self._read()
+            assert self.process.poll() is None, self.said
+            return steps_of(self._run_file) > before + 3
+
+        wait_until(went_on, PATIENCE_S)
+
+    def _read(self) -> None:
+        try:
+            while os.read(self._terminal[0], 4096):
+                pass
+        except (BlockingIOError, OSError):
+            pass
+
+    def close_terminal(self) -> None:
+        """As a window that is closed: whoever draws there gets EIO."""
+        os.close(self._terminal[0])
+
+    def strike(self, number: int) -> None:
+        """Send a signal to each process at once."""
+        for process in self.tree:
+            process.send_signal(number)
+
+    def states(self) -> set[str]:
+        """What the launcher, supervisors and ranks do."""
+        return {process.status() for process in self.tree if process.name().startswith("thinpipe")}
+
+    def is_gone(self) -> None:
+        """Wait until none of its processes is left."""
+        wait_until(lambda: not any(map(_lives, self.tree)), PATIENCE_S)
+
+    def ended_in_order(self, code: int) -> None:
+        """Wait for the end: it saved its last step, said so once, and left nothing."""
+        assert self.process.wait(PATIENCE_S) == code, self.said
+        steps = files.steps(self._run_file.parent / "run" / "checkpoints")
+        assert len(steps) == 1, self.said
+        (step,) = steps
+        assert step == steps_of(self._run_file)
+        first, last = self.said.splitlines()
+        assert first == f"asked to stop: step {step} is saved, then the run ends"
+        in_time = f"stopped: everything up to step {step} is saved; continue "
+        assert last.startswith((in_time, f"ended after {GRACE_S} s"))  # the report can take long
+        self.is_gone()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_nohup_a_closed_terminal_a_pause_and_sigterm_to_every_process(
+    run_file: Path, temporary: Path
+) -> None:
+    with OnTerminal(run_file, temporary, ignores=(signal.SIGHUP,)) as run:
+        run.close_terminal()  # which sends SIGHUP to the launcher
+        run.strike(signal.SIGHUP)
+        run.goes_on()
+        os.killpg(run.process.pid, signal.SIGTSTP)  # Ctrl-Z
+        wait_until(lambda: run.states() == {psutil.STATUS_STOPPED}, PATIENCE_S)
+        os.killpg(run.process.pid, signal.SIGCONT)  # fg
+        run.goes_on()
+        run.strike(signal.SIGTERM)
+        run.ended_in_order(128 + signal.SIGTERM)
+    assert [*temporary.iterdir()] == []
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_saves_and_ends(run_file: Path, temporary: Path) -> None:
+    with OnTerminal(run_file, temporary) as run:
+        run.close_terminal()
+        run.ended_in_order(128 + signal.SIGHUP)
+    assert [*temporary.iterdir()] == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_again_ends_at_once(run_file: Path, temporary: Path) -> None:
+    """A second one within a second is the same one: shells and supervisors pass it on too."""
+    with OnTerminal(run_file, temporary) as run:
+        *_, rank = run.tree
+        rank.suspend()  # so that nothing can be saved
+        start_s = time.monotonic()
+        while run.process.poll() is None:
+            run.process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+        took_s = time.monotonic() - start_s
+        assert run.process.returncode == 128 + signal.SIGINT
+        *_, last = run.said.splitlines()
+        assert last == "ended at once: the run is as it was saved last"
+        assert 1 < took_s < LAUNCHER_WAITS_S
+    assert [*temporary.iterdir()] == []
+
+
+NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+ORPHAN = "sleep 1000 & exit"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("nsenter"),
+    reason="needs root, unshare and nsenter",
+)
+def test_the_first_process_of_a_container_reaps_orphans_and_ends_in_order(
+    run_file: Path, temporary: Path
+) -> None:
+    with OnTerminal(run_file, temporary, container=NAMESPACE) as run:
+        first = run.tree[1]
+        enter = ["nsenter", "--pid", "--mount", "--target", str(first.pid)]
+        subprocess.run([*enter, "sh", "-c", ORPHAN], check=True, timeout=PATIENCE_S)
+        (orphan,) = (child for child in first.children() if child.name() == "sleep")
+        orphan.kill()
+        wait_until(lambda: not psutil.pid_exists(orphan.pid), PATIENCE_S)
+        first.send_signal(signal.SIGTERM)  # as `docker stop` does
+        run.ended_in_order(128 + signal.SIGTERM)
+    assert [*temporary.iterdir()] == []
+
+
+@pytest.mark.slow
+def test_a_killed_resource_tracker_is_not_missed(run_file: Path, temporary: Path) -> None:
+    with OnTerminal(run_file, temporary) as run:
+        (tracker,) = (p for p in run.tree if "resource_tracker" in " ".join(p.cmdline()))
+        tracker.kill()
+        run.goes_on(read=True)
+        run.process.send_signal(signal.SIGTERM)
+        run.ended_in_order(128 + signal.SIGTERM)
+    assert [*temporary.iterdir()] == []
+
+
+@pytest.mark.slow
+def test_a_killed_supervisor_ends_the_run(run_file: Path, temporary: Path) -> None:
+    with OnTerminal(run_file, temporary) as run:
+        next(process for process in run.tree if process.name() == "thinpipe wait").kill()
+        assert run.process.wait(PATIENCE_S) == 1, run.said
+        run.is_gone()
+        assert "Traceback" not in run.said
+        assert "no checkpoint was saved yet" in run.said
+    assert [*temporary.iterdir()] == []
