@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
 import logging
@@ -17,6 +16,7 @@ from pathlib import Path
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.host import disk
 
 _log = logging.getLogger(__name__)
 _LOCK = ".lock"
@@ -110,7 +110,7 @@ class RunFolder:
             who = f" ({owner}); end it, or choose another folder" if owner else ""
             return f"run.folder = {path}: another run is using it{who}"
         except OSError as error:
-            return f"run.folder = {path}: {error.strerror}; choose a writable folder"
+            return f"run.folder = {path}: {disk.why(error, path)}"
         return None
 
 
@@ -125,13 +125,14 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
     path = folder / _LOCK
     file = path.open("a")  # keeps another run's name while it holds the lock
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not disk.lock(file):
+            disk.warn_once(f"{folder}: its file system has no locks; start no other run in it")
         if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
             raise BlockingIOError(errno.EAGAIN, "moved by another run")
         file.truncate(0)
         file.write(json.dumps(asdict(me)))
         file.flush()
-        os.fsync(file.fileno())  # for hosts that share the disk
+        disk.flush(file.fileno())  # for hosts that share the disk
     except OSError:
         file.close()
         raise
