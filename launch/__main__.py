@@ -33,7 +33,7 @@ def _wait_briefly() -> None:
     """Have compute threads that wait for each other spin for microseconds, then sleep.
 
     By default they spin for milliseconds. Where other processes use the cores too, the thread that
-    is waited for does not get one: a step took 7 to 13 s instead of 1 to 3 s. Alone, it takes as long.
+    is waited for does not get one: a step took 7 s instead of 2 s. Alone, it takes as long.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = _SPINS
@@ -42,7 +42,11 @@ def _wait_briefly() -> None:
 def _run() -> None:
     trains = sys.argv[1:2] in (["train"], ["run"]) and not _STARTS_NOTHING & {*sys.argv}
     if trains and "RANK" not in os.environ:
-        use_scratch_folder()
+        try:
+            use_scratch_folder()
+        except OSError as error:
+            os.write(2, f"error: no temporary files: {error.strerror}; set TMPDIR\n".encode())
+            sys.exit(2)
         fork_server.start()
     from thinpipe.launch.cli import (
         main as run_command_line,  # imports packages that may be missing

@@ -27,10 +27,17 @@ def check_folder(path: Path, name: str = "run.folder") -> None:
     """Check that a folder can be at `path`, which comes from the setting or option `name`.
 
     Raises:
-        ConfigError: it is a file, or below one.
+        ConfigError: it is a file, or below one, or in a folder that cannot be written.
     """
-    nearest = next((place for place in (path, *path.parents) if place.exists()), path)
-    if nearest.exists() and not nearest.is_dir():
+    try:
+        nearest = disk.existing(path)
+        if nearest.is_dir() and not os.access(nearest, os.W_OK | os.X_OK):
+            read_only = os.statvfs(nearest).f_flag & os.ST_RDONLY
+            code = errno.EROFS if read_only else errno.EACCES
+            raise OSError(code, os.strerror(code))
+    except OSError as error:
+        raise ConfigError(f"{name} = {path}: {disk.why(error)}") from error
+    if not nearest.is_dir():
         what = "it" if nearest == path else str(nearest)
         raise ConfigError(f"{name} = {path}: {what} is a file; name another folder, or move it")
 

@@ -64,7 +64,12 @@ GONE = (
 
 def is_gone() -> bool:
     """Whether the server was killed, and with it the ranks."""
-    return START_METHOD == "forkserver" and not any(map(_is_server, psutil.Process().children()))
+    try:
+        return START_METHOD == "forkserver" and not any(
+            map(_is_server, psutil.Process().children())
+        )
+    except OSError:  # /proc is hidden, and nobody can tell
+        return False
 
 
 def revive() -> None:

@@ -19,6 +19,7 @@ from thinpipe.launch.corpus import check_data
 from thinpipe.launch.distributed.handshake import versions
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host import disk
+from thinpipe.launch.host.device import cache_notice
 from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.resources import usable_cores
@@ -50,7 +51,9 @@ class HostInfo:
 def check_host(config: RunConfig, ranks: int) -> list[CheckResult]:
     """Check this host, which will have so many ranks, without the others."""
     name = config.network.own_name()
-    return [*_capacity(config, name, ranks), _devices(name)]
+    results = [*_capacity(config, name, ranks), _devices(name)]
+    notice = cache_notice(config.pipeline.device)
+    return [*results, warning(name, notice.removeprefix("note: "), "")] if notice else results
 
 
 def describe_host(

@@ -33,7 +33,10 @@ def free_memory() -> int:
 
     Cached files count as free, mapped ones too: the kernel drops them when memory is needed.
     """
-    available: int = psutil.virtual_memory().available
+    try:
+        available: int = psutil.virtual_memory().available
+    except OSError:  # /proc is hidden
+        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     rooms = [room for room in map(_room, cgroup_folders("memory")) if room is not None]
     return max(0, min([available, *rooms]))
 
@@ -132,17 +135,21 @@ class BackgroundLoad:
         return wall_s, busy_s, own_s
 
     def _now(self) -> tuple[float, float, float]:
-        times = psutil.cpu_times()
-        busy_s = sum(getattr(times, kind, 0.0) for kind in _BUSY)
+        busy_s = 0.0
+        with contextlib.suppress(OSError):  # /proc is hidden: nobody else is seen
+            times = psutil.cpu_times()
+            busy_s = sum(getattr(times, kind, 0.0) for kind in _BUSY)
         own_s = _family_s() if self._family else time.process_time()
         return time.perf_counter(), busy_s, own_s
 
 
 def _family_s() -> float:
     """Processor seconds of this process and of its siblings."""
-    parent, total_s = psutil.Process().parent(), 0.0
-    for process in parent.children() if parent else ():
-        with contextlib.suppress(psutil.Error):  # it has ended
-            times = process.cpu_times()
-            total_s += times.user + times.system
+    total_s = 0.0
+    with contextlib.suppress(OSError):  # /proc is hidden
+        parent = psutil.Process().parent()
+        for process in parent.children() if parent else ():
+            with contextlib.suppress(psutil.Error):  # it has ended
+                times = process.cpu_times()
+                total_s += times.user + times.system
     return total_s

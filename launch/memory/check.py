@@ -11,7 +11,7 @@ from thinpipe.launch.checkpoint.space import check_space, space_notice
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
-from thinpipe.launch.host.device import choose_device
+from thinpipe.launch.host.device import cache_notice, choose_device
 from thinpipe.launch.memory.model import ModelMemory, rank_memory
 from thinpipe.launch.plan.memory_budget import check_memory, memory_folder, needs, plan_memory
 from thinpipe.launch.report.metrics import format_bytes
@@ -101,8 +101,8 @@ def host_needs(
     return HostNeeds(model, copies, memories.ram, processes, memories.ram_free, parts)
 
 
-def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> None:
-    """Check that this host has enough memory and disk for these ranks.
+def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[str]:
+    """Check that this host has enough memory and disk for these ranks; what else to know of it.
 
     Raises:
         ConfigError, ValueError: naming what is too small or missing, and the remedy.
@@ -120,6 +120,8 @@ def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> None:
     }
     memories = needs(config, plan_memory(config, sequences), ranks).disk
     check_space(config, found.parts, memories if len(places) == 1 else 0)
+    notices = (space_notice(config, found.parts), cache_notice(config.pipeline.device))
+    return [notice for notice in notices if notice]
 
 
 def show_host(console: Console, config: RunConfig, sequences: int, ranks: range) -> None:
