@@ -133,7 +133,9 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
     file = path.open("a")  # keeps another run's name while it holds the lock
     try:
         if not disk.lock(file):
-            disk.warn_once(f"{folder}: its file system has no locks; start no other run in it")
+            disk.warn_once(
+                "lock", f"{folder}: its file system has no locks; start no other run in it"
+            )
         if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
             raise BlockingIOError(errno.EAGAIN, "moved by another run")
         file.truncate(0)

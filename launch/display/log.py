@@ -57,7 +57,7 @@ class Lenient:
         except BrokenPipeError:  # whoever reads has enough
             raise
         except OSError as error:
-            disk.warn_once(f"standard output: {disk.why(error)}; training goes on")
+            disk.warn_once("output", f"standard output: {disk.why(error)}; training goes on")
 
 
 class Log:

@@ -84,8 +84,9 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
     if not done:
         warn_once(
+            "flush",
             f"{folder}: its file system cannot flush a folder: what was saved last may be lost if "
-            "this machine loses power, not if the run fails"
+            "this machine loses power, not if the run fails",
         )
 
 
@@ -100,11 +101,11 @@ def replace(source: Path, target: Path) -> None:
         source.rename(target)
 
 
-def warn_once(text: str) -> None:
-    """A warning that is not repeated, by the first of a host's ranks."""
-    if text not in _said and os.environ.get("LOCAL_RANK", "0") == "0":
+def warn_once(kind: str, text: str) -> None:
+    """A warning, if it is the first of its kind, by the first of a host's ranks."""
+    if kind not in _said and os.environ.get("LOCAL_RANK", "0") == "0":
         _log.warning("warning: %s", text)
-    _said.add(text)
+    _said.add(kind)
 
 
 def _supported(act: Callable[[], object]) -> bool:

@@ -72,7 +72,7 @@ class Records:
             self._records = read_metrics(path)  # of the run that is resumed
         except OSError as error:
             place = error.filename or path
-            disk.warn_once(f"steps are not recorded: {place}: {disk.why(error, path)}")
+            disk.warn_once("steps", f"steps are not recorded: {place}: {disk.why(error, path)}")
         if tools := self._config.report.writers:
             place = destination(self._config, resume_step)
             outlets = (Outlet(tool, partial(open_writer, tool, place)) for tool in tools)
@@ -166,7 +166,7 @@ class Records:
             if timeline is not None:
                 timeline.write(folder)
         except OSError as error:
-            disk.warn_once(f"{folder}/report.html: {disk.why(error, folder)}")
+            disk.warn_once("report", f"{folder}/report.html: {disk.why(error, folder)}")
             return False
         return True
 
