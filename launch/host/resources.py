@@ -35,8 +35,8 @@ def free_memory() -> int:
     """
     try:
         available: int = psutil.virtual_memory().available
-    except OSError:  # /proc is hidden
-        available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # /proc is hidden, and nobody can tell how much others use
+        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     rooms = [room for room in map(_room, cgroup_folders("memory")) if room is not None]
     return max(0, min([available, *rooms]))
 

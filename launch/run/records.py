@@ -88,8 +88,8 @@ class Records:
         for note in record.notes:
             self._display.note(f"warning: {note}")
         if self._load is not None and self._load.age_s > _LOAD_S:
-            if note := self._load.notice():
-                self._display.note(note)
+            if notice := self._load.notice():
+                self._display.note(notice)
             self._load = None
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
