@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Records, format_table, quantiles
-from thinpipe.launch.distributed.elastic import keep_freed_memory, usable_cores
+from thinpipe.launch.distributed.elastic import keep_freed_memory
+from thinpipe.launch.host.resources import usable_cores
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers
 from thinpipe.pipeline.wire.uniform import Uniform
 

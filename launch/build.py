@@ -16,6 +16,7 @@ from thinpipe.launch.components import Built, build_boundary, build_objective, b
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host import disk
 from thinpipe.launch.host.device import choose_devices, make_repeatable
 from thinpipe.launch.optimizer import OptimizerFactory, make_optimizer, named_parameters
 from thinpipe.launch.plan.memory_budget import memory_folder, row_nbytes, sample_capacity
@@ -310,7 +311,7 @@ def _store(config: RunConfig, spec: Spec, device: torch.device) -> Store:
         return DiskStore(RowFile(folder, row_nbytes(config, spec)))
     except OSError as error:
         raise ConfigError(
-            f"memory.folder = {folder}: no file can be made there: {error.strerror}"
+            f"memory.folder = {folder}: no file can be made there: {disk.why(error, folder)}"
         ) from error
 
 

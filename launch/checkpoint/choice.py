@@ -22,6 +22,7 @@ from thinpipe.launch.checkpoint.manifest import (
     step_name,
 )
 from thinpipe.launch.checkpoint.transaction import Gather, Place
+from thinpipe.launch.host import disk
 from thinpipe.pipeline.comm.transport import Peers
 
 
@@ -227,7 +228,7 @@ def _complete_folder(root: Path, folder: Path, manifest: Manifest, *, held: bool
     except CheckpointError as error:
         return str(error)
     except OSError as error:
-        return f"{error.filename or folder}: {error.strerror}"
+        return f"{error.filename or folder}: {disk.why(error, folder)}"
     return None
 
 

@@ -5,7 +5,6 @@ exchange, in which others wait: the target finds by the file's digest that it is
 """
 
 import contextlib
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.launch.checkpoint.manifest import Part, file_digest
+from thinpipe.launch.host import disk
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, ExchangeHeader
 
@@ -90,11 +90,11 @@ def _receive(peers: Peers, folder: Path, transfer: Transfer, number: int) -> str
         try:
             file = stack.enter_context(scratch.open("wb"))
         except OSError as error:
-            problem = f"not written: {error.strerror}"
+            problem = f"not written: {disk.why(error, path)}"
         for chunk, length in _chunks(transfer.part.nbytes):
             found = peers.exchange({}, (transfer.source,), length)[transfer.source]
             _header(transfer, number, chunk).check(found)
-            problem = problem or _append(file, found[EXCHANGE_HEADER_NBYTES:])
+            problem = problem or _append(file, path, found[EXCHANGE_HEADER_NBYTES:])
     if problem is None:
         problem = _put_in_place(scratch, path, transfer.part)
     with contextlib.suppress(OSError):
@@ -102,12 +102,12 @@ def _receive(peers: Peers, folder: Path, transfer: Transfer, number: int) -> str
     return problem
 
 
-def _append(file: BinaryIO | None, data: Tensor) -> str | None:
+def _append(file: BinaryIO | None, path: Path, data: Tensor) -> str | None:
     try:
         if file is not None:
             file.write(data.numpy().data)
     except OSError as error:
-        return f"not written: {error.strerror}"
+        return f"not written: {disk.why(error, path)}"
     return None
 
 
@@ -115,7 +115,7 @@ def _put_in_place(scratch: Path, path: Path, part: Part) -> str | None:
     try:
         if file_digest(scratch, flush=True) != part.sha256:
             return "the copy on the other machine is damaged"
-        os.replace(scratch, path)
+        disk.replace(scratch, path)
     except OSError as error:
-        return f"not written: {error.strerror}"
+        return f"not written: {disk.why(error, path)}"
     return None

@@ -37,6 +37,7 @@ from thinpipe.launch.checkpoint.manifest import (
     step_of,
 )
 from thinpipe.launch.checkpoint.state_file import load_state, save_state
+from thinpipe.launch.host import disk
 
 _REPLACED = "replaced"
 # What a host gets if another publishes first: the folder is gone, or holds its own target.
@@ -90,8 +91,7 @@ def write_part(folder: Path, part: str, state: object) -> Part:
     try:
         sha256 = save_state(path, state)
     except OSError as error:
-        reason = f"{error.strerror}; free disk space"
-        raise CheckpointError(f"{path}: not written: {reason}") from error
+        raise CheckpointError(f"{path}: not written: {disk.why(error, folder)}") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}; keep long lists as tensors") from error
     return Part(part, path.stat().st_size, sha256)
@@ -141,7 +141,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write it into a folder, and flush both."""
     scratch = _hidden(folder.parent, manifest.step, "manifest")
     _write_file(folder / MANIFEST, manifest.render(), scratch=scratch)
-    _sync_folder(folder)
+    disk.flush_folder(folder)
 
 
 def publish(root: Path, manifest: Manifest) -> Path:
@@ -171,7 +171,7 @@ def publish(root: Path, manifest: Manifest) -> Path:
                 f"{partial}: missing, and {final} does not hold the same parts; call begin, "
                 "write_part and prepare first"
             ) from error
-    _sync_folder(root)
+    disk.flush_folder(root)
     _remove(final / _REPLACED)
     return final
 
@@ -193,7 +193,7 @@ def settle(root: Path, step: int, *, keep: int) -> None:
     if keep < 1:
         raise ValueError(f"keep = {keep}: at least one checkpoint must be kept; use 1 or more")
     _write_file(root / "latest", step_name(step) + "\n", scratch=_hidden(root, step, "latest"))
-    _sync_folder(root)
+    disk.flush_folder(root)
     published = sorted(complete(root), key=lambda manifest: manifest.serial)
     newest = next(m.serial for m in published if m.step == step)
     for manifest in [m for m in published if m.serial <= newest][:-keep]:
@@ -361,15 +361,7 @@ def _write_file(path: Path, text: str, *, scratch: Path) -> None:
         with scratch.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
+            disk.flush(file.fileno())
+        disk.replace(scratch, path)
     finally:
         scratch.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

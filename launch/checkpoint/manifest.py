@@ -5,12 +5,13 @@ Two machines hold the same checkpoint if, and only if, their manifests have the 
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from thinpipe.launch.host import disk
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
@@ -150,5 +151,5 @@ def file_digest(path: Path, *, flush: bool = False) -> str:
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         if flush:
-            os.fsync(file.fileno())
+            disk.flush(file.fileno())
     return sha256

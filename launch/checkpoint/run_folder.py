@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
 import logging
@@ -17,6 +16,7 @@ from pathlib import Path
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.host import disk
 
 _log = logging.getLogger(__name__)
 _LOCK = ".lock"
@@ -27,10 +27,17 @@ def check_folder(path: Path, name: str = "run.folder") -> None:
     """Check that a folder can be at `path`, which comes from the setting or option `name`.
 
     Raises:
-        ConfigError: it is a file, or below one.
+        ConfigError: it is a file, or below one, or in a folder that cannot be written.
     """
-    nearest = next((place for place in (path, *path.parents) if place.exists()), path)
-    if nearest.exists() and not nearest.is_dir():
+    try:
+        nearest = disk.existing(path)
+        if nearest.is_dir() and not os.access(nearest, os.W_OK | os.X_OK):
+            read_only = os.statvfs(nearest).f_flag & os.ST_RDONLY
+            code = errno.EROFS if read_only else errno.EACCES
+            raise OSError(code, os.strerror(code))
+    except OSError as error:
+        raise ConfigError(f"{name} = {path}: {disk.why(error)}") from error
+    if not nearest.is_dir():
         what = "it" if nearest == path else str(nearest)
         raise ConfigError(f"{name} = {path}: {what} is a file; name another folder, or move it")
 
@@ -110,7 +117,7 @@ class RunFolder:
             who = f" ({owner}); end it, or choose another folder" if owner else ""
             return f"run.folder = {path}: another run is using it{who}"
         except OSError as error:
-            return f"run.folder = {path}: {error.strerror}; choose a writable folder"
+            return f"run.folder = {path}: {disk.why(error, path)}"
         return None
 
 
@@ -125,13 +132,16 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
     path = folder / _LOCK
     file = path.open("a")  # keeps another run's name while it holds the lock
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not disk.lock(file):
+            disk.warn_once(
+                "lock", f"{folder}: its file system has no locks; start no other run in it"
+            )
         if not (path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())):
             raise BlockingIOError(errno.EAGAIN, "moved by another run")
         file.truncate(0)
         file.write(json.dumps(asdict(me)))
         file.flush()
-        os.fsync(file.fileno())  # for hosts that share the disk
+        disk.flush(file.fileno())  # for hosts that share the disk
     except OSError:
         file.close()
         raise

@@ -78,9 +78,12 @@ class Checkpoints:
         self._copied: Any = None
         self._pause_s = _FIRST_PAUSE_S
         self._retry_at_s: float | None = None
+        self._problem: str | None = None
 
-    def start(self, step: int, seal: Seal = unsealed) -> None:
+    def start(self, step: int, seal: Seal = unsealed, *, last: bool = False) -> None:
         """Save as `root/step-<step>` while training goes on; `step` optimizer steps are done.
+
+        After the `last`, `save_last` tries again, and says it if that fails too.
 
         What `seal` finds changed is not saved. Waits for the save before it, and for the copy of
         the state. Memories on disk are too large to copy: they are written before this returns.
@@ -91,12 +94,12 @@ class Checkpoints:
         state = collect(self._built)
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
         if self._memories_on_disk:
-            self._under_way = self._thread.submit(self._run, transaction, step, state, seal)
+            self._under_way = self._thread.submit(self._run, transaction, step, state, seal, last)
             self.wait()
         else:
             copied = snapshot(state, self._copied)
             self._copied = without_rows(copied)
-            self._under_way = self._thread.submit(self._run, transaction, step, copied, seal)
+            self._under_way = self._thread.submit(self._run, transaction, step, copied, seal, last)
         self._stall_s += time.perf_counter() - began_s
 
     def wait(self) -> bool:
@@ -113,13 +116,17 @@ class Checkpoints:
         due_s = self._retry_at_s
         return not under_way and due_s is not None and time.monotonic() >= due_s
 
-    def save(self, step: int, seal: Seal = unsealed) -> bool:
-        """Save and wait; whether it is saved."""
+    def save(self, step: int, seal: Seal = unsealed) -> None:
+        """Save before the run stops, and wait for it; a warning if that is not possible."""
+        if not self._save(step, seal) and self._session.local_rank == 0:
+            _log.warning("step %d was not saved: %s (%s)", step, self._problem, self._saved())
+
+    def _save(self, step: int, seal: Seal) -> bool:
         if self.wait() and self._last_step == step:
             return True
         began_s = time.perf_counter()
         transaction = self._transaction(step, self._gather)
-        saved = self._run(transaction, step, collect(self._built), seal)
+        saved = self._run(transaction, step, collect(self._built), seal, last=True)
         self._stall_s += time.perf_counter() - began_s
         return saved
 
@@ -129,10 +136,11 @@ class Checkpoints:
         Raises:
             CheckpointError: that was not possible.
         """
-        if not self.save(step, seal):
+        if not self._save(step, seal):
+            resume = "" if self._last_step is None else " with --resume"
             raise CheckpointError(
-                f"step {step}, the last one, could not be saved (see above); {self._saved()}: free "
-                "disk space, then train again with --resume"
+                f"step {step}, the last one, could not be saved: {self._problem}; {self._saved()}; "
+                f"then train again{resume}"
             )
 
     def held_up(self) -> str:
@@ -178,13 +186,13 @@ class Checkpoints:
         peers = self._peers() if copies > 1 and several else None
         return Transaction(self._where, save, gather, peers)
 
-    def _run(self, transaction: Transaction, step: int, state: Any, seal: Seal) -> bool:
-        """Remember what was saved, or warn at once; whether it was."""
-        problem = transaction.run(state, seal)
+    def _run(self, transaction: Transaction, step: int, state: Any, seal: Seal, last: bool) -> bool:
+        """Remember what was saved, or warn at once unless it is the last; whether it was."""
+        self._problem = problem = transaction.run(state, seal)
         if problem is None:
             self._last_step, self._retry_at_s, self._pause_s = step, None, _FIRST_PAUSE_S
             return True
-        if self._session.local_rank == 0:
+        if self._session.local_rank == 0 and not last:
             _log.warning(
                 "step %d was not saved: %s; training goes on, saving is tried again in %.0f s (%s)",
                 step,

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from thinpipe.launch.host.disk import flush
+
 DTYPES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -55,7 +57,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         for name in order:
             flat = tensors[name].detach().flatten().view(torch.uint8)
             _write(file.fileno(), flat.numpy().data, hasher)
-        os.fsync(file.fileno())
+        flush(file.fileno())
     return hasher.hexdigest()
 
 

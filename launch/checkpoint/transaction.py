@@ -17,6 +17,7 @@ from typing import Any
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.copies import run_transfers, second_copies
 from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, Part
+from thinpipe.launch.host import disk
 from thinpipe.pipeline.comm.transport import Peers
 
 _log = logging.getLogger(__name__)
@@ -127,13 +128,13 @@ class Transaction:
         self._problems += texts
         return not texts
 
-    @staticmethod
-    def _attempt(act: Callable[[], object]) -> str | None:
+    def _attempt(self, act: Callable[[], object]) -> str | None:
         """What a disk says against it."""
         try:
             act()
         except CheckpointError as error:
             return str(error)
         except OSError as error:
-            return f"{error.filename or 'checkpoint'}: {error.strerror}"
+            place = error.filename or self._place.root
+            return f"{place}: {disk.why(error, Path(place))}"
         return None

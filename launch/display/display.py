@@ -5,13 +5,13 @@ characters. Both fit into 80 columns.
 """
 
 from collections.abc import Mapping
-from typing import Self
+from typing import Self, TextIO, cast
 
 from rich.console import Console
 
 from thinpipe.launch.display.connections import Connections
 from thinpipe.launch.display.final import final_tables
-from thinpipe.launch.display.log import Log, print_line
+from thinpipe.launch.display.log import Lenient, Log, print_line
 from thinpipe.launch.display.panel import LivePanel
 from thinpipe.launch.display.progress import RunningValues
 from thinpipe.launch.report.metrics import RunInfo, StepRecord, format_repaired
@@ -90,5 +90,9 @@ def _console(interactive: bool) -> Console:
     if interactive:
         return Console(highlight=False)
     return Console(
-        force_terminal=False, force_interactive=False, color_system=None, highlight=False
+        file=cast(TextIO, Lenient()),
+        force_terminal=False,
+        force_interactive=False,
+        color_system=None,
+        highlight=False,
     )

@@ -30,6 +30,7 @@ from thinpipe.launch.distributed.network import (
 from thinpipe.launch.distributed.restarts import STOPPED
 from thinpipe.launch.distributed.stopping import Stop
 from thinpipe.launch.host.terminal import print_error
+from thinpipe.launch.host.resources import usable_cores
 from thinpipe.launch.overlay.control import OverlayError
 
 _LOCAL_JOIN_S = 60.0
@@ -200,13 +201,6 @@ def _silence(logger: logging.Logger, handler: logging.Handler) -> None:
     """Child loggers too, whatever their level."""
     logger.addHandler(handler)
     logger.propagate = False
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on: a container or `taskset` can allow fewer than exist."""
-    if sys.platform.startswith("linux"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def ranks_here() -> Sequence[int]:

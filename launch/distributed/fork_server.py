@@ -65,13 +65,16 @@ GONE = (
 
 def is_gone() -> bool:
     """Whether the server was killed, and with it the ranks."""
-    return START_METHOD == "forkserver" and not _servers()
+    try:
+        return START_METHOD == "forkserver" and not _servers()
+    except OSError:  # /proc is hidden, and nobody can tell
+        return False
 
 
 def signal_ranks(number: int) -> None:
     """Send a signal to the server and all that it has forked: they are one process group."""
-    for server in _servers():
-        with contextlib.suppress(ProcessLookupError):  # it has not made one yet, or has ended
+    with contextlib.suppress(OSError):  # it has not made one yet, or has ended; or /proc is hidden
+        for server in _servers():
             os.killpg(server.pid, number)
 
 

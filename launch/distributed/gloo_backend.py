@@ -4,10 +4,13 @@ torch's own "gloo" listens at an address of one interface. Registered under anot
 same engine, for all groups: the transport's, those of device meshes, FSDP2's.
 """
 
+import contextlib
 import functools
+import os
+import socket
+from collections.abc import Iterable
 from typing import Any, get_args
 
-import psutil
 import torch.distributed as dist
 
 from thinpipe.pipeline.comm.gloo import Traffic
@@ -16,6 +19,8 @@ BACKEND = "thinpipe"
 """Its name in `init_process_group` and `new_group`, whose `pg_options` say what a group carries."""
 
 _DEFAULT = "control"
+_MOST_DESCRIPTORS = 1024
+"""Looked at where the system does not list them; a rank has about 50 when it starts."""
 
 
 def register(address: str | None) -> dict[str, int]:
@@ -54,10 +59,18 @@ def _create(devices: dict[str, Any] | None, given: Any, traffic: Any) -> Any:
 
 
 def _listening(address: str) -> set[int]:
-    """Ports of an address at which this process listens."""
-    connections = psutil.Process().net_connections("tcp4")
-    return {
-        found.laddr.port
-        for found in connections
-        if found.status == psutil.CONN_LISTEN and found.laddr.ip == address
-    }
+    """Ports of an address at which this process listens; /proc/net may be hidden from it."""
+    ports = set()
+    for descriptor in _descriptors():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+            listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if listens and found.family == socket.AF_INET and found.getsockname()[0] == address:
+                ports.add(found.getsockname()[1])
+    return ports
+
+
+def _descriptors() -> Iterable[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return range(_MOST_DESCRIPTORS)

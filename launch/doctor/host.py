@@ -12,13 +12,17 @@ from typing import Any
 
 import torch
 
+from thinpipe.launch.checkpoint.space import check_space
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.distributed.handshake import versions
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
+from thinpipe.launch.host import disk
+from thinpipe.launch.host.device import cache_notice
 from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces
 from thinpipe.launch.host.packages import explain
+from thinpipe.launch.host.resources import usable_cores
 from thinpipe.launch.memory.check import host_needs
 from thinpipe.launch.memory.model import rank_memory
 from thinpipe.launch.overlay import keys
@@ -47,7 +51,9 @@ class HostInfo:
 def check_host(config: RunConfig, ranks: int) -> list[CheckResult]:
     """Check this host, which will have so many ranks, without the others."""
     name = config.network.own_name()
-    return [*_capacity(config, name, ranks), _devices(name)]
+    results = [*_capacity(config, name, ranks), _devices(name)]
+    notice = cache_notice(config.pipeline.device)
+    return [*results, warning(name, notice.removeprefix("note: "), "")] if notice else results
 
 
 def describe_host(
@@ -157,7 +163,6 @@ def _why_not_an_interface(text: str) -> str:
 
 def _capacity(config: RunConfig, where: str, ranks: int) -> list[CheckResult]:
     """Memory and disk, against the minimum for this host's share of the model."""
-    share = config.pipeline.replicas * ranks / config.world_size
     sequences, wrong = _sequences(config, where)
     even = config.world_size % ranks == 0
     starts = range(0, config.world_size - ranks + 1, ranks if even else 1)
@@ -170,21 +175,24 @@ def _capacity(config: RunConfig, where: str, ranks: int) -> list[CheckResult]:
     if most.total > most.free:
         remedy = "use more hosts, a smaller model or memory.budget, or stop other processes"
         results = [*wrong, problem(where, text, remedy)]
-    folder = next(p for p in (config.run.path, *config.run.path.parents) if p.exists())
+    folder = disk.existing(config.run.path)
     copies = config.checkpoint.keep + 1  # the oldest is deleted after the new one is complete
-    held = sum(memory.saved for memory in models)
-    disk, need = shutil.disk_usage(folder).free, share * copies * held
-    if disk < need:
+    free, need = shutil.disk_usage(folder).free, copies * sum(most.parts)
+    try:
+        check_space(config, most.parts)
+    except ValueError as error:
+        return [*results, problem(where, str(error), "")]
+    if free < need:
         results.append(
             problem(
                 where,
-                f"{folder} has {disk / 1e9:.3g} GB free; {copies} checkpoints need "
+                f"{folder} has {free / 1e9:.3g} GB free; {copies} checkpoints need "
                 f"{need / 1e9:.3g} GB",
                 "free some space, put run.folder on another disk, or lower checkpoint.keep",
             )
         )
     else:
-        results.append(ok(where, f"{disk / 1e9:.3g} GB of disk free for run.folder"))
+        results.append(ok(where, f"{free / 1e9:.3g} GB of disk free for run.folder"))
     return results
 
 
@@ -200,9 +208,9 @@ def _sequences(config: RunConfig, where: str) -> tuple[int, list[CheckResult]]:
 
 def _devices(where: str) -> CheckResult:
     if not torch.cuda.is_available():
-        return ok(where, f"{os.cpu_count()} processor cores, no GPU")
+        return ok(where, f"{usable_cores()} processor cores, no GPU")
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return ok(where, f"{os.cpu_count()} processor cores, GPUs: {', '.join(names)}")
+    return ok(where, f"{usable_cores()} processor cores, GPUs: {', '.join(names)}")
 
 
 def _largest(name: str) -> int:

@@ -42,6 +42,19 @@ def choose_devices(name: DeviceName, per_rank: int) -> list[torch.device]:
     return [torch.device("cuda", first + index) for index in range(per_rank)]
 
 
+def cache_notice(name: DeviceName) -> str | None:
+    """What to know where the kernels' machine code cannot be kept on disk."""
+    if choose_device(name).type != "cpu":
+        return None
+    from thinpipe.pipeline.wire.kernels.cpu.compilation import why_nothing_is_kept  # loads numba
+
+    why = why_nothing_is_kept()
+    return why and (
+        f"note: compiled kernels cannot be kept ({why}): every start compiles them again, which "
+        "takes 20 s or more; set NUMBA_CACHE_DIR to a writable folder"
+    )
+
+
 def check_gpus(name: DeviceName, per_rank: int, ranks_here: int) -> None:
     """Check that this host has as many GPUs as its ranks need.
 

@@ -4,8 +4,10 @@ gloo publishes the address of one interface (GLOO_SOCKET_IFNAME); without that v
 address that the host's own name resolves to, which on many systems is 127.0.1.1.
 """
 
+import fcntl
 import ipaddress
 import socket
+import struct
 from dataclasses import dataclass
 
 import psutil
@@ -27,12 +29,25 @@ class Interface:
 
 def interfaces() -> dict[str, Interface]:
     """This host's interfaces that have an IPv4 address, by name."""
-    found, addresses = {}, psutil.net_if_addrs()
-    for name, stats in psutil.net_if_stats().items():
-        ipv4 = [a.address for a in addresses.get(name, ()) if a.family == socket.AF_INET]
+    found = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        ipv4 = [a.address for a in addresses if a.family == socket.AF_INET]
         if ipv4:
-            found[name] = Interface(name, ipv4[0], stats.mtu)
+            found[name] = Interface(name, ipv4[0], _mtu(name))
     return found
+
+
+def _mtu(name: str) -> int:
+    """Bytes of a packet."""
+    try:
+        return int(psutil.net_if_stats()[name].mtu)
+    except OSError:  # without /proc/net: ask the kernel
+        get_mtu, form = 0x8921, "16si"
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+            asked = fcntl.ioctl(
+                any_socket, get_mtu, struct.pack(form, name.encode(), 0) + bytes(20)
+            )
+        return int(struct.unpack_from(form, asked)[1])
 
 
 def resolve(host: str) -> str:

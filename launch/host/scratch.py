@@ -4,7 +4,6 @@ Sockets and logs of processes are in one folder, which its launcher has locked a
 """
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -12,8 +11,10 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import TextIO
 
+from thinpipe.launch.host import disk
+
 _PREFIX, _LOCK = "thinpipe-run-", "lock"
-_SHORT, _LONGEST = Path("/tmp"), 108 - 60
+_SHORT, _MEMORY, _LONGEST = Path("/tmp"), Path("/dev/shm"), 108 - 60
 """The name of a socket has at most 107 bytes; ours add up to 60 to the folder's."""
 _AFTER_MULTIPROCESSING = -200
 """Its own folder, which lies in this one, is removed at -100."""
@@ -28,7 +29,7 @@ def use_scratch_folder() -> Path:
     _sweep(root)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
     lock = (folder / _LOCK).open("w")
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    disk.lock(lock, wait=True)
     tempfile.tempdir = str(folder)
     Finalize(None, _remove, args=(folder, lock), exitpriority=_AFTER_MULTIPROCESSING)
     return folder
@@ -43,8 +44,22 @@ def remove_scratch_folder() -> None:
 
 def _root() -> Path:
     """Where temporary files go; a path too long for the names of sockets in it is passed over."""
-    root = Path(tempfile.gettempdir())
+    root = _temporary()
     return _SHORT if len(os.fsencode(root)) > _LONGEST and os.access(_SHORT, os.W_OK) else root
+
+
+def _temporary() -> Path:
+    """Also where all but /dev/shm is read-only, as in some containers.
+
+    Raises:
+        OSError: there is no place.
+    """
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        if os.access(_MEMORY, os.W_OK):
+            return _MEMORY
+        raise
 
 
 def _remove(folder: Path, lock: TextIO) -> None:
@@ -56,5 +71,5 @@ def _sweep(root: Path) -> None:
     """Remove folders that nobody has locked; others' are left alone."""
     for folder in root.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            if disk.lock(lock):  # without locks, nobody knows whose it is
+                shutil.rmtree(folder, ignore_errors=True)

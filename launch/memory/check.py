@@ -1,15 +1,19 @@
 """Whether a host has the memory for its ranks: model, activations, memories, checkpoints."""
 
+import functools
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 
+from thinpipe.launch.checkpoint.space import check_space, space_notice
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.host.device import choose_device
+from thinpipe.launch.host import disk
+from thinpipe.launch.host.device import cache_notice, choose_device
 from thinpipe.launch.memory.model import ModelMemory, rank_memory
-from thinpipe.launch.plan.memory_budget import check_memory, needs, plan_memory
+from thinpipe.launch.plan.memory_budget import check_memory, memory_folder, needs, plan_memory
 from thinpipe.launch.report.metrics import format_bytes
 
 _PROCESS_NBYTES = 120 * 2**20
@@ -26,7 +30,8 @@ _UNUSED_SHARE = 0.2
 class HostNeeds:
     """Bytes of RAM that some ranks need on one host, and those that are free.
 
-    `copies` is what a save copies before it is written beside training.
+    `copies` is what a save copies before it is written beside training; `parts` are the bytes that
+    each rank saves.
     """
 
     model: ModelMemory
@@ -34,6 +39,7 @@ class HostNeeds:
     memories: int
     processes: int
     free: int
+    parts: tuple[int, ...]
 
     @property
     def total(self) -> int:
@@ -83,19 +89,20 @@ def host_needs(
     """
     ends = plan_memory(config, sequences) if sequences else []
     memories = needs(config, ends, ranks)
+    by_position = models or rank_memory(config)
+    held = [by_position[config.mesh(rank).position] for rank in ranks]
     model, copies = ModelMemory(), 0
     if choose_device(config.pipeline.device).type == "cpu":
-        by_position = models or rank_memory(config)
-        for rank in ranks:
-            own = by_position[config.mesh(rank).position]
-            model = model.plus(own)
-            copies += 0 if config.memory.tier == "disk" else own.saved
+        model = functools.reduce(ModelMemory.plus, held, model)
+        copies = 0 if config.memory.tier == "disk" else sum(own.saved for own in held)
+    rows = [needs(config, ends, [rank]).rows for rank in ranks]
+    parts = tuple(own.saved + n for own, n in zip(held, rows, strict=True))
     processes = _PROCESS_NBYTES * len(ranks) + _REPORTING_NBYTES * (0 in ranks)
-    return HostNeeds(model, copies, memories.ram, processes, memories.ram_free)
+    return HostNeeds(model, copies, memories.ram, processes, memories.ram_free, parts)
 
 
-def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> None:
-    """Check that this host has enough memory and disk for these ranks.
+def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[str]:
+    """Check that this host has enough memory and disk for these ranks; what else to know of it.
 
     Raises:
         ConfigError, ValueError: naming what is too small or missing, and the remedy.
@@ -108,9 +115,23 @@ def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> None:
             "stages, a smaller model, smaller microbatches (pipeline.microbatches), or "
             'memory.tier = "disk"'
         )
+    places = {
+        disk.existing(path).stat().st_dev for path in (memory_folder(config), config.run.path)
+    }
+    memories = needs(config, plan_memory(config, sequences), ranks).disk
+    check_space(config, found.parts, memories if len(places) == 1 else 0)
+    notices = (space_notice(config, found.parts), cache_notice(config.pipeline.device))
+    return [notice for notice in notices if notice]
 
 
 def show_host(console: Console, config: RunConfig, sequences: int, ranks: range) -> None:
     """Print what all ranks need if they run on this host."""
     found = host_needs(config, sequences, ranks)
     console.print(f"model, activations and memories together: {found}")
+    folder = disk.existing(config.run.path)
+    console.print(
+        f"a checkpoint: {format_bytes(sum(found.parts))} on disk; {folder} has "
+        f"{format_bytes(shutil.disk_usage(folder).free)} free"
+    )
+    if notice := space_notice(config, found.parts):
+        console.print(notice)

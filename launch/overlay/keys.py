@@ -5,9 +5,11 @@ another, and one that is lost does not give the run's key away.
 """
 
 import datetime
+import errno
 import os
 import re
 import ssl
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,11 @@ _BEGIN = "-----BEGIN CERTIFICATE-----"
 _CLOCK_TOLERANCE = datetime.timedelta(days=2)
 DAYS = 365
 NEW_KEY = "thinpipe key new run.key"
+_OTHERS = 0o077
+_ELSEWHERE = (
+    "this file system does not keep modes: keep the key on one that does, such as your home "
+    "folder, and name it with network.key_file or THINPIPE_KEY_FILE"
+)
 
 
 class KeyFileError(ValueError):
@@ -110,11 +117,23 @@ def _check_file(path: Path) -> None:
             f"machine where it was made, or make one with `{NEW_KEY}` and copy it to every machine "
             "of the run"
         )
-    if os.name == "posix" and path.stat().st_mode & 0o077:
+    if os.name == "posix" and path.stat().st_mode & _OTHERS:
+        remedy = f"chmod 600 {path}" if _has_modes(path.parent) else _ELSEWHERE
         raise KeyFileError(
-            f"network.key_file = {str(path)!r}: other users of this machine can read it; "
-            f"chmod 600 {path}"
+            f"network.key_file = {str(path)!r}: other users of this machine can read it; {remedy}"
         )
+
+
+def _has_modes(folder: Path) -> bool:
+    """Whether a file there can be one's own: vfat and the mounts of Windows' disks have no modes.
+
+    Where no file can be made it is taken to be so.
+    """
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            return not os.fstat(file.fileno()).st_mode & _OTHERS
+    except OSError:
+        return True
 
 
 def _certificate(name: str, days: int, signer: Path | None) -> tuple[bytes, bytes]:
@@ -155,8 +174,13 @@ def _write(path: Path, key: bytes, certificate: bytes, authority: str = "") -> N
         ) from None
     except OSError as error:
         raise KeyFileError(f"{path}: {error.strerror}") from None
+    own = os.name != "posix" or not os.fstat(descriptor).st_mode & _OTHERS
     try:
         with os.fdopen(descriptor, "wb") as file:
+            if not own:
+                raise OSError(
+                    errno.EPERM, f"other users of this machine could read it; {_ELSEWHERE}"
+                )
             file.write(key + certificate + authority.encode())
     except OSError as error:  # half a key is none
         path.unlink()

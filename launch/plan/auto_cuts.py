@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.distributed.elastic import has_spare_core, usable_cores
+from thinpipe.launch.distributed.elastic import has_spare_core
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.host.device import choose_device, free_gpu_memory, gpu_count
-from thinpipe.launch.host.resources import free_memory
+from thinpipe.launch.host.resources import free_memory, usable_cores
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.partition import Problem, best_cuts
 from thinpipe.launch.plan.predict import Blocks, block_memory, measure_messages, stage_costs

@@ -4,7 +4,6 @@ Blocks with the same parameters' shapes are measured once. Axes: B samples, T to
 """
 
 import math
-import os
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from thinpipe.gradcomp.sharded.traffic import sent_nbytes, units_of
 from thinpipe.launch.components import build_blocks, build_objective
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.device import choose_device, free_gpu_memory
-from thinpipe.launch.host.resources import BackgroundLoad, free_memory
+from thinpipe.launch.host.resources import BackgroundLoad, free_memory, usable_cores
 from thinpipe.launch.report.metrics import format_duration
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import build_model, trainable
@@ -212,7 +211,7 @@ def interference_warning(
 
     `rounds_s` are the rounds of each of several pieces of work, `threads` those that ran them.
     """
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     oversubscribed = threads + background_cores > cores + _IDLE_CORES
     quartiles = [statistics.quantiles(rounds, n=4, method="inclusive") for rounds in rounds_s]
     if not oversubscribed and all(upper <= _WIDE * lower for lower, _, upper in quartiles):

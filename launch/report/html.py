@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thinpipe.launch.host import disk
 from thinpipe.launch.report.charts import bytes_chart, error_chart, loss_chart
 from thinpipe.launch.report.edges import Traces, mean_mbps, write_traces
 from thinpipe.launch.report.metrics import (
@@ -62,7 +63,7 @@ def write_report(
     text = _page(info, records, timeline=timeline, traces=traces or {}, summary=summary)
     partial = page.with_name(".report.html.partial")
     partial.write_text(text, encoding="utf-8")
-    partial.replace(page)  # whoever looks at it during the run sees a whole page
+    disk.replace(partial, page)  # whoever looks at it during the run sees a whole page
     return page
 
 

@@ -6,7 +6,6 @@ the end are used everywhere: bytes are decimal (1 MB = 1e6 B), like the rates of
 
 import logging
 import math
-import os
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -17,6 +16,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
+from thinpipe.launch.host import disk
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
@@ -173,7 +173,7 @@ class MetricsWriter:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
         except OSError as error:
             if not warned:
-                _log.warning("%s: steps wait to be written: %s", self._file.name, error.strerror)
+                _log.warning("%s: steps wait to be written: %s", self._file.name, disk.why(error))
 
     def close(self) -> None:
         """Close the file; calling it again does nothing."""
@@ -226,8 +226,8 @@ def _truncate(path: Path, last_step: int) -> None:
     with partial.open("wb") as file:
         file.writelines(_line(record) for record in kept)
         file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+        disk.flush(file.fileno())
+    disk.replace(partial, path)
 
 
 class RecentMean:

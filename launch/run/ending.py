@@ -35,8 +35,9 @@ _PACKAGES = tuple(
 
 def end_done() -> NoReturn:
     """End the process of a rank that has done its work."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(0)  # threads still wait inside torch, which would abort the process
 
 
@@ -53,7 +54,8 @@ def end_failed(
     whoever started the run continues it.
     """
     rank, code = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "the program", FAILED
-    sys.stdout.flush()
+    with suppress(OSError):  # a full disk
+        sys.stdout.flush()
     if isinstance(error, PeerError):
         print_error(f"{rank}: {error}")
     elif isinstance(error, clear):

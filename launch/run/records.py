@@ -1,6 +1,5 @@
 """Records of a run's steps: shown, written to its folder, and made into the report."""
 
-import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +12,13 @@ from typing import Any
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.display.display import Display
 from thinpipe.launch.distributed.handshake import versions
+from thinpipe.launch.host import disk
+from thinpipe.launch.host.resources import BackgroundLoad, usable_cores
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.report.edges import edges_of, traces_of
 from thinpipe.launch.report.html import write_report
 from thinpipe.launch.report.metrics import MetricsWriter, RunInfo, StepRecord, read_metrics
-from thinpipe.launch.report.summary import summarize
+from thinpipe.launch.report.summary import Summary, summarize
 from thinpipe.launch.report.timeline import Timeline
 from thinpipe.launch.writers.outlet import Outlet
 from thinpipe.launch.writers.scalars import scalars
@@ -25,6 +26,8 @@ from thinpipe.launch.writers.writer import destination, open_writer
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.stage import ComputeEvent
 
+_LOAD_S = 20.0
+"""Over which the load by other processes is measured."""
 _REPORT_SHARE = 0.01
 """Of the time since the last report, which a report during the run may take: training waits."""
 
@@ -55,6 +58,7 @@ class Records:
         self._outlets: list[Outlet] = []
         self._pending: StepRecord | None = None
         self._reported = False
+        self._load: BackgroundLoad | None = BackgroundLoad(family=True)
         self._report_took_s, self._report_at_s = 0.0, 0.0
 
     def open(self, stack: ExitStack, resume_step: int | None) -> None:
@@ -62,16 +66,19 @@ class Records:
         if not self._writes:
             return
         path = self._info.folder / "metrics.jsonl"
-        write_config(self._config, self._info.folder / "config.toml")
-        writer = stack.enter_context(MetricsWriter(path, resume_step))
+        try:
+            write_config(self._config, self._info.folder / "config.toml")
+            self._writer = stack.enter_context(MetricsWriter(path, resume_step))
+            self._records = read_metrics(path)  # of the run that is resumed
+        except OSError as error:
+            place = error.filename or path
+            disk.warn_once("steps", f"steps are not recorded: {place}: {disk.why(error, path)}")
         if tools := self._config.report.writers:
             place = destination(self._config, resume_step)
             outlets = (Outlet(tool, partial(open_writer, tool, place)) for tool in tools)
             self._outlets = [stack.enter_context(outlet) for outlet in outlets]
         stack.callback(self._report_so_far)  # at the end, on Ctrl-C, after a failure
         stack.callback(self.flush)
-        self._records = read_metrics(path)  # of the run that is resumed
-        self._writer = writer
 
     def add(self, record: StepRecord) -> None:
         """Show a step."""
@@ -80,6 +87,10 @@ class Records:
         self._display.step(record)
         for note in record.notes:
             self._display.note(f"warning: {note}")
+        if self._load is not None and self._load.age_s > _LOAD_S:
+            if notice := self._load.notice():
+                self._display.note(notice)
+            self._load = None
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Add an evaluation to the last step."""
@@ -112,19 +123,7 @@ class Records:
         if self._reported or not records or not self._writes:
             return
         began_s, hosts = time.monotonic(), [self._host()]
-        summary = summarize(self._info, records, edges_of(hosts))
-        try:
-            write_report(
-                self._info.folder,
-                self._info,
-                records=records,
-                timeline=(),
-                traces=traces_of(hosts),
-                summary=summary,
-                finished=False,
-            )
-        except OSError as error:  # a full disk is no reason to stop, or to hide why a run ended
-            self._display.note(f"warning: {self._info.folder}/report.html: {error.strerror}")
+        self._write(records, hosts, summarize(self._info, records, edges_of(hosts)), None)
         self._report_at_s = time.monotonic()
         self._report_took_s = self._report_at_s - began_s
 
@@ -140,18 +139,36 @@ class Records:
             return
         summary = summarize(self._info, self._records, edges_of(hosts))
         if self._writes:
+            self._reported = self._write(self._records, hosts, summary, timeline, finished=True)
+        self._display.finish(summary, written=self._reported)
+
+    def _write(
+        self,
+        records: Sequence[StepRecord],
+        hosts: Sequence[dict[str, Any] | None],
+        summary: Summary,
+        timeline: Timeline | None,
+        *,
+        finished: bool = False,
+    ) -> bool:
+        """A full disk is no reason to stop, or to hide why a run ended."""
+        folder = self._info.folder
+        try:
             write_report(
-                self._info.folder,
+                folder,
                 self._info,
-                records=self._records,
+                records=records,
                 timeline=timeline.events if timeline else (),
                 traces=traces_of(hosts),
                 summary=summary,
+                finished=finished,
             )
-            self._reported = True
             if timeline is not None:
-                timeline.write(self._info.folder)
-        self._display.finish(summary, written=self._writes)
+                timeline.write(folder)
+        except OSError as error:
+            disk.warn_once("report", f"{folder}/report.html: {disk.why(error, folder)}")
+            return False
+        return True
 
 
 def describe_run(config: RunConfig, steps: int) -> RunInfo:
@@ -168,7 +185,7 @@ def describe_run(config: RunConfig, steps: int) -> RunInfo:
         total_steps=steps,
         parameters=parameter_count(config.model),
         exchanged=stage_counts(config.model, config.pipeline.cuts).trained,
-        machine=f"{platform.machine()}, {os.cpu_count()} cores",
+        machine=f"{platform.machine()}, {usable_cores()} cores",
         versions=versions(),
         config_digest=config.digest(),
         unit="token" if config.model.task == "language" else "sample",

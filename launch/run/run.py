@@ -201,12 +201,12 @@ class Run:
 
     def _start(self, session: Session, samples: SampleSet, size: int) -> Training:
         config = self.config.with_train(batch_size=size)
-        problem = None
+        problem, notices = None, []
         try:
             check_batch_size(config, samples)
             if isinstance(config.model, OwnModelConfig):
                 config = sized_for(config, samples)
-            check_host(config, len(samples), ranks_here())
+            notices = check_host(config, len(samples), ranks_here())
         except ValueError as error:
             problem = str(error)
         digests = {"train": samples.digest, **self._facts.get("data", {})}
@@ -216,6 +216,8 @@ class Run:
         config.check_model_cuts()
         training = Training(config, samples, session, digests, show=self._show, given=self._given)
         training.begin(self._stack, self._resume)
+        for notice in notices:
+            training.display.note(notice)
         self._stop.begin_training(config.checkpoint.grace_s, training.agreement.stop_all)
         self.config, self._samples, self._done = config, samples, training.start
         return training

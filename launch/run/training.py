@@ -22,6 +22,7 @@ from thinpipe.launch.display.display import Display
 from thinpipe.launch.distributed.elastic import ranks_here
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session, tell_stop
+from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.overlay.ranks import carrier_status
 from thinpipe.launch.plan.memory_budget import memory_folder, memory_notices, plan_memory
@@ -221,7 +222,7 @@ class Training:
         """Save after `done` steps if settings say so, the run is at its end, or a save failed."""
         if done > self.start and self._save_due(done):
             self.records.flush()
-            self._checkpoints.start(done, self._at_rest.seal())
+            self._checkpoints.start(done, self._at_rest.seal(), last=done == self.steps)
 
     def _save_due(self, done: int) -> bool:
         options = self._config.checkpoint
@@ -270,9 +271,9 @@ class Training:
         try:
             repaired = self.built.engine.begin(self._sampler.all_ids(), self._ids(self.start))
         except OSError as error:
+            folder = memory_folder(self._config)
             raise ConfigError(
-                f"memory.folder = {memory_folder(self._config)}: {error.strerror}; "
-                "free disk space, name another folder, or lower memory.budget"
+                f"memory.folder = {folder}: {disk.why(error, folder)}, or lower memory.budget"
             ) from error
         if repaired:
             self.display.note_repaired(dict(repaired))

@@ -6,15 +6,15 @@ replicas, K hops; `place_D` lists devices by place, stage after stage, idle ones
 """
 
 import numpy as np
-from numba import njit
 
 from thinpipe.launch.plan.placement.cluster import Floats, Ints
+from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
 SMOOTH = 0.7
 """Weight of the means."""
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_hop(hop_DD, place_D, stage, replicas, hops_K2):
     worst = total = 0.0
     for replica in range(stage * replicas, (stage + 1) * replicas):
@@ -24,7 +24,7 @@ def _placement_hop(hop_DD, place_D, stage, replicas, hops_K2):
     hops_K2[stage, 0], hops_K2[stage, 1] = worst, total / replicas
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_group(sum_D, stage, replicas, group_S2):
     worst = total = 0.0
     for place in range(stage * replicas, (stage + 1) * replicas):
@@ -33,7 +33,7 @@ def _placement_group(sum_D, stage, replicas, group_S2):
     group_S2[stage, 0], group_S2[stage, 1] = worst, total / replicas
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_exchange(reduce_DD, place_D, sum_D, first, second, replicas):
     """Swap two places; `sum_D` holds, by place, what each device's peers cost it."""
     a, b = place_D[first], place_D[second]
@@ -58,7 +58,7 @@ def _placement_exchange(reduce_DD, place_D, sum_D, first, second, replicas):
     place_D[first], place_D[second] = b, a
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_refresh(hop_DD, place_D, sum_D, place, shape, hops_K2, group_S2):
     stages, replicas = shape
     stage = place // replicas
@@ -71,7 +71,7 @@ def _placement_refresh(hop_DD, place_D, sum_D, place, shape, hops_K2, group_S2):
         _placement_hop(hop_DD, place_D, stage, replicas, hops_K2)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_smoothed(hops_K2, group_S2):
     worst = total = hops = means = 0.0
     for stage in range(len(group_S2)):
@@ -83,7 +83,7 @@ def _placement_smoothed(hops_K2, group_S2):
     return worst + 2 * hops + SMOOTH * (total / len(group_S2) + 2 * means), worst + 2 * hops
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def anneal_dtfm(  # a kernel's arguments are flat
     reduce_DD: Floats,
     hop_DD: Floats,

@@ -11,10 +11,10 @@ rank after rank (P x R), idle ones last.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats, Ints
 from thinpipe.launch.plan.placement.workload import Workload
+from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
 SMOOTH = 0.3
 _NO_LIMIT = 1 << 40
@@ -89,7 +89,7 @@ def _in_flight(work: Workload, stage: int) -> int:
     return most if most < work.microbatches else _NO_LIMIT
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_pipeline(devices, plan, place_D, replica, replicas):
     """Estimated seconds of one replica's pass."""
     stages = len(plan.position_S)
@@ -136,14 +136,14 @@ def _placement_pipeline(devices, plan, place_D, replica, replicas):
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_pair(devices, a, b, nbytes):
     forth = devices.latency_DD[a, b] + 8 * nbytes / devices.rate_DD[a, b]
     back = devices.latency_DD[b, a] + 8 * nbytes / devices.rate_DD[b, a]
     return max(forth, back)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_peers(devices, plan, place_D, position, replicas):
     """Seconds of a round of a rank's exchange: the worst pair, or uplink or downlink; the mean."""
     nbytes = plan.peer_P[position]
@@ -163,7 +163,7 @@ def _placement_peers(devices, plan, place_D, position, replicas):
     return worst, total / replicas
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_sum(plan, pass_R, peers_P2):
     worst = pass_R.max() * plan.passes[1]
     mean = pass_R.mean() * plan.passes[1]
@@ -176,7 +176,7 @@ def _placement_sum(plan, pass_R, peers_P2):
     return cost + SMOOTH * (mean + mean_s), cost
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def estimate_step(devices: Devices, plan: Plan, place_D: Ints, replicas: int) -> float:
     """Estimated seconds of the passes and the exchange of a layout."""
     pass_R, peers_P2 = np.zeros(replicas), np.zeros((len(plan.need_P), 2))
@@ -187,7 +187,7 @@ def estimate_step(devices: Devices, plan: Plan, place_D: Ints, replicas: int) ->
     return _placement_sum(plan, pass_R, peers_P2)[1]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def anneal_step(  # a kernel's arguments are flat
     devices: Devices,
     plan: Plan,

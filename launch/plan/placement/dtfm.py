@@ -17,11 +17,11 @@ Axes: D devices, S stages, R replicas. The released code fixes the sizes for GPT
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats, Ints
 from thinpipe.launch.plan.placement.matching import bottleneck_matching
 from thinpipe.launch.plan.placement.paths import open_path
+from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
 _GIB = 2**30
 
@@ -103,7 +103,7 @@ def check_enough(cluster: Cluster, stages: int, replicas: int) -> None:
         )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def group_costs(reduce_DD: Floats, grid_SR: Ints) -> Floats:
     """Seconds that each group's slowest member takes to serve its peers."""
     stages, replicas = grid_SR.shape
@@ -118,7 +118,7 @@ def group_costs(reduce_DD: Floats, grid_SR: Ints) -> Floats:
     return found
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def matched_hops(hop_DD: Floats, groups_SR: Ints) -> Floats:
     """[S, S]: the worst hop between two groups when they are matched best."""
     stages, replicas = groups_SR.shape

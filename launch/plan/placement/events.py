@@ -16,10 +16,10 @@ import heapq
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats, Ints
 from thinpipe.launch.plan.placement.workload import Workload
+from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
 FINISH, SEND, DELIVER, ARRIVE, READY, EXCHANGE_DELIVER, EXCHANGE_ARRIVE = range(7)
 
@@ -95,7 +95,7 @@ def step_of(workload: Workload, *, exchange: bool = True) -> _Simulated:
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_pass(wires, links, free_WH, source, target, now_s, nbytes):
     """When the first byte of a message reaches the target's host; `links` holds when each is free.
 
@@ -112,7 +112,7 @@ def _placement_pass(wires, links, free_WH, source, target, now_s, nbytes):
     return start_s + wires.latency_HH[a, b]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_take(wires, free_WH, source, target, first_s, nbytes):
     """When the last byte has passed the target's downlink."""
     if source == target:
@@ -122,7 +122,7 @@ def _placement_take(wires, free_WH, source, target, first_s, nbytes):
     return max(free_s, first_s + 8 * nbytes / wires.rate_HH[source, target])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_events(step, wires, grid_RP, host_RP, speed_RP):
     replicas, ranks = grid_RP.shape
     stages, microbatches = len(step.position_S), step.microbatches

@@ -5,12 +5,12 @@ Binary search over the pairs' costs; each threshold is a bipartite matching by a
 """
 
 import numpy as np
-from numba import njit
 
 from thinpipe.launch.plan.placement.cluster import Floats, Ints
+from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_augment(w_NN, limit, row, partner_N, seen_N):
     for column in range(len(partner_N)):
         if w_NN[row, column] <= limit and not seen_N[column]:
@@ -22,7 +22,7 @@ def _placement_augment(w_NN, limit, row, partner_N, seen_N):
     return False
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_matched(w_NN, limit, partner_N):
     n = len(partner_N)
     partner_N[:] = -1
@@ -34,7 +34,7 @@ def _placement_matched(w_NN, limit, partner_N):
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def bottleneck_matching(w_NN: Floats) -> tuple[float, Ints]:
     """The least possible worst cost of a perfect matching, and the column of each row."""
     n = len(w_NN)

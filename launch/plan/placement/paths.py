@@ -7,9 +7,9 @@ every start, improved by reversals (2-opt) and moves of single groups until neit
 from itertools import pairwise
 
 import numpy as np
-from numba import njit
 
 from thinpipe.launch.plan.placement.cluster import Floats, Ints
+from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
 EXACT = 12
 """Groups for which the path is exact."""
@@ -23,7 +23,7 @@ def open_path(w_SS: Floats) -> tuple[float, Ints]:
     return float(sum(w_SS[a, b] for a, b in pairwise(order_S))), order_S
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_exact(w_SS):
     n = len(w_SS)
     full = (1 << n) - 1
@@ -51,7 +51,7 @@ def _placement_exact(w_SS):
     return order
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_length(w_SS, order):
     total = 0.0
     for index in range(len(order) - 1):
@@ -59,7 +59,7 @@ def _placement_length(w_SS, order):
     return total
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_nearest(w_SS, first):
     n = len(w_SS)
     left = np.ones(n, np.bool_)
@@ -75,7 +75,7 @@ def _placement_nearest(w_SS, first):
     return order
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _placement_improved(w_SS):
     n = len(w_SS)
     best = _placement_nearest(w_SS, 0)

@@ -9,9 +9,9 @@ second network, where the 4 GPUs of a machine make half a pipeline. Axes: D devi
 from collections.abc import Iterator
 
 import numpy as np
-from numba import njit
 
 from thinpipe.launch.plan.placement.cluster import Floats, Ints
+from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
 
 def tiled_layouts(hop_DD: Floats, stages: int, replicas: int, worth_D: Floats) -> Iterator[Ints]:
@@ -62,7 +62,7 @@ def _tiles(hop_DD: Floats, merged: Ints, size: int, worth_D: Floats) -> list[lis
     return sorted(tiles, key=quality)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def cluster_tree(hop_DD: Floats) -> Ints:
     """[D - 1, 2]: which two nodes are merged, nearest first (average linkage, O(D^2) memory).
 

@@ -174,7 +174,7 @@ def _full_disk(machine: Machine) -> Any:
 def test_a_full_disk_on_one_machine_costs_that_step_on_all(ranks: Ranks, tmp_path: Path) -> None:
     for problem, leftovers, again, restored in on_machines(ranks, tmp_path, _full_disk):
         assert problem.startswith("rank 1: ")
-        assert "free disk space" in problem
+        assert "`ulimit -f` allows 4,096 bytes; raise it" in problem
         assert leftovers == []
         assert again is None
         assert restored[:2] == (30, 1)

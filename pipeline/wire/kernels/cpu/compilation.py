@@ -1,65 +1,125 @@
-"""Compiling kernels with numba, and keeping the machine code on disk."""
+"""Compiling kernels with numba, and keeping the machine code on disk.
 
+A cache is never a reason to fail: what is damaged there is compiled again and replaced, and where
+nothing can be kept, code is compiled in memory.
+"""
+
+import contextlib
 import functools
 import hashlib
+import os
+import pickle
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
+from uuid import uuid4
 
+import llvmlite
+import numba
 from numba import config, njit
-from numba.core.caching import UserWideCacheLocator
+from numba.core.caching import NullCache, dumps
+from numba.core.compiler import CompileResult
 from numba.misc.appdirs import AppDirs
 
-_PACKAGE = "thinpipe.pipeline.wire.kernels"
-_FOLDER = Path(__file__).parents[1]
+_PACKAGE = "thinpipe"
+_FOLDER = Path(__file__).parents[4]
+_ROOM_DEPTH = 4
+"""Names to a room of kernels: thinpipe.pipeline.wire.kernels, thinpipe.launch.plan.placement."""
 _IMPORT = re.compile(r"^\s*(?:from|import) ([\w.]+)(?: import (?:\(([\w\s,]*)\)|([\w ,]*)))?", re.M)
+_VERSIONS = (numba.__version__, llvmlite.__version__, sys.version)
+_DIGEST_NBYTES = 32
+_ROOM_NBYTES = 2**20
+"""Of a kernel's code, 30 to 400 kB."""
 
 
-class KernelCache(UserWideCacheLocator):  # type: ignore[misc]  # numba has no type hints
-    """Keeps compiled kernels in the user's cache folder, one for all checkouts and environments.
+class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
+    """A file per compiled variant of a function, behind its SHA-256.
 
-    The names of kernels carry a digest of their sources, so code from another version is never
-    found there.
+    numba's own cache fails at every start where its files are damaged or cannot be written.
     """
 
-    def __init__(self, function: Callable[..., Any], path: str) -> None:
-        """`path` is the file of `function`."""
-        super().__init__(function, path)
-        self._cache_path = str(Path(AppDirs("thinpipe", False).user_cache_dir) / "kernels")
-        self._digest = source_digest(function.__module__)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
 
-    def get_source_stamp(self) -> str:
-        """What cached code must have been compiled from."""
-        return self._digest
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        """The variant for these types, if it is in one of the folders and whole."""
+        target.refresh()
+        name = self._file_name(signature, target.codegen())
+        for folder in cache_folders():
+            with contextlib.suppress(OSError):
+                content = (folder / name).read_bytes()
+                digest, code = content[:_DIGEST_NBYTES], content[_DIGEST_NBYTES:]
+                if digest == hashlib.sha256(code).digest():
+                    return CompileResult._rebuild(target, *pickle.loads(code))
+        return None
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        """Keep a variant in the first folder that takes it."""
+        name, code = self._file_name(signature, compiled.codegen), dumps(compiled._reduce())
+        for folder in cache_folders():
+            partial = folder / f"{name}.{uuid4().hex}"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                partial.write_bytes(hashlib.sha256(code).digest() + code)
+                os.replace(partial, folder / name)
+                return
+            except OSError:
+                with contextlib.suppress(OSError):
+                    partial.unlink()
+
+    def _file_name(self, signature: Any, codegen: Any) -> str:
+        key = repr((_VERSIONS, signature, codegen.magic_tuple()))
+        return f"{self._name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-_PLACES = f"UserProvidedCacheLocator,{__name__}.KernelCache,InTreeCacheLocator"
-"""Where code is cached: in NUMBA_CACHE_DIR if that is set, else the first that can be written."""
+def cache_folders() -> list[Path]:
+    """Where code is kept: NUMBA_CACHE_DIR if that is set, the user's cache folder, beside ours.
+
+    One for all checkouts: the names of kernels carry a digest of their sources.
+    """
+    chosen = [Path(config.CACHE_DIR)] if config.CACHE_DIR else []
+    user = Path(AppDirs(_PACKAGE, False).user_cache_dir) / "kernels"
+    return [*chosen, *[user] * user.is_absolute(), Path(__file__).parent / "__pycache__"]
+
+
+def why_nothing_is_kept() -> str | None:
+    """Why no folder takes compiled code; None if one does."""
+    problems = []
+    for folder in cache_folders():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with TemporaryFile(dir=folder, buffering=0) as file:
+                if file.write(bytes(_ROOM_NBYTES)) == _ROOM_NBYTES:
+                    return None
+            problems.append(f"{folder}: too little space")
+        except OSError as error:
+            problems.append(f"{folder}: {error.strerror}")
+    return "; ".join(problems)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile on first use, without the GIL, and cache on disk.
 
-    numba finds cached code by file and qualified name. With a digest of all that the file imports
-    in the name, an edit of a kernel discards only what depends on it.
+    numba links cached code by qualified name. With a digest of all that the file imports in the
+    name, an edit of a kernel discards only what depends on it.
     """
     function.__qualname__ = f"{function.__qualname__}_{source_digest(function.__module__)}"
-    chosen, config.CACHE_LOCATOR_CLASSES = config.CACHE_LOCATOR_CLASSES, _PLACES
-    try:
-        wrapped: Callable[..., Any] = njit(nogil=True, cache=True, error_model="numpy")(function)
-    finally:
-        config.CACHE_LOCATOR_CLASSES = chosen
-    return wrapped
+    wrapped: Any = njit(nogil=True, error_model="numpy")(function)
+    wrapped._cache = KernelCache(function)
+    return wrapped  # type: ignore[no-any-return]
 
 
 @functools.cache
 def source_digest(module: str, folder: Path = _FOLDER) -> str:
-    """Digest of a kernel module's source and of those of the kernel modules that it imports."""
+    """Digest of a module's source and of those that it imports from its room, such as `kernels`."""
+    room = ".".join(module.split(".")[:_ROOM_DEPTH])
     found, left = dict[str, str](), [module]
     while left:
         path = _path(name := left.pop(), folder)
-        if path is not None and name not in found:
+        if path is not None and name not in found and f"{name}.".startswith(f"{room}."):
             found[name] = path.read_text()
             left += _imported(found[name])
     sources = "".join(found[name] for name in sorted(found))
@@ -67,10 +127,8 @@ def source_digest(module: str, folder: Path = _FOLDER) -> str:
 
 
 def _path(module: str, folder: Path) -> Path | None:
-    """The file of a kernel module, None if the name is that of something else."""
-    if module != _PACKAGE and not module.startswith(f"{_PACKAGE}."):
-        return None
-    stem = folder.joinpath(*module.removeprefix(_PACKAGE).split("."))
+    """The file of a module of ours, None if the name is that of something else."""
+    stem = folder.joinpath(*module.split(".")[1:])
     return next((p for p in (stem.with_suffix(".py"), stem / "__init__.py") if p.is_file()), None)
 
 

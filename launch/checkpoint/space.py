@@ -1,0 +1,53 @@
+"""Whether the run folder's disk has room for a checkpoint, before anything is trained."""
+
+import shutil
+from collections.abc import Sequence
+
+from thinpipe.launch.checkpoint import files
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host import disk
+from thinpipe.launch.report.metrics import format_bytes
+
+
+def check_space(config: RunConfig, parts: Sequence[int], memories: int = 0) -> None:
+    """Check that a checkpoint fits; `parts` are the bytes that each rank on this host saves.
+
+    `memories` are bytes that the run itself takes on the same disk.
+
+    Raises:
+        ConfigError: it does not fit, or a part is larger than a file may be.
+    """
+    folder, nbytes = disk.existing(config.run.path), sum(parts)
+    free, limit = shutil.disk_usage(folder).free, disk.file_size_limit()
+    if nbytes + memories > free:
+        beside = f" beside {format_bytes(memories)} of memories" if memories else ""
+        raise ConfigError(
+            f"run.folder = {config.run.path}: a checkpoint takes {format_bytes(nbytes)}{beside}, "
+            f"but {folder} has {format_bytes(free)} free; free disk space, or name a folder on a "
+            "larger disk"
+        )
+    if limit is not None and max(parts, default=0) > limit:
+        raise ConfigError(
+            f"`ulimit -f` allows files of {format_bytes(limit)}, but a rank saves "
+            f"{format_bytes(max(parts))} in one; raise it (`ulimit -f unlimited`)"
+        )
+    if not disk.has_inodes(folder):
+        raise ConfigError(
+            f"run.folder = {config.run.path}: its file system has no inodes left; remove files, "
+            "however small, or name a folder on another disk"
+        )
+
+
+def space_notice(config: RunConfig, parts: Sequence[int]) -> str | None:
+    """What to know if a checkpoint fits, but not all that are kept beside a new one."""
+    folder, root = disk.existing(config.run.path), config.run.path / "checkpoints"
+    lacking = config.checkpoint.keep + 1 - len(files.steps(root))
+    need, free = lacking * sum(parts), shutil.disk_usage(folder).free
+    if need <= free:
+        return None
+    return (
+        f"note: checkpoint.keep = {config.checkpoint.keep}: those still to come and one being "
+        f"written take {format_bytes(need)}, but {folder} has {format_bytes(free)} free; saving "
+        "will fail unless you free some, or lower checkpoint.keep"
+    )

@@ -1,0 +1,122 @@
+"""Runs on full and odd disks, which are made with tmpfs: what is said, when, and what is saved."""
+
+import json
+import resource
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command
+from tests.launch.test_train import run_file
+from thinpipe.launch.checkpoint import files
+from thinpipe.launch.checkpoint.space import check_space
+from thinpipe.launch.config.run import load_config
+from thinpipe.launch.config.toml import ConfigError
+
+__all__ = ["run_file"]
+
+pytestmark = pytest.mark.dist
+
+Mount = Callable[[str], Path]
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    """`mount("size=1m")` is a folder on a disk of its own."""
+    place = tmp_path / "disk"
+    mounted = []
+
+    def make(options: str) -> Path:
+        place.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+        mounted.append(place)
+        return place
+
+    yield make
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def train(run_file: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return Command("train", run_file, "--set", f"run.folder={folder}", *arguments).done()
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+def test_a_checkpoint_that_cannot_fit_is_refused_before_the_first_step(
+    run_file: Path, mount: Mount, dry: tuple[str, ...]
+) -> None:
+    place = mount("size=200k")
+    done = train(run_file, place / "run", *dry)
+    assert done.returncode == 2
+    assert "step  1" not in done.stdout
+    assert f"run.folder = {place / 'run'}: a checkpoint takes " in done.stderr
+    assert "205 kB free; free disk space, or name a folder on a larger disk" in done.stderr
+
+
+def test_a_disk_that_fills_up_costs_the_steps_that_do_not_fit(run_file: Path, mount: Mount) -> None:
+    place = mount("size=1300k")
+    done = train(run_file, place / "run")
+    assert done.returncode == 2
+    assert "note: checkpoint.keep = 9: those still to come" in done.stdout
+    assert files.steps(place / "run" / "checkpoints") == [4, 8]
+    *_, before, last = done.stderr.splitlines()
+    assert "step 12 was not saved: " in before
+    assert "training goes on" in before
+    assert "step 15, the last one, could not be saved: " in last
+    assert "No space left on device; free disk space; step 8 is saved; then train again" in last
+    assert last.endswith("with --resume")
+
+
+def test_where_nothing_was_saved_there_is_nothing_to_resume(run_file: Path, mount: Mount) -> None:
+    place = mount("size=410k")
+    done = train(run_file, place / "run", "--set", "checkpoint.every_steps=99")
+    assert done.returncode == 2
+    assert "tried again" not in done.stderr
+    *_, last = done.stderr.splitlines()
+    assert last.endswith("free disk space; nothing is saved yet; then train again"), last
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("ro", "name a folder that is not mounted read-only"),
+        ("nr_inodes=1", "no inodes left; remove files, however small"),
+    ],
+)
+def test_a_folder_that_takes_no_files_is_refused_before_the_start(
+    run_file: Path, mount: Mount, options: str, words: str
+) -> None:
+    place = mount(options)
+    done = train(run_file, place / "run", "--dry-run")
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+def test_a_file_size_limit_below_a_part_is_refused(run_file: Path) -> None:
+    config, before = load_config(run_file, []), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+    try:
+        check_space(config, [2**20, 5])
+        with pytest.raises(ConfigError, match=r"`ulimit -f` allows files of 1\.05 MB, but a rank"):
+            check_space(config, [2**20 + 1, 5])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_any_name_of_a_folder_will_do(
+    run_file: Path, tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link to another disk, spaces, letters of any language, a new line, 250 bytes."""
+    (tmp_path / "runs").symlink_to(mount("size=20m"))
+    name = "Zwölf läufe\n" + "é" * 118
+    text = run_file.read_text().replace(str(tmp_path / "run"), f"runs/{json.dumps(name)[1:-1]}")
+    run_file.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    done = Command("train", run_file, "--set", "train.epochs=1").done()
+    assert done.returncode == 0, done.stderr
+    assert files.steps(tmp_path / "disk" / name / "checkpoints") == [4, 5]
