@@ -27,7 +27,7 @@ def arithmetic(device: torch.device) -> str:
 
 def _cpu_lines() -> list[str]:
     try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
         return []
 

@@ -34,7 +34,7 @@ def apply_plan(
     Raises:
         ConfigError: the edited file would not read back as intended; nothing is written.
     """
-    text = read_text(path)
+    text = read_text(path, encoding="utf-8")
     expected = tomllib.loads(text)
     pipeline = {k: v for k, v in expected.get("pipeline", {}).items() if k != "stages"}
     expected["pipeline"] = pipeline | {"cuts": list(cuts)}
@@ -58,7 +58,7 @@ def apply_plan(
             + tomlkit.dumps(tables)
         )
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(edited)
+    partial.write_text(edited, encoding="utf-8")
     os.replace(partial, path)
 
 

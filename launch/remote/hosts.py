@@ -189,9 +189,9 @@ def _host_name(name: str) -> str:
     """What ssh connects to for a name: the HostName of its configuration, or the name."""
     try:
         done = subprocess.run(
-            ["ssh", "-G", name], capture_output=True, text=True, timeout=_ALIAS_S, check=True
+            ["ssh", "-G", name], capture_output=True, timeout=_ALIAS_S, check=True
         )
     except (OSError, subprocess.SubprocessError):  # whoever connects will report it
         return name
-    found = re.search(r"^hostname (.+)$", done.stdout, re.MULTILINE)
+    found = re.search(r"^hostname (.+)$", done.stdout.decode(errors="replace"), re.MULTILINE)
     return name if found is None or found[1] == name.lower() else found[1]

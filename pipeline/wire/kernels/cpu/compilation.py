@@ -60,7 +60,7 @@ def source_digest(module: str, folder: Path = _FOLDER) -> str:
     while left:
         path = _path(name := left.pop(), folder)
         if path is not None and name not in found:
-            found[name] = path.read_text()
+            found[name] = path.read_text(encoding="utf-8")
             left += _imported(found[name])
     sources = "".join(found[name] for name in sorted(found))
     return hashlib.sha256(sources.encode()).hexdigest()[:12]
