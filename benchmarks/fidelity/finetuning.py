@@ -170,7 +170,7 @@ def read_corpus(
 def _read_sentences(texts: Sequence[Path], labelled: tuple[Path, Path], scale: Scale) -> Corpus:
     with TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
-        write_text(text, texts=texts, labelled=labelled[0], encoding="utf-8")
+        write_text(text, texts=texts, labelled=labelled[0])
         write_tokenizer(Path(folder), text, vocab=scale.vocab)
         pretrain, _ = sequences(text, scale, "all", 1, tokenizer=folder)
         place = {"path": str(labelled[0]), "eval_path": str(labelled[1]), "tokenizer": folder}

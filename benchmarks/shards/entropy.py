@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    samples, _ = read_text(options.text, BYTES.scale, encoding="utf-8")
+    samples, _ = read_text(options.text, BYTES.scale)
     records, rows = Records(options.json), []
     for bits in (4, 8):
         for kind, tensors in trained(samples, options.steps, bits).items():

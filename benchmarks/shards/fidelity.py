@@ -207,7 +207,7 @@ def main() -> None:
         pretrain_steps=options.steps or scale.pretrain_steps,
         pretrain_lr=options.lr or scale.pretrain_lr,
     )
-    sets, records = read_text(options.text, scale, encoding="utf-8"), Records(options.json)
+    sets, records = read_text(options.text, scale), Records(options.json)
     found = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         for shards in options.shards:

@@ -80,7 +80,7 @@ def toml_value(value: Any) -> str:
 def top_keys(path: Path) -> set[str]:
     """Top-level keys of a file, which show its kind; empty if it cannot be read."""
     try:
-        return set(tomllib.loads(read_text(path, encoding="utf-8")))
+        return set(tomllib.loads(read_text(path)))
     except (OSError, ValueError):
         return set()
 
@@ -148,7 +148,7 @@ def _read(
     if path.suffix == ".py":
         raise ConfigError(f"{path}: a program; use `thinpipe run {path}`")
     try:
-        tree = tomllib.loads(read_text(path, encoding="utf-8"))
+        tree = tomllib.loads(read_text(path))
     except FileNotFoundError:
         remedy = f"correct extends in {seen[-1]}" if seen else "correct the path"
         raise ConfigError(f"{path}: no such file, seen from {Path.cwd()}; {remedy}") from None

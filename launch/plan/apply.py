@@ -34,7 +34,7 @@ def apply_plan(
     Raises:
         ConfigError: the edited file would not read back as intended; nothing is written.
     """
-    text = read_text(path, encoding="utf-8")
+    text = read_text(path)
     expected = tomllib.loads(text)
     pipeline = {k: v for k, v in expected.get("pipeline", {}).items() if k != "stages"}
     expected["pipeline"] = pipeline | {"cuts": list(cuts)}
