@@ -86,8 +86,6 @@ def run_node(
             f"pipeline.placement: this machine is {own!r} (network.name), which it does not name; "
             f"it has {', '.join(dict.fromkeys(nodes.placed))}: correct one of the two"
         )
-    # torch looks up the names of addresses; where no name server answers, that took 20 s
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     fork_server.start()  # imports while the others join
     with Stop() as stop:
         try:

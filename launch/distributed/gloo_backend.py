@@ -55,7 +55,7 @@ def _create(devices: dict[str, Any] | None, given: Any, traffic: Any) -> Any:
 
 def _listening(address: str) -> set[int]:
     """Ports of an address at which this process listens."""
-    connections = psutil.Process().net_connections("tcp4")
+    connections = psutil.Process().net_connections("tcp")
     return {
         found.laddr.port
         for found in connections

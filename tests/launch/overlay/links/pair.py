@@ -74,7 +74,7 @@ class Wire:
 class Pair:
     """Host "a" dials host "b". `events` are what the links report."""
 
-    def __init__(self, key: Path, *, patience_s: float = 30.0) -> None:
+    def __init__(self, key: Path, *, patience_s: float = 30.0, wire: type[Wire] = Wire) -> None:
         self.loop, self.events = Loop(), list[tuple[str, str, str]]()
         accepting, connecting = keys.contexts(key)
         self._local = socket.create_server(("127.0.0.1", 0))
@@ -82,7 +82,7 @@ class Pair:
         self._ends: list[socket.socket] = []
         self.a, self.b = (self._link(name, number, patience_s) for number, name in enumerate("ba"))
         self._listener = Listener(self.loop, ("127.0.0.1", 0), accepting, self._on_hello)
-        self.wire = Wire(("127.0.0.1", self._listener.port))
+        self.wire = wire(("127.0.0.1", self._listener.port))
         self._dialer = Dialer(
             self.loop, connecting, self.a, address=lambda: self.wire.address, hello=self._hello
         )
