@@ -215,7 +215,6 @@ app.command(context_settings={"allow_interspersed_args": False})(shaped)
 
 def main() -> None:
     """The command line of this process; `launch/__main__.py` calls it."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # dumps schedules
     run_app(app)
 

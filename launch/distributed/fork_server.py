@@ -44,13 +44,13 @@ def start() -> None:
         return
     # What the launcher left behind when it was killed is cleared away without a word.
     sys.warnoptions.append("ignore:resource_tracker")
-    resource_tracker.ensure_running()
     forkserver.set_forkserver_preload([_FORKED, *PRELOADED])  # it sees to the server's end
     settings = {PARENT: str(os.getpid()), "PYTHONSAFEPATH": "1"}  # as python -P
     settings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # each rank sets its own
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
     try:
         with _environment(settings):
+            resource_tracker.ensure_running()
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
