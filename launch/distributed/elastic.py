@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -218,11 +219,15 @@ def ranks_here() -> Sequence[int]:
 
 
 def rank_threads(processes: int) -> int:
-    """Compute threads of each of `processes` ranks on this machine: OMP_NUM_THREADS if set, else
-    `threads_per_rank`.
+    """Compute threads of each of `processes` ranks on this machine: OMP_NUM_THREADS if set to a
+    number, else `threads_per_rank`.
     """
-    setting = os.environ.get("OMP_NUM_THREADS")
-    return int(setting) if setting else threads_per_rank(usable_cores(), processes)
+    setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # more: nested levels
+    return (
+        int(setting)
+        if re.fullmatch(r" *0*[1-9]\d* *", setting)
+        else threads_per_rank(usable_cores(), processes)
+    )
 
 
 def threads_per_rank(cores: int, processes: int) -> int:

@@ -95,6 +95,7 @@ class HostNetwork:
 
 def one_machine() -> HostNetwork:
     """A run that does not leave this machine."""
+    _limit_lookups()
     return _openly("", LOOPBACK, (LOOPBACK, 0))
 
 
@@ -116,8 +117,7 @@ def several_machines(
     """
     if hosts > MOST_HOSTS:
         raise ValueError(f"--nnodes = {hosts}: a run has at most {MOST_HOSTS} machines")
-    # glibc's own limits add up to 20 s for each look-up; torch looks up names of addresses too
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+    _limit_lookups()
     host, port = parse_endpoint(endpoint)
     address = reachable_address(host)
     if ip_address(address).is_loopback:
@@ -202,6 +202,11 @@ def _chosen_interface(other: str) -> Interface:
         return interface_to(other)
     same = [own for own in named.addresses if family_of(own) == family_of(other)]
     return replace(named, address=same[0]) if same else interface_to(other)
+
+
+def _limit_lookups() -> None:
+    """glibc waits up to 20 s for each name, and torch looks up those of this host's addresses."""
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 
 def _resolved(where: tuple[str, int], setting: str) -> tuple[str, int]:

@@ -252,9 +252,10 @@ class Carrier:
                 on_stranger=self._on_stranger,
             )
         except OSError as error:
+            reason = os.strerror(error.errno or 0)
             raise ValueError(
                 f"network.listen = {format_endpoint(*self._settings.listen)}, on "
-                f"{self._settings.name}: {error.strerror}; was the run started twice here? "
+                f"{self._settings.name}: {reason}; was the run started twice here? "
                 "Otherwise stop the program that uses the port, or name another one"
             ) from None
 

@@ -151,6 +151,41 @@ def test_a_second_machine_of_a_name_is_refused(tmp_path: Path) -> None:
         thread.join()
 
 
+def test_one_that_is_started_twice_is_refused_and_the_run_goes_on(run: Run) -> None:
+    one, here = run.host("h1"), run.hosts[0]
+    for host in (one, here):
+        host.join(30, ignore)
+    client = here.client()
+    wait_until(lambda: client.ask("status")["links"]["h1"]["connected"], PATIENCE_S)
+    again = Hello(purpose="join", name="h1", hosts=2, incarnation="another")
+    assert "another machine is named 'h1', or this one was started twice" in say(run, again).refused
+    itself = Hello(purpose="join", name="h0", hosts=2, incarnation="another")
+    assert "another machine is named 'h0'" in say(run, itself).refused
+    link = client.ask("status")["links"]["h1"]
+    assert (link["connected"], link["resumed"], link["lost"]) == (True, 0, False)
+
+
+def test_a_port_that_is_taken_is_named_with_its_host(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        keys.new(tmp_path / "run.key")
+        host = Overlay(
+            Settings(
+                name="h7",
+                key_file=tmp_path / "run.key",
+                needed=2,
+                listen=("127.0.0.1", port),
+                coordinator=None,
+                patience_s=10,
+            )
+        )
+        with pytest.raises(OverlayError) as failed:
+            host.join(60, ignore)
+        host.close()
+    said = f"network.listen = 127.0.0.1:{port}, on h7: Address already in use; was the run started"
+    assert str(failed.value).startswith(said)
+
+
 def test_those_that_a_run_expects_and_that_did_not_come_are_named(run: Run) -> None:
     with pytest.raises(OverlayError, match=r"only h0 did; missing: h1, h2$"):
         run.hosts[0].join(2, ignore, expected=["h0", "h1", "h2"])

@@ -1,5 +1,6 @@
 """Programs as Python knows them: what they set up for themselves works on every rank."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -104,14 +105,26 @@ sys.excepthook = hook
     assert heard
 
 
+ODD = {
+    **dict.fromkeys(("PYTHONUTF8", "PYTHONCOERCECLOCALE", "COLUMNS"), "0"),
+    "LC_ALL": "C",
+    "TERM": "dumb",
+    "PYTHONWARNINGS": "error",
+    "PYTHONOPTIMIZE": "2",
+    "OMP_NUM_THREADS": "1,1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
 @pytest.mark.slow
-def test_files_named_as_modules_are_left_alone(run_file: Path) -> None:
-    """Beside a run file; a program finds those of its own folder."""
+def test_a_run_trains_among_odd_surroundings(run_file: Path) -> None:
+    """Files named as modules beside the run file, and whatever Python can be told."""
     for name in ("types", "random", "signal", "logging", "torch", "thinpipe", "launch"):
         (run_file.parent / f"{name}.py").write_text("raise ImportError(__file__)\n")
     done = subprocess.run(
         [Path(sys.executable).parent / "thinpipe", "train", run_file.name],
         cwd=run_file.parent,
+        env={**os.environ, **ODD},
         capture_output=True,
         timeout=PATIENCE_S,
         check=False,
