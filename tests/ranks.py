@@ -19,8 +19,20 @@ from torch.distributed import TCPStore
 from thinpipe.launch.distributed.fork_server import PRELOADED
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [*PRELOADED, "thinpipe.launch.report.html", "transformers.modeling_utils"]
+CONTEXT.set_forkserver_preload(  # what each rank would import: pytest alone is half its time
+    [
+        *PRELOADED,
+        "matplotlib.backends.backend_agg",
+        "thinpipe.launch.report.html",
+        "thinpipe.launch.report.plots",
+        "thinpipe.launch.report.timeline_plot",
+        "transformers.modeling_utils",
+        "hypothesis",
+        "pytest",
+        "tests.commands",
+        "tests.training",
+        "tests.warm",
+    ]
 )
 
 Ranks = Callable[..., list[Any]]

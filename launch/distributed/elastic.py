@@ -137,6 +137,7 @@ def _launch(
             "environment": environment,
             "killed": killed,
             "stop": stop,
+            "restarts": nodes.max_restarts,
         },
         max_restarts=nodes.max_restarts,
         start_method=fork_server.START_METHOD,

@@ -1,0 +1,10 @@
+"""The last module that the tests' fork server loads: what each of its children would do again."""
+
+import gc
+
+from numba.core.registry import cpu_target
+from PIL import Image
+
+Image.init()
+cpu_target.target_context.refresh()  # as `forked.py` does in the product's
+gc.freeze()  # a collection would write to all that children share with the server
