@@ -41,9 +41,11 @@ def urls(repository: str, version: str) -> dict[str, str]:
 
 def main() -> None:
     """Build with what pyproject.toml leaves to this file."""
-    version = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]["version"]
+    version = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "version"
+    ]
     repository = os.environ.get(REPOSITORY, "").rstrip("/")
-    text = (HERE / "README.md").read_text()
+    text = (HERE / "README.md").read_text(encoding="utf-8")
     setup(
         long_description=package_page(text, repository, version) if repository else text,
         long_description_content_type="text/markdown",

@@ -54,7 +54,7 @@ class Records:
         if self._path is None:
             return
         record = {"config": config, "environment": self._environment, "result": result}
-        with self._path.open("a") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
 
@@ -106,7 +106,7 @@ def _revision() -> str:
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
-        for line in info.read_text().splitlines():
+        for line in info.read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

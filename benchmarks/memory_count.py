@@ -95,9 +95,9 @@ def config_of(case: dict[str, Any], folder: Path, *, width: int) -> RunConfig:
 
 def _own_peak(pid: int) -> int:
     """Bytes that only this process has had at most until now."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
     shared = sum(int(line.split()[1]) for line in lines if line.startswith("Shared_"))
-    status = Path(f"/proc/{pid}/status").read_text()
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     return 1024 * (int(status.partition("VmHWM:")[2].split()[0]) - shared)
 
 
@@ -109,7 +109,7 @@ def peaks(config: RunConfig, folder: Path) -> dict[int, int]:
     """
     write_config(config, folder / "run.toml")
     command = [sys.executable, "-m", "thinpipe.launch", "train", str(folder / "run.toml")]
-    with (folder / "log").open("w") as log:
+    with (folder / "log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     found: dict[int, int] = {}
     limit_s = time.monotonic() + _LIMIT_S
@@ -122,7 +122,7 @@ def peaks(config: RunConfig, folder: Path) -> dict[int, int]:
         process.kill()
         code = process.wait()
     if code:
-        raise RuntimeError((folder / "log").read_text())
+        raise RuntimeError((folder / "log").read_text(encoding="utf-8"))
     return found
 
 

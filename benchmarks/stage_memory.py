@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
         folder = options.model or options.write or Path(scratch)
         if options.model is None:
             folder.mkdir(exist_ok=True)
-            (folder / "config.json").write_text(json.dumps(_GPT2_XL))
+            (folder / "config.json").write_text(json.dumps(_GPT2_XL), encoding="utf-8")
         if options.write is not None:
             write_weights(folder)
         heads = ("stage", "parameters", "MB fp32", "peak MB", "files", "seconds")
@@ -71,7 +71,7 @@ def write_weights(folder: Path, *, shard_nbytes: int = _SHARD_NBYTES) -> None:
                 flush()
     if shard:
         flush()
-    (folder / INDEX).write_text(json.dumps({"weight_map": places}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": places}), encoding="utf-8")
 
 
 def measure(folder: Path, stage: int | None, stages: int) -> dict[str, float]:
@@ -100,7 +100,7 @@ def measure(folder: Path, stage: int | None, stages: int) -> dict[str, float]:
 
 def _peak_kib() -> int:
     """Peak resident memory of this program; getrusage would include the parent's."""
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.partition("VmHWM:")[2].split()[0])
 
 

@@ -85,12 +85,12 @@ def main(kinds: list[str]) -> None:
         step, disk, reason = _try(kind)
         print(f"{kind:28} {step:10} {disk:11} {reason}", flush=True)
         rows[kind] = f"| {kind} | {step} | {disk} | {reason} |"
-    PAGE.write_text(_page([rows[kind] for kind in sorted(rows)]))
+    PAGE.write_text(_page([rows[kind] for kind in sorted(rows)]), encoding="utf-8")
 
 
 def _rows() -> dict[str, str]:
     """Rows of the page as it is, by family."""
-    lines = PAGE.read_text().splitlines()
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
     table = lines[lines.index("|---|---|---|---|") + 1 :]
     return {line.split("|")[1].strip(): line for line in table if line}
 

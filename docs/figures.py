@@ -55,7 +55,7 @@ def main() -> None:
 
 def _speed_png() -> bytes:
     """Tokens per second by rate of the links, one line per method."""
-    page = _RESULTS.read_text()
+    page = _RESULTS.read_text(encoding="utf-8")
     (table,) = re.findall(r"^## 8 microbatches$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     speeds = {

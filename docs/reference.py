@@ -40,14 +40,15 @@ to `""` is as if the other file did not set it, and `--set section.key=` as if n
 def write(folder: Path, *, pages: Path) -> None:
     """Write into `folder`; pages that the index does not list are about algorithms."""
     folder.mkdir(exist_ok=True)
-    (folder / "settings.md").write_text(_settings())
-    (folder / "commands.md").write_text(_commands())
-    listed = {"index", *(pages / "index.md").read_text().splitlines()}
+    (folder / "settings.md").write_text(_settings(), encoding="utf-8")
+    (folder / "commands.md").write_text(_commands(), encoding="utf-8")
+    listed = {"index", *(pages / "index.md").read_text(encoding="utf-8").splitlines()}
     others = sorted(page.stem for page in pages.glob("*.md") if page.stem not in listed)
     entries = "\n".join(f"/{name}" for name in others)
     (folder / "algorithms.md").write_text(
         f"# Algorithms\n\nOne page each: the equations, and the files that hold them.\n\n"
-        f"```{{toctree}}\n:maxdepth: 1\n\n{entries}\n```\n"
+        f"```{{toctree}}\n:maxdepth: 1\n\n{entries}\n```\n",
+        encoding="utf-8",
     )
 
 

@@ -93,7 +93,7 @@ class MoveConfig(ExchangeOptions):
     @model_validator(mode="after")
     def _can_be_built(self) -> "MoveConfig":
         exact_fraction(self.choice.subset)
-        assert self.codec(self.choice)
+        self.codec(self.choice)  # refuses what it cannot be
         if self.budget == "auto" and not self.delayed:
             raise ValueError(
                 'budget = "auto" fills the time beside forward and backward, which delayed = false '

@@ -1,5 +1,6 @@
 """The command line: `thinpipe train run.toml`."""
 
+import io
 import logging
 import os
 import sys
@@ -215,7 +216,9 @@ app.command(context_settings={"allow_interspersed_args": False})(shaped)
 
 def main() -> None:
     """The command line of this process; `launch/__main__.py` calls it."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what the user's locale lacks is shown as ?
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # dumps schedules
     run_app(app)
 

@@ -91,8 +91,8 @@ def written() -> str:
 
 def answer() -> None:
     """Print what the words so far can become, and end the process."""
-    skeleton(json.loads(LIST.read_text()))(prog_name="thinpipe")
+    skeleton(json.loads(LIST.read_text(encoding="utf-8")))(prog_name="thinpipe")
 
 
 if __name__ == "__main__":
-    LIST.write_text(written())
+    LIST.write_text(written(), encoding="utf-8")

@@ -26,3 +26,17 @@ def free_port() -> int:
                 continue
             claim.detach()  # stays open
         return port
+
+
+def _has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            return False
+    return True
+
+
+HAS_IPV6 = _has_ipv6()
+LOOPBACK = "[::1]" if HAS_IPV6 else "127.0.0.1"
+"""For `--rdzv`: IPv6 where there is any."""

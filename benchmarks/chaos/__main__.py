@@ -53,12 +53,12 @@ def main() -> None:
 
 def _write(file: Path | None, outcome: Outcome) -> None:
     if file is not None:
-        with file.open("a") as lines:
+        with file.open("a", encoding="utf-8") as lines:
             lines.write(f"{json.dumps(asdict(outcome))}\n")
 
 
 def _read(file: Path) -> list[Outcome]:
-    return [Outcome(**json.loads(line)) for line in file.read_text().splitlines()]
+    return [Outcome(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def _show(outcomes: Sequence[Outcome]) -> bool:

@@ -156,7 +156,7 @@ def _older_step(root: Path, _: random.Random) -> None:
 
 
 def _wrong_latest(root: Path, _: random.Random) -> None:
-    (root / "latest").write_text("step-99999\n")
+    (root / "latest").write_text("step-99999\n", encoding="utf-8")
 
 
 HARMS: dict[str, Harm] = {

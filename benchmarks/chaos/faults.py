@@ -223,12 +223,12 @@ def _out_of_memory(scene: Scene) -> None:
     group = Path(f"/sys/fs/cgroup/memory/thinpipe-chaos-{os.getpid()}")
     group.mkdir(exist_ok=True)
     try:
-        (group / "memory.limit_in_bytes").write_text("65536")
+        (group / "memory.limit_in_bytes").write_text("65536", encoding="utf-8")
         scene.begin()
-        (group / "cgroup.procs").write_text(str(victim.pid))
+        (group / "cgroup.procs").write_text(str(victim.pid), encoding="utf-8")
         scene.wait(lambda: not victim.is_running() or victim.status() == "zombie")
     finally:
-        scene.machines.wait(lambda: not (group / "cgroup.procs").read_text(), 10)
+        scene.machines.wait(lambda: not (group / "cgroup.procs").read_text(encoding="utf-8"), 10)
         group.rmdir()
 
 

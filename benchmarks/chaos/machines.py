@@ -60,7 +60,7 @@ class Machines:
         self.folder, self._settings = folder, settings
         folder.mkdir()
         self.file, self.key = folder / "run.toml", folder / "run.key"
-        self.file.write_text(config)
+        self.file.write_text(config, encoding="utf-8")
         keys.new(self.key)
         for host in range(HOSTS):
             self._mount(self.disk(host))
@@ -163,7 +163,9 @@ class Machines:
     def text(self) -> str:
         """All that all hosts have printed."""
         logs = [self._log(host) for host in range(HOSTS)]
-        return "\n".join(f"== {log.name}\n{log.read_text()}" for log in logs if log.exists())
+        return "\n".join(
+            f"== {log.name}\n{log.read_text(encoding='utf-8')}" for log in logs if log.exists()
+        )
 
     def steps(self) -> int:
         """How many steps are in the metrics."""

@@ -88,6 +88,6 @@ def _read(memory: FileIO, begin: int, end: int) -> bytes:
 
 
 def _regions(pid: int) -> list[tuple[int, int]]:
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines()
     found = (_WRITABLE.match(line) for line in lines)
     return [(int(m[1], 16), int(m[2], 16)) for m in found if m]

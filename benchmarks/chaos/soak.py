@@ -179,7 +179,7 @@ def main() -> None:
     if options.out is not None:
         rows = [*map(asdict, outcomes), *map(asdict, samples)]
         lines = [json.dumps(row) for row in rows]
-        options.out.write_text("\n".join(lines) + "\n")
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(table(outcomes), "\n\n", show_growth(growth(samples)), sep="")
     count = sum(outcome.kind != END for outcome in outcomes)
     print(f"\n{workload.steps} steps, {count} faults, {time.monotonic() - start_s:.0f} s")

@@ -30,7 +30,7 @@ class FaultyWire:
 
     def flip(self, seed: int) -> None:
         """Flip a bit in the next bytes that pass."""
-        self._order.write_text(str(seed))
+        self._order.write_text(str(seed), encoding="utf-8")
 
     @property
     def flipped(self) -> bool:
@@ -72,6 +72,6 @@ def _damaged(data: bytearray, order: Path) -> bytearray:
         os.replace(order, taken)
     except FileNotFoundError:
         return data
-    chance = random.Random(taken.read_text())
+    chance = random.Random(taken.read_text(encoding="utf-8"))
     data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
     return data

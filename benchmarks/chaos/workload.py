@@ -77,13 +77,15 @@ class Workload:
     def config(self) -> str:
         """The run file; its text is written too."""
         text = self.folder / "text.txt"
-        text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(4000)))
+        text.write_text(
+            "".join(f"{n} squared is {n * n}.\n" for n in range(4000)), encoding="utf-8"
+        )
         return _CONFIG.format(text=text, epochs=self.epochs, save_every=self.save_every)
 
     def calm(self) -> "Calm":
         """What it ends with on one machine, where nothing disturbs it."""
         place, file = self.folder / f"calm {self.layout}", self.folder / "calm.toml"
-        file.write_text(self.config)
+        file.write_text(self.config, encoding="utf-8")
         words = [sys.executable, "-P", "-m", "thinpipe.launch", "train", str(file)]
         for setting in (f"run.folder={place}", *self.settings):
             words += ["--set", setting]

@@ -124,7 +124,7 @@ def prepare(texts: Texts, scale: Scale) -> Path:
     for file in texts.tokenizer.iterdir():
         if file.suffix in (".json", ".txt"):
             shutil.copyfile(file, config / file.name)
-    (config / "config.json").write_text(json.dumps(_architecture(config, scale)))
+    (config / "config.json").write_text(json.dumps(_architecture(config, scale)), encoding="utf-8")
     lines = texts.train.read_bytes().splitlines(keepends=True)
     (texts.out / "first.txt").write_bytes(b"".join(lines[: len(lines) * 7 // 10]))
     (texts.out / "rest.txt").write_bytes(b"".join(lines[len(lines) * 7 // 10 :]))
@@ -168,7 +168,7 @@ def fine_tune(texts: Texts, scale: Scale, model: Path, *, method: str, seed: int
 
 
 def _architecture(folder: Path, scale: Scale) -> dict[str, Any]:
-    vocabulary = json.loads((folder / "vocab.json").read_text())
+    vocabulary = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
     return {
         "model_type": "gpt2",
         "architectures": ["GPT2LMHeadModel"],
@@ -205,9 +205,9 @@ def _train(out: Path, name: str, run: Mapping[str, Any]) -> Path:
     settings = tomlkit.dumps({**run, "run": place, "checkpoint": {"keep": 1}})
     if not (folder / "report.html").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        file.write_text(settings)
+        file.write_text(settings, encoding="utf-8")
         _thinpipe("train", str(file))
-    elif file.read_text() != settings:
+    elif file.read_text(encoding="utf-8") != settings:
         raise ValueError(
             f"{folder}: was run with the settings of {file}, which differ from the requested ones; "
             "remove the folder or use another --out"

@@ -138,7 +138,10 @@ def _ratio(epochs: Sequence[Epoch]) -> float:
 
 def read_outcomes(path: Path) -> list[Outcome]:
     """The outcomes in a file of records, one JSON object per line."""
-    results = [json.loads(line)["result"]["outcome"] for line in path.read_text().splitlines()]
+    results = [
+        json.loads(line)["result"]["outcome"]
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
     return [
         Outcome(**{**found, "epochs": tuple(Epoch(**epoch) for epoch in found["epochs"])})
         for found in results

@@ -9,9 +9,12 @@ _ACCEPTABLE, _LABEL, _TEXT = "1", 1, 3  # CoLA's columns
 
 def write_text(path: Path, *, texts: Sequence[Path], labelled: Path) -> None:
     """Acceptable sentences of `labelled`, one per line, then `texts` detokenized."""
-    rows = [line.split("\t") for line in labelled.read_text().splitlines()]
+    rows = [line.split("\t") for line in labelled.read_text(encoding="utf-8").splitlines()]
     sentences = [row[_TEXT] for row in rows if row[_LABEL] == _ACCEPTABLE]
-    path.write_text("\n".join([*sentences, *(_spelled(text.read_text()) for text in texts)]))
+    path.write_text(
+        "\n".join([*sentences, *(_spelled(text.read_text(encoding="utf-8")) for text in texts)]),
+        encoding="utf-8",
+    )
 
 
 def write_tokenizer(folder: Path, text: Path, *, vocab: int) -> None:

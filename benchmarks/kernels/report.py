@@ -20,7 +20,7 @@ _SIZE_NAMES = {values: name for name, values in SIZES.items()}
 def load(path: Path) -> list[Row]:
     """The measurements of a file; several of one kind become their median by speed."""
     found: dict[tuple[object, ...], list[Row]] = {}
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         row = Row(**json.loads(line))
         key = (row.kernel, row.backend, row.bits, row.rounding, row.elements, row.threads)
         found.setdefault(key, []).append(row)

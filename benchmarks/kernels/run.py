@@ -198,7 +198,7 @@ def publish(row: Row, path: Path | None) -> None:
         flush=True,
     )
     if path is not None:
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(row)) + "\n")
 
 

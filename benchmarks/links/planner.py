@@ -143,7 +143,7 @@ def _measure_real(config: RunConfig, spec: NetworkSpec, links: Network, steps: i
 
 def _real(host: int, config: RunConfig, steps: int) -> tuple[list[BlockCost], tuple[float, ...]]:
     """Run on one host: measure the blocks at the same time as the others, then train."""
-    _SLOW_START.write_text("0")
+    _SLOW_START.write_text("0", encoding="utf-8")
     dist.init_process_group("gloo", timeout=timedelta(seconds=_LIMIT_S))
     transport = GlooTransport(config.pipeline.stages, 1, timeout_s=_LIMIT_S)
     dist.barrier()

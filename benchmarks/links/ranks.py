@@ -92,7 +92,7 @@ def when_all_arrived(transport: GlooTransport) -> float:
 def run_host(host: int, plan: Plan, set_rate: SetRate) -> list[RankResult]:
     """Measure as one host of an emulated network."""
     if plan.keep_window:
-        _SLOW_START.write_text("0")
+        _SLOW_START.write_text("0", encoding="utf-8")
     with default_group(_TIMEOUT_S, plan.key):
         return run_rank(plan, set_rate)
 

@@ -122,7 +122,7 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
     """One JSON object per line."""
     facts = environment()
     lines = [json.dumps(asdict(row) | {"environment": facts}) for row in rows]
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:

@@ -67,7 +67,7 @@ def _try(case: Case, folder: Path) -> tuple[int | str, str, float]:
     else:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return code, out.read_text(errors="replace"), time.monotonic() - since_s
+    return code, out.read_text(errors="replace", encoding="utf-8"), time.monotonic() - since_s
 
 
 def _be(case: Case, folder: Path, out: Path) -> None:

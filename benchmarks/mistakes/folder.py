@@ -79,7 +79,7 @@ def write_good(folder: Path) -> None:
     good = {"run.toml": RUN, "hosts.toml": HOSTS, "mymodel.py": MODEL, "mine.py": PROGRAM}
     good["text.txt"] = "the quick brown fox jumps over the lazy dog, again\n" * 400
     for name, text in good.items():
-        (folder / name).write_text(text)
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def spoil(case: Case, good: Path, folder: Path) -> None:
@@ -88,9 +88,9 @@ def spoil(case: Case, good: Path, folder: Path) -> None:
     if case.swap is not None:
         before, after = case.swap
         path = folder / "run.toml"
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         assert before in text, case
-        path.write_text(text.replace(before, after, 1))
+        path.write_text(text.replace(before, after, 1), encoding="utf-8")
     for name, content in case.files.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)

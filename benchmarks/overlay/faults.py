@@ -93,13 +93,13 @@ def ended(start: Callable[[], HostsRun]) -> Iterator[Ended]:
 
 def _ended(run: HostsRun, kind: str, disturb: Callable[[HostsRun], None], expected: str) -> Ended:
     hosts = range(run.hosts)
-    printed = [len(run.log(host).read_text()) for host in hosts]
+    printed = [len(run.log(host).read_text(encoding="utf-8")) for host in hosts]
     known: dict[int, float] = {}
     start_s = time.monotonic()
 
     def listen() -> None:
         for host in hosts:
-            text = run.log(host).read_text()[printed[host] :]
+            text = run.log(host).read_text(encoding="utf-8")[printed[host] :]
             if host not in known and re.search(expected, text):
                 known[host] = time.monotonic() - start_s
 

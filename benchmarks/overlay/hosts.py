@@ -42,7 +42,7 @@ class HostsRun:
         self._net, self._settings, self._options = net, settings, options
         self._own = own or {}
         self.file, self.key = folder / "run.toml", folder / "run.key"
-        self.file.write_text(config)
+        self.file.write_text(config, encoding="utf-8")
         keys.new(self.key)
         self.codes: dict[int, int] = {}
         self.ended_s: dict[int, float] = {}
@@ -72,12 +72,12 @@ class HostsRun:
 
     def text(self) -> str:
         """What all hosts printed."""
-        return "\n".join(self.log(host).read_text() for host in range(self.hosts))
+        return "\n".join(self.log(host).read_text(encoding="utf-8") for host in range(self.hosts))
 
     def steps(self) -> int:
         """How many steps were trained so far."""
         metrics = self.folder / "0" / "metrics.jsonl"
-        return metrics.read_text().count("\n") if metrics.exists() else 0
+        return metrics.read_text(encoding="utf-8").count("\n") if metrics.exists() else 0
 
     def records(self) -> list[StepRecord]:
         """The metrics so far."""

@@ -55,7 +55,7 @@ def _network() -> ShapedNetwork:
 
 def _start(net: ShapedNetwork, folder: Path, name: str, epochs: int) -> HostsRun:
     text = folder / "text.txt"
-    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(8000)))
+    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(8000)), encoding="utf-8")
     (folder / name).mkdir()
     config = CONFIG.format(text=text, epochs=epochs)
     return HostsRun(net, folder / name, config, hosts=HOSTS)

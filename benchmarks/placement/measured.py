@@ -157,7 +157,7 @@ def measure(cluster: Cluster, grid_RP: Ints, plan: Plan) -> tuple[float, ...]:
 
 
 def _host(host: int, grid_RP: Ints, speeds: Sequence[float], plan: Plan) -> list[RankResult]:
-    _SLOW_START.write_text("0")
+    _SLOW_START.write_text("0", encoding="utf-8")
     assert plan.shape is not None
     os.environ["RANK"] = str(int(np.flatnonzero(grid_RP.ravel() == host)[0]))
     os.environ["MASTER_ADDR"] = host_address(int(grid_RP[0, 0]))

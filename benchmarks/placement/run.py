@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="*", default=[8, 64, 256, 1000])
     options = parser.parse_args()
     records, rows = Records(options.json), []
-    networks = json.loads(options.networks.read_text()) if options.networks else {}
+    networks = json.loads(options.networks.read_text(encoding="utf-8")) if options.networks else {}
     clusters = {name: parse_cluster(content) for name, content in networks.items()}
 
     def every() -> Iterator[Row]:

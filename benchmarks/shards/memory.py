@@ -31,7 +31,9 @@ SETTINGS: dict[Kind, dict[str, str]] = {
 
 
 def _megabytes(field: str) -> float:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    line = next(
+        line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith(field)
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -57,7 +59,7 @@ def _train(
             {"method": "qsdp", "weight_rounding": "stochastic", **SETTINGS[kind]}
         )
         run, held = sharded, StageShards([sharded], peers, config, seed=rank)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here on
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak counts from here on
     optimizer = torch.optim.AdamW(run.parameters(), lr=1e-4)
     for step in range(3):  # differences begin with the second
         if held is not None:
@@ -69,7 +71,7 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
     peak = _megabytes("VmHWM") - before
-    Path(folder, f"{rank}").write_text(f"{peak} {numel}")
+    Path(folder, f"{rank}").write_text(f"{peak} {numel}", encoding="utf-8")
     transport.close()
     dist.destroy_process_group()
 
@@ -80,7 +82,9 @@ def measure(shards: int, kind: Kind, model: TransformerConfig, first: int) -> tu
         torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
             _train, args=(shards, kind, model, first, folder), nprocs=shards
         )
-        found = [Path(folder, f"{rank}").read_text().split() for rank in range(shards)]
+        found = [
+            Path(folder, f"{rank}").read_text(encoding="utf-8").split() for rank in range(shards)
+        ]
     return max(float(peak) for peak, _ in found), int(found[0][1])
 
 

@@ -41,7 +41,7 @@ class Config(LocalStepsConfig):
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "Config":
-        assert self.codec
+        _ = self.codec  # refuses what it cannot be
         return self
 
     @property

@@ -35,7 +35,7 @@ class Config(ExchangeOptions):
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "Config":
-        assert self.codec
+        _ = self.codec  # refuses what it cannot be
         return self
 
     @property

@@ -130,7 +130,7 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
         BlockingIOError: another run holds it.
     """
     path = folder / _LOCK
-    file = path.open("a")  # keeps another run's name while it holds the lock
+    file = path.open("a", encoding="utf-8")  # keeps another run's name while it holds the lock
     try:
         if not disk.lock(file):
             disk.warn_once(
@@ -151,7 +151,7 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
 def _owner(folder: Path) -> _Owner | None:
     """The owner of the folder's lock, if it can be read."""
     try:
-        return _Owner(**json.loads((folder / _LOCK).read_text()))
+        return _Owner(**json.loads((folder / _LOCK).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None
 

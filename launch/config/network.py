@@ -29,8 +29,8 @@ def _as_listen(text: str) -> str:
             parse_endpoint(text)
         except ValueError:
             raise ValueError(
-                f'listen = {text!r}: write an address and a port, as in 0.0.0.0:29500, or "none" '
-                "if no other machine can reach this one"
+                f"listen = {text!r}: write an address and a port, as in 0.0.0.0:29500 or "
+                '[::]:29500, or "none" if no other machine can reach this one'
             ) from None
     return text
 

@@ -343,7 +343,7 @@ def load_run(folder: Path, *, functions: Functions | None = None) -> RunConfig:
 def write_config(config: RunConfig, path: Path) -> None:
     """Write the resolved config as TOML; reading it back gives an equal one."""
     fields = config.model_dump(mode="json", exclude_none=True)
-    path.write_text(tomlkit.dumps(fields))
+    path.write_text(tomlkit.dumps(fields), encoding="utf-8")
 
 
 def _check_sizes(config: RunConfig) -> None:

@@ -156,7 +156,7 @@ def _configured_end(folder: Path) -> str | None:
     if not file.is_file():
         return None
     try:
-        end = json.loads(file.read_text()).get("eos_token")
+        end = json.loads(file.read_text(encoding="utf-8")).get("eos_token")
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{file}: not a JSON object ({error}); correct or remove it") from None
     found = end.get("content") if isinstance(end, dict) else end

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,8 @@ from thinpipe.launch.distributed.network import (
 )
 from thinpipe.launch.distributed.restarts import STOPPED
 from thinpipe.launch.distributed.stopping import Stop
-from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.host.resources import usable_cores
+from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.overlay.control import OverlayError
 
 _LOCAL_JOIN_S = 60.0
@@ -89,8 +90,6 @@ def run_node(
             f"pipeline.placement: this machine is {own!r} (network.name), which it does not name; "
             f"it has {', '.join(dict.fromkeys(nodes.placed))}: correct one of the two"
         )
-    # torch looks up the names of addresses; where no name server answers, that took 20 s
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     fork_server.start()  # imports while the others join
     with Stop() as stop:
         try:
@@ -141,6 +140,7 @@ def _launch(
             "environment": environment,
             "killed": killed,
             "stop": stop,
+            "restarts": nodes.max_restarts,
         },
         max_restarts=nodes.max_restarts,
         start_method=fork_server.START_METHOD,
@@ -212,11 +212,15 @@ def ranks_here() -> Sequence[int]:
 
 
 def rank_threads(processes: int) -> int:
-    """Compute threads of each of `processes` ranks on this machine: OMP_NUM_THREADS if set, else
-    `threads_per_rank`.
+    """Compute threads of each of `processes` ranks on this machine: OMP_NUM_THREADS if set to a
+    number, else `threads_per_rank`.
     """
-    setting = os.environ.get("OMP_NUM_THREADS")
-    return int(setting) if setting else threads_per_rank(usable_cores(), processes)
+    setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # more: nested levels
+    return (
+        int(setting)
+        if re.fullmatch(r" *0*[1-9]\d* *", setting)
+        else threads_per_rank(usable_cores(), processes)
+    )
 
 
 def threads_per_rank(cores: int, processes: int) -> int:

@@ -52,6 +52,7 @@ def start() -> None:
         resource_tracker.ensure_running()  # which ends at SIGHUP otherwise
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)  # it has lifted a part
         with _environment(settings):
+            resource_tracker.ensure_running()
             forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -64,7 +64,8 @@ def _listening(address: str) -> set[int]:
     for descriptor in _descriptors():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
             listens = found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if listens and found.family == socket.AF_INET and found.getsockname()[0] == address:
+            internet = found.family in (socket.AF_INET, socket.AF_INET6)
+            if listens and internet and found.getsockname()[0] == address:
                 ports.add(found.getsockname()[1])
     return ports
 

@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.store import connect_store, hold_store
+from thinpipe.launch.host.interfaces import format_endpoint, resolve, serve
 from thinpipe.pipeline.comm.transport import Transport
 
 _READ_WAIT_S = 60.0
@@ -62,7 +63,7 @@ def open_store(rank: int, *, wait_s: float, server: socket.socket | None = None)
         except RuntimeError:
             raise HandshakeError(_absent([0], wait_s)) from None
     try:
-        return hold_store(server or socket.create_server((host, port)), wait_s=wait_s)
+        return hold_store(server or serve((resolve(host), port)), wait_s=wait_s)
     except OSError as error:
         raise HandshakeError(
             f"rank 0 cannot listen at {_address()}: {error.strerror}; give all ranks a MASTER_ADDR "
@@ -206,7 +207,7 @@ def _absent(ranks: Collection[int], wait_s: float) -> str:
 def _address() -> str:
     """Where ranks meet, for messages."""
     host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-    return f"{host}:{port}" if host and port else "the rendezvous host"
+    return format_endpoint(host, int(port)) if host and port else "the rendezvous host"
 
 
 def _variable(name: str) -> str:

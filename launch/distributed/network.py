@@ -5,23 +5,26 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Any
 
 from thinpipe.launch.config.network import NOT_LISTENING, NetworkConfig
 from thinpipe.launch.host.interfaces import (
     Interface,
+    family_of,
+    format_endpoint,
     interface_to,
     interfaces,
     is_own_address,
     parse_endpoint,
     reachable_address,
     resolve,
+    serve,
 )
 from thinpipe.launch.overlay.control import ADDRESS as OVERLAY
 from thinpipe.launch.overlay.control import OverlayError
-from thinpipe.launch.overlay.membership import natural
+from thinpipe.launch.overlay.membership import MOST_HOSTS, natural
 from thinpipe.launch.overlay.process import Overlay
 from thinpipe.launch.overlay.settings import Settings
 
@@ -92,6 +95,7 @@ class HostNetwork:
 
 def one_machine() -> HostNetwork:
     """A run that does not leave this machine."""
+    _limit_lookups()
     return _openly("", LOOPBACK, (LOOPBACK, 0))
 
 
@@ -111,6 +115,9 @@ def several_machines(
             endpoint cannot be resolved or reached.
         OverlayError: not all hosts joined.
     """
+    if hosts > MOST_HOSTS:
+        raise ValueError(f"--nnodes = {hosts}: a run has at most {MOST_HOSTS} machines")
+    _limit_lookups()
     host, port = parse_endpoint(endpoint)
     address = reachable_address(host)
     if ip_address(address).is_loopback:
@@ -129,15 +136,19 @@ def several_machines(
             f'network.listen = "none": {endpoint} (--rdzv) is this machine, which the others must '
             "reach; remove the setting here, or name another machine with --rdzv"
         )
-    server = socket.create_server((LOOPBACK, 0)) if coordinates else None
+    listen = config.listens_at(_chosen_interface(address).address, port)
+    server = serve((LOOPBACK, 0)) if coordinates else None
     overlay = Overlay(
         Settings(
             name=config.own_name(),
             key_file=config.find_key(),
             needed=hosts,
-            listen=config.listens_at(_chosen_interface(address).address, port),
+            listen=listen and _resolved(listen, "network.listen"),
             coordinator=None if coordinates else (address, port),
-            peers={name: parse_endpoint(where) for name, where in config.peers.items()},
+            peers={
+                name: _resolved(parse_endpoint(where), f"network.peers.{name}")
+                for name, where in config.peers.items()
+            },
             patience_s=config.patience_s,
             store_port=server.getsockname()[1] if server is not None else None,
         )
@@ -177,7 +188,8 @@ def join_as_rank(
             "with `thinpipe train --nnodes` on every machine, or, on a network where you trust "
             "everyone, set network.trusted = true"
         )
-    network = several_machines(config, f"{master}:{port}", hosts, limit_s=limit_s, log=log)
+    endpoint = format_endpoint(master, int(port))
+    network = several_machines(config, endpoint, hosts, limit_s=limit_s, log=log)
     os.environ.update(network.environment)
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = network.store[0], str(network.store[1])
     return network
@@ -186,14 +198,30 @@ def join_as_rank(
 def _chosen_interface(other: str) -> Interface:
     """The one that GLOO_SOCKET_IFNAME names, if another host can reach it."""
     named = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", ""))
-    return interface_to(other) if named is None or named.is_loopback else named
+    if named is None or named.is_loopback:
+        return interface_to(other)
+    same = [own for own in named.addresses if family_of(own) == family_of(other)]
+    return replace(named, address=same[0]) if same else interface_to(other)
+
+
+def _limit_lookups() -> None:
+    """glibc waits up to 20 s for each name, and torch looks up those of this host's addresses."""
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+
+
+def _resolved(where: tuple[str, int], setting: str) -> tuple[str, int]:
+    """With an address for the name: the carrier must not wait for a name server."""
+    try:
+        return resolve(where[0]), where[1]
+    except ValueError as error:
+        raise ValueError(f"{setting} = {format_endpoint(*where)}: {error}") from None
 
 
 def _openly(endpoint: str, address: str, store: tuple[str, int], name: str = "") -> HostNetwork:
     """Without an overlay; the first process at the store's address, if it is ours, holds it."""
     server = None
     with contextlib.suppress(OSError):  # not ours, or another process was first
-        server = socket.create_server(store)
-        store = server.getsockname()
+        server = serve(store)
+        store = server.getsockname()[:2]
     order = [[list(part) for part in natural(name)], address]  # the same after JSON
     return HostNetwork(endpoint, address, store, server, order, secrets.token_hex(8))

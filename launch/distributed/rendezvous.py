@@ -66,6 +66,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         limit_s=limit_s,
         killed=killed,
         stop=parameters.get("stop"),
+        restarts=parameters.get("restarts"),
     )
 
 
@@ -85,13 +86,15 @@ class Rendezvous(RendezvousHandler):
         limit_s: float,
         killed: list[str],
         stop: Stop,
+        restarts: int,
     ) -> None:
         """Open the store, or connect to it. `environment` of ranks gets the number of the round;
         `killed` is filled elsewhere with what was killed in a round, and emptied here. `stop`
-        learns when there are no ranks to answer signals.
+        learns when there are no ranks to answer signals. Without `restarts` nobody comes later.
         """
         self._network, self._hosts, self._limit_s = network, hosts, limit_s
         self._environment, self._killed, self._stop = environment, killed, stop
+        self._restarts = restarts
         self._wait = None
         if hosts > 1:
             self._wait = _Wait(hosts, network.endpoint, limit_s, silent=network.overlay is not None)
@@ -167,7 +170,7 @@ class Rendezvous(RendezvousHandler):
             return 0
         self._looked_s = time.monotonic()
         try:
-            return int(self._store.add("posts", 0) > self._posts)
+            return int(self._store.add("posts", 0) > self._posts and self._restarts > 0)
         except RuntimeError as error:
             raise RendezvousConnectionError(str(error).splitlines()[0]) from None
 
@@ -206,6 +209,8 @@ class Rendezvous(RendezvousHandler):
                 found = json.loads(self._store.get(f"go/{number}"))
                 rank, round_, posts, self._names = found
                 return rank, round_, posts
+            if self._store.check(["full"]):
+                raise RendezvousTimeoutError(self._store.get("full").decode())
             if self._store.check(["refused"]):
                 raise RendezvousTimeoutError(self._store.get("refused").decode())
             if self._round and (why := refused_restarts(self._tcp)) is not None:
@@ -258,6 +263,10 @@ class Rendezvous(RendezvousHandler):
         for rank, (_, number, _) in enumerate(going):
             go = [rank, self._round + 1, self._handled, names]
             self._store.set(f"go/{number}", json.dumps(go))
+        if not self._restarts:
+            listed = ", ".join(name or "unnamed" for name in names)
+            text = f"the run there has its {self._hosts} machines already ({listed})"
+            self._store.set("full", f"{text}; was one of them started twice?")
 
     def _missing(self) -> str:
         """The hosts that have not come, as far as they are known here."""

@@ -21,10 +21,11 @@ def connect_store(address: tuple[str, int], *, wait_s: float) -> TCPStore:
 
 def hold_store(server: socket.socket, *, wait_s: float) -> TCPStore:
     """A store at a listening socket, which it takes over."""
-    address: tuple[str, int] = server.getsockname()
+    host, port = server.getsockname()[:2]
     timeout = timedelta(seconds=max(1.0, wait_s))
     return TCPStore(
-        *address,
+        host,
+        port,
         None,
         True,
         timeout,

@@ -70,7 +70,7 @@ def _report(message: str, reading: int) -> None:
 def _memory_kills() -> int:
     """How many processes this machine has killed for want of memory."""
     try:
-        lines = _VMSTAT.read_text().splitlines()
+        lines = _VMSTAT.read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

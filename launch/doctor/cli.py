@@ -34,7 +34,12 @@ from thinpipe.launch.doctor.host import (
 from thinpipe.launch.doctor.links import listen, measure_links
 from thinpipe.launch.doctor.report import as_network, draw_links, show_links, show_results
 from thinpipe.launch.doctor.result import CheckResult, problem
-from thinpipe.launch.host.interfaces import interface_to, parse_endpoint, reachable_address
+from thinpipe.launch.host.interfaces import (
+    format_endpoint,
+    interface_to,
+    parse_endpoint,
+    reachable_address,
+)
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.overlay.control import OverlayError
 
@@ -147,7 +152,7 @@ class _Diagnosis:
                 self.results += [check_key(config)]
         return several_machines(
             config.model_copy(update={"patience_s": patience_s}),
-            f"{host}:{port}",
+            format_endpoint(host, port),
             self._nnodes,
             limit_s=self._wait_s,
             log=typer.echo,

@@ -13,6 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-e
 
 from thinpipe.launch.distributed.network import HostNetwork
 from thinpipe.launch.distributed.store import connect_store, hold_store
+from thinpipe.launch.host.interfaces import format_endpoint
 
 
 class DoctorError(RuntimeError):
@@ -67,8 +68,7 @@ def join_group(network: HostNetwork, hosts: int, *, wait_s: float) -> HostGroup:
     Raises:
         DoctorError: the store cannot be reached, or a host did not join in time.
     """
-    address, port = network.store
-    where = network.endpoint or f"{address}:{port}"
+    where = network.endpoint or format_endpoint(*network.store)
     is_server = network.server is not None
     store = _open(network, wait_s)
     with _name_lost_host(f"waiting for hosts to join at {where}"):
@@ -109,8 +109,8 @@ def _open(network: HostNetwork, wait_s: float) -> TCPStore:
     try:
         return connect_store(network.store, wait_s=wait_s)
     except RuntimeError as error:
-        address, port = network.store
-        raise DoctorError(f"{address}:{port}: {str(error).splitlines()[0]}") from None
+        where = format_endpoint(*network.store)
+        raise DoctorError(f"{where}: {str(error).splitlines()[0]}") from None
 
 
 def _reach(address: str, port: int, wait_s: float) -> None:
@@ -141,7 +141,8 @@ def _reach(address: str, port: int, wait_s: float) -> None:
 
     if not _until(connected, wait_s):
         raise DoctorError(
-            f"{address}:{port} cannot be reached from {socket.gethostname()}: {reason}"
+            f"{format_endpoint(address, port)} cannot be reached from {socket.gethostname()}: "
+            f"{reason}"
         )
 
 

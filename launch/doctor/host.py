@@ -219,6 +219,6 @@ def _largest(name: str) -> int:
 
 def _sysctl(name: str, default: str) -> str:
     try:
-        return (_SYSCTL / name).read_text().strip()
+        return (_SYSCTL / name).read_text(encoding="utf-8").strip()
     except OSError:
         return default

@@ -11,13 +11,18 @@ from thinpipe.launch.distributed.network import HostNetwork
 from thinpipe.launch.doctor.group import DoctorError, HostGroup
 from thinpipe.launch.doctor.host import HostInfo
 from thinpipe.launch.doctor.rounds import Progress, own_links
+from thinpipe.launch.host.interfaces import serve
 from thinpipe.launch.host.links import Pair
 from thinpipe.launch.host.tcp_probe import answer_pings, flood, payload_bps, ping
 from thinpipe.launch.overlay.process import Overlay
 
 _CONNECT_S = 3.0
 _POLL_S = 0.05
-_IP_MTU = 14  # not in the socket module
+_MTU_OF = {
+    socket.AF_INET: (socket.IPPROTO_IP, 14),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, 24),
+}
+"""The options IP_MTU and IPV6_MTU, which are not in the socket module."""
 _DOUBLE = struct.Struct("!d")
 _START = b"s"
 _WARM_UP_TRIPS = 10  # slow start doubles the rate once a round trip
@@ -46,7 +51,7 @@ _Open = tuple[LinkInfo, socket.socket | None]
 
 def listen(network: HostNetwork) -> socket.socket:
     """Listen on a port that the system chooses, as gloo does, and let the other hosts reach it."""
-    server = socket.create_server((network.address, 0), backlog=64)
+    server = serve((network.address, 0), backlog=64)
     if network.overlay is not None:
         network.overlay.client().ask("expose", port=server.getsockname()[1])
     return server
@@ -125,7 +130,7 @@ def _connect(group: HostGroup, to: HostInfo, link: LinkInfo, network: HostNetwor
     trip_s = ping(connection)
     offset_s = _clock_offset_s(connection)
     connection.sendall(_DOUBLE.pack(trip_s))
-    mtu = connection.getsockopt(socket.IPPROTO_IP, _IP_MTU)
+    mtu = connection.getsockopt(*_MTU_OF[connection.family])
     return (
         replace(link, round_trip_s=trip_s, clock_offset_s=offset_s, path_mtu=mtu),
         connection,

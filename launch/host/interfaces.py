@@ -6,20 +6,30 @@ address that the host's own name resolves to, which on many systems is 127.0.1.1
 
 import fcntl
 import ipaddress
+import re
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import psutil
+
+_RESOLVER = Path("/etc/resolv.conf")
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+"""The first is preferred where a host has both."""
 
 
 @dataclass(frozen=True)
 class Interface:
-    """An interface with an IPv4 address; `mtu` in bytes."""
+    """An interface with one or more addresses; `mtu` in bytes.
+
+    `address` is one of them: by default the first, IPv4 before IPv6.
+    """
 
     name: str
     address: str
     mtu: int
+    addresses: tuple[str, ...] = ()
 
     @property
     def is_loopback(self) -> bool:
@@ -28,12 +38,18 @@ class Interface:
 
 
 def interfaces() -> dict[str, Interface]:
-    """This host's interfaces that have an IPv4 address, by name."""
+    """This host's interfaces that have an address, by name."""
     found = {}
-    for name, addresses in psutil.net_if_addrs().items():
-        ipv4 = [a.address for a in addresses if a.family == socket.AF_INET]
-        if ipv4:
-            found[name] = Interface(name, ipv4[0], _mtu(name))
+    for name, all_of_it in psutil.net_if_addrs().items():
+        addresses = [
+            a.address
+            for family in _FAMILIES
+            for a in all_of_it
+            if a.family == family and not _is_link_local(a.address)
+        ]
+        if addresses:
+            device = name.partition(":")[0]  # eth0:1 is a second address of eth0
+            found[name] = Interface(name, addresses[0], _mtu(device), tuple(addresses))
     return found
 
 
@@ -41,7 +57,7 @@ def _mtu(name: str) -> int:
     """Bytes of a packet."""
     try:
         return int(psutil.net_if_stats()[name].mtu)
-    except OSError:  # without /proc/net: ask the kernel
+    except (OSError, KeyError):  # without /proc/net: ask the kernel
         get_mtu, form = 0x8921, "16si"
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             asked = fcntl.ioctl(
@@ -51,18 +67,34 @@ def _mtu(name: str) -> int:
 
 
 def resolve(host: str) -> str:
-    """IPv4 address of a name, or the address itself.
+    """An address of a name, or the address itself; IPv4, unless only IPv6 leads there.
 
     Raises:
         ValueError: the name cannot be resolved.
     """
     try:
-        return socket.gethostbyname(host)
-    except OSError as error:
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a host name"
+        if isinstance(error, OSError) and error.errno == socket.EAI_AGAIN:
+            reason = f"no name server answers: {_name_servers()}"
         raise ValueError(
-            f"{host}: this host cannot resolve the name ({error.strerror}); add a line with its "
+            f"{host}: this host cannot resolve the name ({reason}); add a line with its "
             "address to /etc/hosts, or give the address instead of the name"
         ) from None
+    addresses = [
+        plain(str(address[0]))
+        for family in _FAMILIES
+        for found, *_, address in entries
+        if found == family
+    ]
+    usable = [address for address in addresses if not _is_link_local(address)]
+    if not usable:
+        raise ValueError(
+            f"{host}: a link-local address, which means another machine on each interface; use "
+            "one of the machine's other addresses"
+        )
+    return next((address for address in usable if _own_end(address)), usable[0])
 
 
 def reachable_address(host: str) -> str:
@@ -72,7 +104,7 @@ def reachable_address(host: str) -> str:
         ValueError: also if a name resolves to 127.x, as a host's own name does on Debian.
     """
     address = resolve(host)
-    by_name = host != "localhost" and not host.startswith("127.")
+    by_name = host not in ("localhost", address) and not host.startswith("127.")
     if by_name and ipaddress.ip_address(address).is_loopback:
         raise ValueError(
             f"{host}: resolves to {address} on this host, which no other host can reach; correct "
@@ -83,39 +115,85 @@ def reachable_address(host: str) -> str:
 
 def is_own_address(address: str) -> bool:
     """Whether an address is one of this host's."""
-    return address in {found.address for found in interfaces().values()}
+    return any(address in found.addresses for found in interfaces().values())
 
 
 def interface_to(address: str) -> Interface:
-    """The interface that an address is reached through; for an own address, the one that has it.
+    """The interface that an address is reached through, with its address on the way.
 
     Raises:
         ValueError: no interface has a route to it.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # sends nothing, only looks up the route
-        except OSError as error:
-            raise ValueError(
-                f"{address}: no interface of this host has a route to it ({error.strerror}); is "
-                "the network, or the VPN, up?"
-            ) from None
-        own = probe.getsockname()[0]
+    own = _own_end(address)
     for found in interfaces().values():
-        if found.address == own:
-            return found
+        if own in found.addresses:
+            return replace(found, address=own)
     raise ValueError(
-        f"{address}: reached from {own}, which is not the address of an interface; use plain IPv4"
+        f"{address}: no interface of this host has a route to it; is the network, or the VPN, up?"
     )
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """`host0:29500` as name and port.
+    """`host0:29500` or `[2001:db8::1]:29500` as name and port.
 
     Raises:
         ValueError: it does not have that form.
     """
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or "/" in host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"--rdzv = {text!r}: write a host and a port, as in host0:29500")
-    return host, int(port)
+    parts = re.fullmatch(r"(?:\[([^]\[/]+)\]|([^:/\[\]]+)):([0-9]{1,5})", text)
+    if parts is None or not 0 < int(parts[3]) < 65536:
+        raise ValueError(
+            f"--rdzv = {text!r}: write a host and a port, as in host0:29500; an IPv6 address goes "
+            "in brackets, as in [2001:db8::1]:29500"
+        )
+    return parts[1] or parts[2], int(parts[3])
+
+
+def format_endpoint(host: str, port: int) -> str:
+    """What `parse_endpoint` reads."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Whether it is an IPv4 or an IPv6 address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def serve(address: tuple[str, int], *, backlog: int | None = None) -> socket.socket:
+    """Listen at an address, not a name; `::` means all of this host's, IPv4 too.
+
+    Raises:
+        OSError: it is not this host's, or the port is in use.
+    """
+    both = address[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(
+        address, family=family_of(address[0]), backlog=backlog, dualstack_ipv6=both
+    )
+
+
+def plain(address: str) -> str:
+    """An IPv4 address that an IPv6 socket has seen, as IPv4."""
+    return address.removeprefix("::ffff:")
+
+
+def _own_end(address: str) -> str | None:
+    """This host's address on the way to another; None without a route."""
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing, only looks up the route
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _is_link_local(address: str) -> bool:
+    return address.startswith("fe80:")
+
+
+def _name_servers() -> str:
+    """Which this host asks."""
+    try:
+        lines = _RESOLVER.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return f"{_RESOLVER} cannot be read"
+    names = [line.split()[1] for line in lines if re.match(r"nameserver\s+\S", line)]
+    return f"{_RESOLVER} names {', '.join(names) or 'none'}"

@@ -211,7 +211,7 @@ def _parse_pairs(texts: Sequence[str], hosts: int) -> dict[Pair, float | None]:
 
 def _read_matrix(path: Path) -> _Matrix:
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
             f"--matrix = {path}: {error.strerror}; correct the path, or write one with `thinpipe "

@@ -116,7 +116,7 @@ def _of_processor(field: str) -> str:
 def _lines(path: Path) -> list[str]:
     """Of a file of the system; none if it has none such."""
     try:
-        return path.read_text().splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
 

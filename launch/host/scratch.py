@@ -28,7 +28,7 @@ def use_scratch_folder() -> Path:
     root = _root()
     _sweep(root)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
-    lock = (folder / _LOCK).open("w")
+    lock = (folder / _LOCK).open("w", encoding="utf-8")
     disk.lock(lock, wait=True)
     tempfile.tempdir = str(folder)
     Finalize(None, _remove, args=(folder, lock), exitpriority=_AFTER_MULTIPROCESSING)
@@ -70,6 +70,6 @@ def _remove(folder: Path, lock: TextIO) -> None:
 def _sweep(root: Path) -> None:
     """Remove folders that nobody has locked; others' are left alone."""
     for folder in root.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), (folder / _LOCK).open("r+") as lock:
+        with contextlib.suppress(OSError), (folder / _LOCK).open("r+", encoding="utf-8") as lock:
             if disk.lock(lock):  # without locks, nobody knows whose it is
                 shutil.rmtree(folder, ignore_errors=True)

@@ -17,14 +17,16 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+from thinpipe.launch.host.interfaces import format_endpoint
 from thinpipe.launch.overlay import keys
 from thinpipe.launch.overlay.control import OverlayError, Server
 from thinpipe.launch.overlay.coordinator import Coordinator
 from thinpipe.launch.overlay.forwards import Forwards
-from thinpipe.launch.overlay.joining import Joiner
+from thinpipe.launch.overlay.joining import Joiner, explain_key
 from thinpipe.launch.overlay.links.dialer import Dialer
 from thinpipe.launch.overlay.links.frames import FrameError, Traffic
 from thinpipe.launch.overlay.links.handshake import LIMIT_S, Hello, Welcome, peer_name, send
@@ -49,6 +51,7 @@ class Carrier:
         """
         self._settings, self._loop = settings, Loop()
         accepting, self._context = keys.contexts(settings.key_file)
+        _check_clock(self._context, settings)
         self._incarnation = secrets.token_hex(8)
         self._roster: Roster | None = None
         self._links: dict[str, Link] = {}
@@ -250,10 +253,11 @@ class Carrier:
                 on_stranger=self._on_stranger,
             )
         except OSError as error:
-            address, port = self._settings.listen
+            reason = os.strerror(error.errno or 0)
             raise ValueError(
-                f"network.listen = {address}:{port}: {error.strerror}; free the port, or name "
-                "another one"
+                f"network.listen = {format_endpoint(*self._settings.listen)}, on "
+                f"{self._settings.name}: {reason}; was the run started twice here? "
+                "Otherwise stop the program that uses the port, or name another one"
             ) from None
 
     def _is_member(self, address: str) -> bool:
@@ -277,8 +281,8 @@ class Carrier:
             self._resume(connection, hello)
 
     def _on_stranger(self, source: str, error: Exception) -> None:
-        if "VERIFY" in str(error):
-            self._tell_refusal(f"{source}: its key is another run's, or has expired")
+        if isinstance(error, ssl.SSLCertVerificationError):
+            self._tell_refusal(f"{source}: {explain_key(error)}")
 
     def _tell_refusal(self, message: str) -> None:
         """The launcher shows each once while it waits; a run that goes on is not disturbed."""
@@ -374,6 +378,23 @@ class Carrier:
         }
         refused = {**strangers, **self._refused}
         return {"name": self._settings.name, "links": links, "refused": refused}
+
+
+def _check_clock(context: ssl.SSLContext, settings: Settings) -> None:
+    """Refuse a key that is not valid by this host's clock.
+
+    Raises:
+        ValueError: naming both dates.
+    """
+    (key,) = context.get_ca_certs()
+    first_s, last_s = (ssl.cert_time_to_seconds(str(key[end])) for end in ("notBefore", "notAfter"))
+    if not first_s <= time.time() <= last_s:
+        first, last, now = (f"{date.fromtimestamp(s)}" for s in (first_s, last_s, time.time()))
+        raise ValueError(
+            f"network.key_file = {settings.key_file}: valid from {first} to {last}, and the clock "
+            f"of {settings.name} says {now}; correct the clock (timedatectl set-ntp true) or, if "
+            "it is right, make a new key (thinpipe key new) and copy it to all machines"
+        )
 
 
 def _report(event: str, **fields: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from thinpipe.launch.overlay.joining import REPEAT_S
 from thinpipe.launch.overlay.links.handshake import LIMIT_S, Hello, Welcome, connect, send
 from thinpipe.launch.overlay.links.loop import Loop
+from thinpipe.launch.overlay.links.tcp import Segments
 from thinpipe.launch.overlay.membership import Host, Membership, Roster
 
 _PROBE_S = 3.0
@@ -49,7 +50,7 @@ class Coordinator:
             enter(reachable=False)
             return
         probe = Hello(purpose="probe", name=self._membership.name)
-        steps = connect((source, hello.port), self._context, lambda: probe)
+        steps = connect((source, hello.port), self._context, lambda: probe, Segments(level=-1))
 
         def reached(found: tuple[ssl.SSLSocket, Hello]) -> None:
             self._loop.close(found[0])

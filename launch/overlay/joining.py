@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from thinpipe.launch.host.interfaces import format_endpoint
 from thinpipe.launch.overlay.links.handshake import (
     Hello,
     Refused,
@@ -14,6 +15,7 @@ from thinpipe.launch.overlay.links.handshake import (
     receive,
 )
 from thinpipe.launch.overlay.links.loop import Loop, Steps
+from thinpipe.launch.overlay.links.tcp import Segments
 from thinpipe.launch.overlay.membership import Roster
 
 REPEAT_S = 2.0
@@ -23,6 +25,14 @@ _WELCOME_S = 10.0
 """The coordinator looks whether it can reach a host before it answers."""
 _STALE_S = 8.0
 """As long a name may seem to be in use because its connection of before has not been missed."""
+
+_NOT_NOW = (9, 10)
+"""OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
+_WRONG_CLOCK = (
+    "a key is not valid yet, or has expired, by the clock of one of the two machines; correct the "
+    "clocks (timedatectl set-ntp true) or make a new key (thinpipe key new)"
+)
+_OTHER_KEY = "its key is another run's; copy one key file to all machines"
 
 Report = Callable[..., None]
 
@@ -43,6 +53,7 @@ class Joiner:
         self._loop, self._context, self._coordinator = loop, context, coordinator
         self._hello, self._joined, self._report = hello, joined, report
         self._refused_s: float | None = None
+        self._segments = Segments()
 
     def start(self) -> None:
         """Ask."""
@@ -62,7 +73,9 @@ class Joiner:
         self._spawn(self._next(connection), done=done)
 
     def _enter(self) -> Steps[ssl.SSLSocket]:
-        connection, _ = yield from connect(self._coordinator, self._context, lambda: self._hello)
+        connection, _ = yield from connect(
+            self._coordinator, self._context, lambda: self._hello, self._segments
+        )
         try:
             welcome = yield from receive(connection, Welcome)
             if welcome.refused:
@@ -96,17 +109,25 @@ class Joiner:
                 self._report("failed", message=str(error))
                 return
         else:
-            where = f"{self._coordinator[0]}:{self._coordinator[1]} cannot be reached"
+            if isinstance(error, TimeoutError):
+                self._segments.stalled()
+            where = f"{format_endpoint(*self._coordinator)} cannot be reached"
             self._report("unreachable", message=f"{where}: {_explain(error)}")
         self._loop.after(_AGAIN_S, self.start)
 
 
+def explain_key(error: ssl.SSLCertVerificationError) -> str:
+    """Why the key of another machine is not accepted here."""
+    return _WRONG_CLOCK if error.verify_code in _NOT_NOW else _OTHER_KEY
+
+
 def _explain(error: Exception) -> str:
     """A failure to connect, in words."""
-    if "EXPIRED" in str(error).upper():
-        return "a key has expired; make a new one (thinpipe key new) and copy it to all machines"
-    if isinstance(error, ssl.SSLCertVerificationError) or "ALERT" in str(error):
-        return "its key is another run's; copy one key file to all machines"
+    if isinstance(error, ssl.SSLError) and "ALERT" in str(error):
+        clock = any(word in str(error) for word in ("EXPIRED", "BAD_CERTIFICATE"))
+        return f"it refuses this machine's key: {_WRONG_CLOCK if clock else _OTHER_KEY}"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return explain_key(error)
     if isinstance(error, ssl.SSLError):
         return f"it does not speak TLS 1.3 ({error.reason}); does another program use that port?"
     return str((isinstance(error, OSError) and error.strerror) or error)

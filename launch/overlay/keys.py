@@ -61,7 +61,12 @@ def add(run_key: Path, name: str, path: Path, *, days: int = DAYS) -> None:
     if read(run_key).name is not None:
         raise ValueError(f"{run_key}: the key of one machine; sign with the run's key")
     key, certificate = _certificate(name, days, run_key)
-    _write(path, key, certificate, run_key.read_text()[run_key.read_text().index(_BEGIN) :])
+    _write(
+        path,
+        key,
+        certificate,
+        run_key.read_text(encoding="utf-8")[run_key.read_text(encoding="utf-8").index(_BEGIN) :],
+    )
 
 
 def read(path: Path) -> KeyInfo:
@@ -89,7 +94,7 @@ def contexts(path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
         ValueError: the file is missing, readable by others, or not a key.
     """
     _check_file(path)
-    authority = _BEGIN + path.read_text().rpartition(_BEGIN)[2]
+    authority = _BEGIN + path.read_text(encoding="utf-8").rpartition(_BEGIN)[2]
     found = []
     for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
         context = ssl.SSLContext(protocol)

@@ -3,11 +3,15 @@
 import re
 import secrets
 from dataclasses import dataclass
+from ipaddress import IPv4Address
 
 from pydantic import BaseModel, ConfigDict
 
 from thinpipe.launch.overlay.links.handshake import Hello, Name
 
+MOST_HOSTS = 4095
+"""As many addresses has a run on loopback."""
+_FIRST_ADDRESS = IPv4Address("127.64.0.0")
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
@@ -51,8 +55,11 @@ class Roster(BaseModel):
 
 
 def loopback_address(run: str, index: int) -> str:
-    """The address of a host, on the loopback of every host; runs that share a machine differ."""
-    return f"127.77.{int(run[:2], 16)}.{index + 1}"
+    """The address of a host, on the loopback of every host; runs that share a machine differ.
+
+    From 127.64.0.0 on: 10 bits for the run, 12 for the host.
+    """
+    return str(_FIRST_ADDRESS + (int(run[:3], 16) % 1024 << 12) + index + 1)
 
 
 @dataclass

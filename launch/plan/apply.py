@@ -58,7 +58,7 @@ def apply_plan(
             + tomlkit.dumps(tables)
         )
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(edited)
+    partial.write_text(edited, encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -56,7 +56,7 @@ class Network:
         content: dict[str, Any] = {"rate_bps": self.rate_bps, "latency_s": self.latency_s}
         if hosts:
             content["hosts"] = list(map(dict, hosts))
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @property
     def hosts(self) -> int:

@@ -68,7 +68,7 @@ def write_trace(
         events += _processes("predicted: ", _SIMULATED, simulated.events)
         events += _messages(simulated.transfers, _SIMULATED)
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}
-    path.write_text(json.dumps(trace))
+    path.write_text(json.dumps(trace), encoding="utf-8")
 
 
 def predict_step(timeline: Timeline, network: Network) -> SimulatedStep:

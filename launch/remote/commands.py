@@ -110,10 +110,12 @@ def what_to_copy(hosts: HostsConfig, run: str, key: str | None) -> str:
     lines = [f"every machine reads its own copy of {' and '.join(files)}; those without one need:"]
     for host in hosts.host:
         port = ["-P", str(host.port)] if host.port else []
+        user, at, address = host.destination.rpartition("@")
+        to = f"{user}{at}[{address}]" if ":" in address else host.destination
         for file in files:
             folder = quoted(host.checkout)
             given = file if file.startswith("/") else f"{folder}/{shlex.quote(file)}"
-            lines.append(f"  {shlex.join(['scp', *port, file])} {host.destination}:{given}")
+            lines.append(f"  {shlex.join(['scp', *port, file])} {to}:{given}")
     return "\n".join(lines)
 
 

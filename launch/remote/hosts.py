@@ -12,7 +12,7 @@ from thinpipe.launch.config.network import NAME, as_name
 from thinpipe.launch.config.placement import check_hosts, hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
-from thinpipe.launch.host.interfaces import parse_endpoint
+from thinpipe.launch.host.interfaces import format_endpoint, parse_endpoint
 
 _RENDEZVOUS_PORT = 29500
 _ALIAS_S = 10.0
@@ -99,7 +99,8 @@ class HostsConfig(BaseModel):
     @property
     def endpoint(self) -> str:
         """The `host:port` of the rendezvous."""
-        return self.rdzv or f"{self.host[0].address or self.host[0].name}:{_RENDEZVOUS_PORT}"
+        first = self.host[0]
+        return self.rdzv or format_endpoint(first.address or first.name, _RENDEZVOUS_PORT)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -117,7 +118,8 @@ class HostsConfig(BaseModel):
             parse_endpoint(self.endpoint)
         except ValueError:
             raise ValueError(
-                f"rdzv = {self.endpoint!r}: write a host and a port, as in host0:29500"
+                f"rdzv = {self.endpoint!r}: write a host and a port, as in host0:29500, or "
+                "[2001:db8::1]:29500"
             ) from None
         return self
 
@@ -182,16 +184,16 @@ def check_shares(hosts: HostsConfig, run: str, world: int, placed: Sequence[str]
 def rendezvous(hosts: HostsConfig) -> str:
     """The endpoint for all machines: an alias of this one's ssh is what it stands for."""
     name, port = parse_endpoint(hosts.endpoint)
-    return f"{_host_name(name)}:{port}"
+    return format_endpoint(_host_name(name), port)
 
 
 def _host_name(name: str) -> str:
     """What ssh connects to for a name: the HostName of its configuration, or the name."""
     try:
         done = subprocess.run(
-            ["ssh", "-G", name], capture_output=True, text=True, timeout=_ALIAS_S, check=True
+            ["ssh", "-G", name], capture_output=True, timeout=_ALIAS_S, check=True
         )
     except (OSError, subprocess.SubprocessError):  # whoever connects will report it
         return name
-    found = re.search(r"^hostname (.+)$", done.stdout, re.MULTILINE)
+    found = re.search(r"^hostname (.+)$", done.stdout.decode(errors="replace"), re.MULTILINE)
     return name if found is None or found[1] == name.lower() else found[1]

@@ -42,7 +42,7 @@ def traces_of(hosts: Sequence[Mapping[str, Any] | None]) -> Traces:
 
 def write_traces(folder: Path, traces: Traces) -> None:
     """Write `edges.json` to a run folder."""
-    (folder / FILE_NAME).write_text(json.dumps(traces))
+    (folder / FILE_NAME).write_text(json.dumps(traces), encoding="utf-8")
 
 
 def edges_of(hosts: Sequence[Mapping[str, Any] | None]) -> list[Edge]:
@@ -67,9 +67,9 @@ def edges_of(hosts: Sequence[Mapping[str, Any] | None]) -> list[Edge]:
 def read_edges(folder: Path) -> tuple[list[Edge], Traces]:
     """The connections that a run folder knows of; none if the run has not written them."""
     try:
-        edges = json.loads((folder / "summary.json").read_text())["edges"]
+        edges = json.loads((folder / "summary.json").read_text(encoding="utf-8"))["edges"]
         known = [edge for edge in edges if edge.keys() == Edge.__required_keys__]
-        return known, json.loads((folder / FILE_NAME).read_text())
+        return known, json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError):
         return [], {}
 

@@ -38,7 +38,7 @@ class Timeline(BaseModel):
 
     def write(self, folder: Path) -> None:
         """Write it to a run folder."""
-        (folder / FILE_NAME).write_text(self.model_dump_json(by_alias=True))
+        (folder / FILE_NAME).write_text(self.model_dump_json(by_alias=True), encoding="utf-8")
 
 
 def read_timeline(folder: Path) -> Timeline:

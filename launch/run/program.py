@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
@@ -161,6 +162,7 @@ class Run(rank_run.Run):
         }
         config = _config(folder, pipeline, seed, train | _described(optimizer), chosen)
         _found(config)
+        self._hook = sys.excepthook  # the program's, before torch puts its own around it
         given = Given(_factory(optimizer, pipeline), schedule)
         super().__init__(config, _resume(resume), show=_shown(), given=given)
         running = _RUNNING.get()
@@ -195,13 +197,13 @@ class Wanted(NotRun):
         self.config = config
 
 
-_RUNNING: ContextVar[list[rank_run.Run] | None] = ContextVar("running", default=None)
+_RUNNING: ContextVar[list[Run] | None] = ContextVar("running", default=None)
 """The runs that whoever runs the program will close."""
 
 
 def run_program(program: Callable[[], None]) -> NoReturn:
     """Run a program as a rank, close its runs, and end the process."""
-    runs: list[rank_run.Run] = []
+    runs: list[Run] = []
     _RUNNING.set(runs)
     try:
         program()
@@ -248,10 +250,15 @@ def _found(config: RunConfig) -> None:
     if LOOKING.get():
         raise Wanted(config)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise ConfigError(
-            f"this run needs {config.world_size} processes; start it with "
-            f"`thinpipe run {Path(sys.argv[0]).name}`, or under torchrun"
-        )
+        program = getattr(sys.modules["__main__"], "__file__", None)
+        start = f"start it with `thinpipe run {Path(program or '').name}`, or under torchrun"
+        if program is None:
+            start = (
+                "write the program to a file (in a notebook: begin the cell with %%writefile "
+                "mine.py), and start that with `thinpipe run mine.py` (in a notebook: !thinpipe "
+                'run mine.py); thinpipe.load("runs/...") gives its model here'
+            )
+        raise ConfigError(f"this run needs {config.world_size} processes; {start}")
 
 
 def _described(optimizer: Any) -> dict[str, Any]:
@@ -293,7 +300,7 @@ def _shown() -> int:
     return int(os.environ.get(SHOW, "0"))
 
 
-def _end_with_interpreter(run: rank_run.Run) -> None:
+def _end_with_interpreter(run: Run) -> None:
     """Close the run when the program ends by itself, or by an error that nothing caught."""
     atexit.register(run.__exit__, None, None, None)
 
@@ -303,8 +310,15 @@ def _end_with_interpreter(run: rank_run.Run) -> None:
     sys.excepthook = fail
 
 
-def _end_failed(runs: Sequence[rank_run.Run], error: BaseException) -> NoReturn:
-    """Close the runs, whose peers may know what failed first, and end the process."""
+def _end_failed(runs: Sequence[Run], error: BaseException) -> NoReturn:
+    """Close the runs, whose peers may know what failed first, and end the process.
+
+    The program's own `sys.excepthook` hears of what was raised there.
+    """
+    hook = runs[-1]._hook if runs else sys.excepthook
+    if hook is not sys.__excepthook__ and isinstance(error, Exception):
+        with suppress(Exception):
+            hook(type(error), error, error.__traceback__)
     try:
         for run in reversed(runs):
             run.__exit__(type(error), error, error.__traceback__)

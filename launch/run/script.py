@@ -1,6 +1,7 @@
 """`thinpipe run mine.py`: finds out how many ranks a program wants, and runs it as each of them."""
 
 import multiprocessing
+import os
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -83,6 +84,8 @@ def _look(script: str, arguments: Sequence[str], sender: Connection) -> None:
 
 def _execute(script: str, arguments: Sequence[str]) -> None:
     """As `python script arguments` would."""
+    multiprocessing.set_start_method(None, force=True)  # is ours
+    os.environ.pop("PYTHONSAFEPATH", None)  # of the server that forked this process
     main = ModuleType("__main__")
     main.__file__ = script
     sys.modules["__main__"] = main

@@ -98,7 +98,7 @@ def describe(spec: NetworkSpec) -> str:
 def runs() -> list[int]:
     """The runs that can be reached from this network namespace: their sockets listen."""
     listening = rf"^\S+ \S+ \S+ {_LISTENS} .* @{_NAME}(\d+)$"
-    names = re.findall(listening, Path("/proc/net/unix").read_text(), re.MULTILINE)
+    names = re.findall(listening, Path("/proc/net/unix").read_text(encoding="utf-8"), re.MULTILINE)
     return sorted({int(name) for name in names})
 
 

@@ -63,7 +63,7 @@ def _no_ipv6() -> None:
     """Keep new interfaces from sending unsolicited packets."""
     switch = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
     if switch.exists():
-        switch.write_text("1")
+        switch.write_text("1", encoding="utf-8")
 
 
 def _bridge(switch: IPRoute) -> int:
@@ -108,7 +108,9 @@ def _configure(spec: NetworkSpec, host: int, ip: IPRoute) -> int:
     _use_cubic(host, ip, interface)
     if spec.delay_s:
         for name in ("tcp_wmem", "tcp_rmem"):
-            Path(f"/proc/sys/net/ipv4/{name}").write_text(f"4096 131072 {BUFFER_BYTES}")
+            Path(f"/proc/sys/net/ipv4/{name}").write_text(
+                f"4096 131072 {BUFFER_BYTES}", encoding="utf-8"
+            )
     for other in range(spec.hosts):
         if other != host:  # static, so that no link carries address resolution
             ip.neigh(
@@ -123,7 +125,9 @@ def _configure(spec: NetworkSpec, host: int, ip: IPRoute) -> int:
 
 def _use_cubic(host: int, ip: IPRoute, interface: int) -> None:
     """The same congestion control on every host; by route, as the sysctl may be read-only."""
-    if "cubic" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text():
+    if "cubic" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(
+        encoding="utf-8"
+    ):
         return
     ip.route(
         "replace",

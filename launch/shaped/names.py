@@ -81,7 +81,7 @@ def mount_names(hosts: int) -> None:
         if not os.path.exists(target):
             continue
         source = Path(folder, os.path.basename(target))
-        source.write_text(text)
+        source.write_text(text, encoding="utf-8")
         source.chmod(0o644)
         linux.bind(str(source), os.path.realpath(target))
     linux.unmount(folder)  # the bound files stay; nothing is left on the disk

@@ -63,9 +63,9 @@ def _isolate() -> bool:
         pass
     try:
         linux.unshare(kinds | linux.NEW_USER)
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
+        Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1", encoding="utf-8")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1", encoding="utf-8")
     except OSError as error:
         raise ShapedError(requirements.NO_NAMESPACES.format(reason=error)) from error
     return True

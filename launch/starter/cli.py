@@ -57,7 +57,7 @@ def _write(path: Path, model: str | None, data: str | None, stages: int) -> list
     partial = path.with_name(f".{path.name}.partial")
     found = look(model, data, stages)
     text = render(found, name, str(path))
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     try:
         config = load_config(partial)
         check_folder(config.run.path)
@@ -69,6 +69,6 @@ def _write(path: Path, model: str | None, data: str | None, stages: int) -> list
         raise ConfigError(str(error).replace(str(partial), str(path))) from None
     finally:
         partial.unlink()
-    with path.open("x") as file:  # which fails if another process was faster
+    with path.open("x", encoding="utf-8") as file:  # which fails if another process was faster
         file.write(text)
     return found.notes

@@ -187,7 +187,7 @@ class _Export:
     def _write_config(self, folder: Path, stored: Mapping[str, Tensor], *, untied: bool) -> None:
         """The source's config.json, changed only where it no longer applies."""
         assert self._model.folder is not None
-        source = (self._model.folder / "config.json").read_text()
+        source = (self._model.folder / "config.json").read_text(encoding="utf-8")
         facts = json.loads(source)
         changes: dict[str, Any] = {"tie_word_embeddings": False} if untied else {}
         if self._model.task == "classification":
@@ -204,7 +204,7 @@ class _Export:
             facts.get(key) == json.loads(json.dumps(value)) for key, value in changes.items()
         )
         text = source if same else json.dumps({**facts, **changes}, indent=2) + "\n"
-        (folder / "config.json").write_text(text)
+        (folder / "config.json").write_text(text, encoding="utf-8")
 
 
 def _fitting(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

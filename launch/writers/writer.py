@@ -46,12 +46,12 @@ def destination(config: RunConfig, done: int | None) -> Destination:
     folder = config.run.path
     file = folder / _ID_FILE
     if done is None or not file.exists():
-        file.write_text(secrets.token_hex(4))
+        file.write_text(secrets.token_hex(4), encoding="utf-8")
     return Destination(
         folder=folder,
         name=config.run.name,
         project=config.report.project,
-        run_id=file.read_text().strip(),
+        run_id=file.read_text(encoding="utf-8").strip(),
         done=done or 0,
         settings=config.model_dump(mode="json"),
     )

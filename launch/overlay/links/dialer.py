@@ -18,11 +18,13 @@ from thinpipe.launch.overlay.links.handshake import (
     peer_name,
     receive,
 )
-from thinpipe.launch.overlay.links.link import Link
+from thinpipe.launch.overlay.links.link import SILENT_S, Link
 from thinpipe.launch.overlay.links.loop import Loop, Steps
+from thinpipe.launch.overlay.links.tcp import Segments
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _LOOK_S = 20.0
+_SHORT_S = 2 * SILENT_S
 _REFUSED_S = 1.2
 """A carrier that is only busy refuses nobody."""
 
@@ -49,6 +51,7 @@ class Dialer:
         self._due_s, self._pause_s = 0.0, _FIRST_PAUSE_S
         self._attempt = 0
         self._refused_s: float | None = None
+        self._segments, self._short_s = Segments(), 0.0
         self._proven: tuple[str, int] | None = None
         """Where the peer has proved to be: only there a refusal means anything."""
 
@@ -57,6 +60,9 @@ class Dialer:
         link, address = self._link, self._address()
         if link.connected:
             self._refused_s = None
+        elif now_s < self._short_s:  # what stalls does so again, as all is sent again
+            self._segments.stalled()
+            self._short_s = 0.0
         if link.has_left or self._dialing or now_s < self._due_s:
             return
         hello = self._hello(self._attempt + 1)
@@ -77,7 +83,7 @@ class Dialer:
                 raise ValueError("the peer cannot be reached from here any more")
             return said
 
-        connection, said = yield from connect(address, self._context, hello)
+        connection, said = yield from connect(address, self._context, hello, self._segments)
         try:
             if peer_name(connection) not in (None, self._link.peer):
                 raise ValueError(f"another host is where {self._link.peer} was")
@@ -103,6 +109,7 @@ class Dialer:
                 link.give_up("has forgotten this connection")
             return
         self._due_s, self._pause_s = 0.0, _FIRST_PAUSE_S
+        self._short_s = time.monotonic() + _SHORT_S
         try:
             link.use(connection, welcome.received)
         except FrameError as error:
@@ -111,6 +118,8 @@ class Dialer:
 
     def _on_failure(self, address: tuple[str, int], error: Exception) -> None:
         self._dialing = False
+        if isinstance(error, TimeoutError):
+            self._segments.stalled()
         refused = isinstance(error, ConnectionRefusedError)
         self._note_refusal(meant=refused and address == self._proven)
         self._wait(_LOOK_S if self._link.connected else self._pause_s)

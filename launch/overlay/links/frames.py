@@ -7,6 +7,8 @@ from typing import NamedTuple
 HEADER = struct.Struct("!BBxxIQQI")
 LARGEST = 128 * 1024
 """Bytes of a frame's payload; small enough that an urgent frame waits little behind another."""
+_LARGEST_ROSTER = 1 << 20
+"""Of thousands of hosts; seldom sent."""
 
 
 class Kind(IntEnum):
@@ -62,8 +64,9 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
         header = Header(Kind(kind), Traffic(traffic), stream, number, acknowledged, length)
     except ValueError:
         raise FrameError(f"a frame of kind {kind} and priority {traffic}") from None
-    if length > LARGEST:
-        raise FrameError(f"a frame of {length} bytes, where {LARGEST} are the most")
+    most = _LARGEST_ROSTER if header.kind is Kind.ROSTER else LARGEST
+    if length > most:
+        raise FrameError(f"a frame of {length} bytes, where {most} are the most")
     if (number == 0) != (header.kind is Kind.BEAT):
         raise FrameError(f"a frame of kind {header.kind.name} with number {number}")
     return header

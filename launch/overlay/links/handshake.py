@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from thinpipe.launch.host.interfaces import family_of
 from thinpipe.launch.overlay.links.loop import READ, WRITE, Steps
-from thinpipe.launch.overlay.links.tcp import tune
+from thinpipe.launch.overlay.links.tcp import Segments, tune
 
 LIMIT_S = 5.0
 """A connection that is not established after that is closed."""
@@ -74,19 +75,24 @@ class Refused(ConnectionError):  # noqa: N818  reads as what happened
 
 
 def connect(
-    address: tuple[str, int], context: ssl.SSLContext, hello: Callable[[], Hello]
+    address: tuple[str, int],
+    context: ssl.SSLContext,
+    hello: Callable[[], Hello],
+    segments: Segments,
 ) -> Steps[tuple[ssl.SSLSocket, Hello]]:
     """Connect to a host and send the hello, drawn up at the last moment; returned with it."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock = socket.socket(family_of(address[0]), socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
         tune(sock)
+        segments.limit(sock)
         code = sock.connect_ex(address)
         if code == errno.EINPROGRESS:
             yield sock, WRITE
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, os.strerror(code))
+        segments.established()
         sock = context.wrap_socket(sock, do_handshake_on_connect=False)
         yield from _shake_hands(sock)
         said = hello()

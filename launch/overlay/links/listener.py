@@ -10,6 +10,7 @@ import ssl
 from collections import Counter
 from collections.abc import Callable
 
+from thinpipe.launch.host.interfaces import plain, serve
 from thinpipe.launch.overlay.links.handshake import LIMIT_S, Hello, accept
 from thinpipe.launch.overlay.links.loop import READ, Loop, Task, rest_if_full
 
@@ -48,7 +49,7 @@ class Listener:
         self._unproven: dict[int, tuple[str, Task]] = {}
         """By their number; the oldest first."""
         self._count = 0
-        self._server = socket.create_server(address, backlog=256)
+        self._server = serve(address, backlog=256)
         self._server.setblocking(False)
         self.port: int = self._server.getsockname()[1]
         loop.watch(self._server, READ, self._on_event)
@@ -56,10 +57,11 @@ class Listener:
     def _on_event(self, _events: int) -> None:
         for _ in range(_AT_ONCE):
             try:
-                sock, (source, _port) = self._server.accept()
+                sock, peer = self._server.accept()
             except OSError as error:
                 rest_if_full(error)
                 return
+            source = plain(peer[0])
             self._make_room(source)
             self._prove(sock, source)
 

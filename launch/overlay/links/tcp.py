@@ -10,6 +10,38 @@ _UNSENT_S = 0.002
 _LONG_ROUND_TRIP_S = 0.005
 
 
+_SEGMENTS = (0, 1160, 512)
+"""Bytes: the kernel's choice, IPv6's least MTU of 1280 (as VPNs have), IPv4's of 576."""
+
+
+@dataclass
+class Segments:
+    """How large the packets of the next connection may be.
+
+    A tunnel on the way may drop large packets, and a firewall the ICMP messages that say so: then
+    connections begin, and stall. Each that does so is followed by one of smaller segments, and the
+    smallest by the kernel's choice again.
+    """
+
+    level: int = 0
+    _established: bool = False
+
+    def limit(self, sock: socket.socket) -> None:
+        """For a socket that connects now; the peer learns it too."""
+        self._established = False
+        if _SEGMENTS[self.level]:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, _SEGMENTS[self.level])
+
+    def established(self) -> None:
+        """Small packets get through."""
+        self._established = True
+
+    def stalled(self) -> None:
+        """Nothing came over it any more."""
+        if self._established:
+            self.level = (self.level + 1) % len(_SEGMENTS)
+
+
 @dataclass(frozen=True)
 class TcpState:
     """What the kernel knows of a connection."""

@@ -34,7 +34,7 @@ def read_cluster(path: Path) -> Cluster:
         ValueError: names the file, what is wrong in it and the remedy.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(
             f"{path}: {error.strerror}; correct the path, or write one with `doctor --save`"

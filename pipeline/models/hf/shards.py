@@ -39,7 +39,7 @@ class Shards:
         index = self.folder / INDEX
         if index.is_file():
             try:
-                return dict(json.loads(index.read_text())["weight_map"])
+                return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ShardError(f"{index}: not an index of tensors: {error}; {_AGAIN}") from error
         if not (self.folder / SINGLE).is_file():
@@ -128,7 +128,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], files: Mapping[str
             "metadata": {"total_size": nbytes},
             "weight_map": {name: files[name] for name in sorted(tensors)},
         }
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _values(piece: Any) -> Tensor:

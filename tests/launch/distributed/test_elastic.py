@@ -17,8 +17,10 @@ from thinpipe.launch.distributed import elastic as spawn
 from thinpipe.launch.distributed.elastic import (
     has_spare_core,
     keep_freed_memory,
+    rank_threads,
     run_local,
     threads_per_rank,
+    usable_cores,
 )
 
 _FAULTS = """
@@ -80,6 +82,18 @@ def test_ranks_leave_a_core_to_messages_where_there_are_enough(
     cores: int, processes: int, threads: int
 ) -> None:
     assert threads_per_rank(cores, processes) == threads
+
+
+@pytest.mark.parametrize(
+    ("setting", "threads"),
+    [("3", 3), ("4,2", 4), (" 2 ", 2), ("", None), ("0", None), ("-1", None), ("many", None)],
+)
+def test_threads_are_those_that_openmp_is_told(
+    monkeypatch: pytest.MonkeyPatch, setting: str, threads: int | None
+) -> None:
+    """It ignores what is no number."""
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    assert rank_threads(1) == (threads or threads_per_rank(usable_cores(), 1))
 
 
 @pytest.mark.parametrize(

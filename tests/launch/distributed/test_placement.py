@@ -8,7 +8,7 @@ import pytest
 
 from tests.commands import Command
 from tests.launch.test_train import run_file, start
-from tests.ports import free_port
+from tests.ports import LOOPBACK, free_port
 
 __all__ = ["run_file"]
 
@@ -20,7 +20,7 @@ def settings(
     sets += [f"pipeline.placement=[{json.dumps([*placed])}]"]
     sets += ["pipeline.replicas=1", "pipeline.peer_timeout_s=120"]
     chosen = [word for text in sets for word in ("--set", text)]
-    return [*chosen, "--nnodes", "2", "--rdzv", f"127.0.0.1:{port}"]
+    return [*chosen, "--nnodes", "2", "--rdzv", f"{LOOPBACK}:{port}"]
 
 
 def refusal(run_file: Path, folder: Path, names: str) -> str:

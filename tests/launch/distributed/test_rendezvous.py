@@ -1,15 +1,24 @@
 """Machines log that they wait for others, and time out as announced."""
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from tests.launch.test_train import run_file, thinpipe
 from tests.ports import free_port
+from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.distributed import fork_server
+from thinpipe.launch.distributed.network import several_machines
+from thinpipe.launch.distributed.rendezvous import Rendezvous
+from thinpipe.launch.distributed.stopping import Stop
 
 __all__ = ["run_file"]
 
@@ -37,6 +46,44 @@ def waited(run_file: Path, port: int) -> str:
     assert first == f"waiting for 3 machines at 127.0.0.1:{port}, at most {limits}"
     assert last.startswith(f"error: 3 machines at 127.0.0.1:{port} did not join within {limits}: ")
     return last
+
+
+def come(name: str, port: int, restarts: int) -> Rendezvous:
+    network = several_machines(NetworkConfig(), f"127.0.0.1:{port}", 2, limit_s=60, log=str)
+    given: dict[str, Any] = {"limit_s": 1e6, "killed": [], "stop": Stop(), "restarts": restarts}
+    return Rendezvous(replace(network, host=name), 2, {}, **given)
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_machine_that_is_started_twice_does_not_harm_the_run(
+    restarts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where the run starts again after failures it may be one that has come back."""
+    monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
+    port, joined = free_port(), list[int]()
+    hosts = [come(name, port, restarts) for name in ("h0", "h1")]
+
+    def join(host: Rendezvous) -> None:
+        joined.append(host.next_rendezvous().rank)
+
+    threads = [threading.Thread(target=join, args=[host], daemon=True) for host in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(joined) == [0, 1]
+    again = come("h1", port, restarts)
+    if restarts == 0:
+        with pytest.raises(RendezvousTimeoutError, match=r"2 machines already \(h0, h1\)"):
+            again.next_rendezvous()
+    else:
+        again._store.add("posts", 1)
+    for host in hosts:
+        host._looked_s = 0.0
+        assert host.num_nodes_waiting() == restarts
+    for host in (*hosts, again):
+        assert host._wait is not None
+        host._wait.over()
 
 
 def test_a_single_machine_times_out(run_file: Path) -> None:

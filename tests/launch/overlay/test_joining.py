@@ -1,12 +1,15 @@
 """Real carriers on one machine: how they come into a run, and whom they do not believe."""
 
+import contextlib
+import shutil
 import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import date, timedelta
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -16,7 +19,8 @@ import pytest
 from tests.commands import PATIENCE_S
 from tests.launch.overlay.links.pair import Wire
 from tests.launch.test_train import wait_until
-from tests.ports import free_port
+from tests.ports import HAS_IPV6, free_port
+from thinpipe.launch.host.interfaces import family_of
 from thinpipe.launch.overlay import keys
 from thinpipe.launch.overlay.control import OverlayError
 from thinpipe.launch.overlay.links.handshake import Hello, Welcome
@@ -29,15 +33,18 @@ pytestmark = pytest.mark.dist
 class Run:
     """Hosts of one run; the first is where they meet."""
 
-    def __init__(self, folder: Path, needed: int) -> None:
+    def __init__(self, folder: Path, needed: int, address: str = "127.0.0.1") -> None:
         self.key, self.port, self._needed = folder / "run.key", free_port(), needed
+        self._address = address
         keys.new(self.key)
-        self.hosts = [self._host("h0", None, ("127.0.0.1", self.port))]
+        self.hosts = [self._host("h0", None, (address, self.port))]
         wait_until(self._listens, PATIENCE_S)
 
-    def host(self, name: str, coordinator: tuple[str, int] | None = None) -> Overlay:
-        where = coordinator or ("127.0.0.1", self.port)
-        self.hosts.append(self._host(name, where, ("127.0.0.1", 0)))
+    def host(
+        self, name: str, coordinator: tuple[str, int] | None = None, *, key: Path | None = None
+    ) -> Overlay:
+        where = coordinator or (self._address, self.port)
+        self.hosts.append(self._host(name, where, (self._address, 0), key))
         return self.hosts[-1]
 
     def close(self) -> None:
@@ -45,16 +52,20 @@ class Run:
             host.close()
 
     def _listens(self) -> bool:
-        with socket.socket() as sock:
-            return sock.connect_ex(("127.0.0.1", self.port)) == 0
+        with socket.socket(family_of(self._address)) as sock:
+            return sock.connect_ex((self._address, self.port)) == 0
 
     def _host(
-        self, name: str, coordinator: tuple[str, int] | None, listen: tuple[str, int]
+        self,
+        name: str,
+        coordinator: tuple[str, int] | None,
+        listen: tuple[str, int],
+        key: Path | None = None,
     ) -> Overlay:
         return Overlay(
             Settings(
                 name=name,
-                key_file=self.key,
+                key_file=key or self.key,
                 needed=self._needed,
                 listen=listen,
                 coordinator=coordinator,
@@ -138,9 +149,151 @@ def test_a_second_machine_of_a_name_is_refused(tmp_path: Path) -> None:
         thread.join()
 
 
+def test_one_that_is_started_twice_is_refused_and_the_run_goes_on(run: Run) -> None:
+    one, here = run.host("h1"), run.hosts[0]
+    for host in (one, here):
+        host.join(30, ignore)
+    client = here.client()
+    wait_until(lambda: client.ask("status")["links"]["h1"]["connected"], PATIENCE_S)
+    again = Hello(purpose="join", name="h1", hosts=2, incarnation="another")
+    assert "another machine is named 'h1', or this one was started twice" in say(run, again).refused
+    itself = Hello(purpose="join", name="h0", hosts=2, incarnation="another")
+    assert "another machine is named 'h0'" in say(run, itself).refused
+    link = client.ask("status")["links"]["h1"]
+    assert (link["connected"], link["resumed"], link["lost"]) == (True, 0, False)
+
+
+def test_a_port_that_is_taken_is_named_with_its_host(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        keys.new(tmp_path / "run.key")
+        host = Overlay(
+            Settings(
+                name="h7",
+                key_file=tmp_path / "run.key",
+                needed=2,
+                listen=("127.0.0.1", port),
+                coordinator=None,
+                patience_s=10,
+            )
+        )
+        with pytest.raises(OverlayError) as failed:
+            host.join(60, ignore)
+        host.close()
+    said = f"network.listen = 127.0.0.1:{port}, on h7: Address already in use; was the run started"
+    assert str(failed.value).startswith(said)
+
+
 def test_those_that_a_run_expects_and_that_did_not_come_are_named(run: Run) -> None:
     with pytest.raises(OverlayError, match=r"only h0 did; missing: h1, h2$"):
         run.hosts[0].join(2, ignore, expected=["h0", "h1", "h2"])
+
+
+@pytest.mark.skipif(not HAS_IPV6, reason="this machine has no IPv6")
+def test_hosts_meet_over_ipv6(tmp_path: Path) -> None:
+    run = Run(tmp_path, 3, "::1")
+    hosts = [*run.hosts, run.host("h1"), run.host("h2")]
+    for host in hosts:
+        host.join(60, ignore)
+    addresses = {host.name: host.address for host in hosts[1].roster.hosts}
+    assert addresses == {"h0": "", "h1": "::1", "h2": "::1"}
+    clients = [host.client() for host in hosts]
+
+    def connected() -> bool:
+        links = [link for one in clients for link in one.ask("status")["links"].values()]
+        return len(links) == 6 and all(link["connected"] for link in links)
+
+    wait_until(connected, PATIENCE_S)
+    run.close()
+
+
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <time.h>
+int clock_gettime(clockid_t which, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int failed = real(which, now);
+    if (which == CLOCK_REALTIME) now->tv_sec += 86400 * atoi(getenv("DAYS"));
+    return failed;
+}
+time_t time(time_t *out) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (out) *out = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For LD_PRELOAD: a clock that is DAYS off."""
+    folder = tmp_path_factory.mktemp("clock")
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    (folder / "clock.c").write_text(CLOCK)
+    command = [compiler, "-shared", "-fPIC", "-o", "clock.so", "clock.c", "-ldl"]
+    subprocess.run(command, cwd=folder, check=True)
+    return folder / "clock.so"
+
+
+@pytest.mark.parametrize("days", [-9, 500])
+def test_a_clock_by_which_the_key_is_not_valid_is_named(
+    run: Run, clock: Path, monkeypatch: pytest.MonkeyPatch, days: int
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", str(clock))
+    monkeypatch.setenv("DAYS", str(days))
+    late = run.host("h1")
+    here = date.today()
+    with pytest.raises(OverlayError, match="correct the clock") as failed:
+        late.join(60, ignore)
+    there = (here + timedelta(days), here + timedelta(days + 1))  # midnight may pass
+    said = str(failed.value)
+    assert any(f"the clock of h1 says {day}" in said for day in there), said
+    assert f"{run.key}: valid from {here - timedelta(2)} to " in said
+
+
+def test_a_clock_that_is_a_day_off_changes_nothing(
+    run: Run, clock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", str(clock))
+    monkeypatch.setenv("DAYS", "-1")
+    run.host("h1").join(60, ignore)
+
+
+@pytest.mark.parametrize("ended", ["h1", "h0"])
+def test_a_key_that_has_expired_is_told_from_one_of_another_run(tmp_path: Path, ended: str) -> None:
+    """Keys of single machines, one of which was valid until yesterday."""
+    run = Run(tmp_path, 2)
+    run.close()
+    machine_keys = {name: tmp_path / f"{name}.key" for name in ("h0", "h1")}
+    for name, path in machine_keys.items():
+        keys.add(run.key, name, path, days=-1 if name == ended else 9)
+    first = run._host("h0", None, ("127.0.0.1", run.port), machine_keys["h0"])
+    wait_until(run._listens, PATIENCE_S)
+    second = run.host("h1", key=machine_keys["h1"])
+    said = SimpleQueue[str]()
+    threads = [
+        threading.Thread(target=_join, args=(host, said.put), daemon=True)
+        for host in (first, second)
+    ]
+    for thread in threads:
+        thread.start()
+    while "correct the clocks" not in (text := said.get(timeout=PATIENCE_S)):
+        assert "another run's" not in text
+    for host in (first, second):
+        host.close()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+
+def _join(host: Overlay, say: Callable[[str], None]) -> None:
+    with contextlib.suppress(OverlayError):
+        host.join(PATIENCE_S, say)
 
 
 ASK = """

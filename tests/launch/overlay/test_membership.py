@@ -1,9 +1,11 @@
 """Who is in a run, in which order, and who connects to whom."""
 
 import itertools
+import socket
+from ipaddress import ip_address
 
 from thinpipe.launch.overlay.links.handshake import Hello
-from thinpipe.launch.overlay.membership import Host, Membership, Roster, loopback_address
+from thinpipe.launch.overlay.membership import MOST_HOSTS, Host, Membership, loopback_address
 
 
 def host(name: str, *, reachable: bool = True, incarnation: str = "1") -> Host:
@@ -70,7 +72,11 @@ def test_refusals_have_reasons() -> None:
 
 
 def test_addresses_of_hosts_differ_also_between_runs() -> None:
-    rosters = [Roster(run=run, coordinator="a", needed=1) for run in ("0a11", "ff22")]
-    addresses = {loopback_address(roster.run, index) for roster in rosters for index in range(200)}
-    assert len(addresses) == 400
-    assert all(address.startswith("127.77.") for address in addresses)
+    runs = ("0a11", "ff22", "fff3")
+    addresses = {loopback_address(run, host) for run in runs for host in range(MOST_HOSTS)}
+    assert len(addresses) == len(runs) * MOST_HOSTS
+    assert all(ip_address(address).is_loopback for address in addresses)
+    others = ("127.0.0.1", "127.0.1.1", "127.255.255.255")  # names resolve to, and broadcast
+    assert not addresses.intersection(others)
+    with socket.create_server((loopback_address("fff3", MOST_HOSTS - 1), 0)):
+        pass

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.remote.commands import Start, ssh_commands
+from thinpipe.launch.remote.commands import Start, ssh_commands, what_to_copy
 from thinpipe.launch.remote.hosts import HostsConfig, check_run, load_hosts, rendezvous
 
 GOOD = '[[host]]\nname = "a"\ncheckout = "x"\n'
@@ -111,3 +111,11 @@ def test_an_alias_of_ssh_is_resolved_for_the_others(
 def test_without_ssh_a_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert rendezvous(load(tmp_path, GOOD)) == "a:29500"
+
+
+def test_an_ipv6_address_is_in_brackets_where_something_follows_it(tmp_path: Path) -> None:
+    hosts = load(tmp_path, GOOD + 'address = "2001:db8::1"\nuser = "ada"\n')
+    assert rendezvous(hosts) == "[2001:db8::1]:29500"
+    assert hosts.host[0].destination == "ada@2001:db8::1"  # as ssh takes it
+    copied = what_to_copy(hosts, "run.toml", None)
+    assert "scp run.toml ada@[2001:db8::1]:x/run.toml" in copied

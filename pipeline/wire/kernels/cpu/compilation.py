@@ -120,7 +120,7 @@ def source_digest(module: str, folder: Path = _FOLDER) -> str:
     while left:
         path = _path(name := left.pop(), folder)
         if path is not None and name not in found and f"{name}.".startswith(f"{room}."):
-            found[name] = path.read_text()
+            found[name] = path.read_text(encoding="utf-8")
             left += _imported(found[name])
     sources = "".join(found[name] for name in sorted(found))
     return hashlib.sha256(sources.encode()).hexdigest()[:12]

@@ -49,7 +49,7 @@ class Wire:
         if held:
             self.held.set()
         self.connections = 0
-        self._target, self._open = target, list[_Connection]()
+        self._target, self._open = target, list[Connection]()
         self._scripted = threading.Lock()
         self._server = socket.create_server(("127.0.0.1", free_port()))
         self.address = self._server.getsockname()
@@ -73,13 +73,13 @@ class Wire:
                     unless_made.enter_context(near)
                     far = socket.create_connection(self._target)
                     unless_made.pop_all()
-                connection = _Connection(near, far)
+                connection = Connection(near, far)
                 self._open.append(connection)
                 self.connections += 1
                 for up in (True, False):
                     threading.Thread(target=self._pump, args=(connection, up), daemon=True).start()
 
-    def _pump(self, connection: "_Connection", up: bool) -> None:
+    def _pump(self, connection: "Connection", up: bool) -> None:
         source, target = connection.ends if up else connection.ends[::-1]
         try:
             for number, record in enumerate(_records(source)):
@@ -98,7 +98,7 @@ class Wire:
         connection.end()
 
 
-class _Connection:
+class Connection:
     """Two sockets that end together, once."""
 
     def __init__(self, *ends: socket.socket) -> None:
@@ -139,7 +139,14 @@ def _has_come(sock: socket.socket) -> bool:
 class Pair:
     """Host "a" dials host "b". `events` are what the links report."""
 
-    def __init__(self, key: Path, *, patience_s: float = 30.0, held: bool = False) -> None:
+    def __init__(
+        self,
+        key: Path,
+        *,
+        patience_s: float = 30.0,
+        held: bool = False,
+        wire: type[Wire] = Wire,
+    ) -> None:
         self.loop, self.events = Loop(), list[tuple[str, str, str]]()
         self.attempts = 0
         accepting, connecting = keys.contexts(key)
@@ -148,7 +155,7 @@ class Pair:
         self._ends: list[socket.socket] = []
         self.a, self.b = (self._link(name, number, patience_s) for number, name in enumerate("ba"))
         self._listener = Listener(self.loop, ("127.0.0.1", 0), accepting, self._on_hello)
-        self.wire = Wire(("127.0.0.1", self._listener.port), held=held)
+        self.wire = wire(("127.0.0.1", self._listener.port), held=held)
         self._dialer = Dialer(
             self.loop, connecting, self.a, address=lambda: self.wire.address, hello=self._hello
         )
