@@ -11,6 +11,7 @@ Axes: B samples, T tokens, D channels.
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -97,7 +98,7 @@ class PipelineEngine:
         self._once_per_microbatch = _once_per_microbatch(stages)
         self._make_schedule = make_schedule
         self._device: torch.device = stages[0].device
-        self._stats = StepStats(transport, self.channels, options.cuts)
+        self._stats = StepStats(transport, self.channels, options.cuts, loss_scope=sync.loss_scope)
         self._guard = Guard(options.rules, [channel.codec for channel in self.channels])
         self._remembered_gradients = [
             channel.codec
@@ -165,10 +166,10 @@ class PipelineEngine:
         parts = batch.split(min(self._options.accumulate, len(batch)))
         microbatches = sum(self._fit(len(part)) for part in parts)
         if self._shards is not None:
-            self._sync.begin_step(1)  # gradients are there when they are sums over the shards
+            self._sync.begin_step(step, 1)  # gradients are there when they are sums over the shards
             self._shards.begin_step(step, microbatches)
         else:
-            self._sync.begin_step(microbatches if self._once_per_microbatch else 0)
+            self._sync.begin_step(step, microbatches if self._once_per_microbatch else 0)
         self._denominator = 0.0
         losses = [loss for part in parts for loss in self._train_part(part, step, batch)]
         if self._shards is not None:
@@ -287,8 +288,11 @@ class PipelineEngine:
         """Square of this rank's part of the gradient norm; a tied weight counts on one rank."""
         copy = self._tied.weight if self._tied and not self._tied.is_first else None
         gradients = [p.grad for p in self._parameters if p.grad is not None and p is not copy]
-        norms = torch._foreach_norm(gradients) if gradients else []
-        return math.fsum(float(norm) ** 2 for norm in norms)
+        if not gradients:
+            return 0.0
+        # one wait for the device, not one for each
+        norms = [norm.to(self._device, torch.float64) for norm in torch._foreach_norm(gradients)]
+        return math.fsum(norm**2 for norm in torch.stack(norms).tolist())
 
     def _sent(self) -> tuple[int, int, int]:
         exchanged = self._sync.bytes_sent + (self._tied.nbytes_sent if self._tied else 0)
@@ -348,10 +352,10 @@ class PipelineEngine:
 
 
 def _check(batch: Batch, own_ids_B: Tensor | None) -> None:
-    ids = batch.ids_B.tolist()
+    ids = Counter(batch.ids_B.tolist())
     if not ids:
         raise ValueError("a training step needs at least one sample on every replica and shard")
-    twice = sorted({sample for sample in ids if ids.count(sample) > 1})
+    twice = sorted(sample for sample, times in ids.items() if times > 1)
     if twice:
         raise ValueError(f"sample ids {twice} appear twice in a step; memories need unique ids")
     if own_ids_B is not None and not bool((known_B := torch.isin(batch.ids_B, own_ids_B)).all()):
