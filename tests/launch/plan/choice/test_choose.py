@@ -102,7 +102,10 @@ def test_the_exchange_is_as_faithful_as_the_links_allow() -> None:
 
 def test_all_reduce_is_replaced_where_it_would_be_waited_for() -> None:
     assert slow({}, 10.0).gradcomp == {"method": "allreduce", "allreduce": {}}
-    assert slow({}, 0.005).gradcomp["method"] == "ef_updates"
+    slowest, middling = slow({}, 0.0015), slow({}, 0.01)
+    assert slowest.gradcomp == {"method": "ef_gradients", "ef_gradients": {"fraction": 0.015}}
+    assert middling.gradcomp["method"] == "ef_gradients"
+    assert middling.gradcomp["ef_gradients"]["fraction"] > 0.015
 
 
 def test_a_method_with_an_optimizer_of_its_own_is_kept() -> None:
