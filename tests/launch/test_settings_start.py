@@ -45,7 +45,7 @@ def variants(
         {name: value}
         for name, field in kind.model_fields.items()
         for value in choices(field.annotation)
-        if name != "kind"
+        if value != field.default  # the first run has all defaults
     ]
     for single in [{}, *singles]:
         for other in [{}, *singles]:
