@@ -8,6 +8,12 @@ from typer.testing import CliRunner
 from tests.huggingface import CLASSES, ENCODERS, MODELS, TRIED, settings
 from thinpipe.launch.cli import app
 
+QUICK = ("bert", "gpt2", "llama", "mixtral")
+FAMILIES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in sorted({**MODELS, **TRIED})
+]
+
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +25,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("name", sorted({**MODELS, **TRIED}))
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_can_be_planned(name: str, tmp_path: Path) -> None:
     settings(name).save_pretrained(tmp_path / "model")
     model, data = f'config = "{tmp_path}/model"', "sequence_length = 8"
