@@ -5,9 +5,10 @@ as the predicted step gets at most 5 % longer: first that of the exchange betwee
 costs more loss at the same bytes (`benchmarks/results/replicas_gpt2_cpu_202611.md`), then that of
 the cuts, always the direction that has least.
 
-All-reduce may become `ef_gradients`, which has the least loss at its bytes there, and sends a larger
-part where there is time. `cocktail` and `ef_updates` have budgets, and may become all-reduce. Other
-methods were chosen for more than their bytes, like codecs that no ladder has: they stay.
+All-reduce may become `ef_gradients`, delayed, which has the least loss there of those that overlap
+with the whole step, and sends a larger part where there is time. `cocktail` and `ef_updates` have
+budgets, and may become all-reduce. Other methods were chosen for more than their bytes, like codecs
+that no ladder has: they stay.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,7 +74,9 @@ def exchanges(config: RunConfig) -> list[dict[str, Any]]:
     method, options = config.method, config.method_options
     own = {"method": method, method: config.gradcomp.get(method, {})}
     if method == "allreduce":
-        sparse = [_section("ef_gradients", fraction=fraction) for fraction in _FRACTIONS]
+        sparse = [
+            _section("ef_gradients", delayed=True, fraction=fraction) for fraction in _FRACTIONS
+        ]
         is_exact = getattr(options, "format", "fp32") == "fp32"
         bf16, fp32 = (_section("allreduce", format=number) for number in ("bf16", "fp32"))
         return [*sparse, *([bf16, own] if is_exact else [own, fp32])]
