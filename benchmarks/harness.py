@@ -1,11 +1,12 @@
-"""Shared by benchmarks: environment of a measurement, JSON lines, quantiles, tables."""
+"""Shared by benchmarks: options, environment of a measurement, JSON lines, quantiles, tables."""
 
+import argparse
 import json
 import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,26 @@ def environment() -> dict[str, Any]:
         },
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def parse_options(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    switch: str,
+    defaults: Callable[[argparse.Namespace], Mapping[str, Any]],
+) -> argparse.Namespace:
+    """Parse a command line with a switch that stands for other defaults, and say which.
+
+    What is given beside the switch holds.
+    """
+    options = parser.parse_args(arguments)
+    if getattr(options, switch):
+        chosen = defaults(options)
+        parser.set_defaults(**chosen)
+        options = parser.parse_args(arguments)
+        values = ", ".join(f"{name} = {getattr(options, name)}" for name in chosen)
+        print(f"--{switch}: {values}", flush=True)
+    return options
 
 
 class Records:

@@ -87,7 +87,7 @@ class Decentral:
         """No step waits for more than neighbours."""
         return False
 
-    def begin_step(self, passes: int) -> None:
+    def begin_step(self, step: int, passes: int) -> None:
         """Average what the last step left."""
         if self._steps == 0:
             self._averaging.begin(self._buckets)

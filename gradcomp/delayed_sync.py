@@ -5,7 +5,8 @@ before; the first has none, its gradients are zeroed, and the last ones are not 
 
 What a reducer left out of a bucket is needed by the next exchange, before the optimizer applied
 this one: it counts as soon as the sum is there, unless that is not finite. All replicas see that
-alike, and the step that would apply it is skipped.
+alike, and the step that would apply it is skipped. A finite sum of a skipped step is applied with
+the next, as its residual counts already; what was not finite is dropped.
 
 Axes: N values of a bucket.
 """
@@ -38,6 +39,8 @@ class DelayedGradientSync(GradientSync):
         """As for `GradientSync`."""
         super().__init__(parameters, peers, _KeptAtOnce(reducer), nbytes)
         self._late: list[tuple[Bucket, Sums]] = []
+        self._unapplied: list[tuple[Bucket, Sums]] = []
+        """What gradients are, until the step counts."""
 
     def before_step(self) -> None:
         """Put the sums of the step before in place of the gradients; zeros in the first step."""
@@ -47,30 +50,52 @@ class DelayedGradientSync(GradientSync):
                 for parameter in bucket.parameters:
                     assert parameter.grad is not None
                     parameter.grad.zero_()
+        if self._unapplied:
+            pairs = zip(self._unapplied, self._late, strict=True)
+            self._late = [(bucket, self._both(old, new)) for (bucket, old), (_, new) in pairs]
         self._put(self._late)
-        self._late, self._launched = self._launched, []
+        self._unapplied, self._late, self._launched = self._late, self._launched, []
         self._step += 1
+
+    def after_step(self) -> None:
+        """The sums were applied."""
+        self._unapplied = []
 
     def finish(self) -> None:
         """No step follows that could apply the last sums."""
         self._wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """Also the sums that the next step applies."""
+        """Also the sums that the next step applies, and those that a skipped one did not."""
         self._wait()
-        return {**super().state_dict(), "late": [sums.result()[0] for _, sums in self._late]}
+        waiting = {"late": self._late, "unapplied": self._unapplied}
+        held = {name: [sums.result()[0] for _, sums in each] for name, each in waiting.items()}
+        return {**super().state_dict(), **held}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._wait()
         super().load_state_dict(state)
-        self._late = []
-        buckets = self._buckets if state["late"] else ()  # there are none before the first step
-        for bucket, sum_N in zip(buckets, state["late"], strict=True):
-            parameter = bucket.parameters[0]
-            sums: Sums = Future()
-            sums.set_result((sum_N.to(parameter.device), self._side_stream.now()))
-            self._late.append((bucket, sums))
+        self._late, self._unapplied = map(self._restored, (state["late"], state["unapplied"]))
+
+    def _restored(self, sums: Sequence[Tensor]) -> list[tuple[Bucket, Sums]]:
+        buckets = self._buckets if sums else ()  # there are none before the first step
+        return [
+            (bucket, self._there(sum_N.to(bucket.parameters[0].device)))
+            for bucket, sum_N in zip(buckets, sums, strict=True)
+        ]
+
+    def _there(self, sum_N: Tensor) -> Sums:
+        sums: Sums = Future()
+        sums.set_result((sum_N, self._side_stream.now()))
+        return sums
+
+    def _both(self, old: Sums, new: Sums) -> Sums:
+        """What is finite of them; the newer one if neither is."""
+        old_N, new_N = (self._side_stream.hand_over(*sums.result()) for sums in (old, new))
+        if not bool(old_N.isfinite().all()):
+            return new
+        return self._there(old_N + new_N) if bool(new_N.isfinite().all()) else old
 
     def _wait(self) -> None:
         """Until the communication thread is done, or raise its failure."""

@@ -88,7 +88,7 @@ class GradientSync:
         """Every step applies the sum over all replicas."""
         return True
 
-    def begin_step(self, passes: int) -> None:
+    def begin_step(self, step: int, passes: int) -> None:
         """Buckets are exchanged from here on, as they become ready."""
         self._readiness.begin_step(passes)
 

@@ -133,7 +133,7 @@ class LocalSteps:
         self._worker, self._side_stream = Worker("gradcomp"), SideStream(device_of(parameters))
         self._launched: _Launched | None = None
         self._captured = False
-        self._steps = self._exchanges = 0
+        self._exchanges = 0
         self._owed: tuple[int, list[Tensor]] | None = None
         """A restored run makes the exchange that was under way again: of a fragment, from this."""
 
@@ -147,7 +147,7 @@ class LocalSteps:
         turn, place = self._config.turn, step % self._config.turn
         return self._peers.size > 1 and step >= turn and place in (0, self._config.overlap)
 
-    def begin_step(self, passes: int) -> None:
+    def begin_step(self, step: int, passes: int) -> None:
         """The first step finds replicas equal: what they hold becomes the global model."""
         if not self._captured:
             self._captured = True
@@ -156,12 +156,11 @@ class LocalSteps:
         if self._owed is not None:
             self._launch(*self._owed)
         turn = self._config.turn
-        if self._steps and self._steps % turn == 0:
-            fragment = (self._steps // turn - 1) % self._config.fragments
+        if step and step % turn == 0:
+            fragment = (step // turn - 1) % self._config.fragments
             self._launch(fragment, [_distance(bucket) for bucket in self._fragments[fragment]])
-        if self._steps % turn == self._config.overlap:
+        if step % turn == self._config.overlap:
             self._join()
-        self._steps += 1
 
     def before_step(self) -> None:
         """Gradients are this replica's own."""
@@ -190,13 +189,12 @@ class LocalSteps:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """g, counters, what the outer step remembers, and what is under way."""
+        """g, how many exchanges there were, what the outer step remembers, what is under way."""
         self._wait()
         under_way = self._owed
         if self._launched is not None:
             under_way = (self._launched.fragment, self._launched.distances)
         return {
-            "steps": self._steps,
             "exchanges": self._exchanges,
             "captured": self._captured,
             "under_way": under_way,
@@ -208,7 +206,7 @@ class LocalSteps:
         """Restore what `state_dict` returned."""
         self._wait()
         self._launched = None
-        self._steps, self._exchanges = state["steps"], state["exchanges"]
+        self._exchanges = state["exchanges"]
         self._captured, self._owed = state["captured"], state["under_way"]
         self._outer.load_state_dict(state["outer"])
         for bucket, global_N in zip(self._all(), state["global"], strict=True):

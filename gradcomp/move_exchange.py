@@ -180,13 +180,13 @@ class MoveExchange:
         """
         return True
 
-    def begin_step(self, passes: int) -> None:
+    def begin_step(self, step: int, passes: int) -> None:
         """The first step finds replicas equal: what they hold becomes the global model."""
         if not self._captured:
             self._capture()
         if self._owed:
             self._launch()
-        self._warmup.begin_step(passes if self._warming_up else 0)
+        self._warmup.begin_step(step, passes if self._warming_up else 0)
 
     def before_step(self) -> None:
         """Apply what was exchanged meanwhile; gradients become those of this replica alone."""

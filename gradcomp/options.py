@@ -32,3 +32,7 @@ class TrainOptions(Protocol):
     @property
     def weight_decay(self) -> float:
         """Decoupled from the gradient."""
+
+
+class ReplicaCountError(ValueError):
+    """A method's options do not fit as many replicas."""

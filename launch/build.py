@@ -18,7 +18,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.device import choose_devices, make_repeatable
-from thinpipe.launch.optimizer import OptimizerFactory, make_optimizer, named_parameters
+from thinpipe.launch.optimizer import OptimizerFactory, Rates, make_optimizer, named_parameters
 from thinpipe.launch.plan.memory_budget import memory_folder, row_nbytes, sample_capacity
 from thinpipe.pipeline.comm.bandwidth import measure_rate
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless
@@ -131,9 +131,8 @@ def build(
         shards=shards,
         make_schedule=wiring.make_schedule,
     )
-    factor = given.schedule or _lr_factor(config, total_steps)
-    lr_schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    return Built(stages, engine, optimizer, lr_schedule, sync, shards)
+    rates = Rates(optimizer, given.schedule or _lr_factor(config, total_steps))
+    return Built(stages, engine, optimizer, rates, sync, shards)
 
 
 def engine_options(config: RunConfig) -> EngineOptions:
@@ -315,9 +314,11 @@ def _store(config: RunConfig, spec: Spec, device: torch.device) -> Store:
         ) from error
 
 
-def _lr_factor(config: RunConfig, total_steps: int) -> Callable[[int], float]:
-    """What the learning rate of a step is multiplied by."""
+def _lr_factor(config: RunConfig, total_steps: int) -> Callable[[int], float] | None:
+    """What the learning rate of a step is multiplied by; None leaves it alone."""
     train = config.train
+    if not train.warmup_steps and train.decay == "none":
+        return None
 
     def factor(step: int) -> float:
         if step < train.warmup_steps:

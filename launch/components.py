@@ -15,6 +15,7 @@ from thinpipe.aqsgd.transform.evaluation import FirstVisits
 from thinpipe.gradcomp.sharded.stage import StageShards
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.optimizer import Rates
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless, raw
 from thinpipe.pipeline.comm.message import Mode
 from thinpipe.pipeline.config import DirectConfig, StatelessConfig
@@ -35,7 +36,7 @@ class Built:
     stages: list[CompressedStage]
     engine: PipelineEngine
     optimizer: torch.optim.Optimizer
-    lr_schedule: torch.optim.lr_scheduler.LRScheduler
+    lr_schedule: Rates
     sync: ReplicaSync
     shards: StageShards | None = None
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from thinpipe.gradcomp.registry import build_optimizer
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.toml import ConfigError
 from thinpipe.pipeline.models.own.functions import load_function
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
@@ -16,6 +17,11 @@ OptimizerFactory = Callable[[Named], torch.optim.Optimizer]
 
 _OUTSIDE = ("embed", "head", "wte", "wpe", "classifier", "score")
 """In names of embeddings and heads: their rows are looked up one by one, as Muon's are not."""
+
+_ONE_OF_THEM = (
+    "one of them must set the rates: put it into Run(schedule=function of the step) alone, which "
+    "a resumed run goes on with, or leave out schedule, train.warmup_steps and train.decay"
+)
 
 
 def make_optimizer(
@@ -63,6 +69,69 @@ def _own(name: str, parameters: Named, lr: float) -> torch.optim.Optimizer:
             f'train.optimizer = "{name}": returned {type(found).__name__}, not an Optimizer'
         )
     return found
+
+
+class Rates:
+    """Learning rates of an optimizer: in each step its own times a factor.
+
+    Without a factor they are the program's, which may change them or have a torch scheduler do so.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float] | None
+    ) -> None:
+        """Set those of step 0.
+
+        Raises:
+            ConfigError: a factor, and a torch scheduler too.
+        """
+        self._optimizer, self._factor, self._step = optimizer, factor, 0
+        self._bases = [group["lr"] for group in self._groups]
+        if factor is not None and self.has_scheduler:
+            raise ConfigError(f"the optimizer has a torch LR scheduler; {_ONE_OF_THEM}")
+        self._set()
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups  # others once a state was loaded
+
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether a torch scheduler sets the rates."""
+        return any("initial_lr" in group for group in self._groups)
+
+    @property
+    def last_epoch(self) -> int:
+        """The number of the next step; the name is torch's, and that of checkpoints."""
+        return self._step
+
+    @last_epoch.setter
+    def last_epoch(self, step: int) -> None:
+        self._step = step
+        self._set()
+
+    def step(self) -> None:
+        """Set those of the next step.
+
+        Raises:
+            ConfigError: they are no longer what was set, and there is a factor.
+        """
+        found = [group["lr"] for group in self._groups]
+        if self._factor is not None and found != self._rates():
+            raise ConfigError(
+                f"the program set the learning rate of a group to one of {found}, and its schedule "
+                f"to one of {self._rates()}; {_ONE_OF_THEM}"
+            )
+        self.last_epoch += 1
+
+    def _rates(self) -> list[float]:
+        assert self._factor is not None
+        return [base * self._factor(self._step) for base in self._bases]
+
+    def _set(self) -> None:
+        if self._factor is not None:
+            for group, rate in zip(self._groups, self._rates(), strict=True):
+                group["lr"] = rate
 
 
 def rebind(

@@ -11,6 +11,7 @@ Axes: B samples, T tokens, D channels.
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -98,7 +99,7 @@ class PipelineEngine:
         self._once_per_microbatch = _once_per_microbatch(stages)
         self._make_schedule = make_schedule
         self._device: torch.device = stages[0].device
-        self._stats = StepStats(transport, self.channels, options.cuts)
+        self._stats = StepStats(transport, self.channels, options.cuts, loss_scope=sync.loss_scope)
         self._guard = Guard(options.rules, [channel.codec for channel in self.channels])
         self._remembered_gradients = [
             channel.codec
@@ -159,10 +160,10 @@ class PipelineEngine:
         parts = batch.split(min(self._options.accumulate, len(batch)))
         microbatches = sum(self._fit(len(part)) for part in parts)
         if self._shards is not None:
-            self._sync.begin_step(1)  # gradients are there when they are sums over the shards
+            self._sync.begin_step(step, 1)  # gradients are there when they are sums over the shards
             self._shards.begin_step(step, microbatches)
         else:
-            self._sync.begin_step(microbatches if self._once_per_microbatch else 0)
+            self._sync.begin_step(step, microbatches if self._once_per_microbatch else 0)
         self._denominator = 0.0
         losses = [loss for part in parts for loss in self._train_part(part, step, batch)]
         if self._shards is not None:
@@ -355,10 +356,10 @@ def square_norm(tensors: Sequence[Tensor]) -> float:
 
 
 def _check(batch: Batch, own_ids_B: Tensor | None) -> None:
-    ids = batch.ids_B.tolist()
+    ids = Counter(batch.ids_B.tolist())
     if not ids:
         raise ValueError("a training step needs at least one sample on every replica and shard")
-    twice = sorted({sample for sample in ids if ids.count(sample) > 1})
+    twice = sorted(sample for sample, times in ids.items() if times > 1)
     if twice:
         raise ValueError(f"sample ids {twice} appear twice in a step; memories need unique ids")
     if own_ids_B is not None and not bool((known_B := torch.isin(batch.ids_B, own_ids_B)).all()):

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
+LossScope = Literal["global", "replica"]
+"""Whose tokens a loss is divided by: those of all replicas, or of this one."""
+
 
 class ReplicaSync(Protocol):
     """Exchanges what replicas must share.
@@ -22,8 +25,8 @@ class ReplicaSync(Protocol):
     leaves: Literal["gradients", "updates"]
     """What `before_step` leaves in `p.grad`. Updates are not clipped."""
 
-    loss_scope: Literal["global", "replica"]
-    """Whose tokens the loss is divided by: those of all replicas, or of this one."""
+    loss_scope: LossScope
+    """Whose tokens the loss is divided by where it is differentiated."""
 
     overlaps: bool
     """Whether an exchange has the time of a whole forward and backward."""
@@ -34,8 +37,8 @@ class ReplicaSync(Protocol):
     def due(self, step: int) -> bool:
         """Whether this step waits for all replicas; if not, at most neighbours share anything."""
 
-    def begin_step(self, passes: int) -> None:
-        """A step begins; every parameter will get `passes` gradients (0: not known)."""
+    def begin_step(self, step: int, passes: int) -> None:
+        """A step of the run begins; parameters will get `passes` gradients each (0: not known)."""
 
     def before_step(self) -> None:
         """Gradients are local; leave in `p.grad` what the optimizer is to apply."""

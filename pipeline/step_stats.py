@@ -12,6 +12,7 @@ from thinpipe.pipeline.cache_consistency import CacheConsistency, Repair, Repair
 from thinpipe.pipeline.comm.channel import Channel, OutgoingChannel
 from thinpipe.pipeline.comm.error_stats import SUMS, ErrorStats, error_stats
 from thinpipe.pipeline.comm.transport import Scope, Transport, shared_nbytes
+from thinpipe.pipeline.replica_sync import LossScope
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD, Direction
 
@@ -38,7 +39,8 @@ class WireTotal(ErrorStats):
 class StepTotals:
     """A step as all ranks see it. `loss` is the mean over the tokens of all replicas.
 
-    In a step in which replicas do not meet (`ReplicaSync.due`) all numbers are those of one.
+    In a step in which replicas do not meet (`ReplicaSync.due`) all numbers are those of one, and
+    `loss` is the mean over its tokens.
 
     `bubble` is the part of the step that the ranks did not compute, averaged over ranks.
     `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
@@ -81,10 +83,17 @@ class StepStats:
     """Collects this rank's numbers and shares them."""
 
     def __init__(
-        self, transport: Transport, channels: Sequence[Channel], cuts: Sequence[int]
+        self,
+        transport: Transport,
+        channels: Sequence[Channel],
+        cuts: Sequence[int],
+        *,
+        loss_scope: LossScope,
     ) -> None:
-        """`cuts` are all cuts of the pipeline, so that every rank lays its vector out alike."""
-        self._transport, self._cuts = transport, tuple(cuts)
+        """`cuts` are all cuts of the pipeline, so that every rank lays its vector out alike;
+        `loss_scope` says whose tokens a rank's loss is divided by.
+        """
+        self._transport, self._cuts, self._loss_scope = transport, tuple(cuts), loss_scope
         self._outgoing = [end for end in channels if isinstance(end, OutgoingChannel)]
         self._sent = (0, 0, 0)
         self._coming_B = torch.empty(0, dtype=torch.int64)
@@ -116,6 +125,8 @@ class StepStats:
 
     def _totals(self, all_WN: torch.Tensor, repair: Repair, scope: Scope) -> StepTotals:
         loss, tokens, _, _, _, *sent = all_WN[:, :_SCALARS].sum(0).tolist()
+        if self._loss_scope == "replica" and scope == "world":
+            loss = self._mean_loss(all_WN)
         sync_bytes, weight_bytes, gradient_bytes = map(int, sent)
         mesh = self._transport.mesh
         replica_norms = all_WN[:, 2].view(-1, mesh.pipeline_ranks * mesh.shards).sum(1).sqrt()
@@ -135,6 +146,12 @@ class StepStats:
             control_bytes=shared_nbytes(all_WN) + repair.nbytes,
             repaired=repair.repaired,
         )
+
+    def _mean_loss(self, all_WN: torch.Tensor) -> float:
+        """Over the tokens of all replicas, of losses that are each replica's own mean."""
+        rows_RWN = all_WN.view(self._transport.mesh.replicas, -1, all_WN.shape[1])
+        losses_R, tokens_R = rows_RWN[:, :, :2].sum(1).unbind(1)
+        return float((losses_R * tokens_R).sum() / tokens_R.sum().clamp(min=1))
 
     def _traffic(self) -> list[float]:
         sent: dict[tuple[int, int], list[float]] = {}

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.fidelity.finetuning import Corpus, Scale, fine_tune, pretrain, read_corpus
 from benchmarks.fidelity.report import BASELINE, Outcome, draw, make_row, tables
-from benchmarks.harness import Records
+from benchmarks.harness import Records, parse_options
 
 
 def _method(
@@ -225,9 +225,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         task="language" if options.labelled is None else "classification",
     )
     methods = [m for name in options.methods for m in GROUPS.get(name, [name])]
-    if options.quick:
-        scale = replace(scale, sequences=scale.sequences // 2, epochs=4)
-        methods, options.seeds = list(_QUICK), 1
     outcomes = compare(
         read_corpus(options.train, options.eval, scale, labelled=options.labelled),
         scale,
@@ -252,7 +249,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--setting", choices=sorted(SETTINGS), default="bytes", help="a small decoder, or GPT-2's"
     )
-    parser.add_argument("--quick", action="store_true", help="four methods, one seed, fewer steps")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="four methods, one seed, half of the sequences, 4 epochs, but for what is given",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
     parser.add_argument("--first-seed", type=int, default=0, help="of the repetitions (default 0)")
     parser.add_argument(
@@ -277,7 +278,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dropout-masks", choices=("random", "repeated"), default="random")
     parser.add_argument("--json", type=Path, help="new file for one JSON line per run")
     parser.add_argument("--plot", type=Path, help="PNG of the training loss by epoch")
-    return parser.parse_args(arguments)
+    return parse_options(parser, arguments, "quick", _quick)
+
+
+def _quick(options: argparse.Namespace) -> dict[str, Any]:
+    sequences = SETTINGS[options.setting].sequences // 2
+    return {"methods": list(_QUICK), "seeds": 1, "sequences": sequences, "epochs": 4}
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.harness import parse_options
 from benchmarks.kernels import floors
 from benchmarks.kernels.cases import CPU, Buffers, Case, Work, cases, words
 from benchmarks.kernels.peers import Peer, peers
@@ -212,10 +213,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--no-peers", dest="peers", action="store_false")
     parser.add_argument("--quick", action="store_true", help="a few rows, in less than 3 minutes")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        vars(options).update(QUICK)
-    return options
+    return parse_options(parser, arguments, "quick", lambda _: QUICK)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import environment, format_table
+from benchmarks.harness import environment, format_table, parse_options
 from benchmarks.links.figure import draw
 from benchmarks.links.ranks import Plan, RankResult, run_host, set_rate
 from benchmarks.links.rows import (
@@ -125,14 +125,14 @@ def _write(path: Path, rows: Sequence[Row]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _arguments() -> argparse.Namespace:
+def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m benchmarks.links", description=__doc__)
     parser.add_argument("--form", choices=["paper-shaped", "training"], default="paper-shaped")
     parser.add_argument("--stages", type=int, nargs="+", default=[4])
     parser.add_argument("--rates", nargs="+", default=["100mbit", "500mbit"])
     parser.add_argument("--delays", nargs="+", default=["0ms"], help="one way, such as 50ms")
     names = [method.name for method in METHODS]
-    parser.add_argument("--methods", nargs="+", choices=names, metavar="NAME")
+    parser.add_argument("--methods", nargs="+", choices=names, default=_DEFAULT, metavar="NAME")
     parser.add_argument(
         "--microbatches", type=int, default=8, help="of a step (default 8; the paper's batch: 32)"
     )
@@ -141,7 +141,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each row")
     parser.add_argument(
-        "--full", action="store_true", help="2, 4, 8 stages, all rates, delays, methods"
+        "--full",
+        action="store_true",
+        help="2, 4, 8 stages, all rates, delays, methods, but for what is given",
     )
     parser.add_argument(
         "--keep-window",
@@ -153,14 +155,11 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--figure", type=Path, metavar="FILE")
-    arguments = parser.parse_args()
-    if arguments.depth < 0:
-        parser.error(f"--depth = {arguments.depth}: use 0 (which is 1F1B) or more")
-    if arguments.full:
-        arguments.stages, arguments.rates = _FULL_STAGES, _FULL_RATES
-        arguments.delays = _FULL_DELAYS
-    arguments.methods = arguments.methods or (names if arguments.full else _DEFAULT)
-    return arguments
+    full = {"stages": _FULL_STAGES, "rates": _FULL_RATES, "delays": _FULL_DELAYS, "methods": names}
+    options = parse_options(parser, arguments, "full", lambda _: full)
+    if options.depth < 0:
+        parser.error(f"--depth = {options.depth}: use 0 (which is 1F1B) or more")
+    return options
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:

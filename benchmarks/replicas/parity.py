@@ -23,7 +23,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.fidelity.finetuning import pretrain
-from benchmarks.harness import Records, format_table
+from benchmarks.harness import Records, format_table, parse_options
 from benchmarks.replicas.cost import cpu_ns
 from benchmarks.replicas.settings import GPT2, SETTINGS, Setting, quick, read_corpus
 from benchmarks.replicas.training import Method, Outcome, train
@@ -236,10 +236,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison from the command line."""
     options = _parse(arguments)
     setting = SETTINGS[options.setting]
-    methods = chosen_methods(options.methods or (_QUICK if options.quick else None))
-    seeds = range(options.first_seed, options.first_seed + (1 if options.quick else options.seeds))
+    methods = chosen_methods(options.methods)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     if options.quick:
         setting = quick(setting)
+        print(f"--quick: {setting.steps} steps instead of {SETTINGS[options.setting].steps}")
     with TemporaryDirectory() as folder:
         base = options.base or Path(folder) / "base.pt"
         if not base.exists():
@@ -277,7 +278,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--base", type=Path, help="pretrained weights; saved there if it is new")
     parser.add_argument("--setting", choices=sorted(SETTINGS), default=GPT2.name)
-    parser.add_argument("--quick", action="store_true", help="fewer steps and methods, one seed")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a quarter of the steps; fewer methods, one seed, but for what is given",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
     parser.add_argument("--first-seed", type=int, default=0, help="of the repetitions (default 0)")
     parser.add_argument("--replicas", type=int, nargs="+", default=[4])
@@ -288,7 +293,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
     parser.add_argument("--json", type=Path, help="new file for one JSON line per run")
     parser.add_argument("--plot", type=Path, help="PNG of losses by ratio")
-    return parser.parse_args(arguments)
+    return parse_options(
+        parser, arguments, "quick", lambda _: {"methods": list(_QUICK), "seeds": 1}
+    )
 
 
 if __name__ == "__main__":

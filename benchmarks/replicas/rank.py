@@ -92,7 +92,7 @@ class _Runner:
 
     def step(self) -> None:
         """Compute, exchange, optimize."""
-        self.sync.begin_step(0)
+        self.sync.begin_step(self._number, 0)
         if self._pipeline is None:
             time.sleep(self._plan.compute_s)
         else:

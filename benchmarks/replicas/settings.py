@@ -25,6 +25,11 @@ class Setting:
     evaluate_tuned: bool = True
     bf16: bool = False
 
+    @property
+    def steps(self) -> int:
+        """Of tuning."""
+        return self.scale.epochs * -(-self.scale.sequences // self.scale.batch)
+
 
 GPT2 = Setting(
     "gpt2",

@@ -128,7 +128,7 @@ class Replicas:
 
     def step(self, sequences: SampleSet, step: int) -> float:
         """One step of all; the mean loss."""
-        self._on_all(lambda replica: replica.sync.begin_step(1))
+        self._on_all(lambda replica: replica.sync.begin_step(step, 1))
         losses = [self._backward(replica, sequences, step) for replica in self._replicas]
         self._on_all(lambda replica: replica.sync.before_step())
         for replica in self._replicas:

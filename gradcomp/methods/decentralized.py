@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from thinpipe.gradcomp.decentral import Decentral
 from thinpipe.gradcomp.exchange import ExchangeKey, swap
 from thinpipe.gradcomp.global_copy import FlatBucket
-from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.gradcomp.options import ExchangeOptions, ReplicaCountError
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 
@@ -38,10 +38,10 @@ class Neighbours:
         """Refuse pairs that cannot be made.
 
         Raises:
-            ValueError: an odd number of replicas is to meet in pairs.
+            ReplicaCountError: an odd number of replicas is to meet in pairs.
         """
         if config.peers == "pairs" and peers.size % 2 and peers.size > 1:
-            raise ValueError(
+            raise ReplicaCountError(
                 f'gradcomp.decentralized.peers = "pairs": {peers.size} replicas are not pairs; use '
                 '"ring", or an even number of replicas'
             )

@@ -85,10 +85,12 @@ class DeMo:
         """Signs of what this replica's message that is under way would move (int8)."""
         self._here: list[Tensor] = []
         """Parameters while they are ahead."""
-        self._rates: Sequence[Mapping[str, Any]] = ()
+        self._optimizer: torch.optim.Optimizer | None = None
         self._worker, self._side_stream = Worker("gradcomp"), SideStream(device)
         self._pending: Future[tuple[Tensor, CudaEvent]] | None = None
         self._counts = False  # whether the step of what is under way was made
+        self._unapplied: Tensor | None = None
+        """The answer that a step was given, until that counts: momenta have lost it already."""
         self._step = 0
 
     @property
@@ -102,14 +104,15 @@ class DeMo:
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Look ahead at the rate of this optimizer."""
-        self._rates = optimizer.param_groups
+        self._optimizer = optimizer
 
     @torch.no_grad()
-    def begin_step(self, passes: int) -> None:
+    def begin_step(self, step: int, passes: int) -> None:
         """Nothing is exchanged before all gradients are there."""
         if self._own and self._counts:
             self._here = [parameter.detach().clone() for parameter in self._parameters]
-            (group,) = self._rates
+            assert self._optimizer is not None, "the method's own"
+            (group,) = self._optimizer.param_groups  # others once a state was loaded
             for parameter, sign in zip(self._parameters, self._own, strict=True):
                 parameter.add_(sign.to(parameter.dtype), alpha=-group["lr"])
 
@@ -117,6 +120,9 @@ class DeMo:
         """Send what is strongest now; leave the answer, of this step or of the one before."""
         self._come_back()
         answer_N = self._take() if self._config.delayed and self._pending is not None else None
+        if answer_N is None:
+            answer_N = self._unapplied
+        self._unapplied = answer_N
         finite, strongest_N = self._select()
         self._submit(strongest_N)
         if not self._config.delayed:
@@ -126,7 +132,7 @@ class DeMo:
     def after_step(self) -> None:
         """The step counts: momenta lose what was sent."""
         self._momenta, self._left = self._left, []
-        self._counts = True
+        self._counts, self._unapplied = True, None
 
     def finish(self) -> None:
         """No step follows that could apply the last answer."""
@@ -149,6 +155,7 @@ class DeMo:
             "own": self._own,
             "answer": answer,
             "counts": self._counts,
+            "unapplied": self._unapplied,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,6 +165,7 @@ class DeMo:
             momentum.copy_(saved)
         device = device_of(self._parameters)
         self._own = [sign.to(device) for sign in state["own"]]
+        self._unapplied = None if state["unapplied"] is None else state["unapplied"].to(device)
         if state["answer"] is not None:
             self._pending = Future()
             answer = state["answer"].to(device)

@@ -34,7 +34,7 @@ class NoExchange:
         """No step waits for other replicas."""
         return False
 
-    def begin_step(self, passes: int) -> None:
+    def begin_step(self, step: int, passes: int) -> None:
         """Nothing is exchanged."""
 
     def before_step(self) -> None:

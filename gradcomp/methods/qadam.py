@@ -83,6 +83,15 @@ class Momentum(ServedReducer):
         self._fresh[name] = super().reduce(bucket, mine_N, key)
         return self._fresh[name]
 
+    def take_over(self, state: Mapping[Tensor, Any], buckets: Sequence[Bucket]) -> None:
+        """Go on from an optimizer's momenta, which are equal on all replicas."""
+        self.steps = max((each["step"] for each in state.values()), default=0)
+        for bucket in buckets if self.steps else ():
+            known = [
+                state[p]["m"] if p in state else torch.zeros_like(p) for p in bucket.parameters
+            ]
+            self._kept[str(bucket.index)] = torch.cat([m.flatten().float() for m in known])
+
     def keep(self) -> None:
         """Momenta and residuals count."""
         super().keep()
@@ -108,6 +117,17 @@ class QAdamSync(GradientSync):
     ) -> None:
         super().__init__(parameters, peers, momentum, nbytes, alone=True)
         self._momentum = momentum
+        self._optimizer: torch.optim.Optimizer | None = None
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Leave what this optimizer waits for, gradients or momenta."""
+        self._optimizer = optimizer
+
+    def begin_step(self, step: int, passes: int) -> None:
+        """A run that goes on under another layout has the momenta in its optimizer alone."""
+        if self._momentum.steps == 0 and self._optimizer is not None:
+            self._momentum.take_over(self._optimizer.state, self._buckets)
+        super().begin_step(step, passes)
 
     @property
     def leaves(self) -> Literal["gradients", "updates"]:  # type: ignore[override]
@@ -161,7 +181,7 @@ class QAdam(torch.optim.Optimizer):
             v.clamp_(min=_LEAST * v.mean())
 
 
-def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:
+def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> QAdamSync:
     """Make the method."""
     return QAdamSync(parameters, peers, Momentum(peers, config), config.bucket_nbytes)
 
@@ -170,10 +190,13 @@ def optimizer(
     config: Config, parameters: Sequence[nn.Parameter], train: TrainOptions, sync: ReplicaSync
 ) -> torch.optim.Optimizer:
     """Adam that takes what the exchange leaves."""
-    return QAdam(
+    adam = QAdam(
         parameters,
         lr=train.lr,
         betas=(config.beta1, train.betas[1]),
         weight_decay=train.weight_decay,
         warmup_steps=config.warmup_steps,
     )
+    assert isinstance(sync, QAdamSync)
+    sync.follow(adam)
+    return adam

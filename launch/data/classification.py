@@ -3,7 +3,8 @@
 Axes: N samples, T tokens.
 """
 
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Sequence
 
 import torch
 
@@ -48,14 +49,19 @@ def labelled_set(
 
 def _label(row: Row, field: Field, labels: Sequence[str] | None, classes: int) -> int:
     found = row.value(field)
-    where = f"{row.where}: field {field!r} = {found!r}"
+    if not isinstance(found, str | int):
+        raise ValueError(
+            f"{row.where}: field {field!r} = {reprlib.repr(found)}: {type(found).__name__}, not "
+            "a label; use text or whole numbers"
+        )
+    name = str(found).lower() if isinstance(found, bool) else str(found)  # as JSON spells it
+    where = f"{row.where}: field {field!r} = {name!r}"
     if labels is not None:
-        numbers: Mapping[str, int] = {name: i for i, name in enumerate(labels)}
-        if str(found) not in numbers:
+        if name not in labels:
             raise ValueError(f"{where}: not one of data.labels = {list(labels)}; correct it")
-        return numbers[str(found)]
+        return labels.index(name)
     try:
-        number = int(str(found))
+        number = int(name)
     except ValueError:
         raise ValueError(
             f"{where}: not a whole number; name the labels, in order, in data.labels"

@@ -203,7 +203,7 @@ def _read_documents(config: DataConfig, path: str | None, setting: str) -> Itera
 
 
 def _documents(rows: Sequence[Row], config: DataConfig) -> list[bytes]:
-    return [text.line(str(row.value(_text_field(config)))) for row in rows]
+    return [text.line(row.text(_text_field(config), blank=True)) for row in rows]
 
 
 def _text_field(config: DataConfig) -> RowField:

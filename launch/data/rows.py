@@ -2,6 +2,7 @@
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,11 +49,20 @@ class Row:
             )
         return found
 
-    def text(self, field: Field) -> str:
-        """Return a field that must be text and not blank."""
+    def text(self, field: Field, *, blank: bool = False) -> str:
+        """Return a field that must be text, and not blank unless that is allowed.
+
+        Raises:
+            ValueError: it is something else.
+        """
         found = self.value(field)
-        if not isinstance(found, str) or not found.strip():
-            raise ValueError(f"{self.where}: field {field!r} = {found!r}: not text; correct it")
+        if not isinstance(found, str):
+            raise ValueError(
+                f"{self.where}: field {field!r} = {reprlib.repr(found)}: "
+                f"{type(found).__name__}, not text; correct the row or the field's name in [data]"
+            )
+        if not blank and not found.strip():
+            raise ValueError(f"{self.where}: field {field!r} = {found!r}: blank; correct the row")
         return found
 
 

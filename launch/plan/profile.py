@@ -172,8 +172,7 @@ def typical_block_s(config: RunConfig) -> float:
 
 
 def _shapes(config: RunConfig, first: int) -> _Shapes:
-    with torch.device("meta"):
-        return tuple(p.shape for p in build_blocks(config, first, device="meta").parameters())
+    return tuple(p.shape for p in build_blocks(config, first, device="meta").parameters())
 
 
 def _groups(config: RunConfig, kinds: list[_Shapes]) -> list[list[_Shapes]]:

@@ -16,15 +16,19 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.local_peers import local_peers
-from thinpipe.gradcomp.registry import load_method, method_names, parse_options
+from thinpipe.gradcomp.options import ReplicaCountError
+from thinpipe.gradcomp.registry import build_optimizer, load_method, method_names, parse_options
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.sections import TrainConfig
 from thinpipe.launch.plan.network import Network, seconds
 from thinpipe.launch.plan.predict import Blocks, Prediction
 from thinpipe.launch.plan.profile import microbatch_count, training_nbytes
 from thinpipe.launch.report.metrics import format_bytes, format_duration
+from thinpipe.pipeline.replica_sync import ReplicaSync
 
 _SHAPES = ((1024, 256), (1024,), (256, 512))
 _STEPS = 4
+_TRAIN = TrainConfig()
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,9 @@ def measure_exchange(method: str, options: dict[str, Any], replicas: int) -> Exc
     for peer in peers:
         parameters = [nn.Parameter(torch.zeros(shape)) for shape in _SHAPES]
         sync = load_method(method).build(config, parameters, peer)
+        own = build_optimizer(method, config, parameters, _TRAIN, sync)
         generator = torch.Generator().manual_seed(peer.rank)
-        built.append((sync, parameters, generator))
+        built.append((sync, parameters, own or torch.optim.SGD(parameters, _TRAIN.lr), generator))
     period = int(getattr(config, "interval", 1))
     warmup = learning + period + 1
     steps = period * ceil(_STEPS / period)
@@ -76,7 +81,7 @@ def measure_exchange(method: str, options: dict[str, Any], replicas: int) -> Exc
             if step == warmup:
                 sent.append(sum(sync.bytes_sent for sync, *_ in built))
                 before = peers[0].exchanges
-            list(pool.map(lambda one: _step(*one), built))
+            list(pool.map(lambda one, step=step: _step(step, *one), built))
         states = list(pool.map(lambda one: held_nbytes(one[0].state_dict()), built))
         sent.append(sum(sync.bytes_sent for sync, *_ in built))
     numel = sum(parameter.numel() for parameter in built[0][1])
@@ -114,7 +119,7 @@ def replica_steps(config: RunConfig, blocks: Blocks, network: Network) -> list[R
         options = config.method_options.model_dump() if method == config.method else {}
         try:
             cost = measure_exchange(method, options, replicas)
-        except ValueError:  # the run's options do not fit as many replicas
+        except ReplicaCountError:
             cost = replace(measure_exchange(method, {}, replicas), method=f"{method} (defaults)")
         sent = cost.nbytes * trained
         exchange_s = seconds(round(sent), slowest) + 2 * network.highest_latency_s
@@ -154,16 +159,19 @@ def show_replicas(
     )
 
 
-def _step(sync: Any, parameters: list[nn.Parameter], generator: torch.Generator) -> None:
+def _step(
+    step: int,
+    sync: ReplicaSync,
+    parameters: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+) -> None:
     moves = [torch.randn(shape, generator=generator) for shape in _SHAPES]
-    sync.begin_step(0)
+    sync.begin_step(step, 0)
     for parameter, move in zip(parameters, moves, strict=True):
         parameter.grad = move.clone()
     sync.before_step()
-    with torch.no_grad():
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.add_(parameter.grad, alpha=-1e-3)
+    optimizer.step()
     sync.after_step()
 
 

@@ -46,7 +46,8 @@ class StepRecord:
     """Metrics of one training step.
 
     `step` and `epoch` count from 1. `loss` is the mean over the step's tokens (NaN if it
-    overflowed). `tokens` and `tokens_per_s` count the whole step, all replicas together. `bubble`
+    overflowed). `tokens` and `tokens_per_s` count the whole step, all replicas together. In a step
+    in which replicas do not wait for each other all three are one replica's. `bubble`
     is the fraction (0 to 1) of the step in which the stages' devices were idle, the mean over
     ranks. `skipped`: the optimizer step was skipped. `sync_bytes` went between replicas,
     `control_bytes` are neither activations nor gradients (losses, flags). `eval` is set

@@ -36,10 +36,10 @@ class _Piece(NamedTuple):
     name: str
     path: Path
     start: int
-    data: Tensor  # uint8, as it lies in memory
+    data: Tensor  # a view: each digest reads memory anew
 
     def digest(self) -> int:
-        return xxhash.xxh3_64_intdigest(self.data.cpu().numpy().data)
+        return xxhash.xxh3_64_intdigest(_bytes(self.data).cpu().numpy().data)
 
 
 class AtRest:
@@ -67,14 +67,14 @@ class AtRest:
         if self._left_s <= 0 and not saves:  # a piece takes longer than the share of a short step
             return
         self._step, self._saves, pieces = step, saves, list(_pieces(self._built))
-        total = sum(piece.data.numel() for piece in pieces)
+        total = sum(piece.data.nbytes for piece in pieces)
         first = 0 if saves else self._next % max(1, len(pieces))
         for piece in (*pieces[first:], *pieces[:first]):
             self._taken.append((piece, piece.digest()))
             if not saves and time.perf_counter() > limit_s:
                 break
         self._next = first + len(self._taken)
-        self._covered += sum(piece.data.numel() for piece, _ in self._taken) / max(1, total)
+        self._covered += sum(piece.data.nbytes for piece, _ in self._taken) / max(1, total)
         self._spend(began_s)
 
     def compare(self) -> None:
@@ -125,9 +125,17 @@ class AtRest:
 
 def _pieces(built: Built) -> Iterator[_Piece]:
     for name, path, tensor in _tensors(built):
-        flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-        for start in range(0, flat.numel(), _PIECE_NBYTES):
-            yield _Piece(name, path, start, flat[start : start + _PIECE_NBYTES])
+        rows = tensor.detach()
+        if rows.is_contiguous():
+            rows = rows.flatten()
+        start, row_nbytes = 0, rows.nbytes // max(1, len(rows))
+        for part in rows.split(max(1, _PIECE_NBYTES // max(1, row_nbytes))):
+            yield _Piece(name, path, start, part)
+            start += part.nbytes
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
 
 
 def _tensors(built: Built) -> Iterator[tuple[str, Path, Tensor]]:
@@ -150,9 +158,9 @@ def _differing(state: Any, digests: Mapping[Path, list[tuple[_Piece, int]]]) -> 
         found: Any = state
         for key in path:
             found = found[key]
-        flat = found.detach().contiguous().flatten().view(torch.uint8)
+        flat = _bytes(found.detach())
         for piece, digest in taken:
-            copied = flat[piece.start : piece.start + piece.data.numel()]
+            copied = flat[piece.start : piece.start + piece.data.nbytes]
             if piece._replace(data=copied).digest() != digest:
                 return f"{piece.name} is not as the step left it: memory of this machine is faulty"
     return None

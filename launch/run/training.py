@@ -140,6 +140,11 @@ class Training:
             self.display.note(f"{self._session.restart}; from step {self.start}")
         if resume.wanted:
             self.display.note(f"resumed from step {self.start} of {config.run.path}")
+            if self.built.lr_schedule.has_scheduler:
+                self.display.note(
+                    "warning: the program's torch LR scheduler is not saved and starts anew; "
+                    f"let it go on from step {self.start}, or use Run(schedule=...), which does"
+                )
         held = memory_notices(plan_memory(config, len(self._samples)))
         beginning = [started] if started else []
         for notice in (*beginning, *config.notices(), *self._samples.notes, *held):

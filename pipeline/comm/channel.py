@@ -84,7 +84,8 @@ class OutgoingChannel:
         # the schedule may detach its own in place
         job = partial(self._send, m, x_BTD.detach(), self._stream.now())
         if self._worker is None:
-            job()
+            with _no_autocast(x_BTD.device):
+                job()
             return
         self._pass.first_error.check()
         self._last = self._pass.first_error.watch(self._worker.submit(job))
@@ -144,7 +145,8 @@ class IncomingChannel:
             CodingError: its payload does not expand to the expected size.
         """
         if self._worker is None:
-            return self._stream.hand_over(*self._take(m))
+            with _no_autocast(self.codec.device):
+                return self._stream.hand_over(*self._take(m))
         first_error = self._pass.first_error
         while self._coming and len(self._jobs) <= _AHEAD:
             coming = self._coming.popleft()
@@ -170,6 +172,11 @@ class IncomingChannel:
 
 
 Channel = OutgoingChannel | IncomingChannel
+
+
+def _no_autocast(device: torch.device) -> torch.autocast:
+    """A codec computes as it does on a thread of its own, which no model's autocast reaches."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def _worker(codec: MessageCodec, link: Link, what: str) -> Worker | None:

@@ -2,10 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.fidelity import convergence
 from benchmarks.harness import Records, environment, format_table, quantiles
+from benchmarks.kernels import run as kernels
+from benchmarks.links import run as links
+from benchmarks.replicas import parity
 
 
 def test_a_record_says_where_it_comes_from(tmp_path: Path) -> None:
@@ -66,3 +71,33 @@ def test_a_table_is_aligned_markdown() -> None:
 def test_a_row_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="1 cells for 2 columns"):
         format_table(["name", "MB"], [["raw"]])
+
+
+@pytest.mark.parametrize(
+    ("parser", "first", "switch", "given"),
+    [
+        (convergence, ["--train", "a", "--eval", "b"], "quick", {"methods": ["bf16"], "epochs": 9}),
+        (parity, [], "quick", {"methods": [parity.BASELINE], "seeds": 2}),
+        (kernels, [], "quick", {"bits": [2], "repetitions": 7}),
+        (links, [], "full", {"stages": [3], "delays": ["1ms"]}),
+    ],
+)
+def test_a_switch_changes_defaults_and_nothing_that_was_given(
+    parser: Any,
+    first: list[str],
+    switch: str,
+    given: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And says what it stands for."""
+    parse = getattr(parser, "_parse", None) or getattr(parser, "_arguments", None) or parser.parse
+    plain, switched = (vars(parse([*first, *more])) for more in ([], [f"--{switch}"]))
+    changed = {name for name in plain if plain[name] != switched[name]} - {switch}
+    assert changed >= set(given)
+    said = capsys.readouterr().out
+    assert all(f"{name} = {switched[name]}" in said for name in changed)
+    beside = [f"--{switch}"]
+    for name, value in given.items():
+        beside += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    found = vars(parse([*first, *beside]))
+    assert found == {**switched, **given}

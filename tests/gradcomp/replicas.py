@@ -65,7 +65,7 @@ class Replicas:
         self.peers = peers or local_peers(size)
         self._method, self._options = method, parse_options(method, options)
         self._dtype, self._device = dtype, device
-        self.step_number = 0
+        self.step_number = self.begun = 0
         self._build()
 
     def _build(self) -> None:
@@ -101,9 +101,14 @@ class Replicas:
         self.optimize()
         all_of(self.syncs, lambda sync: sync.after_step())
 
+    def begin(self) -> None:
+        """A step begins."""
+        step, self.begun = self.begun, self.begun + 1
+        all_of(self.syncs, lambda sync: sync.begin_step(step, 1))
+
     def backward(self) -> None:
         """Local gradients, as of a loss that is divided by the samples of all replicas."""
-        all_of(self.syncs, lambda sync: sync.begin_step(1))
+        self.begin()
         for rank, net in enumerate(self.nets):
             generator = torch.Generator().manual_seed(1000 * self.step_number + rank)
             dtype = next(net.parameters()).dtype

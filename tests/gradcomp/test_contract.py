@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from tests.gradcomp.replicas import Replicas
+from tests.gradcomp.replicas import Replicas, all_of
 from thinpipe.gradcomp.decentral import Decentral
 from thinpipe.gradcomp.registry import load_method, method_names, parse_options
 
@@ -137,3 +137,35 @@ def test_replicas_on_a_gpu_agree_and_resume(form: str) -> None:
     whole = train(replicas)
     assert_equal(train(start(form, 2, "cuda"), restart_at=2), whole)
     assert torch.equal(*whole) == replicas.syncs[0].replicas_equal
+
+
+def _given(replicas: Replicas, number: int, *, finite: bool) -> bool:
+    """A step with gradients that depend on its number alone; return whether it counts."""
+    replicas.begin()
+    for rank, net in enumerate(replicas.nets):
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        for parameter in net.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+            if rank == 1 and not finite:
+                parameter.grad[0] = torch.nan
+    all_of(replicas.syncs, lambda sync: sync.before_step())
+    found = [p.grad for net in replicas.nets for p in net.parameters() if p.grad is not None]
+    # the loss is not finite then either, whatever the method leaves in the gradients
+    counts = finite and all(bool(gradient.isfinite().all()) for gradient in found)
+    if counts:
+        replicas.optimize()
+        all_of(replicas.syncs, lambda sync: sync.after_step())
+    return counts
+
+
+@pytest.mark.parametrize("form", [form for form in forms() if start(form, 2).syncs[0].due(0)])
+def test_a_step_that_does_not_count_costs_that_step_alone(form: str) -> None:
+    """Nor what another step learnt: all goes on as if it had not been."""
+    broken, whole = start(form, 2), start(form, 2)
+    for number in range(6):
+        if number == 3:
+            assert not _given(broken, 99, finite=False)
+            broken.restart()  # what waits to be applied is saved, too
+        assert _given(broken, number, finite=True)
+        assert _given(whole, number, finite=True)
+    assert_equal(broken.parameters(), whole.parameters())

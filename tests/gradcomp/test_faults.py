@@ -138,10 +138,10 @@ def test_a_fragment_that_did_not_arrive_moves_nothing(
     replicas.step()
     failing.fail_at, failing.late = failing.calls + 1, late
     before, global_before = replicas.parameters(), global_copies(replicas)
-    found = outcomes(replicas, lambda sync: sync.begin_step(1))
+    found = outcomes(replicas, lambda sync: sync.begin_step(2, 1))
     if overlap:
         assert set(found) == {"done"}
-        found = outcomes(replicas, lambda sync: sync.begin_step(1))
+        found = outcomes(replicas, lambda sync: sync.begin_step(3, 1))
     assert found[1] == CUT
     for rank in (r for r in range(3) if found[r] != "done"):
         assert torch.equal(before[rank], replicas.parameters()[rank])

@@ -71,6 +71,23 @@ def test_equals_one_process_per_stage(ranks: Ranks, boundary: Any, schedule: str
     assert set().union(*(theirs[1] for theirs in results)) == set(found)
 
 
+@pytest.mark.dist
+def test_in_bf16_codecs_compute_as_on_threads_of_their_own(ranks: Ranks) -> None:
+    """No model's autocast reaches those; a transform multiplies matrices."""
+    transform = {"kind": "transform", "step": 0.3}
+    both = {"forward": transform, "backward": transform}
+    pipeline = {"cuts": [2], "precision": "bf16", "schedule": "GPipe"}
+    run = config(pipeline=pipeline, boundary=[both])  # type: ignore[arg-type]
+    results = ranks(2, ranks_then_evaluate, run, BATCHES)
+    losses, found, seen, evaluations = one_process(run, BATCHES)
+    for theirs in results:
+        assert theirs[0] == losses
+        assert theirs[2] == seen
+        assert theirs[3] == evaluations
+        for name, weight in theirs[1].items():
+            assert torch.equal(weight, found[name]), name
+
+
 def test_two_runs_one_after_the_other_give_the_same_losses() -> None:
     run = config(pipeline={"cuts": [1, 3]}, boundary=[AQSGD])  # type: ignore[arg-type]
     assert one_process(run, BATCHES)[0] == one_process(run, BATCHES)[0]

@@ -5,9 +5,10 @@ as the predicted step gets at most 5 % longer: first that of the exchange betwee
 costs more loss at the same bytes (`benchmarks/results/replicas_gpt2_cpu_202611.md`), then that of
 the cuts, always the direction that has least.
 
-All-reduce and Cocktail's kin (`ef_updates`, `cocktail`) may be exchanged for each other, and have
-their budgets. Other methods were chosen for more than their bytes, like codecs that no ladder has:
-they stay.
+All-reduce may become `ef_gradients`, delayed, which has the least loss there of those that overlap
+with the whole step, and sends a larger part where there is time. `cocktail` and `ef_updates` have
+budgets, and may become all-reduce. Other methods were chosen for more than their bytes, like codecs
+that no ladder has: they stay.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,14 +16,14 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from thinpipe.gradcomp.registry import parse_options
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.bits import AS_FAST, Candidate, fidelity, levels
 from thinpipe.launch.plan.message_cost import message_meter
 from thinpipe.launch.plan.placement.workload import Exchange, count_exchange
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
-_COMPRESSED = "ef_updates"
+_FRACTIONS = (0.015, 0.06, 0.25)
+"""Of a message of `ef_gradients`: its default, then four times as much each."""
 _REPLACEABLE = {"forward": {"aqsgd", "auto", "direct", "raw", "stateless"}}
 _REPLACEABLE["backward"] = {"direct", "raw", "stateless"}
 _WAYS = range(len(DIRECTIONS))
@@ -73,22 +74,24 @@ def exchanges(config: RunConfig) -> list[dict[str, Any]]:
     method, options = config.method, config.method_options
     own = {"method": method, method: config.gradcomp.get(method, {})}
     if method == "allreduce":
-        compressed = parse_options(_COMPRESSED, {})
+        sparse = [
+            _section("ef_gradients", delayed=True, fraction=fraction) for fraction in _FRACTIONS
+        ]
         is_exact = getattr(options, "format", "fp32") == "fp32"
-        exact = [_all_reduce("bf16"), own] if is_exact else [own, _all_reduce("fp32")]
-        return [{"method": _COMPRESSED}, *_budgets(_COMPRESSED, {}, compressed), *exact]
+        bf16, fp32 = (_section("allreduce", format=number) for number in ("bf16", "fp32"))
+        return [*sparse, *([bf16, own] if is_exact else [own, fp32])]
     if not hasattr(options, "choices"):
         return [own]
     return [
         own,
         *_budgets(method, own[method], options),
-        _all_reduce("bf16"),
-        _all_reduce("fp32"),
+        _section("allreduce", format="bf16"),
+        _section("allreduce", format="fp32"),
     ]
 
 
-def _all_reduce(number: str) -> dict[str, Any]:
-    return {"method": "allreduce", "allreduce": {"format": number}}
+def _section(method: str, **options: Any) -> dict[str, Any]:
+    return {"method": method, method: options}
 
 
 def _budgets(method: str, own: dict[str, Any], options: Any) -> list[dict[str, Any]]:

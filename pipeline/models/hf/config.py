@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from thinpipe.pipeline.models.hf.discovery import find_family
@@ -188,7 +189,8 @@ class HuggingFaceConfig(BaseModel):
         Raises:
             ValueError: it cannot be cut.
         """
-        return find_family(self.whole())
+        with torch.device("cpu"):  # also where a program builds on the meta device
+            return find_family(self.whole())
 
     def whole(self) -> Any:
         """A whole model on the meta device, without weights.

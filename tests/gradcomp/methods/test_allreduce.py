@@ -54,7 +54,7 @@ def test_a_parameter_without_gradient_counts_as_zero() -> None:
         for index, parameter in enumerate(net.parameters()):
             if not (rank == 1 and index == 0):
                 parameter.grad = torch.full_like(parameter, rank + 1.0)
-        sync.begin_step(0)
+        sync.begin_step(0, 0)
     all_of(replicas.syncs, lambda sync: sync.before_step())
     for net in replicas.nets:
         means = [float(p.grad.mean()) for p in net.parameters() if p.grad is not None]

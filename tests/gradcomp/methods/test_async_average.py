@@ -9,7 +9,7 @@ from tests.gradcomp.replicas import Replicas, all_of
 
 def move(replicas: Replicas, by: list[Tensor]) -> None:
     """One step in which every replica moves as it is told."""
-    all_of(replicas.syncs, lambda sync: sync.begin_step(1))
+    replicas.begin()
     all_of(replicas.syncs, lambda sync: sync.before_step())
     for net, change in zip(replicas.nets, by, strict=True):
         parts = change.split([p.numel() for p in net.parameters()])

@@ -26,7 +26,7 @@ def test_it_sends_a_quarter_of_a_ring() -> None:
         weight.grad = torch.randn(numel)
 
     def exchange(sync: GradientSync) -> None:
-        sync.begin_step(0)
+        sync.begin_step(0, 0)
         sync.before_step()
 
     all_of(syncs, exchange)

@@ -256,7 +256,7 @@ def sent_bits(options: dict[str, Any], numel: int = 1_000_000) -> float:
         for peer in peers
     ]
     for rank, sync in enumerate(syncs):
-        sync.begin_step(1)
+        sync.begin_step(0, 1)
         generator = torch.Generator().manual_seed(rank)
         with torch.no_grad():
             sync._buckets[0].local_N += torch.randn(numel, generator=generator)

@@ -10,7 +10,7 @@ from thinpipe.gradcomp.methods.decentralized import neighbours
 def apart(size: int, method: str, options: dict[str, object]) -> Replicas:
     """Replicas that are far from each other, and train no more."""
     replicas = Replicas(size, method, {"bucket_mb": 1e-4, **options})
-    all_of(replicas.syncs, lambda sync: sync.begin_step(1))
+    replicas.begin()
     all_of(replicas.syncs, lambda sync: sync.before_step())
     for rank, net in enumerate(replicas.nets):
         for parameter in net.parameters():
@@ -21,7 +21,7 @@ def apart(size: int, method: str, options: dict[str, object]) -> Replicas:
 
 
 def exchange(replicas: Replicas) -> None:
-    all_of(replicas.syncs, lambda sync: sync.begin_step(1))
+    replicas.begin()
     all_of(replicas.syncs, lambda sync: sync.before_step())
 
 

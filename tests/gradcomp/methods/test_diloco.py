@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from tests.gradcomp.replicas import Replicas, all_of
+from tests.gradcomp.replicas import Replicas
 from thinpipe.gradcomp.methods.diloco import Config
 
 PLAIN = {"interval": 2, "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -56,7 +56,7 @@ def test_momentum_is_nesterovs() -> None:
         mean = torch.stack(replicas.parameters()).mean(0)
         expected.grad = expected.detach() - mean
         outer.step()
-        all_of(replicas.syncs, lambda sync: sync.begin_step(1))
+        replicas.begin()
         for found in replicas.global_parameters():
             torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)
         for net in replicas.nets:
@@ -67,7 +67,7 @@ def test_momentum_is_nesterovs() -> None:
 def test_without_overlap_replicas_are_equal_after_every_exchange() -> None:
     replicas = start(2, interval=2)
     for step in range(6):
-        all_of(replicas.syncs, lambda sync: sync.begin_step(1))
+        replicas.begin()
         first, second = replicas.parameters()
         assert torch.equal(first, second) == (step % 2 == 0)
         for number, net in enumerate(replicas.nets):
@@ -81,7 +81,7 @@ def test_what_a_replica_keeps_of_its_own_is_as_chosen() -> None:
         replicas.step()
     before = replicas.parameters()
     mean = torch.stack(before).mean(0)
-    all_of(replicas.syncs, lambda sync: sync.begin_step(1))
+    replicas.begin()
     for old, new in zip(before, replicas.parameters(), strict=True):
         torch.testing.assert_close(new, 0.75 * mean + 0.25 * old)
 
@@ -103,6 +103,24 @@ def test_fragments_take_turns() -> None:
     nothing, first, second = (False, False), (True, False), (False, True)
     pause = [nothing, first, nothing, second]
     assert moved == [nothing, *pause, *pause]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_under_another_layout_exchanges_are_in_the_steps_that_wait(overlap: int) -> None:
+    """There the method starts anew, and the run's steps do not."""
+    replicas = start(2, **{**PLAIN, "interval": 3}, overlap=overlap)
+    replicas.begun = 4  # no multiple of the interval
+    sent, meets = 0, []
+    for step in range(4, 12):
+        replicas.step()
+        replicas.global_parameters()  # waits for what is under way
+        now = replicas.syncs[0].bytes_sent
+        if now > sent:
+            meets.append(step)
+        sent = now
+    assert meets == [6, 9]
+    due = {step for step in range(4, 12) if replicas.syncs[0].due(step)}
+    assert due >= {*meets, *(step + overlap for step in meets)}
 
 
 def test_an_exchange_under_way_is_saved_and_made_again() -> None:

@@ -1,5 +1,7 @@
 """QAdam: Adam at first; then the variance stands, and momenta travel."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -93,3 +95,25 @@ def test_a_skipped_step_leaves_no_trace() -> None:
     after = replicas.syncs[0].state_dict()["reducer"]
     assert torch.equal(after["momenta"]["0"], before)
     assert after["steps"] == 1
+
+
+def test_under_another_layout_momenta_go_on_from_the_optimizers() -> None:
+    """The exchange starts anew there: a second warm-up would leave gradients, taken for momenta."""
+    options = {"warmup_steps": 2, "bucket_mb": 1e-4}
+    whole = Replicas(2, "qadam", options)
+    for _ in range(4):
+        whole.step()
+    saved = copy.deepcopy([net.state_dict() for net in whole.nets])
+    adams = copy.deepcopy([optimizer.state_dict() for optimizer in whole.optimizers])
+    resumed = Replicas(2, "qadam", {**options, "bucket_mb": 1.0})
+    for net, optimizer, weights, state in zip(
+        resumed.nets, resumed.optimizers, saved, adams, strict=True
+    ):
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+    resumed.step_number = whole.step_number
+    for each in (whole, resumed):
+        each.step()
+    assert {sync.leaves for sync in resumed.syncs} == {"updates"}
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0.1 * LR)  # but for residuals

@@ -1,5 +1,7 @@
 """SparseLoCo: nothing is lost for good, and the published count of bytes."""
 
+from operator import methodcaller
+
 import torch
 from torch import Tensor, nn
 
@@ -60,6 +62,6 @@ def test_bytes_are_as_published_but_packed() -> None:
         build(Config(interval=1), [weight], peer)
         for weight, peer in zip(weights, peers, strict=True)
     ]
-    for _ in range(2):
-        all_of(syncs, lambda sync: sync.begin_step(1))
+    for step in range(2):
+        all_of(syncs, methodcaller("begin_step", step, 1))
     assert [peer.bytes_sent for peer in peers] == 2 * [EXCHANGE_HEADER_NBYTES + 20 + 4 * 112]

@@ -87,7 +87,7 @@ def test_the_digest_covers_labels(tmp_path: Path) -> None:
         ("a\t2\t\tx\n", {}, r"a.tsv:1: field 1 = '2': model.classes = 2 allows labels 0 to 1"),
         ("a\t-1\t\tx\n", {}, r"field 1 = '-1': model.classes = 2"),
         ("a\t1\t\tx\n", {"labels": ("n", "y")}, r"'1': not one of data.labels = \['n', 'y'\]"),
-        ("a\t1\t\t\n", {}, r"a.tsv:1: field 3 = '': not text"),
+        ("a\t1\t\t\n", {}, r"a.tsv:1: field 3 = '': blank"),
         ("", {}, r"data.path = '.*a.tsv': no rows; name a file"),
         ("a\t1\t\tx\n", {"eval_path": None}, r"fewer than 10 rows, .* set data.eval_path"),
         (COLA, {"eval_sequences": 41}, r"data.eval_sequences = 41: .* gives 40 .* at most 40"),
@@ -134,6 +134,39 @@ def test_settings_that_contradict_each_other_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         DataConfig(**choices)
+
+
+@pytest.mark.parametrize("value", [["a", "list"], 3, 1.5, True, {"a": "b"}])
+def test_values_that_are_not_text_are_never_trained_on(tmp_path: Path, value: Any) -> None:
+    """Whatever the kind of samples: Python's spelling of them would be learnt, in silence."""
+    good = {"a": "text", "b": "other", "label": 0}
+    for settings, fields in (
+        ({"text_field": "a"}, "a"),
+        ({"text_field": "a", "pair_field": "b", "label_field": "label"}, "ab"),
+        ({"prompt_field": "a", "response_field": "b"}, "ab"),
+    ):
+        for field in fields:
+            rows = [json.dumps(good)] * 30 + [json.dumps({**good, field: value})]
+            path = _write(tmp_path, "a.jsonl", "\n".join(rows) + "\n")
+            config = DataConfig(path=path, eval_path=path, sequence_length=4, **settings)
+            message = rf"a.jsonl:31: field '{field}' = .*: {type(value).__name__}, not text"
+            with pytest.raises(ValueError, match=message):
+                load(config)
+
+
+def test_labels_are_text_whole_numbers_or_what_json_spells(tmp_path: Path) -> None:
+    rows = [{"t": "x", "l": label} for label in (True, False, "true")]
+    path = _write(tmp_path, "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"text_field": "t", "label_field": "l", "sequence_length": 4}
+    settings |= {"path": path, "eval_path": path, "train_sequences": "all", "eval_sequences": 1}
+    training, _ = load(DataConfig(**settings, labels=("false", "true")))
+    assert training.batch([0, 1, 2]).targets.tolist() == [1, 0, 1]
+    with pytest.raises(ValueError, match=r"'true': not a whole number; name the labels"):
+        load(DataConfig(**settings))
+    for value in ([1], 1.0):
+        wrong = _write(tmp_path, "b.jsonl", json.dumps({"t": "x", "l": value}) + "\n")
+        with pytest.raises(ValueError, match=rf"{type(value).__name__}, not a label; use text"):
+            load(DataConfig(**{**settings, "path": wrong}, labels=("false", "[1]")))
 
 
 def test_rows_of_text_are_running_text(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def test_missing_fields_and_values_that_are_not_text_are_named(tmp_path: Path) -
     for field, message in (
         ("a", r"a.jsonl:1: no field 'a' among \['a', 'b', 'c'\]"),
         ("d", r"a.jsonl:1: no field 'd'"),
-        ("b", r"a.jsonl:1: field 'b' = 3: not text"),
-        ("c", r"field 'c' = ' ': not text"),
+        ("b", r"a.jsonl:1: field 'b' = 3: int, not text; correct the row or the field's name"),
+        ("c", r"field 'c' = ' ': blank"),
     ):
         with pytest.raises(ValueError, match=message):
             row.text(field)

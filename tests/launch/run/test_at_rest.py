@@ -83,12 +83,38 @@ def _in_turns(_rank: int) -> Any:
     watch.take(200, 1e-9, saves=False)
     assert not watch._taken  # the last one took more than the share of many such steps
     watch.take(200, 1e-9, saves=True)
-    return found, sum(piece.data.numel() for piece, _ in watch._taken) // 512
+    return found, sum(piece.data.nbytes for piece, _ in watch._taken) // 512
 
 
 def test_with_little_time_pieces_take_turns(ranks: Ranks) -> None:
     ((found, pieces),) = ranks(1, _in_turns)
     assert found == 200 // pieces or found == 200 // pieces + 1
+
+
+def _transposed(_rank: int) -> Any:
+    """A weight that does not lie in memory as its indices say, as with channels last."""
+    at_rest._PIECE_NBYTES = 128
+    built = start(config(pipeline={"cuts": []}))
+    weight = next(p for p in module_of(built.stages[0]).parameters() if p.ndim == 2)
+    weight.data = weight.detach().t().contiguous().t()
+    assert not weight.is_contiguous()
+    watch = AtRest(built, 1.0, rank=0)
+    watch.take(1, 60.0, saves=True)
+    good = watch.seal()(snapshot(collect(built)))
+    weight.detach().t().view(-1).view(torch.int32)[-1] ^= 1
+    bad = watch.seal()(snapshot(collect(built)))
+    try:
+        watch.compare()
+    except CorruptionError as error:
+        return good, bad, str(error)
+    return good, bad, None
+
+
+def test_a_flip_in_a_tensor_that_is_not_contiguous_is_found(ranks: Ranks) -> None:
+    ((good, bad, found),) = ranks(1, _transposed)
+    assert good is None
+    assert "is not as the step left it" in bad
+    assert "changed in memory after step 1" in found
 
 
 def _every_method(rank: int) -> None:

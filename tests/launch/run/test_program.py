@@ -253,6 +253,25 @@ def test_cuts_can_be_measured(folder: Path) -> None:
     assert 'pipeline.cuts = "auto": [' in done.stderr
 
 
+def test_a_programs_own_lr_scheduler_sets_the_rates_or_is_refused(folder: Path) -> None:
+    """Never put back in silence."""
+    made = "torch.optim.AdamW(pipe.parameters(), 1e-2)"
+    with_own = PROGRAM.format(replicas=1, exchange="allreduce").replace(
+        f'run = tp.Run("runs/mine", pipe, {made})',
+        f'adam = {made}\nrun = tp.Run("runs/mine", pipe, adam)\n'
+        "halves = torch.optim.lr_scheduler.StepLR(adam, 1, 0.5)",
+    )
+    with_own = with_own.replace("step.loss)", "step.loss); halves.step()")
+    (folder / "mine.py").write_text(with_own)
+    run("run", "mine.py")
+    rates = [record.lr for record in read_metrics(folder / "runs/mine/metrics.jsonl")]
+    assert rates == [1e-2 * 0.5**step for step in range(6)]
+    twice = with_own.replace('mine", pipe, adam', 'two", pipe, adam, schedule=lambda step: 1.0')
+    (folder / "mine.py").write_text(twice)
+    told = run("run", "mine.py", code=2).stderr
+    assert "one of them must set the rates: put it into Run(schedule=function" in told
+
+
 def test_what_is_no_program_is_refused(folder: Path) -> None:
     assert "no such file" in run("run", "nothing.py", code=2).stderr
     assert "a run file; use `thinpipe train" in run("run", "run.toml", code=2).stderr

@@ -10,9 +10,11 @@ from thinpipe.launch.config.placement import check_placement
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.bits import fidelity
 from thinpipe.launch.plan.choice.choose import Choice, choose
+from thinpipe.launch.plan.choice.fidelity import exchanges
 from thinpipe.launch.plan.choice.show import draw_choice, show_choice
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
+from thinpipe.launch.plan.placement.workload import count_exchange
 from thinpipe.launch.plan.profile import BlockCost
 
 BLOCK = BlockCost(0.02, 0.04, 0.001, parameters=10**6, trained=10**6, activations=10**6)
@@ -102,7 +104,17 @@ def test_the_exchange_is_as_faithful_as_the_links_allow() -> None:
 
 def test_all_reduce_is_replaced_where_it_would_be_waited_for() -> None:
     assert slow({}, 10.0).gradcomp == {"method": "allreduce", "allreduce": {}}
-    assert slow({}, 0.005).gradcomp["method"] == "ef_updates"
+    assert slow({}, 0.005).gradcomp["method"] == "ef_gradients"
+
+
+def test_exchanges_are_offered_from_the_fewest_bytes_to_the_most() -> None:
+    for method in ("allreduce", "cocktail", "ef_updates"):
+        chosen = {"pipeline": {"replicas": 2}, "gradcomp": {"method": method}}
+        run = RunConfig.model_validate({**CONFIG, **chosen})
+        offered = exchanges(run)
+        sent = [count_exchange(run.updated(gradcomp=each)).peer_nbytes for each in offered]
+        assert sent == sorted(sent)
+        assert offered[0]["method"] == ("ef_gradients" if method == "allreduce" else method)
 
 
 def test_a_method_with_an_optimizer_of_its_own_is_kept() -> None:

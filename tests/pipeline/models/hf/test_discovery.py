@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.huggingface import LAYERS, MODELS, TRIED, saved_model, section, settings
 from thinpipe.pipeline.models.hf import families
@@ -53,6 +54,13 @@ def test_the_ends_are_found_by_the_order_of_calls(
     found = HuggingFaceConfig(config=model.pop("pretrained"), **model).family
     assert (found.blocks, found.first, found.shared) == (family.blocks, family.first, ())
     assert found.last.items() >= family.last.items()
+
+
+def test_a_family_is_found_where_a_program_builds_on_the_meta_device(tmp_path: Path) -> None:
+    settings("llama").save_pretrained(tmp_path)
+    with torch.device("meta"):
+        found = HuggingFaceConfig(config=str(tmp_path)).family
+    assert found == HuggingFaceConfig(config=str(tmp_path)).family
 
 
 @pytest.mark.parametrize(

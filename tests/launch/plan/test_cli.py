@@ -1,0 +1,44 @@
+"""The command `plan`, from the run file to what is printed."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.huggingface import CLASSES, ENCODERS, MODELS, TRIED, settings
+from thinpipe.launch.cli import app
+
+QUICK = ("bert", "gpt2", "llama", "mixtral")
+FAMILIES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in sorted({**MODELS, **TRIED})
+]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are timed once: it is not their seconds that are of interest."""
+    for name, value in {"_LEAST_ROUNDS": 2, "_LEAST_S": 0.0, "_MOST_S": 0.0}.items():
+        monkeypatch.setattr(f"thinpipe.launch.plan.profile.{name}", value)
+    monkeypatch.setattr("thinpipe.launch.plan.cli.keep_freed_memory", lambda: None)
+    monkeypatch.setattr("thinpipe.launch.plan.cli.rank_threads", lambda ranks: ranks)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_can_be_planned(name: str, tmp_path: Path) -> None:
+    settings(name).save_pretrained(tmp_path / "model")
+    model, data = f'config = "{tmp_path}/model"', "sequence_length = 8"
+    if name in ENCODERS:
+        model += f'\ntask = "classification"\nclasses = {CLASSES}'
+        (tmp_path / "rows.tsv").write_text("some words\t1\n" * 80)
+        data += f'\npath = "{tmp_path}/rows.tsv"\ntext_field = 0\nlabel_field = 1'
+        data += "\ntrain_sequences = 8\neval_sequences = 8"
+    run = tmp_path / "run.toml"
+    run.write_text(
+        f"[model]\n{model}\n[data]\n{data}\n"
+        "[pipeline]\ncuts = [3]\nmicrobatches = 2\n[train]\nbatch_size = 4\n"
+    )
+    result = CliRunner().invoke(app, ["plan", str(run)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "predicted step" in result.output

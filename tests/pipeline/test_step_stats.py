@@ -1,0 +1,72 @@
+"""What a step shows is the same number whatever keeps replicas together."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+from tests.training import batch, config, share, start
+from thinpipe.gradcomp.registry import load_method, method_names
+from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.single_process import in_process
+from thinpipe.pipeline.batch import Batch
+from thinpipe.pipeline.loss import IGNORED_TARGET
+
+STEPS = 5
+
+
+def _run(method: str, **pipeline: Any) -> RunConfig:
+    """Weights stay as they are, so that losses can be compared in every step."""
+    fields = load_method(method).Config.model_fields
+    rare = {name: value for name, value in {"interval": 2, "overlap": 0}.items() if name in fields}
+    return config(
+        pipeline={"microbatches": 2, "cuts": [2], **pipeline},
+        gradcomp={"method": method, method: rare},
+        train={"batch_size": 4, "lr": 1e-30, "weight_decay": 0},
+    )
+
+
+def _uneven(step: int) -> Batch:
+    """Of eleven of twelve tokens of the first half of the samples nothing is to be learnt."""
+    whole = batch([4 * step + i for i in range(4)])
+    targets = whole.targets.clone()
+    targets[:2, 1:] = IGNORED_TARGET
+    return replace(whole, targets=targets)
+
+
+def _losses(rank: int) -> dict[str, list[tuple[bool, float, int]]]:
+    found = {}
+    for method in method_names():
+        built = start(_run(method, replicas=2))
+        lane = built.engine.transport.mesh.lane
+        totals = [
+            built.engine.train_step(share(_uneven(step), lane, 2), step) for step in range(STEPS)
+        ]
+        met = [built.sync.due(step) for step in range(STEPS)]
+        built.sync.finish()
+        found[method] = [(m, t.loss, t.tokens) for m, t in zip(met, totals, strict=True)]
+    return found
+
+
+@pytest.mark.dist
+def test_the_loss_is_the_mean_over_the_tokens_that_it_says(ranks: Ranks) -> None:
+    """Of all replicas where they meet, otherwise of the rank's own, as one process has it."""
+    by_rank = ranks(4, _losses)
+    with in_process(_run("none"), total_steps=STEPS) as built:
+
+        def loss(item: Batch, step: int) -> tuple[float, int]:
+            total = built.engine.train_step(item, step)
+            return total.loss, total.tokens
+
+        whole = [loss(_uneven(step), step) for step in range(STEPS)]
+        own = [[loss(share(_uneven(s), lane, 2), s) for s in range(STEPS)] for lane in (0, 1)]
+    assert not torch.allclose(*(torch.tensor([each[0] for each in lane]) for lane in own))
+    for rank, losses in enumerate(by_rank):
+        for method, steps in losses.items():
+            for step, (met, found, tokens) in enumerate(steps):
+                expected = whole[step] if met else own[rank // 2][step]
+                assert found == pytest.approx(expected[0], rel=1e-5), (method, step)
+                assert tokens == expected[1], (method, step)
+    assert {met for met, *_ in by_rank[0]["diloco"]} == {True, False}
