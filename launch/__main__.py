@@ -4,12 +4,9 @@ import os
 import sys
 
 from thinpipe.launch import completion
-from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.host.packages import explain
-from thinpipe.launch.host.scratch import use_scratch_folder
 
 INTERRUPTED = 130
-_STARTS_NOTHING = {"--dry-run", "--help"}
 
 
 def main() -> None:
@@ -18,25 +15,15 @@ def main() -> None:
         completion.answer()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our messages say it without C++ stacks
     try:
-        _run()
+        from thinpipe.launch.cli import main as run_command_line  # its packages may be missing
+
+        run_command_line()
     except ImportError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             os.write(2, f"error: {explain(error)}\n".encode())
         sys.exit(2)
     except KeyboardInterrupt:  # before there are ranks, which say what they saved
         sys.exit(INTERRUPTED)
-
-
-def _run() -> None:
-    trains = sys.argv[1:2] in (["train"], ["run"]) and not _STARTS_NOTHING & {*sys.argv}
-    if trains and "RANK" not in os.environ:
-        use_scratch_folder()
-        fork_server.start()
-    from thinpipe.launch.cli import (
-        main as run_command_line,  # imports packages that may be missing
-    )
-
-    run_command_line()
 
 
 if __name__ == "__main__":

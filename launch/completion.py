@@ -40,11 +40,9 @@ def skeleton(commands: Mapping[str, Any]) -> typer.Typer:
 
 def listed() -> dict[str, Any]:
     """All commands, as the command line has them."""
-    from typer.main import get_command
+    from thinpipe.launch.cli import all_commands  # imports torch
 
-    from thinpipe.launch.cli import app  # imports torch
-
-    return _commands(get_command(app))
+    return _commands(all_commands())
 
 
 def _stub(options: Mapping[str, Any]) -> Callable[..., None]:
@@ -68,12 +66,12 @@ def _stub(options: Mapping[str, Any]) -> Callable[..., None]:
     return nothing
 
 
-def _commands(group: Any) -> dict[str, Any]:
+def _commands(commands: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, command in group.commands.items():
+    for name, command in commands.items():
         text = (command.help or "").split("\n")[0]
         if hasattr(command, "commands"):
-            found[name] = {"help": text, "commands": _commands(command)}
+            found[name] = {"help": text, "commands": _commands(command.commands)}
             continue
         options = {
             option.opts[0]: {"help": option.help or "", "flag": option.is_flag}

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -41,22 +41,39 @@ def run_app(
     """Run a command line, by default this process's, and end the process."""
     try:
         command: Any = get_command(app)
-        _hide_types_of_flags(command)
+        hide_types_of_flags(command)
         sys.exit(command(arguments, prog_name=program, standalone_mode=False))
     except _UsageError as error:
         _end(_explain(error))
 
 
-def check_endpoint(machines: int, rdzv: str | None, ranks: int | None) -> None:
-    """Refuse several machines without a place to meet, and shares of one.
+class Machines(NamedTuple):
+    """On how many machines a run is, and where they meet, as the options say."""
 
-    Raises:
-        ValueError: naming option and remedy.
-    """
-    if machines > 1 and rdzv is None:
-        raise ValueError(f"--nnodes = {machines}: give one of the machines: --rdzv host0:29500")
-    if ranks is not None and rdzv is None:
-        raise ValueError(f"--ranks = {ranks}: without --nnodes and --rdzv all ranks run here")
+    count: int = 1
+    rdzv: str | None = None
+    ranks: int | None = None
+    max_restarts: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks are on this machine."""
+        return self.count == 1 and self.rdzv is None
+
+    def check(self, *, meet: bool = True) -> None:
+        """Refuse several machines without a place to `meet`, and shares of one.
+
+        Raises:
+            ValueError: naming option and remedy.
+        """
+        if self.count > 1 and self.rdzv is None and meet:
+            raise ValueError(
+                f"--nnodes = {self.count}: give one of the machines: --rdzv host0:29500"
+            )
+        if self.ranks is not None and self.alone:
+            raise ValueError(
+                f"--ranks = {self.ranks}: without --nnodes and --rdzv all ranks run here"
+            )
 
 
 def share_of(world: int, machines: int, ranks: int | None) -> int:
@@ -82,14 +99,14 @@ def share_of(world: int, machines: int, ranks: int | None) -> int:
     return world // machines
 
 
-def _hide_types_of_flags(command: Any) -> None:
+def hide_types_of_flags(command: Any) -> None:
     """A flag takes no value, so help shows none."""
     shown_by = command.get_help_option(command.context_class(command))
     for parameter in (*command.params, shown_by):
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
     for inner in getattr(command, "commands", {}).values():
-        _hide_types_of_flags(inner)
+        hide_types_of_flags(inner)
 
 
 def refuse(error: Exception) -> NoReturn:

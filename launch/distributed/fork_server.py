@@ -29,8 +29,7 @@ HELD_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 _FORKED = "thinpipe.launch.distributed.forked"
 
 PRELOADED = (
-    "thinpipe.launch.cli",
-    "thinpipe.launch.train",
+    "thinpipe.launch.start",
     "thinpipe.pipeline.wire.kernels.cpu.uniform",
     "thinpipe.pipeline.wire.kernels.cpu.rows",
     *(f"{methods.__name__}.{method.name}" for method in pkgutil.iter_modules(methods.__path__)),

@@ -15,10 +15,9 @@ import torch
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_data
-from thinpipe.launch.distributed.handshake import versions
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces
-from thinpipe.launch.host.packages import explain
+from thinpipe.launch.host.packages import explain, versions
 from thinpipe.launch.memory.check import host_needs
 from thinpipe.launch.memory.model import rank_memory
 from thinpipe.launch.overlay import keys

@@ -1,9 +1,11 @@
 """How to install a missing package. Imports none of them."""
 
 import importlib.util
+import platform
 import shlex
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 EXTRAS: Mapping[str, str] = {
@@ -57,6 +59,15 @@ def _imported_from_here(package: str) -> Path | None:
     path = Path(file).resolve()
     place = path.parent if path.name == "__init__.py" else path
     return place if place.parent == Path.cwd() else None
+
+
+def versions() -> dict[str, str]:
+    """Versions that a run records and peers compare."""
+    return {
+        "thinpipe": version("thinpipe"),
+        "torch": version("torch").split("+")[0],
+        "python": platform.python_version(),
+    }
 
 
 def require(package: str) -> None:

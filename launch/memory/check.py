@@ -7,9 +7,9 @@ from rich.console import Console
 
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.host.device import choose_device
+from thinpipe.launch.host.device import device_type, gpu_count
 from thinpipe.launch.memory.model import ModelMemory, rank_memory
-from thinpipe.launch.plan.memory_budget import check_memory, needs, plan_memory
+from thinpipe.launch.plan.memory_budget import check_memory, name_ranks, needs, plan_memory
 from thinpipe.launch.report.metrics import format_bytes
 
 _PROCESS_NBYTES = 120 * 2**20
@@ -84,7 +84,7 @@ def host_needs(
     ends = plan_memory(config, sequences) if sequences else []
     memories = needs(config, ends, ranks)
     model, copies = ModelMemory(), 0
-    if choose_device(config.pipeline.device).type == "cpu":
+    if device_type(config.pipeline.device) == "cpu":
         by_position = models or rank_memory(config)
         for rank in ranks:
             own = by_position[config.mesh(rank).position]
@@ -110,7 +110,14 @@ def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> None:
         )
 
 
-def show_host(console: Console, config: RunConfig, sequences: int, ranks: range) -> None:
-    """Print what all ranks need if they run on this host."""
-    found = host_needs(config, sequences, ranks)
-    console.print(f"model, activations and memories together: {found}")
+def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequence[int]) -> None:
+    """Print what these ranks need if they run on this host."""
+    models = rank_memory(config)
+    found = host_needs(config, sequences, ranks, models)
+    which = name_ranks(config, ranks)
+    console.print(f"model, activations and memories of {which} together: {found}")
+    if device_type(config.pipeline.device) == "cuda":
+        most = max(models[config.mesh(rank).position].total for rank in ranks)
+        console.print(f"model and activations on the GPU of a rank: up to {format_bytes(most)}")
+        if not gpu_count():
+            console.print("note: this host has no GPU that torch finds; one is needed to train")

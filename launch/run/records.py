@@ -12,7 +12,7 @@ from typing import Any
 
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.display.display import Display
-from thinpipe.launch.distributed.handshake import versions
+from thinpipe.launch.host.packages import versions
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.report.edges import edges_of, traces_of
 from thinpipe.launch.report.html import write_report
