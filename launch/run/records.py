@@ -12,6 +12,7 @@ from typing import Any
 
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.display.display import Display
+from thinpipe.launch.display.final import what_is_left
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.report.edges import edges_of, traces_of
@@ -151,7 +152,7 @@ class Records:
             self._reported = True
             if timeline is not None:
                 timeline.write(self._info.folder)
-        self._display.finish(summary, written=self._writes)
+        self._display.finish(summary, what_is_left(self._info.folder) if self._writes else None)
 
 
 def describe_run(config: RunConfig, steps: int) -> RunInfo:

@@ -84,6 +84,8 @@ class Training:
             config.data,
             memories_on_disk=config.memory.tier == "disk",
         )
+        if config.train.decay != "none":  # with it, a run may be made longer
+            self._checkpoints.end = self.steps
         self._skips = Skips(
             config.train.max_skipped,
             lr=config.train.lr,
@@ -114,7 +116,12 @@ class Training:
         news = EdgeNews(self._trace, store, reads=self.shows and 0 in ranks_here())
         connections = Connections(self._trace, stack.enter_context(news))
         info = describe_run(config, self.steps)
-        self.display = Display(info if self.shows else None, connections, interactive=os.isatty(1))
+        self.display = Display(
+            info if self.shows else None,
+            connections,
+            interactive=os.isatty(1),
+            done=self.start,
+        )
         stack.enter_context(self.display)
         writes = self._session.writes_run_folder
         self.records = Records(config, info, self.display, writes=writes, host=self._own_host)
