@@ -22,6 +22,7 @@ from thinpipe.launch.config.cli_options import (
     RanksOption,
     RestartsOption,
     SetOption,
+    check_environment,
     hide_types_of_flags,
     refuse,
     run_app,
@@ -164,7 +165,7 @@ def train(  # noqa: PLR0913  # one parameter per option
     resume: ResumeOption = False,
     step: Annotated[
         int | None,
-        typer.Option("--step", help="With --resume: step of the checkpoint to use."),
+        typer.Option("--step", min=1, help="With --resume: step of the checkpoint to use."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what the run needs of memory, and exit.")
@@ -182,6 +183,7 @@ def train(  # noqa: PLR0913  # one parameter per option
     machines = Machines(nnodes, rdzv, ranks, max_restarts)
     try:
         machines.check(meet=not dry_run)
+        check_environment()
         files_of(config_path)
         if step is not None and not resume:
             raise ConfigError(f"--step = {step}: needs --resume; add it, or remove --step")
@@ -214,6 +216,7 @@ def run_script(  # one parameter per option
     machines = Machines(nnodes, rdzv, ranks, max_restarts)
     try:
         machines.check()
+        check_environment()
     except ValueError as error:
         refuse(error)
     _warm_up(f"looking at {script}", show=show)

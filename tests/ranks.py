@@ -19,8 +19,16 @@ from torch.distributed import TCPStore
 from thinpipe.launch.distributed.fork_server import PRELOADED
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [*PRELOADED, "thinpipe.launch.report.html", "transformers.modeling_utils"]
+CONTEXT.set_forkserver_preload(  # what each rank would import: pytest alone is half its time
+    [
+        *PRELOADED,
+        "thinpipe.launch.report.html",
+        "transformers.modeling_utils",
+        "hypothesis",
+        "pytest",
+        "tests.commands",
+        "tests.training",
+    ]
 )
 
 Ranks = Callable[..., list[Any]]

@@ -3,14 +3,15 @@
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from pydantic import ValidationError
 from typer.main import get_command
 
-from thinpipe.launch.config.errors import remedy
+from thinpipe.launch.config.errors import known_keys, remedy
+from thinpipe.launch.host.interfaces import parse_endpoint
 from thinpipe.launch.host.packages import explain
 
 USAGE_ERROR = 2
@@ -30,6 +31,12 @@ RanksOption = Annotated[
         min=1, metavar="N", help="Ranks of this machine, if machines have unequal shares."
     ),
 ]
+
+_NUMBERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("MASTER_PORT", "OMP_NUM_THREADS"),
+)
+"""Variables of the environment that launchers set."""
 
 # By its version, typer builds on click or on a copy of it, so the name is not importable.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
@@ -70,10 +77,31 @@ class Machines(NamedTuple):
             raise ValueError(
                 f"--nnodes = {self.count}: give one of the machines: --rdzv host0:29500"
             )
+        if self.rdzv is not None:
+            parse_endpoint(self.rdzv)
         if self.ranks is not None and self.alone:
             raise ValueError(
                 f"--ranks = {self.ranks}: without --nnodes and --rdzv all ranks run here"
             )
+
+
+def check_environment() -> None:
+    """Refuse variables of launchers that are no numbers, which each rank would trip over.
+
+    Raises:
+        ValueError: naming variable, value and remedy.
+    """
+    numbers = {}
+    for name in _NUMBERS:
+        value = os.environ.get(name)
+        if value is not None and not value.isdecimal():
+            raise ValueError(f"{name} = {value!r}: give a whole number, or unset {name}")
+        numbers[name] = None if value is None else int(value)
+    rank, world = numbers["RANK"], numbers["WORLD_SIZE"]
+    if rank is not None and world is not None and rank >= world:
+        raise ValueError(
+            f"RANK = {rank} with WORLD_SIZE = {world}: ranks count from 0; correct one of the two"
+        )
 
 
 def share_of(world: int, machines: int, ranks: int | None) -> int:
@@ -134,9 +162,15 @@ def _explain(error: Any) -> str:
             f"{extra[1]}: more than is expected; put a text with spaces in quotes, and write "
             "--set a.b=c without spaces"
         )
-    if message in ("No such command 'version'", "No such command 'help'"):
-        return f"{message}; did you mean --{message.split(chr(39))[1]}?"
+    if (wrong_command := re.fullmatch(r"No such command '(.*)'", message)) is not None:
+        return f"{message}; {_meant(wrong_command[1], error.ctx.command.commands)}"
     return f"{message}; --help lists arguments and options" if message[-1:] not in "?" else message
+
+
+def _meant(word: str, commands: Iterable[str]) -> str:
+    if word in ("version", "help"):
+        return f"did you mean --{word}?"
+    return known_keys(word.lower(), commands)
 
 
 def _name(parameter: Any) -> str:

@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
@@ -24,7 +24,8 @@ _REMEDIES = {
     "string_too_short": "give some text",
     "literal_error": "use {expected}",
     "union_tag_invalid": "use {expected_tags}",
-    "tuple_type": "write a list, as in [1, 2]",
+    "tuple_type": "write a list, as in [{given}]",
+    "string_pattern_mismatch": "use letters, digits, -, _ and ., at most 63",
     "too_short": "give at least {min_length}",
     "too_long": "give at most {max_length}",
     "missing": "give one more",
@@ -36,6 +37,30 @@ _REMEDIES = {
 }
 _VERY_NEAR = 0.75
 """Likeness of an unknown key to one of its table that counts more than the same key elsewhere."""
+_OTHERS = {
+    **dict.fromkeys(("learning_rate", "max_lr", "peak_lr"), "lr"),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "hidden_dim"), "width"),
+    **dict.fromkeys(("n_layer", "n_layers", "num_hidden_layers", "depth"), "layers"),
+    **dict.fromkeys(("n_head", "n_heads", "num_attention_heads"), "heads"),
+    **dict.fromkeys(("vocab_size",), "vocab"),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "block_size", "seq_len"), "context"),
+    **dict.fromkeys(("num_epochs", "max_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "accumulate"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping"), "clip_norm"),
+    **dict.fromkeys(("wd",), "weight_decay"),
+    **dict.fromkeys(("lr_scheduler", "scheduler"), "decay"),
+    **dict.fromkeys(("dp", "data_parallel", "dp_degree"), "replicas"),
+    **dict.fromkeys(("pp", "pp_degree", "num_stages"), "stages"),
+    **dict.fromkeys(("micro_batches", "num_microbatches"), "microbatches"),
+    **dict.fromkeys(("dtype", "mixed_precision"), "precision"),
+}
+"""Settings of other programs, and ours."""
+_KINDS = {
+    "folder": "a Hugging Face model (pretrained or config)",
+    "own": "a model of your own (factory)",
+    "shape": "ThinPipe's own model, without pretrained, config or factory",
+}
+"""What a [model] is called; tables elsewhere have a `kind`."""
 _TYPE_REMEDIES = {
     "int": "give a whole number",
     "float": "give a number",
@@ -113,6 +138,8 @@ class _Place:
     holder: _Models
     here: _Models
     many: bool = False
+    others: _Models = field(default_factory=dict)
+    """What the own table could be too."""
 
     @property
     def key(self) -> str:
@@ -122,6 +149,7 @@ class _Place:
 def _find(detail: ErrorDetails, root: type[BaseModel], path: Sequence[str]) -> _Place:
     here: _Models = {"": root}
     holder, kept, many, keys_are_free = here, list(path), False, False
+    others: _Models = {}
     for part in detail["loc"]:
         (model,) = here.values() if len(here) == 1 else (None,)
         if isinstance(part, int):
@@ -129,17 +157,17 @@ def _find(detail: ErrorDetails, root: type[BaseModel], path: Sequence[str]) -> _
             many = False
         elif model is not None and part in model.model_fields:
             annotation = model.model_fields[part].annotation
-            holder, here = here, _models(annotation)
+            holder, here, others = here, _models(annotation), {}
             many, keys_are_free = get_origin(annotation) is tuple, get_origin(annotation) is dict
             kept.append(part)
         elif part in here:
-            here = {part: here[part]}
+            others, here = here, {part: here[part]}
         elif keys_are_free and part != "[key]":
             kept.append(part)
     if detail["type"] == "extra_forbidden":
         holder = here
         kept += [str(detail["loc"][-1])]
-    return _Place(".".join(kept), holder, here, many)
+    return _Place(".".join(kept), holder, here, many, others)
 
 
 def _explain(detail: ErrorDetails, place: _Place, root: type[BaseModel]) -> _Problem:
@@ -161,10 +189,11 @@ def _explain(detail: ErrorDetails, place: _Place, root: type[BaseModel]) -> _Pro
 
 def _path_of(message: str, place: _Place) -> str:
     """Prefix for a validator's message, which may begin with "key = value"."""
-    key = re.match(r"(\w+) = ", message)
+    key = re.match(r"([\w.]+) = ", message)
     if key is None or not place.name:
         return f"{place.name}: " if place.name else ""
-    return place.name.removesuffix(key[1]) if place.key == key[1] else f"{place.name}."
+    same = place.key == key[1].partition(".")[0]
+    return place.name.removesuffix(place.key) if same else f"{place.name}."
 
 
 def _missing(place: _Place) -> str:
@@ -188,7 +217,7 @@ def remedy(detail: ErrorDetails) -> str:
         return detail["msg"].removeprefix("Value error, ")
     ctx = detail.get("ctx", {})
     whole = {k: int(v) for k, v in ctx.items() if isinstance(v, float) and v.is_integer()}
-    return text.format(**ctx | whole)
+    return text.format(**{"given": json.dumps(detail["input"], default=str)} | ctx | whole)
 
 
 def _known(place: _Place, root: type[BaseModel]) -> str:
@@ -201,6 +230,15 @@ def _known(place: _Place, root: type[BaseModel]) -> str:
             keys = {k for model in _models(field.annotation).values() for k in written_keys(model)}
             for other in keys if name != section else ():
                 elsewhere.setdefault(other, []).append(f"[{name}]")
+    own_word = _OTHERS.get(key.lower().replace("-", "_"))
+    if own_word in known:
+        return f'did you mean "{own_word}"?'
+    if kinds := [
+        _KINDS.get(tag, f'kind = "{tag}"')
+        for tag, m in place.others.items()
+        if key in written_keys(m)
+    ]:
+        return f"it is for {' or '.join(kinds)}; remove it"
     if key in elsewhere and not difflib.get_close_matches(key, known, n=1, cutoff=_VERY_NEAR):
         return f"it belongs under {' or '.join(elsewhere[key])}"
     near = difflib.get_close_matches(key, [*known, *elsewhere], n=1) if not section else []
@@ -209,9 +247,9 @@ def _known(place: _Place, root: type[BaseModel]) -> str:
     return known_keys(key, known)
 
 
-def known_keys(key: str, known: Sequence[str]) -> str:
+def known_keys(key: str, known: Iterable[str]) -> str:
     """The key that was meant by an unknown one, or all that are known, the likeliest first."""
-    near = difflib.get_close_matches(key, known, n=1)
+    near = difflib.get_close_matches(key, [*known], n=1)
     return (
         f'did you mean "{near[0]}"?'
         if near

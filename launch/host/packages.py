@@ -1,5 +1,6 @@
 """How to install a missing package. Imports none of them."""
 
+import errno
 import importlib.util
 import platform
 import shlex
@@ -20,12 +21,24 @@ EXTRAS: Mapping[str, str] = {
 """Optional packages, and the extra of ThinPipe that installs each."""
 
 
+_REMEDIES = {
+    errno.ENOENT: "; correct the path, or create its folder first",
+    errno.ENOTDIR: "; a file is where a folder should be: correct the path",
+    errno.EISDIR: "; it is a folder: name a file",
+    errno.EACCES: "; correct its owner or mode (ls -l), or name another place",
+    errno.EPERM: "; correct its owner or mode (ls -l), or name another place",
+    errno.EROFS: "; name a place that can be written",
+    errno.ENAMETOOLONG: "; use a shorter name",
+}
+
 _OWN = ("thinpipe", "pipeline", "aqsgd", "gradcomp", "launch")
 """Ours, and the folders of its source: never names of packages to install."""
 
 
 def explain(error: Exception) -> str:
     """An error as one line; for a missing package, with the command that installs it."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}{_REMEDIES.get(error.errno or 0, '')}"
     module = getattr(error, "name", None) or ""
     package = module.partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or not package:

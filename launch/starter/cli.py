@@ -53,6 +53,8 @@ def _write(path: Path, model: str | None, data: str | None, stages: int) -> list
         raise ConfigError(f"{path}: name a file that ends in .toml")
     if path.exists() or path.is_symlink():
         raise ConfigError(f"{path}: exists already; name a new file, or edit this one")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path}: no folder {path.parent}; create it, or name another file")
     name = re.sub(r"[^A-Za-z0-9_-]", "-", path.stem).lstrip("-.") or "run"
     partial = path.with_name(f".{path.name}.partial")
     found = look(model, data, stages)
