@@ -195,7 +195,7 @@ def train(  # noqa: PLR0913  # one parameter per option
     from thinpipe.launch.start import start_run
 
     wanted = Resume(resume, step)
-    start_run(config_path, overrides or [], machines, wanted, show=show, dry_run=dry_run)
+    start_run(main, config_path, overrides or [], machines, wanted, show=show, dry_run=dry_run)
 
 
 @app.command("run", context_settings=_OWN_OPTIONS_FIRST)
@@ -222,7 +222,7 @@ def run_script(  # one parameter per option
     _warm_up(f"looking at {script}", show=show)
     from thinpipe.launch.start import start_program
 
-    start_program(script, arguments or [], machines, show=show)
+    start_program(main, script, arguments or [], machines, show=show)
 
 
 def _warm_up(doing: str, *, show: int) -> None:
@@ -269,3 +269,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # dumps schedules
     run_app(app)
+
+
+if __name__ == "__main__":
+    completion.LIST.write_text(completion.written(all_commands()))

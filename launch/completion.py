@@ -1,6 +1,6 @@
 """What a shell completes, without the seconds that importing torch takes.
 
-`completion.json` lists all commands and options; `python -m thinpipe.launch.completion` writes it.
+`completion.json` lists all commands and options; `python -m thinpipe.launch.cli` writes it.
 """
 
 import inspect
@@ -36,13 +36,6 @@ def skeleton(commands: Mapping[str, Any]) -> typer.Typer:
             app.command(name, help=command["help"])(_stub(command["options"]))
     app.callback()(_stub({}))
     return app
-
-
-def listed() -> dict[str, Any]:
-    """All commands, as the command line has them."""
-    from thinpipe.launch.cli import all_commands  # imports torch
-
-    return _commands(all_commands())
 
 
 def _stub(options: Mapping[str, Any]) -> Callable[..., None]:
@@ -82,15 +75,11 @@ def _commands(commands: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def written() -> str:
-    """The content of `completion.json` as it should be."""
-    return json.dumps(listed(), indent=1) + "\n"
+def written(commands: Mapping[str, Any]) -> str:
+    """The content of `completion.json` as it should be for all commands of the command line."""
+    return json.dumps(_commands(commands), indent=1) + "\n"
 
 
 def answer() -> None:
     """Print what the words so far can become, and end the process."""
     skeleton(json.loads(LIST.read_text()))(prog_name="thinpipe")
-
-
-if __name__ == "__main__":
-    LIST.write_text(written())

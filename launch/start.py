@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,7 +11,6 @@ from rich.console import Console
 
 from thinpipe.launch import preflight
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
-from thinpipe.launch.cli import main
 from thinpipe.launch.config.cli_options import Machines, refuse, share_of
 from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
@@ -33,8 +32,11 @@ from thinpipe.launch.run.script import look_at, run_as_rank
 from thinpipe.launch.train import train_rank
 from thinpipe.launch.trained.cli import show_samples
 
+Main = Callable[[], None]
 
-def start_run(  # one parameter per option
+
+def start_run(
+    main: Main,
     config_path: Path,
     overrides: Sequence[str],
     machines: Machines,
@@ -43,7 +45,10 @@ def start_run(  # one parameter per option
     show: int,
     dry_run: bool,
 ) -> NoReturn:
-    """Train, as all ranks of this machine or, under torchrun, as one; or count what it needs."""
+    """Train, as all ranks of this machine or, under torchrun, as one; or count what it needs.
+
+    Each rank calls `main`, with this process's arguments.
+    """
     try:
         config = load_config(config_path, overrides)
         if show >= config.world_size:
@@ -55,12 +60,14 @@ def start_run(  # one parameter per option
             preflight.check(config, shares, resume=resume.wanted, show=_Counted(shares))
             sys.exit()
         preflight.check(config, shares, resume=resume.wanted)
-        sys.exit(_start(config, len(shares[0]), machines, show=show))
+        sys.exit(_start(main, config, len(shares[0]), machines, show=show))
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
 
 
-def start_program(script: Path, own: Sequence[str], machines: Machines, *, show: int) -> NoReturn:
+def start_program(
+    main: Main, script: Path, own: Sequence[str], machines: Machines, *, show: int
+) -> NoReturn:
     """Run a program of one's own on all ranks of this machine, or under torchrun as one."""
     if started_by_launcher():
         end_with_parent()
@@ -79,7 +86,7 @@ def start_program(script: Path, own: Sequence[str], machines: Machines, *, show:
         refuse(error)
 
 
-def _start(config: RunConfig, processes: int, machines: Machines, *, show: int) -> int:
+def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *, show: int) -> int:
     if show >= 0:
         ranks = "1 rank" if processes == 1 else f"{processes} ranks"
         typer.echo(f"starting {ranks} on this machine")

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from thinpipe.pipeline.engine import Precision
+from thinpipe.pipeline.precision import Precision
 from thinpipe.pipeline.schedule import DEPTH, ScheduleName
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec

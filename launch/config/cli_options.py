@@ -143,7 +143,8 @@ def refuse(error: Exception) -> NoReturn:
 
 
 def _end(text: str) -> NoReturn:
-    if text and os.environ.get("LOCAL_RANK", "0") == "0":
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    if text and (local_rank == "0" or not local_rank.isdecimal()):
         sys.stderr.write(f"error: {text}\n")  # a whole line: ranks share the terminal
     sys.exit(USAGE_ERROR)
 

@@ -27,7 +27,7 @@ _TOML_REMEDIES = (
     ("Illegal character '.n'|Unterminated|Expected \"", "close the quotes"),
     ("table declaration", "close the bracket, as in [run]"),
     ("Unclosed array|Invalid initial character|Expected ']'", "close the bracket"),
-    ("Unescaped|escape", "put a path with backslashes in single quotes"),
+    ("Unescaped|escape|hex value", "put a path with backslashes in single quotes"),
 )
 """What Python's parser says, and what to do."""
 _Model = TypeVar("_Model", bound=BaseModel)
