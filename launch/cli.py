@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -231,8 +232,9 @@ def _warm_up(doing: str, *, show: int) -> None:
         return
     if show >= 0 and sys.stdout.isatty():
         print(f"{doing}, loading torch", flush=True)
-    use_scratch_folder()
-    fork_server.start()
+    if tempfile.tempdir is None:  # else done already
+        use_scratch_folder()
+        fork_server.start()
 
 
 @app.command()

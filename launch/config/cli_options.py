@@ -4,7 +4,8 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import Annotated, Any, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -54,7 +55,8 @@ def run_app(
         _end(_explain(error))
 
 
-class Machines(NamedTuple):
+@dataclass(frozen=True)
+class Machines:
     """On how many machines a run is, and where they meet, as the options say."""
 
     count: int = 1
