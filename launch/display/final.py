@@ -70,10 +70,14 @@ def final_tables(info: RunInfo, summary: Summary, left: Left | None) -> Renderab
         parts += [Text(note, style="dim"), ""]
     if summary["edges"]:
         parts += [edge_table(summary["edges"]), ""]
-    return Group(*parts, _in_words(info, summary, left))
+    parts.append(_in_words(summary, left))
+    if left is not None:
+        page = str(info.folder / "report.html")
+        parts += ["", Text.assemble(("report  ", "dim"), page, overflow="fold")]
+    return Group(*parts)
 
 
-def _in_words(info: RunInfo, summary: Summary, left: Left | None) -> Table:
+def _in_words(summary: Summary, left: Left | None) -> Table:
     """What was learned, what it took, and where everything is."""
     rows: dict[str, str] = {}
     ended = (summary["eval"] or {}).get("loss")
@@ -98,13 +102,12 @@ def _in_words(info: RunInfo, summary: Summary, left: Left | None) -> Table:
             f"{format_duration(plain_s)}"
         )
     if left is not None:
-        rows["left"] = f"{format_bytes(left.nbytes)} in {info.folder}"
+        rows["left"] = f"{format_bytes(left.nbytes)} in the run's folder"
         if left.checkpoints:
             several = "s" if left.checkpoints > 1 else ""
             rows["left"] += (
                 f", {format_bytes(left.saved)} of it in {left.checkpoints} checkpoint{several}"
             )
-        rows["report"] = str(info.folder / "report.html")
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -154,7 +154,7 @@ def test_a_run_ends_with_what_it_achieved_and_left() -> None:
     assert (
         "at 100 Mbit/s the busiest link would take 2 min 00 s for its part, in fp32 16 min" in text
     )
-    assert "25.0 MB in runs/tiny, 20.0 MB of it in 1 checkpoint" in text
+    assert "25.0 MB in the run's folder, 20.0 MB of it in 1 checkpoint" in text
 
 
 def test_what_is_left_is_counted(tmp_path: Path) -> None:
