@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from thinpipe.launch.distributed.handshake import versions
+from thinpipe.launch.host.packages import versions
 
 _ROOT = Path(__file__).parent.parent
 

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from typer.main import get_command
 
 from thinpipe.gradcomp.registry import load_method, method_names
-from thinpipe.launch.cli import app
+from thinpipe.launch.cli import all_commands
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.shaped.cli import set_app
 from thinpipe.pipeline.config import PipelineConfig
@@ -53,9 +53,8 @@ def write(folder: Path, *, pages: Path) -> None:
 
 
 def _commands() -> str:
-    group: Any = get_command(app)
     commands = {"shaped set": get_command(set_app)}
-    for name, command in group.commands.items():
+    for name, command in all_commands().items():
         parts = getattr(command, "commands", {})
         commands |= {f"{name} {part}": found for part, found in parts.items()} or {name: command}
     parts = [

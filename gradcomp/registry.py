@@ -3,7 +3,8 @@
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from types import NoneType
+from typing import Any, Protocol, cast, get_type_hints
 
 import torch
 from pydantic import AliasChoices, BaseModel
@@ -62,6 +63,12 @@ def build_optimizer(
     """The optimizer that a method brings along, or None: most work with any."""
     make = getattr(load_method(name), "optimizer", None)
     return None if make is None else cast(_MakeOptimizer, make)(options, parameters, train, sync)
+
+
+def brings_optimizer(name: str) -> bool:
+    """Whether a method brings an optimizer along, as the return type of its `optimizer` says."""
+    make = getattr(load_method(name), "optimizer", None)
+    return make is not None and get_type_hints(make)["return"] is not NoneType
 
 
 def option_aliases(name: str) -> dict[str, str]:

@@ -1,62 +1,121 @@
-"""The command line: `thinpipe train run.toml`."""
+"""The command line: `thinpipe train run.toml`.
+
+Nothing here imports torch before it is needed: help and mistakes are answered at once.
+"""
 
 import io
+import json
 import logging
 import os
 import sys
+import tempfile
+from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from typer.core import TyperGroup
+from typer.main import get_command as as_command
 
-from thinpipe.launch.checkpoint.manifest import CheckpointError
-from thinpipe.launch.checkpoint.resume import Resume, after_restart
-from thinpipe.launch.checkpoint.run_folder import check_folder, earlier_runs
+from thinpipe.launch import completion
 from thinpipe.launch.config.cli_options import (
+    Machines,
     RanksOption,
     RestartsOption,
     SetOption,
-    check_endpoint,
+    check_environment,
+    hide_types_of_flags,
     refuse,
     run_app,
-    share_of,
 )
-from thinpipe.launch.config.placement import hosts_by_rank
-from thinpipe.launch.config.run import RunConfig, load_config
-from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.corpus import check_data, with_sizes
-from thinpipe.launch.distributed.elastic import (
-    Nodes,
-    keep_freed_memory,
-    run_local,
-    run_node,
-    started_by_launcher,
-)
-from thinpipe.launch.distributed.fork_server import end_with_parent
-from thinpipe.launch.distributed.handshake import HandshakeError, versions
-from thinpipe.launch.distributed.session import SHOW
-from thinpipe.launch.doctor.cli import doctor
-from thinpipe.launch.host.links import parse_rate, parse_time
-from thinpipe.launch.memory.check import check_host, show_host
-from thinpipe.launch.overlay.cli import key
-from thinpipe.launch.plan.cli import plan
-from thinpipe.launch.plan.memory_budget import memory_notices, plan_memory, show_memory
-from thinpipe.launch.plan.trace import trace_run
-from thinpipe.launch.remote.cli import launch_on_hosts
-from thinpipe.launch.run.ending import end_done, end_failed
-from thinpipe.launch.run.report import report
-from thinpipe.launch.run.script import look_at, run_as_rank
-from thinpipe.launch.shaped.cli import shaped
-from thinpipe.launch.starter.cli import init
-from thinpipe.launch.train import train_rank
-from thinpipe.launch.trained.cli import export_model, generate_text, show_samples
-from thinpipe.launch.trained.model import check_start
-from thinpipe.launch.writers.writer import check_writers
-from thinpipe.pipeline.models.build import check_model
+from thinpipe.launch.config.toml import ConfigError, files_of
+from thinpipe.launch.distributed import fork_server
+from thinpipe.launch.host.packages import versions
+from thinpipe.launch.host.scratch import use_scratch_folder
+
+_TABLE = {
+    "key": "overlay.cli:key",
+    "export": "trained.cli:export_model",
+    "generate": "trained.cli:generate_text",
+    "init": "starter.cli:init",
+    "launch": "remote.cli:launch_on_hosts",
+    "report": "run.report:report",
+    "plan": "plan.cli:plan",
+    "doctor": "doctor.cli:doctor",
+    "shaped": "shaped.cli:shaped",
+}
+"""Commands that are imported when they are called."""
+_OWN_OPTIONS_FIRST: Any = {"allow_interspersed_args": False}
+_PASS_ON = ("run", "shaped")
+"""Commands whose arguments are another command's."""
+
+
+class _Commands(TyperGroup):
+    """All commands; until one of the table is called, `completion.json` stands in for it."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        listed = json.loads(completion.LIST.read_text())
+        self._options = {name: command.get("options") for name, command in listed.items()}
+        stand_ins: Any = as_command(completion.skeleton(listed))
+        for name in listed:
+            self.commands[name] = self.commands.pop(name, stand_ins.commands[name])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Load a command, unless it has no such option."""
+        name, *rest = args
+        options = self._options.get(name)
+        if options is not None and name not in _PASS_ON:
+            _check_options(rest, options)
+        if name in _TABLE:
+            self.commands[name] = load(name)
+        return super().resolve_command(ctx, args)
+
+
+def load(name: str) -> Any:
+    """A command of the table."""
+    module, _, function = _TABLE[name].partition(":")
+    found = getattr(import_module(f"thinpipe.launch.{module}"), function)
+    if not isinstance(found, typer.Typer):
+        alone = typer.Typer(add_completion=False)
+        alone.command(name, context_settings=_OWN_OPTIONS_FIRST if name in _PASS_ON else None)(
+            found
+        )
+        found = alone
+    command: Any = as_command(found)
+    command.name = name
+    hide_types_of_flags(command)
+    return command
+
+
+def all_commands() -> dict[str, Any]:
+    """Every command, loaded."""
+    group: Any = as_command(app)
+    return {**group.commands, **{name: load(name) for name in _TABLE}}
+
+
+def _check_options(words: list[str], options: dict[str, Any]) -> None:
+    """Refuse an option that a command has not.
+
+    Its parser would too, once the command is imported.
+    """
+    known = {"--help": {"flag": True}, **options}
+    skip = False
+    for word in words:
+        if word == "--":
+            return
+        name, equals, _ = word.partition("=")
+        if word.startswith("--") and not skip and name not in known:
+            near = get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(near)}?" if near else "--help lists them"
+            refuse(ConfigError(f"{name}: no such option; {hint}"))
+        skip = not skip and name in known and not equals and not known[name]["flag"]
+
 
 app = typer.Typer(
     name="thinpipe",
+    cls=_Commands,
     help="Train transformers over slow networks, with every link compressed.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -108,7 +167,7 @@ def train(  # noqa: PLR0913  # one parameter per option
     resume: ResumeOption = False,
     step: Annotated[
         int | None,
-        typer.Option("--step", help="With --resume: step of the checkpoint to use."),
+        typer.Option("--step", min=1, help="With --resume: step of the checkpoint to use."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what the run needs of memory, and exit.")
@@ -123,28 +182,25 @@ def train(  # noqa: PLR0913  # one parameter per option
 
     Under torchrun it runs a single rank.
     """
+    machines = Machines(nnodes, rdzv, ranks, max_restarts)
     try:
-        check_endpoint(nnodes, rdzv, ranks)
-        config = load_config(config_path, overrides or [])
-        if show >= config.world_size:
-            raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
+        machines.check(meet=not dry_run)
+        check_environment()
+        files_of(config_path)
         if step is not None and not resume:
             raise ConfigError(f"--step = {step}: needs --resume; add it, or remove --step")
     except ValueError as error:
         refuse(error)
-    if dry_run:
-        _show_memory(config, resume=resume)
-        return
-    if started_by_launcher():
-        _run_rank(config, after_restart(Resume(resume, step)), show=show)
-    if nnodes == 1 and rdzv is None:
-        sys.exit(_run_all(config, resume=resume, max_restarts=max_restarts))
-    placed = hosts_by_rank(config.pipeline.placement)
-    nodes = Nodes(nnodes, rdzv or "", max_restarts, config.pipeline.peer_timeout_s, placed)
-    sys.exit(_run_here(config, nodes, ranks))
+    if not dry_run:
+        _warm_up(f"reading {config_path}", show=show)
+    from thinpipe.launch.checkpoint.resume import Resume
+    from thinpipe.launch.start import start_run
+
+    wanted = Resume(resume, step)
+    start_run(main, config_path, overrides or [], machines, wanted, show=show, dry_run=dry_run)
 
 
-@app.command("run", context_settings={"allow_interspersed_args": False})
+@app.command("run", context_settings=_OWN_OPTIONS_FIRST)
 def run_script(  # one parameter per option
     script: Annotated[
         Path, typer.Argument(metavar="PROGRAM.PY", help="Program that makes a thinpipe.Run.")
@@ -159,22 +215,27 @@ def run_script(  # one parameter per option
     max_restarts: RestartsOption = 0,
 ) -> None:
     """Run a Python program of one's own on all ranks. Options go before the program."""
-    own = arguments or []
-    if started_by_launcher():
-        end_with_parent()
-        keep_freed_memory()
-        os.environ.setdefault(SHOW, str(show))
-        run_as_rank(script, own)
+    machines = Machines(nnodes, rdzv, ranks, max_restarts)
     try:
-        check_endpoint(nnodes, rdzv, ranks)
-        needs = look_at(script, own)
-        if nnodes == 1 and rdzv is None:
-            sys.exit(run_local(main, sys.argv[1:], needs.world_size, max_restarts=max_restarts))
-        nodes = Nodes(nnodes, rdzv or "", max_restarts, needs.join_s)
-        processes = share_of(needs.world_size, nodes.count, ranks)
-        sys.exit(run_node(main, sys.argv[1:], processes, nodes, needs.network))
-    except (ValueError, OSError, ImportError) as error:
+        machines.check()
+        check_environment()
+    except ValueError as error:
         refuse(error)
+    _warm_up(f"looking at {script}", show=show)
+    from thinpipe.launch.start import start_program
+
+    start_program(main, script, arguments or [], machines, show=show)
+
+
+def _warm_up(doing: str, *, show: int) -> None:
+    """Let the process that ranks are forked from import while this one checks; say so."""
+    if "RANK" in os.environ:
+        return
+    if show >= 0 and sys.stdout.isatty():
+        print(f"{doing}, loading torch", flush=True)
+    if tempfile.tempdir is None:  # else done already
+        use_scratch_folder()
+        fork_server.start()
 
 
 @app.command()
@@ -194,6 +255,9 @@ def trace(
     ] = None,
 ) -> None:
     """Write one step of a run as a Perfetto trace, with the predicted step for comparison."""
+    from thinpipe.launch.host.links import parse_rate, parse_time
+    from thinpipe.launch.plan.trace import trace_run
+
     try:
         rate_bps = parse_rate(rate, "--rate") if rate else None
         delay_s = parse_time(delay, "--delay")
@@ -201,17 +265,6 @@ def trace(
     except (ValueError, OSError) as error:
         refuse(error)
     print(report)
-
-
-app.add_typer(key, name="key", no_args_is_help=True)
-app.command("export")(export_model)
-app.command("generate")(generate_text)
-app.command("init")(init)
-app.command("launch")(launch_on_hosts)
-app.command("report")(report)
-app.command()(plan)
-app.command()(doctor)
-app.command(context_settings={"allow_interspersed_args": False})(shaped)
 
 
 def main() -> None:
@@ -223,71 +276,5 @@ def main() -> None:
     run_app(app)
 
 
-def _run_all(config: RunConfig, *, resume: bool, max_restarts: int) -> int:
-    try:
-        check_folder(config.run.path)
-        check_writers(config)
-        check_model(config.model)
-        check_start(config)
-        corpus = check_data(config)
-        config = with_sizes(config)
-        check_host(config, len(corpus.train), range(config.world_size))
-        _check_resume(config, resume=resume)
-    except (ValueError, OSError, ImportError) as error:
-        refuse(error)
-    return run_local(main, sys.argv[1:], config.world_size, max_restarts=max_restarts)
-
-
-def _check_resume(config: RunConfig, *, resume: bool) -> None:
-    if resume and not (config.run.path / "checkpoints").is_dir():
-        remedy = "remove --resume"
-        for earlier in earlier_runs(config.run.path)[-1:]:
-            remedy += f", or rename {earlier}, an earlier run, to {config.run.path}"
-        raise CheckpointError(f"{config.run.path}: no checkpoints to resume from; {remedy}")
-
-
-def _show_memory(config: RunConfig, *, resume: bool) -> None:
-    try:
-        check_folder(config.run.path)
-        check_writers(config)
-        check_model(config.model)
-        check_start(config)
-        _check_resume(config, resume=resume)
-        corpus = check_data(config)
-        sequences = len(corpus.train)
-        config = with_sizes(config)
-        ends, ranks = plan_memory(config, sequences), range(config.world_size)
-        show_memory(Console(highlight=False), config, ends, ranks)
-        show_host(Console(highlight=False), config, sequences, ranks)
-        for note in (*config.notices(), *corpus.notes, *memory_notices(ends)):
-            typer.echo(note)
-        check_host(config, sequences, ranks)
-    except (ValueError, OSError, ImportError) as error:
-        refuse(error)
-
-
-def _run_here(config: RunConfig, nodes: Nodes, ranks: int | None) -> int:
-    try:
-        placed = nodes.placed.count(config.network.own_name())
-        if placed and ranks not in (None, placed):
-            raise ConfigError(
-                f"--ranks = {ranks}: pipeline.placement gives this machine {placed}; remove --ranks"
-            )
-        processes = placed or share_of(config.world_size, nodes.count, ranks)
-        check_folder(config.run.path)
-        check_data(config)
-        return run_node(main, sys.argv[1:], processes, nodes, config.network)
-    except (ValueError, OSError, ImportError) as error:
-        refuse(error)
-
-
-def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
-    end_with_parent()
-    keep_freed_memory()
-    os.environ[SHOW] = str(show)
-    try:
-        train_rank(config, resume, show=show)
-        show_samples(config, shows=os.environ.get("LOCAL_RANK", "0") == str(show))
-    except BaseException as error:
-        end_failed(error, config, clear=(ValueError, HandshakeError))
-    end_done()
+if __name__ == "__main__":
+    completion.LIST.write_text(completion.written(all_commands()))

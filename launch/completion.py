@@ -1,6 +1,6 @@
 """What a shell completes, without the seconds that importing torch takes.
 
-`completion.json` lists all commands and options; `python -m thinpipe.launch.completion` writes it.
+`completion.json` lists all commands and options; `python -m thinpipe.launch.cli` writes it.
 """
 
 import inspect
@@ -38,15 +38,6 @@ def skeleton(commands: Mapping[str, Any]) -> typer.Typer:
     return app
 
 
-def listed() -> dict[str, Any]:
-    """All commands, as the command line has them."""
-    from typer.main import get_command
-
-    from thinpipe.launch.cli import app  # imports torch
-
-    return _commands(get_command(app))
-
-
 def _stub(options: Mapping[str, Any]) -> Callable[..., None]:
     def nothing(**_: object) -> None:
         """Only looked at."""
@@ -68,12 +59,12 @@ def _stub(options: Mapping[str, Any]) -> Callable[..., None]:
     return nothing
 
 
-def _commands(group: Any) -> dict[str, Any]:
+def _commands(commands: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, command in group.commands.items():
+    for name, command in commands.items():
         text = (command.help or "").split("\n")[0]
         if hasattr(command, "commands"):
-            found[name] = {"help": text, "commands": _commands(command)}
+            found[name] = {"help": text, "commands": _commands(command.commands)}
             continue
         options = {
             option.opts[0]: {"help": option.help or "", "flag": option.is_flag}
@@ -84,15 +75,11 @@ def _commands(group: Any) -> dict[str, Any]:
     return found
 
 
-def written() -> str:
-    """The content of `completion.json` as it should be."""
-    return json.dumps(listed(), indent=1) + "\n"
+def written(commands: Mapping[str, Any]) -> str:
+    """The content of `completion.json` as it should be for all commands of the command line."""
+    return json.dumps(_commands(commands), indent=1) + "\n"
 
 
 def answer() -> None:
     """Print what the words so far can become, and end the process."""
     skeleton(json.loads(LIST.read_text(encoding="utf-8")))(prog_name="thinpipe")
-
-
-if __name__ == "__main__":
-    LIST.write_text(written(), encoding="utf-8")

@@ -1,12 +1,13 @@
 """The optimizer of a rank's parameters: AdamW, Muon, or one of the user's own."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from thinpipe.gradcomp.registry import build_optimizer
+from thinpipe.gradcomp.registry import brings_optimizer, build_optimizer
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.pipeline.models.own.functions import load_function
@@ -39,10 +40,7 @@ def make_optimizer(
     )
     if brought is not None:
         if train.optimizer != "adamw":
-            raise ValueError(
-                f'train.optimizer = "{train.optimizer}": gradcomp.method = "{config.method}" '
-                "brings its own optimizer along; remove train.optimizer, or choose another method"
-            )
+            raise ValueError(_two_optimizers(train.optimizer, config.method))
         return brought
     if own is not None:
         return own(parameters)
@@ -53,6 +51,43 @@ def make_optimizer(
     if train.optimizer == "muon":
         return MuonAndAdamW(parameters, train.lr, train.betas, train.weight_decay)
     return _own(train.optimizer, parameters, train.lr)
+
+
+def check_optimizer(config: RunConfig) -> None:
+    """Check that there is such an optimizer, without making it.
+
+    Raises:
+        ValueError: there is none, it cannot be called, or the exchange brings its own along.
+    """
+    name, method = config.train.optimizer, config.method
+    if name == "adamw":
+        return
+    if brings_optimizer(method):
+        raise ValueError(_two_optimizers(name, method))
+    if name == "muon":
+        return
+    if ":" not in name:
+        raise ValueError(
+            f'train.optimizer = "{name}": no such optimizer; use "adamw", "muon" or '
+            '"module:function" of your own'
+        )
+    make = load_function(name, "train.optimizer")
+    try:
+        inspect.signature(make).bind([], lr=config.train.lr)
+    except TypeError as error:
+        raise ValueError(
+            f'train.optimizer = "{name}": cannot be called as {name.partition(":")[2]}'
+            f"(named_parameters, lr={config.train.lr}): {error}; change its parameters"
+        ) from None
+    except ValueError:  # written in C: nobody knows
+        return
+
+
+def _two_optimizers(name: str, method: str) -> str:
+    return (
+        f'train.optimizer = "{name}": gradcomp.method = "{method}" brings its own optimizer along; '
+        "remove train.optimizer, or choose another method"
+    )
 
 
 def _own(name: str, parameters: Named, lr: float) -> torch.optim.Optimizer:

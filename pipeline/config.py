@@ -1,11 +1,11 @@
 """How the pipeline engine is configured, and codecs from their configuration."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from thinpipe.pipeline.engine import Precision
+from thinpipe.pipeline.precision import Precision
 from thinpipe.pipeline.schedule import DEPTH, ScheduleName
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec
@@ -35,6 +35,9 @@ class PipelineConfig(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    READ_AWAY: ClassVar = ("stages",)
+    """Keys of a file that are no fields, as they are used up when it is read."""
 
     cuts: tuple[int, ...] = ()
     schedule: ScheduleName = "Deep1F1B"

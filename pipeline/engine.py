@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from thinpipe.pipeline.comm.message import Mode
 from thinpipe.pipeline.comm.transport import Scope, Transport
 from thinpipe.pipeline.executor import run_in_order
 from thinpipe.pipeline.loss import NextToken, Objective
+from thinpipe.pipeline.precision import Precision
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import (
     DEPTH,
@@ -46,8 +47,6 @@ from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS
 
 _NO_IDS = torch.empty(0, dtype=torch.int64)
 _PIECE = 1 << 14
-
-Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)

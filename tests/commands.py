@@ -57,7 +57,8 @@ class Command:
 
 
 def _be(arguments: list[str], paths: list[str], folder: str, environment: dict[str, str]) -> None:
-    from thinpipe.launch import __main__, cli
+    from thinpipe.launch import __main__, start
+    from thinpipe.launch.distributed import fork_server
     from thinpipe.launch.run import script
 
     for fd, path in enumerate(paths, start=1):
@@ -68,8 +69,8 @@ def _be(arguments: list[str], paths: list[str], folder: str, environment: dict[s
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     sys.argv = ["thinpipe", *arguments]
-    __main__.fork_server.start = lambda: None  # everything is loaded
-    cli.run_local = _fork_ranks
+    fork_server.start = lambda: None  # everything is loaded
+    start.run_local = _fork_ranks
     script.START_METHOD = "fork"
     __main__.main()
 

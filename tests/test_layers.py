@@ -98,6 +98,37 @@ def test_folders_are_small() -> None:
     assert {str(folder): size for folder, size in sizes.items() if size > MOST_FILES} == {}
 
 
+CEILINGS = {
+    "thinpipe.launch.cli": 12,
+    "thinpipe.launch.config.run": 90,
+    "thinpipe.launch.train": 222,
+    "thinpipe.launch.start": 232,
+}
+"""Of our modules that an import leads to; lower one whenever that is reached."""
+
+
+def test_closures_of_imports_stay_below_their_ceilings() -> None:
+    known = modules()
+    graph = {name: imports(path, known, at_import=True) for name, path in known.items()}
+    for start, most in CEILINGS.items():
+        found, left = {start}, [start]
+        while left:
+            new = graph[left.pop()] - found
+            found |= new
+            left += new
+        assert len(found) <= most, f"{start} imports {len(found)} of our modules"
+
+
+def test_what_trains_never_reaches_what_only_commands_need() -> None:
+    """`launch/plan` is still reached: the counts of memory are there."""
+    known = modules()
+    leaves = ("thinpipe.launch.doctor", "thinpipe.launch.starter", "thinpipe.launch.shaped")
+    for name, path in known.items():
+        if not name.startswith((*leaves, "thinpipe.launch.remote")):
+            reached = [i for i in imports(path, known, at_import=False) if i.startswith(leaves)]
+            assert not reached, f"{name} imports {reached}"
+
+
 CHEAP = [
     "thinpipe",
     *ALLOWED,

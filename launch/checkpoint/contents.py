@@ -15,8 +15,11 @@ from thinpipe.launch.components import Built
 _log = logging.getLogger(__name__)
 
 
-def collect(built: Built) -> dict[str, Any]:
-    """The whole state; its tensors are mostly those that training goes on to change."""
+def collect(built: Built, *, memories: bool = True) -> dict[str, Any]:
+    """The whole state; its tensors are mostly those that training goes on to change.
+
+    Without `memories`, a run cannot go on from it as if it had not stopped.
+    """
     gpu_rng = [torch.cuda.get_rng_state(device) for device in _gpus(built)]
     return {
         "model": {str(s.stage_index): module_of(s).state_dict() for s in built.stages},
@@ -29,6 +32,7 @@ def collect(built: Built) -> dict[str, Any]:
         "boundaries": {
             channel_name(channel): channel.codec.training.state_dict()
             for channel in built.engine.channels
+            if memories
         },
         "rng": torch.random.get_rng_state(),
         "gpu_rng": torch.stack(gpu_rng) if gpu_rng else None,
@@ -74,7 +78,7 @@ def distribute(built: Built, state: Mapping[str, Any]) -> None:
     """Give back what `collect` found."""
     for stage in built.stages:
         module_of(stage).load_state_dict(state["model"][str(stage.stage_index)])
-    for channel in built.engine.channels:
+    for channel in built.engine.channels if state["boundaries"] else ():
         found = state["boundaries"].get(channel_name(channel))
         if found is not None:
             channel.codec.training.load_state_dict(found)

@@ -63,6 +63,9 @@ class Checkpoints:
 
         `data` is used in the error message if they are not.
         """
+        self.end: int | None = None
+        """The step that nothing can follow: it is saved without what samples are remembered by,
+        and replaces those before it unless the settings say how many to keep."""
         self._stall_s = 0.0
         self._root, self._options = root, options
         self._memories_on_disk = memories_on_disk
@@ -91,7 +94,7 @@ class Checkpoints:
         began_s = time.perf_counter()
         self.wait()
         transaction = self._transaction(step, self._beside)
-        state = collect(self._built)
+        state = collect(self._built, memories=step != self.end)
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
         if self._memories_on_disk:
             self._under_way = self._thread.submit(self._run, transaction, step, state, seal, last)
@@ -126,7 +129,8 @@ class Checkpoints:
             return True
         began_s = time.perf_counter()
         transaction = self._transaction(step, self._gather)
-        saved = self._run(transaction, step, collect(self._built), seal, last=True)
+        state = collect(self._built, memories=step != self.end)
+        saved = self._run(transaction, step, state, seal, last=True)
         self._stall_s += time.perf_counter() - began_s
         return saved
 
@@ -181,6 +185,8 @@ class Checkpoints:
     def _transaction(self, step: int, gather: Gather) -> Transaction:
         self._serial += 1
         keep, copies = self._options.keep, self._options.copies
+        if step == self.end and "keep" not in self._options.model_fields_set:
+            keep = 1
         save = Save(step, self._session.run_id, self._serial, self._facts, keep, copies)
         several = len(set(self._where.hosts)) > 1
         peers = self._peers() if copies > 1 and several else None

@@ -3,7 +3,6 @@
 Every rule raises a ValueError that names setting, value and remedy.
 """
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from thinpipe.gradcomp.registry import load_method, method_names, parse_options
 from thinpipe.launch.config.boundary import BoundaryConfig
-from thinpipe.launch.config.errors import explain, first_misread
+from thinpipe.launch.config.errors import explain, first_misread, known_keys
 from thinpipe.launch.data.load import DataConfig
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
@@ -85,9 +84,8 @@ def check_gradcomp(table: Mapping[str, Any]) -> None:
         if key == "method":
             continue
         if key not in method_names():
-            near = difflib.get_close_matches(key, ["method", *method_names()], n=1)
-            hint = f'; did you mean "{near[0]}"?' if near else ""
-            raise ValueError(f"gradcomp.{key}: no such method{hint}")
+            known = ["method", *method_names()]
+            raise ValueError(f"gradcomp.{key}: unknown key; {known_keys(key, known)}")
         try:
             options = parse_options(key, value)
         except ValidationError as error:

@@ -3,14 +3,16 @@
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, NoReturn
 
 import typer
 from pydantic import ValidationError
 from typer.main import get_command
 
-from thinpipe.launch.config.errors import remedy
+from thinpipe.launch.config.errors import known_keys, remedy
+from thinpipe.launch.host.interfaces import parse_endpoint
 from thinpipe.launch.host.packages import explain
 
 USAGE_ERROR = 2
@@ -31,6 +33,12 @@ RanksOption = Annotated[
     ),
 ]
 
+_NUMBERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("MASTER_PORT", "OMP_NUM_THREADS"),
+)
+"""Variables of the environment that launchers set."""
+
 # By its version, typer builds on click or on a copy of it, so the name is not importable.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
@@ -41,22 +49,61 @@ def run_app(
     """Run a command line, by default this process's, and end the process."""
     try:
         command: Any = get_command(app)
-        _hide_types_of_flags(command)
+        hide_types_of_flags(command)
         sys.exit(command(arguments, prog_name=program, standalone_mode=False))
     except _UsageError as error:
         _end(_explain(error))
 
 
-def check_endpoint(machines: int, rdzv: str | None, ranks: int | None) -> None:
-    """Refuse several machines without a place to meet, and shares of one.
+@dataclass(frozen=True)
+class Machines:
+    """On how many machines a run is, and where they meet, as the options say."""
+
+    count: int = 1
+    rdzv: str | None = None
+    ranks: int | None = None
+    max_restarts: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks are on this machine."""
+        return self.count == 1 and self.rdzv is None
+
+    def check(self, *, meet: bool = True) -> None:
+        """Refuse several machines without a place to `meet`, and shares of one.
+
+        Raises:
+            ValueError: naming option and remedy.
+        """
+        if self.count > 1 and self.rdzv is None and meet:
+            raise ValueError(
+                f"--nnodes = {self.count}: give one of the machines: --rdzv host0:29500"
+            )
+        if self.rdzv is not None:
+            parse_endpoint(self.rdzv)
+        if self.ranks is not None and self.alone:
+            raise ValueError(
+                f"--ranks = {self.ranks}: without --nnodes and --rdzv all ranks run here"
+            )
+
+
+def check_environment() -> None:
+    """Refuse variables of launchers that are no numbers, which each rank would trip over.
 
     Raises:
-        ValueError: naming option and remedy.
+        ValueError: naming variable, value and remedy.
     """
-    if machines > 1 and rdzv is None:
-        raise ValueError(f"--nnodes = {machines}: give one of the machines: --rdzv host0:29500")
-    if ranks is not None and rdzv is None:
-        raise ValueError(f"--ranks = {ranks}: without --nnodes and --rdzv all ranks run here")
+    numbers = {}
+    for name in _NUMBERS:
+        value = os.environ.get(name)
+        if value is not None and not value.isdecimal():
+            raise ValueError(f"{name} = {value!r}: give a whole number, or unset {name}")
+        numbers[name] = None if value is None else int(value)
+    rank, world = numbers["RANK"], numbers["WORLD_SIZE"]
+    if rank is not None and world is not None and rank >= world:
+        raise ValueError(
+            f"RANK = {rank} with WORLD_SIZE = {world}: ranks count from 0; correct one of the two"
+        )
 
 
 def share_of(world: int, machines: int, ranks: int | None) -> int:
@@ -82,14 +129,14 @@ def share_of(world: int, machines: int, ranks: int | None) -> int:
     return world // machines
 
 
-def _hide_types_of_flags(command: Any) -> None:
+def hide_types_of_flags(command: Any) -> None:
     """A flag takes no value, so help shows none."""
     shown_by = command.get_help_option(command.context_class(command))
     for parameter in (*command.params, shown_by):
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
     for inner in getattr(command, "commands", {}).values():
-        _hide_types_of_flags(inner)
+        hide_types_of_flags(inner)
 
 
 def refuse(error: Exception) -> NoReturn:
@@ -98,7 +145,8 @@ def refuse(error: Exception) -> NoReturn:
 
 
 def _end(text: str) -> NoReturn:
-    if text and os.environ.get("LOCAL_RANK", "0") == "0":
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    if text and (local_rank == "0" or not local_rank.isdecimal()):
         sys.stderr.write(f"error: {text}\n")  # a whole line: ranks share the terminal
     sys.exit(USAGE_ERROR)
 
@@ -117,9 +165,15 @@ def _explain(error: Any) -> str:
             f"{extra[1]}: more than is expected; put a text with spaces in quotes, and write "
             "--set a.b=c without spaces"
         )
-    if message in ("No such command 'version'", "No such command 'help'"):
-        return f"{message}; did you mean --{message.split(chr(39))[1]}?"
+    if (wrong_command := re.fullmatch(r"No such command '(.*)'", message)) is not None:
+        return f"{message}; {_meant(wrong_command[1], error.ctx.command.commands)}"
     return f"{message}; --help lists arguments and options" if message[-1:] not in "?" else message
+
+
+def _meant(word: str, commands: Iterable[str]) -> str:
+    if word in ("version", "help"):
+        return f"did you mean --{word}?"
+    return known_keys(word.lower(), commands)
 
 
 def _name(parameter: Any) -> str:

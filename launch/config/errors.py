@@ -4,14 +4,15 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
-from thinpipe.launch.config.model import MODEL_TAGS
+_Models = Mapping[str, type[BaseModel]]
+"""What a table may be, by the tag that pydantic adds to the location of an error in a union."""
 
 _REMEDIES = {
     "greater_than": "use a number greater than {gt}",
@@ -23,7 +24,8 @@ _REMEDIES = {
     "string_too_short": "give some text",
     "literal_error": "use {expected}",
     "union_tag_invalid": "use {expected_tags}",
-    "tuple_type": "write a list, as in [1, 2]",
+    "tuple_type": "write a list, as in [{given}]",
+    "string_pattern_mismatch": "use letters, digits, -, _ and ., at most 63",
     "too_short": "give at least {min_length}",
     "too_long": "give at most {max_length}",
     "missing": "give one more",
@@ -33,6 +35,32 @@ _REMEDIES = {
     "byte_size": 'write a size, as in "8GB" or "512MiB"',
     "byte_size_unit": 'write a size, as in "8GB" or "512MiB"',
 }
+_VERY_NEAR = 0.75
+"""Likeness of an unknown key to one of its table that counts more than the same key elsewhere."""
+_OTHERS = {
+    **dict.fromkeys(("learning_rate", "max_lr", "peak_lr"), "lr"),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "hidden_dim"), "width"),
+    **dict.fromkeys(("n_layer", "n_layers", "num_hidden_layers", "depth"), "layers"),
+    **dict.fromkeys(("n_head", "n_heads", "num_attention_heads"), "heads"),
+    **dict.fromkeys(("vocab_size",), "vocab"),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "block_size", "seq_len"), "context"),
+    **dict.fromkeys(("num_epochs", "max_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "accumulate"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping"), "clip_norm"),
+    **dict.fromkeys(("wd",), "weight_decay"),
+    **dict.fromkeys(("lr_scheduler", "scheduler"), "decay"),
+    **dict.fromkeys(("dp", "data_parallel", "dp_degree"), "replicas"),
+    **dict.fromkeys(("pp", "pp_degree", "num_stages"), "stages"),
+    **dict.fromkeys(("micro_batches", "num_microbatches"), "microbatches"),
+    **dict.fromkeys(("dtype", "mixed_precision"), "precision"),
+}
+"""Settings of other programs, and ours."""
+_KINDS = {
+    "folder": "a Hugging Face model (pretrained or config)",
+    "own": "a model of your own (factory)",
+    "shape": "ThinPipe's own model, without pretrained, config or factory",
+}
+"""What a [model] is called; tables elsewhere have a `kind`."""
 _TYPE_REMEDIES = {
     "int": "give a whole number",
     "float": "give a number",
@@ -44,7 +72,7 @@ def explain(error: ValidationError, root: type[BaseModel], *above: str) -> list[
     """One line per wrong key of the table that `root` models; `above` is the path of that table."""
     found: dict[str, list[_Problem]] = {}
     for detail in error.errors():
-        problem = _explain(detail, _find(detail, root, above))
+        problem = _explain(detail, _find(detail, root, above), root)
         found.setdefault(problem.name, []).append(problem)
     return [
         _join(problems)
@@ -101,15 +129,17 @@ def _join(problems: Sequence[_Problem]) -> str:
 
 @dataclass(frozen=True)
 class _Place:
-    """A wrong key as written, with the models allowed there and one level up.
+    """A wrong key as written, with what the table that holds it and its own table may be.
 
     pydantic adds names of its own to a location, such as the kind of a boundary.
     """
 
     name: str
-    here: Sequence[type[BaseModel]]
-    above: Sequence[type[BaseModel]]
+    holder: _Models
+    here: _Models
     many: bool = False
+    others: _Models = field(default_factory=dict)
+    """What the own table could be too."""
 
     @property
     def key(self) -> str:
@@ -117,36 +147,37 @@ class _Place:
 
 
 def _find(detail: ErrorDetails, root: type[BaseModel], path: Sequence[str]) -> _Place:
-    here: Sequence[type[BaseModel]] = [root]
-    above, kept, many, keys_are_free = here, list(path), False, False
+    here: _Models = {"": root}
+    holder, kept, many, keys_are_free = here, list(path), False, False
+    others: _Models = {}
     for part in detail["loc"]:
-        fields = here[0].model_fields if len(here) == 1 else {}
+        (model,) = here.values() if len(here) == 1 else (None,)
         if isinstance(part, int):
             kept.append(str(part))
             many = False
-        elif part in fields:
-            annotation = fields[part].annotation
-            above, here = here, _models(annotation)
+        elif model is not None and part in model.model_fields:
+            annotation = model.model_fields[part].annotation
+            holder, here, others = here, _models(annotation), {}
             many, keys_are_free = get_origin(annotation) is tuple, get_origin(annotation) is dict
             kept.append(part)
-        elif len(here) > 1:
-            here = [model for model in here if _tag(model) == part] or here
+        elif part in here:
+            others, here = here, {part: here[part]}
         elif keys_are_free and part != "[key]":
             kept.append(part)
     if detail["type"] == "extra_forbidden":
-        above = here
+        holder = here
         kept += [str(detail["loc"][-1])]
-    return _Place(".".join(kept), here, above, many)
+    return _Place(".".join(kept), holder, here, many, others)
 
 
-def _explain(detail: ErrorDetails, place: _Place) -> _Problem:
+def _explain(detail: ErrorDetails, place: _Place, root: type[BaseModel]) -> _Problem:
     kind, name = detail["type"], place.name
     if kind == "extra_forbidden":
-        return _Problem(name, f"{name}: unknown key; ", _known(place))
+        return _Problem(name, f"{name}: unknown key; ", _known(place, root))
     if kind == "missing" and not place.key.isdigit():
         return _Problem(name, f"{name}: not given; ", _missing(place))
     if kind == "union_tag_not_found":
-        kinds = ", ".join(sorted(map(_tag, place.here)))
+        kinds = ", ".join(sorted(place.here))
         return _Problem(name, f"{name}.kind: not given; ", f"use one of {kinds}")
     if kind == "value_error":
         message = remedy(detail)
@@ -158,10 +189,11 @@ def _explain(detail: ErrorDetails, place: _Place) -> _Problem:
 
 def _path_of(message: str, place: _Place) -> str:
     """Prefix for a validator's message, which may begin with "key = value"."""
-    key = re.match(r"(\w+) = ", message)
+    key = re.match(r"([\w.]+) = ", message)
     if key is None or not place.name:
         return f"{place.name}: " if place.name else ""
-    return place.name.removesuffix(key[1]) if place.key == key[1] else f"{place.name}."
+    same = place.key == key[1].partition(".")[0]
+    return place.name.removesuffix(place.key) if same else f"{place.name}."
 
 
 def _missing(place: _Place) -> str:
@@ -185,21 +217,61 @@ def remedy(detail: ErrorDetails) -> str:
         return detail["msg"].removeprefix("Value error, ")
     ctx = detail.get("ctx", {})
     whole = {k: int(v) for k, v in ctx.items() if isinstance(v, float) and v.is_integer()}
-    return text.format(**ctx | whole)
+    return text.format(**{"given": json.dumps(detail["input"], default=str)} | ctx | whole)
 
 
-def _known(place: _Place) -> str:
-    sections = {
-        name: [key for model in _models(field.annotation) for key in model.model_fields]
-        for above in place.above
-        for name, field in above.model_fields.items()
-    }
-    belongs = [f"[{name}]" for name, keys in sections.items() if place.key in keys]
-    if belongs and place.name == place.key:
-        return f"it belongs under {' or '.join(belongs)}"
-    known = sorted({key for model in place.above for key in model.model_fields})
-    near = difflib.get_close_matches(place.key, known, n=1)
-    return f'did you mean "{near[0]}"?' if near else f"known here: {', '.join(known)}"
+def _known(place: _Place, root: type[BaseModel]) -> str:
+    """What may be written in place of an unknown key: there, or in a section of the file."""
+    known = [key for model in place.holder.values() for key in written_keys(model)]
+    section, _, key = place.name.rpartition(".")
+    elsewhere: dict[str, list[str]] = {}
+    if "." not in section:
+        for name, field in root.model_fields.items():
+            keys = {k for model in _models(field.annotation).values() for k in written_keys(model)}
+            for other in keys if name != section else ():
+                elsewhere.setdefault(other, []).append(f"[{name}]")
+    own_word = _OTHERS.get(key.lower().replace("-", "_"))
+    if own_word in known:
+        return f'did you mean "{own_word}"?'
+    if kinds := [
+        _KINDS.get(tag, f'kind = "{tag}"')
+        for tag, m in place.others.items()
+        if key in written_keys(m)
+    ]:
+        return f"it is for {' or '.join(kinds)}; remove it"
+    if key in elsewhere and not difflib.get_close_matches(key, known, n=1, cutoff=_VERY_NEAR):
+        return f"it belongs under {' or '.join(elsewhere[key])}"
+    near = difflib.get_close_matches(key, [*known, *elsewhere], n=1) if not section else []
+    if near and near[0] not in known:
+        return f'did you mean "{near[0]}" under {" or ".join(elsewhere[near[0]])}?'
+    return known_keys(key, known)
+
+
+def known_keys(key: str, known: Iterable[str]) -> str:
+    """The key that was meant by an unknown one, or all that are known, the likeliest first."""
+    near = difflib.get_close_matches(key, [*known], n=1)
+    return (
+        f'did you mean "{near[0]}"?'
+        if near
+        else f"known here: {', '.join(_by_likeness(key, known))}"
+    )
+
+
+def _by_likeness(word: str, known: Iterable[str]) -> list[str]:
+    """What could have been meant by an unknown word, the likeliest first."""
+    likeness = difflib.SequenceMatcher(b=word)
+
+    def unlike(other: str) -> tuple[float, str]:
+        likeness.set_seq1(other)
+        return -likeness.ratio(), other
+
+    return sorted(set(known), key=unlike)
+
+
+def written_keys(model: type[BaseModel]) -> list[str]:
+    """The keys that a table of this model may have in a file."""
+    fields = [name for name, field in model.model_fields.items() if not field.exclude]
+    return [*fields, *getattr(model, "READ_AWAY", ())]
 
 
 def _nearest(value: Any, detail: ErrorDetails) -> str:
@@ -211,15 +283,13 @@ def _nearest(value: Any, detail: ErrorDetails) -> str:
     return f'; did you mean "{by_lower[near[0]]}"?' if near else ""
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """All model classes in an annotation."""
+def _models(annotation: Any) -> _Models:
+    """All models in an annotation: by their tag, the kind that is their default, or their name."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in _models(part)]
-
-
-def _tag(model: type[BaseModel]) -> str:
-    """The discriminator of a model in a union."""
-    if "kind" in model.model_fields:
-        return str(model.model_fields["kind"].default)
-    return next((tag for tag, tagged in MODEL_TAGS.items() if tagged is model), model.__name__)
+        kind = annotation.model_fields.get("kind")
+        return {str(kind.default) if kind else annotation.__name__: annotation}
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        for tag in (part.tag for part in parts if isinstance(part, Tag)):
+            return {tag: parts[0]}
+    return {tag: model for part in parts for tag, model in _models(part).items()}

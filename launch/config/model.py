@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Discriminator, Tag
+from pydantic import Discriminator, Tag
 
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
@@ -16,7 +16,9 @@ def model_kind(value: Any) -> str:
         if "factory" in value:
             return "own"
         return "folder" if {"pretrained", "config"} & value.keys() else "shape"
-    return next((tag for tag, kind in MODEL_TAGS.items() if isinstance(value, kind)), "shape")
+    if isinstance(value, OwnModelConfig):
+        return "own"
+    return "folder" if isinstance(value, HuggingFaceConfig) else "shape"
 
 
 ModelSection = Annotated[
@@ -25,12 +27,6 @@ ModelSection = Annotated[
     | Annotated[OwnModelConfig, Tag("own")],
     Discriminator(model_kind),
 ]
-
-MODEL_TAGS: dict[str, type[BaseModel]] = {
-    "folder": HuggingFaceConfig,
-    "own": OwnModelConfig,
-    "shape": TransformerConfig,
-}
 
 
 def could_be_tied(model: ModelSection) -> bool:

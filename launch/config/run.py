@@ -280,8 +280,12 @@ class RunConfig(BaseModel):
                 'data.tokenizer = "model": only a model from a folder (model.pretrained) brings '
                 'one; use "bytes" or a folder'
             )
-        folder = HuggingFaceConfig.model_validate(model).folder
-        return {**tree, "data": {**tree["data"], "tokenizer": str(folder)}}
+        given = model if isinstance(model, Mapping) else vars(model)
+        folder = given.get("config") or given.get("pretrained")
+        if not isinstance(folder, str):  # which [model] itself is refused for
+            return tree
+        folder = str(Path(folder).expanduser().resolve())
+        return {**tree, "data": {**tree["data"], "tokenizer": folder}}
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":

@@ -78,6 +78,8 @@ class EvalConfig(BaseModel):
 class CheckpointConfig(BaseModel):
     """Save every `every_epochs` epochs (or `every_steps` steps) and at the end; keep the newest.
 
+    Once all epochs are done, the last alone is kept, unless `keep` is set or `train.decay = "none"`
+    lets the run be made longer; what samples are remembered by is left out of it.
     With `copies = 2` each part is kept on a second machine too, so that a lost disk loses nothing.
     On SIGTERM and at the first Ctrl-C a run saves and ends, within `grace_s` seconds.
     """

@@ -19,6 +19,17 @@ from thinpipe.launch.config.errors import explain, first_misread
 
 _MOST_NBYTES = 16 << 20
 """Of a run file; a longer one is something else."""
+_SHOWN = 60
+"""Letters of a line that cannot be read."""
+_TOML_REMEDIES = (
+    ("Expected '='", "write key = value"),
+    ("Cannot overwrite|Cannot declare|Duplicate", "it is there twice; remove one of them"),
+    ("Illegal character '.n'|Unterminated|Expected \"", "close the quotes"),
+    ("table declaration", "close the bracket, as in [run]"),
+    ("Unclosed array|Invalid initial character|Expected ']'", "close the bracket"),
+    ("Unescaped|escape|hex value", "put a path with backslashes in single quotes"),
+)
+"""What Python's parser says, and what to do."""
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -61,7 +72,15 @@ def _culprit(problem: str, path: Path, overrides: Sequence[str]) -> str:
     key = re.split(r"[^\w.]", problem, maxsplit=1)[0]
     named = {override.partition("=")[0].strip(): override for override in overrides}
     words = set(re.findall(r"\w[\w.]*\w", problem))
-    of_key = [name for name in named if name == key or name.startswith(f"{key}.")]
+    inner = [name for name in named if f"{name}.".startswith(f"{key}.")]
+    outer = [name for name in named if key.startswith(f"{name}.")]
+    section = key.partition(".")[0]
+    told = [
+        name
+        for name in named
+        if name.startswith(f"{section}.") and f"{name.rpartition('.')[2]} = " in problem
+    ]
+    of_key = [*told, *outer, *inner]
     blamed = [name for name in named if name in words] + of_key
     return f"--set {named[blamed[-1]]}" if blamed else str(path)
 
@@ -148,12 +167,16 @@ def _read(
     if path.suffix == ".py":
         raise ConfigError(f"{path}: a program; use `thinpipe run {path}`")
     try:
-        tree = tomllib.loads(read_text(path))
+        text = read_text(path)
     except FileNotFoundError:
         remedy = f"correct extends in {seen[-1]}" if seen else "correct the path"
         raise ConfigError(f"{path}: no such file, seen from {Path.cwd()}; {remedy}") from None
+    try:
+        tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
+        raise ConfigError(
+            f"{path}: cannot be read as TOML: {error}{_toml_remedy(text, str(error))}"
+        ) from None
     if found is not None:
         found.append(path)
     _rename(tree, aliases, path)
@@ -163,6 +186,26 @@ def _read(
     if not isinstance(base, str):
         raise ConfigError(f"{path}: extends = {base!r}: give the name of a file, in quotes")
     return _merged(_read(path.parent / base, (*seen, place), aliases, found), tree)
+
+
+def _toml_remedy(text: str, problem: str) -> str:
+    """What to write instead, with the line that cannot be read."""
+    place = re.search(r"line (\d+)", problem)
+    lines = text.splitlines()
+    line = (lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else "").strip()
+    value = line.partition("=")[2].strip()
+    remedy = next((say for what, say in _TOML_REMEDIES if re.search(what, problem)), None)
+    if line.startswith("{"):
+        remedy = "that is JSON; write [section] and key = value"
+    elif "Invalid value" in problem and value.lower() in ("true", "yes", "on"):
+        remedy = "write true"
+    elif "Invalid value" in problem and value.lower() in ("false", "no", "off"):
+        remedy = "write false"
+    elif "Invalid value" in problem and value.lower() in ("none", "null", "nil", ""):
+        remedy = "give a value, or leave the key out"
+    elif "Invalid value" in problem:
+        remedy = "put text in quotes, and comments behind #"
+    return f": {line[:_SHOWN]}; {remedy or 'correct that line'}"
 
 
 def _rename(tree: dict[str, Any], aliases: Mapping[str, str], path: Path) -> None:

@@ -310,6 +310,7 @@ def _sequences(
         raise ValueError(
             f"data.sequence_length = {length}: {found} and one sequence takes {length + 1}; "
             f"use a longer text or shorter sequences"
+            + (f", or raise data.max_bytes = {config.max_bytes}" if config.max_bytes else "")
         )
     windows = tokens.unfold(0, length + 1, length)
     sequences = f"{available} sequence{'' if available == 1 else 's'}"

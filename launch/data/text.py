@@ -42,9 +42,10 @@ def find_files(path: str | None, setting: str) -> list[Path]:
     elif place.exists():
         raise ValueError(f"{setting} = {path!r}: a device or a pipe; name a file or a folder")
     else:
+        without = ", or leave it out for the standard library's sources"
         raise ValueError(
             f"{setting} = {path!r}: no such file or folder, seen from {Path.cwd()}; "
-            f"correct the path, or leave data.path out for the standard library's sources"
+            f"correct the path{without if setting == 'data.path' else ''}"
         )
     files = sorted((file for file in files if file.is_file()), key=Path.as_posix)
     if not files:

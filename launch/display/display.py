@@ -10,7 +10,7 @@ from typing import Self, TextIO, cast
 from rich.console import Console
 
 from thinpipe.launch.display.connections import Connections
-from thinpipe.launch.display.final import final_tables
+from thinpipe.launch.display.final import Left, final_tables
 from thinpipe.launch.display.log import Lenient, Log, print_line
 from thinpipe.launch.display.panel import LivePanel
 from thinpipe.launch.display.progress import RunningValues
@@ -22,7 +22,8 @@ class Display:
     """Shows a run: a live panel when `interactive`, plain lines otherwise.
 
     Use it as a context manager around the training loop. `console` is where it writes, by default
-    standard output. Without `info` it shows nothing. `connections` are those between machines.
+    standard output. Without `info` it shows nothing. `connections` are those between machines;
+    `done` steps are of a checkpoint.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Display:
         *,
         interactive: bool = False,
         console: Console | None = None,
+        done: int = 0,
     ) -> None:
         self._info = info
         quiet = Console(quiet=True) if info is None else None
@@ -40,7 +42,7 @@ class Display:
         self._view: LivePanel | Log | None = None
         if info is not None:
             self._view = (
-                LivePanel(info, self._console, self._progress, connections)
+                LivePanel(info, self._console, self._progress, connections, done=done)
                 if interactive
                 else Log(info, self._console, connections)
             )
@@ -70,11 +72,11 @@ class Display:
         which = format_repaired(repaired)
         self.note(f"cached activations of the two ends differed and were reset: {which}")
 
-    def finish(self, summary: Summary, *, written: bool = True) -> None:
-        """Replace the live panel by the final tables; the report is named if it is here."""
+    def finish(self, summary: Summary, left: Left | None) -> None:
+        """Replace the live panel by the final tables; what is `left` is named if it is here."""
         if self._view is not None and self._info is not None:
             self._view.stop(clear=True)
-            self._console.print(final_tables(self._info, summary, written=written))
+            self._console.print(final_tables(self._info, summary, left))
 
     def __enter__(self) -> Self:
         if self._view is not None:

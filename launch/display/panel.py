@@ -49,8 +49,10 @@ class LivePanel:
         console: Console,
         progress: RunningValues,
         connections: Connections | None = None,
+        *,
+        done: int = 0,
     ) -> None:
-        self._info, self._console = info, console
+        self._info, self._console, self._done = info, console, done
         self._progress, self._connections = progress, connections
         self._bar = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -64,7 +66,7 @@ class LivePanel:
             expand=True,
             speed_estimate_period=600.0,
         )
-        self._task = self._bar.add_task("", total=info.total_steps)
+        self._task = self._bar.add_task("", total=info.total_steps, completed=done)
         self._live = Live(console=console, get_renderable=self.frame, refresh_per_second=4)
 
     def start(self) -> None:
@@ -113,7 +115,7 @@ class LivePanel:
         record = self._progress.record
         parts: list[RenderableType] = [Text(shape_of(self._info), style="dim"), "", self._bar, ""]
         if record is None:
-            parts.append(_waiting())
+            parts.append(self._waiting())
         else:
             spark = Text.assemble(("loss so far  ", "dim"), (str(self._progress.spark), "cyan"))
             parts += [_numbers(self._info, record, self._progress), "", spark, ""]
@@ -126,7 +128,7 @@ class LivePanel:
         record = self._progress.record
         parts: list[RenderableType] = [Text(shape_of(self._info), style="dim"), self._bar]
         if record is None:
-            parts.append(_waiting())
+            parts.append(self._waiting())
         else:
             parts.append(brief_numbers(self._info, record, self._progress))
             parts.append(brief_traffic(self._info, record, cuts))
@@ -139,6 +141,11 @@ class LivePanel:
             panel.subtitle_align = "left"
         return panel
 
+    def _waiting(self) -> Text:
+        resumed = f"resumed from step {self._done}: " if self._done else ""
+        which = "next" if self._done else "first"
+        return Text(f"{resumed}waiting for the {which} step to finish", style="dim")
+
     def _boxed(self, parts: list[RenderableType]) -> Panel:
         title = Text.assemble(("ThinPipe ", "bold cyan"), (self._info.name, "bold"))
         if self._connections is not None and self._connections.host:
@@ -148,10 +155,6 @@ class LivePanel:
 
     def _height(self, panel: Panel) -> int:
         return len(self._console.render_lines(panel, pad=False))
-
-
-def _waiting() -> Text:
-    return Text("waiting for the first step to finish", style="dim")
 
 
 def _numbers(info: RunInfo, record: StepRecord, progress: RunningValues) -> RenderableType:

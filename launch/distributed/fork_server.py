@@ -28,8 +28,7 @@ START_METHOD = "forkserver" if sys.platform.startswith("linux") else "spawn"
 _FORKED = "thinpipe.launch.distributed.forked"
 
 PRELOADED = (
-    "thinpipe.launch.cli",
-    "thinpipe.launch.train",
+    "thinpipe.launch.start",
     "thinpipe.pipeline.wire.kernels.cpu.uniform",
     "thinpipe.pipeline.wire.kernels.cpu.rows",
     *(f"{methods.__name__}.{method.name}" for method in pkgutil.iter_modules(methods.__path__)),

@@ -3,16 +3,13 @@
 import contextlib
 import json
 import os
-import platform
 import secrets
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Any
 
-import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.distributed.gather import gather_json
@@ -27,15 +24,6 @@ _POLL_S = 0.02
 
 class HandshakeError(RuntimeError):
     """Ranks were started with different settings, or one did not join."""
-
-
-def versions() -> dict[str, str]:
-    """Versions that a run records and peers compare."""
-    return {
-        "thinpipe": version("thinpipe"),
-        "torch": torch.__version__.split("+")[0],
-        "python": platform.python_version(),
-    }
 
 
 def store_address() -> tuple[str, int]:

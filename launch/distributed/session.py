@@ -17,10 +17,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.distributed.failures import Failures, Watch, end_soon
 from thinpipe.launch.distributed.group import meet, open_group
-from thinpipe.launch.distributed.handshake import agree, fresh_name, store_address, versions
+from thinpipe.launch.distributed.handshake import agree, fresh_name, store_address
 from thinpipe.launch.distributed.restarts import last_failure, restart_words
 from thinpipe.launch.distributed.store import connect_store
 from thinpipe.launch.distributed.supervisor import announce
+from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.signals import handled
 from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.overlay.ranks import broken_links

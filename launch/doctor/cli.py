@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from ipaddress import ip_address
 from pathlib import Path
@@ -10,16 +11,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from thinpipe.launch import preflight
 from thinpipe.launch.config.cli_options import (
+    Machines,
     RanksOption,
     SetOption,
-    check_endpoint,
     refuse,
-    share_of,
 )
-from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
-from thinpipe.launch.corpus import with_sizes
 from thinpipe.launch.distributed.network import HostNetwork, several_machines
 from thinpipe.launch.doctor.checks import check_all, check_reachable, names_of
 from thinpipe.launch.doctor.devices import MEASURING_S, as_hosts, own_devices, untimed
@@ -71,16 +70,15 @@ def doctor(  # noqa: PLR0913  # one parameter per option
     logging.getLogger("torch").setLevel(logging.ERROR)
     console = Console()
     try:
-        check_endpoint(nnodes, rdzv, ranks)
+        Machines(nnodes, rdzv, ranks).check()
         config = load_config(config_path, overrides or [])
-        placed = hosts_by_rank(config.pipeline.placement).count(config.network.own_name())
-        here = placed or share_of(config.world_size, nnodes, ranks)
+        shares = preflight.shares_here(config, nnodes, ranks)
         if save is not None and not save.absolute().parent.is_dir():
             raise ValueError(f"--save = {save}: no such folder; create it, or use another")
         endpoint = parse_endpoint(rdzv or "127.0.0.1:29500")
     except ValueError as error:
         refuse(error)
-    diagnosis = _Diagnosis(config, nnodes, here, window_s=seconds, wait_s=wait)
+    diagnosis = _Diagnosis(config, nnodes, shares, window_s=seconds, wait_s=wait)
     try:
         results = diagnosis.run(console, endpoint, save)
     except (ValueError, OSError, ImportError, DoctorError, OverlayError) as error:
@@ -93,9 +91,15 @@ class _Diagnosis:
     """Runs all checks; `results` are those of this host so far."""
 
     def __init__(
-        self, config: RunConfig, nnodes: int, ranks: int, *, window_s: float, wait_s: float
+        self,
+        config: RunConfig,
+        nnodes: int,
+        shares: Sequence[preflight.Share],
+        *,
+        window_s: float,
+        wait_s: float,
     ) -> None:
-        self._config, self._nnodes, self._ranks = config, nnodes, ranks
+        self._config, self._nnodes, self._shares = config, nnodes, shares
         self._window_s, self._wait_s = window_s, wait_s
         self.results: list[CheckResult] = []
 
@@ -133,11 +137,11 @@ class _Diagnosis:
     def _check_host(self) -> RunConfig | None:
         """Check this host; the config with the sizes of its messages, if they can be had."""
         try:
-            sized = with_sizes(self._config)
+            sized = preflight.check_settings(self._config, self._shares).config
         except (ValueError, OSError, ImportError) as error:
             self.results.append(problem(self._config.network.own_name(), explain(error), ""))
             return None
-        self.results += check_host(sized, self._ranks)
+        self.results += check_host(sized, len(self._shares[0]))
         return sized
 
     def _join(self, endpoint: tuple[str, int]) -> HostNetwork:

@@ -16,12 +16,11 @@ from thinpipe.launch.checkpoint.space import check_space
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_data
-from thinpipe.launch.distributed.handshake import versions
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.device import cache_notice
 from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces
-from thinpipe.launch.host.packages import explain
+from thinpipe.launch.host.packages import explain, versions
 from thinpipe.launch.host.resources import usable_cores
 from thinpipe.launch.memory.check import host_needs
 from thinpipe.launch.memory.model import rank_memory

@@ -34,6 +34,11 @@ def choose_device(name: DeviceName) -> torch.device:
     return _own_gpu()
 
 
+def device_type(name: DeviceName) -> str:
+    """Type of the device of `pipeline.device`, whether or not this host has it."""
+    return "cuda" if name == "cuda" or (name == "auto" and gpu_count()) else "cpu"
+
+
 def choose_devices(name: DeviceName, per_rank: int) -> list[torch.device]:
     """Devices of a rank: with several, no two ranks of a host share a GPU."""
     if per_rank == 1 or choose_device(name).type == "cpu":

@@ -1,9 +1,12 @@
 """How to install a missing package. Imports none of them."""
 
+import errno
 import importlib.util
+import platform
 import shlex
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 EXTRAS: Mapping[str, str] = {
@@ -18,12 +21,24 @@ EXTRAS: Mapping[str, str] = {
 """Optional packages, and the extra of ThinPipe that installs each."""
 
 
+_REMEDIES = {
+    errno.ENOENT: "; correct the path, or create its folder first",
+    errno.ENOTDIR: "; a file is where a folder should be: correct the path",
+    errno.EISDIR: "; it is a folder: name a file",
+    errno.EACCES: "; correct its owner or mode (ls -l), or name another place",
+    errno.EPERM: "; correct its owner or mode (ls -l), or name another place",
+    errno.EROFS: "; name a place that can be written",
+    errno.ENAMETOOLONG: "; use a shorter name",
+}
+
 _OWN = ("thinpipe", "pipeline", "aqsgd", "gradcomp", "launch")
 """Ours, and the folders of its source: never names of packages to install."""
 
 
 def explain(error: Exception) -> str:
     """An error as one line; for a missing package, with the command that installs it."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}{_REMEDIES.get(error.errno or 0, '')}"
     module = getattr(error, "name", None) or ""
     package = module.partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or not package:
@@ -57,6 +72,15 @@ def _imported_from_here(package: str) -> Path | None:
     path = Path(file).resolve()
     place = path.parent if path.name == "__init__.py" else path
     return place if place.parent == Path.cwd() else None
+
+
+def versions() -> dict[str, str]:
+    """Versions that a run records and peers compare."""
+    return {
+        "thinpipe": version("thinpipe"),
+        "torch": version("torch").split("+")[0],
+        "python": platform.python_version(),
+    }
 
 
 def require(package: str) -> None:

@@ -11,9 +11,15 @@ from thinpipe.launch.checkpoint.space import check_space, space_notice
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
-from thinpipe.launch.host.device import cache_notice, choose_device
+from thinpipe.launch.host.device import cache_notice, device_type, gpu_count
 from thinpipe.launch.memory.model import ModelMemory, rank_memory
-from thinpipe.launch.plan.memory_budget import check_memory, memory_folder, needs, plan_memory
+from thinpipe.launch.plan.memory_budget import (
+    check_memory,
+    memory_folder,
+    name_ranks,
+    needs,
+    plan_memory,
+)
 from thinpipe.launch.report.metrics import format_bytes
 
 _PROCESS_NBYTES = 120 * 2**20
@@ -92,7 +98,7 @@ def host_needs(
     by_position = models or rank_memory(config)
     held = [by_position[config.mesh(rank).position] for rank in ranks]
     model, copies = ModelMemory(), 0
-    if choose_device(config.pipeline.device).type == "cpu":
+    if device_type(config.pipeline.device) == "cpu":
         model = functools.reduce(ModelMemory.plus, held, model)
         copies = 0 if config.memory.tier == "disk" else sum(own.saved for own in held)
     rows = [needs(config, ends, [rank]).rows for rank in ranks]
@@ -124,10 +130,12 @@ def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[
     return [notice for notice in notices if notice]
 
 
-def show_host(console: Console, config: RunConfig, sequences: int, ranks: range) -> None:
-    """Print what all ranks need if they run on this host."""
-    found = host_needs(config, sequences, ranks)
-    console.print(f"model, activations and memories together: {found}")
+def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequence[int]) -> None:
+    """Print what these ranks need if they run on this host."""
+    models = rank_memory(config)
+    found = host_needs(config, sequences, ranks, models)
+    which = name_ranks(config, ranks)
+    console.print(f"model, activations and memories of {which} together: {found}")
     folder = disk.existing(config.run.path)
     console.print(
         f"a checkpoint: {format_bytes(sum(found.parts))} on disk; {folder} has "
@@ -135,3 +143,8 @@ def show_host(console: Console, config: RunConfig, sequences: int, ranks: range)
     )
     if notice := space_notice(config, found.parts):
         console.print(notice)
+    if device_type(config.pipeline.device) == "cuda":
+        most = max(models[config.mesh(rank).position].total for rank in ranks)
+        console.print(f"model and activations on the GPU of a rank: up to {format_bytes(most)}")
+        if not gpu_count():
+            console.print("note: this host has no GPU that torch finds; one is needed to train")

@@ -21,7 +21,7 @@ def new_key(
     """Make a run's key. Whoever has the file can join the run."""
     try:
         keys.new(path, days=days)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         refuse(error)
     typer.echo(
         f"{path}: written, for this user only. Copy it to every machine of the run "
@@ -42,7 +42,7 @@ def add_key(
     path = Path(f"{name}.key")
     try:
         keys.add(run_key, name, path, days=days)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         refuse(error)
     typer.echo(
         f"{path}: written. Move it to that machine (then {run_key} need not be there), and set "

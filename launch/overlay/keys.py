@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from thinpipe.launch.host.packages import explain
 from thinpipe.launch.overlay.links.handshake import RUN_NAME
 
 _BEGIN = "-----BEGIN CERTIFICATE-----"
@@ -178,7 +179,7 @@ def _write(path: Path, key: bytes, certificate: bytes, authority: str = "") -> N
             f"{path}: exists; a key is never overwritten, use another name"
         ) from None
     except OSError as error:
-        raise KeyFileError(f"{path}: {error.strerror}") from None
+        raise KeyFileError(explain(error)) from None
     own = os.name != "posix" or not os.fstat(descriptor).st_mode & _OTHERS
     try:
         with os.fdopen(descriptor, "wb") as file:

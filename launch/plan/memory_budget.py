@@ -20,7 +20,7 @@ from thinpipe.aqsgd.transform.config import TransformConfig
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.host.device import check_gpus, choose_device, free_gpu_memory, gpu_count
+from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.report.metrics import format_bytes
 from thinpipe.pipeline.config import build_codec
@@ -143,7 +143,7 @@ def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs
 
 
 def _check_device(config: RunConfig) -> None:
-    on_cpu = choose_device(config.pipeline.device).type == "cpu"
+    on_cpu = device_type(config.pipeline.device) == "cpu"
     if config.memory.tier in ("device", "pinned") and on_cpu:
         chosen = config.pipeline.device == "cpu"
         why = 'pipeline.device = "cpu"' if chosen else "torch finds none on this host"
@@ -159,8 +159,6 @@ def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> Non
     Raises:
         ConfigError, ValueError: naming what is too small or missing, and the remedy.
     """
-    ranks = list(ranks)
-    check_gpus(config.pipeline.device, config.pipeline.devices_per_rank, len(ranks))
     _check_device(config)
     found = needs(config, plan_memory(config, sequences), ranks)
     if found.device_free is not None and found.device > found.device_free:
@@ -194,8 +192,10 @@ def memory_notices(ends: Iterable[End]) -> list[str]:
     ]
 
 
-def show_memory(console: Console, config: RunConfig, ends: list[End], ranks: range) -> None:
-    """Print the plan, and what this host has free if all these ranks run on it."""
+def show_memory(
+    console: Console, config: RunConfig, ends: list[End], shares: Sequence[Sequence[int]]
+) -> None:
+    """Print the plan, and what this host has free if one of the shares of its ranks is on it."""
     if config.pipeline.auto_cuts:
         console.print(
             f'pipeline.cuts = "auto": the {config.pipeline.stages - 1} cuts are chosen when the '
@@ -219,10 +219,19 @@ def show_memory(console: Console, config: RunConfig, ends: list[End], ranks: ran
             format_bytes(end.nbytes),
         )
     console.print(table)
-    console.print(f"with all {len(ranks)} ranks on this host:", *_totals(config, ends, ranks))
+    for ranks in shares:
+        which = name_ranks(config, ranks)
+        console.print(f"with {which} on this host:", *_totals(config, ends, ranks))
 
 
-def _totals(config: RunConfig, ends: list[End], ranks: range) -> Iterator[str]:
+def name_ranks(config: RunConfig, ranks: Sequence[int]) -> str:
+    """Some ranks of a run, in words."""
+    if len(ranks) == config.world_size:
+        return f"all {len(ranks)} ranks"
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _totals(config: RunConfig, ends: list[End], ranks: Sequence[int]) -> Iterator[str]:
     found = needs(config, ends, ranks)
     if config.memory.tier == "disk":
         yield f"disk {format_bytes(found.disk)} of {format_bytes(found.disk_free)} free;"

@@ -11,8 +11,9 @@ from typing import Any
 
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.display.display import Display
-from thinpipe.launch.distributed.handshake import versions
+from thinpipe.launch.display.final import what_is_left
 from thinpipe.launch.host import disk
+from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.resources import BackgroundLoad, usable_cores
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.report.edges import edges_of, traces_of
@@ -140,7 +141,7 @@ class Records:
         summary = summarize(self._info, self._records, edges_of(hosts))
         if self._writes:
             self._reported = self._write(self._records, hosts, summary, timeline, finished=True)
-        self._display.finish(summary, written=self._reported)
+        self._display.finish(summary, what_is_left(self._info.folder) if self._reported else None)
 
     def _write(
         self,

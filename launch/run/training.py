@@ -88,6 +88,8 @@ class Training:
             config.data,
             memories_on_disk=config.memory.tier == "disk",
         )
+        if config.train.decay != "none":  # with it, a run may be made longer
+            self._checkpoints.end = self.steps
         self._skips = Skips(
             config.train.max_skipped,
             lr=config.train.lr,
@@ -127,7 +129,12 @@ class Training:
         device = self.built.stages[0].device
         kinds = dict.fromkeys(gather_json(self._session.transport, arithmetic(device)))
         info = replace(describe_run(config, self.steps), machine="; ".join(kinds))
-        self.display = Display(info if self.shows else None, connections, interactive=os.isatty(1))
+        self.display = Display(
+            info if self.shows else None,
+            connections,
+            interactive=os.isatty(1),
+            done=self.start,
+        )
         stack.enter_context(self.display)
         writes = self._session.writes_run_folder
         self.records = Records(config, info, self.display, writes=writes, host=self._own_host)

@@ -6,17 +6,13 @@ from typing import Annotated
 
 import typer
 
-from thinpipe.launch.checkpoint.run_folder import check_folder
+from thinpipe.launch import preflight
 from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.corpus import check_data, with_sizes
 from thinpipe.launch.host.resources import usable_cores
-from thinpipe.launch.memory.check import check_host
 from thinpipe.launch.starter.found import look
 from thinpipe.launch.starter.template import render
-from thinpipe.launch.trained.model import check_start
-from thinpipe.pipeline.models.build import check_model
 
 _MOST_STAGES = 4
 
@@ -48,11 +44,17 @@ def init(
 
 
 def _write(path: Path, model: str | None, data: str | None, stages: int) -> list[str]:
-    """Check the text as a start would, and only then give the file its name; what to know of it."""
+    """Check the text as a start would, and only then give the file its name; what to know of it.
+
+    It may be for another machine, or for this one when less is running: that this one has no room
+    for it now is only told.
+    """
     if path.suffix != ".toml":
         raise ConfigError(f"{path}: name a file that ends in .toml")
     if path.exists() or path.is_symlink():
         raise ConfigError(f"{path}: exists already; name a new file, or edit this one")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path}: no folder {path.parent}; create it, or name another file")
     name = re.sub(r"[^A-Za-z0-9_-]", "-", path.stem).lstrip("-.") or "run"
     partial = path.with_name(f".{path.name}.partial")
     found = look(model, data, stages)
@@ -60,15 +62,16 @@ def _write(path: Path, model: str | None, data: str | None, stages: int) -> list
     partial.write_text(text, encoding="utf-8")
     try:
         config = load_config(partial)
-        check_folder(config.run.path)
-        check_model(config.model)
-        check_start(config)
-        samples = check_data(config).train
-        check_host(with_sizes(config), len(samples), range(config.world_size))
+        whole = [range(config.world_size)]
+        ready = preflight.check_settings(config, whole)
     except ValueError as error:
         raise ConfigError(str(error).replace(str(partial), str(path))) from None
     finally:
         partial.unlink()
     with path.open("x", encoding="utf-8") as file:  # which fails if another process was faster
         file.write(text)
+    try:
+        preflight.check_room(ready, whole)
+    except ValueError as error:
+        return [*found.notes, f"it cannot start here now: {error}"]
     return found.notes

@@ -11,6 +11,11 @@ from thinpipe.launch.trained.export_hf import ExportDtype, ExportFormat, export
 from thinpipe.launch.trained.generate import Sampling, generate, sample_lines
 from thinpipe.launch.trained.model import read_trained, save_safetensors
 
+StepOption = Annotated[
+    int | None,
+    typer.Option("--step", min=1, help="Step of the checkpoint; by default the newest."),
+]
+
 
 def show_samples(config: RunConfig, *, shows: bool) -> None:
     """Print what the model of a run writes at its end, if this rank shows anything."""
@@ -24,9 +29,7 @@ def export_model(
         Path,
         typer.Argument(metavar="OUT", help="New folder, or with --format safetensors a file."),
     ],
-    step: Annotated[
-        int | None, typer.Option("--step", help="Step of the checkpoint; by default the newest.")
-    ] = None,
+    step: StepOption = None,
     dtype: Annotated[
         ExportDtype,
         typer.Option(
@@ -67,9 +70,7 @@ def generate_text(
         int, typer.Option("--top-k", help="Draw from so many of the likeliest; 0: from all.")
     ] = 40,
     seed: Annotated[int, typer.Option("--seed", help="Another seed, another text.")] = 0,
-    step: Annotated[
-        int | None, typer.Option("--step", help="Step of the checkpoint; by default the newest.")
-    ] = None,
+    step: StepOption = None,
 ) -> None:
     """Let a run's language model go on with a text."""
     try:

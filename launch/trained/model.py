@@ -67,7 +67,12 @@ def read_trained(
     root = run_folder / "checkpoints"
     step = checkpoint.newest(root) if step is None else step
     if step is None:
-        raise CheckpointError(f"{root}: no checkpoint was saved yet")
+        damaged = sorted(path.name for path in root.glob("step-*"))
+        if damaged:
+            raise CheckpointError(
+                f"{root}: none of {', '.join(damaged)} is whole; restore its files, or train again"
+            )
+        raise CheckpointError(f"{root}: no checkpoint was saved yet; train first")
     folder = root / f"step-{step}"
     manifest = checkpoint.read_manifest(folder)
     facts = manifest.meta["config"]

@@ -12,7 +12,7 @@ import pytest
 from typer.main import get_command
 
 from tests.launch.test_train import RUN
-from thinpipe.launch.cli import app
+from thinpipe.launch.cli import all_commands, app
 from thinpipe.launch.config.cli_options import run_app
 from thinpipe.launch.shaped.cli import set_app
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 PROGRAM = re.compile(r"(?:\.venv/bin/)?(thinpipe|torchrun|python|make|pip|hf) .*")
-ALL: Any = get_command(app)
+ALL = all_commands()
 
 RUN_HERE = (
     "thinpipe launch hosts.toml run.toml --dry-run",
@@ -95,7 +95,7 @@ def test_every_command_is_run_or_it_is_known_where_or_why_not() -> None:
 
 
 def test_every_command_of_ours_is_in_a_page() -> None:
-    for name in ALL.commands:
+    for name in ALL:
         assert any(f"thinpipe {name} " in f"{line} " for line in FOUND), name
 
 
@@ -112,7 +112,7 @@ def parse(line: list[str]) -> None:
     if program == "thinpipe" and not arguments[0].startswith("--"):
         name, *arguments = arguments
         is_set = arguments[:1] == ["set"]
-        reader: Any = get_command(set_app) if is_set else ALL.commands[name]
+        reader: Any = get_command(set_app) if is_set else ALL[name]
         context = reader.make_context(name, arguments[is_set:])
         if name == "shaped" and context.params.get("command"):
             parse([Path(context.params["command"][0]).name, *context.params["command"][1:]])

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from thinpipe.launch import completion
+from thinpipe.launch.cli import all_commands
 
 
 def test_the_list_is_that_of_the_code() -> None:
-    assert completion.LIST.read_text() == completion.written(), (
-        "run `python -m thinpipe.launch.completion`, and commit launch/completion.json"
+    assert completion.LIST.read_text() == completion.written(all_commands()), (
+        "run `python -m thinpipe.launch.cli`, and commit launch/completion.json"
     )
 
 

@@ -1,5 +1,6 @@
 """Whole runs through the command line: what they leave, and how they resume."""
 
+import itertools
 import json
 import os
 import shutil
@@ -166,8 +167,9 @@ def test_resume_is_bit_exact_in_the_middle_of_an_epoch(run_file: Path, memory: l
     again = ["--resume", "--set", f"run.folder={run_file.parent / 'again'}"]
     done = thinpipe(run_file, *memory, *again)
     assert done.returncode == 0, done.stderr
-    expected = read_manifest(whole / "checkpoints" / "step-15").parts
-    assert read_manifest(checkpoints / "step-15").parts == expected  # names and SHA-256
+    for step in ("step-12", "step-15"):  # the last one lacks memories
+        expected = read_manifest(whole / "checkpoints" / step).parts
+        assert read_manifest(checkpoints / step).parts == expected  # names and SHA-256
     first, second = (read_metrics(f / "metrics.jsonl") for f in (whole, checkpoints.parent))
     assert [(r.step, r.loss, r.wire) for r in second] == [(r.step, r.loss, r.wire) for r in first]
 
@@ -276,6 +278,33 @@ def test_user_errors_exit_with_2_before_any_rank_starts(
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (run_file.parent / "run").exists()
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    parts = (folder / "checkpoints").rglob("*.safetensors")
+    return {
+        step: sum(part.stat().st_size for part in group)
+        for step, group in itertools.groupby(sorted(parts), lambda part: part.parent.name)
+    }
+
+
+def test_a_run_that_is_done_leaves_its_weights_and_little_else(run_file: Path) -> None:
+    run_file.write_text(run_file.read_text().replace("keep = 9", ""))
+    two = ("--set", "pipeline.cuts=[2]")
+    done = thinpipe(run_file, *two)
+    assert done.returncode == 0, done.stderr
+    assert " of it in 1 checkpoint report " in " ".join(done.stdout.split())
+    left = sizes(run_file.parent / "run")
+    assert list(left) == ["step-15"]
+    again = thinpipe(run_file, *two, "--resume")
+    assert "all 15 steps are done" in again.stdout
+    assert again.stderr == ""
+    longer = thinpipe(run_file, *two, "--set", "train.decay=none")
+    assert longer.returncode == 0, longer.stderr
+    kept = sizes(run_file.parent / "run")
+    assert list(kept) == ["step-12", "step-15"]
+    row = 2 * 32 * 16  # of 24 samples at both ends, in bf16
+    assert kept["step-15"] - left["step-15"] >= 2 * 24 * row
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_named(run_file: Path) -> None:

@@ -1,5 +1,6 @@
 """Functions of the user's own, by name ("module:function") in a run file, or given as they are."""
 
+import difflib
 import importlib
 import os
 import sys
@@ -50,7 +51,9 @@ def _member(found: Any, name: str, where: str) -> Callable[..., Any]:
     module = found.__name__
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"{where}: {module} has no {name}")
+            near = difflib.get_close_matches(part, dir(found), n=1)
+            hint = f'did you mean "{near[0]}"?' if near else "name one of its functions"
+            raise ValueError(f"{where}: {module} has no {name}; {hint}")
         found = getattr(found, part)
     if not callable(found):
         raise ValueError(f"{where}: {name} is not a function")

@@ -7,7 +7,7 @@ import pytest
 
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.cli_options import run_app
-from thinpipe.launch.distributed.handshake import versions
+from thinpipe.launch.host.packages import versions
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:

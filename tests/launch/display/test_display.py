@@ -12,6 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from thinpipe.launch.display.display import Display
+from thinpipe.launch.display.final import Left, what_is_left
 from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.summary import summarize
 from thinpipe.pipeline.step_stats import WireTotal
@@ -74,7 +75,7 @@ def _show(info: RunInfo, records: list[StepRecord], *, interactive: bool, finish
         for record in records:
             display.step(record)
         if finish:
-            display.finish(summarize(info, records))
+            display.finish(summarize(info, records), LEFT)
     without_colour = re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue())
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "\n", without_colour)
 
@@ -139,6 +140,30 @@ def test_the_loss_of_a_step_is_its_own_and_the_mean_is_of_the_last_ten() -> None
     assert panel[above + 1].strip("│ ").split()[:2] == ["1.0000", "2.6000"]
 
 
+LEFT = Left(25_000_000, 20_000_000, 1)
+
+
+def test_a_run_ends_with_what_it_achieved_and_left() -> None:
+    """In words, as the last lines."""
+    records = [_record(step, evaluated=step == 3) for step in (1, 2, 3)]
+    text = " ".join(_show(_info(), records, interactive=False, finish=True).split())
+    assert "loss 2.50 at the start, 2.12 on held-out samples now" in text
+    assert "among 12.2 alike, now 8.36" in text
+    times = "\N{MULTIPLICATION SIGN}"
+    assert f"3.00 GB between stages; bf16 4.0{times} as much, fp32 8.0{times}" in text
+    assert (
+        "at 100 Mbit/s the busiest link would take 2 min 00 s for its part, in fp32 16 min" in text
+    )
+    assert "25.0 MB in the run's folder, 20.0 MB of it in 1 checkpoint" in text
+
+
+def test_what_is_left_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/step-5").mkdir(parents=True)
+    (tmp_path / "checkpoints/step-5/part").write_bytes(bytes(700))
+    (tmp_path / "report.html").write_bytes(bytes(300))
+    assert what_is_left(tmp_path) == Left(1000, 700, 1)
+
+
 def test_final_tables_show_bytes_really_sent_and_totals() -> None:
     records = [_record(step) for step in (1, 2, 3)]
     text = _show(_info(), records, interactive=False, finish=True)
@@ -162,7 +187,7 @@ def test_log_has_no_control_characters_even_where_colour_is_forced(
         for record in records:
             display.step(record)
         display.note("checkpoint [saved] to runs/tiny/step-2")
-        display.finish(summarize(info, records))
+        display.finish(summarize(info, records), LEFT)
     text = capsys.readouterr().out
     assert "checkpoint [saved] to runs/tiny/step-2\n" in text
     assert [char for char in text if ord(char) < 32 and char != "\n"] == []
@@ -174,7 +199,7 @@ def test_a_report_that_is_on_another_machine_is_not_named(
     info, records = _info(), [_record(1)]
     for written in (True, False):
         with Display(info, interactive=False) as display:
-            display.finish(summarize(info, records), written=written)
+            display.finish(summarize(info, records), LEFT if written else None)
         assert ("report.html" in capsys.readouterr().out) is written
 
 

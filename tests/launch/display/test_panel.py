@@ -189,3 +189,13 @@ def test_before_the_first_step_there_is_a_bar() -> None:
     lines = drawn(info(8), (80, 24), steps=0)
     assert any("waiting for the first step" in line for line in lines)
     assert math.isclose(len(lines), 8, abs_tol=3)
+
+
+def test_a_resumed_run_begins_where_it_was_saved() -> None:
+    console = Console(width=100, height=40, force_terminal=True, color_system=None)
+    panel = LivePanel(info(8), console, RunningValues(), done=250)
+    with console.capture() as shown:
+        console.print(panel.frame())
+    assert "step 250/" in shown.get()
+    assert " 0 %" not in shown.get()
+    assert "resumed from step 250: waiting for the next step to finish" in shown.get()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.commands import Command
 from tests.training import config
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.boundary import BoundaryConfig
@@ -137,7 +138,7 @@ def test_memories_that_do_not_fit_are_refused(
     monkeypatch: pytest.MonkeyPatch, tier: str, free: dict[str, Any], message: str
 ) -> None:
     monkeypatch.setattr(planned, "gpu_count", lambda: 2)
-    monkeypatch.setattr(planned, "choose_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(planned, "device_type", lambda _: "cuda")
     monkeypatch.setattr(planned, "free_gpu_memory", lambda _: 10**12)
 
     def on_a_small_host(*args: Any) -> Needs:
@@ -242,9 +243,33 @@ def test_a_dry_run_reports_that_there_are_no_memories(run_file: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_dry_run_refuses_a_gpu_that_is_not_there(run_file: Path) -> None:
+def test_a_dry_run_counts_for_a_gpu_that_is_not_there_and_a_start_refuses(run_file: Path) -> None:
     code, output = dry_run(run_file, "pipeline.device=cuda", "memory.tier=device")
-    assert (code, 'pipeline.device = "cuda": torch finds no GPU' in output) == (2, True)
+    assert code == 0, output
+    assert "of unknown free" in output
+    assert "model and activations on the GPU of a rank: up to" in output
+    assert "note: this host has no GPU" in output
+    done = Command("train", run_file, "--set", "pipeline.device=cuda").done()
+    assert done.returncode == 2
+    assert 'pipeline.device = "cuda": torch finds no GPU' in done.stderr
+    assert "starting" not in done.stdout
+
+
+def test_a_dry_run_for_several_machines_counts_the_share_of_each(run_file: Path) -> None:
+    _, alone = dry_run(run_file)
+    three, pairs = (
+        CliRunner().invoke(app, ["train", str(run_file), "--dry-run", "--nnodes", machines, *more])
+        for machines, more in (("3", []), ("2", ["--rdzv", "h:1", "--ranks", "2"]))
+    )
+    assert alone.count("on this host: RAM") == 1
+    for rank in range(3):
+        assert f"with rank {rank} on this host: RAM" in three.output
+        assert f"model, activations and memories of rank {rank} together: RAM" in three.output
+    assert "with ranks 0, 1 on this host: RAM" in pairs.output
+    assert "with ranks 1, 2 on this host: RAM" in pairs.output
+    uneven = CliRunner().invoke(app, ["train", str(run_file), "--dry-run", "--nnodes", "2"])
+    assert uneven.exit_code == 2
+    assert "--nnodes = 2: 3 ranks (stages x replicas) cannot be shared evenly" in uneven.output
 
 
 def test_a_batch_larger_than_all_samples_is_refused(run_file: Path) -> None:

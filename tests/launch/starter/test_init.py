@@ -142,3 +142,13 @@ def test_what_cannot_be_cut_as_wished_is_not_written(folder: Path) -> None:
     said = init("new.toml", *words, code=2)
     assert "can be cut in 0 places only, as 0.weight and 4.weight are one parameter" in said
     assert not Path("new.toml").exists()
+
+
+def test_a_file_is_written_although_this_machine_has_no_room_now(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinpipe.launch.plan.memory_budget.free_memory", lambda: 10**6)
+    output = init("new.toml", "--data", "book.txt")
+    assert "note: it cannot start here now: " in output
+    assert "1.00 MB" in output
+    assert load_config(Path("new.toml")).data.path is not None

@@ -1,0 +1,128 @@
+"""What `thinpipe train` and `thinpipe run` do once their options are read."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+
+from thinpipe.launch import preflight
+from thinpipe.launch.checkpoint.resume import Resume, after_restart
+from thinpipe.launch.config.cli_options import Machines, refuse, share_of
+from thinpipe.launch.config.placement import hosts_by_rank
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.distributed.elastic import (
+    Nodes,
+    keep_freed_memory,
+    run_local,
+    run_node,
+    started_by_launcher,
+)
+from thinpipe.launch.distributed.fork_server import end_with_parent
+from thinpipe.launch.distributed.handshake import HandshakeError
+from thinpipe.launch.distributed.session import SHOW
+from thinpipe.launch.memory.check import show_host
+from thinpipe.launch.plan.memory_budget import memory_notices, plan_memory, show_memory
+from thinpipe.launch.run.ending import end_done, end_failed
+from thinpipe.launch.run.script import look_at, run_as_rank
+from thinpipe.launch.train import train_rank
+from thinpipe.launch.trained.cli import show_samples
+
+Main = Callable[[], None]
+
+
+def start_run(
+    main: Main,
+    config_path: Path,
+    overrides: Sequence[str],
+    machines: Machines,
+    resume: Resume,
+    *,
+    show: int,
+    dry_run: bool,
+) -> NoReturn:
+    """Train, as all ranks of this machine or, under torchrun, as one; or count what it needs.
+
+    Each rank calls `main`, with this process's arguments.
+    """
+    try:
+        config = load_config(config_path, overrides)
+        if show >= config.world_size:
+            raise ConfigError(f"--show = {show}: use a rank below {config.world_size}, or -1")
+        if started_by_launcher() and not dry_run:
+            _run_rank(config, after_restart(resume), show=show)
+        shares = preflight.shares_here(config, machines.count, machines.ranks)
+        if dry_run:
+            preflight.check(config, shares, resume=resume.wanted, show=_Counted(shares))
+            sys.exit()
+        preflight.check(config, shares, resume=resume.wanted)
+        sys.exit(_start(main, config, len(shares[0]), machines, show=show))
+    except (ValueError, OSError, ImportError) as error:
+        refuse(error)
+
+
+def start_program(
+    main: Main, script: Path, own: Sequence[str], machines: Machines, *, show: int
+) -> NoReturn:
+    """Run a program of one's own on all ranks of this machine, or under torchrun as one."""
+    if started_by_launcher():
+        end_with_parent()
+        keep_freed_memory()
+        os.environ.setdefault(SHOW, str(show))
+        run_as_rank(script, own)
+    try:
+        needs = look_at(script, own)
+        if machines.alone:
+            restarts = machines.max_restarts
+            sys.exit(run_local(main, sys.argv[1:], needs.world_size, max_restarts=restarts))
+        nodes = Nodes(machines.count, machines.rdzv or "", machines.max_restarts, needs.join_s)
+        processes = share_of(needs.world_size, nodes.count, machines.ranks)
+        sys.exit(run_node(main, sys.argv[1:], processes, nodes, needs.network))
+    except (ValueError, OSError, ImportError) as error:
+        refuse(error)
+
+
+def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *, show: int) -> int:
+    if show >= 0:
+        ranks = "1 rank" if processes == 1 else f"{processes} ranks"
+        typer.echo(f"starting {ranks} on this machine")
+    if machines.alone:
+        restarts = machines.max_restarts
+        return run_local(main, sys.argv[1:], config.world_size, max_restarts=restarts)
+    placed = hosts_by_rank(config.pipeline.placement)
+    join_s = config.pipeline.peer_timeout_s
+    nodes = Nodes(machines.count, machines.rdzv or "", machines.max_restarts, join_s, placed)
+    return run_node(main, sys.argv[1:], processes, nodes, config.network)
+
+
+class _Counted:
+    """Prints what a run needs if one of the shares of its ranks is on this machine."""
+
+    def __init__(self, shares: Sequence[preflight.Share]) -> None:
+        self._shares = shares
+
+    def __call__(self, ready: preflight.Ready) -> None:
+        config, corpus = ready
+        sequences, console = len(corpus.train), Console(highlight=False)
+        ends = plan_memory(config, sequences)
+        show_memory(console, config, ends, self._shares)
+        for share in self._shares:
+            show_host(console, config, sequences, share)
+        for note in (*config.notices(), *corpus.notes, *memory_notices(ends)):
+            typer.echo(note)
+
+
+def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:
+    end_with_parent()
+    keep_freed_memory()
+    os.environ[SHOW] = str(show)
+    try:
+        train_rank(config, resume, show=show)
+        show_samples(config, shows=os.environ.get("LOCAL_RANK", "0") == str(show))
+    except BaseException as error:
+        end_failed(error, config, clear=(ValueError, HandshakeError))
+    end_done()

@@ -1,0 +1,92 @@
+"""What needs no model is answered without importing torch, and as the commands would."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinpipe.launch import completion
+from thinpipe.launch.cli import all_commands
+
+HEAVY = {"torch", "transformers", "numba", "pandas"}
+QUICK = {
+    "help": (["--help"], 0, "Train transformers over slow networks"),
+    "version": (["--version"], 0, "torch "),
+    "command": (["trian", "run.toml"], 2, "No such command 'trian'. Did you mean 'train'"),
+    "option": (
+        ["train", "run.toml", "--resum"],
+        2,
+        "--resum: no such option; did you mean --resum",
+    ),
+    "of plan": (["plan", "run.toml", "--rates=1mbit"], 2, "--rates: no such option; did you mean"),
+    "value": (["train", "run.toml", "--nnodes", "0"], 2, "--nnodes = 0: use 1 or more"),
+    "no file": (["train", "none.toml"], 2, "none.toml: no such file, seen from "),
+    "TOML": (["train", "bad.toml"], 2, "bad.toml: cannot be read as TOML: "),
+    "train --help": (["train", "--help"], 0, "--dry-run"),
+}
+
+
+def test_mistakes_import_nothing_heavy(tmp_path: Path) -> None:
+    """All in forks of one process, which asks each what it imported."""
+    (tmp_path / "bad.toml").write_text("[run\n")
+    code = f"""
+import json, os, sys
+from thinpipe.launch import __main__, cli
+for words in json.loads(sys.argv[1]):
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        sys.argv = ["thinpipe", *words]
+        try:
+            os.dup2(1, 2)
+            __main__.main()
+        except SystemExit as end:
+            print("code", end.code, sorted({HEAVY!r} & set(sys.modules)))
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
+    commands = json.dumps([words for words, *_ in QUICK.values()])
+    done = subprocess.run(
+        [sys.executable, "-c", code, commands],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
+        timeout=120,
+    )
+    answers = done.stdout.split("code ")
+    for (name, (_, exit_code, words)), answer, ended in zip(
+        QUICK.items(), answers, answers[1:], strict=False
+    ):
+        assert words in answer, (name, done.stdout, done.stderr)
+        assert ended.startswith(f"{exit_code} []\n"), (name, ended)
+
+
+def test_an_option_that_a_parser_knows_is_never_refused_before(tmp_path: Path) -> None:
+    """The list that answers for a command not yet imported is that of its parser."""
+
+    def options(command: Any) -> set[str]:
+        return {o for p in command.params for o in p.opts if o.startswith("--")} - {"--help"}
+
+    listed = json.loads(completion.LIST.read_text())
+    commands = all_commands()
+    assert list(commands) == list(listed)
+    for name, command in commands.items():
+        if "options" in listed[name]:
+            assert options(command) == set(listed[name]["options"]), name
+
+
+@pytest.mark.parametrize(
+    "words", [["--prompt", "--help me"], ["--prompt=--x"], ["--prompt", "--x"]]
+)
+def test_the_value_of_an_option_may_look_like_one(words: list[str], tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from thinpipe.launch.cli import app
+
+    done = CliRunner().invoke(app, ["generate", str(tmp_path), *words])
+    assert "holds no config.toml" in done.stderr

@@ -1,0 +1,88 @@
+"""Whatever starts a run asks the same questions first."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Command
+from tests.training import config as made
+from thinpipe.launch import preflight
+from thinpipe.launch.config.run import RunConfig, write_config
+from thinpipe.launch.config.toml import ConfigError
+
+MISTAKES = {
+    "folder": (["run.folder={file}"], "run.folder = "),
+    "writers": (['report.writers=["trackio"]'], 'report.writers has "trackio": '),
+    "from_run": (["model.from_run={folder}/none"], "model.from_run = "),
+    "optimizer": (["train.optimizer=adamx"], 'train.optimizer = "adamx": no such optimizer'),
+    "own optimizer": (["train.optimizer=torch:sdg"], "torch has no sdg"),
+    "its parameters": (["train.optimizer=textwrap:dedent"], "cannot be called as dedent(named"),
+    "two optimizers": (
+        ["train.optimizer=muon", "gradcomp.method=qadam"],
+        'gradcomp.method = "qadam" brings its own optimizer along',
+    ),
+    "data": (["data.path={folder}/none.txt"], "none.txt"),
+    "host": (["model.width=262144", "model.layers=64"], "do not fit: RAM"),
+}
+HOW = {
+    "start": [],
+    "dry run": ["--dry-run"],
+    "several machines": ["--nnodes", "2", "--rdzv", "127.0.0.1:1"],
+}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    text, path = tmp_path / "text.txt", tmp_path / "run.toml"
+    text.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(1000)))
+    sizes = {"path": str(text), "train_sequences": 24, "eval_sequences": 8}
+    write_config(made(data=sizes, run={"folder": str(tmp_path / "run")}), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("mistake", "how"),
+    [  # which machine writes is not known before they meet
+        (mistake, how)
+        for mistake in MISTAKES
+        for how in HOW
+        if (mistake, how) != ("writers", "several machines")
+    ],
+)
+def test_each_start_refuses_what_cannot_start(run_file: Path, mistake: str, how: str) -> None:
+    settings, message = MISTAKES[mistake]
+    places = {"file": run_file, "folder": run_file.parent}
+    words = [word for text in settings for word in ("--set", text.format(**places))]
+    done = Command("train", run_file, *HOW[how], *words).done()
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "starting" not in done.stdout
+    assert not (run_file.parent / "run").exists()
+
+
+def shares(run: RunConfig, machines: int, ranks: int | None = None) -> list[list[int]]:
+    return [[*share] for share in preflight.shares_here(run, machines, ranks)]
+
+
+def test_shares_are_those_that_this_machine_may_have() -> None:
+    run = made(pipeline={"cuts": [1, 2, 3], "replicas": 2})
+    assert shares(run, 1) == [[*range(8)]]
+    assert shares(run, 4) == [[0, 1], [2, 3]]  # the other replica's need the same
+    assert shares(run, 7, 2) == [[0, 1], [1, 2], [2, 3], [3, 4]]
+    hosts = [["a", "b", "b", "a"], ["c"] * 4]
+    placed = {"cuts": [1, 2, 3], "replicas": 2, "placement": hosts}
+    assert shares(made(pipeline=placed, network={"name": "b"}), 3) == [[1, 2]]
+    assert shares(made(pipeline=placed, network={"name": "x"}), 3) == [[0, 3], [1, 2], [4, 5, 6, 7]]
+    with pytest.raises(ConfigError, match=r"--ranks = 1: pipeline\.placement gives this machine 2"):
+        shares(made(pipeline=placed, network={"name": "b"}), 3, 1)
+
+
+def test_of_several_machines_one_need_not_have_checkpoints_or_writers(run_file: Path) -> None:
+    """Another may have them; for one alone both are refused."""
+    run = made(data={"path": str(run_file.parent / "text.txt"), "train_sequences": 24})
+    write = run.report.model_copy(update={"writers": ("trackio",)})
+    run = run.model_copy(update={"report": write})
+    ready = preflight.check_settings(run, [range(1), range(1, 2)], resume=True)
+    assert len(ready.corpus.train) == 24
+    with pytest.raises(ConfigError, match="trackio"):
+        preflight.check_settings(run, [range(2)], resume=True)
