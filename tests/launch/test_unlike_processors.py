@@ -34,9 +34,12 @@ def _unlike(rank: int) -> str:
     """Make rank 1's processor an old one; what computes here."""
     if rank == 1:
         from numba import config as numba
+        from numba.core.codegen import JITCPUCodegen
+        from numba.core.registry import cpu_target
 
         os.environ |= OLD
         numba.CPU_NAME, numba.CPU_FEATURES = "ivybridge", ""  # the first with F16C
+        cpu_target.target_context._internal_codegen = JITCPUCodegen("numba.exec")  # had the host's
         assert torch.backends.cpu.get_cpu_capability() == "DEFAULT", "torch has computed before"
     return arithmetic(torch.device("cpu"))
 
