@@ -185,7 +185,8 @@ def test_sigterm_to_every_process_of_a_machine_saves_on_all(
     net: ShapedNetwork, tmp_path: Path
 ) -> None:
     """Its carrier among them; nobody waits for the machine to come back."""
-    run = start(net, tmp_path, "train.epochs=500", options=("--max-restarts", "1"))
+    settings = ("train.epochs=500", "checkpoint.every_steps=99999")
+    run = start(net, tmp_path, *settings, options=("--max-restarts", "1"))
     run.wait_for_step(3)
 
     def strike(_host: int) -> int:
