@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.launch.host.test_disk import faults
+from tests.launch.test_ends import temporary
 from tests.launch.test_train import command, run_file
 from thinpipe.launch.checkpoint import files
 
-__all__ = ["faults", "run_file"]
+__all__ = ["faults", "run_file", "temporary"]
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -33,17 +34,20 @@ ls runs/tiny/checkpoints
 
 
 def test_a_run_in_a_container_that_hides_and_forbids_nearly_everything(
-    run_file: Path, tmp_path: Path
+    run_file: Path, tmp_path: Path, temporary: Path
 ) -> None:
     allowed = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs tmpfs /mnt"]
     if shutil.which("setpriv") is None or subprocess.run(allowed, check=False).returncode:
         pytest.skip("needs root, setpriv, and to be allowed to mount")
-    folder = tmp_path / "only"
+    temporary.chmod(0o755)  # pytest's own folders are closed to others
+    folder = temporary / "only"
     folder.mkdir()
-    run_file.write_text(run_file.read_text().replace(str(tmp_path / "run"), "runs/tiny"))
+    text = run_file.read_text().replace(str(tmp_path / "run"), "runs/tiny")
+    (temporary / "run.toml").write_text(text.replace(str(tmp_path), str(temporary)))
+    shutil.copy(tmp_path / "text.txt", temporary)
     words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", CONTAINER, "sh"]
     done = subprocess.run(
-        [*words, str(folder), *command(run_file)],
+        [*words, str(folder), *command(temporary / "run.toml")],
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
