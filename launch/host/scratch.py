@@ -4,6 +4,7 @@ Sockets and logs of processes are in one folder, which its launcher has locked a
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -43,23 +44,20 @@ def remove_scratch_folder() -> None:
 
 
 def _root() -> Path:
-    """Where temporary files go; a path too long for the names of sockets in it is passed over."""
-    root = _temporary()
-    return _SHORT if len(os.fsencode(root)) > _LONGEST and os.access(_SHORT, os.W_OK) else root
+    """Where temporary files go; a path too long for the names of sockets in it is passed over.
 
-
-def _temporary() -> Path:
-    """Also where all but /dev/shm is read-only, as in some containers.
+    /dev/shm is for containers in which all else is read-only.
 
     Raises:
         OSError: there is no place.
     """
-    try:
-        return Path(tempfile.gettempdir())
-    except FileNotFoundError:
-        if os.access(_MEMORY, os.W_OK):
-            return _MEMORY
-        raise
+    places = [_SHORT, _MEMORY]
+    with contextlib.suppress(FileNotFoundError):
+        places.insert(0, Path(tempfile.gettempdir()))
+    for place in places:
+        if len(os.fsencode(place)) <= _LONGEST and os.access(place, os.W_OK):
+            return place
+    raise OSError(errno.EROFS, "no folder with a short path can be written")
 
 
 def _remove(folder: Path, lock: TextIO) -> None:
