@@ -1,7 +1,6 @@
 """Real carriers on one machine: how they come into a run, and whom they do not believe."""
 
 import contextlib
-import shutil
 import socket
 import struct
 import subprocess
@@ -16,6 +15,7 @@ from queue import SimpleQueue
 import psutil
 import pytest
 
+from tests import preload
 from tests.commands import PATIENCE_S
 from tests.launch.overlay.links.pair import Wire
 from tests.launch.test_train import wait_until
@@ -208,8 +208,6 @@ def test_hosts_meet_over_ipv6(tmp_path: Path) -> None:
 
 
 CLOCK = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
 #include <stdlib.h>
 #include <time.h>
 int clock_gettime(clockid_t which, struct timespec *now) {
@@ -231,14 +229,7 @@ time_t time(time_t *out) {
 @pytest.fixture(scope="module")
 def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """For LD_PRELOAD: a clock that is DAYS off."""
-    folder = tmp_path_factory.mktemp("clock")
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    (folder / "clock.c").write_text(CLOCK)
-    command = [compiler, "-shared", "-fPIC", "-o", "clock.so", "clock.c", "-ldl"]
-    subprocess.run(command, cwd=folder, check=True)
-    return folder / "clock.so"
+    return preload.build(CLOCK, tmp_path_factory.mktemp("clock"))
 
 
 @pytest.mark.parametrize("days", [-9, 500])
