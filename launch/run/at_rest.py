@@ -129,7 +129,7 @@ def _pieces(built: Built) -> Iterator[_Piece]:
         if rows.is_contiguous():
             rows = rows.flatten()
         start, row_nbytes = 0, rows.nbytes // max(1, len(rows))
-        for part in rows.split(max(1, _PIECE_NBYTES // max(1, row_nbytes))):
+        for part in torch.split(rows, max(1, _PIECE_NBYTES // max(1, row_nbytes))):
             yield _Piece(name, path, start, part)
             start += part.nbytes
 
