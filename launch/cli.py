@@ -56,7 +56,7 @@ class _Commands(TyperGroup):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        listed = json.loads(completion.LIST.read_text())
+        listed = json.loads(completion.LIST.read_text(encoding="utf-8"))
         self._options = {name: command.get("options") for name, command in listed.items()}
         stand_ins: Any = as_command(completion.skeleton(listed))
         for name in listed:
@@ -277,4 +277,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    completion.LIST.write_text(completion.written(all_commands()))
+    completion.LIST.write_text(completion.written(all_commands()), encoding="utf-8")

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if _roomy(MEMORY):
         os.environ.setdefault("TMPDIR", str(MEMORY))
+        tempfile.tempdir = None  # chosen anew
 
 
 def _roomy(folder: Path) -> bool:

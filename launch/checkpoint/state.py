@@ -119,10 +119,12 @@ class Checkpoints:
         due_s = self._retry_at_s
         return not under_way and due_s is not None and time.monotonic() >= due_s
 
-    def save(self, step: int, seal: Seal = unsealed) -> None:
-        """Save before the run stops, and wait for it; a warning if that is not possible."""
-        if not self._save(step, seal) and self._session.local_rank == 0:
+    def save(self, step: int, seal: Seal = unsealed) -> bool:
+        """Save before the run stops, and wait for it; False, after a warning, if it failed."""
+        saved = self._save(step, seal)
+        if not saved and self._session.local_rank == 0:
             _log.warning("step %d was not saved: %s (%s)", step, self._problem, self._saved())
+        return saved
 
     def _save(self, step: int, seal: Seal) -> bool:
         if self.wait() and self._last_step == step:

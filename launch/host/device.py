@@ -49,7 +49,7 @@ def choose_devices(name: DeviceName, per_rank: int) -> list[torch.device]:
 
 def cache_notice(name: DeviceName) -> str | None:
     """What to know where the kernels' machine code cannot be kept on disk."""
-    if choose_device(name).type != "cpu":
+    if device_type(name) != "cpu":
         return None
     from thinpipe.pipeline.wire.kernels.cpu.compilation import why_nothing_is_kept  # loads numba
 

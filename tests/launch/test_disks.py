@@ -60,7 +60,7 @@ def test_a_checkpoint_that_cannot_fit_is_refused_before_the_first_step(
 
 def test_a_disk_that_fills_up_costs_the_steps_that_do_not_fit(run_file: Path, mount: Mount) -> None:
     place = mount("size=1300k")
-    done = train(run_file, place / "run")
+    done = train(run_file, place / "run", "--set", "train.decay=none")
     assert done.returncode == 2
     assert "note: checkpoint.keep = 9: those still to come" in done.stdout
     assert files.steps(place / "run" / "checkpoints") == [4, 8]
@@ -74,7 +74,9 @@ def test_a_disk_that_fills_up_costs_the_steps_that_do_not_fit(run_file: Path, mo
 
 def test_where_nothing_was_saved_there_is_nothing_to_resume(run_file: Path, mount: Mount) -> None:
     place = mount("size=410k")
-    done = train(run_file, place / "run", "--set", "checkpoint.every_steps=99")
+    done = train(
+        run_file, place / "run", "--set", "checkpoint.every_steps=99", "--set", "train.decay=none"
+    )
     assert done.returncode == 2
     assert "tried again" not in done.stderr
     *_, last = done.stderr.splitlines()

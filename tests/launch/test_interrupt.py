@@ -1,10 +1,13 @@
 """Ctrl-C before there are ranks ends a command without a word."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from thinpipe.launch import __main__
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
 
 def test_ctrl_c_while_packages_are_imported(
@@ -14,8 +17,8 @@ def test_ctrl_c_while_packages_are_imported(
         raise KeyboardInterrupt
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(sys, "argv", ["thinpipe", "train", "run.toml"])
-    monkeypatch.setattr(__main__, "use_scratch_folder", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["thinpipe", "train", str(QUICKSTART)])
+    monkeypatch.setattr(__main__, "_prepare", lambda: None)
     monkeypatch.setattr(__main__.fork_server, "start", interrupted)
     with pytest.raises(SystemExit) as ended:
         __main__.main()

@@ -84,14 +84,14 @@ def test_the_lock_of_a_moved_folder_does_not_count(
 ) -> None:
     path = tmp_path / "run"
     path.mkdir()
-    flock = folder.fcntl.flock
+    lock = folder.disk.lock
 
-    def after_a_move(*arguments: Any) -> None:
+    def after_a_move(*arguments: Any) -> bool:
         if path.exists():
             path.rename(tmp_path / "run.1")
-        flock(*arguments)
+        return lock(*arguments)
 
-    monkeypatch.setattr(folder.fcntl, "flock", after_a_move)
+    monkeypatch.setattr(folder.disk, "lock", after_a_move)
     _, problem = acquired(path)
     assert problem == f"run.folder = {path}: another run is using it"
 

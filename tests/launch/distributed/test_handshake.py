@@ -19,8 +19,8 @@ from thinpipe.launch.distributed.handshake import (
     agree,
     fresh_name,
     open_store,
-    versions,
 )
+from thinpipe.launch.host.packages import versions
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
 pytestmark = pytest.mark.dist

@@ -26,6 +26,7 @@ def stopped(run_file: Path, port: int, number: signal.Signals) -> list[str]:
         process = start(run_file, *meeting, TMPDIR=folder)
         try:
             assert process.stdout is not None
+            assert process.stdout.readline() == "starting 1 rank on this machine\n"
             lines = [process.stdout.readline()]
             children = psutil.Process(process.pid).children(recursive=True)
             start_s = time.monotonic()

@@ -209,5 +209,6 @@ def test_steps_that_a_full_disk_has_no_room_for_are_written_later(
         writer.write(records[-1])
     assert read_metrics(path) == records
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path}: steps wait to be written: File too large"
+        f"{path}: steps wait to be written: File too large: `ulimit -f` allows "
+        "4,096 bytes; raise it (`ulimit -f unlimited`)"
     ]

@@ -134,7 +134,7 @@ def test_a_run_trains_among_odd_surroundings(run_file: Path) -> None:
 
 def test_where_there_is_no_file_it_is_said_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a notebook, or typed into Python."""
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
     pipe = tp.Pipeline(two_layers, cuts=[1], device="cpu")
     with pytest.raises(ConfigError, match="needs 2 processes; write the program to a file") as said:
         tp.Run("runs/a", pipe)
