@@ -16,6 +16,7 @@ from itertools import count
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.distributed.store import await_key
+from thinpipe.pipeline.comm.errors import TransportError
 
 
 class Ask(IntEnum):
@@ -36,13 +37,17 @@ class Agreement:
         world: int,
         *,
         done: int,
+        wait_s: float,
         on_stop: Callable[[int], None] = lambda _step: None,
     ) -> None:
-        """`done` steps are done; `on_stop` is told, on every rank, after which step all stop."""
+        """`done` steps are done; training waits `wait_s` seconds for the answers of all ranks.
+
+        `on_stop` is told, on every rank, after which step all stop.
+        """
         self._store = PrefixStore("agreement", store)
         self._own = self._store.clone()  # type: ignore[attr-defined]  # not in its stubs
         self._rank, self._world, self._on_stop = rank, world, on_stop
-        self._changed = threading.Condition()
+        self._wait_s, self._changed = wait_s, threading.Condition()
         self._next = done + 1
         self._round, self._wanted, self._answered = 0, Ask.NOTHING, False
         self._agreed = (0, Ask.NOTHING)
@@ -68,9 +73,17 @@ class Agreement:
         return self._stops
 
     def after(self, done: int) -> Ask:
-        """What all ranks do now that `done` steps are done; waits if that is being agreed on."""
+        """What all ranks do now that `done` steps are done; waits if that is being agreed on.
+
+        Raises:
+            TransportError: a rank did not answer in time.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not self._answered)
+            if not self._changed.wait_for(lambda: not self._answered, self._wait_s):
+                raise TransportError(
+                    f"rank {self._rank}: another rank did not say within {self._wait_s:.0f} s "
+                    "which step it is in, to save or stop after the same one"
+                )
             step, found = self._agreed
             self._next = done + 1
             if done != step:

@@ -113,7 +113,12 @@ class Training:
         self.start = self._checkpoints.resume(resume.chosen) if resume.chosen else 0
         mesh = self._session.mesh
         self.agreement = Agreement(
-            self._session.store, mesh.rank, mesh.world_size, done=self.start, on_stop=tell_stop
+            self._session.store,
+            mesh.rank,
+            mesh.world_size,
+            done=self.start,
+            wait_s=config.pipeline.peer_timeout_s,
+            on_stop=tell_stop,
         )
         started = None
         if not resume.chosen:

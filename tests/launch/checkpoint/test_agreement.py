@@ -1,5 +1,6 @@
 """All ranks save, or stop, after the same step, whether or not their method ever waits for all."""
 
+from collections import deque
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.ranks import Ranks
 from tests.training import batch, config, share, start, weights
+from tests.waiting import PATIENCE_S
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.distributed.session import Session
+from thinpipe.pipeline.comm.errors import TransportError
 
 pytestmark = pytest.mark.dist
 
@@ -48,7 +51,7 @@ def _stop(rank: int, method: str, root: Path) -> Any:
         Checkpoints(root, CheckpointConfig(), each, session, {"config": run.shared()})
         for each, session in zip((built, again), sessions, strict=True)
     )
-    agreement = Agreement(store, rank, 2, done=0)
+    agreement = Agreement(store, rank, 2, done=0, wait_s=PATIENCE_S)
 
     def step(built: Any, number: int) -> float:
         ids = list(range(8 * (number % 3), 8 * (number % 3) + 8))
@@ -87,7 +90,7 @@ def test_every_method_saves_soon_after_it_is_asked_and_resumes_bit_for_bit(
 
 def ask_at_once(rank: int) -> list[tuple[int, Ask]]:
     """What is done after which step where all ask, for different things, at the same time."""
-    agreement, found = Agreement(_get_default_store(), rank, 3, done=0), []
+    agreement, found = Agreement(_get_default_store(), rank, 3, done=0, wait_s=PATIENCE_S), []
     dist.barrier()
     agreement.ask(Ask.STOP if rank == 2 else Ask.SAVE)
     for step in count(1):
@@ -102,3 +105,14 @@ def test_ranks_that_ask_for_different_things_do_the_same(ranks: Ranks) -> None:
     one, *others = ranks(3, ask_at_once)
     assert all(other == one for other in others)
     assert one[-1][1] == Ask.STOP
+
+
+def ask_where_one_is_silent(_rank: int) -> None:
+    agreement = Agreement(_get_default_store(), 0, 2, done=0, wait_s=0.2)
+    agreement.ask(Ask.SAVE)
+    with pytest.raises(TransportError, match="another rank did not say within 0 s"):
+        deque(map(agreement.after, count(1)), maxlen=0)
+
+
+def test_training_does_not_wait_forever_for_a_silent_rank(ranks: Ranks) -> None:
+    ranks(1, ask_where_one_is_silent)

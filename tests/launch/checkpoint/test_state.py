@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from tests.disk import full_disk
 from tests.ranks import Ranks
 from tests.training import batch, config, start
+from tests.waiting import PATIENCE_S
 from thinpipe.launch.checkpoint import files, state
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.state import Checkpoints
@@ -38,7 +39,7 @@ def _full_for_a_while(rank: int, folder: str) -> Any:
     else:
         first, again = saves.save(1), saves.save(2)
     found = []
-    agreement = Agreement(session.store, rank, 2, done=0)
+    agreement = Agreement(session.store, rank, 2, done=0, wait_s=PATIENCE_S)
     for step in range(100):
         if saves.retry_due() and rank == 1:
             agreement.ask(Ask.SAVE)
