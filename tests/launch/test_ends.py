@@ -139,12 +139,14 @@ def test_sigterm_to_one_rank_saves_on_all(run_file: Path, method: str | None) ->
     assert f"stopped: everything up to step {step} is saved; continue from there" in done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_killed_launcher(long_run: subprocess.Popen[str]) -> None:
     assert len(ranks_of(long_run.pid)) == 3
     long_run.kill()
     wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_a_killed_fork_server_is_named(long_run: subprocess.Popen[str]) -> None:
     """Its ranks end with it, and the launcher knows no more than that they are gone."""
     children = psutil.Process(long_run.pid).children()

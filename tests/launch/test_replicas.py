@@ -171,6 +171,7 @@ def train_tied_and_adapted(rank: int, models: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_every_method_trains_tied_weights_and_adapters(ranks: Ranks, tmp_path: Path) -> None:
     """GPT-2, whose head is its embedding; with LoRA the adapters move and nothing else."""
     saved_model("gpt2", tmp_path, vocab_size=256)

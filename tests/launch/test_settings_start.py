@@ -106,6 +106,7 @@ def test_every_choice_of_every_method_starts(ranks: Ranks) -> None:
     all_start(ranks, runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_every_choice_of_every_boundary_starts(ranks: Ranks, way: str) -> None:
     runs = []
@@ -120,6 +121,7 @@ def test_every_choice_of_every_boundary_starts(ranks: Ranks, way: str) -> None:
     all_start(ranks, runs)
 
 
+@pytest.mark.slow
 def test_every_choice_of_shards_starts(ranks: Ranks) -> None:
     def make(options: Options) -> RunConfig:
         return small(pipeline={"shards": 2}, shards=options)

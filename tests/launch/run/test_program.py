@@ -183,6 +183,7 @@ def test_a_program_trains_and_plain_torch_loads_its_model(folder: Path) -> None:
     assert (folder / "runs/mine/report.html").exists()
 
 
+@pytest.mark.slow
 def test_its_run_file_twin_does_the_same(folder: Path) -> None:
     run("run", "mine.py")
     run("train", "run.toml")
@@ -225,7 +226,8 @@ def test_leaving_early_saves_and_reports_and_can_be_resumed(folder: Path) -> Non
     assert losses(folder / "runs/mine") == whole
 
 
-@pytest.mark.parametrize("exchange", ["cocktail", pytest.param("diloco", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["cocktail", "diloco"])
 def test_replicas_of_ones_own_model(folder: Path, exchange: str) -> None:
     write_program(folder, replicas=2, exchange=exchange)
     run("run", "mine.py")
