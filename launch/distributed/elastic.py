@@ -161,20 +161,24 @@ def _launch(
         print_error("error: another machine ended the run; see its output")
         return 1
     except RendezvousError as error:
-        failed = f"{nodes.count} machines did not all join at {nodes.endpoint}"
-        if isinstance(error, RendezvousConnectionError):  # at the start, or after its host ended
-            failed = f"{nodes.endpoint} cannot be reached, or the machine there ended the run"
-        reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
-        remedy = "run `thinpipe doctor` on each"
-        if network.is_gone:
-            failed = "the process that connects this machine with the others has ended"
-            reason = "it was killed, or this machine ran out of memory (dmesg shows it)"
-            remedy = "run the command again"
-        print_error(f"error: {failed}: {reason}; {remedy}")
+        print_error(f"error: {_why_not_met(error, nodes, network)}")
         return 1
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     return 0
+
+
+def _why_not_met(error: RendezvousError, nodes: Nodes, network: HostNetwork) -> str:
+    if network.is_gone:
+        return (
+            "the process that connects this machine with the others has ended: it was killed, or "
+            "this machine ran out of memory (dmesg shows it); run the command again"
+        )
+    failed = f"{nodes.count} machines did not all join at {nodes.endpoint}"
+    if isinstance(error, RendezvousConnectionError):  # at the start, or after its host ended
+        failed = f"{nodes.endpoint} cannot be reached, or the machine there ended the run"
+    reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+    return f"{failed}: {reason}; run `thinpipe doctor` on each"
 
 
 def _run_rank(main: Callable[[], None], environment: Mapping[str, str], *arguments: str) -> None:

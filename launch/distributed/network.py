@@ -125,11 +125,7 @@ def several_machines(
     if config.trusted:
         own = _chosen_interface(address).address
         return _openly(endpoint, own, (address, port), config.own_name())
-    if config.patience_s >= limit_s:
-        raise ValueError(
-            f"network.patience_s = {config.patience_s:g}: ranks wait for each other only "
-            f"{limit_s:g} s (pipeline.peer_timeout_s); use a shorter patience, or raise the other"
-        )
+    _check_patience(config.patience_s, limit_s)
     coordinates = is_own_address(address)
     if coordinates and config.listen == NOT_LISTENING:
         raise ValueError(
@@ -163,6 +159,14 @@ def several_machines(
         raise
     own, order = overlay.address(overlay.name), [overlay.roster.index(overlay.name)]
     return HostNetwork(endpoint, own, store, server, [*order], overlay.name, overlay)
+
+
+def _check_patience(patience_s: float, limit_s: float) -> None:
+    if patience_s >= limit_s:
+        raise ValueError(
+            f"network.patience_s = {patience_s:g}: ranks wait for each other only "
+            f"{limit_s:g} s (pipeline.peer_timeout_s); use a shorter patience, or raise the other"
+        )
 
 
 def join_as_rank(
