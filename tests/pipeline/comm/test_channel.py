@@ -201,7 +201,8 @@ def test_what_cannot_be_encoded_ends_a_step_that_waits_for_something_else(
     seconds, reported = (tmp_path / "0").read_text().split(" ", 1)
     assert "sample 3 cannot be coded" in reported
     assert float(seconds) < 60, "it waited for the peer's timeout"
-    assert "lost while waiting for microbatch 3" in (tmp_path / "1").read_text()
+    # of which one depends on what came through before the process ended, and its sockets with it
+    assert "forward: lost while waiting for microbatch " in (tmp_path / "1").read_text()
 
 
 class WithOffset(nn.Module):
