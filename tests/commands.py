@@ -46,7 +46,7 @@ class Command:
         code = self._process.exitcode
         self.kill()
         assert code is not None, f"runs on after {timeout} s"
-        written = [path.read_text() for path in (self._out, self._err)]
+        written = [path.read_text(encoding="utf-8") for path in (self._out, self._err)]
         self._folder.cleanup()
         return subprocess.CompletedProcess(self.args, code, *written)
 

@@ -49,7 +49,7 @@ class OpenSsh:
         for name in ("host", "user"):
             words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
             subprocess.run(words, check=True)
-        host_key = (folder / "host.pub").read_text()
+        host_key = (folder / "host.pub").read_text(encoding="utf-8")
         places = [f"[{address}]:{port}" for address, port in servers.values()]
         (folder / "known").write_text("".join(f"{place} {host_key}" for place in places))
         aliases = [

@@ -46,7 +46,7 @@ def modules() -> dict[str, Path]:
 
 def imports(path: Path, known: dict[str, Path], *, at_import: bool) -> set[str]:
     """Our modules that a file imports; `at_import` leaves out imports inside functions."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     nodes = list(ast.iter_child_nodes(tree)) if at_import else list(ast.walk(tree))
     found: set[str] = set()
     for node in nodes:
@@ -150,19 +150,21 @@ def test_importing_is_cheap() -> None:
 def test_package_files_hold_only_a_docstring() -> None:
     for name, path in modules().items():
         if path.name == "__init__.py" and name not in ("thinpipe", f"{WIRE}.kernels"):
-            (docstring,) = ast.parse(path.read_text()).body
+            (docstring,) = ast.parse(path.read_text(encoding="utf-8")).body
             assert isinstance(docstring, ast.Expr), path
 
 
 def test_every_package_is_in_the_distribution() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "setuptools"
+    ]["packages"]
     folders = {name for name, path in modules().items() if path.name == "__init__.py"}
     assert set(listed) == folders
 
 
 def _hazards(path: Path) -> list[str]:
     """Ways to start threads inside kernels or to fork; after either, the other aborts or hangs."""
-    tree, found = ast.parse(path.read_text()), []
+    tree, found = ast.parse(path.read_text(encoding="utf-8")), []
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == "parallel":
             found.append("parallel=")
@@ -194,7 +196,7 @@ def test_only_the_transport_talks_to_other_ranks() -> None:
     found = {
         (module, node.attr)
         for module, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and node.attr in TRANSPORT
         if isinstance(node.value, ast.Name) and node.value.id == "dist"
     }

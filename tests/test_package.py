@@ -23,7 +23,7 @@ def setup() -> ModuleType:
 
 
 def test_links_and_images_are_absolute_and_lead_to_files(setup: ModuleType) -> None:
-    page = setup.package_page((ROOT / "README.md").read_text(), PLACE, "9.9")
+    page = setup.package_page((ROOT / "README.md").read_text(encoding="utf-8"), PLACE, "9.9")
     targets = re.findall(r"\]\(([^)\s]+)\)", page)
     assert all(target.startswith("https://") for target in targets)
     own = [target for target in targets if target.startswith(PLACE)]
@@ -37,7 +37,7 @@ def test_links_and_images_are_absolute_and_lead_to_files(setup: ModuleType) -> N
 
 
 def test_every_python_that_is_named_is_allowed() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
     assert named[0] == project["requires-python"].removeprefix(">=")
     assert project["authors"]

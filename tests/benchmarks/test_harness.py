@@ -18,7 +18,7 @@ def test_a_record_says_where_it_comes_from(tmp_path: Path) -> None:
     records = Records(path)
     records.add({"bits": 3}, {"loss": 1.5})
     records.add({"bits": 4}, {"loss": 1.25})
-    first, second = map(json.loads, path.read_text().splitlines())
+    first, second = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     assert first["config"] == {"bits": 3}
     assert second["result"] == {"loss": 1.25}
     assert set(first["environment"]) == {"revision", "versions", "hardware", "time"}

@@ -10,7 +10,10 @@ def test_both_tiers_are_timed_and_train_alike(tmp_path: Path) -> None:
     scale = {"samples": 6, "batch": 3, "epochs": 2, "width": 16, "tokens": 8, "rounds": 1}
     words = [word for name, value in scale.items() for word in (f"--{name}", str(value))]
     main([*words, "--folder", str(tmp_path), "--json", str(tmp_path / "out.jsonl")])
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     timed = [line for line in lines if "tier" in line["config"]]
     assert [line["config"]["tier"] for line in timed] == ["ram", "disk"]
     row = 8 * 16 * 2

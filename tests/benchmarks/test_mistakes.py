@@ -11,7 +11,9 @@ from benchmarks.mistakes.folder import write_good
 from tests.commands import Command
 
 ANSWERS = Path(__file__).parents[2] / "benchmarks/mistakes/answers.jsonl"
-MISTAKES: list[dict[str, Any]] = [json.loads(line) for line in ANSWERS.read_text().splitlines()]
+MISTAKES: list[dict[str, Any]] = [
+    json.loads(line) for line in ANSWERS.read_text(encoding="utf-8").splitlines()
+]
 NEED_A_RUN = ("runs/done",)
 
 

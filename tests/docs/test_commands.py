@@ -19,7 +19,7 @@ from thinpipe.launch.shaped.network import ShapedNetwork
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "machines.md").read_text()
+TEXT = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
 PROGRAMS = {
     "thinpipe": [sys.executable, "-P", "-m", "thinpipe.launch"],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
@@ -65,7 +65,7 @@ def as_users_start_it(words: list[str]) -> list[str]:
 
 def check(net: ShapedNetwork, run_folder: Path, start: str) -> None:
     assert run_command(net, as_users_start_it(command(start))) == 0
-    summary = json.loads((run_folder / "summary.json").read_text())
+    summary = json.loads((run_folder / "summary.json").read_text(encoding="utf-8"))
     assert (summary["stages"], summary["steps"]) == (3, 15)
 
 

@@ -58,13 +58,13 @@ RUN_ELSEWHERE = {  # by their beginnings: where, or why not
 def commands() -> Iterator[str]:
     """Lines of shell blocks, whole commands amid a sentence, and those in comments of examples."""
     for page in PAGES:
-        text = page.read_text().replace("\\\n", " ")
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         blocks = re.findall(r"^```([^\n]*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
         shell = (block for kind, block in blocks if kind in ("", "sh"))
         yield from (line.strip() for block in shell for line in block.splitlines())
         yield from re.findall(r"`(thinpipe [^`]*(?:\.toml|runs/)[^`]*|python -m [^`]*)`", text)
     for example in EXAMPLES:
-        text = example.read_text().replace("\\\n#", " ")
+        text = example.read_text(encoding="utf-8").replace("\\\n#", " ")
         yield from re.findall(
             r"^#.*?(?:     |: )((?:thinpipe|torchrun|hf) .*)$", text, re.MULTILINE
         )
@@ -131,7 +131,9 @@ def test_quick_commands_succeed_as_they_stand(
     Path("text.txt").write_text(text)
     Path("run.toml").write_text(RUN.format(folder="run", text="text.txt").replace("[1, 3]", "[2]"))
     (hosts,) = re.findall(
-        r"```toml\n(# hosts.toml.*?)```", (ROOT / "docs/machines.md").read_text(), re.DOTALL
+        r"```toml\n(# hosts.toml.*?)```",
+        (ROOT / "docs/machines.md").read_text(encoding="utf-8"),
+        re.DOTALL,
     )
     Path("hosts.toml").write_text(hosts)
     Path("net.json").write_text(json.dumps({"rate_bps": [[None, 1e8], [1e8, None]]}))

@@ -16,12 +16,18 @@ PAGES = [
     *sorted((ROOT / "benchmarks").rglob("*.md")),
 ]
 FILES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
-CODE = "\n".join(path.read_text() for folder in PACKAGES for path in (ROOT / folder).rglob("*.py"))
+CODE = "\n".join(
+    path.read_text(encoding="utf-8")
+    for folder in PACKAGES
+    for path in (ROOT / folder).rglob("*.py")
+)
 
 
 def quoted(page: Path) -> Iterator[str]:
     """What stands between backticks, outside of blocks."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     yield from re.findall(r"`([^`\n]+)`", text)
 
 
@@ -37,7 +43,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
             assert any(ROOT.glob(pattern)), name
         elif re.fullmatch(r"[\w/]+\.py", name):
             assert name in FILES, f"{name}: write its path from the top of the repository"
-    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
         assert "://" in target or (page.parent / target).exists(), target
 
 

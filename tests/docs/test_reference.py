@@ -33,13 +33,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["settings.md", "commands.md"])
 def test_pages_in_the_repository_are_those_of_the_code(pages: Path, name: str) -> None:
-    kept = (DOCS / "generated" / name).read_text()
-    assert kept == (pages / name).read_text(), "run `make docs`, and commit docs/generated"
+    kept = (DOCS / "generated" / name).read_text(encoding="utf-8")
+    assert kept == (pages / name).read_text(encoding="utf-8"), (
+        "run `make docs`, and commit docs/generated"
+    )
 
 
 def described(page: str, model: type[BaseModel], *, but: type[BaseModel] = BaseModel) -> None:
     """Every setting is in the page, as in `rank` (4), with its default first."""
-    text = (DOCS / page).read_text()
+    text = (DOCS / page).read_text(encoding="utf-8")
     for name, field in model.model_fields.items():
         if name not in but.model_fields:
             default = re.escape(json.dumps(field.default).removesuffix(".0"))
@@ -58,7 +60,7 @@ def test_settings_of_exchanges_shards_and_the_guard_are_described_with_their_def
 
 
 def test_every_setting_is_listed(pages: Path) -> None:
-    text = (pages / "settings.md").read_text()
+    text = (pages / "settings.md").read_text(encoding="utf-8")
     for name, field in RunConfig.model_fields.items():
         assert f"[{name}]" in text
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -70,7 +72,7 @@ def test_every_setting_is_listed(pages: Path) -> None:
 
 
 def test_what_is_used_up_in_reading_a_file_is_listed(pages: Path, tmp_path: Path) -> None:
-    text = (pages / "settings.md").read_text()
+    text = (pages / "settings.md").read_text(encoding="utf-8")
     assert '| `cuts` | tuple of int \\| `"auto"` | `[]` |' in text
     assert "| `stages` | int | one more than `cuts` |" in text
     assert "| `extends` | str | none |" in text
@@ -84,7 +86,7 @@ def test_what_is_used_up_in_reading_a_file_is_listed(pages: Path, tmp_path: Path
 
 
 def test_keys_that_methods_and_kinds_share_are_explained_at_each(pages: Path) -> None:
-    sections = (pages / "settings.md").read_text().split("\n## ")
+    sections = (pages / "settings.md").read_text(encoding="utf-8").split("\n## ")
     for key, word in (("bucket_mb", "`bucket_mb`: how much"), ("rate", "With `rate`")):
         having = [section for section in sections if f"\n| `{key}` |" in section]
         assert len(having) > 2
@@ -92,7 +94,7 @@ def test_keys_that_methods_and_kinds_share_are_explained_at_each(pages: Path) ->
 
 
 def test_every_command_and_option_is_listed(pages: Path) -> None:
-    text = (pages / "commands.md").read_text()
+    text = (pages / "commands.md").read_text(encoding="utf-8")
     known = [name for name, found in all_commands().items() if not hasattr(found, "commands")]
     assert len(known) == 11
     for name in known:
@@ -105,8 +107,8 @@ def test_every_command_and_option_is_listed(pages: Path) -> None:
 
 
 def test_every_page_is_listed_once(pages: Path) -> None:
-    guide = (DOCS / "index.md").read_text().splitlines()
-    algorithms = (pages / "algorithms.md").read_text().splitlines()
+    guide = (DOCS / "index.md").read_text(encoding="utf-8").splitlines()
+    algorithms = (pages / "algorithms.md").read_text(encoding="utf-8").splitlines()
     for page in DOCS.glob("*.md"):
         listed = [page.stem in guide, f"/{page.stem}" in algorithms]
         assert sum(listed) == (page.stem != "index"), page

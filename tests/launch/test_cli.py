@@ -72,7 +72,7 @@ def test_an_option_that_a_parser_knows_is_never_refused_before(tmp_path: Path) -
     def options(command: Any) -> set[str]:
         return {o for p in command.params for o in p.opts if o.startswith("--")} - {"--help"}
 
-    listed = json.loads(completion.LIST.read_text())
+    listed = json.loads(completion.LIST.read_text(encoding="utf-8"))
     commands = all_commands()
     assert list(commands) == list(listed)
     for name, command in commands.items():

@@ -13,7 +13,7 @@ from thinpipe.launch.cli import all_commands
 
 
 def test_the_list_is_that_of_the_code() -> None:
-    assert completion.LIST.read_text() == completion.written(all_commands()), (
+    assert completion.LIST.read_text(encoding="utf-8") == completion.written(all_commands()), (
         "run `python -m thinpipe.launch.cli`, and commit launch/completion.json"
     )
 
@@ -57,7 +57,7 @@ def test_bash_completes_after_the_installation(tmp_path: Path) -> None:
     words = [f"{place}/thinpipe", "--install-completion", "bash"]
     subprocess.run(words, env=environment, check=True, capture_output=True)
     (installed,) = (tmp_path / ".bash_completions").iterdir()
-    assert str(installed) in (tmp_path / ".bashrc").read_text()
+    assert str(installed) in (tmp_path / ".bashrc").read_text(encoding="utf-8")
     typed = f"""
         source {installed}
         function=$(complete -p thinpipe | sed 's/.*-F \\([^ ]*\\).*/\\1/')

@@ -42,7 +42,7 @@ def test_a_run_in_a_container_that_hides_and_forbids_nearly_everything(
     temporary.chmod(0o755)  # pytest's own folders are closed to others
     folder = temporary / "only"
     folder.mkdir()
-    text = run_file.read_text().replace(str(tmp_path / "run"), "runs/tiny")
+    text = run_file.read_text(encoding="utf-8").replace(str(tmp_path / "run"), "runs/tiny")
     (temporary / "run.toml").write_text(text.replace(str(tmp_path), str(temporary)))
     shutil.copy(tmp_path / "text.txt", temporary)
     words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", CONTAINER, "sh"]

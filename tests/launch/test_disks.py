@@ -116,7 +116,9 @@ def test_any_name_of_a_folder_will_do(
     """A link to another disk, spaces, letters of any language, a new line, 250 bytes."""
     (tmp_path / "runs").symlink_to(mount("size=20m"))
     name = "Zwölf läufe\n" + "é" * 118
-    text = run_file.read_text().replace(str(tmp_path / "run"), f"runs/{json.dumps(name)[1:-1]}")
+    text = run_file.read_text(encoding="utf-8").replace(
+        str(tmp_path / "run"), f"runs/{json.dumps(name)[1:-1]}"
+    )
     run_file.write_text(text)
     monkeypatch.chdir(tmp_path)
     done = Command("train", run_file, "--set", "train.epochs=1").done()

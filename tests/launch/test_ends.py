@@ -26,7 +26,7 @@ ENDLESS = ("--set", "train.epochs=100000", "--set", "checkpoint.every_steps=9999
 def steps_of(run_file: Path) -> int:
     """How many steps a run has made."""
     metrics = run_file.parent / "run" / "metrics.jsonl"
-    return metrics.read_text().count("\n") if metrics.exists() else 0
+    return metrics.read_text(encoding="utf-8").count("\n") if metrics.exists() else 0
 
 
 @pytest.fixture

@@ -99,6 +99,6 @@ def test_nobody_else_is_asked(tmp_path: Path, words: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    names = asked.read_text().split() if asked.exists() else []
+    names = asked.read_text(encoding="utf-8").split() if asked.exists() else []
     assert not [name for name in names if is_elsewhere(name)]
     assert names or words != "train run.toml", "a run connects its ranks: this saw nothing"

@@ -42,7 +42,9 @@ def test_ranks_with_different_configs_or_data_refuse_to_start(
     run_file: Path, change: str, reported: str
 ) -> None:
     other = run_file.parent / "other.txt"
-    other.write_text((run_file.parent / "text.txt").read_text().replace("7 squared", "7 cubed"))
+    other.write_text(
+        (run_file.parent / "text.txt").read_text(encoding="utf-8").replace("7 squared", "7 cubed")
+    )
     port, cut = free_port(), ["--set", "pipeline.cuts=[2]"]
     ranks = [
         as_rank(0, 2, port, run_file, *cut),

@@ -89,12 +89,16 @@ def test_a_machine_whose_launcher_died_is_waited_for(run_file: Path, end: str) -
 
     nodes = [begin(0)]
     try:
-        wait_until(lambda: "waiting for 2 machines" in logs[0].read_text(), PATIENCE_S)
+        wait_until(
+            lambda: "waiting for 2 machines" in logs[0].read_text(encoding="utf-8"), PATIENCE_S
+        )
         nodes.append(begin(1))
         latest = run_file.parent / "run" / "checkpoints" / "latest"
         wait_until(lambda: latest.exists() or any(n.poll() for n in nodes), PATIENCE_S)
         nodes[1].kill()
-        wait_until(lambda: "waiting for machine b, " in logs[0].read_text(), PATIENCE_S)
+        wait_until(
+            lambda: "waiting for machine b, " in logs[0].read_text(encoding="utf-8"), PATIENCE_S
+        )
         if comes_back:
             nodes.append(begin(2))
         if end == "Ctrl-C":
@@ -104,9 +108,9 @@ def test_a_machine_whose_launcher_died_is_waited_for(run_file: Path, end: str) -
         for process in nodes:
             process.kill()
             process.wait()
-    said = logs[0].read_text()
+    said = logs[0].read_text(encoding="utf-8")
     if comes_back:
-        assert codes == [0, -signal.SIGKILL, 0], said + logs[2].read_text()
+        assert codes == [0, -signal.SIGKILL, 0], said + logs[2].read_text(encoding="utf-8")
         steps = read_metrics(run_file.parent / "run" / "metrics.jsonl")
         assert [record.step for record in steps] == list(range(1, 501))
         assert "restarting" in said
@@ -151,7 +155,7 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
     nodes = [node(run_file, log, *(meeting if machines > 1 else [])) for log in logs]
 
     def said() -> str:
-        return "\n".join(log.read_text() for log in logs)
+        return "\n".join(log.read_text(encoding="utf-8") for log in logs)
 
     try:
         latest = folder / "checkpoints" / "latest"
@@ -165,7 +169,7 @@ def test_a_killed_process_costs_the_steps_since_the_last_checkpoint(
         for process in nodes:
             process.kill()
             process.wait()
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert summary["steps"] == 500
     steps = [record.step for record in read_metrics(folder / "metrics.jsonl")]
     assert steps == list(range(1, 501))  # one history, without the steps that were lost

@@ -244,7 +244,7 @@ def test_a_shard_that_is_lost_during_a_forward_or_backward_is_named(
     with pytest.raises(AssertionError, match="rank 1: ended without a result") as error:
         ranks(2, _without_one, gather, tmp_path / "said")
     assert "rank 0" not in str(error.value)
-    assert "stage 0 shard 1" in (tmp_path / "said").read_text()
+    assert "stage 0 shard 1" in (tmp_path / "said").read_text(encoding="utf-8")
 
 
 def refused(**sections: Any) -> str:

@@ -77,7 +77,7 @@ class OnTerminal:
     @property
     def said(self) -> str:
         """Its messages."""
-        return self._log.read_text()
+        return self._log.read_text(encoding="utf-8")
 
     def goes_on(self, *, read: bool = False) -> None:
         """Wait for more steps; a terminal that nobody reads would hold the run up."""

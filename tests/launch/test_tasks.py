@@ -37,8 +37,8 @@ def test_classification_learns_and_reports_accuracy(tmp_path: Path) -> None:
         *("loss_compressed", "accuracy_compressed", "matthews_compressed"),
     }
     assert evaluation["accuracy"] > 0.6
-    assert json.loads((tmp_path / "summary.json").read_text())["unit"] == "sample"
-    report = (tmp_path / "report.html").read_text()
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["unit"] == "sample"
+    report = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Evaluation accuracy" in report
     assert "Samples per second" in report
 

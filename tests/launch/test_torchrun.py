@@ -43,10 +43,10 @@ def test_two_agents_train_two_replicas_of_two_stages(tmp_path: Path) -> None:
         for process in agents:
             process.kill()
             process.wait()
-    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    assert codes == [0, 0], "\n".join(log.read_text(encoding="utf-8") for log in logs)
     for log in logs:  # every host shows progress
-        assert "loss" in log.read_text()
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        assert "loss" in log.read_text(encoding="utf-8")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8"))
     assert summary["replicas"] == 2
     assert summary["sync_bytes"] > 0
     checkpoint = tmp_path / "run" / "checkpoints" / "step-12"

@@ -88,7 +88,7 @@ def ranks_of(launcher: int) -> dict[int, int]:
             continue
         try:
             environment = (entry / "environ").read_bytes().split(b"\0")  # the fork server's
-            name, number = f"{(entry / 'comm').read_text().strip()} ".split(" ", 1)
+            name, number = f"{(entry / 'comm').read_text(encoding='utf-8').strip()} ".split(" ", 1)
         except OSError:
             continue
         if (
@@ -121,12 +121,18 @@ def test_a_run_leaves_everything_in_its_folder(
     names = {path.name for path in folder.iterdir() if path.name != ".lock"}
     expected = {"config.toml", "metrics.jsonl", "summary.json", "report.html", "loss.png"}
     assert names == expected | {"timeline.json", "checkpoints"}
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [record["step"] for record in records] == list(range(1, 16))
     monkeypatch.undo()
     traced = Command("trace", folder, "--rate", "10mbit").done()
     assert "step 8, measured" in traced.stdout, traced.stderr
-    processes = {e["pid"] for e in json.loads((folder / "trace.json").read_text())["traceEvents"]}
+    processes = {
+        e["pid"]
+        for e in json.loads((folder / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    }
     assert processes == {0, 1, 2, 1000, 1001, 1002}
     assert {w["cut"] for w in records[0]["wire"]} == {1, 3}
     assert records[-1]["loss"] < records[0]["loss"]
@@ -217,7 +223,7 @@ def test_a_run_whose_cuts_moved_reports_all_its_bytes(run_file: Path) -> None:
     done = thinpipe(run_file, *once, "--resume", "--step", "4", "--set", "pipeline.cuts=[2, 3]")
     assert done.returncode == 0, done.stderr
     summary, records = (
-        json.loads((folder / "summary.json").read_text()),
+        json.loads((folder / "summary.json").read_text(encoding="utf-8")),
         read_metrics(folder / "metrics.jsonl"),
     )
     methods = {(row["cut"], row["direction"]): row["method"] for row in summary["wire"]}
@@ -225,7 +231,7 @@ def test_a_run_whose_cuts_moved_reports_all_its_bytes(run_file: Path) -> None:
     assert {cut for (cut, _), method in methods.items() if method == "earlier cut"} == {1}
     sent = [sum(count.nbytes for count in record.wire) for record in records]
     assert summary["totals"]["bytes"] == sum(sent)
-    assert "earlier cut" in (folder / "report.html").read_text()
+    assert "earlier cut" in (folder / "report.html").read_text(encoding="utf-8")
     assert "earlier cut" in done.stdout
 
 
@@ -236,11 +242,11 @@ def test_a_second_run_moves_the_first_out_of_the_way(run_file: Path) -> None:
     one = ["--set", "train.epochs=1", "--set", "pipeline.cuts=[]"]
     done = thinpipe(run_file, *one)
     assert done.returncode == 0, done.stderr
-    assert (run_file.parent / "run.1" / "metrics.jsonl").read_text() == "precious"
-    before = (folder / "report.html").read_text()
+    assert (run_file.parent / "run.1" / "metrics.jsonl").read_text(encoding="utf-8") == "precious"
+    before = (folder / "report.html").read_text(encoding="utf-8")
     again = thinpipe(run_file, *one, "--resume")
     assert "all 5 steps are done" in again.stdout
-    assert (folder / "report.html").read_text() == before
+    assert (folder / "report.html").read_text(encoding="utf-8") == before
 
 
 def test_a_folder_of_other_things_is_left_alone(run_file: Path) -> None:
@@ -289,7 +295,7 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def test_a_run_that_is_done_leaves_its_weights_and_little_else(run_file: Path) -> None:
-    run_file.write_text(run_file.read_text().replace("keep = 9", ""))
+    run_file.write_text(run_file.read_text(encoding="utf-8").replace("keep = 9", ""))
     two = ("--set", "pipeline.cuts=[2]")
     done = thinpipe(run_file, *two)
     assert done.returncode == 0, done.stderr
@@ -341,7 +347,7 @@ def test_resume_with_other_settings_is_refused(run_file: Path) -> None:
     one = ["--set", "pipeline.cuts=[]", "--set", "train.epochs=2", "--set", "run.seed=0"]
     assert thinpipe(run_file, *one).returncode == 0
     text = run_file.parent / "text.txt"
-    original = text.read_text()
+    original = text.read_text(encoding="utf-8")
     text.write_text(original.replace("squared", "cubed"))
     changed = ["--set", "model.width=32", "--set", "train.epochs=3"]
     done = thinpipe(run_file, *one, "--resume", *changed)

@@ -109,6 +109,6 @@ def fall_silent(rank: int, account: Path) -> None:
 def test_a_silent_peer_is_given_up_after_the_timeout(ranks: Ranks, tmp_path: Path) -> None:
     account = tmp_path / "account"
     ranks(2, fall_silent, account)
-    seconds, reported = account.read_text().split(" ", 1)
+    seconds, reported = account.read_text(encoding="utf-8").split(" ", 1)
     assert 1.5 < float(seconds) < 60  # the timeout is 2 s
     assert reported.startswith("stage 1 (rank 1) -> stage 0 (rank 0), cut 2 backward: lost")

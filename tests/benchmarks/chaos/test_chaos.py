@@ -41,7 +41,7 @@ def test_runs_on_emulated_hosts_are_disturbed(tmp_path: Path) -> None:
     if "ShapedError" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr
-    assert out.read_text().count("\n") >= 6
+    assert out.read_text(encoding="utf-8").count("\n") >= 6
     shown = subprocess.run(
         [sys.executable, "-m", "benchmarks.chaos", "--show", str(out)],
         capture_output=True,

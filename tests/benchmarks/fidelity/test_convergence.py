@@ -69,7 +69,7 @@ def test_bytes_are_those_of_the_codecs(corpus: Corpus, tmp_path: Path) -> None:
         CUTS * (VALUES * bits // 8 + scales + fixed) for bits in (8, 3, 3)
     ]
     assert delta.epochs[1].values == 2 * CUTS * VALUES
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = [line["result"] for line in lines]
     assert [row["method"] for row in rows] == ["fp32", *methods]
     assert rows[0]["train_gap"] == rows[0]["held_out_gap"] == 0.0
@@ -162,7 +162,9 @@ def test_pretraining_text_has_acceptable_sentences_and_ordinary_spelling(tmp_pat
     (tmp_path / "cola.tsv").write_text("a\t1\t\tIt rains.\nb\t0\t*\tRains it the.\n")
     (tmp_path / "wiki").write_text("A well @-@ known 1 @,@ 000 , he 's here .")
     write_text(tmp_path / "out", texts=[tmp_path / "wiki"], labelled=tmp_path / "cola.tsv")
-    assert (tmp_path / "out").read_text() == "It rains.\nA well-known 1,000, he's here."
+    assert (tmp_path / "out").read_text(
+        encoding="utf-8"
+    ) == "It rains.\nA well-known 1,000, he's here."
 
 
 def outcome(method: str, seed: int, losses: Sequence[float]) -> Outcome:

@@ -14,7 +14,7 @@ def test_bits_are_near_the_entropy_and_in_the_file(
 ) -> None:
     path = tmp_path / "out.jsonl"
     main(["--values", "20000", "--repetitions", "1", "--json", str(path)])
-    rows = [json.loads(line)["result"] for line in path.read_text().splitlines()]
+    rows = [json.loads(line)["result"] for line in path.read_text(encoding="utf-8").splitlines()]
     assert [row["symbols"] for row in rows][-1] == "models 4 to 25"
     for row in rows:
         assert row["entropy"] < row["rans_bits"] < 1.1 * row["entropy"]

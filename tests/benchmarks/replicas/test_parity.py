@@ -71,7 +71,7 @@ def test_exact_averages_of_parameters_and_of_gradients_both_learn(
     assert 0.9 < cocktail.ratio_fp32 < 3  # what does not occur does not move: zstd finds that
     assert plain.held_out_gap == plain.train_gap == plain.tuned_gap == 0
     assert cocktail.tuned_gap == pytest.approx(0, abs=0.05)
-    lines = [json.loads(line)["result"] for line in path.read_text().splitlines()]
+    lines = [json.loads(line)["result"] for line in path.read_text(encoding="utf-8").splitlines()]
     assert [line["method"] for line in lines] == [BASELINE, "cocktail exact"]
     assert {field.name for field in fields(Row)} < set(lines[0])
     first, last = lines[0]["outcome"]["epochs"]

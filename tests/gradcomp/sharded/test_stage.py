@@ -230,7 +230,7 @@ def _survivor(rank: int, found: Any) -> None:
 def test_a_killed_shard_is_named(ranks: Ranks, tmp_path: Any) -> None:
     with pytest.raises(AssertionError, match="rank 1"):
         ranks(2, _survivor, tmp_path / "said")
-    assert "stage 0 shard 1" in (tmp_path / "said").read_text()
+    assert "stage 0 shard 1" in (tmp_path / "said").read_text(encoding="utf-8")
 
 
 def _orders(rank: int) -> list[tuple[list[str], list[str]]]:

@@ -180,7 +180,7 @@ def test_only_a_step_that_holds_the_part_whole_is_offered(tmp_path: Path) -> Non
 def test_a_manifest_of_another_format_or_none_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, 50)
     path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    path.write_text(path.read_text(encoding="utf-8").replace('"format": 2', '"format": 3'))
     with pytest.raises(CheckpointError, match="format 3 is not the one read here, 2"):
         checkpoint.read_manifest(folder)
     with pytest.raises(CheckpointError, match=r"step-51/manifest\.json: missing"):
@@ -427,7 +427,7 @@ def test_a_damaged_step_never_counts_among_those_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", [checkpoint, statefile])
 def test_no_pickle_is_ever_read_or_written(module: Any) -> None:
-    tree = ast.parse(Path(module.__file__).read_text())
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):

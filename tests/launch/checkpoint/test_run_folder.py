@@ -57,7 +57,7 @@ def test_a_folder_being_renamed_cannot_be_locked_by_another_run(
     mine, problem = acquired(path)
     assert problem is None
     assert others == [taken(path)] * 2
-    assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == "precious"
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_text(encoding="utf-8") == "precious"
     assert not (tmp_path / "run.2").exists()
     mine.release()
 
@@ -123,7 +123,7 @@ def test_a_second_run_is_refused_naming_the_owner_until_it_ends(tmp_path: Path) 
         for resume in (False, True):
             assert acquired(path, resume=resume, run=OTHER)[1] == taken(path, holder.pid)
         holder.send_signal(signal.SIGKILL)
-    assert (path / ".lock").read_text()  # its name is still there
+    assert (path / ".lock").read_text(encoding="utf-8")  # its name is still there
     mine, problem = acquired(path, resume=True, run=OURS)
     assert problem is None
     assert acquired(path, run=OTHER)[1] == taken(path)

@@ -188,8 +188,8 @@ def test_a_mapped_tensor_stays_in_its_file(tmp_path: Path) -> None:
     path, state = tmp_path / "state.safetensors", {"a": torch.ones(3), "b": {"rows": torch.ones(9)}}
     statefile.save_state(path, state)
     copied = statefile.load_state(path)
-    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert str(path) not in Path("/proc/self/maps").read_text(encoding="utf-8")
     found = statefile.load_state(path, mapped="rows")
-    assert str(path) in Path("/proc/self/maps").read_text()
+    assert str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")
     assert_same(found, state)
     assert_same(copied, state)

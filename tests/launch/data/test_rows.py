@@ -9,7 +9,7 @@ from thinpipe.launch.data.rows import find_format, read_rows
 
 def _file(folder: Path, name: str, text: str) -> Path:
     path = folder / name
-    path.write_text(text, newline="")
+    path.write_text(text, newline="", encoding="utf-8")
     return path
 
 

@@ -62,6 +62,6 @@ def test_two_machines_unpickle_nothing_of_each_other(run_file: Path, tmp_path: P
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], texts
-    files = set(log.read_text().split())
+    files = set(log.read_text(encoding="utf-8").split())
     assert any(place in name for name in files for place in LOCAL)  # the watch works
     assert not [name for name in files if not any(place in name for place in LOCAL)]

@@ -27,7 +27,7 @@ disk.flush_folder(folder)
 for text in "ab":
     (folder / "new").write_text(text)
     disk.replace(folder / "new", folder / "file")
-    print((folder / "file").read_text(), (folder / "new").exists())
+    print((folder / "file").read_text(encoding="utf-8"), (folder / "new").exists())
 """
 
 

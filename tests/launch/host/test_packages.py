@@ -51,7 +51,7 @@ def command(name: str, run_file: Path, *overrides: str) -> list[str]:
         return ["trace", str(folder)]
     if name == "export":
         folder.mkdir()
-        (folder / "config.toml").write_text(run_file.read_text())
+        (folder / "config.toml").write_text(run_file.read_text(encoding="utf-8"))
         return ["export", str(folder), str(folder / "model")]
     settings = [word for override in overrides for word in ("--set", override)]
     return [name, str(run_file), *settings]
@@ -96,7 +96,7 @@ def test_what_all_commands_need(run_file: Path) -> None:
 
 def huggingface_run(run_file: Path) -> None:
     saved_model("gpt2", run_file.parent / "gpt2")
-    text = run_file.read_text()
+    text = run_file.read_text(encoding="utf-8")
     model = f'[model]\npretrained = "{run_file.parent / "gpt2"}"\nlora = {{ rank = 2 }}\n'
     run_file.write_text(re.sub(r"\[model\].*?(?=\[data\])", model, text, flags=re.DOTALL))
 

@@ -110,20 +110,20 @@ def test_resets_outages_and_strangers_change_nothing(net: ShapedNetwork, tmp_pat
     assert net.run(disturb, hosts=[2]) == [300]
     assert run.done() == dict.fromkeys(range(HOSTS), 0), run.text()
     assert run.losses() == alone(tmp_path, longer)
-    edges = json.loads((tmp_path / "0" / "summary.json").read_text())["edges"]
+    edges = json.loads((tmp_path / "0" / "summary.json").read_text(encoding="utf-8"))["edges"]
     assert {(edge["source"], edge["target"]) for edge in edges} == {
         (f"host{a}", f"host{b}") for a in range(HOSTS) for b in range(HOSTS) if a != b
     }
     disturbed = {edge["target"] for edge in edges if edge["source"] == "host2" and edge["resumed"]}
     assert disturbed == {"host0", "host1"}
-    assert "connection to host2 lost (" in run.log(0).read_text()
-    assert "connection to host2 is back" in run.log(0).read_text()
-    assert "host2 → host0" in run.log(0).read_text()
-    traces = json.loads((tmp_path / "0" / "edges.json").read_text())
+    assert "connection to host2 lost (" in run.log(0).read_text(encoding="utf-8")
+    assert "connection to host2 is back" in run.log(0).read_text(encoding="utf-8")
+    assert "host2 → host0" in run.log(0).read_text(encoding="utf-8")
+    traces = json.loads((tmp_path / "0" / "edges.json").read_text(encoding="utf-8"))
     assert set(traces) == {f"host{host}" for host in range(HOSTS)}
     assert sum(sample["resumed"] for sample in traces["host2"]) > 0
     assert max(sample["silence_s"] for sample in traces["host0"]) > 2
-    page = (tmp_path / "0" / "report.html").read_text()
+    page = (tmp_path / "0" / "report.html").read_text(encoding="utf-8")
     assert "Connections between machines" in page
 
 
@@ -136,8 +136,10 @@ def test_a_lost_machine_is_named_on_both_sides(net: ShapedNetwork, tmp_path: Pat
     assert time.monotonic() - start_s < 4 + PATIENCE_S  # of the 300 s of pipeline.peer_timeout_s
     assert set(codes.values()) == {1}, run.text()
     for host in range(2):
-        assert "no connection to host2 for " in run.log(host).read_text(), run.text()
-    isolated = run.log(2).read_text()
+        assert "no connection to host2 for " in run.log(host).read_text(encoding="utf-8"), (
+            run.text()
+        )
+    isolated = run.log(2).read_text(encoding="utf-8")
     assert "no connection to " in isolated
     assert "host0 for " in isolated, isolated
 
@@ -155,7 +157,7 @@ def test_a_killed_rank_is_known_everywhere(net: ShapedNetwork, tmp_path: Path) -
     run.done()
     cause = "rank 1 on host1: killed by signal 9 (SIGKILL)"
     for host in (0, 2):
-        said = run.log(host).read_text()
+        said = run.log(host).read_text(encoding="utf-8")
         accounts = (f"first failure: {cause}", f"ended because of another rank: {cause}")
         assert any(account in said for account in accounts), run.text()
 
@@ -171,7 +173,7 @@ def test_where_all_meet_a_lost_carrier_ends_the_run_at_once(
     assert time.monotonic() - start_s < PATIENCE_S  # the others give it up at once
     assert set(codes.values()) == {1}, run.text()
     said = "the process that connects this machine with the others has ended: it was killed"
-    assert said in run.log(0).read_text(), run.text()
+    assert said in run.log(0).read_text(encoding="utf-8"), run.text()
 
 
 def launcher_of(folder: Path, host: int) -> psutil.Process:
@@ -201,12 +203,14 @@ def test_sigterm_to_every_process_of_a_machine_saves_on_all(
     assert len(steps[0]) == 1, run.text()
     assert steps == [steps[0]] * HOSTS
     for host in range(HOSTS):
-        said = run.log(host).read_text()
+        said = run.log(host).read_text(encoding="utf-8")
         assert f"asked to stop: step {steps[0][0]} is saved, then the run ends" in said
         assert f"stopped: everything up to step {steps[0][0]} is saved" in said
         assert "Traceback" not in said
     for host in (0, 2):
-        assert "not restarted: the run was asked to stop" in run.log(host).read_text()
+        assert "not restarted: the run was asked to stop" in run.log(host).read_text(
+            encoding="utf-8"
+        )
 
 
 def test_a_machine_whose_launcher_died_comes_back(net: ShapedNetwork, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def applied(tmp_path: Path, text: str, tables: list[dict[str, object]] | None = 
     if tables is not None:
         assert config.boundary_at(2).forward.bits == 3
         assert config.boundary_at(5).forward.kind == "raw"
-    return path.read_text()
+    return path.read_text(encoding="utf-8")
 
 
 def test_comments_and_order_stay(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_file_that_would_not_read_back_as_intended_is_left_alone(
     monkeypatch.setattr(apply, "_edit", lambda *_: text)
     with pytest.raises(ConfigError, match=r"(?s)put this into it by hand.*cuts"):
         apply_plan(path, (2, 5), None)
-    assert path.read_text() == text
+    assert path.read_text(encoding="utf-8") == text
 
 
 def test_other_settings_are_written_beside_the_cuts(tmp_path: Path) -> None:
@@ -133,6 +133,6 @@ def test_other_settings_are_written_beside_the_cuts(tmp_path: Path) -> None:
     settings = {"replicas": 2, "placement": [["a"], ["b"]]}
     gradcomp = {"method": "cocktail", "cocktail": {"bits": 4, "subset": 0.2}}
     apply_plan(path, [], None, {"pipeline": settings, "gradcomp": gradcomp})
-    written = tomllib.loads(path.read_text())
+    written = tomllib.loads(path.read_text(encoding="utf-8"))
     assert written == {"pipeline": {"cuts": [], **settings}, "gradcomp": gradcomp}
-    assert "# mine" in path.read_text()
+    assert "# mine" in path.read_text(encoding="utf-8")

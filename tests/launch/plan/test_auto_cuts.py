@@ -128,11 +128,13 @@ def test_cuts_are_decided_once_and_kept_at_resume(run_file: Path) -> None:
     assert done.stderr.count('pipeline.cuts = "auto": [') == 1
     assert re.search(r"stages take \d+(\.\d+)? m?s, \d+(\.\d+)? m?s per", done.stderr)
     folder = run_file.parent / "run"
-    (cut,) = tomllib.loads((folder / "config.toml").read_text())["pipeline"]["cuts"]
+    (cut,) = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))["pipeline"]["cuts"]
     assert 1 <= cut <= 3
     # had the checkpoint other cuts, a resumed run would take those
     for step in (8, 10):
-        manifest = json.loads((folder / f"checkpoints/step-{step}/manifest.json").read_text())
+        manifest = json.loads(
+            (folder / f"checkpoints/step-{step}/manifest.json").read_text(encoding="utf-8")
+        )
         assert manifest["meta"]["config"]["pipeline"]["cuts"] == [cut]
     shutil.rmtree(folder / "checkpoints" / "step-10")
     (folder / "checkpoints" / "latest").write_text("step-8\n")
@@ -154,7 +156,7 @@ def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch)
     config = load_config(run_file)
     assert config.pipeline.cuts == (1,)  # the second machine is nine times as fast
     assert config.boundary_at(1).forward.kind == "aqsgd"  # 1 Mbit/s carries no more
-    assert "[train]" in run_file.read_text()
+    assert "[train]" in run_file.read_text(encoding="utf-8")
     assert f"written to {run_file}: cuts [1] and bits" in done.output
     again = CliRunner().invoke(app, ["plan", str(run_file), "--delay", "20ms", "--apply"])
     assert "cuts [1]; bits unchanged: give --rate or --network" in again.output
@@ -177,14 +179,14 @@ def test_plan_does_not_apply_what_it_distrusts(
     rates = [[None, 8e3, 1e8], [1e8, None, 1e8], [1e8, 1e8, None]]
     network.write_text(json.dumps({"rate_bps": rates}))
     links = ["--network", str(network)] if closed else ["--rate", "1mbit"]
-    before = run_file.read_text()
+    before = run_file.read_text(encoding="utf-8")
     done = CliRunner().invoke(app, ["plan", str(run_file), *links, "--apply"])
     assert done.exit_code == 2, done.output
     assert f"error: --apply: nothing was written to {run_file}" in done.output
     assert message in done.output
     assert ("(0 -> 1)" in done.output) == closed
     assert "predicted step" in done.output
-    assert run_file.read_text() == before
+    assert run_file.read_text(encoding="utf-8") == before
 
 
 @pytest.mark.parametrize(("setting", "threads"), [(None, 7), ("3", 3)])

@@ -23,7 +23,7 @@ def test_coded_settings_are_applied_and_have_the_predicted_sizes(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two compete on a busy machine
     monkeypatch.setattr("thinpipe.launch.plan.profile.interference_warning", lambda *_, **__: None)
     monkeypatch.setenv("COLUMNS", "100")
-    text = run_file.read_text().replace("width = 16", "width = 64")
+    text = run_file.read_text(encoding="utf-8").replace("width = 16", "width = 64")
     text = text.replace("batch_size = 5", "batch_size = 6").replace("bits = 3", "bits = 8")
     run_file.write_text(text + "[[boundary]]\ncut = 3\nguard = { mode = 'act' }\n")
     done = CliRunner().invoke(app, ["plan", str(run_file), "--rate", "100kbit", "--apply"])
@@ -31,7 +31,7 @@ def test_coded_settings_are_applied_and_have_the_predicted_sizes(
     for method in ("aqsgd rate 0.8", "direct rate 0.7"):
         assert method in done.output
     _, _, printed = done.output.partition("to the run file:\n")
-    applied = tomllib.loads(run_file.read_text())["boundary"]
+    applied = tomllib.loads(run_file.read_text(encoding="utf-8"))["boundary"]
     assert tomllib.loads(printed.partition("\nwritten to")[0])["boundary"] == applied
     run = load_config(run_file)
     assert run.boundary_at(3).guard.mode == "act"

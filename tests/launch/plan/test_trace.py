@@ -68,7 +68,7 @@ def test_trace_shows_both_steps_rank_by_rank(tmp_path: Path) -> None:
     assert "s on links of 10 kbit/s\n" in summary
     free = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=None, delay_s=0.02)
     assert "s on links without a limit and 20 ms one way\n" in free
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert names[1] == "rank 1 (stage 1)"
     assert names[1001] == "predicted: rank 1 (stage 1)"
@@ -83,7 +83,7 @@ def test_concurrent_codecs_are_drawn_on_separate_tracks(tmp_path: Path) -> None:
     write_trace(
         tmp_path / "trace.json", measured().model_copy(update={"events": events}), None, title=""
     )
-    drawn = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    drawn = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     spans = [(e["cat"], e["ts"] / 1e6, e["tid"]) for e in drawn if e["ph"] == "X"]
     assert spans == [("F", 0, 0), ("encode", 1, 2), ("decode", 2, 3), ("encode", 3, 2)]
     names = {e["tid"]: e["args"]["name"] for e in drawn if e["name"] == "thread_name"}
@@ -94,7 +94,7 @@ def test_schedules_that_cannot_be_simulated_still_have_a_trace(tmp_path: Path) -
     measured().model_copy(update={"schedule": "Interleaved1F1B"}).write(tmp_path)
     summary = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=None, delay_s=0.0)
     assert "not predicted" in summary
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     assert max(event["pid"] for event in events) == 2
 
 

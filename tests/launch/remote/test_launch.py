@@ -101,13 +101,16 @@ def test_a_run_on_two_hosts(hosts: Path, run_file: Path) -> None:
     code, out, err = launch(hosts, run_file, *settings)
     assert code == 0, out + err
     folder = run_file.parent / "run"
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert (summary["stages"], summary["steps"]) == (2, 15)
-    assert 'name = "second"' in (folder / "config.toml").read_text()
+    assert 'name = "second"' in (folder / "config.toml").read_text(encoding="utf-8")
     assert "host0| step 15/15" in out
     assert "host1| " not in out  # the same numbers
     assert all(line.startswith(("host0| ", "host1| ")) for line in (out + err).splitlines())
-    assert sorted((hosts.parent / "asked").read_text().split()) == ["me@host0", "me@host1"]
+    assert sorted((hosts.parent / "asked").read_text(encoding="utf-8").split()) == [
+        "me@host0",
+        "me@host1",
+    ]
 
 
 @pytest.mark.slow
@@ -143,7 +146,7 @@ def run_here(hosts: Path, run_file: Path) -> int:
 def test_a_host_that_fails_ends_the_others(
     hosts: Path, run_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before, _, after = hosts.read_text().rpartition('"thinpipe"')
+    before, _, after = hosts.read_text(encoding="utf-8").rpartition('"thinpipe"')
     hosts.write_text(f'{before}"elsewhere"{after}')
     assert run_here(hosts, run_file) == 2
     err = capfd.readouterr().err
@@ -157,7 +160,7 @@ def test_a_host_that_cannot_be_reached_is_named(
     hosts: Path, run_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port = free_port()
-    hosts.write_text(hosts.read_text() + f'address = "127.0.0.1"\nport = {port}\n')
+    hosts.write_text(hosts.read_text(encoding="utf-8") + f'address = "127.0.0.1"\nport = {port}\n')
     assert run_here(hosts, run_file) == 255
     err = capfd.readouterr().err
     assert f"host1| ssh: connect to host 127.0.0.1 port {port}: Connection refused" in err
@@ -168,7 +171,7 @@ def test_a_host_that_cannot_be_reached_is_named(
 def test_a_missing_python_is_named(
     hosts: Path, run_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    hosts.write_text(hosts.read_text().replace(sys.executable, "no/python"))
+    hosts.write_text(hosts.read_text(encoding="utf-8").replace(sys.executable, "no/python"))
     assert run_here(hosts, run_file) == 127
     err = capfd.readouterr().err
     assert "host0: python = 'no/python': not found in thinpipe; install ThinPipe" in err
@@ -219,7 +222,7 @@ def as_pasted(text: str, tmp_path: Path) -> list[list[str]]:
     recorded = tmp_path / "recorded"
     environment = {**os.environ, "PATH": path, "RECORDED": str(recorded)}
     subprocess.run(["sh"], input=text, text=True, env=environment, check=True)
-    commands = recorded.read_text().split("-T\0")[1:]
+    commands = recorded.read_text(encoding="utf-8").split("-T\0")[1:]
     return [["-T", *command.split("\0")[:-1]] for command in commands]
 
 

@@ -103,13 +103,15 @@ def test_files_arrive_as_they_are(server: subprocess.Popen[bytes], tmp_path: Pat
     there = tmp_path / "checkout"
     for name in ("runs of mine/r.toml", "data/a.bin", "run.key"):
         assert (there / name).read_bytes() == (here / name).read_bytes()
-    assert (there / "base.toml").read_text() == (here / "base.toml").read_text()
+    assert (there / "base.toml").read_text(encoding="utf-8") == (here / "base.toml").read_text(
+        encoding="utf-8"
+    )
     assert (there / "run.key").stat().st_mode & 0o777 == 0o600
     (there / "data").chmod(0o755)
     absolute = tmp_path / "elsewhere.toml"
     absolute.write_text("[train]\n")
     copy_files(hosts, [absolute])
-    assert absolute.read_text() == "[train]\n"
+    assert absolute.read_text(encoding="utf-8") == "[train]\n"
     broken = hosts.host[0].model_copy(update={"checkout": str(tmp_path / "none")})
     with pytest.raises(ConfigError, match=r"box: could not write .*install ThinPipe there, or"):
         copy_files(hosts.model_copy(update={"host": (broken,)}), [absolute])
@@ -166,7 +168,7 @@ def test_the_documented_program_on_two_hosts_with_unequal_shares(tmp_path: Path)
     assert losses[-1] < losses[0]
     assert not (second / "mine.safetensors").exists()
     found: dict[str, object] = {}
-    exec(PAGE.read_text().split("```python\n")[1].split("pipe = ")[0], found)
+    exec(PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("pipe = ")[0], found)
     whole = found["model"]()  # type: ignore[operator]
     whole.load_state_dict(load_file(first / "mine.safetensors"))
     ranks = {path.name for path in (second / "runs/mine/checkpoints").rglob("*rank*")}
@@ -179,7 +181,9 @@ def write_here(tmp_path: Path) -> None:
     here.mkdir()
     for number in range(2):
         (tmp_path / f"box{number}").mkdir()
-    (here / "mine.py").write_text(PAGE.read_text().split("```python\n")[1].split("```")[0])
+    (here / "mine.py").write_text(
+        PAGE.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    )
     torch.manual_seed(0)
     rows = torch.randint(600, (16, 1)) + torch.arange(9)
     torch.save((rows % 600).repeat(8, 1), here / "train.pt")

@@ -156,7 +156,9 @@ def test_what_is_measured_of_cuts_is_a_mean_over_the_last_epoch(tmp_path: Path) 
     found = forward["error"], forward["cosine"], forward["gain"], forward["dimensions"]
     assert found == tuple(measured.values())
     assert forward["change"] is None
-    page = write_report(tmp_path, info, records=records, timeline=(), summary=summary).read_text()
+    page = write_report(tmp_path, info, records=records, timeline=(), summary=summary).read_text(
+        encoding="utf-8"
+    )
     assert "Coding gain, bits per value" in page
     assert '<td class="n">1.25</td>' in page
     assert '<th class="n">Change</th>' not in page
@@ -230,7 +232,7 @@ def test_page_loads_nothing_from_elsewhere_and_shows_the_summary(tmp_path: Path)
     ]
     shown += [format_bytes(nbytes) for nbytes in exact]
     assert [item for item in shown if item not in text] == []
-    assert json.loads((tmp_path / "new" / "summary.json").read_text()) == summary
+    assert json.loads((tmp_path / "new" / "summary.json").read_text(encoding="utf-8")) == summary
 
 
 def test_errors_have_a_picture_where_they_were_measured(tmp_path: Path) -> None:
@@ -272,7 +274,7 @@ def test_short_and_broken_runs_still_get_a_report(
     text = "".join(_Page(page.read_text(encoding="utf-8")).text)
     assert "No timeline was recorded" in text
     assert ("so there are no cuts" in text) == (not cuts)
-    json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
 
 
 def test_timeline_shows_every_kind_in_its_own_colour() -> None:

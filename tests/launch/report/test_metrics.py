@@ -69,7 +69,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 def test_a_line_holds_plain_json_under_the_documented_keys(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, range(1, 2))
-    line = json.loads(path.read_text())
+    line = json.loads(path.read_text(encoding="utf-8"))
     assert list(line) == KEYS
     assert line["wire"][0] == {
         "cut": 6,
@@ -100,7 +100,9 @@ def test_a_loss_that_is_not_finite_is_null_and_read_as_nan(tmp_path: Path, loss:
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path, None) as writer:
         writer.write(replace(_record(1), loss=loss, grad_norm=loss, skipped=True, eval={"x": loss}))
-    assert json.loads(path.read_text(), parse_constant=_no_constants)["loss"] is None
+    assert (
+        json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constants)["loss"] is None
+    )
     (read,) = read_metrics(path)
     assert math.isnan(read.loss)
     assert read.grad_norm is None
@@ -157,7 +159,7 @@ def test_a_new_run_does_not_mix_with_an_earlier_one(tmp_path: Path) -> None:
 def test_a_bad_line_in_the_middle_is_named(tmp_path: Path, bad: str, what: str) -> None:
     path = tmp_path / "metrics.jsonl"
     _write(path, range(1, 4))
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     path.write_text("\n".join([lines[0], bad, lines[2]]) + "\n")
     with pytest.raises(ValueError, match=rf"metrics\.jsonl:2: not a step record .*{what}"):
         read_metrics(path)

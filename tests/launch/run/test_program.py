@@ -139,7 +139,7 @@ def own_module() -> dict[str, Any]:
 def test_the_documented_program_runs_and_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "own_code.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "own_code.md").read_text(encoding="utf-8")
     (folder / "documented.py").write_text(page.split("```python\n")[1].split("```")[0])
     samples = torch.load("train.pt")
     torch.save(samples.repeat(2, 1), "train.pt")
@@ -191,7 +191,11 @@ def test_its_run_file_twin_does_the_same(folder: Path) -> None:
 
 
 def test_it_goes_on_where_it_stopped_bit_for_bit(folder: Path) -> None:
-    program = (folder / "mine.py").read_text().replace("1e-2)", '1e-2), writers=["tensorboard"]')
+    program = (
+        (folder / "mine.py")
+        .read_text(encoding="utf-8")
+        .replace("1e-2)", '1e-2), writers=["tensorboard"]')
+    )
     (folder / "mine.py").write_text(program)
     run("run", "mine.py")
     whole = load_file("mine.safetensors")
@@ -214,7 +218,7 @@ def test_leaving_early_saves_and_reports_and_can_be_resumed(folder: Path) -> Non
     run("run", "mine.py")
     whole = losses(folder / "runs/mine")
     Path("runs/mine").rename("runs/whole")
-    program = (folder / "mine.py").read_text()
+    program = (folder / "mine.py").read_text(encoding="utf-8")
     (folder / "leaves.py").write_text(
         program.replace("    found = run.eval", "    if epoch == 1: break\n    found = run.eval")
     )
@@ -231,7 +235,7 @@ def test_leaving_early_saves_and_reports_and_can_be_resumed(folder: Path) -> Non
 def test_replicas_of_ones_own_model(folder: Path, exchange: str) -> None:
     write_program(folder, replicas=2, exchange=exchange)
     run("run", "mine.py")
-    summary = json.loads((folder / "runs/mine/summary.json").read_text())
+    summary = json.loads((folder / "runs/mine/summary.json").read_text(encoding="utf-8"))
     assert summary["replicas"] == 2
     assert set(load_file("mine.safetensors")) == set(own_module()["model"]().state_dict())
 
@@ -321,7 +325,7 @@ def test_mistakes_in_a_program_are_told_without_our_own_frames(
 
 
 def test_batches_that_are_left_out_or_changed_are_refused(folder: Path) -> None:
-    program = (folder / "mine.py").read_text()
+    program = (folder / "mine.py").read_text(encoding="utf-8")
     (folder / "skips.py").write_text(program.replace("step = run.step(batch)", "continue"))
     said = run("run", "skips.py", code=1).stderr
     assert re.search(r"rank 0: skips.py, line \d+: step 1: its batch was not given to run.st", said)
@@ -337,11 +341,11 @@ def test_a_refused_run_leaves_an_earlier_one_in_its_folder(
 ) -> None:
     (folder / "runs/mine").mkdir(parents=True)
     (folder / "runs/mine/metrics.jsonl").write_text("precious")
-    program = (folder / "mine.py").read_text()
+    program = (folder / "mine.py").read_text(encoding="utf-8")
     (folder / "sized.py").write_text(program.replace("size=8", f"size={size}"))
     said = run("run", "sized.py", code=code).stderr
     assert ("train.batch_size = 800, but there are 16" in said) == (size == 800)
-    assert (folder / "runs" / earlier / "metrics.jsonl").read_text() == "precious"
+    assert (folder / "runs" / earlier / "metrics.jsonl").read_text(encoding="utf-8") == "precious"
 
 
 @pytest.mark.slow
@@ -382,7 +386,9 @@ def test_machines_with_disks_of_their_own_run_it_together(folder: Path) -> None:
     with network:
         pids = [network.start(host, partial(start, host)) for host in range(3)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    assert codes == [0, 0, 0], "\n".join((folder / f"log{host}").read_text() for host in range(3))
+    assert codes == [0, 0, 0], "\n".join(
+        (folder / f"log{host}").read_text(encoding="utf-8") for host in range(3)
+    )
     assert losses(folder / "host0/runs/mine") == alone
     assert (folder / "host0/mine.safetensors").exists()
     assert not (folder / "host1/mine.safetensors").exists()

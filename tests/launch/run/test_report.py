@@ -39,5 +39,5 @@ def test_a_finished_run_exits_with_0_however_long_its_report_takes(
     process = commands.CONTEXT.Process(target=_with_a_slow_report, args=arguments)
     process.start()
     process.join(commands.PATIENCE_S)
-    assert process.exitcode == 0, Path(paths[1]).read_text()
+    assert process.exitcode == 0, Path(paths[1]).read_text(encoding="utf-8")
     assert (run_file.parent / "run" / "report.html").exists()

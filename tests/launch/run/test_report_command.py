@@ -46,7 +46,7 @@ def test_the_report_of_a_run_under_way_is_written_from_its_folder(tmp_path: Path
     run_in(tmp_path / "one", [3.0, 2.5, 2.0])
     done = CliRunner().invoke(app, ["report", str(tmp_path / "one")])
     assert done.exit_code == 0, done.output
-    page = (tmp_path / "one" / "report.html").read_text()
+    page = (tmp_path / "one" / "report.html").read_text(encoding="utf-8")
     assert "So far: step 3 of 6." in page
     assert "step 2: each step 2.5" in page
 
@@ -57,7 +57,7 @@ def test_several_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     out = tmp_path / "both.html"
     words = ["report", str(tmp_path / "one"), str(tmp_path / "two"), "--out", str(out)]
     assert CliRunner().invoke(app, words).exit_code == 0
-    text = re.sub("<[^>]*>", " ", out.read_text())
+    text = re.sub("<[^>]*>", " ", out.read_text(encoding="utf-8"))
     assert re.search(r"Training loss, last epoch\s+2\.5000\s+1\.5000", text)
     assert not (tmp_path / "one" / "report.html").exists()
 
@@ -83,12 +83,12 @@ def test_a_report_is_there_after_every_evaluation_and_when_a_run_ends_early(
         records.add(RECORD)
         assert not page.exists()
         records.evaluated({"loss": 2.75})
-        assert "step 1 of 10" in page.read_text()
-        assert "2.7500" in page.read_text()
-        assert "<td>one</td><td>two</td>" in page.read_text()
+        assert "step 1 of 10" in page.read_text(encoding="utf-8")
+        assert "2.7500" in page.read_text(encoding="utf-8")
+        assert "<td>one</td><td>two</td>" in page.read_text(encoding="utf-8")
         records.add(replace(RECORD, step=2, loss=2.0))
-    assert "step 2 of 10" in page.read_text()
+    assert "step 2 of 10" in page.read_text(encoding="utf-8")
     page.unlink()
     done = CliRunner().invoke(app, ["report", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    assert "<td>one</td><td>two</td>" in page.read_text(), "connections are kept"
+    assert "<td>one</td><td>two</td>" in page.read_text(encoding="utf-8"), "connections are kept"

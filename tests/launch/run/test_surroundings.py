@@ -81,7 +81,7 @@ multiprocessing.set_start_method("spawn")
     )
     run("run", "launch.py")
     for rank in range(2):
-        assert "INFO:mine:pipeline spawn" in (folder / f"log{rank}").read_text()
+        assert "INFO:mine:pipeline spawn" in (folder / f"log{rank}").read_text(encoding="utf-8")
 
 
 def test_its_excepthook_hears_of_a_failure(folder: Path) -> None:
@@ -97,7 +97,7 @@ sys.excepthook = hook
     )
     said = run("run", "mine.py", code=1).stderr
     assert "KeyError" in said
-    heard = [path.read_text() for path in folder.glob("heard?")]
+    heard = [path.read_text(encoding="utf-8") for path in folder.glob("heard?")]
     assert {line for text in heard for line in text.splitlines()} <= {
         "KeyError '0' True",
         "KeyError '1' True",

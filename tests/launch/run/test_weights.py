@@ -24,4 +24,4 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> 
     (tmp_path / "m.st.partial").mkdir()
     with pytest.raises((OSError, SafetensorError)):
         _write({"a": torch.ones(2)}, path)
-    assert path.read_text() == "old"
+    assert path.read_text(encoding="utf-8") == "old"

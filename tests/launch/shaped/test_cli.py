@@ -122,10 +122,10 @@ def test_ctrl_c_gives_commands_time_to_exit(tmp_path: Path) -> None:
         output.open("wb") as out,
         started("--hosts", "2", "--", "sh", "-c", script, output=out) as process,
     ):
-        until(lambda: output.read_text().count("| ready") == 2)  # it monitors both
+        until(lambda: output.read_text(encoding="utf-8").count("| ready") == 2)  # it monitors both
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         assert process.wait(PATIENCE_S) == 130
-    assert sorted(note.read_text().split()) == ["0", "1"]
+    assert sorted(note.read_text(encoding="utf-8").split()) == ["0", "1"]
 
 
 def test_rates_are_set_from_another_terminal(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_rates_are_set_from_another_terminal(tmp_path: Path) -> None:
         output.open("wb") as out,
         started("--hosts", "2", "--rate", "100mbit", "--", "sleep", "600", output=out),
     ):
-        until(lambda: output.read_text().endswith("\n"))
-        name = output.read_text().split()[-1]
+        until(lambda: output.read_text(encoding="utf-8").endswith("\n"))
+        name = output.read_text(encoding="utf-8").split()[-1]
         change = ["--down", "5mbit", "--pair", "0,1=1mbit"]
         done = CliRunner().invoke(app, ["shaped", "set", "--run", name, *change])
         wrong = CliRunner().invoke(app, ["shaped", "set", "--run", name, "--rate", "fast"])

@@ -35,7 +35,7 @@ ROWS = [{"instruction": f"{n} + 1 =", "output": str(n + 1), "id": n} for n in ra
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text("".join(f"{n} squared is {n * n}.\n" for n in range(700)))
-    Path("little.txt").write_text(Path("book.txt").read_text()[:3000])
+    Path("little.txt").write_text(Path("book.txt").read_text(encoding="utf-8")[:3000])
     Path("rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
     Path("mine_init.py").write_text(MODULE)
     return tmp_path
@@ -104,7 +104,7 @@ def test_it_finds_out_what_a_model_of_hugging_face_brings(folder: Path, *, weigh
     config = load_config(Path("new.toml"))
     assert getattr(config.model, "pretrained" if weights else "config") == str(place)
     assert config.train.lr == (5e-5 if weights else 1e-3)
-    assert ("random ones are trained" in Path("new.toml").read_text()) != weights
+    assert ("random ones are trained" in Path("new.toml").read_text(encoding="utf-8")) != weights
     assert len(config.pipeline.cuts) == 1
 
 
@@ -124,7 +124,7 @@ def test_nothing_is_overwritten_and_nothing_is_left_behind(folder: Path) -> None
     ):
         assert message in init(*words, code=2)
     assert [name for name in sorted(os.listdir()) if name != "__pycache__"] == before
-    assert Path("run.toml").read_text() == "mine"
+    assert Path("run.toml").read_text(encoding="utf-8") == "mine"
 
 
 def test_doctor_takes_a_model_of_ones_own(folder: Path) -> None:

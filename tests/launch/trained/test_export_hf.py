@@ -118,7 +118,7 @@ def test_export_without_training_is_byte_identical(name: str, tmp_path: Path) ->
     saved_run(run_config(section(name, source), tmp_path / "run"), steps=0)
     export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
     assert_same_bytes(tmp_path / "out", source)
-    assert (tmp_path / "out" / "merges.txt").read_text() == "#version: 0.2\n"
+    assert (tmp_path / "out" / "merges.txt").read_text(encoding="utf-8") == "#version: 0.2\n"
 
 
 def test_export_keeps_the_source_dtype(tmp_path: Path) -> None:
@@ -206,7 +206,10 @@ def test_a_head_that_differs_from_the_embedding_is_saved_untied(tmp_path: Path) 
     notes = export(tmp_path / "run", tmp_path / "out", step=None, dtype="source")
     assert any("lm_head.weight: differs from" in note for note in notes)
     assert (
-        json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+        json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))[
+            "tie_word_embeddings"
+        ]
+        is False
     )
     model = reloaded(tmp_path / "out", "gpt2")
     assert not torch.equal(model.lm_head.weight, model.transformer.wte.weight)
@@ -263,7 +266,7 @@ def test_tensors_of_other_heads_are_left_out_with_a_note(tmp_path: Path) -> None
     saved_model("bert", source)
     path = min(source.glob("*.safetensors"))
     index = source / "model.safetensors.index.json"
-    listed = json.loads(index.read_text())
+    listed = json.loads(index.read_text(encoding="utf-8"))
     save_file({**load_file(path), "cls.bias": torch.zeros(2)}, path, {"format": "pt"})
     listed["weight_map"]["cls.bias"] = path.name
     index.write_text(json.dumps(listed))
@@ -288,7 +291,7 @@ def test_the_command_exports_and_refuses_what_it_cannot(tmp_path: Path) -> None:
     (run / "checkpoints" / "step-1" / "replica-0.rank-0.safetensors").unlink()
     with pytest.raises(ValueError, match=r"rank-0\.safetensors are not here; copy that folder"):
         export(run, out, step=None, dtype="source")
-    (source / "config.json").write_text((source / "config.json").read_text() + " ")
+    (source / "config.json").write_text((source / "config.json").read_text(encoding="utf-8") + " ")
     with pytest.raises(ValueError, match=r"config\.json .*changed since"):
         export(run, out, step=None, dtype="source")
     assert not out.exists()

@@ -119,7 +119,9 @@ def test_wandb_keeps_one_run_over_a_resume(tmp_path: Path, monkeypatch: pytest.M
 
     def logged() -> list[dict[str, str]]:
         files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-        assert {file.name for file in files} == {f"run-{(tmp_path / 'run_id').read_text()}.wandb"}
+        assert {file.name for file in files} == {
+            f"run-{(tmp_path / 'run_id').read_text(encoding='utf-8')}.wandb"
+        }
         return [item for file in files for item in history(file)]
 
     wait_until(lambda: len(logged()) == 6, PATIENCE_S)  # another process writes the files
@@ -156,7 +158,7 @@ def test_trackio_keeps_one_run_over_a_resume(
     trackio = pytest.importorskip("trackio")
     write("trackio", tmp_path, range(1, 4))
     write("trackio", tmp_path, range(4, 6), done=3)
-    name = f"run-{(tmp_path / 'run_id').read_text()}"
+    name = f"run-{(tmp_path / 'run_id').read_text(encoding='utf-8')}"
     (run,) = trackio.Api().runs("tests")
     assert run.name == name
     storage = import_module("trackio.sqlite_storage").SQLiteStorage

@@ -198,11 +198,13 @@ def test_what_cannot_be_encoded_ends_a_step_that_waits_for_something_else(
 ) -> None:
     with pytest.raises(AssertionError, match="rank 0: ended without a result"):
         ranks(2, fail_to_encode, tmp_path)
-    seconds, reported = (tmp_path / "0").read_text().split(" ", 1)
+    seconds, reported = (tmp_path / "0").read_text(encoding="utf-8").split(" ", 1)
     assert "sample 3 cannot be coded" in reported
     assert float(seconds) < 60, "it waited for the peer's timeout"
     # of which one depends on what came through before the process ended, and its sockets with it
-    assert "forward: lost while waiting for microbatch " in (tmp_path / "1").read_text()
+    assert "forward: lost while waiting for microbatch " in (tmp_path / "1").read_text(
+        encoding="utf-8"
+    )
 
 
 class WithOffset(nn.Module):

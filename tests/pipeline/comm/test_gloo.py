@@ -110,7 +110,7 @@ def test_a_dead_rank_is_named(ranks: Ranks, tmp_path: Path) -> None:
     account = tmp_path / "account"
     with pytest.raises(AssertionError, match="rank 1: ended without a result"):
         ranks(2, share_with_dead_peer, account)
-    seconds, text = account.read_text().split(" ", 1)
+    seconds, text = account.read_text(encoding="utf-8").split(" ", 1)
     assert float(seconds) < 30, "half of the time after which a silent peer is given up"
     assert "lost in an exchange of control messages" in text
     assert "rank 1" in text

@@ -126,7 +126,7 @@ def test_a_peer_that_dies_in_an_exchange_is_named_at_once(ranks: Ranks, tmp_path
     account = tmp_path / "account"
     with pytest.raises(AssertionError, match="rank 1: ended without a result"):
         ranks(2, die_in_exchange, account)
-    seconds, message = account.read_text().split(" ", 1)
+    seconds, message = account.read_text(encoding="utf-8").split(" ", 1)
     assert float(seconds) < 60  # of the 120 that a silent peer has
     assert re.match(r"replica . -> replica .: lost in an exchange: (Read|Connection)", message)
     assert "pair.cc" not in message

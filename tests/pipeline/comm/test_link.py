@@ -148,7 +148,7 @@ def test_a_dead_peer_is_noticed_in_seconds_and_the_edge_named(ranks: Ranks, tmp_
     account = tmp_path / "account"
     with pytest.raises(AssertionError, match="rank 1: ended without a result"):
         ranks(2, peer_dies, account)
-    reported = account.read_text()
+    reported = account.read_text(encoding="utf-8")
     assert reported.startswith("stage 0 -> stage 1: lost while waiting for microbatch 0")
     assert float(reported.split()[-2]) < 30
 

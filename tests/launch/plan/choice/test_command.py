@@ -45,7 +45,7 @@ def test_what_is_applied_is_a_valid_run(tmp_path: Path, monkeypatch: pytest.Monk
     assert "best step found (after so long): " in output
     assert (tmp_path / "run.placement.svg").exists()
     written = load_config(run, [])
-    assert "# by hand" in run.read_text()
+    assert "# by hand" in run.read_text(encoding="utf-8")
     pipeline = written.pipeline
     assert len(pipeline.placement) == pipeline.replicas
     used = {host for row in pipeline.placement for host in row}

@@ -59,7 +59,7 @@ def test_peers_compare_what_the_folder_holds_not_where_it_is(gpt2: Path, tmp_pat
 
     saved_model("gpt2", tmp_path)
     assert shared(gpt2) == shared(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps({**config, "resid_pdrop": 0.5}))
     assert shared(gpt2) != shared(tmp_path)
 

@@ -40,7 +40,9 @@ def test_one_tensor_at_a_time_is_resident(tmp_path: Path) -> None:
     most = 0
     for _, tensor in Shards(tmp_path).read(list(tensors)):
         assert tensor.sum() == megabyte
-        mapped = Path("/proc/self/smaps").read_text().split(str(tmp_path / SINGLE))[1:]
+        mapped = (
+            Path("/proc/self/smaps").read_text(encoding="utf-8").split(str(tmp_path / SINGLE))[1:]
+        )
         most = max(most, sum(int(part.split("Rss:")[1].split()[0]) for part in mapped))
     assert 4 * 1024 <= most < 3 * 4 * 1024
 
@@ -118,7 +120,7 @@ def test_a_bad_file_is_named_with_tensor_and_remedy(
 
 def change_config(folder: Path, **changes: object) -> HuggingFaceConfig:
     path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}))
     return HuggingFaceConfig(pretrained=str(folder))
 
 
@@ -132,7 +134,7 @@ def test_a_config_with_other_layers_than_the_files_is_refused(tmp_path: Path) ->
 
 def test_a_tensor_that_no_file_holds_is_named(tmp_path: Path) -> None:
     saved_model("gpt2", tmp_path)
-    index = json.loads((tmp_path / INDEX).read_text())
+    index = json.loads((tmp_path / INDEX).read_text(encoding="utf-8"))
     del index["weight_map"]["transformer.h.1.ln_1.bias"]
     (tmp_path / INDEX).write_text(json.dumps(index))
     config = HuggingFaceConfig(pretrained=str(tmp_path))

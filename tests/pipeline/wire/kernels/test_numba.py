@@ -336,7 +336,7 @@ def test_an_edit_of_any_module_that_a_kernel_loads_changes_its_digest(copied: Pa
         for path in files:
             source_digest.cache_clear()
             before = source_digest(module, copied)
-            path.write_text(path.read_text() + "# edited\n")
+            path.write_text(path.read_text(encoding="utf-8") + "# edited\n")
             source_digest.cache_clear()
             assert source_digest(module, copied) != before, path
 
@@ -348,7 +348,7 @@ def test_an_edit_discards_only_what_depends_on_it(copied: Path) -> None:
 
     def changed(name: str) -> list[bool]:
         before, path = digests(), copied / "pipeline" / "wire" / "kernels" / name
-        path.write_text(path.read_text() + "# edited\n")
+        path.write_text(path.read_text(encoding="utf-8") + "# edited\n")
         return [one != other for one, other in zip(before, digests(), strict=True)]
 
     assert changed("cpu/hadamard.py") == [False, False, False, True]
