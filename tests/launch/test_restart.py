@@ -13,6 +13,7 @@ import pytest
 from tests.commands import PATIENCE_S
 from tests.launch.test_train import ranks_of, run_file, thinpipe, wait_until
 from tests.ports import free_port
+from tests.processes import named
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.distributed.network import ROUND
 from thinpipe.launch.report.metrics import read_metrics
@@ -137,7 +138,7 @@ def victims_of(launcher: int, name: str) -> list[int]:
     if name == "rank":
         return list(ranks_of(launcher).values())
     processes = psutil.Process(launcher).children(recursive=True)
-    return [process.pid for process in processes if process.name() == name]
+    return [process.pid for process in named(processes, name)]
 
 
 @pytest.mark.slow

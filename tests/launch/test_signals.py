@@ -16,6 +16,7 @@ import pytest
 from tests.commands import PATIENCE_S
 from tests.launch.test_ends import ENDLESS, steps_of, temporary
 from tests.launch.test_train import command, run_file, wait_until
+from tests.processes import named, signal_all
 from thinpipe.launch.checkpoint import files
 
 __all__ = ["run_file", "temporary"]
@@ -104,12 +105,11 @@ class OnTerminal:
 
     def strike(self, number: int) -> None:
         """Send a signal to each process at once."""
-        for process in self.tree:
-            process.send_signal(number)
+        signal_all(self.tree, number)
 
     def states(self) -> set[str]:
         """What the launcher, supervisors and ranks do."""
-        return {process.status() for process in self.tree if process.name().startswith("thinpipe")}
+        return {process.status() for process in named(self.tree, "thinpipe")}
 
     def is_gone(self) -> None:
         """Wait until none of its processes is left."""

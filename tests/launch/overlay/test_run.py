@@ -15,6 +15,7 @@ import pytest
 from benchmarks.overlay.hosts import PORT, HostsRun
 from tests.commands import PATIENCE_S
 from tests.launch.test_train import RUN, thinpipe, wait_until
+from tests.processes import signal_all
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.report.metrics import read_metrics
@@ -179,7 +180,7 @@ def test_where_all_meet_a_lost_carrier_ends_the_run_at_once(
 def launcher_of(folder: Path, host: int) -> psutil.Process:
     """All hosts are in one process namespace."""
     word = f"run.folder={folder}/{host}"
-    (launcher,) = (p for p in psutil.process_iter(["cmdline"]) if word in p.info["cmdline"])
+    (launcher,) = (p for p in psutil.process_iter(["cmdline"]) if word in (p.info["cmdline"] or ()))
     return launcher
 
 
@@ -193,8 +194,7 @@ def test_sigterm_to_every_process_of_a_machine_saves_on_all(
 
     def strike(_host: int) -> int:
         launcher = launcher_of(tmp_path, 1)
-        for process in (launcher, *launcher.children(recursive=True)):
-            process.send_signal(signal.SIGTERM)
+        signal_all((launcher, *launcher.children(recursive=True)), signal.SIGTERM)
         return 0
 
     net.run(strike, hosts=[1])

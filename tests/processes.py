@@ -1,0 +1,23 @@
+"""Processes that may end while a test looks at them: one that has ended is passed over."""
+
+import contextlib
+from collections.abc import Iterable
+
+import psutil
+
+
+def signal_all(processes: Iterable[psutil.Process], number: int) -> None:
+    """Send a signal to each; the first that gets it may end the others at once."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def named(processes: Iterable[psutil.Process], name: str) -> list[psutil.Process]:
+    """Those whose name begins so."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name().startswith(name):
+                found.append(process)
+    return found
