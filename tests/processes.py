@@ -1,9 +1,26 @@
 """Processes that may end while a test looks at them: one that has ended is passed over."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import psutil
+
+
+def running() -> Iterator[psutil.Process]:
+    """All processes; `psutil.process_iter` remembers those of namespaces that are gone."""
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            yield psutil.Process(pid)
+
+
+def started_with(word: str) -> list[psutil.Process]:
+    """Those with this argument."""
+    found = []
+    for process in running():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if word in process.cmdline():
+                found.append(process)
+    return found
 
 
 def signal_all(processes: Iterable[psutil.Process], number: int) -> None:

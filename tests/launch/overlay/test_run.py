@@ -15,7 +15,7 @@ import pytest
 from benchmarks.overlay.hosts import PORT, HostsRun
 from tests.commands import PATIENCE_S
 from tests.launch.test_train import RUN, thinpipe, wait_until
-from tests.processes import signal_all
+from tests.processes import named, running, signal_all, started_with
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.report.metrics import read_metrics
@@ -150,7 +150,7 @@ def test_a_killed_rank_is_known_everywhere(net: ShapedNetwork, tmp_path: Path) -
     run.wait_for_step(3)
 
     def kill(_host: int) -> int:
-        (rank,) = (p for p in psutil.process_iter(["name"]) if p.info["name"] == "thinpipe 1")
+        (rank,) = named(running(), "thinpipe 1")
         os.kill(rank.pid, signal.SIGKILL)
         return 0
 
@@ -179,8 +179,7 @@ def test_where_all_meet_a_lost_carrier_ends_the_run_at_once(
 
 def launcher_of(folder: Path, host: int) -> psutil.Process:
     """All hosts are in one process namespace."""
-    word = f"run.folder={folder}/{host}"
-    (launcher,) = (p for p in psutil.process_iter(["cmdline"]) if word in (p.info["cmdline"] or ()))
+    (launcher,) = started_with(f"run.folder={folder}/{host}")
     return launcher
 
 
