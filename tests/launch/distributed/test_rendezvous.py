@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from tests.launch.test_train import run_file, thinpipe
 from tests.ports import free_port
+from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.distributed.network import several_machines
@@ -84,6 +86,27 @@ def test_a_machine_that_is_started_twice_does_not_harm_the_run(
     for host in (*hosts, again):
         assert host._wait is not None
         host._wait.over()
+
+
+class Overtaken(PrefixStore):
+    """Answers whether a host may go only when no more are let in."""
+
+    def check(self, keys: list[str]) -> bool:
+        found: bool = super().check(keys)
+        if keys[0].startswith("go/"):
+            until(lambda: super(Overtaken, self).check(["full"]))
+        return found
+
+
+def test_a_machine_that_looks_while_the_run_fills_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "revive", lambda: None)
+    port = free_port()
+    holder, late = (come(name, port, 0) for name in ("h0", "h1"))
+    late._store = Overtaken("rendezvous", late._tcp)
+    thread = threading.Thread(target=holder.next_rendezvous, daemon=True)
+    thread.start()
+    assert late.next_rendezvous().rank in (0, 1)
+    thread.join(PATIENCE_S)
 
 
 def test_a_single_machine_times_out(run_file: Path) -> None:
