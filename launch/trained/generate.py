@@ -3,6 +3,7 @@
 Axes: T tokens, V vocabulary.
 """
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,9 @@ class _Cached:
         self._model, self._context = model, context
         self._seen: list[int] = []
         self._cache: Any = None
+        # transformers 5.24 renames the argument, and the field of what is returned
+        named = "cache" in inspect.signature(model.forward).parameters
+        self._name = "cache" if named else "past_key_values"
 
     def __call__(self, ids: list[int]) -> Tensor:
         if len(ids) > self._context:  # positions move: a cache would be of other ones
@@ -161,9 +165,9 @@ class _Cached:
         else:
             follows = self._cache is not None and ids[: len(self._seen)] == self._seen
             new = ids[len(self._seen) :] if follows else ids
-            cache = self._cache if follows else None
-            out = self._model(input_ids=torch.tensor([new]), past_key_values=cache, use_cache=True)
-            self._cache, self._seen = getattr(out, "past_key_values", None), list(ids)
+            cache = {self._name: self._cache if follows else None}
+            out = self._model(input_ids=torch.tensor([new]), use_cache=True, **cache)
+            self._cache, self._seen = getattr(out, self._name, None), list(ids)
         logits_V: Tensor = out.logits[0, -1]
         return logits_V
 
