@@ -76,7 +76,9 @@ def test_a_machine_that_is_started_twice_does_not_harm_the_run(
     assert sorted(joined) == [0, 1]
     again = come("h1", port, restarts)
     if restarts == 0:
-        with pytest.raises(RendezvousTimeoutError, match="the run there has its 2 machines already"):
+        with pytest.raises(
+            RendezvousTimeoutError, match="the run there has its 2 machines already"
+        ):
             again.next_rendezvous()
     else:
         again._store.add("posts", 1)
