@@ -101,11 +101,12 @@ SMALL: dict[str, Any] = {"bucket_mb": 0.01, "interval": 2, "overlap": 0, "warmup
 
 
 def run_of(method: str) -> Any:
-    """The same run with another method, which exchanges at least every other step."""
+    """A smaller run with another method, which exchanges at least every other step."""
     fields = load_method(method).Config.model_fields
     options = {name: value for name, value in SMALL.items() if name in fields}
     return config(
-        pipeline={"cuts": [2], "replicas": 2},
+        model={"layers": 2},
+        pipeline={"cuts": [1], "replicas": 2, "microbatches": 2},
         boundary=AQSGD,
         gradcomp={"method": method, method: options},
     )
