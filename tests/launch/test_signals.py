@@ -136,9 +136,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def test_nohup_a_closed_terminal_a_pause_and_sigterm_to_every_process(
-    run_file: Path, temporary: Path
-) -> None:
+def test_nohup_a_closed_terminal_a_pause_and_ctrl_c(run_file: Path, temporary: Path) -> None:
     with OnTerminal(run_file, temporary, ignores=(signal.SIGHUP,)) as run:
         run.close_terminal()  # which sends SIGHUP to the launcher
         run.strike(signal.SIGHUP)
@@ -147,6 +145,14 @@ def test_nohup_a_closed_terminal_a_pause_and_sigterm_to_every_process(
         wait_until(lambda: run.states() == {psutil.STATUS_STOPPED}, PATIENCE_S)
         os.killpg(run.process.pid, signal.SIGCONT)  # fg
         run.goes_on()
+        os.killpg(run.process.pid, signal.SIGINT)  # Ctrl-C
+        run.ended_in_order(128 + signal.SIGINT)
+    assert [*temporary.iterdir()] == []
+
+
+@pytest.mark.slow
+def test_sigterm_to_every_process_saves_and_ends(run_file: Path, temporary: Path) -> None:
+    with OnTerminal(run_file, temporary) as run:
         run.strike(signal.SIGTERM)
         run.ended_in_order(128 + signal.SIGTERM)
     assert [*temporary.iterdir()] == []
