@@ -54,24 +54,42 @@ def come(name: str, port: int, restarts: int) -> Rendezvous:
     return Rendezvous(replace(network, host=name), 2, {}, **given)
 
 
+def join(hosts: list[Rendezvous]) -> None:
+    joined: list[int] = []
+
+    def wait(host: Rendezvous) -> None:
+        joined.append(host.next_rendezvous().rank)
+
+    threads = [threading.Thread(target=wait, args=[host], daemon=True) for host in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(joined) == [0, 1]
+
+
+def test_a_machine_that_does_not_come_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
+    port = free_port()
+    here, _ = hosts = [come(name, port, restarts=1) for name in ("h0", "h1")]
+    join(hosts)
+    here._limit_s = 0.1  # the first round's was long enough for any start
+    with pytest.raises(RendezvousTimeoutError, match="machine h1 did not come within 0 s"):
+        here.next_rendezvous()
+    for host in hosts:
+        assert host._wait is not None
+        host._wait.over()
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_machine_that_is_started_twice_does_not_harm_the_run(
     restarts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only where the run starts again after failures it may be one that has come back."""
     monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
-    port, joined = free_port(), list[int]()
+    port = free_port()
     hosts = [come(name, port, restarts) for name in ("h0", "h1")]
-
-    def join(host: Rendezvous) -> None:
-        joined.append(host.next_rendezvous().rank)
-
-    threads = [threading.Thread(target=join, args=[host], daemon=True) for host in hosts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(joined) == [0, 1]
+    join(hosts)
     again = come("h1", port, restarts)
     if restarts == 0:
         with pytest.raises(RendezvousTimeoutError, match=r"2 machines already \(h0, h1\)"):
