@@ -205,11 +205,12 @@ class Rendezvous(RendezvousHandler):
         limit_s, say_s = start_s + self._limit_s, start_s + _SAY_FIRST_S
         self._come = {}
         while time.monotonic() < limit_s:
+            full = self._store.check(["full"])  # set after the last "go"
             if self._store.check([f"go/{number}"]):
                 found = json.loads(self._store.get(f"go/{number}"))
                 rank, round_, posts, self._names = found
                 return rank, round_, posts
-            if self._store.check(["full"]):
+            if full:
                 raise RendezvousTimeoutError(self._store.get("full").decode())
             if self._store.check(["refused"]):
                 raise RendezvousTimeoutError(self._store.get("refused").decode())

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from tests.launch.test_train import run_file, thinpipe
 from tests.ports import free_port
+from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.distributed.network import several_machines
@@ -66,6 +68,40 @@ def join(hosts: list[Rendezvous]) -> None:
     for thread in threads:
         thread.join(60)
     assert sorted(joined) == [0, 1]
+
+
+class Slow:
+    """A store for which all others are through with letting in while somebody looks."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.looks = store, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        found: bool = self._store.check(keys)
+        if keys[0].startswith("go/") and not found:
+            self.looks.set()
+            until(lambda: self._store.check(["full"]))
+        return found
+
+
+def test_a_machine_that_is_let_in_while_it_looks_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
+    port = free_port()
+    here, there = (come(name, port, restarts=0) for name in ("h0", "h1"))
+    slow: Any = Slow(there._store)
+    there._store = slow
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(there.next_rendezvous)
+        assert slow.looks.wait(PATIENCE_S)
+        assert here.next_rendezvous().rank + joining.result().rank == 1
+    for host in (here, there):
+        assert host._wait is not None
+        host._wait.over()
 
 
 def test_a_machine_that_does_not_come_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
