@@ -16,7 +16,7 @@ import pytest
 from tests.commands import PATIENCE_S
 from tests.launch.test_ends import ENDLESS, steps_of, temporary
 from tests.launch.test_train import command, run_file, wait_until
-from tests.processes import named, signal_all
+from tests.processes import lives, named, signal_all
 from thinpipe.launch.checkpoint import files
 
 __all__ = ["run_file", "temporary"]
@@ -113,7 +113,7 @@ class OnTerminal:
 
     def is_gone(self) -> None:
         """Wait until none of its processes is left."""
-        wait_until(lambda: not any(map(_lives, self.tree)), PATIENCE_S)
+        wait_until(lambda: not any(map(lives, self.tree)), PATIENCE_S)
 
     def ended_in_order(self, code: int) -> None:
         """Wait for the end: it saved its last step, said so once, and left nothing."""
@@ -127,13 +127,6 @@ class OnTerminal:
         in_time = f"stopped: everything up to step {step} is saved; continue "
         assert last.startswith((in_time, f"ended after {GRACE_S} s"))  # the report can take long
         self.is_gone()
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_nohup_a_closed_terminal_a_pause_and_ctrl_c(run_file: Path, temporary: Path) -> None:
