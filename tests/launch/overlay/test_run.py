@@ -108,7 +108,6 @@ def test_resets_outages_and_strangers_change_nothing(net: ShapedNetwork, tmp_pat
         until(lambda: connected() == {False})
         time.sleep(3)  # which the report shows
         hole("del")
-        until(lambda: connected() == {True})
         return len(strangers)
 
     def connected() -> set[bool]:
@@ -142,9 +141,7 @@ def test_a_lost_machine_is_named_on_both_sides(net: ShapedNetwork, tmp_path: Pat
     net.run(lambda _: hole("add"), hosts=[2])
     start_s = time.monotonic()
     codes = run.done()
-    assert (
-        time.monotonic() - start_s < patience_s + PATIENCE_S
-    )  # of the 300 s of pipeline.peer_timeout_s
+    assert time.monotonic() - start_s < patience_s + PATIENCE_S  # not pipeline.peer_timeout_s
     assert set(codes.values()) == {1}, run.text()
     for host in range(2):
         assert "no connection to host2 for " in run.log(host).read_text(encoding="utf-8"), (
