@@ -38,3 +38,11 @@ def named(processes: Iterable[psutil.Process], name: str) -> list[psutil.Process
             if process.name().startswith(name):
                 found.append(process)
     return found
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether it has not ended, reaped or not."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -5,6 +5,10 @@ import gc
 from numba.core.registry import cpu_target
 from PIL import Image
 
+from tests.training import config
+from thinpipe.launch.memory.check import check_host
+
 Image.init()
 cpu_target.target_context.refresh()  # as `forked.py` does in the product's
+check_host(config(), 4, range(2))  # loads what counts bytes; nothing is computed
 gc.freeze()  # a collection would write to all that children share with the server

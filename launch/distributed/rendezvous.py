@@ -205,7 +205,7 @@ class Rendezvous(RendezvousHandler):
         limit_s, say_s = start_s + self._limit_s, start_s + _SAY_FIRST_S
         self._come = {}
         while time.monotonic() < limit_s:
-            full = self._store.check(["full"])  # first: it is set after every `go`
+            full = self._store.check(["full"])  # set after the last "go"
             if self._store.check([f"go/{number}"]):
                 found = json.loads(self._store.get(f"go/{number}"))
                 rank, round_, posts, self._names = found

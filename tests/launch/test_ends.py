@@ -97,22 +97,6 @@ def check_that_the_edge_is_named(output: str, victim: int) -> None:
         assert any(f"rank {victim}" in line for line in own), output
 
 
-def test_ctrl_c_saves_and_leaves_no_process(
-    run_file: Path, temporary: Path, long_run: subprocess.Popen[str]
-) -> None:
-    os.killpg(long_run.pid, signal.SIGINT)
-    output, _ = long_run.communicate(timeout=PATIENCE_S)
-    assert long_run.returncode == 130
-    assert "death signal" not in output
-    assert "Traceback" not in output
-    assert [*temporary.iterdir()] == []
-    assert output.count("is saved; continue from there") == 1
-    wait_until(lambda: not ranks_of(long_run.pid), PATIENCE_S)
-    (step,) = files.steps(run_file.parent / "run" / "checkpoints")
-    assert step == steps_of(run_file)
-    assert f"stopped: everything up to step {step} is saved" in output
-
-
 @pytest.mark.parametrize(
     "method",
     [

@@ -101,17 +101,18 @@ SMALL: dict[str, Any] = {"bucket_mb": 0.01, "interval": 2, "overlap": 0, "warmup
 
 
 def run_of(method: str) -> Any:
-    """The same run with another method, which exchanges at least every other step."""
+    """A smaller run with another method, which exchanges at least every other step."""
     fields = load_method(method).Config.model_fields
     options = {name: value for name, value in SMALL.items() if name in fields}
     return config(
-        pipeline={"cuts": [2], "replicas": 2},
+        model={"layers": 2},
+        pipeline={"cuts": [1], "replicas": 2, "microbatches": 2},
         boundary=AQSGD,
         gradcomp={"method": method, method: options},
     )
 
 
-def train_with_every_method(rank: int) -> dict[str, tuple[list[float], bool, float]]:
+def train_with(rank: int, methods: list[str]) -> dict[str, tuple[list[float], bool, float]]:
     """Losses of five steps, whether a run that starts at the third does the same, held-out loss."""
     held_out, found = share(batch([50, 51, 52]), rank // 2, 2), {}
 
@@ -126,7 +127,7 @@ def train_with_every_method(rank: int) -> dict[str, tuple[list[float], bool, flo
         built.sync.finish()
         return loss, weights(built)
 
-    for method in method_names():
+    for method in methods:
         whole, resumed = start(run_of(method)), start(run_of(method))
         losses = steps(whole, 0, 3)
         distribute(resumed, copy.deepcopy(collect(whole)))
@@ -138,14 +139,27 @@ def train_with_every_method(rank: int) -> dict[str, tuple[list[float], bool, flo
     return found
 
 
-def test_every_method_trains_and_resumes_beside_compressed_cuts(ranks: Ranks) -> None:
-    found = ranks(4, train_with_every_method)
-    for method in method_names():
+def check_beside_compressed_cuts(ranks: Ranks, methods: list[str]) -> None:
+    found = ranks(4, train_with, methods)
+    for method in methods:
         evaluations = {rank[method][2] for rank in found}
         assert len(evaluations) == 1, method
         for losses, same, _ in (rank[method] for rank in found):
             assert all(math.isfinite(loss) for loss in losses), method
             assert same, method
+
+
+QUICK = ["decentralized", "demo", "diloco", "powersgd"]
+"""Of each way to exchange one; every method resumes in `tests/launch/checkpoint` too."""
+
+
+def test_methods_train_and_resume_beside_compressed_cuts(ranks: Ranks) -> None:
+    check_beside_compressed_cuts(ranks, QUICK)
+
+
+@pytest.mark.slow
+def test_every_method_trains_and_resumes_beside_compressed_cuts(ranks: Ranks) -> None:
+    check_beside_compressed_cuts(ranks, [name for name in method_names() if name not in QUICK])
 
 
 def train_tied_and_adapted(rank: int, models: dict[str, Any]) -> dict[str, Any]:

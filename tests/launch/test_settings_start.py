@@ -88,7 +88,7 @@ def all_start(ranks: Ranks, runs: Sequence[tuple[str, RunConfig]]) -> None:
 
 def small(**sections: Any) -> RunConfig:
     pipeline = {"cuts": [], "microbatches": 2, **sections.pop("pipeline")}
-    return config(pipeline=pipeline, train={"batch_size": 4}, **sections)
+    return config(model={"layers": 2}, pipeline=pipeline, train={"batch_size": 4}, **sections)
 
 
 def test_every_choice_of_every_method_starts(ranks: Ranks) -> None:
@@ -115,7 +115,7 @@ def test_every_choice_of_every_boundary_starts(ranks: Ranks, way: str) -> None:
 
         def make(options: Options, tag: str = tag) -> RunConfig:
             both = {"forward": RAW, "backward": RAW, way: {"kind": tag, **options}}
-            return small(pipeline={"cuts": [2]}, boundary=[both])
+            return small(pipeline={"cuts": [1]}, boundary=[both])
 
         runs += [(f"{tag} {name}", run) for name, run in variants(kind, make)]
     all_start(ranks, runs)

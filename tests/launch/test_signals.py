@@ -16,7 +16,7 @@ import pytest
 from tests.commands import PATIENCE_S
 from tests.launch.test_ends import ENDLESS, steps_of, temporary
 from tests.launch.test_train import command, run_file, wait_until
-from tests.processes import named, signal_all
+from tests.processes import lives, named, signal_all
 from thinpipe.launch.checkpoint import files
 
 __all__ = ["run_file", "temporary"]
@@ -113,7 +113,7 @@ class OnTerminal:
 
     def is_gone(self) -> None:
         """Wait until none of its processes is left."""
-        wait_until(lambda: not any(map(_lives, self.tree)), PATIENCE_S)
+        wait_until(lambda: not any(map(lives, self.tree)), PATIENCE_S)
 
     def ended_in_order(self, code: int) -> None:
         """Wait for the end: it saved its last step, said so once, and left nothing."""
@@ -129,16 +129,7 @@ class OnTerminal:
         self.is_gone()
 
 
-def _lives(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_nohup_a_closed_terminal_a_pause_and_sigterm_to_every_process(
-    run_file: Path, temporary: Path
-) -> None:
+def test_nohup_a_closed_terminal_a_pause_and_ctrl_c(run_file: Path, temporary: Path) -> None:
     with OnTerminal(run_file, temporary, ignores=(signal.SIGHUP,)) as run:
         run.close_terminal()  # which sends SIGHUP to the launcher
         run.strike(signal.SIGHUP)
@@ -147,6 +138,14 @@ def test_nohup_a_closed_terminal_a_pause_and_sigterm_to_every_process(
         wait_until(lambda: run.states() == {psutil.STATUS_STOPPED}, PATIENCE_S)
         os.killpg(run.process.pid, signal.SIGCONT)  # fg
         run.goes_on()
+        os.killpg(run.process.pid, signal.SIGINT)  # Ctrl-C
+        run.ended_in_order(128 + signal.SIGINT)
+    assert [*temporary.iterdir()] == []
+
+
+@pytest.mark.slow
+def test_sigterm_to_every_process_saves_and_ends(run_file: Path, temporary: Path) -> None:
+    with OnTerminal(run_file, temporary) as run:
         run.strike(signal.SIGTERM)
         run.ended_in_order(128 + signal.SIGTERM)
     assert [*temporary.iterdir()] == []

@@ -32,7 +32,7 @@ def run_of(method: str) -> Any:
     options = {name: value for name, value in OPTIONS.items() if name in fields}
     return config(
         model={"layers": 2},
-        pipeline={"cuts": [], "replicas": 2},
+        pipeline={"cuts": [], "replicas": 2, "microbatches": 1},
         gradcomp={"method": method, method: options},
     )
 

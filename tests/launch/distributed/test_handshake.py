@@ -1,7 +1,6 @@
 """Ranks agree before step 0, or refuse and say who differs in what."""
 
 import json
-import os
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -12,7 +11,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from tests.ports import free_port
 from tests.ranks import Ranks
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
+from thinpipe.launch.distributed import handshake
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.handshake import (
     HandshakeError,
@@ -67,37 +67,64 @@ def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
         agree(store, rank, 3, {}, problem=None, wait_s=0.1)
 
 
-def come(rank: int, numbers: list[int], world: int, port: int) -> tuple[str, float]:
-    dist.barrier()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    number, start_s = numbers[rank], time.monotonic()
+class Patience:
+    """The first rank's clock: its wait is over when it has looked for all that come."""
+
+    def __init__(self, come: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._missing, self._looks, self._get = come - 1, 0, handshake._get
+        monkeypatch.setattr(handshake, "time", self)
+        monkeypatch.setattr(handshake, "_get", self._answered)
+
+    sleep = staticmethod(time.sleep)
+
+    def monotonic(self) -> float:
+        self._looks += not self._missing
+        return 2.0 * PATIENCE_S * (self._looks > 1)
+
+    def _answered(self, store: dist.Store, key: str, rank: int, wait_s: float) -> str:
+        self._missing -= key.startswith("absent/")
+        return self._get(store, key, rank, wait_s)
+
+
+def come(rank: int, world: int) -> tuple[str, dist.Store]:
+    """What a rank says, and the store, which ends with the first rank's."""
+    store = open_store(rank, wait_s=PATIENCE_S)
     try:
-        store = open_store(number, wait_s=3)
-        fresh_name(store, number, world, wait_s=3)
+        fresh_name(store, rank, world, wait_s=PATIENCE_S)
     except HandshakeError as error:
-        return str(error), time.monotonic() - start_s
-    waited_s = time.monotonic() - start_s
-    dist.barrier()  # rank 0 holds the store
-    del store
-    return "all came", waited_s
+        return str(error), store
+    return "all came", store
 
 
 @pytest.mark.parametrize(
     ("came", "world", "reported"),
     [
         ([0, 1], 2, "all came"),
-        ([0, 1], 3, "rank 2 did not join within 3 s; is it started, and can it reach {where}?"),
-        ([2, 0], 4, "ranks 1, 3 did not join within 3 s; are they started, and can they reach "),
-        ([1, 2], 3, "rank 0 did not join within 3 s; is it started, and can it reach {where}?"),
+        ([0, 1], 3, "rank 2 did not join within 240 s; is it started, and can it reach {where}?"),
+        ([2, 0], 4, "ranks 1, 3 did not join within 240 s; are they started, and can they reach "),
     ],
 )
 def test_whoever_came_names_all_that_did_not(
-    ranks: Ranks, came: list[int], world: int, reported: str
+    monkeypatch: pytest.MonkeyPatch, came: list[int], world: int, reported: str
 ) -> None:
-    port = free_port()
-    for message, waited_s in ranks(len(came), come, came, world, port):
-        assert message.startswith(reported.format(where=f"127.0.0.1:{port}"))
-        assert waited_s < 60  # the store's own patience is 300 s, the process group's 1800 s
+    """The ranks are threads."""
+    where = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", where.split(":")[1])
+    Patience(len(came), monkeypatch)
+    with ThreadPoolExecutor(2) as ranks:
+        for message, _ in list(ranks.map(come, came, [world] * 2)):
+            assert message.startswith(reported.format(where=where))
+
+
+def test_a_first_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, start_s = free_port(), time.monotonic()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    said = f"^rank 0 did not join within 0 s; is it started, and can it reach 127.0.0.1:{port}"
+    with pytest.raises(HandshakeError, match=said):
+        open_store(1, wait_s=0.1)
+    assert time.monotonic() - start_s < 60  # the store's own patience is 300 s
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

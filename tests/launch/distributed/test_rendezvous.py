@@ -4,13 +4,13 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
 from tests.launch.test_train import run_file, thinpipe
@@ -56,29 +56,79 @@ def come(name: str, port: int, restarts: int) -> Rendezvous:
     return Rendezvous(replace(network, host=name), 2, {}, **given)
 
 
+def join(hosts: list[Rendezvous]) -> None:
+    joined: list[int] = []
+
+    def wait(host: Rendezvous) -> None:
+        joined.append(host.next_rendezvous().rank)
+
+    threads = [threading.Thread(target=wait, args=[host], daemon=True) for host in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(joined) == [0, 1]
+
+
+class Slow:
+    """A store for which all others are through with letting in while somebody looks."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.looks = store, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        found: bool = self._store.check(keys)
+        if keys[0].startswith("go/") and not found:
+            self.looks.set()
+            until(lambda: self._store.check(["full"]))
+        return found
+
+
+def test_a_machine_that_is_let_in_while_it_looks_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
+    port = free_port()
+    here, there = (come(name, port, restarts=0) for name in ("h0", "h1"))
+    slow: Any = Slow(there._store)
+    there._store = slow
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(there.next_rendezvous)
+        assert slow.looks.wait(PATIENCE_S)
+        assert here.next_rendezvous().rank + joining.result().rank == 1
+    for host in (here, there):
+        assert host._wait is not None
+        host._wait.over()
+
+
+def test_a_machine_that_does_not_come_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
+    port = free_port()
+    here, _ = hosts = [come(name, port, restarts=1) for name in ("h0", "h1")]
+    join(hosts)
+    here._limit_s = 0.1  # the first round's was long enough for any start
+    with pytest.raises(RendezvousTimeoutError, match="machine h1 did not come within 0 s"):
+        here.next_rendezvous()
+    for host in hosts:
+        assert host._wait is not None
+        host._wait.over()
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_machine_that_is_started_twice_does_not_harm_the_run(
     restarts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only where the run starts again after failures it may be one that has come back."""
     monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
-    port, joined = free_port(), list[int]()
+    port = free_port()
     hosts = [come(name, port, restarts) for name in ("h0", "h1")]
-
-    def join(host: Rendezvous) -> None:
-        joined.append(host.next_rendezvous().rank)
-
-    threads = [threading.Thread(target=join, args=[host], daemon=True) for host in hosts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(joined) == [0, 1]
+    join(hosts)
     again = come("h1", port, restarts)
     if restarts == 0:
-        with pytest.raises(
-            RendezvousTimeoutError, match="the run there has its 2 machines already"
-        ):
+        with pytest.raises(RendezvousTimeoutError, match="has its 2 machines already"):
             again.next_rendezvous()
     else:
         again._store.add("posts", 1)
@@ -88,27 +138,6 @@ def test_a_machine_that_is_started_twice_does_not_harm_the_run(
     for host in (*hosts, again):
         assert host._wait is not None
         host._wait.over()
-
-
-class Overtaken(PrefixStore):
-    """Answers whether a host may go only when no more are let in."""
-
-    def check(self, keys: list[str]) -> bool:
-        found: bool = super().check(keys)
-        if keys[0].startswith("go/"):
-            until(lambda: super(Overtaken, self).check(["full"]))
-        return found
-
-
-def test_a_machine_that_looks_while_the_run_fills_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fork_server, "revive", lambda: None)
-    port = free_port()
-    holder, late = (come(name, port, 0) for name in ("h0", "h1"))
-    late._store = Overtaken("rendezvous", late._tcp)
-    thread = threading.Thread(target=holder.next_rendezvous, daemon=True)
-    thread.start()
-    assert late.next_rendezvous().rank in (0, 1)
-    thread.join(PATIENCE_S)
 
 
 def test_a_single_machine_times_out(run_file: Path) -> None:

@@ -15,7 +15,8 @@ import pytest
 from benchmarks.overlay.hosts import PORT, HostsRun
 from tests.commands import PATIENCE_S
 from tests.launch.test_train import RUN, thinpipe, wait_until
-from tests.processes import named, running, signal_all, started_with
+from tests.processes import lives, named, running, signal_all, started_with
+from tests.waiting import until
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.report.metrics import read_metrics
@@ -88,7 +89,7 @@ def test_resets_outages_and_strangers_change_nothing(net: ShapedNetwork, tmp_pat
     run.wait_for_step(3)
 
     def disturb(host: int) -> int:
-        """Host 2 knocks at host 0, resets its connections, and sends nothing for 4 s."""
+        """Host 2 knocks at host 0, resets its connections, and loses all of them for seconds."""
         strangers = []
         for _ in range(300):
             stranger = socket.socket()
@@ -102,11 +103,16 @@ def test_resets_outages_and_strangers_change_nothing(net: ShapedNetwork, tmp_pat
             except OSError:
                 stranger.close()
         subprocess.run(["ss", "-K", "dst", "10.77.0.1"], check=False, capture_output=True)
-        time.sleep(0.5)
-        for change in ("add", "del"):
-            hole(change)
-            time.sleep(4)
+        until(lambda: connected() == {True})
+        hole("add")
+        until(lambda: connected() == {False})
+        time.sleep(3)  # which the report shows
+        hole("del")
         return len(strangers)
+
+    def connected() -> set[bool]:
+        """Of host 2's links."""
+        return {link["connected"] for link in run.status(2)["links"].values()}
 
     assert net.run(disturb, hosts=[2]) == [300]
     assert run.done() == dict.fromkeys(range(HOSTS), 0), run.text()
@@ -129,12 +135,13 @@ def test_resets_outages_and_strangers_change_nothing(net: ShapedNetwork, tmp_pat
 
 
 def test_a_lost_machine_is_named_on_both_sides(net: ShapedNetwork, tmp_path: Path) -> None:
-    run = start(net, tmp_path, "train.epochs=500", "network.patience_s=4")
+    patience_s = 15  # a busy machine stalls for seconds
+    run = start(net, tmp_path, "train.epochs=500", f"network.patience_s={patience_s}")
     run.wait_for_step(3)
     net.run(lambda _: hole("add"), hosts=[2])
     start_s = time.monotonic()
     codes = run.done()
-    assert time.monotonic() - start_s < 4 + PATIENCE_S  # of the 300 s of pipeline.peer_timeout_s
+    assert time.monotonic() - start_s < patience_s + PATIENCE_S  # not pipeline.peer_timeout_s
     assert set(codes.values()) == {1}, run.text()
     for host in range(2):
         assert "no connection to host2 for " in run.log(host).read_text(encoding="utf-8"), (
@@ -217,14 +224,11 @@ def test_a_machine_whose_launcher_died_comes_back(net: ShapedNetwork, tmp_path: 
     run = start(net, tmp_path, *settings, options=("--max-restarts", "1"))
     latest = tmp_path / "0" / "checkpoints" / "latest"
     wait_until(latest.exists, PATIENCE_S)
-
-    def kill(_host: int) -> int:
-        launcher_of(tmp_path, 1).kill()
-        return 0
-
-    net.run(kill, hosts=[1])
+    launcher = launcher_of(tmp_path, 1)
+    tree = launcher.children(recursive=True)
+    launcher.kill()
     os.waitpid(run.pids.pop(1), 0)
-    time.sleep(1)
+    until(lambda: not any(map(lives, tree)))
     run.pids[1] = run.start(1)
     assert run.done() == dict.fromkeys(range(HOSTS), 0), run.text()
     assert run.losses() == alone(tmp_path, *settings)

@@ -1,8 +1,10 @@
 """Programs of one's own: from a script to a model that plain torch loads."""
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -104,14 +106,31 @@ clip_norm = 0
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(MODULE)
-    write_program(tmp_path)
-    (tmp_path / "run.toml").write_text(TWIN)
+    fill(tmp_path)
+    return tmp_path
+
+
+def fill(folder: Path) -> None:
+    (folder / "own.py").write_text(MODULE)
+    write_program(folder)
+    (folder / "run.toml").write_text(TWIN)
     starts = torch.arange(24)[:, None]
     samples = (starts * 7 + torch.arange(13) * (1 + starts % 3)) % 60
-    torch.save(samples[:16], "train.pt")
-    torch.save(samples[16:], "eval.pt")
-    return tmp_path
+    torch.save(samples[:16], folder / "train.pt")
+    torch.save(samples[16:], folder / "eval.pt")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Where the program has run to its end, beside an earlier run; and what it said."""
+    folder = tmp_path_factory.mktemp("trained")
+    fill(folder)
+    program = folder / "mine.py"
+    program.write_text(program.read_text().replace("1e-2)", '1e-2), writers=["tensorboard"]'))
+    (folder / "runs/mine").mkdir(parents=True)
+    (folder / "runs/mine/metrics.jsonl").write_text("precious")
+    with contextlib.chdir(folder):
+        return folder, run("run", "mine.py").stdout
 
 
 def write_program(folder: Path, replicas: int = 1, exchange: str = "allreduce") -> None:
@@ -140,7 +159,8 @@ def test_the_documented_program_runs_and_is_loaded(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (Path(__file__).parents[3] / "docs" / "own_code.md").read_text(encoding="utf-8")
-    (folder / "documented.py").write_text(page.split("```python\n")[1].split("```")[0])
+    program = page.split("```python\n")[1].split("```")[0]
+    (folder / "documented.py").write_text(program.replace("256", "32").replace("12", "6"))
     samples = torch.load("train.pt")
     torch.save(samples.repeat(2, 1), "train.pt")
     run("run", "documented.py")
@@ -166,13 +186,13 @@ def _load_what_the_program_trained(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(value, expected[name]) for name, value in again.state_dict().items())
 
 
-def test_a_program_trains_and_plain_torch_loads_its_model(folder: Path) -> None:
-    done = run("run", "mine.py")
-    assert "['loss', 'loss_compressed'] {2: " in done.stdout
+def test_a_program_trains_and_plain_torch_loads_its_model(trained: tuple[Path, str]) -> None:
+    folder, said = trained
+    assert "['loss', 'loss_compressed'] {2: " in said
     found = own_module()
     plain: nn.Module = found["model"]()
-    plain.load_state_dict(load_file("mine.safetensors"))
-    samples = torch.load("eval.pt")
+    plain.load_state_dict(load_file(folder / "mine.safetensors"))
+    samples = torch.load(folder / "eval.pt")
     with torch.no_grad():
         total, count = found["loss"](plain(samples[:, :-1]), samples[:, 1:])
     records = read_metrics(folder / "runs/mine/metrics.jsonl")
@@ -181,6 +201,7 @@ def test_a_program_trains_and_plain_torch_loads_its_model(folder: Path) -> None:
     assert records[-1].loss < 0.8 * records[0].loss
     assert records[2].own == {"twice": pytest.approx(2 * records[2].loss)}
     assert (folder / "runs/mine/report.html").exists()
+    assert (folder / "runs/mine.1/metrics.jsonl").read_text(encoding="utf-8") == "precious"
 
 
 @pytest.mark.slow
@@ -190,14 +211,11 @@ def test_its_run_file_twin_does_the_same(folder: Path) -> None:
     assert losses(folder / "runs/mine") == losses(folder / "runs/twin")
 
 
-def test_it_goes_on_where_it_stopped_bit_for_bit(folder: Path) -> None:
-    program = (
-        (folder / "mine.py")
-        .read_text(encoding="utf-8")
-        .replace("1e-2)", '1e-2), writers=["tensorboard"]')
-    )
-    (folder / "mine.py").write_text(program)
-    run("run", "mine.py")
+def test_it_goes_on_where_it_stopped_bit_for_bit(
+    trained: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(trained[0], tmp_path / "again")
+    monkeypatch.chdir(folder)
     whole = load_file("mine.safetensors")
     Path("mine.safetensors").unlink()
     Path("runs/mine").rename("runs/whole")
@@ -335,17 +353,14 @@ def test_batches_that_are_left_out_or_changed_are_refused(folder: Path) -> None:
     assert "memories belong to the samples" in run("run", "changes.py", code=1).stderr
 
 
-@pytest.mark.parametrize(("size", "code", "earlier"), [(800, 2, "mine"), (8, 0, "mine.1")])
-def test_a_refused_run_leaves_an_earlier_one_in_its_folder(
-    folder: Path, size: int, code: int, earlier: str
-) -> None:
+def test_a_refused_run_leaves_an_earlier_one_in_its_folder(folder: Path) -> None:
     (folder / "runs/mine").mkdir(parents=True)
     (folder / "runs/mine/metrics.jsonl").write_text("precious")
     program = (folder / "mine.py").read_text(encoding="utf-8")
-    (folder / "sized.py").write_text(program.replace("size=8", f"size={size}"))
-    said = run("run", "sized.py", code=code).stderr
-    assert ("train.batch_size = 800, but there are 16" in said) == (size == 800)
-    assert (folder / "runs" / earlier / "metrics.jsonl").read_text(encoding="utf-8") == "precious"
+    (folder / "sized.py").write_text(program.replace("size=8", "size=800"))
+    said = run("run", "sized.py", code=2).stderr
+    assert "train.batch_size = 800, but there are 16" in said
+    assert (folder / "runs/mine/metrics.jsonl").read_text(encoding="utf-8") == "precious"
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CASES = [*((bits, 1100 + bits, 100) for bits in range(1, 9)), (4, 9, 4), (3, 1024, 1024)]
+CASES = [*((bits, 400 + bits, 100) for bits in range(1, 9)), (4, 9, 4), (3, 1024, 1024)]
 MORE_CASES = [
     (bits, numel, group)
     for bits in range(1, 9)
@@ -204,8 +204,15 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(("bits", "stochastic"), [(4, False), (7, True)])
+@pytest.mark.parametrize(
+    ("capability", "bits", "stochastic"),
+    [
+        (80, 4, False),
+        (90, 7, True),
+        pytest.param(80, 7, True, marks=pytest.mark.slow),
+        pytest.param(90, 4, False, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", ["scale_kernel", "rms", "_encode_kernel", "_decode_kernel"])
 def test_kernels_compile_without_a_gpu_and_without_spills(
     capability: int, bits: int, stochastic: bool, name: str, tmp_path: Path
