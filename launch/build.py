@@ -17,6 +17,7 @@ from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
+from thinpipe.launch.host.allocator import return_freed_memory
 from thinpipe.launch.host.device import choose_devices, make_repeatable
 from thinpipe.launch.optimizer import OptimizerFactory, Rates, make_optimizer, named_parameters
 from thinpipe.launch.plan.memory_budget import memory_folder, row_nbytes, sample_capacity
@@ -198,6 +199,7 @@ def _shard(
             f"pipeline.shards = {config.pipeline.shards}: stages are held together on CPUs only; "
             'set pipeline.device = "cpu"'
         )
+    return_freed_memory()
     group = transport.shard_group
     held = {
         stage: ShardedStage(module, module.parts(), group)

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from thinpipe.gradcomp.sharded.allocator import return_freed_memory
 from thinpipe.gradcomp.sharded.collectives import Exchanges, GatherWeights, ScatterGradients, Unit
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.pipeline.comm.transport import Peers
@@ -121,7 +120,6 @@ class StageShards:
         self._exchanges = Exchanges(peers, config, seed=seed)
         self._gathers: list[GatherWeights] = []
         self._scatters: list[ScatterGradients] = []
-        return_freed_memory()
         for stage in stages:
             stage.inner.set_reshard_after_forward(config.gather == "microbatch")
             stage.inner.set_reduce_scatter_unused_params(True)

@@ -36,6 +36,10 @@ class Row:
         """
         found = self.fields.get(field)
         if found is None:
+            if field in self.fields:
+                raise ValueError(
+                    f"{self.where}: field {field!r} is null; correct or remove the row"
+                )
             among = f"among {list(self.fields)}" if self.fields else "in an empty record"
             raise ValueError(
                 f"{self.where}: no field {field!r} {among}; correct the row or the field's name in "
