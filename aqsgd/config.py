@@ -6,15 +6,13 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
 from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.aqsgd.delta import DeltaBoundary
-from thinpipe.aqsgd.delta_codec import ChangeCodec, Composed, Switching
+from thinpipe.aqsgd.delta_codec import ChangeCodec, Composed
 from thinpipe.aqsgd.store import Store
 from thinpipe.pipeline.config import (
     Bits,
     QuantizerConfig,
-    StatelessConfig,
     TileConfig,
     build_codec,
-    no_rans,
 )
 from thinpipe.pipeline.wire.cast import CastFormat
 from thinpipe.pipeline.wire.codec import Codec
@@ -53,7 +51,7 @@ class AqsgdConfig(QuantizerConfig):
 
     @model_validator(mode="after")
     def _changes_can_be_coded(self) -> "AqsgdConfig":
-        names = ("scale_per", "scale_dtype", "rounding", "rate")
+        names = ("scale_per", "rounding", "rate")
         fields = type(self).model_fields
         unused = [name for name in names if getattr(self, name) != fields[name].default]
         if self.delta == "tiles" and unused:
@@ -61,9 +59,10 @@ class AqsgdConfig(QuantizerConfig):
                 f'{", ".join(unused)}: has no meaning with delta = "tiles", which has a '
                 'bf16 scale per tile and rounds to nearest; remove it, or use delta = "uniform"'
             )
-        if self.coding == "rans" and (self.delta == "tiles" or self.kind != "aqsgd"):
-            mixed = f'kind = "{self.kind}"' if self.kind != "aqsgd" else 'delta = "tiles"'
-            raise ValueError(no_rans(mixed))
+        if self.coding == "rans" and self.delta == "tiles":
+            raise ValueError(
+                'coding = "rans" has no meaning with delta = "tiles"; use coding = "zstd"'
+            )
         self.change_codec(width=1)
         return self
 
@@ -90,29 +89,6 @@ class GradientAqsgdConfig(AqsgdConfig):
     """
 
     first_visit: CastFormat | Bits | TileConfig | Literal["same"] = "same"
-
-
-class AutoConfig(AqsgdConfig):
-    """AQ-SGD where it pays, stateless tiles where it does not; the sender chooses per sample.
-
-    A sample without history is sent as `first_visit` says. A known one is sent as its change,
-    unless that is no smaller than the activation itself (as under dropout): then as the activation,
-    in tiles of as many bits. Where no sample is ever seen again (`train.epochs = 1`) nothing is
-    remembered.
-    """
-
-    kind: Literal["auto"] = "auto"  # type: ignore[assignment]  # the tag of a subclass in a union
-    first_visit: TileConfig = TileConfig(bits=5)
-
-    def change_codec(self, width: int) -> ChangeCodec:
-        """The change or the value."""
-        direct = TileConfig(bits=min(max(self.bits, 2), 7))
-        return Switching(super().change_codec(width), direct.quantizer())
-
-    def without_memory(self) -> StatelessConfig:
-        """What is left when nothing can be remembered."""
-        tiles = self.first_visit
-        return StatelessConfig(bits=tiles.bits, tile=tiles.tile, coding=self.coding)
 
 
 def build_delta(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +21,6 @@ from thinpipe.launch.host.allocator import return_freed_memory
 from thinpipe.launch.host.device import choose_devices, make_repeatable
 from thinpipe.launch.optimizer import OptimizerFactory, Rates, make_optimizer, named_parameters
 from thinpipe.launch.plan.memory_budget import memory_folder, row_nbytes, sample_capacity
-from thinpipe.pipeline.comm.bandwidth import measure_rate
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless
 from thinpipe.pipeline.comm.channel import IncomingChannel, OutgoingChannel
 from thinpipe.pipeline.comm.guard import Rule
@@ -52,15 +51,12 @@ LinkMaker = Callable[[int, int], Link | None]
 class Wiring:
     """Which stages this process holds, what joins them to others, and what runs them.
 
-    `make_schedule` has the signature of `pipeline.schedule.build_schedule`. `rates` holds the bytes
-    per second of this process's sending links, by upper stage and direction; one that is missing
-    is not worth coding for.
+    `make_schedule` has the signature of `pipeline.schedule.build_schedule`.
     """
 
     stages: Sequence[int]
     make_link: LinkMaker
     make_schedule: Callable[..., Any] = build_schedule
-    rates: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -238,28 +234,7 @@ def _rank_wiring(config: RunConfig, transport: Transport) -> Wiring:
         device = _devices(config)[0]
         return transport.link(peer, FIRST_CUT + 2 * upper + direction, name, device=device)
 
-    return Wiring(own, make_link, rates=_link_rates(config, transport, ranks))
-
-
-def _link_rates(
-    config: RunConfig, transport: Transport, ranks: Mapping[int, int]
-) -> dict[tuple[int, int], float]:
-    """Measure the links whose coding depends on it, one after the other on all ranks."""
-    rates, mesh = {}, transport.mesh
-    for upper, cut in enumerate(config.pipeline.cuts):
-        for direction in (FORWARD, BACKWARD):
-            spec = config.specs[cut, DIRECTIONS[direction]]
-            ends = (ranks[upper], ranks[upper + 1])
-            source, target = ends if direction == FORWARD else ends[::-1]
-            coded = not isinstance(spec, RawConfig) and spec.coding == "auto"
-            if not coded or source == target or mesh.position not in ends:
-                continue
-            sending = mesh.position == source
-            peer = mesh.rank_at(target if sending else source)
-            rate = measure_rate(transport, peer, sending=sending)
-            if rate is not None:
-                rates[upper, direction] = rate
-    return rates
+    return Wiring(own, make_link)
 
 
 _End = TypeVar("_End", OutgoingChannel, IncomingChannel)
@@ -289,7 +264,6 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
             run_id=run_id,
             device=device,
             coding="none" if isinstance(spec, RawConfig) else spec.coding,
-            link_rate=wiring.rates.get((upper, direction), math.inf),
             fallbacks=_fallbacks(spec),
         )
 

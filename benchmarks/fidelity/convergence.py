@@ -79,8 +79,6 @@ BEYOND: dict[str, dict[str, Any]] = {
     "stateless fw6/bw6": _method("stateless", 6, 6, gradients="stateless"),
     "stateless fw4/bw6": _method("stateless", 4, 6, gradients="stateless"),
     "stateless fw3/bw6": _method("stateless", 3, 6, gradients="stateless"),
-    "auto fw3/bw6": _method("auto", 3, 6, gradients="stateless"),
-    "auto fw2/bw4": _method("auto", 2, 4, delta="tiles", gradients="stateless"),
 }
 CODED: dict[str, dict[str, Any]] = {
     "aq rate 0.5/0.5": _rate("aqsgd", 0.5, 0.5),

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from thinpipe.aqsgd.config import AutoConfig, MemoryConfig
+from thinpipe.aqsgd.config import MemoryConfig
 from thinpipe.gradcomp.registry import load_method, method_names, option_aliases, parse_options
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.boundary import BoundaryConfig, Spec, boundary_at
@@ -43,6 +43,7 @@ from thinpipe.launch.config.model import (
 )
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.placement import check_placement
+from thinpipe.launch.config.removed import without_removed
 from thinpipe.launch.config.sections import (
     CheckpointConfig,
     EvalConfig,
@@ -158,11 +159,8 @@ class RunConfig(BaseModel):
                 self.model.check_cuts(self.pipeline.cuts)
 
     def boundary_at(self, cut: int) -> BoundaryConfig:
-        """The boundary of a cut; in a single epoch "auto" is stateless."""
-        found = boundary_at(self.boundary, cut)
-        if isinstance(found.forward, AutoConfig) and self.train.epochs == 1:
-            return found.model_copy(update={"forward": found.forward.without_memory()})
-        return found
+        """The boundary of a cut."""
+        return boundary_at(self.boundary, cut)
 
     @property
     def specs(self) -> dict[tuple[int, Direction], Spec]:
@@ -225,8 +223,7 @@ class RunConfig(BaseModel):
             found.append(
                 "note: AQ-SGD sends changes between epochs, and train.epochs = 1: every sample is "
                 'sent as a first visit; kind = "stateless" is smaller for the same error, and '
-                'kind = "auto" chooses it by itself; kind = "transform" with memory = false is '
-                "smaller still"
+                'kind = "transform" with memory = false is smaller still'
             )
         if "transform" in kinds and remembered and self.train.epochs == 1:
             found.append(
@@ -270,6 +267,8 @@ class RunConfig(BaseModel):
     @classmethod
     def _name_the_tokenizer(cls, tree: Any) -> Any:
         """`data.tokenizer = "model"` is the model's folder."""
+        if isinstance(tree, Mapping):
+            tree = without_removed(tree)
         if not isinstance(tree, Mapping) or not isinstance(tree.get("data"), Mapping):
             return tree
         if tree["data"].get("tokenizer") != "model":

@@ -1,6 +1,5 @@
 """One message of one direction of a cut: a header, then a boundary's payload."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -9,8 +8,8 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.comm.boundary import Boundary, Memory, MessagePlan
-from thinpipe.pipeline.comm.payload import accepted, expand_payload, ways
-from thinpipe.pipeline.wire.coding.entropy import Coder, Coding
+from thinpipe.pipeline.comm.payload import NUMBERS, compress_payload, expand_payload
+from thinpipe.pipeline.wire.coding.entropy import Coding
 from thinpipe.pipeline.wire.header import (
     DIRECTIONS,
     HEADER_NBYTES,
@@ -29,10 +28,10 @@ class MessageCodec:
 
     Both ends hold one each, made and called alike. `boundaries` holds one boundary per mode it can
     run in. Values are coded on `device`, where receivers get tensors of `dtype`. Payloads are
-    entropy-coded by `coding` where that makes them shorter, except in plain evaluation; "auto" does
-    so where it is quicker at `link_rate` (bytes per second). From `level` 1 on, which both ends set
-    between two steps, training goes through one of `fallbacks` instead. Training's values are coded
-    times `scale`, which both ends set alike, so that what is remembered does not depend on it.
+    entropy-coded by `coding` where that makes them shorter, except in plain evaluation. From
+    `level` 1 on, which both ends set between two steps, training goes through one of `fallbacks`
+    instead. Training's values are coded times `scale`, which both ends set alike, so that what is
+    remembered does not depend on it.
     """
 
     cut: int
@@ -42,15 +41,11 @@ class MessageCodec:
     device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
     dtype: torch.dtype = torch.float32
     coding: Coding = "none"
-    link_rate: float = math.inf
     fallbacks: Sequence[Boundary] = ()
     level: int = 0
     scale: float = 1.0
     _mode: Mode = "train"
     _step: int = 0
-
-    def __post_init__(self) -> None:
-        self._compress = Coder(self.link_rate if self.coding == "auto" else 0.0)
 
     def begin_pass(self, *, step: int, mode: Mode) -> None:
         """Code what belongs to optimizer step `step`."""
@@ -86,7 +81,7 @@ class MessageCodec:
         """
         plan = self._boundary.plan(ids_B, shape_BTD, step=self._step)
         coding, length = coding_and_length(message)
-        if coding not in accepted(self.coding):
+        if not coding or coding != NUMBERS[self.coding]:
             coding, length = 0, plan.capacity if plan.exact else length
         length = min(length, plan.capacity)
         message = message[: HEADER_NBYTES + length]
@@ -143,12 +138,10 @@ class MessageCodec:
         """The id of the coding used, and the message with its payload in that form."""
         if self.coding == "none" or self._mode == "eval":
             return 0, message
-        coded, possible = torch.empty_like(message), ways(self.coding, plan.rows)
-        done = self._compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:], possible)
-        if done is None:
-            return 0, message
-        coding, length = done
-        return coding, coded[: HEADER_NBYTES + length]
+        coded, coding = torch.empty_like(message), NUMBERS[self.coding]
+        payload, room = message[HEADER_NBYTES:], coded[HEADER_NBYTES:]
+        length = compress_payload(coding, payload, room, plan.rows)
+        return (0, message) if length is None else (coding, coded[: HEADER_NBYTES + length])
 
     def _header(self, microbatch: int, plan: MessagePlan, length: int, coding: int) -> Header:
         return Header(

@@ -24,7 +24,7 @@ from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _FRACTIONS = (0.015, 0.06, 0.25)
 """Of a message of `ef_gradients`: its default, then four times as much each."""
-_REPLACEABLE = {"forward": {"aqsgd", "auto", "direct", "raw", "stateless"}}
+_REPLACEABLE = {"forward": {"aqsgd", "direct", "raw", "stateless"}}
 _REPLACEABLE["backward"] = {"direct", "raw", "stateless"}
 _WAYS = range(len(DIRECTIONS))
 

@@ -87,27 +87,6 @@ class KernelSet(Protocol):
     ) -> Tensor:
         """The receiver's side: also writes memory + change, not rounded to memory, to `out_BN`."""
 
-    def packed_delta_encode(
-        self,
-        x_BN: Tensor,
-        memory: Codes,
-        codes: Codes,
-        fresh: Codes,
-        *,
-        noise: Noise | None,
-        rate: float | None = None,
-    ) -> Tensor:
-        """`delta_encode` on a memory that is itself quantized, to nearest.
-
-        The same as to dequantize `memory` to fp32, `delta_encode`, and quantize to `fresh`, which
-        must not be `memory`. Returns whether all of a row's memory + change is finite.
-        """
-
-    def packed_delta_decode(
-        self, codes: Codes, memory: Codes, fresh: Codes, out_BN: Tensor
-    ) -> Tensor:
-        """The receiver's side of `packed_delta_encode`."""
-
 
 def with_contiguous_rows(t_BN: Tensor) -> Tensor:
     """The tensor itself if the values of a row lie side by side, else a copy in which they do."""
