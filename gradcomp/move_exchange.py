@@ -21,14 +21,13 @@ arrived: a failed exchange changes nothing.
 Axes: N values of a bucket, n values of a shard or of its subset.
 """
 
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field, model_validator
@@ -36,7 +35,6 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.agreement import Agreement
 from thinpipe.gradcomp.buckets import Bucket, device_of, make_buckets
-from thinpipe.gradcomp.budget import Budget, Choice
 from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
 from thinpipe.gradcomp.global_copy import OwedBucket, SharedBucket, gathered
 from thinpipe.gradcomp.gradient_sync import AllReduce, GradientSync
@@ -48,34 +46,36 @@ from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.subset import Subset, exact_fraction, random_subset
 from thinpipe.pipeline.wire.thread import Worker
 
-_AGREE_EVERY = 8
-"""Exchanges between two choices of a budget."""
+_SEED = 0
+"""Of subsets and signs: the same on all replicas."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How much of the parameters an exchange holds; methods add how they travel."""
+
+    subset: float
 
 
 class MoveConfig(ExchangeOptions):
     """Options of all methods that exchange moves; each adds how much it sends.
 
-    `subset` of the parameters take turns. `local_steps` optimizer steps lie between exchanges; the
-    first `warmup_steps` average gradients exactly instead. With `budget = "auto"` what is sent is
-    chosen as the run goes, so that the exchange just fits beside forward and backward.
+    `subset` of the parameters take turns. The first `warmup_steps` steps average gradients exactly
+    instead.
     """
 
-    group: int = Field(128, ge=1)
     delayed: bool = True
-    local_steps: int = Field(1, ge=1)
     warmup_steps: int = Field(0, ge=0)
-    seed: int = Field(0, ge=0, lt=2**31)
-    budget: Literal["fixed", "auto"] = "fixed"
 
     @property
     @abstractmethod
     def choice(self) -> Choice:
-        """What is sent at first."""
+        """What is sent."""
 
     @property
     @abstractmethod
     def choices(self) -> Mapping[Choice, float]:
-        """What a budget chooses from, least first, with bits per parameter each way."""
+        """What a planner chooses from, least first, with bits per parameter each way."""
 
     @abstractmethod
     def codec(self, choice: Choice) -> Codec:
@@ -94,11 +94,6 @@ class MoveConfig(ExchangeOptions):
     def _can_be_built(self) -> "MoveConfig":
         exact_fraction(self.choice.subset)
         self.codec(self.choice)  # refuses what it cannot be
-        if self.budget == "auto" and not self.delayed:
-            raise ValueError(
-                'budget = "auto" fills the time beside forward and backward, which delayed = false '
-                'leaves unused; use delayed = true or budget = "fixed"'
-            )
         return self
 
 
@@ -150,12 +145,10 @@ class MoveExchange:
         self._warmup = GradientSync(
             parameters if config.warmup_steps else (), peers, warmup, nbytes
         )
-        numel = sum(bucket.local_N.numel() for bucket in self._buckets)
-        self._budget = Budget(peers, config.choice, numel, config.choices)
+        self._codec = config.codec(config.choice)
         self._adapts = config.gain_power is not None
         measured = parameters if self._buckets and self._adapts else ()
-        self._agreement = Agreement(measured, peers, seed=config.seed)
-        self._launched_s = 0.0
+        self._agreement = Agreement(measured, peers, seed=_SEED)
         self._worker = Worker("gradcomp")
         self._side_stream = SideStream(device_of(self._parameters))
         self._pending: Future[_Found] | None = None
@@ -215,10 +208,9 @@ class MoveExchange:
         self._adapt()
         for bucket in self._buckets:
             bucket.after_move()
-        if self._steps % self._config.local_steps == 0:
-            self._launch()
-            if not self._config.delayed:
-                self._join()
+        self._launch()
+        if not self._config.delayed:
+            self._join()
 
     def finish(self) -> None:
         """Wait for the exchange under way and apply it."""
@@ -252,7 +244,6 @@ class MoveExchange:
             "global": [bucket.global_N for bucket in self._buckets],
             "left": [bucket.left_N for bucket in self._buckets],
             "error": [shards[self._peers.rank].error_n for shards in self._shards],
-            "choice": asdict(self._budget.choice),
             "warmup": self._warmup.state_dict(),
             "agreement": self._agreement.state_dict(),
         }
@@ -263,7 +254,6 @@ class MoveExchange:
         self._pending, self._owed = None, state["owed"]
         self._steps, self._exchanges = state["steps"], state["exchanges"]
         self._captured = state["captured"]
-        self._budget.choice = type(self._config.choice)(**state["choice"])
         self._warmup.load_state_dict(state["warmup"])
         self._agreement.load_state_dict(state["agreement"])
         saved = zip(state["global"], state["left"], state["error"], strict=True)
@@ -295,16 +285,13 @@ class MoveExchange:
         self._owed = False
         for bucket in self._buckets:
             bucket.check_storage()
-        self._launched_s = time.perf_counter()
         job = partial(
             self._exchange_all, self._exchanges, self._agreement.sample_2U, self._side_stream.now()
         )
         self._pending = self._worker.submit(job)
 
     def _exchange_all(self, number: int, sample_2U: Tensor, moved: CudaEvent) -> _Found:
-        if self._config.budget == "auto" and number % _AGREE_EVERY == 0:
-            self._budget.agree(number)
-        with self._budget.measuring(), self._side_stream.after(moved):
+        with self._side_stream.after(moved):
             updates = [
                 self._exchange(bucket, shards, number)
                 for bucket, shards in zip(self._buckets, self._shards, strict=True)
@@ -316,15 +303,15 @@ class MoveExchange:
 
     def _exchange(self, bucket: SharedBucket, shards: Sequence[_Shard], number: int) -> _Update:
         """Steps 1 and 2 of a bucket, on the communication thread; changes nothing."""
-        config, size, choice = self._config, self._peers.size, self._budget.choice
+        config, size = self._config, self._peers.size
         # Replicas that did not start from one model are noticed in the first exchange. After a
         # warm-up they are equal to rounding only, if optimizers run on unlike processors.
         digest = bucket.digest() if number == 0 and not config.warmup_steps else 0
         subsets = [
             random_subset(
                 shard.part.stop - shard.part.start,
-                fraction=choice.subset,
-                seed=config.seed,
+                fraction=config.choice.subset,
+                seed=_SEED,
                 step=number,
                 bucket=bucket.index * size + server,
             )
@@ -337,7 +324,7 @@ class MoveExchange:
             self._peers,
             ExchangeKey(number, bucket.index, digest),
             [bucket.moved(shard.part, M) for shard, M in zip(shards, subsets, strict=True)],
-            codec=config.codec(choice),
+            codec=self._codec,
             finish=lambda total_n: total_n.div_(size).add_(error_n),
         )
         return _Update(subsets, reduced.seen, reduced.results, reduced.left_n)
@@ -346,7 +333,6 @@ class MoveExchange:
         """Wait for the exchange under way and do its step 3."""
         if self._pending is None:
             return
-        self._budget.slot(time.perf_counter() - self._launched_s)
         found = self._pending.result()
         # the memory of updates is used again by the next exchange, which waits for what is queued
         self._side_stream.wait(found.finished)

@@ -21,9 +21,7 @@ from thinpipe.launch.host.allocator import return_freed_memory
 from thinpipe.launch.host.device import choose_devices, make_repeatable
 from thinpipe.launch.optimizer import OptimizerFactory, Rates, make_optimizer, named_parameters
 from thinpipe.launch.plan.memory_budget import memory_folder, row_nbytes, sample_capacity
-from thinpipe.pipeline.comm.boundary import Boundary, Stateless
 from thinpipe.pipeline.comm.channel import IncomingChannel, OutgoingChannel
-from thinpipe.pipeline.comm.guard import Rule
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
@@ -37,11 +35,7 @@ from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import build_schedule
 from thinpipe.pipeline.stage import Channels, CompressedStage
 from thinpipe.pipeline.tied import TiedWeight
-from thinpipe.pipeline.wire.hadamard import Hadamard
 from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD
-
-_MOST_BITS = 7  # of tiles
-
 
 LinkMaker = Callable[[int, int], Link | None]
 """(upper stage, direction) -> this process's end; None where none is needed."""
@@ -146,20 +140,12 @@ def engine_options(config: RunConfig) -> EngineOptions:
         clip_norm=config.train.clip_norm,
         precision=config.pipeline.precision,
         objective=build_objective(config),
-        rules={
-            (cut, DIRECTIONS.index(way)): Rule(config.boundary_at(cut).guard, len(_fallbacks(spec)))
+        guarded=[
+            (cut, DIRECTIONS.index(way))
             for (cut, way), spec in config.specs.items()
-            if not isinstance(spec, RawConfig)
-        },
+            if not isinstance(spec, RawConfig) and config.boundary_at(cut).guard.mode != "off"
+        ],
     )
-
-
-def _fallbacks(spec: Spec) -> list[Boundary]:
-    """What the guard may put in a boundary's place: stateless tiles of ever more bits."""
-    if isinstance(spec, RawConfig):
-        return []
-    fallbacks = [bits for bits in (spec.bits + 2, _MOST_BITS) if bits <= _MOST_BITS]
-    return [Stateless(Hadamard(bits)) for bits in dict.fromkeys(fallbacks) if bits > spec.bits]
 
 
 def _devices(config: RunConfig) -> list[torch.device]:
@@ -264,7 +250,6 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
             run_id=run_id,
             device=device,
             coding="none" if isinstance(spec, RawConfig) else spec.coding,
-            fallbacks=_fallbacks(spec),
         )
 
     return Channels(

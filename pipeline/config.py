@@ -165,14 +165,13 @@ class DirectConfig(QuantizerConfig):
 class TileConfig(BaseModel):
     """Tile-wise quantization without memory; see `pipeline/wire/hadamard.py`.
 
-    `bits` is 2 to 7 and `tile` 16, 64 or 256 values.
+    `bits` is 2 to 7.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["stateless"] = "stateless"
     bits: int = 4
-    tile: int = 64
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "TileConfig":
@@ -181,13 +180,13 @@ class TileConfig(BaseModel):
 
     def quantizer(self) -> Hadamard:
         """The codec."""
-        return Hadamard(self.bits, self.tile)
+        return Hadamard(self.bits)
 
 
 class StatelessConfig(TileConfig):
     """Tile-wise quantization of a direction, without memory.
 
-    `bits` is 2 to 7 and `tile` 16, 64 or 256 values; `coding` is as in `kind = "direct"`.
+    `bits` is 2 to 7; `coding` is as in `kind = "direct"`.
     """
 
     coding: Literal["none", "zstd"] = "none"

@@ -17,15 +17,14 @@ _LARGEST_BY_FIRST = 3.0
 
 
 class TransformConfig(BaseModel):
-    """Changes (or values) in a basis learned from them, entropy-coded; both directions alike.
+    """Changes in a basis learned from them, entropy-coded; both directions alike.
 
-    `step` is the quantization step as a multiple of the rms of what `of` says: the change since a
-    sample's last visit, or the value itself. `first_step` is that of samples without history, of
-    the value's rms; steps that follow changes are at most `largest_step` times that rms, by default
-    three times `first_step`. With `error` steps are chosen such that decoded values are that far
-    from what they should be, relative to them; 0.05 is gentle. `dimensions` is the share of the
-    directions that are sent, those in which values are largest, from when 4 tokens per channel were
-    seen; what is in the others is lost, which fine-tuning bears and training from scratch does not.
+    `step` is the quantization step as a multiple of the rms of changes since a sample's last visit.
+    `first_step` is that of samples without history, of the value's rms; other steps are at most
+    `largest_step` times that rms, by default three times `first_step`. `dimensions` is the share of
+    the directions that are sent, those in which values are largest, from when 4 tokens per channel
+    were seen; what is in the others is lost, which fine-tuning tolerates and training from scratch
+    does not.
     `memory = false` sends every visit like a first one, for runs of one epoch.
     """
 
@@ -33,25 +32,17 @@ class TransformConfig(BaseModel):
 
     kind: Literal["transform"] = "transform"
     step: float = Field(0.6, gt=0, le=100, allow_inf_nan=False)
-    of: Literal["change", "value"] = "change"
     first_step: float = Field(0.05, gt=0, le=100, allow_inf_nan=False)
     largest_step: float | None = Field(None, gt=0, le=100, allow_inf_nan=False)
-    error: float | None = Field(None, gt=0, lt=1)
     dimensions: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
     memory: bool = True
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        if self.error is not None and self.dimensions < 1:
-            raise ValueError(
-                f"error = {self.error} with dimensions = {self.dimensions}: what is left out is an "
-                "error of its own; set one of them"
-            )
-        follows = self.memory and self.of == "change" and self.error is None
-        if self.largest_step is not None and not follows:
+        if self.largest_step is not None and not self.memory:
             raise ValueError(
                 f"largest_step = {self.largest_step} bounds steps that follow changes, and there "
-                'are none with memory = false, of = "value" or error; leave it out'
+                "are none with memory = false; leave it out"
             )
         return self
 
@@ -73,7 +64,7 @@ class TransformConfig(BaseModel):
     def steps(self) -> Steps:
         """How the sender chooses steps."""
         largest = self.largest_step or _LARGEST_BY_FIRST * self.first_step
-        return Steps(self.step, self.first_step, largest, self.of, self.error)
+        return Steps(self.step, self.first_step, largest)
 
 
 class GradientTransformConfig(TransformConfig):

@@ -101,9 +101,8 @@ def _transform(
     first: tuple[float, float] = (0.05, 0.15),
     largest: tuple[float, float] | None = None,
     dimensions: tuple[float, float] = (1.0, 1.0),
-    of: str = "change",
 ) -> dict[str, Any]:
-    spec = {"kind": "transform", "of": of}
+    spec = {"kind": "transform"}
     steps = zip((forward, backward), first, largest or (None, None), dimensions, strict=True)
     names = ("step", "first_step", "largest_step", "dimensions")
     ways = [spec | dict(zip(names, step, strict=True)) for step in steps]
@@ -129,7 +128,6 @@ TRANSFORM: dict[str, dict[str, Any]] = {
     "transform 2/4, largest .25/.75": _transform(2.0, 4.0, largest=(0.25, 0.75)),
     "transform 2/4, largest .3/.9": _transform(2.0, 4.0, largest=(0.3, 0.9)),
     "transform 1.5/3, largest .3/.9": _transform(1.5, 3.0, largest=(0.3, 0.9)),
-    "transform .05/.3 of values": _transform(0.05, 0.3, first=(0.05, 0.3), of="value"),
 }
 ONCE: dict[str, dict[str, Any]] = {
     "tiles 5/4": _method("stateless", 5, 4, gradients="stateless"),

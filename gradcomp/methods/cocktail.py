@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pydantic import AliasChoices, ConfigDict, Field
 from torch import nn
 
-from thinpipe.gradcomp.budget import Choice
-from thinpipe.gradcomp.move_exchange import MoveConfig, MoveExchange
+from thinpipe.gradcomp.move_exchange import Choice, MoveConfig, MoveExchange
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.sparse import SparseCodec
 
@@ -59,12 +58,12 @@ class Config(MoveConfig):
 
     @property
     def choice(self) -> TopKChoice:
-        """What is sent at first."""
+        """What is sent."""
         return TopKChoice(self.subset, self.topk, self.bits)
 
     @property
     def choices(self) -> Mapping[Choice, float]:
-        """What a budget chooses from."""
+        """What a planner chooses from."""
         return CHOICES
 
     def codec(self, choice: Choice) -> SparseCodec:

@@ -31,13 +31,12 @@ REPLICAS_EQUAL = False
 class Config(LocalStepsConfig):
     """The outer optimizer is SGD with Nesterov momentum, as published.
 
-    Moves travel at `bits` per value (32: exactly), with one bf16 scale per `group`.
+    Moves travel at `bits` per value (32: exactly).
     """
 
     outer_lr: float = Field(0.7, gt=0)
     outer_momentum: float = Field(0.9, ge=0, lt=1)
     bits: int = Field(32, ge=2, le=32)
-    group: int = Field(128, ge=1)
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "Config":

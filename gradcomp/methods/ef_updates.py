@@ -23,9 +23,8 @@ from pydantic import Field
 from torch import nn
 
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.budget import Choice
 from thinpipe.gradcomp.global_copy import OwedBucket
-from thinpipe.gradcomp.move_exchange import MoveConfig, MoveExchange
+from thinpipe.gradcomp.move_exchange import Choice, MoveConfig, MoveExchange
 from thinpipe.gradcomp.options import TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync
@@ -68,12 +67,12 @@ class Config(MoveConfig):
 
     @property
     def choice(self) -> BitsChoice:
-        """What is sent at first."""
+        """What is sent."""
         return BitsChoice(self.subset, self.bits)
 
     @property
     def choices(self) -> Mapping[Choice, float]:
-        """What a budget chooses from."""
+        """What a planner chooses from."""
         return CHOICES
 
     def codec(self, choice: Choice) -> Codec:

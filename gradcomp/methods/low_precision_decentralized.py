@@ -32,10 +32,9 @@ REPLICAS_EQUAL = False
 
 
 class Config(ExchangeOptions):
-    """`bits` per value, one bf16 scale per `group` values."""
+    """`bits` per value."""
 
     bits: int = Field(8, ge=2, le=8)
-    group: int = Field(128, ge=1)
 
 
 class Changes:

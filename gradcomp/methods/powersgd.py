@@ -34,10 +34,9 @@ REPLICAS_EQUAL = True
 
 
 class Config(ExchangeOptions):
-    """`rank`: columns of P and Q. `seed`: of the Q that the first step starts from."""
+    """`rank`: columns of P and Q."""
 
     rank: int = Field(4, ge=1)
-    seed: int = Field(0, ge=0, lt=2**31)
 
 
 class PowerSGD:
@@ -100,7 +99,7 @@ class PowerSGD:
         """Q of the last step, or the same random one on all replicas."""
         Q = self._Q.get(name)
         if Q is None:
-            generator = torch.Generator().manual_seed(self._config.seed)
+            generator = torch.Generator().manual_seed(0)
             Q = torch.randn(target.shape[1], self._config.rank, generator=generator)
         return Q.to(target.device)
 

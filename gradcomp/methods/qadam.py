@@ -42,14 +42,13 @@ _LEAST = 0.1
 
 
 class Config(ExchangeOptions):
-    """`bits` per value of the momentum, one bf16 scale per `group` values.
+    """`bits` per value of the momentum.
 
     `warmup_steps` is how long the variance is learnt. `beta1` is that of the momentum, in place of
     the first of `train.betas`.
     """
 
     bits: int = Field(8, ge=1, le=8)
-    group: int = Field(128, ge=1)
     warmup_steps: int = Field(100, ge=1)
     beta1: float = Field(0.9, ge=0, lt=1)
 

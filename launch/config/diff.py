@@ -10,7 +10,7 @@ from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _MAY_CHANGE = (
     *("run.name", "eval.", "checkpoint.", "network.", "train.max_skipped"),
-    *("train.verify_every", "train.verify_share"),
+    "train.verify_every",
     *(f"pipeline.{name}" for name in ("cuts", "ranks", "replicas", "schedule", "depth")),
     *(f"pipeline.{name}" for name in ("shards", "microbatches", "device")),
     *(f"pipeline.{name}" for name in ("devices_per_rank", "peer_timeout_s")),

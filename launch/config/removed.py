@@ -10,6 +10,19 @@ from typing import Any
 
 _GONE: tuple[tuple[str, Any, str], ...] = (
     ("boundary.*.*ward.scale_dtype", "bf16", "scales are bf16, remove it"),
+    ("boundary.*.*ward*.tile", 64, "tiles have 64 values, remove it"),
+    ("boundary.*.*ward.of", "change", "steps are multiples of the change, remove it"),
+    ("boundary.*.*ward.error", None, "set step instead"),
+    ("boundary.*.guard.error", 0.6, "remove it"),
+    ("boundary.*.guard.rise", 1.5, "remove it"),
+    ("boundary.*.guard.patience", 20, "remove it"),
+    ("gradcomp.*.group", 128, "128 values share a scale, remove it"),
+    ("gradcomp.*.seed", 0, "remove it"),
+    ("gradcomp.*.budget", "fixed", "set subset and bits, which thinpipe plan chooses"),
+    ("gradcomp.*.local_steps", 1, 'use method = "diloco" or "sparse_loco", which have interval'),
+    ("gradcomp.decentralized.format", "fp32", "remove it"),
+    ("gradcomp.sparse_loco.divide", "replicas", "remove it"),
+    ("train.verify_share", 0.008, "memory is not watched between steps any more, remove it"),
 )
 """Dotted names, the value that always holds now, and what to do with another."""
 _GONE_VALUES: tuple[tuple[str, Any, str], ...] = (
@@ -19,6 +32,7 @@ _GONE_VALUES: tuple[tuple[str, Any, str], ...] = (
         'use kind = "aqsgd" with first_visit = { kind = "stateless", bits = 5 }, or '
         'kind = "stateless" for a single epoch',
     ),
+    ("boundary.*.guard.mode", "act", 'use "warn", and more bits when it warns'),
     ("boundary.*.*ward.coding", "auto", 'use "none", "zstd" or "rans"'),
     ("boundary.*.*ward.scale_per", "channel", 'use "token", or how many values share a scale'),
     ("boundary.*.*ward.scale_per", "tensor", 'use "token", or how many values share a scale'),

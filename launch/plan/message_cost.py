@@ -35,9 +35,8 @@ def describe(spec: Spec) -> str:
     if isinstance(spec, RawConfig):
         return f"{spec.kind} {spec.format}"
     if isinstance(spec, TransformConfig):
-        size = f"step {spec.step:g}" if spec.error is None else f"error {spec.error:g}"
         share = f", dimensions {spec.dimensions:g}" if spec.dimensions < 1 else ""
-        return f"{spec.kind} {size}{share}"
+        return f"{spec.kind} step {spec.step:g}{share}"
     if not isinstance(spec, StatelessConfig) and spec.rate is not None:
         return f"{spec.kind} rate {spec.rate:g}" + (" rans" if spec.coding == "rans" else "")
     return f"{spec.kind} {spec.bits}-bit" + ("" if spec.coding == "none" else f" {spec.coding}")

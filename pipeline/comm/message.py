@@ -1,6 +1,6 @@
 """One message of one direction of a cut: a header, then a boundary's payload."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,10 +28,9 @@ class MessageCodec:
 
     Both ends hold one each, made and called alike. `boundaries` holds one boundary per mode it can
     run in. Values are coded on `device`, where receivers get tensors of `dtype`. Payloads are
-    entropy-coded by `coding` where that makes them shorter, except in plain evaluation. From
-    `level` 1 on, which both ends set between two steps, training goes through one of `fallbacks`
-    instead. Training's values are coded times `scale`, which both ends set alike, so that what is
-    remembered does not depend on it.
+    entropy-coded by `coding` where that makes them shorter, except in plain evaluation. Training's
+    values are coded times `scale`, which both ends set alike, so that what is remembered does not
+    depend on it.
     """
 
     cut: int
@@ -41,8 +40,6 @@ class MessageCodec:
     device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
     dtype: torch.dtype = torch.float32
     coding: Coding = "none"
-    fallbacks: Sequence[Boundary] = ()
-    level: int = 0
     scale: float = 1.0
     _mode: Mode = "train"
     _step: int = 0
@@ -100,13 +97,6 @@ class MessageCodec:
         """End the step: the training boundary keeps what it learned, or forgets it."""
         self.training.finish_step(keep=keep)
 
-    def escalate(self, level: int) -> None:
-        """Train at this level from the next step on; above 0 nothing is remembered any more."""
-        self.level = level
-        if level and self.memory is not None:
-            self.memory.capacity = 0
-            self.memory.restrict(torch.empty(0, dtype=torch.int64), 0)
-
     @property
     def name(self) -> str:
         """The same in every run with this cut."""
@@ -114,7 +104,7 @@ class MessageCodec:
 
     @property
     def training(self) -> Boundary:
-        """The boundary that learns, whatever the level."""
+        """The boundary that learns."""
         return self.boundaries["train"]
 
     @property
@@ -124,15 +114,11 @@ class MessageCodec:
 
     def take_sums(self) -> list[float]:
         """What was measured of training's values since the last call."""
-        return self._at_level.error_meter.take()
-
-    @property
-    def _at_level(self) -> Boundary:
-        return self.fallbacks[self.level - 1] if self.level else self.training
+        return self.training.error_meter.take()
 
     @property
     def _boundary(self) -> Boundary:
-        return self._at_level if self._mode == "train" else self.boundaries[self._mode]
+        return self.boundaries[self._mode]
 
     def _shorten(self, message: Tensor, plan: MessagePlan) -> tuple[int, Tensor]:
         """The id of the coding used, and the message with its payload in that form."""

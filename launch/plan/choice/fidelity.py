@@ -95,9 +95,9 @@ def _section(method: str, **options: Any) -> dict[str, Any]:
 
 
 def _budgets(method: str, own: dict[str, Any], options: Any) -> list[dict[str, Any]]:
-    """The same method sending more. A run that chooses as it goes has its own budget."""
+    """The same method sending more."""
     costs = options.choices
-    if options.budget == "auto" or options.choice not in costs:
+    if options.choice not in costs:
         return []
     more = [choice for choice, cost in costs.items() if cost > costs[options.choice]]
     return [{"method": method, method: {**own, **asdict(choice)}} for choice in more]

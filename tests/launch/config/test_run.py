@@ -115,7 +115,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ),
         (
             '[[boundary]]\nforward = {kind = "aqsgd", first_visit = {tile = 32}}',
-            ["toml: boundary.0.forward.first_visit.tile = 32: use one of 16, 64, 256"],
+            ["toml: boundary.0.forward.first_visit.tile = 32: no longer a setting; tiles have 64"],
         ),
         (
             '[[boundary]]\nbackward = {kind = "direct", bits = 1, rounding = "stochastic"}',
