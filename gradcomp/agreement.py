@@ -141,7 +141,6 @@ class Agreement:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self.sample_2U.copy_(state["sample"])
         kept = (self._own_U, self._one_U, self._mean_U)
         for mine, saved in zip(kept, state["means"], strict=True):

@@ -105,7 +105,7 @@ class SharedBucket(FlatBucket):
         """The optimizer is about to move the parameters."""
 
     def after_move(self) -> None:
-        """It has."""
+        """The optimizer has moved them."""
 
     def swapped_in(self) -> AbstractContextManager[None]:
         """Inside, the parameters are the global ones."""

@@ -7,8 +7,8 @@ has met all of the other half. Both keep the mean of the replicas as it is.
 Axes: N values of a bucket.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from thinpipe.gradcomp.decentral import Decentral
 from thinpipe.gradcomp.exchange import ExchangeKey, swap
 from thinpipe.gradcomp.global_copy import FlatBucket
+from thinpipe.gradcomp.memories import Stateless
 from thinpipe.gradcomp.options import ExchangeOptions, ReplicaCountError
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
@@ -32,7 +33,7 @@ class Config(ExchangeOptions):
     interval: int = Field(1, ge=1)
 
 
-class Neighbours:
+class Neighbours(Stateless):
     """The averaging; it has no memory."""
 
     def __init__(self, peers: Peers, config: Config) -> None:
@@ -60,16 +61,6 @@ class Neighbours:
         for peer in sorted(found):
             total_N += found[peer] / len(found)
         return total_N
-
-    def keep(self) -> None:
-        """There is no memory."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """There is no state."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """There is no state."""
 
 
 def neighbours(rank: int, size: int, exchange: int, peers: str) -> list[int]:

@@ -38,7 +38,6 @@ class Config(ExchangeOptions):
 
     @property
     def codec(self) -> SparseCodec:
-        """How gradients and their sums travel."""
         return SparseCodec(self.fraction, self.bits, self.group)
 
 

@@ -58,19 +58,16 @@ class SparseLoCo:
         sum_N, count_N = torch.zeros_like(target_N), torch.zeros_like(target_N)
         for payload in gather_bytes(self._peers, key, target_N, seen_N, codec=self._codec):
             self._codec.add_to(payload, sum_N, count_N)
-        self._owed.leave(str(index), target_N - seen_N)
+        self._owed.set(str(index), target_N - seen_N)
         return self._config.outer_lr * sum_N.div_(self._peers.size)
 
     def keep(self) -> None:
-        """What was left out counts."""
         self._owed.keep()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is owed, by bucket."""
         return self._owed.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._owed.load_state_dict(state)
 
 

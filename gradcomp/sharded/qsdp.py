@@ -45,7 +45,6 @@ class Shifted:
 
     @property
     def codec_id(self) -> int:
-        """Number of the codec in message headers."""
         return 24
 
     def capacity(self, numel: int) -> int:
@@ -106,7 +105,6 @@ class Learned:
 
     @property
     def codec_id(self) -> int:
-        """Number of the codec in message headers."""
         return 25
 
     def capacity(self, numel: int) -> int:
@@ -122,7 +120,6 @@ class Learned:
         *,
         noise: Noise | None = None,
     ) -> int:
-        """Write the row's bytes; deterministic."""
         low_K, span_K, unit_KG = self._normalized(x_BN)
         code_KG = torch.bucketize(unit_KG, self._middles()).to(torch.uint8)
         levels = 4 << self.bits

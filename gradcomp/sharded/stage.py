@@ -56,7 +56,6 @@ class ShardedStage(nn.Module):
         self._backwards, self._each = 0, False
 
     def forward(self, x: Tensor, samples: Any) -> Tensor:
-        """Run the stage."""
         y: Tensor = self.inner(x, samples)
         if y.requires_grad:
             y.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
@@ -189,7 +188,6 @@ class StageShards:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         for unit, gather in enumerate(self._gathers):
             start = f"{unit}."
             own = {name[len(start) :]: v for name, v in state.items() if name.startswith(start)}
