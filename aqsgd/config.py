@@ -1,13 +1,9 @@
 """How AQ-SGD is configured at a direction of a cut."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-from thinpipe.aqsgd.coded_memory import CodedMemory
-from thinpipe.aqsgd.delta import DeltaBoundary
-from thinpipe.aqsgd.delta_codec import ChangeCodec, Composed
-from thinpipe.aqsgd.store import Store
 from thinpipe.pipeline.config import (
     Bits,
     QuantizerConfig,
@@ -16,6 +12,13 @@ from thinpipe.pipeline.config import (
 )
 from thinpipe.pipeline.wire.cast import CastFormat
 from thinpipe.pipeline.wire.codec import Codec
+
+if TYPE_CHECKING:
+    from thinpipe.aqsgd.delta import DeltaBoundary
+    from thinpipe.aqsgd.delta_codec import ChangeCodec
+    from thinpipe.aqsgd.store import Store
+    from thinpipe.pipeline.comm.boundary import Boundary
+    from thinpipe.pipeline.comm.message import Mode
 
 
 class MemoryConfig(BaseModel):
@@ -66,8 +69,10 @@ class AqsgdConfig(QuantizerConfig):
         self.change_codec(width=1)
         return self
 
-    def change_codec(self, width: int) -> ChangeCodec:
+    def change_codec(self, width: int) -> "ChangeCodec":
         """What codes changes of tokens of `width` channels."""
+        from thinpipe.aqsgd.delta_codec import Composed
+
         if self.delta == "tiles":
             return Composed(TileConfig(bits=self.bits).quantizer())
         return self.quantizer(width)
@@ -79,6 +84,28 @@ class AqsgdConfig(QuantizerConfig):
         if self.delta == "tiles":
             return TileConfig(bits=self.bits).quantizer()
         return self.quantizer(width)
+
+    def build(
+        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
+    ) -> "dict[Mode, Boundary]":
+        """Compressed evaluation sends samples without history as first visits."""
+        from thinpipe.pipeline.comm.boundary import Stateless, raw
+
+        delta = build_delta(self, width=width, key=key, store=store, capacity=capacity)
+        first_visit = Stateless(self.first_visit_codec(width), key)
+        return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
+
+    def row_nbytes(self, tokens: int, width: int) -> int:
+        return build_codec(self.memory, width).capacity(tokens * width)
+
+    def notices(self, *, epochs: int) -> list[str]:
+        if epochs > 1:
+            return []
+        return [
+            "note: AQ-SGD sends changes between epochs, and train.epochs = 1: every sample is sent "
+            'as a first visit; kind = "stateless" is smaller for the same error, and kind = '
+            '"transform" with memory = false is smaller still'
+        ]
 
 
 class GradientAqsgdConfig(AqsgdConfig):
@@ -96,10 +123,13 @@ def build_delta(
     *,
     width: int,
     key: int,
-    store: Store | None = None,
+    store: "Store | None" = None,
     capacity: int | None = None,
-) -> DeltaBoundary:
+) -> "DeltaBoundary":
     """One end of a direction. Both are built alike, with a store and capacity of their own."""
+    from thinpipe.aqsgd.coded_memory import CodedMemory
+    from thinpipe.aqsgd.delta import DeltaBoundary
+
     return DeltaBoundary(
         CodedMemory(build_codec(config.memory, width), store, capacity=capacity),
         first_visit=config.first_visit_codec(width),

@@ -61,7 +61,6 @@ class DeltaBoundary:
 
     @property
     def bits(self) -> int:
-        """Bits per value of a change."""
         return self._delta.bits
 
     def capacity(self, shape_BTD: torch.Size) -> int:
@@ -111,11 +110,9 @@ class DeltaBoundary:
             self.memory.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory."""
         return self.memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the memory."""
         self.memory.load_state_dict(state)
 
     def _encode_first(self, x_BN: Tensor, part: _Part, step: int) -> Tensor:

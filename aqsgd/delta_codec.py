@@ -45,23 +45,19 @@ class Composed:
 
     @property
     def bits(self) -> int:
-        """The codec's."""
         return self.codec.bits
 
     def capacity(self, numel: int) -> int:
-        """The codec's."""
         return self.codec.capacity(numel)
 
     def encode_change_packed(
         self, x_BN: Tensor, memory: PackedMemory, wire_BW: Tensor, *, noise: Noise | None
     ) -> Tensor:
-        """See `ChangeCodec`."""
         change_BN = x_BN.float() - unpacked(memory, memory.old_BW, x_BN)
         self.codec.encode(change_BN, wire_BW, noise=noise)
         return self.decode_change_packed(wire_BW, memory, change_BN)
 
     def decode_change_packed(self, wire_BW: Tensor, memory: PackedMemory, out_BN: Tensor) -> Tensor:
-        """See `ChangeCodec`."""
         change_BN = torch.empty(out_BN.shape, device=out_BN.device)
         self.codec.decode(wire_BW, change_BN)
         return _renew(memory, unpacked(memory, memory.old_BW, out_BN) + change_BN, out_BN)

@@ -37,7 +37,6 @@ class RowFile:
 
     @property
     def descriptor(self) -> int:
-        """The open file."""
         return self._file.fileno()
 
     def reserve(self, rows: int) -> None:
@@ -61,13 +60,11 @@ class RowFile:
         return row
 
     def write(self, number: int, row: Tensor) -> None:
-        """Replace one row."""
         view, done = row.numpy().data, 0
         while done < self.row_nbytes:
             done += os.pwrite(self.descriptor, view[done:], number * self.row_nbytes + done)
 
     def close(self) -> None:
-        """Give the space back."""
         self._file.close()
 
 
@@ -102,7 +99,6 @@ class DiskStore:
         self._file.reserve(samples)
 
     def empty_row(self, nbytes: int) -> Tensor:
-        """A new row."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def give_back(self, row: Tensor) -> None:
@@ -130,7 +126,6 @@ class DiskStore:
             self._coming[sample].set_result(row)
 
     def drop(self, sample: int) -> None:
-        """Free the sample's place."""
         heapq.heappush(self._free, self._slots.pop(sample))
         self._coming.pop(sample, None)
 

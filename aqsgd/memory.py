@@ -84,7 +84,6 @@ class SampleMemory:
         self._row_nbytes: int | None = None
 
     def __len__(self) -> int:
-        """Number of samples held."""
         return len(self._histories)
 
     def __contains__(self, sample: int) -> bool:
@@ -93,7 +92,6 @@ class SampleMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return len(self._histories) * (self._row_nbytes or 0)
 
     def restrict(self, ids_B: Tensor, samples: int) -> None:
@@ -161,7 +159,6 @@ class SampleMemory:
         self._store.end_step()
 
     def discard(self) -> None:
-        """Forget staged rows."""
         for _, row in self._staged.values():
             self._store.give_back(row)
         self._staged = {}

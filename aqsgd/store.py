@@ -119,7 +119,6 @@ class RamStore:
         self._spare.append(row)
 
     def row(self, sample: int) -> Tensor:
-        """The row itself."""
         return self._rows[sample]
 
     def put(self, sample: int, row: Tensor) -> None:
@@ -130,7 +129,6 @@ class RamStore:
         self._renew(sample, row)
 
     def drop(self, sample: int) -> None:
-        """Keep the row for another sample."""
         self._spare.append(self._rows.pop(sample))
         self._renew(sample, None)
 

@@ -176,8 +176,8 @@ def _shared(model: type[BaseModel]) -> list[type[BaseModel]]:
     return [
         base
         for base in model.__mro__[1:]
-        if issubclass(base, BaseModel) and base not in (BaseModel, ExchangeOptions)
-        if "kind" not in base.model_fields
+        if issubclass(base, BaseModel) and base is not ExchangeOptions
+        if base.model_fields and "kind" not in base.model_fields
     ]
 
 

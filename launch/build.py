@@ -12,7 +12,7 @@ from thinpipe.aqsgd.disk import DiskStore, RowFile
 from thinpipe.aqsgd.store import RamStore, Store
 from thinpipe.gradcomp.registry import load_method
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
-from thinpipe.launch.components import Built, build_boundary, build_objective, build_stage
+from thinpipe.launch.components import Built
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
@@ -25,10 +25,8 @@ from thinpipe.pipeline.comm.channel import IncomingChannel, OutgoingChannel
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
-from thinpipe.pipeline.config import RawConfig
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
 from thinpipe.pipeline.models.build import StageModule
-from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.own.stage import OwnStage
 from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 from thinpipe.pipeline.replica_sync import ReplicaSync
@@ -126,6 +124,21 @@ def build(
     return Built(stages, engine, optimizer, rates, sync, shards)
 
 
+def build_stage(
+    config: RunConfig, stage: int, devices: Sequence[torch.device]
+) -> StageModule | LocalPipeline:
+    """The module of a stage, spread over the devices if there are several."""
+    bounds = (0, *config.pipeline.cuts, config.model.layers)
+
+    def part(first: int, stop: int, device: torch.device) -> StageModule:
+        return config.model.build(first, stop, seed=config.run.seed, device=device)
+
+    first, stop = bounds[stage], bounds[stage + 1]
+    if len(devices) == 1:
+        return part(first, stop, devices[0])
+    return LocalPipeline(part, first, stop, devices=devices)
+
+
 def engine_options(config: RunConfig) -> EngineOptions:
     """How the engine runs a step of this config."""
     tokens, width = config.message_shape
@@ -134,16 +147,16 @@ def engine_options(config: RunConfig) -> EngineOptions:
         microbatches=config.pipeline.microbatches,
         cuts=config.pipeline.cuts,
         hidden=width,
-        tokens=tokens if isinstance(config.model, OwnModelConfig) else None,
+        tokens=tokens if config.model.is_own else None,
         depth=config.pipeline.depth,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.pipeline.precision,
-        objective=build_objective(config),
+        objective=config.model.objective(),
         guarded=[
             (cut, DIRECTIONS.index(way))
             for (cut, way), spec in config.specs.items()
-            if not isinstance(spec, RawConfig) and config.boundary_at(cut).guard.mode != "off"
+            if spec.kind != "raw" and config.boundary_at(cut).guard.mode != "off"
         ],
     )
 
@@ -240,8 +253,7 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
         return MessageCodec(
             cut=cut,
             direction=direction,
-            boundaries=build_boundary(
-                spec,
+            boundaries=spec.build(
                 width=config.message_shape[1],
                 key=config.run.seed | (2 * cut + direction) << 32,
                 store=_store(config, spec, device) if row_nbytes(config, spec) else None,
@@ -249,7 +261,7 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
             ),
             run_id=run_id,
             device=device,
-            coding="none" if isinstance(spec, RawConfig) else spec.coding,
+            coding=spec.coding,
         )
 
     return Channels(

@@ -54,7 +54,6 @@ class CacheConsistency:
 
     @property
     def size(self) -> int:
-        """Length of `numbers`."""
         return 1 + 2 * len(self._places)
 
     def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:

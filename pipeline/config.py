@@ -1,7 +1,8 @@
 """How the pipeline engine is configured, and codecs from their configuration."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -12,6 +13,10 @@ from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.coding.entropy import Coding
 from thinpipe.pipeline.wire.hadamard import Hadamard
 from thinpipe.pipeline.wire.uniform import Uniform
+
+if TYPE_CHECKING:
+    from thinpipe.pipeline.comm.boundary import Boundary
+    from thinpipe.pipeline.comm.message import Mode
 
 Bits = Annotated[int, Field(ge=1, le=8)]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -89,7 +94,6 @@ class PipelineConfig(BaseModel):
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.cuts) + 1
 
     @property
@@ -106,16 +110,78 @@ class PipelineConfig(BaseModel):
         return self.stages if one_per_rank else max(1, self.stages // 2)
 
 
-class RawConfig(BaseModel):
-    """No compression: values are sent as they are (fp32) or cast."""
+class GuardConfig(BaseModel):
+    """Whether a direction of a cut that fails is told: `mode = "off"` checks nothing.
+
+    It fails when its relative error exceeds 0.6, or when the relative size of changes is 1.5 times
+    the smallest it has been and more than a quarter, both in the mean over about 20 steps.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    mode: Literal["off", "warn"] = "warn"
+
+
+class BoundaryKind(BaseModel):
+    """What every kind of boundary answers for itself; kinds also have `kind` and `coding`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    if TYPE_CHECKING:
+
+        @property
+        def kind(self) -> str: ...
+
+    @abstractmethod
+    def build(
+        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
+    ) -> "dict[Mode, Boundary]":
+        """Boundaries of a direction by mode; evaluation never meets the training memory.
+
+        Both ends are built alike, for tokens of `width` channels; `key` addresses their random
+        numbers. What is remembered is kept in `store` (by default in RAM), of at most `capacity`
+        samples.
+        """
+
+    @abstractmethod
+    def words(self) -> str:
+        """A few words for tables."""
+
+    def row_nbytes(self, tokens: int, width: int) -> int:
+        """Bytes that one end of the direction remembers of a sample; 0: nothing."""
+        return 0
+
+    def notices(self, *, epochs: int) -> list[str]:
+        """What to tell of a run of so many epochs."""
+        return []
+
+    @property
+    def remembers(self) -> bool:
+        return self.row_nbytes(1, 1) > 0
+
+
+class RawConfig(BoundaryKind):
+    """No compression: values are sent as they are (fp32) or cast."""
 
     kind: Literal["raw"] = "raw"
     format: CastFormat = "fp32"
 
+    @property
+    def coding(self) -> Coding:
+        return "none"
 
-class QuantizerConfig(BaseModel):
+    def build(
+        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
+    ) -> "dict[Mode, Boundary]":
+        from thinpipe.pipeline.comm.boundary import raw
+
+        return _by_mode(raw(self.format))
+
+    def words(self) -> str:
+        return f"raw {self.format}"
+
+
+class QuantizerConfig(BoundaryKind):
     """Uniform quantization: `bits` per value, and what shares a scale.
 
     `coding = "zstd"` shortens payloads; it pays where the link is slower than about 1 Gbit/s.
@@ -124,8 +190,6 @@ class QuantizerConfig(BaseModel):
     With `rate` the step is that many times a group's rms (see `Uniform`): 1.0 takes about 2 bits
     once coded, 0.5 about 3.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     bits: Bits = 4
     scale_per: Literal["token"] | Annotated[int, Field(ge=1)] = "token"
@@ -154,12 +218,25 @@ class QuantizerConfig(BaseModel):
             rate=self.rate,
         )
 
+    def words(self) -> str:
+        """`aqsgd 4-bit`, `direct 8-bit zstd`; `direct rate 0.5` implies entropy coding."""
+        if self.rate is not None:
+            return f"{self.kind} rate {self.rate:g}" + (" rans" if self.coding == "rans" else "")
+        return f"{self.kind} {self.bits}-bit" + _named(self.coding)
+
 
 class DirectConfig(QuantizerConfig):
     """Direct quantization, no memory (the baseline of AQ-SGD)."""
 
     kind: Literal["direct"] = "direct"
     bits: Bits = 8
+
+    def build(
+        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
+    ) -> "dict[Mode, Boundary]":
+        from thinpipe.pipeline.comm.boundary import Stateless
+
+        return _by_mode(Stateless(self.quantizer(width), key))
 
 
 class TileConfig(BaseModel):
@@ -179,11 +256,10 @@ class TileConfig(BaseModel):
         return self
 
     def quantizer(self) -> Hadamard:
-        """The codec."""
         return Hadamard(self.bits)
 
 
-class StatelessConfig(TileConfig):
+class StatelessConfig(TileConfig, BoundaryKind):
     """Tile-wise quantization of a direction, without memory.
 
     `bits` is 2 to 7; `coding` is as in `kind = "direct"`.
@@ -191,9 +267,29 @@ class StatelessConfig(TileConfig):
 
     coding: Literal["none", "zstd"] = "none"
 
+    def build(
+        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
+    ) -> "dict[Mode, Boundary]":
+        from thinpipe.pipeline.comm.boundary import Stateless
+
+        return _by_mode(Stateless(self.quantizer(), key))
+
+    def words(self) -> str:
+        return f"stateless {self.bits}-bit" + _named(self.coding)
+
 
 def build_codec(spec: CastFormat | int | TileConfig, width: int) -> Codec:
     """Codec for a float format, for bits with one scale per token of `width`, or for tiles."""
     if isinstance(spec, TileConfig):
         return spec.quantizer()
     return Uniform(spec, "token", width=width) if isinstance(spec, int) else Cast(spec)
+
+
+def _named(coding: Coding) -> str:
+    return "" if coding == "none" else f" {coding}"
+
+
+def _by_mode(boundary: "Boundary") -> "dict[Mode, Boundary]":
+    from thinpipe.pipeline.comm.boundary import raw
+
+    return {"train": boundary, "eval": raw(), "eval_compressed": boundary}

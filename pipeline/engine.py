@@ -222,7 +222,6 @@ class PipelineEngine:
         return {"pass": self._pass, "guard": self._guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters."""
         self._pass = state["pass"]
         self._guard.load_state_dict(state.get("guard", {}))
 

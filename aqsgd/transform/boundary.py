@@ -196,7 +196,6 @@ class TransformBoundary:
         return memory | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
         if self._rows is not None:
             self._rows.load_state_dict(state)
         self.learned.load_state_dict(state["learned"])

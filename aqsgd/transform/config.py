@@ -1,22 +1,25 @@
 """How transform coding is configured at a direction of a cut."""
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from thinpipe.aqsgd.memory import SampleMemory
-from thinpipe.aqsgd.store import Store
-from thinpipe.aqsgd.transform.boundary import BITS, TransformBoundary
-from thinpipe.aqsgd.transform.learned import Learned
-from thinpipe.aqsgd.transform.rows import row_nbytes
-from thinpipe.aqsgd.transform.steps import Steps
+from thinpipe.pipeline.config import BoundaryKind
 from thinpipe.pipeline.wire.coding.entropy import Coding
 
+if TYPE_CHECKING:
+    from thinpipe.aqsgd.store import Store
+    from thinpipe.aqsgd.transform.boundary import TransformBoundary
+    from thinpipe.aqsgd.transform.steps import Steps
+    from thinpipe.pipeline.comm.boundary import Boundary
+    from thinpipe.pipeline.comm.message import Mode
+
 _LARGEST_BY_FIRST = 3.0
-"""`largest_step` as a multiple of `first_step`, where it is not set."""
+"""`largest_step` as a multiple of `first_step`, where it is not set. Without a bound a step of 0.6
+of the change made the quickstart diverge from scratch, where changes are as large as values."""
 
 
-class TransformConfig(BaseModel):
+class TransformConfig(BoundaryKind):
     """Changes in a basis learned from them, entropy-coded; both directions alike.
 
     `step` is the quantization step as a multiple of the rms of changes since a sample's last visit.
@@ -27,8 +30,6 @@ class TransformConfig(BaseModel):
     does not.
     `memory = false` sends every visit like a first one, for runs of one epoch.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["transform"] = "transform"
     step: float = Field(0.6, gt=0, le=100, allow_inf_nan=False)
@@ -47,24 +48,44 @@ class TransformConfig(BaseModel):
         return self
 
     @property
-    def bits(self) -> int:
-        """What it counts as where fidelities are compared; it sends fewer."""
-        return BITS
-
-    @property
     def coding(self) -> Coding:
         """Its messages are entropy-coded already."""
         return "none"
 
     @property
-    def rate(self) -> None:
-        """Steps are its own."""
-
-    @property
-    def steps(self) -> Steps:
+    def steps(self) -> "Steps":
         """How the sender chooses steps."""
+        from thinpipe.aqsgd.transform.steps import Steps
+
         largest = self.largest_step or _LARGEST_BY_FIRST * self.first_step
         return Steps(self.step, self.first_step, largest)
+
+    def build(
+        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
+    ) -> "dict[Mode, Boundary]":
+        from thinpipe.aqsgd.transform.evaluation import FirstVisits
+        from thinpipe.pipeline.comm.boundary import raw
+
+        training = build_transform(self, width=width, store=store, capacity=capacity)
+        return {"train": training, "eval": raw(), "eval_compressed": FirstVisits(training)}
+
+    def row_nbytes(self, tokens: int, width: int) -> int:
+        from thinpipe.aqsgd.transform.rows import row_nbytes
+
+        return row_nbytes(tokens * width) if self.memory else 0
+
+    def words(self) -> str:
+        share = f", dimensions {self.dimensions:g}" if self.dimensions < 1 else ""
+        return f"transform step {self.step:g}{share}"
+
+    def notices(self, *, epochs: int) -> list[str]:
+        if epochs > 1 or not self.memory:
+            return []
+        return [
+            'note: kind = "transform" remembers samples for their next visit, and '
+            "train.epochs = 1: none is visited again, so step does nothing, first_step is what "
+            "counts; memory = false sends the same and needs no memory"
+        ]
 
 
 class GradientTransformConfig(TransformConfig):
@@ -77,10 +98,15 @@ def build_transform(
     config: TransformConfig,
     *,
     width: int,
-    store: Store | None = None,
+    store: "Store | None" = None,
     capacity: int | None = None,
-) -> TransformBoundary:
+) -> "TransformBoundary":
     """One end of a direction. Both are built alike, with a store and capacity of their own."""
+    from thinpipe.aqsgd.memory import SampleMemory
+    from thinpipe.aqsgd.transform.boundary import TransformBoundary
+    from thinpipe.aqsgd.transform.learned import Learned
+    from thinpipe.aqsgd.transform.rows import row_nbytes
+
     learned, memory = Learned(width), None
     if config.memory:
         memory = SampleMemory(row_nbytes, store, capacity=capacity, beside=learned)

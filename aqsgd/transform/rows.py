@@ -111,7 +111,6 @@ class Rows:
         return self.memory.state_dict() | {"row_versions": pairs.view(-1, 2)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
         self.memory.load_state_dict(state)
         self._version_of, self._staged = dict(state["row_versions"].tolist()), {}
         self.recount()

@@ -12,6 +12,9 @@ from thinpipe.aqsgd.transform.basis import step_index
 
 STEP_RANGE = 480
 """Of indices: steps from 2^-120 to 2^120."""
+# From scratch, with one step for all tokens, a direction of the quickstart's model grew to 99 % of
+# the energy and everything else was coded ever coarser. So steps follow what is outside the largest
+# 2 % of directions where these hold over four fifths, and stay within 8 times finer.
 _MOST_OF_OTHERS = 5.0
 _MOST_FINER = 8.0
 _MASSIVE = 100.0

@@ -25,7 +25,7 @@ from thinpipe.launch.checkpoint.transaction import (
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.data.load import DataConfig
+from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.overlay.ranks import gone_for_good

@@ -7,8 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from thinpipe.aqsgd.config import AqsgdConfig, GradientAqsgdConfig
 from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
-from thinpipe.pipeline.comm.guard import GuardConfig
-from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
+from thinpipe.pipeline.config import DirectConfig, GuardConfig, RawConfig, StatelessConfig
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-Field = str | int
-"""A name, or the number of a column (from 0) in a TSV file without a header."""
+from thinpipe.launch.data.columns import Field
 
 RecordFormat = Literal["tsv", "jsonl"]
 Format = Literal["text"] | RecordFormat

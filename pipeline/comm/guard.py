@@ -8,9 +8,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict
+from typing import Any
 
 from thinpipe.pipeline.comm.error_stats import ErrorStats
 from thinpipe.pipeline.wire.header import DIRECTIONS
@@ -19,18 +17,6 @@ _log = logging.getLogger(__name__)
 
 CutDirection = tuple[int, int]
 """Cut and direction."""
-
-
-class GuardConfig(BaseModel):
-    """Whether a direction of a cut that fails is told: `mode = "off"` checks nothing.
-
-    It fails when its relative error exceeds 0.6, or when the relative size of changes is 1.5 times
-    the smallest it has been and more than a quarter, both in the mean over about 20 steps.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    mode: Literal["off", "warn"] = "warn"
 
 
 # AQ-SGD at 2 bits with levels that fail grows from 0.23 to 0.47 of the activations; with ones that

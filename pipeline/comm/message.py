@@ -57,7 +57,6 @@ class MessageCodec:
         return HEADER_NBYTES + self._boundary.capacity(shape_BTD)
 
     def encode(self, microbatch: int, x_BTD: Tensor, ids_B: Tensor) -> Tensor:
-        """The message (uint8, in host memory)."""
         plan = self._boundary.plan(ids_B, x_BTD.shape, step=self._step)
         message = host_bytes(HEADER_NBYTES + plan.capacity, self.device)
         if self._mode == "train" and self.scale != 1.0:
@@ -104,7 +103,6 @@ class MessageCodec:
 
     @property
     def training(self) -> Boundary:
-        """The boundary that learns."""
         return self.boundaries["train"]
 
     @property

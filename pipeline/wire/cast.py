@@ -26,17 +26,14 @@ class Cast:
 
     @property
     def codec_id(self) -> int:
-        """Number of the codec in message headers."""
         return _IDS[self.format]
 
     @property
     def bits(self) -> int:
-        """Bits per value."""
         return 8 * self.dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
-        """The format's torch dtype."""
         return _DTYPES[self.format]
 
     def capacity(self, numel: int) -> int:

@@ -76,7 +76,6 @@ class Uniform:
 
     @property
     def codec_id(self) -> int:
-        """Number of the codec in message headers."""
         return 16
 
     def capacity(self, numel: int) -> int:
@@ -108,7 +107,6 @@ class Uniform:
         return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        """Write the rows' values."""
         self._dequantize(self._received(wire_BW, out_BN), out_BN)
 
     def encode_change(

@@ -14,7 +14,7 @@ from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.cli import all_commands
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.sections import TrainConfig
-from thinpipe.pipeline.comm.guard import GuardConfig
+from thinpipe.pipeline.config import GuardConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -11,7 +11,7 @@ from tests.training import config
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data.load import DataConfig
+from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.memory.check import check_host, host_needs
 from thinpipe.launch.memory.model import rank_memory
 from thinpipe.launch.plan.predict import in_flight

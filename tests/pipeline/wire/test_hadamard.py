@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinpipe.pipeline.wire.hadamard import Hadamard
+from thinpipe.pipeline.wire.hadamard import TILES, Hadamard
 from thinpipe.pipeline.wire.kernels import Backend
-from thinpipe.pipeline.wire.kernels.hadamard import TILES
 from thinpipe.pipeline.wire.uniform import Uniform
 
 BITS = range(2, 8)
