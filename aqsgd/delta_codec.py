@@ -2,7 +2,7 @@
 
 `Uniform` meets `ChangeCodec` with fused kernels of its own.
 
-Axes: B samples, N values of a sample, W bytes of a sample.
+Axes: B samples, N values of a sample, W bytes of a sample. Memories are fp32 or bf16.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Codec, Noise
-from thinpipe.pipeline.wire.uniform import PackedMemory
 
 
 class ChangeCodec(Protocol):
@@ -25,16 +24,24 @@ class ChangeCodec(Protocol):
     def capacity(self, numel: int) -> int:
         """Exact bytes of a row of `numel` values."""
 
-    def encode_change_packed(
-        self, x_BN: Tensor, memory: PackedMemory, wire_BW: Tensor, *, noise: Noise | None
+    def encode_change(
+        self,
+        x_BN: Tensor,
+        memory_BN: Tensor,
+        wire_BW: Tensor,
+        fresh_BN: Tensor,
+        *,
+        noise: Noise | None,
     ) -> Tensor:
-        """Write the bytes, and what memory becomes to `memory.fresh_BW`.
+        """Write the bytes of x - memory, and what memory becomes to `fresh_BN`.
 
         Returns, bool [B], whether all of a row's new memory is finite.
         """
 
-    def decode_change_packed(self, wire_BW: Tensor, memory: PackedMemory, out_BN: Tensor) -> Tensor:
-        """Write the receiver's values to `out_BN`; otherwise as `encode_change_packed`."""
+    def decode_change(
+        self, wire_BW: Tensor, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
+    ) -> Tensor:
+        """Write the receiver's values to `out_BN`; otherwise as `encode_change`."""
 
 
 @dataclass(frozen=True)
@@ -50,28 +57,25 @@ class Composed:
     def capacity(self, numel: int) -> int:
         return self.codec.capacity(numel)
 
-    def encode_change_packed(
-        self, x_BN: Tensor, memory: PackedMemory, wire_BW: Tensor, *, noise: Noise | None
+    def encode_change(
+        self,
+        x_BN: Tensor,
+        memory_BN: Tensor,
+        wire_BW: Tensor,
+        fresh_BN: Tensor,
+        *,
+        noise: Noise | None,
     ) -> Tensor:
-        change_BN = x_BN.float() - unpacked(memory, memory.old_BW, x_BN)
+        change_BN = x_BN.float() - memory_BN.float()
         self.codec.encode(change_BN, wire_BW, noise=noise)
-        return self.decode_change_packed(wire_BW, memory, change_BN)
+        return self.decode_change(wire_BW, memory_BN, fresh_BN, change_BN)
 
-    def decode_change_packed(self, wire_BW: Tensor, memory: PackedMemory, out_BN: Tensor) -> Tensor:
-        change_BN = torch.empty(out_BN.shape, device=out_BN.device)
-        self.codec.decode(wire_BW, change_BN)
-        return _renew(memory, unpacked(memory, memory.old_BW, out_BN) + change_BN, out_BN)
-
-
-def unpacked(memory: PackedMemory, stored_BW: Tensor, like_BN: Tensor) -> Tensor:
-    """fp32 values of stored rows, which are as long as those of `like_BN`."""
-    value_BN = torch.empty(like_BN.shape, device=like_BN.device)
-    memory.codec.decode(stored_BW, value_BN)
-    return value_BN
-
-
-def _renew(memory: PackedMemory, value_BN: Tensor, out_BN: Tensor) -> Tensor:
-    """Hand values to the receiver and to memory; returns, bool [B], which rows are finite."""
-    memory.codec.encode(value_BN, memory.fresh_BW, noise=None)
-    out_BN.copy_(value_BN)
-    return torch.isfinite(value_BN).all(1)
+    def decode_change(
+        self, wire_BW: Tensor, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tensor
+    ) -> Tensor:
+        value_BN = torch.empty(out_BN.shape, device=out_BN.device)
+        self.codec.decode(wire_BW, value_BN)
+        value_BN += memory_BN
+        fresh_BN.copy_(value_BN)
+        out_BN.copy_(value_BN)
+        return torch.isfinite(value_BN).all(1)

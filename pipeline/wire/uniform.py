@@ -9,29 +9,17 @@ Axes: B rows, N values per row, W bytes per row, T tokens, D channels.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.wire.cast import Cast
-from thinpipe.pipeline.wire.codec import Codec, Noise
+from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.kernels import Backend, Codes, KernelSet, load_kernels
 
 ScalePer = Literal["token", "tensor"] | int
 
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-class PackedMemory(NamedTuple):
-    """Memories of rows as a codec's bytes: the old ones, and room for the new ones.
-
-    The codec is deterministic; `fresh_BW` must not overlap `old_BW`.
-    """
-
-    codec: Codec
-    old_BW: Tensor
-    fresh_BW: Tensor
 
 
 @dataclass(frozen=True)
@@ -139,35 +127,6 @@ class Uniform:
         """
         codes = self._received(wire_BW, out_BN)
         return self._kernels(out_BN).delta_decode(codes, memory_BN, fresh_BN, out_BN)
-
-    def encode_change_packed(
-        self, x_BN: Tensor, memory: PackedMemory, wire_BW: Tensor, *, noise: Noise | None
-    ) -> Tensor:
-        """`encode_change` on memories as they are stored, in `memory.old_BW` and `.fresh_BW`.
-
-        Returns, bool [B], whether all of a row's memory + change is finite.
-        """
-        codec, old_BW, fresh_BW = memory
-        if isinstance(codec, Cast):
-            old_BN, fresh_BN = old_BW.view(codec.dtype), fresh_BW.view(codec.dtype)
-            return self.encode_change(x_BN, old_BN, wire_BW, fresh_BN, noise=noise)
-        value_BN = torch.empty(x_BN.shape, device=x_BN.device)
-        codec.decode(old_BW, value_BN)
-        finite_B = self.encode_change(x_BN, value_BN, wire_BW, value_BN, noise=noise)
-        codec.encode(value_BN, fresh_BW, noise=None)
-        return finite_B
-
-    def decode_change_packed(self, wire_BW: Tensor, memory: PackedMemory, out_BN: Tensor) -> Tensor:
-        """`decode_change` on memories as they are stored: the receiver's side."""
-        codec, old_BW, fresh_BW = memory
-        if isinstance(codec, Cast):
-            old_BN, fresh_BN = old_BW.view(codec.dtype), fresh_BW.view(codec.dtype)
-            return self.decode_change(wire_BW, old_BN, fresh_BN, out_BN)
-        value_BN = torch.empty(out_BN.shape, device=out_BN.device)
-        codec.decode(old_BW, value_BN)
-        finite_B = self.decode_change(wire_BW, value_BN, value_BN, out_BN)
-        codec.encode(value_BN, fresh_BW, noise=None)
-        return finite_B
 
     def _used(self, noise: Noise | None) -> Noise | None:
         if self.stochastic and noise is None:

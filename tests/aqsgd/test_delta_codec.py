@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.aqsgd.config import AqsgdConfig, build_delta
 from thinpipe.aqsgd.delta import DeltaBoundary
 from thinpipe.pipeline.wire.cast import Cast
-from thinpipe.pipeline.wire.uniform import PackedMemory
+from thinpipe.pipeline.wire.uniform import Uniform
 
 WIDTH = 16
 SHAPE = (6, WIDTH)
@@ -74,13 +75,11 @@ def test_tiles_code_a_change_with_a_smaller_error() -> None:
     for name in ("uniform", "tiles"):
         codec = AqsgdConfig(bits=2, delta=name).change_codec(64)
         wire = torch.empty(2, codec.capacity(4096), dtype=torch.uint8)
-        stored = memory.view(torch.uint8)  # an fp32 memory's bytes
-        ends = [PackedMemory(Cast("fp32"), stored, torch.full_like(stored, 255)) for _ in range(2)]
-        out = torch.full_like(x, torch.nan)
-        finite = codec.encode_change_packed(x, ends[0], wire, noise=None)
-        assert torch.equal(finite, codec.decode_change_packed(wire, ends[1], out))
-        assert torch.equal(ends[0].fresh_BW, ends[1].fresh_BW)
-        assert torch.equal(ends[0].fresh_BW.view(torch.float32), out)
+        sent, received, out = (torch.full_like(x, torch.nan) for _ in range(3))
+        finite = codec.encode_change(x, memory, wire, sent, noise=None)
+        assert torch.equal(finite, codec.decode_change(wire, memory, received, out))
+        assert torch.equal(sent, received)
+        assert torch.equal(sent, out)
         found[name] = float((out - x).norm() / (x - memory).norm())
     assert found["tiles"] < 0.9 * found["uniform"]
 
@@ -92,3 +91,26 @@ def test_settings_that_tiles_do_not_have_are_refused(key: str) -> None:
         AqsgdConfig.model_validate({"delta": "tiles", "coding": "zstd", key: value})
     with pytest.raises(ValueError, match="bits = 8: use 2 to 7"):
         AqsgdConfig(delta="tiles", bits=8)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [Uniform(8, "token", width=24), Uniform(4, 24 * 70), Uniform(8, 40), Cast("bf16")],
+)
+def test_a_stored_memory_changes_as_if_it_were_decoded(memory: Uniform | Cast) -> None:
+    delta, numel = Uniform(3, 64), 24 * 70
+    values, x = rows(1, numel, 0), rows(1, numel, 0) + 0.1 * rows(1, numel, 1)
+    kept, wire = CodedMemory(memory), torch.empty(1, delta.capacity(numel), dtype=torch.uint8)
+    kept.stage(torch.tensor([3]), values, wire)
+    kept.commit()
+    visit = kept.open(3, numel, torch.device("cpu"))
+    assert delta.encode_change(x, visit.old_1N, wire, visit.fresh_1N, noise=None).all()
+    kept.close(visit, wire[0], keep=True)
+    kept.commit()
+    row = torch.empty(1, memory.capacity(numel), dtype=torch.uint8)
+    memory.encode(values, row, values)
+    expected, fresh = torch.empty_like(wire), torch.empty_like(x)
+    delta.encode_change(x, values, expected, fresh, noise=None)
+    memory.encode(fresh, row, fresh)
+    assert torch.equal(wire, expected)
+    assert torch.equal(kept.read(torch.tensor([3]), numel), fresh)

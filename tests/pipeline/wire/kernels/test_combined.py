@@ -5,7 +5,7 @@ import torch
 
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.kernels import Backend, Codes, KernelSet, load_kernels
-from thinpipe.pipeline.wire.uniform import PackedMemory, Uniform
+from thinpipe.pipeline.wire.uniform import Uniform
 
 CPU = torch.device("cpu")
 REFERENCE, NUMBA = load_kernels("reference", CPU), load_kernels("numba", CPU)
@@ -54,11 +54,15 @@ def test_both_ends_hold_equal_packed_memories_after_many_steps() -> None:
             for name in backends[:: 1 - 2 * (step % 2)]
         )
         fresh, out = [torch.empty_like(old) for old in ends], torch.full_like(x, torch.nan)
-        packed = [PackedMemory(memory, *pair) for pair in zip(ends, fresh, strict=True)]
         wire = torch.empty(2, sender.capacity(numel), dtype=torch.uint8)
         noise = Noise(3, step, torch.tensor([1, 2]))
-        sender.encode_change_packed(x, packed[0], wire, noise=noise)
-        receiver.decode_change_packed(wire, packed[1], out)
+        values = [torch.empty_like(x) for _ in ends]
+        for old, value in zip(ends, values, strict=True):
+            memory.decode(old, value)
+        sender.encode_change(x, values[0], wire, values[0], noise=noise)
+        receiver.decode_change(wire, values[1], values[1], out)
+        for value, row in zip(values, fresh, strict=True):
+            memory.encode(value, row)
         assert torch.equal(*fresh)
         ends = fresh
         error.append(float((out - x).norm() / x.norm()))
