@@ -40,7 +40,6 @@ class RowFile:
         return self._file.fileno()
 
     def reserve(self, rows: int) -> None:
-        """Have the file system set the space aside."""
         if rows:
             os.posix_fallocate(self.descriptor, 0, rows * self.row_nbytes)
 
@@ -165,7 +164,6 @@ class DiskStore:
         return packed, torch.tensor(slots, dtype=torch.int64), torch.tensor(sums)
 
     def close(self) -> None:
-        """End the thread and give the disk space back."""
         self._worker.shutdown()
         self._file.close()
 

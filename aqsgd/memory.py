@@ -111,7 +111,6 @@ class SampleMemory:
         return torch.tensor(prints, dtype=torch.int64)
 
     def prefetch(self, ids_B: Tensor) -> None:
-        """The next step will visit these samples."""
         self._store.prefetch(ids_B.tolist())
 
     def forget(self, ids_B: Tensor) -> None:
@@ -184,7 +183,6 @@ class SampleMemory:
         return total
 
     def release(self) -> None:
-        """Give back what is held; the memory is not used again."""
         self._store.close()
 
     def state_dict(self) -> dict[str, Any]:

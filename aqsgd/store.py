@@ -154,7 +154,6 @@ class RamStore:
         """Nothing to do."""
 
     def pack(self, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """A copy of all rows, in the order of `samples`."""
         rows = [self._rows[sample] for sample in samples]
         packed = torch.empty(len(rows), rows[0].numel() if rows else 0, dtype=torch.uint8)
         for place, row in zip(packed, rows, strict=True):

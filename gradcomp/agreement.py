@@ -103,7 +103,6 @@ class Agreement:
         return summed.view_as(sample_2U) / self._peers.size
 
     def update(self, mean_2U: Tensor) -> None:
-        """Count what an exchange found."""
         if not bool(mean_2U.isfinite().all()):
             return
         weight = 1 - self.beta2 ** max(1, self._steps - self._shared_at)

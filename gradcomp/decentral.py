@@ -111,7 +111,6 @@ class Decentral:
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Inside, parameters are the mean over the replicas; all of them call it together."""
         with ExitStack() as stack, torch.no_grad():
             if not self._finished:
                 for bucket, mean_N in zip(self._buckets, self._means(), strict=True):

@@ -74,7 +74,6 @@ class SharedBucket(FlatBucket):
         self.global_N.copy_(self.local_N)
 
     def digest(self) -> int:
-        """CRC-32 of the global copy."""
         return crc32(self.global_N.cpu())
 
     def moved(self, part: slice, subset: Subset) -> Tensor:

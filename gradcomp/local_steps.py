@@ -12,8 +12,8 @@ DiLoCo (Douillard et al. 2023), its streaming form (Douillard et al. 2025), Spar
 
 Fragments take turns, `interval / fragments` steps apart. Steps are counted where all replicas
 agree, at their beginning, whether a step is skipped on one of them or not. Between exchanges
-nothing waits for another replica. 3. is done by the training thread once everything has arrived: a
-failed exchange changes nothing.
+nothing waits for another replica, but for the digests of `train.verify_every`. 3. is done by the
+training thread once everything has arrived: a failed exchange changes nothing.
 
 Axes: N values of a bucket.
 """
@@ -161,7 +161,6 @@ class LocalSteps:
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Inside, parameters are g, without the exchange under way."""
         self._overlap.wait()
         with ExitStack() as stack, torch.no_grad():
             for bucket in self._all() if self._captured else ():

@@ -189,7 +189,6 @@ class MoveExchange:
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Inside, parameters are g, without the exchange under way."""
         self._overlap.wait()
         with ExitStack() as stack, torch.no_grad():
             for bucket in self._buckets if self._captured else ():

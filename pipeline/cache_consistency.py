@@ -71,12 +71,10 @@ class CacheConsistency:
         return _sum(repaired, self._compare(first_ids_B))
 
     def release(self) -> None:
-        """Give back what the memories of this rank hold; no step follows."""
         for memory in self._memories.values():
             memory.release()
 
     def prefetch(self, ids_B: Tensor) -> None:
-        """The next step will visit these samples."""
         for memory in self._memories.values():
             memory.prefetch(ids_B)
 

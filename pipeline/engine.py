@@ -139,7 +139,6 @@ class PipelineEngine:
         return repaired
 
     def close(self) -> None:
-        """Give back what samples are remembered in; no step follows."""
         self._stats.consistency.release()
 
     def train_step(self, batch: Batch, step: int, upcoming_B: Tensor = _NO_IDS) -> StepTotals:

@@ -180,7 +180,6 @@ class TransformBoundary:
         return sent, piece
 
     def finish_step(self, *, keep: bool) -> None:
-        """Learn from the step's messages, or forget them."""
         if self._rows is not None:
             self._rows.finish_step(keep=keep)
         if keep:

@@ -85,7 +85,6 @@ class Rows:
         self._staged[sample] = held.version
 
     def finish_step(self, *, keep: bool) -> None:
-        """Remember what was staged, or forget it."""
         staged, self._staged = self._staged, {}
         if not keep:
             self.memory.discard()

@@ -53,7 +53,6 @@ class Neighbours(Stateless):
         """There is no memory."""
 
     def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
-        """The mean of this replica's parameters and its neighbours'."""
         others = neighbours(self._peers.rank, self._peers.size, key.step, self._config.peers)
         found = swap(self._peers, key, mine_N, others, codec=_EXACT)
         found[self._peers.rank] = mine_N

@@ -131,7 +131,6 @@ class DeMo:
         self._counts, self._unapplied = True, None
 
     def finish(self) -> None:
-        """No step follows that could apply the last answer."""
         self._overlap.wait()
 
     def global_parameters(self) -> AbstractContextManager[None]:

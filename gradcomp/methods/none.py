@@ -42,7 +42,6 @@ class NoExchange(Stateless):
     def finish(self) -> None: ...
 
     def global_parameters(self) -> AbstractContextManager[None]:
-        """There is no global model; every replica stands for itself."""
         return nullcontext()
 
 

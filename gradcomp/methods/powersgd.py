@@ -48,7 +48,6 @@ class PowerSGD:
         self._Q = Staged()
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        """Sum of the low-rank parts of the replicas' gradients, and of what is not compressed."""
         target_N = self._residuals.add_to(f"{bucket.index}", flat_N)
         result_N, own_N = torch.empty_like(target_N), torch.empty_like(target_N)
         sizes = [parameter.numel() for parameter in bucket.parameters]

@@ -72,7 +72,6 @@ class Momentum(ServedReducer):
         return self.steps < self._config.warmup_steps
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        """The sum of the gradients, or the momentum."""
         name, beta1 = str(bucket.index), self._config.beta1
         old_N = self._momenta.get(name, flat_N.device)
         old_N = torch.zeros_like(flat_N) if old_N is None else old_N

@@ -50,7 +50,6 @@ class SparseLoCo:
         self._codec, self._owed = TileTopK(config.kept, 2), Residuals()
 
     def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
-        """The mean of what all have sent."""
         distance_N = distance_N.float()
         owed_N = self._owed.add_to(str(index), torch.zeros_like(distance_N))
         target_N = owed_N.mul_(self._config.decay).add_(distance_N)

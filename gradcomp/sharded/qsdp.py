@@ -80,7 +80,6 @@ class Shifted:
         return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        """Write the row's values: an fp32 product, then a sum."""
         scales_2K, code_BN = _read(wire_BW, out_BN.shape[1], self, rows=2)
         value_KG = _buckets(code_BN, self.bucket).float()
         value_KG = value_KG.mul_(scales_2K[1, :, None]).add_(scales_2K[0, :, None])

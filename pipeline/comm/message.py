@@ -93,7 +93,6 @@ class MessageCodec:
         return out_BTD
 
     def finish_step(self, *, keep: bool) -> None:
-        """End the step: the training boundary keeps what it learned, or forgets it."""
         self.training.finish_step(keep=keep)
 
     @property

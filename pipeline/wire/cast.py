@@ -37,7 +37,6 @@ class Cast:
         return _DTYPES[self.format]
 
     def capacity(self, numel: int) -> int:
-        """Exact bytes of a row of `numel` values."""
         return numel * self.dtype.itemsize
 
     def encode(
@@ -48,7 +47,6 @@ class Cast:
         *,
         noise: Noise | None = None,
     ) -> int:
-        """Write the rows' bytes; deterministic, so `noise` is not used."""
         cast_BN = x_BN.to(self.dtype).contiguous()
         wire_BW.copy_(cast_BN.view(torch.uint8))
         if seen_BN is not None:

@@ -99,7 +99,6 @@ class Hadamard:
         *,
         noise: Noise | None = None,
     ) -> int:
-        """Write the rows' bytes; deterministic, so `noise` is not used."""
         plan = self._plan(x_BN)
         order_BK = plan.order()
         tiles_BKG = x_BN.new_empty((*order_BK.shape, self.tile), dtype=torch.float32)

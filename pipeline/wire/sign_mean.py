@@ -55,7 +55,6 @@ class SignMean:
         *,
         noise: Noise | None = None,
     ) -> int:
-        """Write the rows' bytes; deterministic, so `noise` is not used."""
         x_BN, split = x_BN.detach().float(), self._scale_nbytes(x_BN.shape[1])
         for x_N, wire_W in zip(x_BN, wire_BW, strict=True):
             scale_K = self._scales(x_N)

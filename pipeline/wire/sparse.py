@@ -76,7 +76,6 @@ class SparseCodec:
         return min(numel, max(1, round(self._share * numel)))
 
     def capacity(self, numel: int) -> int:
-        """The most bytes that a message of `numel` values can take."""
         return _HEAD + sum(self._sizes(numel))
 
     def encode(
