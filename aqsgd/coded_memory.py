@@ -12,16 +12,21 @@ from torch import Tensor
 
 from thinpipe.aqsgd.memory import UNSEEN, SampleMemory
 from thinpipe.aqsgd.store import Store
+from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.pinned import brought_to
-from thinpipe.pipeline.wire.uniform import PackedMemory
 
 
 class Visit(NamedTuple):
-    """A known sample in a step: its old bytes, room for its new ones, and where these will stay."""
+    """A known sample in a step: its old values, room for new ones, their row, and where it stays.
+
+    In a float format values are those of the row itself, in place.
+    """
 
     sample: int
-    memory: PackedMemory
+    old_1N: Tensor
+    fresh_1N: Tensor
+    row: Tensor
     home: Tensor
 
 
@@ -51,27 +56,34 @@ class CodedMemory(SampleMemory):
         return out_BN
 
     def open(self, sample: int, numel: int, device: torch.device) -> Visit:
-        """The old bytes of a known sample, and room for the new ones; ends with `close`.
+        """The old values of a known sample, and room for the new ones; ends with `close`.
 
-        Both are where `device` codes them.
+        Both are on `device`.
 
         Raises:
             ValueError: the sample was of another size when it was seen.
         """
         old = brought_to(device, self.row(sample, numel))
         home = self._store.empty_row(old.numel())
-        fresh = _written(home, device)
-        return Visit(sample, PackedMemory(self._codec, old[None], fresh[None]), home)
+        row = _written(home, device)
+        if isinstance(self._codec, Cast):
+            kind = self._codec.dtype
+            return Visit(sample, old.view(kind)[None], row.view(kind)[None], row, home)
+        old_1N = torch.empty(1, numel, device=device)
+        self._codec.decode(old[None], old_1N)
+        return Visit(sample, old_1N, torch.empty_like(old_1N), row, home)
 
     def close(self, visit: Visit, wire: Tensor, *, keep: bool) -> None:
-        """Stage what was written to `visit.memory.fresh_BW`, or forget it if it is not finite.
+        """Stage what was written to `visit.fresh_1N`, or forget it if it is not finite.
 
         `wire` (host) is what the sample was sent as.
         """
         if not keep:
             self._store.give_back(visit.home)
             return
-        _bring_home(visit.memory.fresh_BW[0], visit.home)
+        if not isinstance(self._codec, Cast):
+            self._codec.encode(visit.fresh_1N, visit.row[None], noise=None)
+        _bring_home(visit.row, visit.home)
         self._staged[visit.sample] = self._histories[visit.sample].after(wire), visit.home
 
     def stage(self, ids_B: Tensor, values_BN: Tensor, wire_BW: Tensor) -> None:

@@ -1,23 +1,24 @@
 """How AQ-SGD is configured at a direction of a cut."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-from thinpipe.aqsgd.coded_memory import CodedMemory
-from thinpipe.aqsgd.delta import DeltaBoundary
-from thinpipe.aqsgd.delta_codec import ChangeCodec, Composed, Switching
-from thinpipe.aqsgd.store import Store
 from thinpipe.pipeline.config import (
     Bits,
     QuantizerConfig,
-    StatelessConfig,
     TileConfig,
     build_codec,
-    no_rans,
 )
 from thinpipe.pipeline.wire.cast import CastFormat
 from thinpipe.pipeline.wire.codec import Codec
+
+if TYPE_CHECKING:
+    from thinpipe.aqsgd.delta import DeltaBoundary
+    from thinpipe.aqsgd.delta_codec import ChangeCodec
+    from thinpipe.aqsgd.store import Store
+    from thinpipe.pipeline.comm.boundary import Boundary
+    from thinpipe.pipeline.comm.message import Mode
 
 
 class MemoryConfig(BaseModel):
@@ -53,7 +54,7 @@ class AqsgdConfig(QuantizerConfig):
 
     @model_validator(mode="after")
     def _changes_can_be_coded(self) -> "AqsgdConfig":
-        names = ("scale_per", "scale_dtype", "rounding", "rate")
+        names = ("scale_per", "rounding", "rate")
         fields = type(self).model_fields
         unused = [name for name in names if getattr(self, name) != fields[name].default]
         if self.delta == "tiles" and unused:
@@ -61,14 +62,17 @@ class AqsgdConfig(QuantizerConfig):
                 f'{", ".join(unused)}: has no meaning with delta = "tiles", which has a '
                 'bf16 scale per tile and rounds to nearest; remove it, or use delta = "uniform"'
             )
-        if self.coding == "rans" and (self.delta == "tiles" or self.kind != "aqsgd"):
-            mixed = f'kind = "{self.kind}"' if self.kind != "aqsgd" else 'delta = "tiles"'
-            raise ValueError(no_rans(mixed))
+        if self.coding == "rans" and self.delta == "tiles":
+            raise ValueError(
+                'coding = "rans" has no meaning with delta = "tiles"; use coding = "zstd"'
+            )
         self.change_codec(width=1)
         return self
 
-    def change_codec(self, width: int) -> ChangeCodec:
+    def change_codec(self, width: int) -> "ChangeCodec":
         """What codes changes of tokens of `width` channels."""
+        from thinpipe.aqsgd.delta_codec import Composed
+
         if self.delta == "tiles":
             return Composed(TileConfig(bits=self.bits).quantizer())
         return self.quantizer(width)
@@ -81,6 +85,28 @@ class AqsgdConfig(QuantizerConfig):
             return TileConfig(bits=self.bits).quantizer()
         return self.quantizer(width)
 
+    def build(
+        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
+    ) -> "dict[Mode, Boundary]":
+        """Compressed evaluation sends samples without history as first visits."""
+        from thinpipe.pipeline.comm.boundary import Stateless, raw
+
+        delta = build_delta(self, width=width, key=key, store=store, capacity=capacity)
+        first_visit = Stateless(self.first_visit_codec(width), key)
+        return {"train": delta, "eval": raw(), "eval_compressed": first_visit}
+
+    def row_nbytes(self, tokens: int, width: int) -> int:
+        return build_codec(self.memory, width).capacity(tokens * width)
+
+    def notices(self, *, epochs: int) -> list[str]:
+        if epochs > 1:
+            return []
+        return [
+            "note: AQ-SGD sends changes between epochs, and train.epochs = 1: every sample is sent "
+            'as a first visit; kind = "stateless" is smaller for the same error, and kind = '
+            '"transform" with memory = false is smaller still'
+        ]
+
 
 class GradientAqsgdConfig(AqsgdConfig):
     """Quantized changes of a sample's gradient since its last visit.
@@ -92,38 +118,18 @@ class GradientAqsgdConfig(AqsgdConfig):
     first_visit: CastFormat | Bits | TileConfig | Literal["same"] = "same"
 
 
-class AutoConfig(AqsgdConfig):
-    """AQ-SGD where it pays, stateless tiles where it does not; the sender chooses per sample.
-
-    A sample without history is sent as `first_visit` says. A known one is sent as its change,
-    unless that is no smaller than the activation itself (as under dropout): then as the activation,
-    in tiles of as many bits. Where no sample is ever seen again (`train.epochs = 1`) nothing is
-    remembered.
-    """
-
-    kind: Literal["auto"] = "auto"  # type: ignore[assignment]  # the tag of a subclass in a union
-    first_visit: TileConfig = TileConfig(bits=5)
-
-    def change_codec(self, width: int) -> ChangeCodec:
-        """The change or the value."""
-        direct = TileConfig(bits=min(max(self.bits, 2), 7))
-        return Switching(super().change_codec(width), direct.quantizer())
-
-    def without_memory(self) -> StatelessConfig:
-        """What is left when nothing can be remembered."""
-        tiles = self.first_visit
-        return StatelessConfig(bits=tiles.bits, tile=tiles.tile, coding=self.coding)
-
-
 def build_delta(
     config: AqsgdConfig,
     *,
     width: int,
     key: int,
-    store: Store | None = None,
+    store: "Store | None" = None,
     capacity: int | None = None,
-) -> DeltaBoundary:
+) -> "DeltaBoundary":
     """One end of a direction. Both are built alike, with a store and capacity of their own."""
+    from thinpipe.aqsgd.coded_memory import CodedMemory
+    from thinpipe.aqsgd.delta import DeltaBoundary
+
     return DeltaBoundary(
         CodedMemory(build_codec(config.memory, width), store, capacity=capacity),
         first_visit=config.first_visit_codec(width),

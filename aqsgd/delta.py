@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from thinpipe.aqsgd.coded_memory import CodedMemory, Visit
-from thinpipe.aqsgd.delta_codec import ChangeCodec, unpacked
+from thinpipe.aqsgd.delta_codec import ChangeCodec
 from thinpipe.pipeline.comm.boundary import MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
 from thinpipe.pipeline.comm.payload import rows_of
 from thinpipe.pipeline.wire.codec import Codec, Noise
 from thinpipe.pipeline.wire.header import crc32
 from thinpipe.pipeline.wire.pinned import brought_to, written_on
-from thinpipe.pipeline.wire.uniform import PackedMemory
 
 CODEC_ID = 32
 
@@ -61,7 +60,6 @@ class DeltaBoundary:
 
     @property
     def bits(self) -> int:
-        """Bits per value of a change."""
         return self._delta.bits
 
     def capacity(self, shape_BTD: torch.Size) -> int:
@@ -93,7 +91,6 @@ class DeltaBoundary:
         return plan.capacity
 
     def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
-        """Fill `out_BTD` with m + d and stage it."""
         out_BN = out_BTD.view(len(plan.ids_B), -1)
         first, known = self._parts(plan, brought_to(out_BN.device, wire))
         seen_BN = torch.empty(len(first.rows), out_BN.shape[1], device=out_BN.device)
@@ -104,18 +101,15 @@ class DeltaBoundary:
         self._stage(plan, wire, seen_BN, visits)
 
     def finish_step(self, *, keep: bool) -> None:
-        """Commit the step's values to memory, or forget them."""
         if keep:
             self.memory.commit()
         else:
             self.memory.discard()
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory."""
         return self.memory.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the memory."""
         self.memory.load_state_dict(state)
 
     def _encode_first(self, x_BN: Tensor, part: _Part, step: int) -> Tensor:
@@ -134,11 +128,12 @@ class DeltaBoundary:
         """An open visit, and whether its new memory is finite."""
         x_1N = x_BN[row : row + 1]
         visit = self.memory.open(int(id_1), x_BN.shape[1], x_BN.device)
-        finite_1 = self._delta.encode_change_packed(
-            x_1N, visit.memory, wire_1W, noise=Noise(self._key, step, id_1)
+        noise = Noise(self._key, step, id_1)
+        finite_1 = self._delta.encode_change(
+            x_1N, visit.old_1N, wire_1W, visit.fresh_1N, noise=noise
         )
         if self.error_meter.wants(known=True):
-            self._measure(x_1N, visit.memory)
+            self.error_meter.measure(x_1N, visit.fresh_1N.float(), visit.old_1N.float())
         return visit, finite_1
 
     def _decode_change(
@@ -146,7 +141,7 @@ class DeltaBoundary:
     ) -> tuple[Visit, Tensor]:
         visit = self.memory.open(int(id_1), out_BN.shape[1], out_BN.device)
         out_1N = out_BN[row : row + 1]
-        return visit, self._delta.decode_change_packed(wire_1W, visit.memory, out_1N)
+        return visit, self._delta.decode_change(wire_1W, visit.old_1N, visit.fresh_1N, out_1N)
 
     def _stage(
         self, plan: MessagePlan, wire: Tensor, seen_BN: Tensor, visits: list[tuple[Visit, Tensor]]
@@ -157,12 +152,6 @@ class DeltaBoundary:
             self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
         for (visit, finite_1), wire_W in zip(visits, known.wire_BW, strict=True):
             self.memory.close(visit, wire_W, keep=bool(finite_1))
-
-    def _measure(self, x_1N: Tensor, memory: PackedMemory) -> None:
-        old_1N, fresh_1N = (
-            unpacked(memory, stored_1W, x_1N) for stored_1W in (memory.old_BW, memory.fresh_BW)
-        )
-        self.error_meter.measure(x_1N, fresh_1N, old_1N)
 
     def _parts(self, plan: MessagePlan, wire: Tensor) -> tuple[_Part, _Part]:
         """First visits and known samples; the bytes of the former come first."""

@@ -37,11 +37,9 @@ class RowFile:
 
     @property
     def descriptor(self) -> int:
-        """The open file."""
         return self._file.fileno()
 
     def reserve(self, rows: int) -> None:
-        """Have the file system set the space aside."""
         if rows:
             os.posix_fallocate(self.descriptor, 0, rows * self.row_nbytes)
 
@@ -61,13 +59,11 @@ class RowFile:
         return row
 
     def write(self, number: int, row: Tensor) -> None:
-        """Replace one row."""
         view, done = row.numpy().data, 0
         while done < self.row_nbytes:
             done += os.pwrite(self.descriptor, view[done:], number * self.row_nbytes + done)
 
     def close(self) -> None:
-        """Give the space back."""
         self._file.close()
 
 
@@ -102,7 +98,6 @@ class DiskStore:
         self._file.reserve(samples)
 
     def empty_row(self, nbytes: int) -> Tensor:
-        """A new row."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def give_back(self, row: Tensor) -> None:
@@ -130,7 +125,6 @@ class DiskStore:
             self._coming[sample].set_result(row)
 
     def drop(self, sample: int) -> None:
-        """Free the sample's place."""
         heapq.heappush(self._free, self._slots.pop(sample))
         self._coming.pop(sample, None)
 
@@ -170,7 +164,6 @@ class DiskStore:
         return packed, torch.tensor(slots, dtype=torch.int64), torch.tensor(sums)
 
     def close(self) -> None:
-        """End the thread and give the disk space back."""
         self._worker.shutdown()
         self._file.close()
 

@@ -84,7 +84,6 @@ class SampleMemory:
         self._row_nbytes: int | None = None
 
     def __len__(self) -> int:
-        """Number of samples held."""
         return len(self._histories)
 
     def __contains__(self, sample: int) -> bool:
@@ -93,7 +92,6 @@ class SampleMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
         return len(self._histories) * (self._row_nbytes or 0)
 
     def restrict(self, ids_B: Tensor, samples: int) -> None:
@@ -113,7 +111,6 @@ class SampleMemory:
         return torch.tensor(prints, dtype=torch.int64)
 
     def prefetch(self, ids_B: Tensor) -> None:
-        """The next step will visit these samples."""
         self._store.prefetch(ids_B.tolist())
 
     def forget(self, ids_B: Tensor) -> None:
@@ -161,7 +158,6 @@ class SampleMemory:
         self._store.end_step()
 
     def discard(self) -> None:
-        """Forget staged rows."""
         for _, row in self._staged.values():
             self._store.give_back(row)
         self._staged = {}
@@ -187,7 +183,6 @@ class SampleMemory:
         return total
 
     def release(self) -> None:
-        """Give back what is held; the memory is not used again."""
         self._store.close()
 
     def state_dict(self) -> dict[str, Any]:

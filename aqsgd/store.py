@@ -119,7 +119,6 @@ class RamStore:
         self._spare.append(row)
 
     def row(self, sample: int) -> Tensor:
-        """The row itself."""
         return self._rows[sample]
 
     def put(self, sample: int, row: Tensor) -> None:
@@ -130,7 +129,6 @@ class RamStore:
         self._renew(sample, row)
 
     def drop(self, sample: int) -> None:
-        """Keep the row for another sample."""
         self._spare.append(self._rows.pop(sample))
         self._renew(sample, None)
 
@@ -156,7 +154,6 @@ class RamStore:
         """Nothing to do."""
 
     def pack(self, samples: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """A copy of all rows, in the order of `samples`."""
         rows = [self._rows[sample] for sample in samples]
         packed = torch.empty(len(rows), rows[0].numel() if rows else 0, dtype=torch.uint8)
         for place, row in zip(packed, rows, strict=True):

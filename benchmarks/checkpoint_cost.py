@@ -7,7 +7,6 @@ codecs, memories and messages; each stage holds weights and two moments of the g
 steps of each kind take turns in one run, so that they meet the same machine:
 
     plain      nothing
-    at rest    weights and optimizer state verified from step to step (`train.verify_share`)
     digests    what `train.verify_every` does, in every step; the table divides by 100
     save       one save begins in the block, and is written beside it
 
@@ -41,7 +40,6 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.distributed.store import connect_store, hold_store
-from thinpipe.launch.run.at_rest import AtRest
 from thinpipe.launch.run.program import Pipeline, config_of
 from thinpipe.launch.run.proof import Proof, digest
 from thinpipe.pipeline.batch import Batch
@@ -49,7 +47,7 @@ from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.config import DirectConfig
 from thinpipe.pipeline.models.own.config import Example
 
-KINDS = ("plain", "at rest", "digests", "save")
+KINDS = ("plain", "digests", "save")
 _EVERY = 100
 """Default of `train.verify_every`."""
 _LIMIT_S = 600.0
@@ -64,7 +62,6 @@ class Plan:
     numel: int
     steps: int
     rounds: int
-    share: float
     shape: PaperShape
 
 
@@ -152,7 +149,6 @@ class Bench:
     def __init__(self, plan: Plan, built: Built, saves: Checkpoints) -> None:
         self._plan, self._built, self._saves = plan, built, saves
         transport = built.engine.transport
-        self._watch = AtRest(built, plan.share, rank=transport.mesh.rank)
         self._proof = Proof(built, transport, 1)
         ids = torch.arange(plan.shape.microbatches)
         inputs = torch.zeros(len(ids), *plan.shape.boundary[1:])
@@ -166,7 +162,6 @@ class Bench:
         for number in range(self._plan.steps):
             self._step()
             self._after(kind, first=number == 0)
-        self._watch.compare()
         dist.barrier()
         found = {"s": time.perf_counter() - began_s, "cpu_s": time.process_time() - cpu_s}
         return found | {"written": float(self._saves.wait())}
@@ -177,21 +172,14 @@ class Bench:
         self._done, self._step_s = self._done + 1, time.perf_counter() - began_s
 
     def _after(self, kind: str, *, first: bool) -> None:
-        if kind == "at rest":
-            self._watch.take(self._done, self._step_s, saves=False)
-        elif kind == "digests":
+        if kind == "digests":
             self._proof.check(self._done)
             digest(list(self._built.optimizer.state))
             digest(
                 [m for moments in self._built.optimizer.state.values() for m in moments.values()]
             )
         elif kind == "save" and first:
-            self._watch.take(self._done, self._step_s, saves=True)
-            self._saves.start(self._done, self._watch.seal())
-
-    def words(self) -> str | None:
-        """What the watch says of itself."""
-        return self._watch.words()
+            self._saves.start(self._done)
 
 
 def _rank(rank: int, port: int, plan: Plan, folder: str) -> None:
@@ -213,7 +201,7 @@ def _rank(rank: int, port: int, plan: Plan, folder: str) -> None:
     for turn in range(plan.rounds):
         for kind in (*KINDS[turn % len(KINDS) :], *KINDS[: turn % len(KINDS)]):
             found.append({"kind": kind, "round": turn, **bench.block(kind)})
-    torch.save({"numel": numel, "blocks": found, "words": bench.words()}, f"{folder}/{rank}.pt")
+    torch.save({"numel": numel, "blocks": found}, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -250,7 +238,6 @@ def _table(plan: Plan, ranks: Sequence[dict[str, Any]], records: Records) -> str
     state = 12 * ranks[0]["numel"] / 2**30
     rows = []
     shares: dict[str, Callable[[float], float]] = {
-        "at rest": lambda extra_s: extra_s / plan.steps,
         "digests": lambda extra_s: extra_s / plan.steps / _EVERY,
         "save": lambda extra_s: extra_s,
     }
@@ -268,10 +255,8 @@ def _table(plan: Plan, ranks: Sequence[dict[str, Any]], records: Records) -> str
         each = f"every {max(1, round(wall_s / step_s / 0.01))} steps" if kind == "save" else ""
         rows.append([kind, f"{wall_s:.4f}", f"{wall_s / step_s:.2%}", f"{cpu_s:.4f}", each])
     heads = ("kind", "s per step (save: per save)", "of a step", "CPU s, all ranks", "1 % if")
-    words = ranks[0]["words"]
-    return (
-        f"{state:.2f} GiB of state per rank, a step takes {step_s:.3f} s; {words}\n"
-        + format_table(heads, rows)
+    return f"{state:.2f} GiB of state per rank, a step takes {step_s:.3f} s\n" + format_table(
+        heads, rows
     )
 
 
@@ -282,16 +267,13 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=30_000_000, help="of each stage")
     parser.add_argument("--steps", type=int, default=4, help="of a block")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--share", type=float, default=0.008, help="train.verify_share")
     parser.add_argument("--quick", action="store_true", help="compute sleeps a tenth as long")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     shape = PaperShape()
     if options.quick:
         shape = replace(shape, forward_s=shape.forward_s / 10, backward_s=shape.backward_s / 10)
-    plan = Plan(
-        options.stages, options.parameters, options.steps, options.rounds, options.share, shape
-    )
+    plan = Plan(options.stages, options.parameters, options.steps, options.rounds, shape)
     print(_table(plan, measure(plan), Records(options.json)))
 
 

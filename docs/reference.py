@@ -14,11 +14,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.main import get_command
 
+from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.cli import all_commands
+from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.shaped.cli import set_app
 from thinpipe.pipeline.config import PipelineConfig
+from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _ALSO: Mapping[type[BaseModel], Mapping[str, str]] = {PipelineConfig: {"cuts": r' \| `"auto"`'}}
 """What a field may be in a file although its type does not include it."""
@@ -93,6 +96,9 @@ def _settings() -> str:
         head = f"[[{name}]]" if several else f"[{name}]"
         for number, model in enumerate(models):
             parts.append(_section(model, head if number == 0 else f"{head}, {model.__name__}"))
+            if model is BoundaryConfig:
+                parts += _kinds(model)
+                continue
             parts += [
                 _section(inner, f"{name}.{key}, {_kind(inner)}")
                 for key, inner_field in model.model_fields.items()
@@ -103,8 +109,30 @@ def _settings() -> str:
         "| key | values | default | |\n|---|---|---|---|\n"
         f'| `method` | {", ".join(f"`{name}`" for name in method_names())} | `"allreduce"` | |\n'
     )
+    parts.append(_section(ExchangeOptions, "[gradcomp.METHOD], of every method but demo and none"))
     parts += [_section(load_method(name).Config, f"[gradcomp.{name}]") for name in method_names()]
     return "\n".join(parts)
+
+
+def _kinds(boundary: type[BaseModel]) -> Iterator[str]:
+    """Both directions' kinds, each once, with what differs for gradients; then the other tables."""
+    forward, backward = (
+        {_kind(model): model for model in _models(boundary.model_fields[way].annotation)}
+        for way in DIRECTIONS
+    )
+    for kind, model in forward.items():
+        others = {
+            name: _default(field)
+            for name, field in backward[kind].model_fields.items()
+            if _default(field) != _default(model.model_fields[name])
+        }
+        gradients = [f"Backward, `{name}` is by default {value}." for name, value in others.items()]
+        yield "\n".join(
+            [_section(model, f"boundary.forward and .backward, {kind}"), *gradients, ""]
+        )
+    for name, field in boundary.model_fields.items():
+        for model in () if name in DIRECTIONS else _models(field.annotation):
+            yield _section(model, f"boundary.{name}")
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -127,11 +155,16 @@ def _section(model: type[BaseModel], head: str) -> str:
     rows = [
         f"| `{name}` | {_type(field)}{also.get(name, '')} | {_default(field)} | {_limits(field)} |"
         for name, field in model.model_fields.items()
-        if not field.exclude
+        if not field.exclude and name != "kind" and not _is_of_all_methods(model, name)
     ]
     rows += filter(None, [_READ_AWAY.get(model)])
     table = "| key | type | default | limits |\n|---|---|---|---|\n" + "\n".join(rows)
     return f"## {head}\n\n{words}\n\n{table if rows else 'It has no settings.'}\n"
+
+
+def _is_of_all_methods(model: type[BaseModel], name: str) -> bool:
+    inherits = issubclass(model, ExchangeOptions) and model is not ExchangeOptions
+    return inherits and name in ExchangeOptions.model_fields
 
 
 def _words(model: type[BaseModel]) -> str:
@@ -143,7 +176,8 @@ def _shared(model: type[BaseModel]) -> list[type[BaseModel]]:
     return [
         base
         for base in model.__mro__[1:]
-        if issubclass(base, BaseModel) and base is not BaseModel and "kind" not in base.model_fields
+        if issubclass(base, BaseModel) and base is not ExchangeOptions
+        if base.model_fields and "kind" not in base.model_fields
     ]
 
 

@@ -103,7 +103,6 @@ class Agreement:
         return summed.view_as(sample_2U) / self._peers.size
 
     def update(self, mean_2U: Tensor) -> None:
-        """Count what an exchange found."""
         if not bool(mean_2U.isfinite().all()):
             return
         weight = 1 - self.beta2 ** max(1, self._steps - self._shared_at)
@@ -141,7 +140,6 @@ class Agreement:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self.sample_2U.copy_(state["sample"])
         kept = (self._own_U, self._one_U, self._mean_U)
         for mine, saved in zip(kept, state["means"], strict=True):

@@ -19,7 +19,6 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Number of values."""
         return sum(parameter.numel() for parameter in self.parameters)
 
 

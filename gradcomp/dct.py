@@ -33,7 +33,6 @@ class Tiles:
 
     @property
     def count(self) -> int:
-        """How many tiles there are."""
         return sum(self._counts)
 
     def transform(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -10,8 +10,7 @@ evaluations and checkpoints, by all replicas together, and they take it over whe
 Axes: N values of a bucket.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -22,10 +21,9 @@ from torch import Tensor, nn
 from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.global_copy import FlatBucket
+from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
-from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
-from thinpipe.pipeline.wire.thread import Worker
 
 _EXACT = Cast("fp32")
 
@@ -73,14 +71,12 @@ class Decentral:
         self._peers, self._averaging, self._interval = peers, averaging, interval
         buckets = make_buckets(parameters, nbytes) if peers.size > 1 else ()
         self._buckets = [FlatBucket(bucket) for bucket in buckets]
-        self._worker, self._side_stream = Worker("gradcomp"), SideStream(device_of(parameters))
-        self._pending: Future[tuple[list[Tensor], CudaEvent]] | None = None
+        self._overlap = Overlap(device_of(parameters))
         self._steps = self._exchanges = 0
         self._finished = False
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent so far, headers included."""
         return self._peers.bytes_sent
 
     def due(self, step: int) -> bool:
@@ -88,25 +84,20 @@ class Decentral:
         return False
 
     def begin_step(self, step: int, passes: int) -> None:
-        """Average what the last step left."""
         if self._steps == 0:
             self._averaging.begin(self._buckets)
         if self._steps and self._steps % self._interval == 0:
             for bucket in self._buckets:
                 bucket.check_storage()
-            self._pending = self._submit(self._averaging.average)
+            self._launch(self._averaging.average)
         self._steps += 1
 
     def before_step(self) -> None:
         """Take the averages over; gradients are this replica's own."""
-        if self._pending is None:
-            return
-        averages, finished = self._pending.result()
-        self._side_stream.wait(finished)
-        self._pending = None
-        self._averaging.keep()
-        for bucket, average_N in zip(self._buckets, averages, strict=True):
-            bucket.local_N.copy_(average_N)
+        for averages in self._overlap.join():
+            self._averaging.keep()
+            for bucket, average_N in zip(self._buckets, averages, strict=True):
+                bucket.local_N.copy_(average_N)
 
     def after_step(self) -> None:
         """Nothing is exchanged here: this is not called on replicas that skip the step."""
@@ -120,7 +111,6 @@ class Decentral:
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Inside, parameters are the mean over the replicas; all of them call it together."""
         with ExitStack() as stack, torch.no_grad():
             if not self._finished:
                 for bucket, mean_N in zip(self._buckets, self._means(), strict=True):
@@ -137,31 +127,26 @@ class Decentral:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._steps, self._exchanges = state["steps"], state["exchanges"]
         self._finished = state["finished"]
         self._averaging.load_state_dict(state["averaging"])
 
     def _means(self) -> list[Tensor]:
         """The mean of all replicas' parameters, exactly."""
-        means, finished = self._submit(partial(_mean, self._peers)).result()
-        self._side_stream.wait(finished)
-        return means
+        self._launch(partial(_mean, self._peers))
+        (means,) = self._overlap.join()
+        found: list[Tensor] = means
+        return found
 
-    def _submit(self, average: Any) -> "Future[tuple[list[Tensor], CudaEvent]]":
-        number, computed = self._exchanges, self._side_stream.now()
+    def _launch(self, average: Callable[[FlatBucket, Tensor, ExchangeKey], Tensor]) -> None:
+        number, buckets = self._exchanges, self._buckets
         self._exchanges += 1
-        buckets, side_stream = self._buckets, self._side_stream
-
-        def run() -> tuple[list[Tensor], CudaEvent]:
-            with side_stream.after(computed):
-                found = [
-                    average(bucket, bucket.local_N.float(), ExchangeKey(number, bucket.index))
-                    for bucket in buckets
-                ]
-                return found, side_stream.now()
-
-        return self._worker.submit(run)
+        self._overlap.launch(
+            lambda: [
+                average(bucket, bucket.local_N.float(), ExchangeKey(number, bucket.index))
+                for bucket in buckets
+            ]
+        )
 
 
 def _mean(peers: Peers, _bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:

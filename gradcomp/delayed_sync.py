@@ -12,7 +12,6 @@ Axes: N values of a bucket.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.feedback import FeedbackReducer
-from thinpipe.gradcomp.gradient_sync import GradientSync, Sums, flat_gradients
+from thinpipe.gradcomp.gradient_sync import GradientSync, flat_gradients
 from thinpipe.pipeline.comm.transport import Peers
 
 
@@ -36,25 +35,23 @@ class DelayedGradientSync(GradientSync):
         reducer: FeedbackReducer,
         nbytes: int,
     ) -> None:
-        """As for `GradientSync`."""
         super().__init__(parameters, peers, _KeptAtOnce(reducer), nbytes)
-        self._late: list[tuple[Bucket, Sums]] = []
-        self._unapplied: list[tuple[Bucket, Sums]] = []
+        self._unapplied: list[Tensor] = []
         """What gradients are, until the step counts."""
 
     def before_step(self) -> None:
         """Put the sums of the step before in place of the gradients; zeros in the first step."""
         self._readiness.finish()
-        if self._step == 0:
-            for bucket, _ in self._launched:
-                for parameter in bucket.parameters:
-                    assert parameter.grad is not None
-                    parameter.grad.zero_()
-        if self._unapplied:
-            pairs = zip(self._unapplied, self._late, strict=True)
-            self._late = [(bucket, self._both(old, new)) for (bucket, old), (_, new) in pairs]
-        self._put(self._late)
-        self._unapplied, self._late, self._launched = self._late, self._launched, []
+        if self._step:
+            late = self._overlap.join(len(self._buckets))
+            if self._unapplied:
+                late = [_both(*pair) for pair in zip(self._unapplied, late, strict=True)]
+            self._put(late)
+            self._unapplied = late
+        else:
+            for parameter in (p for bucket in self._buckets for p in bucket.parameters):
+                assert parameter.grad is not None
+                parameter.grad.zero_()
         self._step += 1
 
     def after_step(self) -> None:
@@ -63,44 +60,20 @@ class DelayedGradientSync(GradientSync):
 
     def finish(self) -> None:
         """No step follows that could apply the last sums."""
-        self._wait()
+        self._overlap.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """Also the sums that the next step applies, and those that a skipped one did not."""
-        self._wait()
-        waiting = {"late": self._late, "unapplied": self._unapplied}
-        held = {name: [sums.result()[0] for _, sums in each] for name, each in waiting.items()}
-        return {**super().state_dict(), **held}
+        under_way = self._overlap.save()  # waits: what the reducer remembers counts then
+        return {**super().state_dict(), **under_way, "unapplied": self._unapplied}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._wait()
+        self._overlap.restore(state)
         super().load_state_dict(state)
-        self._late, self._unapplied = map(self._restored, (state["late"], state["unapplied"]))
-
-    def _restored(self, sums: Sequence[Tensor]) -> list[tuple[Bucket, Sums]]:
-        buckets = self._buckets if sums else ()  # there are none before the first step
-        return [
-            (bucket, self._there(sum_N.to(bucket.parameters[0].device)))
-            for bucket, sum_N in zip(buckets, sums, strict=True)
+        devices = [bucket.parameters[0].device for bucket in self._buckets]
+        self._unapplied = [
+            s.to(device) for s, device in zip(state["unapplied"], devices, strict=False)
         ]
-
-    def _there(self, sum_N: Tensor) -> Sums:
-        sums: Sums = Future()
-        sums.set_result((sum_N, self._side_stream.now()))
-        return sums
-
-    def _both(self, old: Sums, new: Sums) -> Sums:
-        """What is finite of them; the newer one if neither is."""
-        old_N, new_N = (self._side_stream.hand_over(*sums.result()) for sums in (old, new))
-        if not bool(old_N.isfinite().all()):
-            return new
-        return self._there(old_N + new_N) if bool(new_N.isfinite().all()) else old
-
-    def _wait(self) -> None:
-        """Until the communication thread is done, or raise its failure."""
-        for _, sums in self._late:
-            self._side_stream.wait(sums.result()[1])
 
     def _gradients(self, bucket: Bucket) -> Callable[[], Tensor]:
         """A copy made now: `before_step` overwrites gradients while they travel."""
@@ -113,9 +86,9 @@ class _KeptAtOnce:
 
     def __init__(self, reducer: FeedbackReducer) -> None:
         self._reducer = reducer
+        self.state_dict, self.load_state_dict = reducer.state_dict, reducer.load_state_dict
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        """The sum over the replicas."""
         sum_N = self._reducer.reduce(bucket, flat_N, key)
         if bool(sum_N.isfinite().all()):
             self._reducer.keep()
@@ -123,13 +96,11 @@ class _KeptAtOnce:
             self._reducer.drop()
         return sum_N
 
-    def keep(self) -> None:
-        """Done."""
+    def keep(self) -> None: ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """The reducer's."""
-        return self._reducer.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._reducer.load_state_dict(state)
+def _both(old_N: Tensor, new_N: Tensor) -> Tensor:
+    """What is finite of them; the newer one if neither is."""
+    if not bool(old_N.isfinite().all()):
+        return new_N
+    return old_N + new_N if bool(new_N.isfinite().all()) else old_N

@@ -115,21 +115,6 @@ def gather_sum(
     return frames.total(incoming, seen_N, TO_SERVER, peers.rank), seen_N
 
 
-def gather_all(peers: Peers, key: ExchangeKey, mine_N: Tensor, *, codec: Codec) -> list[Tensor]:
-    """Every replica's vector (fp32), by rank, as the others see it.
-
-    Raises:
-        TransportError, DesyncError: nothing was changed.
-    """
-    frames = Frames(key, codec)
-    found = [torch.empty_like(mine_N) for _ in range(peers.size)]
-    message = frames.pack(mine_N, found[peers.rank], TO_SERVER, peers.rank)
-    capacity = codec.capacity(mine_N.numel())
-    for peer, theirs in _to_all(peers, message, capacity).items():
-        frames.unpack(theirs, found[peer], TO_SERVER, peer)
-    return found
-
-
 def gather_bytes(
     peers: Peers, key: ExchangeKey, mine_N: Tensor, seen_N: Tensor, *, codec: Codec
 ) -> list[Tensor]:

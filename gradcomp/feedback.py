@@ -15,43 +15,18 @@ from torch import Tensor
 
 from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
+from thinpipe.gradcomp.memories import Staged
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.codec import Codec
 
 
-class Residuals:
-    """One residual (fp32) per name. What a step leaves counts once the step is kept."""
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-        self._fresh: dict[str, Tensor] = {}
+class Residuals(Staged):
+    """One residual (fp32) per name."""
 
     def add_to(self, name: str, x_N: Tensor) -> Tensor:
         """Add to `x_N`, in place, what was left out before."""
-        if name in self._kept:
-            x_N += self._kept[name].to(x_N.device)  # restored ones are in host memory
-        return x_N
-
-    def leave(self, name: str, rest_N: Tensor) -> None:
-        """Remember what this step left out; takes the tensor over."""
-        self._fresh[name] = rest_N
-
-    def keep(self) -> None:
-        """The step counts. Without this call the next step overwrites what it left."""
-        self._kept.update(self._fresh)
-        self._fresh.clear()
-
-    def drop(self) -> None:
-        """The step does not count."""
-        self._fresh.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The residuals."""
-        return dict(self._kept)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._kept, self._fresh = dict(state), {}
+        left_N = self.get(name, x_N.device)
+        return x_N if left_N is None else x_N.add_(left_N)
 
 
 class FeedbackReducer(ABC):
@@ -65,19 +40,15 @@ class FeedbackReducer(ABC):
         """Sum over the replicas."""
 
     def keep(self) -> None:
-        """Residuals count."""
         self._residuals.keep()
 
     def drop(self) -> None:
-        """Residuals stay as they were."""
         self._residuals.drop()
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals."""
         return self._residuals.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._residuals.load_state_dict(state)
 
 
@@ -98,6 +69,6 @@ class ServedReducer(FeedbackReducer):
             codec=self._codec,
             finish=lambda total_n: self._residuals.add_to(f"served-{bucket.index}", total_n),
         )
-        self._residuals.leave(f"sent-{bucket.index}", target_N - torch.cat(reduced.seen))
-        self._residuals.leave(f"served-{bucket.index}", reduced.left_n)
+        self._residuals.set(f"sent-{bucket.index}", target_N - torch.cat(reduced.seen))
+        self._residuals.set(f"served-{bucket.index}", reduced.left_n)
         return torch.cat(reduced.results)

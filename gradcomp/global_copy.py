@@ -74,7 +74,6 @@ class SharedBucket(FlatBucket):
         self.global_N.copy_(self.local_N)
 
     def digest(self) -> int:
-        """CRC-32 of the global copy."""
         return crc32(self.global_N.cpu())
 
     def moved(self, part: slice, subset: Subset) -> Tensor:
@@ -105,7 +104,7 @@ class SharedBucket(FlatBucket):
         """The optimizer is about to move the parameters."""
 
     def after_move(self) -> None:
-        """It has."""
+        """The optimizer has moved them."""
 
     def swapped_in(self) -> AbstractContextManager[None]:
         """Inside, the parameters are the global ones."""

@@ -7,7 +7,6 @@ Axes: N values of a bucket.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -17,10 +16,10 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.buckets import Bucket, Readiness, device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
+from thinpipe.gradcomp.memories import Stateless
+from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.codec import Codec
-from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
-from thinpipe.pipeline.wire.thread import Worker
 
 
 class Reducer(Protocol):
@@ -40,10 +39,6 @@ class Reducer(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-
-
-Sums = Future[tuple[Tensor, CudaEvent]]
-"""Of a bucket; on the training thread's stream from the event on."""
 
 
 class GradientSync:
@@ -71,9 +66,8 @@ class GradientSync:
 
         `alone`: the reducer has work to do for a single replica too.
         """
-        self._peers, self._reducer, self._worker = peers, reducer, Worker("gradcomp")
-        self._side_stream = SideStream(device_of(parameters))
-        self._launched: list[tuple[Bucket, Sums]] = []
+        self._peers, self._reducer = peers, reducer
+        self._overlap = Overlap(device_of(parameters))
         self._step = 0
         backward_order = list(reversed(parameters))
         self._buckets = make_buckets(backward_order, nbytes) if alone or peers.size > 1 else ()
@@ -81,7 +75,6 @@ class GradientSync:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent so far, headers included."""
         return self._peers.bytes_sent
 
     def due(self, step: int) -> bool:
@@ -95,19 +88,16 @@ class GradientSync:
     def before_step(self) -> None:
         """Wait for the sums and put them in place of the gradients."""
         self._readiness.finish()
-        self._put(self._launched)
-        self._launched = []  # not after a failure: the next call fails alike
+        self._put(self._overlap.join())
         self._step += 1
 
     def after_step(self) -> None:
-        """Parameters moved alike; nothing to exchange."""
         self._reducer.keep()
 
     def finish(self) -> None:
         """Nothing is under way between steps."""
 
     def global_parameters(self) -> AbstractContextManager[None]:
-        """All replicas are the global model."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,7 +105,6 @@ class GradientSync:
         return {"step": self._step, "reducer": self._reducer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._step = state["step"]
         self._reducer.load_state_dict(state["reducer"])
 
@@ -124,23 +113,16 @@ class GradientSync:
             if parameter.grad is None:  # not used on this replica
                 parameter.grad = torch.zeros_like(parameter)
         key, gradients = ExchangeKey(self._step, bucket.index), self._gradients(bucket)
-        # the thread must not keep the sync itself alive
-        reducer, side_stream, computed = self._reducer, self._side_stream, self._side_stream.now()
-
-        def reduce() -> tuple[Tensor, CudaEvent]:
-            with side_stream.after(computed):
-                return reducer.reduce(bucket, gradients(), key), side_stream.now()
-
-        self._launched.append((bucket, self._worker.submit(reduce)))
+        reducer = self._reducer  # the thread must not keep the sync itself alive
+        self._overlap.launch(lambda: reducer.reduce(bucket, gradients(), key))
 
     def _gradients(self, bucket: Bucket) -> Callable[[], Tensor]:
         """What reads them on the communication thread: they stay as they are till `before_step`."""
         return partial(flat_gradients, bucket)
 
-    def _put(self, launched: Sequence[tuple[Bucket, Sums]]) -> None:
-        """Wait for all of these sums, and put them in place of the gradients."""
-        sums = [self._side_stream.hand_over(*future.result()) for _, future in launched]
-        for (bucket, _), flat_N in zip(launched, sums, strict=True):
+    def _put(self, sums: Sequence[Tensor]) -> None:
+        """Put sums, of all buckets or of none, in place of the gradients."""
+        for bucket, flat_N in zip(self._buckets if sums else (), sums, strict=True):
             parts = torch.split(flat_N, [parameter.numel() for parameter in bucket.parameters])
             for parameter, part in zip(bucket.parameters, parts, strict=True):
                 assert parameter.grad is not None
@@ -152,7 +134,7 @@ def flat_gradients(bucket: Bucket) -> Tensor:
     return torch.cat([p.grad.flatten().float() for p in bucket.parameters if p.grad is not None])
 
 
-class AllReduce:
+class AllReduce(Stateless):
     """A reducer whose servers send the sum of what they got."""
 
     def __init__(self, peers: Peers, codec: Codec) -> None:
@@ -161,13 +143,3 @@ class AllReduce:
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Sum, with one rounding on each way."""
         return sum_sharded(self._peers, key, flat_N, codec=self._codec)
-
-    def keep(self) -> None:
-        """There is no memory."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """There is no state."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """There is no state."""

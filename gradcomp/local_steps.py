@@ -12,16 +12,14 @@ DiLoCo (Douillard et al. 2023), its streaming form (Douillard et al. 2025), Spar
 
 Fragments take turns, `interval / fragments` steps apart. Steps are counted where all replicas
 agree, at their beginning, whether a step is skipped on one of them or not. Between exchanges
-nothing waits for another replica. 3. is done by the training thread once everything has arrived: a
-failed exchange changes nothing.
+nothing waits for another replica, but for the digests of `train.verify_every`. 3. is done by the
+training thread once everything has arrived: a failed exchange changes nothing.
 
 Axes: N values of a bucket.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,9 +31,8 @@ from thinpipe.gradcomp.buckets import device_of, make_buckets
 from thinpipe.gradcomp.exchange import ExchangeKey
 from thinpipe.gradcomp.global_copy import SharedBucket
 from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
-from thinpipe.pipeline.wire.thread import Worker
 
 
 class TurnsConfig(ExchangeOptions):
@@ -64,7 +61,6 @@ class TurnsConfig(ExchangeOptions):
 
     @property
     def turn(self) -> int:
-        """Steps between two exchanges."""
         return self.interval // self.fragments
 
 
@@ -81,27 +77,17 @@ class OuterStep(Protocol):
         """By how much the global model moves; runs on the communication thread.
 
         `distance_N` is how far it is ahead of this replica. What it would remember counts once
-        `keep` is called.
+        `keep` is called: all updates of a fragment have arrived.
         """
 
     def keep(self) -> None:
-        """The update was applied."""
+        """The updates will be applied."""
 
     def state_dict(self) -> dict[str, Any]:
         """What must survive a restart."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-
-
-@dataclass(frozen=True)
-class _Launched:
-    """An exchange under way: its buckets, what was sent, and what will come."""
-
-    fragment: int
-    number: int
-    distances: list[Tensor]
-    updates: "Future[tuple[list[Tensor], CudaEvent]]"
 
 
 class LocalSteps:
@@ -130,16 +116,12 @@ class LocalSteps:
             [SharedBucket(bucket) for bucket in part]
             for part in _fragments(parameters, peers, config)
         ]
-        self._worker, self._side_stream = Worker("gradcomp"), SideStream(device_of(parameters))
-        self._launched: _Launched | None = None
+        self._overlap = Overlap(device_of(parameters))
         self._captured = False
         self._exchanges = 0
-        self._owed: tuple[int, list[Tensor]] | None = None
-        """A restored run makes the exchange that was under way again: of a fragment, from this."""
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent so far, headers included."""
         return self._peers.bytes_sent
 
     def due(self, step: int) -> bool:
@@ -153,12 +135,10 @@ class LocalSteps:
             self._captured = True
             for bucket in self._all():
                 bucket.capture()
-        if self._owed is not None:
-            self._launch(*self._owed)
         turn = self._config.turn
         if step and step % turn == 0:
             fragment = (step // turn - 1) % self._config.fragments
-            self._launch(fragment, [_distance(bucket) for bucket in self._fragments[fragment]])
+            self._launch(fragment)
         if step % turn == self._config.overlap:
             self._join()
 
@@ -171,9 +151,9 @@ class LocalSteps:
     def finish(self) -> None:
         """Exchange all fragments once more: replicas are equal to the global model then."""
         if self._captured:
-            self._join_owed()
-            for number, buckets in enumerate(self._fragments):
-                self._launch(number, [_distance(bucket) for bucket in buckets])
+            self._join()
+            for number in range(len(self._fragments)):
+                self._launch(number)
                 self._join()
             for bucket in self._all():
                 bucket.local_N.copy_(bucket.global_N)
@@ -181,8 +161,7 @@ class LocalSteps:
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Inside, parameters are g, without the exchange under way."""
-        self._wait()
+        self._overlap.wait()
         with ExitStack() as stack, torch.no_grad():
             for bucket in self._all() if self._captured else ():
                 stack.enter_context(bucket.swapped_in())
@@ -190,24 +169,17 @@ class LocalSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """g, how many exchanges there were, what the outer step remembers, what is under way."""
-        self._wait()
-        under_way = self._owed
-        if self._launched is not None:
-            under_way = (self._launched.fragment, self._launched.distances)
         return {
+            **self._overlap.save(),
             "exchanges": self._exchanges,
             "captured": self._captured,
-            "under_way": under_way,
             "global": [bucket.global_N for bucket in self._all()],
             "outer": self._outer.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._wait()
-        self._launched = None
-        self._exchanges = state["exchanges"]
-        self._captured, self._owed = state["captured"], state["under_way"]
+        self._overlap.restore(state)
+        self._exchanges, self._captured = state["exchanges"], state["captured"]
         self._outer.load_state_dict(state["outer"])
         for bucket, global_N in zip(self._all(), state["global"], strict=True):
             bucket.global_N.copy_(global_N)
@@ -215,74 +187,48 @@ class LocalSteps:
     def _all(self) -> list[SharedBucket]:
         return [bucket for fragment in self._fragments for bucket in fragment]
 
-    def _wait(self) -> None:
-        if self._launched is not None:
-            self._launched.updates.result()
-
-    def _launch(self, fragment: int, distances: list[Tensor]) -> None:
-        self._owed = None
+    def _launch(self, fragment: int) -> None:
         buckets = self._fragments[fragment]
         for bucket in buckets:
             bucket.check_storage()
-        indices = [bucket.index for bucket in buckets]
+        distances = [bucket.global_N - bucket.local_N for bucket in buckets]
         # replicas that did not start from one model are noticed in the first exchange
-        digests = [bucket.digest() if self._exchanges == 0 else 0 for bucket in buckets]
-        job = partial(
-            _updates,
-            self._outer,
-            self._side_stream,
-            self._side_stream.now(),
-            [ExchangeKey(self._exchanges, *key) for key in zip(indices, digests, strict=True)],
-            distances,
-        )
-        self._launched = _Launched(fragment, self._exchanges, distances, self._worker.submit(job))
-
-    def _join_owed(self) -> None:
-        if self._owed is not None:
-            self._launch(*self._owed)
-        self._join()
+        first = self._exchanges == 0
+        keys = [
+            ExchangeKey(self._exchanges, bucket.index, bucket.digest() if first else 0)
+            for bucket in buckets
+        ]
+        self._overlap.launch(partial(_exchange, self._outer, fragment, keys, distances))
 
     def _join(self) -> None:
         """Wait for the exchange under way and apply it."""
-        if self._launched is None:
+        for fragment, distances, updates in self._overlap.join():
+            self._exchanges += 1
+            with torch.no_grad():
+                for bucket, distance_N, update_N in zip(
+                    self._fragments[fragment], distances, updates, strict=True
+                ):
+                    self._apply(bucket, distance_N, update_N)
+
+    def _apply(self, bucket: SharedBucket, distance_N: Tensor, update_N: Tensor) -> None:
+        bucket.global_N -= update_N
+        if self._mix is None:
+            bucket.local_N.add_((distance_N - update_N).to(bucket.local_N.dtype))
             return
-        launched, (updates, finished) = self._launched, self._launched.updates.result()
-        self._side_stream.wait(finished)
-        self._launched = None
-        self._exchanges += 1
-        self._outer.keep()
-        buckets = self._fragments[launched.fragment]
-        with torch.no_grad():
-            for bucket, update_N, distance_N in zip(
-                buckets, updates, launched.distances, strict=True
-            ):
-                bucket.global_N -= update_N
-                if self._mix is None:
-                    bucket.local_N.add_((distance_N - update_N).to(bucket.local_N.dtype))
-                    continue
-                global_N = bucket.global_N.to(bucket.local_N.dtype)
-                bucket.local_N.mul_(self._mix).add_(global_N, alpha=1 - self._mix)
+        global_N = bucket.global_N.to(bucket.local_N.dtype)
+        bucket.local_N.mul_(self._mix).add_(global_N, alpha=1 - self._mix)
 
 
-def _updates(
-    outer: OuterStep,
-    side_stream: SideStream,
-    measured: CudaEvent,
-    keys: Sequence[ExchangeKey],
-    distances: Sequence[Tensor],
-) -> tuple[list[Tensor], CudaEvent]:
-    """On the communication thread; changes nothing."""
-    with side_stream.after(measured):
-        updates = [
-            outer.update(key.bucket, distance_N, key)
-            for key, distance_N in zip(keys, distances, strict=True)
-        ]
-        return updates, side_stream.now()
-
-
-def _distance(bucket: SharedBucket) -> Tensor:
-    """How far the global model is ahead of this replica."""
-    return bucket.global_N - bucket.local_N
+def _exchange(
+    outer: OuterStep, fragment: int, keys: Sequence[ExchangeKey], distances: list[Tensor]
+) -> tuple[int, list[Tensor], list[Tensor]]:
+    """Which fragment, how far it was ahead of this replica, and by how much it moves."""
+    updates = [
+        outer.update(key.bucket, distance_N, key)
+        for key, distance_N in zip(keys, distances, strict=True)
+    ]
+    outer.keep()
+    return fragment, distances, updates
 
 
 def _fragments(

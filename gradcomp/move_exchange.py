@@ -21,14 +21,12 @@ arrived: a failed exchange changes nothing.
 Axes: N values of a bucket, n values of a shard or of its subset.
 """
 
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -36,49 +34,40 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.agreement import Agreement
 from thinpipe.gradcomp.buckets import Bucket, device_of, make_buckets
-from thinpipe.gradcomp.budget import Budget, Choice
 from thinpipe.gradcomp.exchange import ExchangeKey, reduce_sharded
 from thinpipe.gradcomp.global_copy import OwedBucket, SharedBucket, gathered
 from thinpipe.gradcomp.gradient_sync import AllReduce, GradientSync
 from thinpipe.gradcomp.options import ExchangeOptions
+from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec
-from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
 from thinpipe.pipeline.wire.subset import Subset, exact_fraction, random_subset
-from thinpipe.pipeline.wire.thread import Worker
 
-_AGREE_EVERY = 8
-"""Exchanges between two choices of a budget."""
+_SEED = 0
+"""Of subsets and signs: the same on all replicas."""
+
+
+Ladder = Sequence[tuple[dict[str, float], float]]
+"""Options that a planner chooses from, least first, with bits per parameter each way."""
 
 
 class MoveConfig(ExchangeOptions):
     """Options of all methods that exchange moves; each adds how much it sends.
 
-    `subset` of the parameters take turns. `local_steps` optimizer steps lie between exchanges; the
-    first `warmup_steps` average gradients exactly instead. With `budget = "auto"` what is sent is
-    chosen as the run goes, so that the exchange just fits beside forward and backward.
+    `subset` of the parameters take turns. The first `warmup_steps` steps average gradients exactly
+    instead.
     """
 
-    group: int = Field(128, ge=1)
+    subset: float = Field(gt=0, le=1)
     delayed: bool = True
-    local_steps: int = Field(1, ge=1)
     warmup_steps: int = Field(0, ge=0)
-    seed: int = Field(0, ge=0, lt=2**31)
-    budget: Literal["fixed", "auto"] = "fixed"
+
+    ladder: ClassVar[Ladder]
 
     @property
     @abstractmethod
-    def choice(self) -> Choice:
-        """What is sent at first."""
-
-    @property
-    @abstractmethod
-    def choices(self) -> Mapping[Choice, float]:
-        """What a budget chooses from, least first, with bits per parameter each way."""
-
-    @abstractmethod
-    def codec(self, choice: Choice) -> Codec:
+    def codec(self) -> Codec:
         """How the moves of a subset travel."""
 
     def bucket(self, bucket: Bucket) -> SharedBucket:
@@ -92,13 +81,8 @@ class MoveConfig(ExchangeOptions):
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "MoveConfig":
-        exact_fraction(self.choice.subset)
-        self.codec(self.choice)  # refuses what it cannot be
-        if self.budget == "auto" and not self.delayed:
-            raise ValueError(
-                'budget = "auto" fills the time beside forward and backward, which delayed = false '
-                'leaves unused; use delayed = true or budget = "fixed"'
-            )
+        exact_fraction(self.subset)
+        _ = self.codec  # refuses what it cannot be
         return self
 
 
@@ -110,23 +94,9 @@ class _Shard:
     error_n: Tensor | None
 
 
-@dataclass(frozen=True)
-class _Update:
-    """What an exchange found for one bucket, ready to be applied."""
-
-    subsets: list[Subset]
-    seen: list[Tensor]
-    results: list[Tensor]
-    left_n: Tensor
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What an exchange found; the training thread waits for `finished` before it reads tensors."""
-
-    updates: list[_Update]
-    measured_2U: Tensor | None
-    finished: CudaEvent
+_Update = tuple[list[Tensor], list[Tensor], Tensor]
+"""What an exchange found for a bucket: seen and results, one for each server, and what is left of
+this server's."""
 
 
 class MoveExchange:
@@ -150,16 +120,11 @@ class MoveExchange:
         self._warmup = GradientSync(
             parameters if config.warmup_steps else (), peers, warmup, nbytes
         )
-        numel = sum(bucket.local_N.numel() for bucket in self._buckets)
-        self._budget = Budget(peers, config.choice, numel, config.choices)
+        self._codec = config.codec
         self._adapts = config.gain_power is not None
         measured = parameters if self._buckets and self._adapts else ()
-        self._agreement = Agreement(measured, peers, seed=config.seed)
-        self._launched_s = 0.0
-        self._worker = Worker("gradcomp")
-        self._side_stream = SideStream(device_of(self._parameters))
-        self._pending: Future[_Found] | None = None
-        self._owed = False  # a restored run makes the exchange that was under way again
+        self._agreement = Agreement(measured, peers, seed=_SEED)
+        self._overlap = Overlap(device_of(self._parameters))
         self._captured = False
         self._steps, self._exchanges = 0, 0
 
@@ -169,7 +134,6 @@ class MoveExchange:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent so far, headers included."""
         return self._peers.bytes_sent
 
     def due(self, step: int) -> bool:
@@ -184,8 +148,6 @@ class MoveExchange:
         """The first step finds replicas equal: what they hold becomes the global model."""
         if not self._captured:
             self._capture()
-        if self._owed:
-            self._launch()
         self._warmup.begin_step(step, passes if self._warming_up else 0)
 
     def before_step(self) -> None:
@@ -215,55 +177,42 @@ class MoveExchange:
         self._adapt()
         for bucket in self._buckets:
             bucket.after_move()
-        if self._steps % self._config.local_steps == 0:
-            self._launch()
-            if not self._config.delayed:
-                self._join()
+        self._launch()
+        if not self._config.delayed:
+            self._join()
 
     def finish(self) -> None:
         """Wait for the exchange under way and apply it."""
-        if self._owed:
-            self._launch()
         self._join()
         for bucket in self._buckets if self._captured else ():
             bucket.before_move()
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Inside, parameters are g, without the exchange under way."""
-        self._wait()
+        self._overlap.wait()
         with ExitStack() as stack, torch.no_grad():
             for bucket in self._buckets if self._captured else ():
                 stack.enter_context(bucket.swapped_in())
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """g, e, what is not yet sent, and counters.
-
-        An exchange under way is waited for, but neither applied nor saved. A restored run makes it
-        again, from the same parameters: saving changes nothing.
-        """
-        self._wait()
+        """g, e, what is not yet sent, counters, and what the exchange under way found."""
         return {
+            **self._overlap.save(),
             "steps": self._steps,
             "exchanges": self._exchanges,
             "captured": self._captured,
-            "owed": self._pending is not None or self._owed,
             "global": [bucket.global_N for bucket in self._buckets],
             "left": [bucket.left_N for bucket in self._buckets],
             "error": [shards[self._peers.rank].error_n for shards in self._shards],
-            "choice": asdict(self._budget.choice),
             "warmup": self._warmup.state_dict(),
             "agreement": self._agreement.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._wait()
-        self._pending, self._owed = None, state["owed"]
+        self._overlap.restore(state)
         self._steps, self._exchanges = state["steps"], state["exchanges"]
         self._captured = state["captured"]
-        self._budget.choice = type(self._config.choice)(**state["choice"])
         self._warmup.load_state_dict(state["warmup"])
         self._agreement.load_state_dict(state["agreement"])
         saved = zip(state["global"], state["left"], state["error"], strict=True)
@@ -281,55 +230,46 @@ class MoveExchange:
     def _warming_up(self) -> bool:
         return self._steps < self._config.warmup_steps
 
-    def _wait(self) -> None:
-        """Wait until the communication thread no longer reads parameters, or raise its failure."""
-        if self._pending is not None:
-            self._pending.result()
-
     def _capture(self) -> None:
         for bucket in self._buckets:
             bucket.capture()
         self._captured = True
 
     def _launch(self) -> None:
-        self._owed = False
         for bucket in self._buckets:
             bucket.check_storage()
-        self._launched_s = time.perf_counter()
-        job = partial(
-            self._exchange_all, self._exchanges, self._agreement.sample_2U, self._side_stream.now()
+        self._overlap.launch(
+            partial(self._exchange_all, self._exchanges, self._agreement.sample_2U)
         )
-        self._pending = self._worker.submit(job)
 
-    def _exchange_all(self, number: int, sample_2U: Tensor, moved: CudaEvent) -> _Found:
-        if self._config.budget == "auto" and number % _AGREE_EVERY == 0:
-            self._budget.agree(number)
-        with self._budget.measuring(), self._side_stream.after(moved):
-            updates = [
-                self._exchange(bucket, shards, number)
-                for bucket, shards in zip(self._buckets, self._shards, strict=True)
-            ]
-            measured_2U = None
-            if self._adapts and self._agreement.shares(number):
-                measured_2U = self._agreement.share(number, sample_2U)
-            return _Found(updates, measured_2U, self._side_stream.now())
+    def _exchange_all(self, number: int, sample_2U: Tensor) -> tuple[list[_Update], Tensor | None]:
+        """What was found for each bucket, and what was measured; changes nothing."""
+        updates = [
+            self._exchange(bucket, shards, number)
+            for bucket, shards in zip(self._buckets, self._shards, strict=True)
+        ]
+        measures = self._adapts and self._agreement.shares(number)
+        return updates, self._agreement.share(number, sample_2U) if measures else None
 
-    def _exchange(self, bucket: SharedBucket, shards: Sequence[_Shard], number: int) -> _Update:
-        """Steps 1 and 2 of a bucket, on the communication thread; changes nothing."""
-        config, size, choice = self._config, self._peers.size, self._budget.choice
-        # Replicas that did not start from one model are noticed in the first exchange. After a
-        # warm-up they are equal to rounding only, if optimizers run on unlike processors.
-        digest = bucket.digest() if number == 0 and not config.warmup_steps else 0
-        subsets = [
+    def _subsets(self, bucket: SharedBucket, shards: Sequence[_Shard], number: int) -> list[Subset]:
+        """Whose turn it is in an exchange, by shard."""
+        return [
             random_subset(
                 shard.part.stop - shard.part.start,
-                fraction=choice.subset,
-                seed=config.seed,
+                fraction=self._config.subset,
+                seed=_SEED,
                 step=number,
-                bucket=bucket.index * size + server,
+                bucket=bucket.index * self._peers.size + server,
             )
             for server, shard in enumerate(shards)
         ]
+
+    def _exchange(self, bucket: SharedBucket, shards: Sequence[_Shard], number: int) -> _Update:
+        """Steps 1 and 2 of a bucket, on the communication thread; changes nothing."""
+        # Replicas that did not start from one model are noticed in the first exchange. After a
+        # warm-up they are equal to rounding only, if optimizers run on unlike processors.
+        digest = bucket.digest() if number == 0 and not self._config.warmup_steps else 0
+        subsets, size = self._subsets(bucket, shards, number), self._peers.size
         own, own_subset = shards[self._peers.rank], subsets[self._peers.rank]
         assert own.error_n is not None
         error_n = gathered(own_subset, own.error_n)
@@ -337,33 +277,29 @@ class MoveExchange:
             self._peers,
             ExchangeKey(number, bucket.index, digest),
             [bucket.moved(shard.part, M) for shard, M in zip(shards, subsets, strict=True)],
-            codec=config.codec(choice),
+            codec=self._codec,
             finish=lambda total_n: total_n.div_(size).add_(error_n),
         )
-        return _Update(subsets, reduced.seen, reduced.results, reduced.left_n)
+        return reduced.seen, reduced.results, reduced.left_n
 
     def _join(self) -> None:
         """Wait for the exchange under way and do its step 3."""
-        if self._pending is None:
-            return
-        self._budget.slot(time.perf_counter() - self._launched_s)
-        found = self._pending.result()
-        # the memory of updates is used again by the next exchange, which waits for what is queued
-        self._side_stream.wait(found.finished)
-        self._pending = None
-        self._exchanges += 1
-        with torch.no_grad():
-            for bucket, shards, update in zip(
-                self._buckets, self._shards, found.updates, strict=True
-            ):
-                for server, shard in enumerate(shards):
-                    seen_n, result_n = update.seen[server], update.results[server]
-                    bucket.apply(shard.part, update.subsets[server], seen_n, result_n)
-                own_error_n = shards[self._peers.rank].error_n
-                assert own_error_n is not None
-                update.subsets[self._peers.rank].scatter(update.left_n, own_error_n)
-        if found.measured_2U is not None:
-            self._agreement.update(found.measured_2U)
+        for updates, measured_2U in self._overlap.join():
+            with torch.no_grad():
+                for pair in zip(self._buckets, self._shards, updates, strict=True):
+                    self._apply(*pair)
+            self._exchanges += 1
+            if measured_2U is not None:
+                self._agreement.update(measured_2U)
+
+    def _apply(self, bucket: SharedBucket, shards: Sequence[_Shard], update: _Update) -> None:
+        seen, results, left_n = update
+        subsets = self._subsets(bucket, shards, self._exchanges)
+        for shard, subset, seen_n, result_n in zip(shards, subsets, seen, results, strict=True):
+            bucket.apply(shard.part, subset, seen_n, result_n)
+        own_error_n = shards[self._peers.rank].error_n
+        assert own_error_n is not None
+        subsets[self._peers.rank].scatter(left_n, own_error_n)
 
     def _adapt(self) -> None:
         """Moves count as much as the agreement of the gradients says."""

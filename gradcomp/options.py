@@ -1,6 +1,6 @@
 """Options that all methods share, and what a run tells a method's own optimizer."""
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -9,6 +9,9 @@ class ExchangeOptions(BaseModel):
     """`bucket_mb`: how much of the parameters (10^6 bytes) is exchanged at a time."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    group: ClassVar[int] = 128
+    """Values that share a bf16 scale, as in CocktailSGD's scripts: 0.125 bits a value."""
 
     bucket_mb: float = Field(25.0, gt=0)
 

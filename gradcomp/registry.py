@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
-from typing import Any, Protocol, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, cast, get_type_hints
 
 import torch
 from pydantic import AliasChoices, BaseModel
@@ -12,8 +12,10 @@ from torch import nn
 
 from thinpipe.gradcomp import methods
 from thinpipe.gradcomp.options import TrainOptions
-from thinpipe.pipeline.comm.transport import Peers
-from thinpipe.pipeline.replica_sync import ReplicaSync
+
+if TYPE_CHECKING:
+    from thinpipe.pipeline.comm.transport import Peers
+    from thinpipe.pipeline.replica_sync import ReplicaSync
 
 
 class Method(Protocol):
@@ -27,12 +29,14 @@ class Method(Protocol):
     REPLICAS_EQUAL: bool
     """Whether parameters are equal on all replicas after every step."""
 
-    def build(self, config: Any, parameters: Sequence[nn.Parameter], peers: Peers) -> ReplicaSync:
+    def build(
+        self, config: Any, parameters: Sequence[nn.Parameter], peers: "Peers"
+    ) -> "ReplicaSync":
         """Make the exchange of one rank; `peers` are the replicas of its stages."""
 
 
 _MakeOptimizer = Callable[
-    [BaseModel, Sequence[nn.Parameter], TrainOptions, ReplicaSync], torch.optim.Optimizer | None
+    [BaseModel, Sequence[nn.Parameter], TrainOptions, Any], torch.optim.Optimizer | None
 ]
 
 
@@ -58,7 +62,7 @@ def build_optimizer(
     options: BaseModel,
     parameters: Sequence[nn.Parameter],
     train: TrainOptions,
-    sync: ReplicaSync,
+    sync: "ReplicaSync",
 ) -> torch.optim.Optimizer | None:
     """The optimizer that a method brings along, or None: most work with any."""
     make = getattr(load_method(name), "optimizer", None)

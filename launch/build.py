@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -12,36 +12,28 @@ from thinpipe.aqsgd.disk import DiskStore, RowFile
 from thinpipe.aqsgd.store import RamStore, Store
 from thinpipe.gradcomp.registry import load_method
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
-from thinpipe.launch.components import Built, build_boundary, build_objective, build_stage
+from thinpipe.launch.components import Built
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
+from thinpipe.launch.host.allocator import return_freed_memory
 from thinpipe.launch.host.device import choose_devices, make_repeatable
 from thinpipe.launch.optimizer import OptimizerFactory, Rates, make_optimizer, named_parameters
 from thinpipe.launch.plan.memory_budget import memory_folder, row_nbytes, sample_capacity
-from thinpipe.pipeline.comm.bandwidth import measure_rate
-from thinpipe.pipeline.comm.boundary import Boundary, Stateless
 from thinpipe.pipeline.comm.channel import IncomingChannel, OutgoingChannel
-from thinpipe.pipeline.comm.guard import Rule
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
-from thinpipe.pipeline.config import RawConfig
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
 from thinpipe.pipeline.models.build import StageModule
-from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.own.stage import OwnStage
 from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import build_schedule
 from thinpipe.pipeline.stage import Channels, CompressedStage
 from thinpipe.pipeline.tied import TiedWeight
-from thinpipe.pipeline.wire.hadamard import Hadamard
 from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD
-
-_MOST_BITS = 7  # of tiles
-
 
 LinkMaker = Callable[[int, int], Link | None]
 """(upper stage, direction) -> this process's end; None where none is needed."""
@@ -51,15 +43,12 @@ LinkMaker = Callable[[int, int], Link | None]
 class Wiring:
     """Which stages this process holds, what joins them to others, and what runs them.
 
-    `make_schedule` has the signature of `pipeline.schedule.build_schedule`. `rates` holds the bytes
-    per second of this process's sending links, by upper stage and direction; one that is missing
-    is not worth coding for.
+    `make_schedule` has the signature of `pipeline.schedule.build_schedule`.
     """
 
     stages: Sequence[int]
     make_link: LinkMaker
     make_schedule: Callable[..., Any] = build_schedule
-    rates: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,6 +124,21 @@ def build(
     return Built(stages, engine, optimizer, rates, sync, shards)
 
 
+def build_stage(
+    config: RunConfig, stage: int, devices: Sequence[torch.device]
+) -> StageModule | LocalPipeline:
+    """The module of a stage, spread over the devices if there are several."""
+    bounds = (0, *config.pipeline.cuts, config.model.layers)
+
+    def part(first: int, stop: int, device: torch.device) -> StageModule:
+        return config.model.build(first, stop, seed=config.run.seed, device=device)
+
+    first, stop = bounds[stage], bounds[stage + 1]
+    if len(devices) == 1:
+        return part(first, stop, devices[0])
+    return LocalPipeline(part, first, stop, devices=devices)
+
+
 def engine_options(config: RunConfig) -> EngineOptions:
     """How the engine runs a step of this config."""
     tokens, width = config.message_shape
@@ -143,26 +147,18 @@ def engine_options(config: RunConfig) -> EngineOptions:
         microbatches=config.pipeline.microbatches,
         cuts=config.pipeline.cuts,
         hidden=width,
-        tokens=tokens if isinstance(config.model, OwnModelConfig) else None,
+        tokens=tokens if config.model.is_own else None,
         depth=config.pipeline.depth,
         accumulate=config.train.accumulate,
         clip_norm=config.train.clip_norm,
         precision=config.pipeline.precision,
-        objective=build_objective(config),
-        rules={
-            (cut, DIRECTIONS.index(way)): Rule(config.boundary_at(cut).guard, len(_fallbacks(spec)))
+        objective=config.model.objective(),
+        guarded=[
+            (cut, DIRECTIONS.index(way))
             for (cut, way), spec in config.specs.items()
-            if not isinstance(spec, RawConfig)
-        },
+            if spec.kind != "raw" and config.boundary_at(cut).guard.mode != "off"
+        ],
     )
-
-
-def _fallbacks(spec: Spec) -> list[Boundary]:
-    """What the guard may put in a boundary's place: stateless tiles of ever more bits."""
-    if isinstance(spec, RawConfig):
-        return []
-    fallbacks = [bits for bits in (spec.bits + 2, _MOST_BITS) if bits <= _MOST_BITS]
-    return [Stateless(Hadamard(bits)) for bits in dict.fromkeys(fallbacks) if bits > spec.bits]
 
 
 def _devices(config: RunConfig) -> list[torch.device]:
@@ -198,6 +194,7 @@ def _shard(
             f"pipeline.shards = {config.pipeline.shards}: stages are held together on CPUs only; "
             'set pipeline.device = "cpu"'
         )
+    return_freed_memory()
     group = transport.shard_group
     held = {
         stage: ShardedStage(module, module.parts(), group)
@@ -236,28 +233,7 @@ def _rank_wiring(config: RunConfig, transport: Transport) -> Wiring:
         device = _devices(config)[0]
         return transport.link(peer, FIRST_CUT + 2 * upper + direction, name, device=device)
 
-    return Wiring(own, make_link, rates=_link_rates(config, transport, ranks))
-
-
-def _link_rates(
-    config: RunConfig, transport: Transport, ranks: Mapping[int, int]
-) -> dict[tuple[int, int], float]:
-    """Measure the links whose coding depends on it, one after the other on all ranks."""
-    rates, mesh = {}, transport.mesh
-    for upper, cut in enumerate(config.pipeline.cuts):
-        for direction in (FORWARD, BACKWARD):
-            spec = config.specs[cut, DIRECTIONS[direction]]
-            ends = (ranks[upper], ranks[upper + 1])
-            source, target = ends if direction == FORWARD else ends[::-1]
-            coded = not isinstance(spec, RawConfig) and spec.coding == "auto"
-            if not coded or source == target or mesh.position not in ends:
-                continue
-            sending = mesh.position == source
-            peer = mesh.rank_at(target if sending else source)
-            rate = measure_rate(transport, peer, sending=sending)
-            if rate is not None:
-                rates[upper, direction] = rate
-    return rates
+    return Wiring(own, make_link)
 
 
 _End = TypeVar("_End", OutgoingChannel, IncomingChannel)
@@ -277,8 +253,7 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
         return MessageCodec(
             cut=cut,
             direction=direction,
-            boundaries=build_boundary(
-                spec,
+            boundaries=spec.build(
                 width=config.message_shape[1],
                 key=config.run.seed | (2 * cut + direction) << 32,
                 store=_store(config, spec, device) if row_nbytes(config, spec) else None,
@@ -286,9 +261,7 @@ def _channels(config: RunConfig, wiring: Wiring, stage: int, *, run_id: int) -> 
             ),
             run_id=run_id,
             device=device,
-            coding="none" if isinstance(spec, RawConfig) else spec.coding,
-            link_rate=wiring.rates.get((upper, direction), math.inf),
-            fallbacks=_fallbacks(spec),
+            coding=spec.coding,
         )
 
     return Channels(

@@ -15,7 +15,6 @@ from thinpipe.launch.memory.check import check_host
 from thinpipe.launch.optimizer import check_optimizer
 from thinpipe.launch.trained.model import check_start
 from thinpipe.launch.writers.writer import check_writers
-from thinpipe.pipeline.models.build import check_model
 
 Share = Sequence[int]
 """Ranks that one machine has."""
@@ -89,7 +88,7 @@ def check_settings(config: RunConfig, shares: Sequence[Share], *, resume: bool =
     check_folder(config.run.path)
     if all(0 in share for share in shares):  # rank 0 writes
         check_writers(config)
-    check_model(config.model)
+    config.model.check_files()
     check_optimizer(config)
     check_start(config)
     if len(shares[0]) == config.world_size:  # others may have what this machine lacks

@@ -54,7 +54,6 @@ class CacheConsistency:
 
     @property
     def size(self) -> int:
-        """Length of `numbers`."""
         return 1 + 2 * len(self._places)
 
     def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:
@@ -72,12 +71,10 @@ class CacheConsistency:
         return _sum(repaired, self._compare(first_ids_B))
 
     def release(self) -> None:
-        """Give back what the memories of this rank hold; no step follows."""
         for memory in self._memories.values():
             memory.release()
 
     def prefetch(self, ids_B: Tensor) -> None:
-        """The next step will visit these samples."""
         for memory in self._memories.values():
             memory.prefetch(ids_B)
 

@@ -1,7 +1,8 @@
 """How the pipeline engine is configured, and codecs from their configuration."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,7 +12,11 @@ from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec
 from thinpipe.pipeline.wire.coding.entropy import Coding
 from thinpipe.pipeline.wire.hadamard import Hadamard
-from thinpipe.pipeline.wire.uniform import ScalePer, Uniform
+from thinpipe.pipeline.wire.uniform import Uniform
+
+if TYPE_CHECKING:
+    from thinpipe.pipeline.comm.boundary import Boundary
+    from thinpipe.pipeline.comm.message import Mode
 
 Bits = Annotated[int, Field(ge=1, le=8)]
 DeviceName = Literal["auto", "cpu", "cuda"]
@@ -89,7 +94,6 @@ class PipelineConfig(BaseModel):
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.cuts) + 1
 
     @property
@@ -106,30 +110,89 @@ class PipelineConfig(BaseModel):
         return self.stages if one_per_rank else max(1, self.stages // 2)
 
 
-class RawConfig(BaseModel):
-    """No compression: values are sent as they are (fp32) or cast."""
+class GuardConfig(BaseModel):
+    """Whether a direction of a cut that fails is told: `mode = "off"` checks nothing.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    kind: Literal["raw"] = "raw"
-    format: CastFormat = "fp32"
-
-
-class QuantizerConfig(BaseModel):
-    """Uniform quantization: `bits` per value, and what shares a scale.
-
-    `coding = "zstd"` shortens payloads; it pays where the link is slower than about 1 Gbit/s.
-    "rans" makes changes shorter yet at `bits = 4`, in more time: by 3 % at 2 bits per value, by a
-    quarter below 1 bit. "auto" leaves it to the sender, which takes what is quickest on its link.
-    With `rate` the step is that many times a group's rms (see `Uniform`): 1.0 takes about 2 bits
-    once coded, 0.5 about 3.
+    It fails when its relative error exceeds 0.6, or when the relative size of changes is 1.5 times
+    the smallest it has been and more than a quarter, both in the mean over about 20 steps.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    mode: Literal["off", "warn"] = "warn"
+
+
+class BoundaryKind(BaseModel):
+    """What every kind of boundary answers for itself; kinds also have `kind` and `coding`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    if TYPE_CHECKING:
+
+        @property
+        def kind(self) -> str: ...
+
+    @abstractmethod
+    def build(
+        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
+    ) -> "dict[Mode, Boundary]":
+        """Boundaries of a direction by mode; evaluation never meets the training memory.
+
+        Both ends are built alike, for tokens of `width` channels; `key` addresses their random
+        numbers. What is remembered is kept in `store` (by default in RAM), of at most `capacity`
+        samples.
+        """
+
+    @abstractmethod
+    def words(self) -> str:
+        """A few words for tables."""
+
+    def row_nbytes(self, tokens: int, width: int) -> int:
+        """Bytes that one end of the direction remembers of a sample; 0: nothing."""
+        return 0
+
+    def notices(self, *, epochs: int) -> list[str]:
+        """What to tell of a run of so many epochs."""
+        return []
+
+    @property
+    def remembers(self) -> bool:
+        return self.row_nbytes(1, 1) > 0
+
+
+class RawConfig(BoundaryKind):
+    """No compression: values are sent as they are (fp32) or cast."""
+
+    kind: Literal["raw"] = "raw"
+    format: CastFormat = "fp32"
+
+    @property
+    def coding(self) -> Coding:
+        return "none"
+
+    def build(
+        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
+    ) -> "dict[Mode, Boundary]":
+        from thinpipe.pipeline.comm.boundary import raw
+
+        return _by_mode(raw(self.format))
+
+    def words(self) -> str:
+        return f"raw {self.format}"
+
+
+class QuantizerConfig(BoundaryKind):
+    """Uniform quantization: `bits` per value, and what shares a scale.
+
+    `coding = "zstd"` shortens payloads; it pays where the link is slower than about 1 Gbit/s.
+    "rans" makes changes shorter yet at `bits = 4`, in more time: by 3 % at 2 bits per value, by a
+    quarter below 1 bit.
+    With `rate` the step is that many times a group's rms (see `Uniform`): 1.0 takes about 2 bits
+    once coded, 0.5 about 3.
+    """
+
     bits: Bits = 4
-    scale_per: ScalePer = "token"
-    scale_dtype: Literal["bf16", "fp32"] = "bf16"
+    scale_per: Literal["token"] | Annotated[int, Field(ge=1)] = "token"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     coding: Coding = "none"
     rate: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -140,7 +203,7 @@ class QuantizerConfig(BaseModel):
             raise ValueError(
                 f"rate = {self.rate} with bits = {self.bits} and coding = "
                 f'"{self.coding}": it saves bytes only when its 16 levels are coded; '
-                'set bits = 4 and coding = "zstd", "rans" or "auto"'
+                'set bits = 4 and coding = "zstd" or "rans"'
             )
         self.quantizer(width=1)
         return self
@@ -151,10 +214,15 @@ class QuantizerConfig(BaseModel):
             self.bits,
             self.scale_per,
             width=width,
-            scale_dtype=self.scale_dtype,
             stochastic=self.rounding == "stochastic",
             rate=self.rate,
         )
+
+    def words(self) -> str:
+        """`aqsgd 4-bit`, `direct 8-bit zstd`; `direct rate 0.5` implies entropy coding."""
+        if self.rate is not None:
+            return f"{self.kind} rate {self.rate:g}" + (" rans" if self.coding == "rans" else "")
+        return f"{self.kind} {self.bits}-bit" + _named(self.coding)
 
 
 class DirectConfig(QuantizerConfig):
@@ -163,18 +231,24 @@ class DirectConfig(QuantizerConfig):
     kind: Literal["direct"] = "direct"
     bits: Bits = 8
 
+    def build(
+        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
+    ) -> "dict[Mode, Boundary]":
+        from thinpipe.pipeline.comm.boundary import Stateless
+
+        return _by_mode(Stateless(self.quantizer(width), key))
+
 
 class TileConfig(BaseModel):
     """Tile-wise quantization without memory; see `pipeline/wire/hadamard.py`.
 
-    `bits` is 2 to 7 and `tile` 16, 64 or 256 values.
+    `bits` is 2 to 7.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["stateless"] = "stateless"
     bits: int = 4
-    tile: int = 64
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "TileConfig":
@@ -182,28 +256,26 @@ class TileConfig(BaseModel):
         return self
 
     def quantizer(self) -> Hadamard:
-        """The codec."""
-        return Hadamard(self.bits, self.tile)
+        return Hadamard(self.bits)
 
 
-class StatelessConfig(TileConfig):
+class StatelessConfig(TileConfig, BoundaryKind):
     """Tile-wise quantization of a direction, without memory.
 
-    `bits` is 2 to 7 and `tile` 16, 64 or 256 values; `coding` is as in `kind = "direct"`.
+    `bits` is 2 to 7; `coding` is as in `kind = "direct"`.
     """
 
-    coding: Coding = "none"
+    coding: Literal["none", "zstd"] = "none"
 
-    @model_validator(mode="after")
-    def _tiles_are_not_coded_by_rans(self) -> "StatelessConfig":
-        if self.coding == "rans":
-            raise ValueError(no_rans('kind = "stateless"'))
-        return self
+    def build(
+        self, *, width: int, key: int, store: Any = None, capacity: int | None = None
+    ) -> "dict[Mode, Boundary]":
+        from thinpipe.pipeline.comm.boundary import Stateless
 
+        return _by_mode(Stateless(self.quantizer(), key))
 
-def no_rans(setting: str) -> str:
-    """What to say where codes do not have one place in every row."""
-    return f'coding = "rans" has no meaning with {setting}; use coding = "zstd"'
+    def words(self) -> str:
+        return f"stateless {self.bits}-bit" + _named(self.coding)
 
 
 def build_codec(spec: CastFormat | int | TileConfig, width: int) -> Codec:
@@ -211,3 +283,13 @@ def build_codec(spec: CastFormat | int | TileConfig, width: int) -> Codec:
     if isinstance(spec, TileConfig):
         return spec.quantizer()
     return Uniform(spec, "token", width=width) if isinstance(spec, int) else Cast(spec)
+
+
+def _named(coding: Coding) -> str:
+    return "" if coding == "none" else f" {coding}"
+
+
+def _by_mode(boundary: "Boundary") -> "dict[Mode, Boundary]":
+    from thinpipe.pipeline.comm.boundary import raw
+
+    return {"train": boundary, "eval": raw(), "eval_compressed": boundary}

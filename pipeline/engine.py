@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.cache_consistency import Repaired
 from thinpipe.pipeline.comm.channel import Channel, Microbatch, Pass
 from thinpipe.pipeline.comm.first_error import FirstError
-from thinpipe.pipeline.comm.guard import CutDirection, Guard, Rule
+from thinpipe.pipeline.comm.guard import CutDirection, Guard
 from thinpipe.pipeline.comm.message import Mode
 from thinpipe.pipeline.comm.transport import Scope, Transport
 from thinpipe.pipeline.executor import run_in_order
@@ -55,7 +55,7 @@ class EngineOptions:
 
     `cuts` are all cuts of the pipeline, `hidden` is D, the width there, and `tokens` T, by default
     as many as inputs have; `clip_norm` limits the gradient norm over all stages, 0 leaves it alone;
-    `rules` are the guard's, by direction.
+    `guarded` are the directions that the guard judges.
     """
 
     schedule: ScheduleName
@@ -68,7 +68,7 @@ class EngineOptions:
     clip_norm: float = 0.0
     precision: Precision = "fp32"
     objective: Objective = field(default_factory=NextToken)
-    rules: Mapping[CutDirection, Rule] = field(default_factory=dict)
+    guarded: Collection[CutDirection] = ()
 
 
 class PipelineEngine:
@@ -99,7 +99,7 @@ class PipelineEngine:
         self._make_schedule = make_schedule
         self._device: torch.device = stages[0].device
         self._stats = StepStats(transport, self.channels, options.cuts, loss_scope=sync.loss_scope)
-        self._guard = Guard(options.rules, [channel.codec for channel in self.channels])
+        self._guard = Guard(options.guarded)
         self._remembered_gradients = [
             channel.codec
             for channel in self.channels
@@ -139,7 +139,6 @@ class PipelineEngine:
         return repaired
 
     def close(self) -> None:
-        """Give back what samples are remembered in; no step follows."""
         self._stats.consistency.release()
 
     def train_step(self, batch: Batch, step: int, upcoming_B: Tensor = _NO_IDS) -> StepTotals:
@@ -222,7 +221,6 @@ class PipelineEngine:
         return {"pass": self._pass, "guard": self._guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters."""
         self._pass = state["pass"]
         self._guard.load_state_dict(state.get("guard", {}))
 

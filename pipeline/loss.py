@@ -45,19 +45,15 @@ class NextToken:
     tally_size: int = 2
 
     def loss_sum(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        """Sum over tokens."""
         return _cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
     def count(self, targets_BT: Tensor) -> int:
-        """Tokens."""
         return int((targets_BT != IGNORED_TARGET).sum())
 
     def tally(self, logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-        """Loss sum and tokens."""
         return loss_head(self.loss_sum(logits_BTV, targets_BT), self.count(targets_BT))
 
     def metrics(self, tally: Sequence[float]) -> dict[str, float]:
-        """The mean loss."""
         return {"loss": tally[0] / max(tally[1], 1)}
 
 
@@ -73,11 +69,9 @@ class Classification:
         return 2 + self.classes**2
 
     def loss_sum(self, logits_BC: Tensor, targets_B: Tensor) -> Tensor:
-        """Sum over samples."""
         return _cross_entropy(logits_BC, targets_B)
 
     def count(self, targets_B: Tensor) -> int:
-        """Samples."""
         return int((targets_B != IGNORED_TARGET).sum())
 
     def tally(self, logits_BC: Tensor, targets_B: Tensor) -> Tensor:

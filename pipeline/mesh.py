@@ -19,7 +19,6 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.pipeline_ranks * self.lanes
 
     @property
@@ -34,7 +33,6 @@ class Mesh:
 
     @property
     def position(self) -> int:
-        """Rank within its pipeline."""
         return self.rank // self.shards % self.pipeline_ranks
 
     @property

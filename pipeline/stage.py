@@ -39,12 +39,10 @@ class Channels:
     gradients_out: OutgoingChannel | None = None
 
     def all(self) -> list[Channel]:
-        """Those that exist."""
         four = (self.activations_in, self.activations_out, self.gradients_in, self.gradients_out)
         return [channel for channel in four if channel is not None]
 
     def outgoing(self) -> list[OutgoingChannel]:
-        """Those that send."""
         both = (self.activations_out, self.gradients_out)
         return [channel for channel in both if channel is not None]
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
@@ -16,7 +16,21 @@ from thinpipe.pipeline.replica_sync import LossScope
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD, Direction
 
-_SCALARS = 8
+
+class _Scalars(NamedTuple):
+    """What begins a rank's row of the vector; of all rows, a column or a sum for each."""
+
+    loss: Any
+    tokens: Any
+    square_norm: Any
+    busy_s: Any
+    seconds: Any
+    sync_bytes: Any
+    weight_bytes: Any
+    gradient_bytes: Any
+
+
+_SCALARS = len(_Scalars._fields)
 _COUNTS = 3  # of a direction: bytes, messages, values
 
 
@@ -116,7 +130,7 @@ class StepStats:
         sent = [now - before for now, before in zip(step.sent, self._sent, strict=True)]
         self._sent = step.sent
         tokens = step.tokens if self._transport.mesh.position == 0 else 0
-        scalars = [step.loss, tokens, step.square_norm, busy, step.seconds, *sent]
+        scalars = _Scalars(step.loss, tokens, step.square_norm, busy, step.seconds, *sent)
         held = self.consistency.numbers(self._coming_B)
         mine = torch.tensor([*scalars, *held, *self._traffic()], dtype=torch.float64)
         all_WN = self._transport.share(mine, scope)
@@ -124,33 +138,34 @@ class StepStats:
         return self._totals(all_WN, self.consistency.repair(held_WN, self._coming_B, scope), scope)
 
     def _totals(self, all_WN: torch.Tensor, repair: Repair, scope: Scope) -> StepTotals:
-        loss, tokens, _, _, _, *sent = all_WN[:, :_SCALARS].sum(0).tolist()
+        of_ranks = _Scalars(*all_WN[:, :_SCALARS].unbind(1))
+        total = _Scalars(*all_WN[:, :_SCALARS].sum(0).tolist())
+        loss, mesh = total.loss, self._transport.mesh
         if self._loss_scope == "replica" and scope == "world":
-            loss = self._mean_loss(all_WN)
-        sync_bytes, weight_bytes, gradient_bytes = map(int, sent)
-        mesh = self._transport.mesh
-        replica_norms = all_WN[:, 2].view(-1, mesh.pipeline_ranks * mesh.shards).sum(1).sqrt()
-        seconds = float(all_WN[:, 4].max())
+            loss = self._mean_loss(of_ranks)
+        ranks = mesh.pipeline_ranks * mesh.shards
+        replica_norms = of_ranks.square_norm.reshape(-1, ranks).sum(1).sqrt()
+        seconds = float(of_ranks.seconds.max())
         finite = bool(torch.isfinite(replica_norms).all()) and math.isfinite(loss)
         return StepTotals(
             loss=loss,
-            tokens=int(tokens),
+            tokens=int(total.tokens),
             grad_norm=float(replica_norms[mesh.replica if scope == "world" else 0]),
             skipped=not finite,
             seconds=seconds,
-            bubble=1.0 - float(all_WN[:, 3].mean()) / seconds,
+            bubble=1.0 - float(of_ranks.busy_s.mean()) / seconds,
             wire=self._wire(all_WN[:, _SCALARS + self.consistency.size :].sum(0)),
-            sync_bytes=sync_bytes,
-            weight_bytes=weight_bytes,
-            gradient_bytes=gradient_bytes,
+            sync_bytes=int(total.sync_bytes),
+            weight_bytes=int(total.weight_bytes),
+            gradient_bytes=int(total.gradient_bytes),
             control_bytes=shared_nbytes(all_WN) + repair.nbytes,
             repaired=repair.repaired,
         )
 
-    def _mean_loss(self, all_WN: torch.Tensor) -> float:
+    def _mean_loss(self, of_ranks: _Scalars) -> float:
         """Over the tokens of all replicas, of losses that are each replica's own mean."""
-        rows_RWN = all_WN.view(self._transport.mesh.replicas, -1, all_WN.shape[1])
-        losses_R, tokens_R = rows_RWN[:, :, :2].sum(1).unbind(1)
+        columns = torch.stack([of_ranks.loss, of_ranks.tokens], 1)
+        losses_R, tokens_R = columns.view(self._transport.mesh.replicas, -1, 2).sum(1).unbind(1)
         return float((losses_R * tokens_R).sum() / tokens_R.sum().clamp(min=1))
 
     def _traffic(self) -> list[float]:

@@ -100,9 +100,9 @@ def test_folders_are_small() -> None:
 
 CEILINGS = {
     "thinpipe.launch.cli": 13,
-    "thinpipe.launch.config.run": 90,
-    "thinpipe.launch.train": 227,
-    "thinpipe.launch.start": 238,
+    "thinpipe.launch.config.run": 40,
+    "thinpipe.launch.train": 219,
+    "thinpipe.launch.start": 227,
 }
 """Of our modules that an import leads to; lower one whenever that is reached."""
 

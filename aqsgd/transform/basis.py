@@ -42,7 +42,6 @@ class Basis:
 
     @staticmethod
     def identity(width: int) -> "Basis":
-        """Channels as they are."""
         return Basis.of_channels(torch.arange(width))
 
     @staticmethod
@@ -55,14 +54,12 @@ class Basis:
 
     @staticmethod
     def nearest(v_DK: Tensor, wide: int) -> "Basis":
-        """Orthonormal columns, rounded."""
         unit = entry_unit(len(v_DK))
         entry_DK = (v_DK * (ONE / unit)).round().clamp(-ONE // unit, ONE // unit) * unit
         return Basis(entry_DK.to(torch.int16).contiguous(), wide)
 
     @property
     def dimensions(self) -> int:
-        """K."""
         return self.entry_DK.shape[1]
 
     @functools.cached_property
@@ -79,7 +76,6 @@ class Basis:
 
     @functools.cached_property
     def checksum(self) -> int:
-        """CRC-32 of the entries."""
         return crc32(self.entry_DK, self.wide)
 
     def project(self, x_ND: Tensor) -> Tensor:

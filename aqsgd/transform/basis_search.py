@@ -123,7 +123,6 @@ class BasisSearch:
         self._tokens = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """What was collected."""
         return {
             "steps": self._steps,
             "tokens": self._tokens,
@@ -134,7 +133,6 @@ class BasisSearch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
         self._steps, self._tokens = state["steps"], state["tokens"]
         self._sent_MDD, self._value_DD = state["sent"].clone(), state["value"].clone()
         self._count_M, self._values = list(state["count"]), state["values"]
@@ -175,7 +173,6 @@ class BasisSearch:
         return float(value_DD.trace()) - kept - least > max(least, self._width / 12)
 
     def _proposal(self, v_DK: Tensor) -> Proposal:
-        """The widest directions first."""
         square_K, order_K = _variances(self._value_DD / self._values, v_DK).sort(descending=True)
         v_DK = v_DK[:, order_K]
         wide = _wide(_expected(square_K, self._values, self._width))

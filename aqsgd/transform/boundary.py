@@ -180,7 +180,6 @@ class TransformBoundary:
         return sent, piece
 
     def finish_step(self, *, keep: bool) -> None:
-        """Learn from the step's messages, or forget them."""
         if self._rows is not None:
             self._rows.finish_step(keep=keep)
         if keep:
@@ -196,7 +195,6 @@ class TransformBoundary:
         return memory | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
         if self._rows is not None:
             self._rows.load_state_dict(state)
         self.learned.load_state_dict(state["learned"])

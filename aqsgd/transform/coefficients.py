@@ -16,7 +16,8 @@ from torch import Tensor
 from thinpipe.aqsgd.transform import logistic
 from thinpipe.pipeline.wire.coding import rans
 from thinpipe.pipeline.wire.coding.entropy import CodingError
-from thinpipe.pipeline.wire.kernels.coefficients import Layout, load_coefficient_kernels
+from thinpipe.pipeline.wire.kernels import load
+from thinpipe.pipeline.wire.kernels.coefficients import CoefficientKernels, Layout
 
 SCALES = 32
 """Scales of a token; 16 leaves the models of the dimensions as they are."""
@@ -81,7 +82,7 @@ def decode(wire: Tensor, tokens: int, model_K: Tensor, scales: rans.Tables) -> C
     scale_N = torch.empty(tokens, dtype=torch.uint8)
     rans.decode(parts[0], None, scales, scale_N)
     scale_N, layout = scale_N.long(), _layout(model_TK)
-    kernels = load_coefficient_kernels("auto")
+    kernels: CoefficientKernels = load("coefficients")
     table_S = torch.empty(layout.symbols(scale_N), dtype=torch.uint8)
     kernels.tables(scale_N, layout, table_S)
     symbol_S = torch.empty_like(table_S)
@@ -113,7 +114,7 @@ def _coded_scales(scale_N: Tensor, scales: rans.Tables) -> Tensor:
 def _coded_values(coded: Coded) -> tuple[Tensor, Tensor]:
     """Bytes of all coefficients, and of those outside the symbols."""
     q_NK, scale_N, model_TK = coded
-    layout, kernels = _layout(model_TK), load_coefficient_kernels("auto")
+    layout, kernels = _layout(model_TK), load("coefficients")
     symbol_S = torch.empty(layout.symbols(scale_N), dtype=torch.uint8)
     table_S, outside_E = torch.empty_like(symbol_S), torch.empty(q_NK.numel(), dtype=torch.int16)
     outside = kernels.split(q_NK, scale_N, layout, symbol_S, outside_E)

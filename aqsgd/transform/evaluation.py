@@ -25,7 +25,6 @@ class FirstVisits:
         self.error_meter = ErrorMeter()
 
     def capacity(self, shape_BTD: torch.Size) -> int:
-        """That of training."""
         return self._training.capacity(shape_BTD)
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
@@ -39,7 +38,6 @@ class FirstVisits:
         return self._training.write(plan, x_BTD, wire, NO_PIECE)[0]
 
     def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
-        """Fill `out_BTD`."""
         self._training.read(plan, wire, out_BTD)
 
     def finish_step(self, *, keep: bool) -> None:

@@ -42,7 +42,6 @@ class Learned:
         self.reset()
 
     def reset(self) -> None:
-        """Know nothing."""
         self.version = 0
         self._proposal: Proposal | None = None
         self.bases = {0: Basis.identity(self.width)}
@@ -162,7 +161,6 @@ class Learned:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
         self.version = state["version"]
         self.bases = {int(v): Basis(*basis) for v, basis in state["bases"].items()}
         self.model_MK, self._scales_MT = state["models"].clone(), state["scales"].clone()

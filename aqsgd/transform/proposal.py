@@ -30,7 +30,6 @@ class Proposal(NamedTuple):
     model_MK: Tensor
 
     def packed(self) -> bytes:
-        """Bytes to send."""
         basis = self.basis
         head = _HEAD.pack(basis.dimensions, basis.wide, basis.order_D is not None)
         models = self.model_MK.to(torch.uint8).numpy().tobytes()

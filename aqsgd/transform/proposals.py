@@ -98,7 +98,6 @@ class Proposals:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore it."""
         self._search.load_state_dict(state["search"])
         data = b"" if state["pieces"] is None else state["pieces"].numpy().tobytes()
         self._pieces = _cut(data)

@@ -85,7 +85,6 @@ class Rows:
         self._staged[sample] = held.version
 
     def finish_step(self, *, keep: bool) -> None:
-        """Remember what was staged, or forget it."""
         staged, self._staged = self._staged, {}
         if not keep:
             self.memory.discard()
@@ -111,7 +110,6 @@ class Rows:
         return self.memory.state_dict() | {"row_versions": pairs.view(-1, 2)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore them."""
         self.memory.load_state_dict(state)
         self._version_of, self._staged = dict(state["row_versions"].tolist()), {}
         self.recount()

@@ -79,8 +79,6 @@ BEYOND: dict[str, dict[str, Any]] = {
     "stateless fw6/bw6": _method("stateless", 6, 6, gradients="stateless"),
     "stateless fw4/bw6": _method("stateless", 4, 6, gradients="stateless"),
     "stateless fw3/bw6": _method("stateless", 3, 6, gradients="stateless"),
-    "auto fw3/bw6": _method("auto", 3, 6, gradients="stateless"),
-    "auto fw2/bw4": _method("auto", 2, 4, delta="tiles", gradients="stateless"),
 }
 CODED: dict[str, dict[str, Any]] = {
     "aq rate 0.5/0.5": _rate("aqsgd", 0.5, 0.5),
@@ -103,9 +101,8 @@ def _transform(
     first: tuple[float, float] = (0.05, 0.15),
     largest: tuple[float, float] | None = None,
     dimensions: tuple[float, float] = (1.0, 1.0),
-    of: str = "change",
 ) -> dict[str, Any]:
-    spec = {"kind": "transform", "of": of}
+    spec = {"kind": "transform"}
     steps = zip((forward, backward), first, largest or (None, None), dimensions, strict=True)
     names = ("step", "first_step", "largest_step", "dimensions")
     ways = [spec | dict(zip(names, step, strict=True)) for step in steps]
@@ -131,7 +128,6 @@ TRANSFORM: dict[str, dict[str, Any]] = {
     "transform 2/4, largest .25/.75": _transform(2.0, 4.0, largest=(0.25, 0.75)),
     "transform 2/4, largest .3/.9": _transform(2.0, 4.0, largest=(0.3, 0.9)),
     "transform 1.5/3, largest .3/.9": _transform(1.5, 3.0, largest=(0.3, 0.9)),
-    "transform .05/.3 of values": _transform(0.05, 0.3, first=(0.05, 0.3), of="value"),
 }
 ONCE: dict[str, dict[str, Any]] = {
     "tiles 5/4": _method("stateless", 5, 4, gradients="stateless"),

@@ -23,7 +23,8 @@ from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.data.load import DataConfig, load
+from thinpipe.launch.data.config import DataConfig
+from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.single_process import in_process

@@ -20,7 +20,7 @@ from thinpipe.launch.report.theme import LIGHT
 
 BASELINE = "fp32"
 NOTHING = "-"
-_STYLES = {"aq": "-", "auto": "-", "direct": "--", "stateless": "-."}
+_STYLES = {"aq": "-", "direct": "--", "stateless": "-."}
 
 
 @dataclass(frozen=True)

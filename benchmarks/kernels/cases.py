@@ -15,7 +15,7 @@ from benchmarks.kernels import floors
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
 
-GROUP, MEMORY_BITS = 128, 8
+GROUP = 128
 CPU = torch.device("cpu")
 Work = Callable[[int], object]  # runs one row
 
@@ -43,11 +43,8 @@ class Buffers:
         self.x = torch.randn(shape, generator=generator)
         self.memory = (self.x + 0.1 * torch.randn(shape, generator=generator)).bfloat16()
         self.fresh, self.out = torch.zeros_like(self.memory), torch.zeros(shape)
-        self.codes, self.old, self.new = (
-            self._room(width) for width in (bits, MEMORY_BITS, MEMORY_BITS)
-        )
+        self.codes = self._room(bits)
         kernels.quantize(self.x, self.codes, noise=None)
-        kernels.quantize(self.memory, self.old, noise=None)
 
     def _room(self, bits: int) -> Codes:
         payload = torch.zeros(self.rows, bits * self.numel // 8, dtype=torch.uint8)
@@ -56,7 +53,7 @@ class Buffers:
 
     def outputs(self) -> list[Tensor]:
         """Copies of everything that kernels write."""
-        tensors = (*self.codes[:2], *self.new[:2], self.fresh, self.out)
+        tensors = (*self.codes[:2], self.fresh, self.out)
         return [tensor.clone() for tensor in tensors]
 
 
@@ -76,7 +73,6 @@ def cases(buffers: Buffers) -> Iterator[Case]:
     """Every kernel at the buffers' size and bits."""
     yield from _quantizing(buffers)
     yield from _dequantizing(buffers)
-    yield from _packed(buffers)
 
 
 def _noise(rounding: str) -> Noise | None:
@@ -133,36 +129,4 @@ def _dequantizing(buffers: Buffers) -> Iterator[Case]:
         *("delta_decode", bits, "nearest", 8 + code),
         floor=lambda b: floors.apply(p[b], m[b], f[b], o[b], bits),
         run=lambda k: lambda b: k.delta_decode(*row(b)),
-    )
-
-
-def _packed(buffers: Buffers) -> Iterator[Case]:
-    bits, code = buffers.bits, buffers.bits / 8 + 2 * MEMORY_BITS / 8
-    old, new, codes = buffers.old, buffers.new, buffers.codes
-    tensors = (buffers.x, old.payload_BP, new.payload_BP, buffers.out, codes.payload_BP)
-    x, m, f, o, p = (words(tensor) for tensor in tensors)
-
-    def rows(b: int) -> tuple[Codes, Codes, Codes]:
-        return row_of(old, b), row_of(codes, b), row_of(new, b)
-
-    def encode(noise: Noise | None, kernels: KernelSet) -> Work:
-        return lambda b: kernels.packed_delta_encode(buffers.x[b : b + 1], *rows(b), noise=noise)
-
-    for rounding in ("nearest", "stochastic"):
-        noise = _noise(rounding)
-        if bits == 1 and noise:
-            continue
-        yield Case(
-            *("packed_delta_encode", bits, rounding, 4 + code),
-            floor=lambda b: floors.update_packed(x[b], m[b], f[b], p[b], bits),
-            run=partial(encode, noise),
-        )
-    yield Case(
-        *("packed_delta_decode", bits, "nearest", 4 + code),
-        floor=lambda b: floors.apply_packed(p[b], m[b], f[b], o[b], bits),
-        run=lambda k: (
-            lambda b: k.packed_delta_decode(
-                row_of(codes, b), row_of(old, b), row_of(new, b), buffers.out[b : b + 1]
-            )
-        ),
     )

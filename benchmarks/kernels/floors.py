@@ -69,34 +69,3 @@ def apply(payload: Any, memory: Any, fresh: Any, out: Any, bits: Any) -> None:
             for i in range(128):
                 new[i] = old[i] + np.uint16(source[i])
                 target[i] = np.uint32(source[i])
-
-
-@numba.njit(nogil=True)
-def update_packed(x: Any, memory: Any, fresh: Any, payload: Any, bits: Any) -> int:
-    """Read x and a memory of bytes, write the memory and the payload."""
-    seen = np.uint32(0)
-    for block in range(x.size // 1024):
-        values = x[block * 1024 : (block + 1) * 1024]
-        out = payload[block * 128 * bits : (block + 1) * 128 * bits]
-        for i in range(1024):
-            seen |= values[i]
-        old, new = memory[block * 1024 :][:1024], fresh[block * 1024 :][:1024]
-        for i in range(1024):
-            new[i] = ~old[i]
-        for i in range(out.size):
-            out[i] = np.uint8(values[i])
-    return int(seen)
-
-
-@numba.njit(nogil=True)
-def apply_packed(payload: Any, memory: Any, fresh: Any, out: Any, bits: Any) -> None:
-    """Read the payload and a memory of bytes, write the memory and the values."""
-    for block in range(out.size // 1024):
-        source = payload[block * 128 * bits :][:128]
-        old, new = memory[block * 1024 :][:1024], fresh[block * 1024 :][:1024]
-        for i in range(1024):
-            new[i] = ~old[i]
-        for plane in range(8):
-            target = out[block * 1024 + plane * 128 :][:128]
-            for i in range(128):
-                target[i] = np.uint32(source[i])

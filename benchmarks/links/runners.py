@@ -19,7 +19,6 @@ from benchmarks.links.acsgd_step import AcSgdStep
 from benchmarks.links.workloads import Workload
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
-from thinpipe.launch.components import build_boundary
 from thinpipe.launch.config.boundary import BackwardConfig, ForwardConfig
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.comm.channel import IncomingChannel, Microbatch, OutgoingChannel, Pass
@@ -297,8 +296,8 @@ def _wire(
     codec = MessageCodec(
         cut=upper + 1,
         direction=direction,
-        boundaries=build_boundary(spec, width=workload.boundary[-1], key=key),
+        boundaries=spec.build(width=workload.boundary[-1], key=key),
         run_id=RUN_ID,
-        coding="none" if isinstance(spec, RawConfig) else spec.coding,
+        coding=spec.coding,
     )
     return codec, link

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinpipe.launch.data.load import DataConfig, load
+from thinpipe.launch.data.config import DataConfig
+from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.plan.message_cost import mixing
 from thinpipe.pipeline.models.transformer import TransformerConfig, build_layers

@@ -11,14 +11,14 @@ Here exchanges are counted in steps, so replicas agree on them without a word, a
 bit for bit, and nothing holds a lock: the training thread applies what has arrived.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from pydantic import Field
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.local_steps import LocalSteps, TurnsConfig
+from thinpipe.gradcomp.memories import Stateless
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 
@@ -33,25 +33,14 @@ class Config(TurnsConfig):
     overlap: int = Field(7, ge=0)
 
 
-class Mean:
+class Mean(Stateless):
     """The outer step: the global model becomes the mean. It has no memory."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
     def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
-        """The mean distance, exactly."""
         return sum_sharded(self._peers, key, distance_N, codec=_EXACT).div_(self._peers.size)
-
-    def keep(self) -> None:
-        """There is no memory."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """There is no state."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """There is no state."""
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> LocalSteps:

@@ -8,7 +8,6 @@ here `group` values share a scale, so that one outlier does not cost the others 
 
 from collections.abc import Sequence
 
-from pydantic import Field
 from torch import nn
 
 from thinpipe.gradcomp.gradient_sync import AllReduce, GradientSync
@@ -21,9 +20,7 @@ _BITS = 8
 
 
 class Config(ExchangeOptions):
-    """One bf16 scale per `group` values."""
-
-    group: int = Field(128, ge=1)
+    """It has no settings of its own."""
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:

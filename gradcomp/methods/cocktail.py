@@ -6,30 +6,21 @@ far their parameters x have moved from a global copy g (`gradcomp/move_exchange.
 yet sent stays in x: r = x - g.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import ClassVar
 
 from pydantic import AliasChoices, ConfigDict, Field
 from torch import nn
 
-from thinpipe.gradcomp.budget import Choice
-from thinpipe.gradcomp.move_exchange import MoveConfig, MoveExchange
+from thinpipe.gradcomp.move_exchange import Ladder, MoveConfig, MoveExchange
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.sparse import SparseCodec
 
 REPLICAS_EQUAL = False
 
 
-@dataclass(frozen=True)
-class TopKChoice(Choice):
-    """The largest `topk` of the subset, `bits` each."""
-
-    topk: float
-    bits: int
-
-
-CHOICES: dict[Choice, float] = {
-    TopKChoice(subset, topk, bits): cost
+LADDER: Ladder = [
+    ({"subset": subset, "topk": topk, "bits": bits}, cost)
     for subset, topk, bits, cost in (
         (0.05, 0.1, 4, 0.044),
         (0.05, 0.2, 4, 0.069),
@@ -41,7 +32,7 @@ CHOICES: dict[Choice, float] = {
         (1.0, 1.0, 4, 3.9),
         (1.0, 1.0, 8, 8.1),
     )
-}
+]
 """With about how many bits a parameter costs each way (normal changes)."""
 
 
@@ -57,20 +48,12 @@ class Config(MoveConfig):
     topk: float = Field(0.2, gt=0, le=1, validation_alias=AliasChoices("topk", "TOPK_RATIO"))
     bits: int = Field(4, validation_alias=AliasChoices("bits", "QUANT_BITS"))
 
-    @property
-    def choice(self) -> TopKChoice:
-        """What is sent at first."""
-        return TopKChoice(self.subset, self.topk, self.bits)
+    ladder: ClassVar[Ladder] = LADDER
 
     @property
-    def choices(self) -> Mapping[Choice, float]:
-        """What a budget chooses from."""
-        return CHOICES
-
-    def codec(self, choice: Choice) -> SparseCodec:
+    def codec(self) -> SparseCodec:
         """Values that are kept, and where they are."""
-        assert isinstance(choice, TopKChoice)
-        return SparseCodec(choice.topk, choice.bits, self.group)
+        return SparseCodec(self.topk, self.bits, self.group)
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> MoveExchange:

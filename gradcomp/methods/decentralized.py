@@ -7,31 +7,33 @@ has met all of the other half. Both keep the mean of the replicas as it is.
 Axes: N values of a bucket.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from thinpipe.gradcomp.decentral import Decentral
 from thinpipe.gradcomp.exchange import ExchangeKey, swap
 from thinpipe.gradcomp.global_copy import FlatBucket
+from thinpipe.gradcomp.memories import Stateless
 from thinpipe.gradcomp.options import ExchangeOptions, ReplicaCountError
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 
 REPLICAS_EQUAL = False
+_EXACT = Cast("fp32")
 
 
 class Config(ExchangeOptions):
-    """Whom a replica averages with, every `interval` steps, and what parameters travel as."""
+    """Whom a replica averages with, every `interval` steps."""
 
     peers: Literal["ring", "pairs"] = "ring"
     interval: int = Field(1, ge=1)
-    format: Literal["fp32", "bf16"] = "fp32"
 
 
-class Neighbours:
+class Neighbours(Stateless):
     """The averaging; it has no memory."""
 
     def __init__(self, peers: Peers, config: Config) -> None:
@@ -45,32 +47,19 @@ class Neighbours:
                 f'gradcomp.decentralized.peers = "pairs": {peers.size} replicas are not pairs; use '
                 '"ring", or an even number of replicas'
             )
-        self._peers, self._config, self._codec = peers, config, Cast(config.format)
+        self._peers, self._config = peers, config
 
     def begin(self, buckets: Sequence[FlatBucket]) -> None:
         """There is no memory."""
 
     def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
-        """The mean of this replica's parameters and its neighbours'."""
         others = neighbours(self._peers.rank, self._peers.size, key.step, self._config.peers)
-        seen_N = mine_N.clone()  # rounded alike at both ends, or the mean would drift
-        found = swap(self._peers, key, mine_N, others, codec=self._codec, seen_N=seen_N)
-        total_N = mine_N - seen_N
-        for peer in sorted([*found, self._peers.rank]):
-            total_N = total_N + (seen_N if peer == self._peers.rank else found[peer]) / (
-                len(found) + 1
-            )
+        found = swap(self._peers, key, mine_N, others, codec=_EXACT)
+        found[self._peers.rank] = mine_N
+        total_N = torch.zeros_like(mine_N)
+        for peer in sorted(found):
+            total_N += found[peer] / len(found)
         return total_N
-
-    def keep(self) -> None:
-        """There is no memory."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """There is no state."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """There is no state."""
 
 
 def neighbours(rank: int, size: int, exchange: int, peers: str) -> list[int]:

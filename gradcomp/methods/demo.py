@@ -20,7 +20,6 @@ Axes: T tiles, S the side of one, N coefficients of all tiles.
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,10 +31,9 @@ from thinpipe.gradcomp.buckets import device_of
 from thinpipe.gradcomp.dct import SIDE, Tiles
 from thinpipe.gradcomp.exchange import ExchangeKey, gather_bytes
 from thinpipe.gradcomp.options import TrainOptions
+from thinpipe.gradcomp.overlap import Overlap
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync
-from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
-from thinpipe.pipeline.wire.thread import Worker
 from thinpipe.pipeline.wire.tile_topk import TileTopK
 
 REPLICAS_EQUAL = True
@@ -86,8 +84,7 @@ class DeMo:
         self._here: list[Tensor] = []
         """Parameters while they are ahead."""
         self._optimizer: torch.optim.Optimizer | None = None
-        self._worker, self._side_stream = Worker("gradcomp"), SideStream(device)
-        self._pending: Future[tuple[Tensor, CudaEvent]] | None = None
+        self._overlap = Overlap(device)
         self._counts = False  # whether the step of what is under way was made
         self._unapplied: Tensor | None = None
         """The answer that a step was given, until that counts: momenta have lost it already."""
@@ -95,7 +92,6 @@ class DeMo:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes this rank has sent so far, headers included."""
         return self._peers.bytes_sent
 
     def due(self, step: int) -> bool:
@@ -119,7 +115,7 @@ class DeMo:
     def before_step(self) -> None:
         """Send what is strongest now; leave the answer, of this step or of the one before."""
         self._come_back()
-        answer_N = self._take() if self._config.delayed and self._pending is not None else None
+        answer_N = self._take() if self._config.delayed else None
         if answer_N is None:
             answer_N = self._unapplied
         self._unapplied = answer_N
@@ -135,41 +131,31 @@ class DeMo:
         self._counts, self._unapplied = True, None
 
     def finish(self) -> None:
-        """No step follows that could apply the last answer."""
-        self._wait()
+        self._overlap.wait()
 
     def global_parameters(self) -> AbstractContextManager[None]:
-        """All replicas are the global model."""
-        self._wait()
+        self._overlap.wait()
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Momenta, and the answer that the next step will apply."""
-        answer = None
-        if self._pending is not None:
-            answer, finished = self._pending.result()
-            self._side_stream.wait(finished)
         return {
+            **self._overlap.save(),
             "step": self._step,
             "momenta": self._momenta,
             "own": self._own,
-            "answer": answer,
             "counts": self._counts,
             "unapplied": self._unapplied,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._step, self._counts, self._pending = state["step"], state["counts"], None
+        self._overlap.restore(state)
+        self._step, self._counts = state["step"], state["counts"]
         for momentum, saved in zip(self._momenta, state["momenta"], strict=True):
             momentum.copy_(saved)
         device = device_of(self._parameters)
         self._own = [sign.to(device) for sign in state["own"]]
         self._unapplied = None if state["unapplied"] is None else state["unapplied"].to(device)
-        if state["answer"] is not None:
-            self._pending = Future()
-            answer = state["answer"].to(device)
-            self._pending.set_result((answer, self._side_stream.now()))
 
     @torch.no_grad()
     def _come_back(self) -> None:
@@ -177,10 +163,6 @@ class DeMo:
             for parameter, here in zip(self._parameters, self._here, strict=True):
                 parameter.copy_(here)
             self._here = []
-
-    def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
 
     def _select(self) -> tuple[bool, Tensor]:
         """Whether all gradients are finite, and the coefficients of which the largest are sent."""
@@ -208,30 +190,23 @@ class DeMo:
         return finite, strongest.flatten()
 
     def _submit(self, strongest_N: Tensor) -> None:
-        """Exchange beside what follows."""
-        key, computed = ExchangeKey(self._step, 0), self._side_stream.now()
-        peers, codec, side_stream = self._peers, self._codec, self._side_stream
+        key, peers, codec = ExchangeKey(self._step, 0), self._peers, self._codec
         self._step += 1
         self._counts = False
 
-        def exchange() -> tuple[Tensor, CudaEvent]:
-            with side_stream.after(computed):
-                seen_N, sum_N = torch.empty_like(strongest_N), torch.zeros_like(strongest_N)
-                count_N = torch.zeros_like(strongest_N)
-                for payload in gather_bytes(peers, key, strongest_N, seen_N, codec=codec):
-                    codec.add_to(payload.to(sum_N.device), sum_N, count_N)
-                return sum_N.div_(count_N.clamp_(min=1)), side_stream.now()
+        def exchange() -> Tensor:
+            seen_N, sum_N = torch.empty_like(strongest_N), torch.zeros_like(strongest_N)
+            count_N = torch.zeros_like(strongest_N)
+            for payload in gather_bytes(peers, key, strongest_N, seen_N, codec=codec):
+                codec.add_to(payload.to(sum_N.device), sum_N, count_N)
+            return sum_N.div_(count_N.clamp_(min=1))
 
-        self._pending = self._worker.submit(exchange)
+        self._overlap.launch(exchange)
 
     def _take(self) -> Tensor | None:
-        """The answer under way; None if its step was skipped."""
-        assert self._pending is not None
-        answer_N, finished = self._pending.result()
-        self._side_stream.wait(finished)
-        counts = self._counts or not self._config.delayed
-        self._pending = None
-        return answer_N if counts else None
+        """The answer under way; None if there is none, or its step was skipped."""
+        counts, found = self._counts or not self._config.delayed, self._overlap.join()
+        return found[0] if found and counts else None
 
     def _leave(self, answer_N: Tensor | None, *, finite: bool) -> None:
         if answer_N is None:

@@ -11,8 +11,7 @@ turns and travel beside training, at 4 bits.
 Axes: N values of a bucket.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from pydantic import Field, model_validator
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.local_steps import LocalSteps, LocalStepsConfig
+from thinpipe.gradcomp.memories import Staged
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.codec import Codec
@@ -31,13 +31,12 @@ REPLICAS_EQUAL = False
 class Config(LocalStepsConfig):
     """The outer optimizer is SGD with Nesterov momentum, as published.
 
-    Moves travel at `bits` per value (32: exactly), with one bf16 scale per `group`.
+    Moves travel at `bits` per value (32: exactly).
     """
 
     outer_lr: float = Field(0.7, gt=0)
     outer_momentum: float = Field(0.9, ge=0, lt=1)
     bits: int = Field(32, ge=2, le=32)
-    group: int = Field(128, ge=1)
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "Config":
@@ -46,40 +45,25 @@ class Config(LocalStepsConfig):
 
     @property
     def codec(self) -> Codec:
-        """How moves travel."""
         if self.bits == 32:
             return Cast("fp32")
         return Cast("bf16") if self.bits == 16 else Uniform(self.bits, self.group)
 
 
-class DiLoCo:
-    """The outer step: equal on all replicas, as all apply the same mean."""
+class DiLoCo(Staged):
+    """The outer step: equal on all replicas, as all apply the same mean. It keeps momenta."""
 
     def __init__(self, peers: Peers, config: Config) -> None:
+        super().__init__()
         self._peers, self._config, self._codec = peers, config, config.codec
-        self._kept: dict[str, Tensor] = {}
-        self._fresh: dict[str, Tensor] = {}
 
     def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
         """SGD with Nesterov momentum on the mean distance."""
         mean_N = sum_sharded(self._peers, key, distance_N, codec=self._codec) / self._peers.size
-        momentum, old_N = self._config.outer_momentum, self._kept.get(str(index))
-        new_N = mean_N.clone() if old_N is None else mean_N + momentum * old_N.to(mean_N.device)
-        self._fresh[str(index)] = new_N
+        momentum, old_N = self._config.outer_momentum, self.get(str(index), mean_N.device)
+        new_N = mean_N.clone() if old_N is None else mean_N + momentum * old_N
+        self.set(str(index), new_N)
         return self._config.outer_lr * torch.add(mean_N, new_N, alpha=momentum)
-
-    def keep(self) -> None:
-        """Momenta count."""
-        self._kept.update(self._fresh)
-        self._fresh.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Momenta by bucket."""
-        return dict(self._kept)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._kept, self._fresh = dict(state), {}
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> LocalSteps:

@@ -24,13 +24,11 @@ REPLICAS_EQUAL = True
 class Config(ExchangeOptions):
     """`fraction` of a message is sent, at `bits` each: 1 to 8, 16 (bf16) or 32 (fp32).
 
-    1 to 8 bits share a bf16 scale per `group` values sent. `delayed`: an exchange has the time of a
-    whole step, and is applied one step later.
+    `delayed`: an exchange has the time of a whole step, and is applied one step later.
     """
 
     fraction: float = Field(0.015, gt=0, le=1)
     bits: int = 4
-    group: int = Field(128, ge=1)
     delayed: bool = False
 
     @model_validator(mode="after")
@@ -40,7 +38,6 @@ class Config(ExchangeOptions):
 
     @property
     def codec(self) -> SparseCodec:
-        """How gradients and their sums travel."""
         return SparseCodec(self.fraction, self.bits, self.group)
 
 

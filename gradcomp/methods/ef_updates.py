@@ -15,17 +15,15 @@ Replicas train locally and exchange how far they moved (`gradcomp/move_exchange.
 `benchmarks/results/replicas_gpt2_cpu_202611.md` has what they are worth.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from torch import nn
 
 from thinpipe.gradcomp.buckets import Bucket
-from thinpipe.gradcomp.budget import Choice
 from thinpipe.gradcomp.global_copy import OwedBucket
-from thinpipe.gradcomp.move_exchange import MoveConfig, MoveExchange
+from thinpipe.gradcomp.move_exchange import Ladder, MoveConfig, MoveExchange
 from thinpipe.gradcomp.options import TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync
@@ -38,20 +36,13 @@ _POWER = 0.5
 """Between moves as they are and moves as long as all-reduce's; see the results page."""
 
 
-@dataclass(frozen=True)
-class BitsChoice(Choice):
-    """All of the subset, `bits` each."""
-
-    bits: int
-
-
-CHOICES: dict[Choice, float] = {
-    BitsChoice(subset, bits): subset * (bits + 16 / 128)
+LADDER: Ladder = [
+    ({"subset": subset, "bits": bits}, subset * (bits + 16 / 128))
     for subset, bits in (
         *((0.04, 1), (0.08, 1), (0.125, 1), (0.25, 1), (0.5, 1), (1.0, 1)),
         *((1.0, 2), (1.0, 4), (1.0, 8)),
     )
-}
+]
 """With how many bits a parameter costs each way."""
 
 
@@ -66,20 +57,12 @@ class Config(MoveConfig):
     gain: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     residual: float = Field(0.5, ge=0, le=1)
 
-    @property
-    def choice(self) -> BitsChoice:
-        """What is sent at first."""
-        return BitsChoice(self.subset, self.bits)
+    ladder: ClassVar[Ladder] = LADDER
 
     @property
-    def choices(self) -> Mapping[Choice, float]:
-        """What a budget chooses from."""
-        return CHOICES
-
-    def codec(self, choice: Choice) -> Codec:
+    def codec(self) -> Codec:
         """Signs, or levels."""
-        assert isinstance(choice, BitsChoice)
-        return SignMean(self.group) if choice.bits == 1 else Uniform(choice.bits, self.group)
+        return SignMean(self.group) if self.bits == 1 else Uniform(self.bits, self.group)
 
     def bucket(self, bucket: Bucket) -> OwedBucket:
         """What is not yet sent is kept apart."""

@@ -13,8 +13,7 @@ AQ-SGD's idea, applied to parameters.
 Axes: N values of a bucket.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from pydantic import Field
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from thinpipe.gradcomp.decentral import Decentral
 from thinpipe.gradcomp.exchange import ExchangeKey, swap
 from thinpipe.gradcomp.global_copy import FlatBucket
+from thinpipe.gradcomp.memories import Staged
 from thinpipe.gradcomp.methods.decentralized import neighbours
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers
@@ -32,56 +32,45 @@ REPLICAS_EQUAL = False
 
 
 class Config(ExchangeOptions):
-    """`bits` per value, one bf16 scale per `group` values."""
+    """`bits` per value."""
 
     bits: int = Field(8, ge=2, le=8)
-    group: int = Field(128, ge=1)
 
 
-class Changes:
+class Changes(Staged):
     """The averaging, with w and both neighbours' copies of theirs, by bucket and replica."""
 
     def __init__(self, peers: Peers, config: Config) -> None:
+        super().__init__()
         self._peers, self._codec = peers, Uniform(config.bits, config.group)
         self._ring = [(peers.rank - 1) % peers.size, (peers.rank + 1) % peers.size]
-        self._kept: dict[tuple[int, int], Tensor] = {}
-        self._fresh: dict[tuple[int, int], Tensor] = {}
 
     def begin(self, buckets: Sequence[FlatBucket]) -> None:
         """All have the same parameters now."""
         for bucket in buckets:
             for replica in {self._peers.rank, *self._ring}:
-                self._kept[bucket.index, replica] = bucket.local_N.float().clone()
+                self.set(f"{bucket.index}-{replica}", bucket.local_N.float().clone())
+        self.keep()
 
     def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
         """What the neighbours will remember of this replica."""
-        me, index = self._peers.rank, bucket.index
-        mine = self._kept[index, me]
-        change_N = torch.add(mine_N, mine, alpha=-5 / 3)
+        me = self._peers.rank
+        kept = {replica: self._of(bucket, replica) for replica in (me, *self._ring)}
+        change_N = torch.add(mine_N, kept[me], alpha=-5 / 3)
         for side in self._ring:
-            change_N.add_(self._kept[index, side], alpha=1 / 3)
+            change_N.add_(kept[side], alpha=1 / 3)
         seen_N = torch.empty_like(change_N)
         others = neighbours(me, self._peers.size, key.step, "ring")
         found = swap(self._peers, key, change_N, others, codec=self._codec, seen_N=seen_N)
-        for replica, theirs_N in {**found, me: seen_N}.items():
-            self._fresh[index, replica] = self._kept[index, replica] + theirs_N
-        return self._fresh[index, me]
+        new = {replica: kept[replica] + c for replica, c in {**found, me: seen_N}.items()}
+        for replica, w in new.items():
+            self.set(f"{bucket.index}-{replica}", w)
+        return new[me]
 
-    def keep(self) -> None:
-        """Memories count."""
-        self._kept.update(self._fresh)
-        self._fresh.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Memories, by bucket and replica."""
-        return {f"{index}-{replica}": kept for (index, replica), kept in self._kept.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._fresh = {}
-        for name, kept in state.items():
-            index, replica = map(int, name.split("-"))
-            self._kept[index, replica] = kept
+    def _of(self, bucket: FlatBucket, replica: int) -> Tensor:
+        kept = self.get(f"{bucket.index}-{replica}", bucket.local_N.device)
+        assert kept is not None, "set at the beginning"
+        return kept
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> Decentral:

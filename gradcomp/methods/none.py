@@ -3,13 +3,13 @@
 Replicas drift apart; use it for timing, not for training.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
+from thinpipe.gradcomp.memories import Stateless
 from thinpipe.pipeline.comm.transport import Peers
 
 REPLICAS_EQUAL = False
@@ -21,7 +21,7 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class NoExchange:
+class NoExchange(Stateless):
     """Leaves gradients and parameters as they are."""
 
     replicas_equal = REPLICAS_EQUAL
@@ -31,31 +31,18 @@ class NoExchange:
     bytes_sent = 0
 
     def due(self, step: int) -> bool:
-        """No step waits for other replicas."""
         return False
 
-    def begin_step(self, step: int, passes: int) -> None:
-        """Nothing is exchanged."""
+    def begin_step(self, step: int, passes: int) -> None: ...
 
-    def before_step(self) -> None:
-        """Nothing is exchanged."""
+    def before_step(self) -> None: ...
 
-    def after_step(self) -> None:
-        """Nothing is exchanged."""
+    def after_step(self) -> None: ...
 
-    def finish(self) -> None:
-        """Nothing is exchanged."""
+    def finish(self) -> None: ...
 
     def global_parameters(self) -> AbstractContextManager[None]:
-        """There is no global model; every replica stands for itself."""
         return nullcontext()
-
-    def state_dict(self) -> dict[str, Any]:
-        """There is no state."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """There is no state."""
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> NoExchange:

@@ -23,6 +23,7 @@ from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.feedback import Residuals
 from thinpipe.gradcomp.gradient_sync import GradientSync
+from thinpipe.gradcomp.memories import Staged
 from thinpipe.gradcomp.options import ExchangeOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
@@ -34,10 +35,9 @@ REPLICAS_EQUAL = True
 
 
 class Config(ExchangeOptions):
-    """`rank`: columns of P and Q. `seed`: of the Q that the first step starts from."""
+    """`rank`: columns of P and Q."""
 
     rank: int = Field(4, ge=1)
-    seed: int = Field(0, ge=0, lt=2**31)
 
 
 class PowerSGD:
@@ -45,12 +45,9 @@ class PowerSGD:
 
     def __init__(self, peers: Peers, config: Config) -> None:
         self._peers, self._config, self._residuals = peers, config, Residuals()
-        self._Q: dict[str, Tensor] = {}
-        self._fresh_Q: dict[str, Tensor] = {}
+        self._Q = Staged()
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        """Sum of the low-rank parts of the replicas' gradients, and of what is not compressed."""
-        self._fresh_Q = {} if bucket.index == 0 else self._fresh_Q
         target_N = self._residuals.add_to(f"{bucket.index}", flat_N)
         result_N, own_N = torch.empty_like(target_N), torch.empty_like(target_N)
         sizes = [parameter.numel() for parameter in bucket.parameters]
@@ -71,26 +68,23 @@ class PowerSGD:
         ):
             torch.matmul(p, mine.T, out=own)
             torch.matmul(p, total.T, out=result)
-            self._fresh_Q[name] = total
+            self._Q.set(name, total)
         for (_, (target, result, own)), total in zip(plain, sums[len(matrices) :], strict=True):
             result.copy_(total)
             own.copy_(target)
-        self._residuals.leave(f"{bucket.index}", target_N - own_N)
+        self._residuals.set(f"{bucket.index}", target_N - own_N)
         return result_N
 
     def keep(self) -> None:
-        """Residuals and Q count."""
         self._residuals.keep()
-        self._Q.update(self._fresh_Q)
+        self._Q.keep()
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals and Q."""
-        return {"residuals": self._residuals.state_dict(), "Q": dict(self._Q)}
+        return {"residuals": self._residuals.state_dict(), "Q": self._Q.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._residuals.load_state_dict(state["residuals"])
-        self._Q = dict(state["Q"])
+        self._Q.load_state_dict(state["Q"])
 
     def _pays(self, matrix: Tensor) -> bool:
         n, m = matrix.shape
@@ -98,9 +92,9 @@ class PowerSGD:
 
     def _start(self, name: str, target: Tensor) -> Tensor:
         """Q of the last step, or the same random one on all replicas."""
-        Q = self._Q.get(name)
+        Q = self._Q.get(name, target.device)
         if Q is None:
-            generator = torch.Generator().manual_seed(self._config.seed)
+            generator = torch.Generator().manual_seed(0)
             Q = torch.randn(target.shape[1], self._config.rank, generator=generator)
         return Q.to(target.device)
 

@@ -28,6 +28,7 @@ from thinpipe.gradcomp.buckets import Bucket
 from thinpipe.gradcomp.exchange import ExchangeKey, sum_sharded
 from thinpipe.gradcomp.feedback import ServedReducer
 from thinpipe.gradcomp.gradient_sync import GradientSync
+from thinpipe.gradcomp.memories import Staged
 from thinpipe.gradcomp.options import ExchangeOptions, TrainOptions
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.replica_sync import ReplicaSync
@@ -38,18 +39,19 @@ REPLICAS_EQUAL = True
 _EXACT = Cast("fp32")
 _EPS = 1e-8
 _LEAST = 0.1
-"""Of the mean variance of a tensor, what a frozen one is at least."""
+"""Of the mean variance of a tensor, what a frozen one is at least. At 0 training diverged: tokens
+not seen in 64 warm-up steps moved without limit
+(benchmarks/results/replicas_gpt2_cpu_202611.md)."""
 
 
 class Config(ExchangeOptions):
-    """`bits` per value of the momentum, one bf16 scale per `group` values.
+    """`bits` per value of the momentum.
 
     `warmup_steps` is how long the variance is learnt. `beta1` is that of the momentum, in place of
     the first of `train.betas`.
     """
 
     bits: int = Field(8, ge=1, le=8)
-    group: int = Field(128, ge=1)
     warmup_steps: int = Field(100, ge=1)
     beta1: float = Field(0.9, ge=0, lt=1)
 
@@ -62,8 +64,7 @@ class Momentum(ServedReducer):
         self.steps = 0
         """Steps that were kept."""
         self._config = config
-        self._kept: dict[str, Tensor] = {}
-        self._fresh: dict[str, Tensor] = {}
+        self._momenta = Staged()
 
     @property
     def warming_up(self) -> bool:
@@ -71,17 +72,17 @@ class Momentum(ServedReducer):
         return self.steps < self._config.warmup_steps
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        """The sum of the gradients, or the momentum."""
         name, beta1 = str(bucket.index), self._config.beta1
-        old_N = self._kept.get(name)
-        old_N = torch.zeros_like(flat_N) if old_N is None else old_N.to(flat_N.device)
+        old_N = self._momenta.get(name, flat_N.device)
+        old_N = torch.zeros_like(flat_N) if old_N is None else old_N
         if self.warming_up:
             sum_N = sum_sharded(self._peers, key, flat_N, codec=_EXACT)
-            self._fresh[name] = beta1 * old_N + (1 - beta1) * sum_N
+            self._momenta.set(name, beta1 * old_N + (1 - beta1) * sum_N)
             return sum_N
         mine_N = (1 - beta1) * flat_N + (beta1 / self._peers.size) * old_N
-        self._fresh[name] = super().reduce(bucket, mine_N, key)
-        return self._fresh[name]
+        new_N = super().reduce(bucket, mine_N, key)
+        self._momenta.set(name, new_N)
+        return new_N
 
     def take_over(self, state: Mapping[Tensor, Any], buckets: Sequence[Bucket]) -> None:
         """Go on from an optimizer's momenta, which are equal on all replicas."""
@@ -90,23 +91,23 @@ class Momentum(ServedReducer):
             known = [
                 state[p]["m"] if p in state else torch.zeros_like(p) for p in bucket.parameters
             ]
-            self._kept[str(bucket.index)] = torch.cat([m.flatten().float() for m in known])
+            self._momenta.set(str(bucket.index), torch.cat([m.flatten().float() for m in known]))
+        self._momenta.keep()
 
     def keep(self) -> None:
-        """Momenta and residuals count."""
         super().keep()
         self.steps += 1
-        self._kept.update(self._fresh)
-        self._fresh.clear()
+        self._momenta.keep()
 
     def state_dict(self) -> dict[str, Any]:
         """Residuals, momenta, and how far the warm-up is."""
-        return {"residuals": super().state_dict(), "steps": self.steps, "momenta": dict(self._kept)}
+        momenta = self._momenta.state_dict()
+        return {"residuals": super().state_dict(), "steps": self.steps, "momenta": momenta}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         super().load_state_dict(state["residuals"])
-        self.steps, self._kept, self._fresh = state["steps"], dict(state["momenta"]), {}
+        self._momenta.load_state_dict(state["momenta"])
+        self.steps = state["steps"]
 
 
 class QAdamSync(GradientSync):
@@ -153,7 +154,6 @@ class QAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Apply gradients, or momenta."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -18,10 +18,9 @@ REPLICAS_EQUAL = True
 
 
 class Config(ExchangeOptions):
-    """`bits` per value, one bf16 scale per `group` values."""
+    """`bits` per value."""
 
     bits: int = Field(4, ge=1, le=8)
-    group: int = Field(128, ge=1)
 
 
 def build(config: Config, parameters: Sequence[nn.Parameter], peers: Peers) -> GradientSync:

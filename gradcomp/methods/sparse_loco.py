@@ -7,14 +7,14 @@ Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025.
     E_w -= c_w
     g  -= lr mean_w c_w
 
-The mean divides by the number of replicas, as published; with `divide = "senders"` by how many
-sent a value at that place, as the authors' code does, which makes steps longer where few did.
+The mean divides by the number of replicas, as published; the authors' code divides by how many sent
+a value at that place.
 
 Axes: N values of a bucket.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field, model_validator
@@ -35,7 +35,6 @@ class Config(LocalStepsConfig):
     kept: int = 64
     decay: float = Field(0.95, ge=0, le=1)
     outer_lr: float = Field(1.0, gt=0)
-    divide: Literal["replicas", "senders"] = "replicas"
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "Config":
@@ -51,7 +50,6 @@ class SparseLoCo:
         self._codec, self._owed = TileTopK(config.kept, 2), Residuals()
 
     def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
-        """The mean of what all have sent."""
         distance_N = distance_N.float()
         owed_N = self._owed.add_to(str(index), torch.zeros_like(distance_N))
         target_N = owed_N.mul_(self._config.decay).add_(distance_N)
@@ -59,21 +57,16 @@ class SparseLoCo:
         sum_N, count_N = torch.zeros_like(target_N), torch.zeros_like(target_N)
         for payload in gather_bytes(self._peers, key, target_N, seen_N, codec=self._codec):
             self._codec.add_to(payload, sum_N, count_N)
-        self._owed.leave(str(index), target_N - seen_N)
-        senders = self._config.divide == "senders"
-        divisor = count_N.clamp_(min=1) if senders else self._peers.size
-        return self._config.outer_lr * sum_N.div_(divisor)
+        self._owed.set(str(index), target_N - seen_N)
+        return self._config.outer_lr * sum_N.div_(self._peers.size)
 
     def keep(self) -> None:
-        """What was left out counts."""
         self._owed.keep()
 
     def state_dict(self) -> dict[str, Any]:
-        """What is owed, by bucket."""
         return self._owed.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         self._owed.load_state_dict(state)
 
 

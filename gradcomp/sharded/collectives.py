@@ -163,7 +163,6 @@ class GatherWeights:
         self.memory = Remembered(self.codec.sizes, quantized, shards) if differs else None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for a result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -221,7 +220,6 @@ class GatherWeights:
         return levels | ({} if self.memory is None else self.memory.state_dict(rank))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what `state_dict` returned."""
         for place, codec in enumerate(self.codec.codecs):
             if isinstance(codec, Learned) and str(place) in state:
                 codec.level_L.copy_(state[str(place)])

@@ -70,12 +70,10 @@ class Remembered:
                 self._value[place] = torch.stack(part_N)
 
     def state_dict(self, rank: int) -> dict[str, Tensor]:
-        """This rank's rows."""
         rows = {place: value[rank] for place, value in self._value.items()} or self.rows
         return {f"{place}.remembered": row_N for place, row_N in rows.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Restore them, if they were saved."""
         names = {place: f"{place}.remembered" for place in self._quantized}
         self._value.clear()
         if all(name in state for name in names.values()):

@@ -45,7 +45,6 @@ class Shifted:
 
     @property
     def codec_id(self) -> int:
-        """Number of the codec in message headers."""
         return 24
 
     def capacity(self, numel: int) -> int:
@@ -81,7 +80,6 @@ class Shifted:
         return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        """Write the row's values: an fp32 product, then a sum."""
         scales_2K, code_BN = _read(wire_BW, out_BN.shape[1], self, rows=2)
         value_KG = _buckets(code_BN, self.bucket).float()
         value_KG = value_KG.mul_(scales_2K[1, :, None]).add_(scales_2K[0, :, None])
@@ -106,7 +104,6 @@ class Learned:
 
     @property
     def codec_id(self) -> int:
-        """Number of the codec in message headers."""
         return 25
 
     def capacity(self, numel: int) -> int:
@@ -122,7 +119,6 @@ class Learned:
         *,
         noise: Noise | None = None,
     ) -> int:
-        """Write the row's bytes; deterministic."""
         low_K, span_K, unit_KG = self._normalized(x_BN)
         code_KG = torch.bucketize(unit_KG, self._middles()).to(torch.uint8)
         levels = 4 << self.bits

@@ -28,7 +28,6 @@ class Segmented:
 
     @property
     def codec_id(self) -> int:
-        """Number of the codec in message headers."""
         return 26
 
     @property
@@ -51,7 +50,6 @@ class Segmented:
         *,
         noise: Noise | None = None,
     ) -> int:
-        """Write the segments' bytes."""
         if self.coded:
             plain_BW = torch.empty_like(wire_BW)
             length = replace(self, coded=False).encode(x_BN, plain_BW, seen_BN, noise=noise)

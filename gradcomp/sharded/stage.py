@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from thinpipe.gradcomp.sharded.allocator import return_freed_memory
 from thinpipe.gradcomp.sharded.collectives import Exchanges, GatherWeights, ScatterGradients, Unit
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.pipeline.comm.transport import Peers
@@ -57,7 +56,6 @@ class ShardedStage(nn.Module):
         self._backwards, self._each = 0, False
 
     def forward(self, x: Tensor, samples: Any) -> Tensor:
-        """Run the stage."""
         y: Tensor = self.inner(x, samples)
         if y.requires_grad:
             y.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
@@ -121,7 +119,6 @@ class StageShards:
         self._exchanges = Exchanges(peers, config, seed=seed)
         self._gathers: list[GatherWeights] = []
         self._scatters: list[ScatterGradients] = []
-        return_freed_memory()
         for stage in stages:
             stage.inner.set_reshard_after_forward(config.gather == "microbatch")
             stage.inner.set_reduce_scatter_unused_params(True)
@@ -191,7 +188,6 @@ class StageShards:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
         for unit, gather in enumerate(self._gathers):
             start = f"{unit}."
             own = {name[len(start) :]: v for name, v in state.items() if name.startswith(start)}

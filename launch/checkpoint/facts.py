@@ -7,7 +7,8 @@ from typing import Any
 from thinpipe.launch.checkpoint.files import saved_at
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.config.diff import changed_settings, describe_changes, epochs_hint
-from thinpipe.launch.data.load import DataConfig, files
+from thinpipe.launch.data.config import DataConfig
+from thinpipe.launch.data.load import files
 from thinpipe.launch.distributed.handshake import differences
 
 

@@ -57,7 +57,6 @@ class Offer:
     prepared: bool
 
     def folder(self, root: Path) -> Path:
-        """Where it is."""
         return partial_folder(root, self.step) if self.prepared else root / step_name(self.step)
 
 

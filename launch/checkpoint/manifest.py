@@ -66,7 +66,6 @@ class Manifest:
         return {"format": _FORMAT, **asdict(self)}
 
     def render(self) -> str:
-        """The file's content."""
         return json.dumps({**self._body(), "sha256": self.digest}, indent=1) + "\n"
 
 

@@ -77,7 +77,6 @@ class RunFolder:
                 raise ConfigError(problems[0])
 
     def release(self) -> None:
-        """Unlock the folder."""
         if self._lock is not None:
             self._lock.close()
 

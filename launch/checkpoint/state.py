@@ -20,14 +20,12 @@ from thinpipe.launch.checkpoint.transaction import (
     Gather,
     Place,
     Save,
-    Seal,
     Transaction,
-    unsealed,
 )
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.data.load import DataConfig
+from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.overlay.ranks import gone_for_good
@@ -83,13 +81,13 @@ class Checkpoints:
         self._retry_at_s: float | None = None
         self._problem: str | None = None
 
-    def start(self, step: int, seal: Seal = unsealed, *, last: bool = False) -> None:
+    def start(self, step: int, *, last: bool = False) -> None:
         """Save as `root/step-<step>` while training goes on; `step` optimizer steps are done.
 
         After the `last`, `save_last` tries again, and says it if that fails too.
 
-        What `seal` finds changed is not saved. Waits for the save before it, and for the copy of
-        the state. Memories on disk are too large to copy: they are written before this returns.
+        Waits for the save before it, and for the copy of the state. Memories on disk are too large
+        to copy: they are written before this returns.
         """
         began_s = time.perf_counter()
         self.wait()
@@ -97,12 +95,12 @@ class Checkpoints:
         state = collect(self._built, memories=step != self.end)
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
         if self._memories_on_disk:
-            self._under_way = self._thread.submit(self._run, transaction, step, state, seal, last)
+            self._under_way = self._thread.submit(self._run, transaction, step, state, last)
             self.wait()
         else:
             copied = snapshot(state, self._copied)
             self._copied = without_rows(copied)
-            self._under_way = self._thread.submit(self._run, transaction, step, copied, seal, last)
+            self._under_way = self._thread.submit(self._run, transaction, step, copied, last)
         self._stall_s += time.perf_counter() - began_s
 
     def wait(self) -> bool:
@@ -119,30 +117,30 @@ class Checkpoints:
         due_s = self._retry_at_s
         return not under_way and due_s is not None and time.monotonic() >= due_s
 
-    def save(self, step: int, seal: Seal = unsealed) -> bool:
+    def save(self, step: int) -> bool:
         """Save before the run stops, and wait for it; False, after a warning, if it failed."""
-        saved = self._save(step, seal)
+        saved = self._save(step)
         if not saved and self._session.local_rank == 0:
             _log.warning("step %d was not saved: %s (%s)", step, self._problem, self._saved())
         return saved
 
-    def _save(self, step: int, seal: Seal) -> bool:
+    def _save(self, step: int) -> bool:
         if self.wait() and self._last_step == step:
             return True
         began_s = time.perf_counter()
         transaction = self._transaction(step, self._gather)
         state = collect(self._built, memories=step != self.end)
-        saved = self._run(transaction, step, state, seal, last=True)
+        saved = self._run(transaction, step, state, last=True)
         self._stall_s += time.perf_counter() - began_s
         return saved
 
-    def save_last(self, step: int, seal: Seal = unsealed) -> None:
+    def save_last(self, step: int) -> None:
         """Save the end of the run.
 
         Raises:
             CheckpointError: that was not possible.
         """
-        if not self._save(step, seal):
+        if not self._save(step):
             resume = "" if self._last_step is None else " with --resume"
             raise CheckpointError(
                 f"step {step}, the last one, could not be saved: {self._problem}; {self._saved()}; "
@@ -194,9 +192,9 @@ class Checkpoints:
         peers = self._peers() if copies > 1 and several else None
         return Transaction(self._where, save, gather, peers)
 
-    def _run(self, transaction: Transaction, step: int, state: Any, seal: Seal, last: bool) -> bool:
+    def _run(self, transaction: Transaction, step: int, state: Any, last: bool) -> bool:
         """Remember what was saved, or warn at once unless it is the last; whether it was."""
-        self._problem = problem = transaction.run(state, seal)
+        self._problem = problem = transaction.run(state)
         if problem is None:
             self._last_step, self._retry_at_s, self._pause_s = step, None, _FIRST_PAUSE_S
             return True

@@ -25,13 +25,6 @@ _log = logging.getLogger(__name__)
 Gather = Callable[[Any], list[Any]]
 """Every rank's JSON value, in rank order, on every rank."""
 
-Seal = Callable[[Any], str | None]
-"""What of a state has changed since it was sealed; None if nothing."""
-
-
-def unsealed(_state: Any) -> None:
-    """Of a state that was not sealed, nothing is known."""
-
 
 @dataclass(frozen=True)
 class Place:
@@ -68,10 +61,8 @@ class Transaction:
         self._place, self._save, self._gather, self._peers = place, save, gather, peers
         self._problems: list[str] = []
 
-    def run(self, state: object, seal: Seal = unsealed) -> str | None:
+    def run(self, state: object) -> str | None:
         """Save; return why that was not possible, the same on every rank.
-
-        `seal` says what of the state is not as it should be, just before it is written.
 
         Raises:
             TypeError: `state` holds what no file can hold.
@@ -81,9 +72,6 @@ class Transaction:
 
         def write() -> None:
             nonlocal part
-            wrong = seal(state)
-            if wrong is not None:
-                raise CheckpointError(wrong)
             part = files.write_part(files.partial_folder(root, step), self._place.part, state)
 
         parts: list[Part] = []

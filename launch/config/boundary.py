@@ -5,10 +5,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig, GradientAqsgdConfig
+from thinpipe.aqsgd.config import AqsgdConfig, GradientAqsgdConfig
 from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
-from thinpipe.pipeline.comm.guard import GuardConfig
-from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
+from thinpipe.pipeline.config import DirectConfig, GuardConfig, RawConfig, StatelessConfig
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -28,7 +27,7 @@ def _known_names(value: Any) -> Any:
 
 ForwardConfig = Annotated[
     Annotated[
-        AqsgdConfig | AutoConfig | DirectConfig | RawConfig | StatelessConfig | TransformConfig,
+        AqsgdConfig | DirectConfig | RawConfig | StatelessConfig | TransformConfig,
         Field(discriminator="kind"),
     ],
     BeforeValidator(_known_names),

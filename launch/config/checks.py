@@ -11,10 +11,7 @@ from pydantic import ValidationError
 from thinpipe.gradcomp.registry import load_method, method_names, parse_options
 from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.errors import explain, first_misread, known_keys
-from thinpipe.launch.data.load import DataConfig
 from thinpipe.pipeline.config import PipelineConfig
-from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.transformer import TransformerConfig
 
 
 def check_cuts(pipeline: PipelineConfig, layers: int) -> None:
@@ -57,23 +54,6 @@ def check_boundaries(boundaries: Sequence[BoundaryConfig], pipeline: PipelineCon
         if named.count(cut) > 1:
             which = "without a cut" if cut is None else f"for cut {cut}"
             raise ValueError(f"boundary: two tables {which}; merge them")
-
-
-def check_tokens(data: DataConfig, model: TransformerConfig | HuggingFaceConfig) -> None:
-    """Sequences fit the model."""
-    if data.sequence_length > model.context:
-        too_long = f"data.sequence_length = {data.sequence_length} is longer than"
-        if isinstance(model, HuggingFaceConfig):
-            raise ValueError(
-                f"{too_long} the {model.context} tokens that the model was made for (its "
-                f"config.json); use at most {model.context}"
-            )
-        raise ValueError(
-            f"{too_long} model.context = {model.context}; raise the context or shorten the "
-            "sequences"
-        )
-    if data.tokenizer == "bytes" and model.vocab < 256:
-        raise ValueError(f"model.vocab = {model.vocab}: bytes need 256")
 
 
 def check_gradcomp(table: Mapping[str, Any]) -> None:

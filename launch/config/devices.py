@@ -4,8 +4,6 @@ from itertools import pairwise
 
 from thinpipe.launch.config.model import ModelSection
 from thinpipe.pipeline.config import PipelineConfig
-from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.schedule import ZERO_BUBBLE, stage_to_rank
 
 
@@ -26,7 +24,7 @@ def _problem(pipeline: PipelineConfig, model: ModelSection) -> str | None:
     bounds = (0, *pipeline.cuts, model.layers)
     sizes = [stop - first for first, stop in pairwise(bounds)]
     ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
-    if isinstance(model, OwnModelConfig):
+    if model.is_own:
         return "not supported for a model of one's own (model.factory); use one device per rank"
     if pipeline.schedule in ZERO_BUBBLE:
         return (
@@ -45,18 +43,14 @@ def _problem(pipeline: PipelineConfig, model: ModelSection) -> str | None:
             f"stage {sizes.index(min(sizes))} has {min(sizes)} of the model's layers, and every "
             "device needs one; move the cuts, or use fewer devices per rank"
         )
-    if ranks[0] == ranks[pipeline.stages - 1] and _ties(model, stages=pipeline.stages):
+    exact = model.tie_embeddings == "exact"  # a cut parts what is tied otherwise
+    tied = model.ties_uncut if pipeline.stages == 1 else exact
+    if ranks[0] == ranks[pipeline.stages - 1] and tied:
         return (
             "embedding and head are one weight on this rank, and would be on two devices; "
             "separate them by a cut between ranks, or untie them"
         )
-    if isinstance(model, HuggingFaceConfig) and model.family.shared:
-        parts = ", ".join(model.family.shared)
+    if model.frozen_parts:
+        parts = ", ".join(model.frozen_parts)
         return f"all blocks of this model use {parts}; use one device per rank"
     return None
-
-
-def _ties(model: ModelSection, *, stages: int) -> bool:
-    """Whether embedding and head are one weight where a rank holds both."""
-    uncut = isinstance(model, HuggingFaceConfig) and model.ties_embeddings and stages == 1
-    return model.tie_embeddings == "exact" or uncut

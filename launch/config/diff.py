@@ -4,12 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from thinpipe.launch.config.boundary import BoundaryConfig, ForwardConfig, boundary_at
+from thinpipe.launch.config.removed import without_removed
 from thinpipe.launch.config.toml import toml_value
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _MAY_CHANGE = (
     *("run.name", "eval.", "checkpoint.", "network.", "train.max_skipped"),
-    *("train.verify_every", "train.verify_share"),
+    "train.verify_every",
     *(f"pipeline.{name}" for name in ("cuts", "ranks", "replicas", "schedule", "depth")),
     *(f"pipeline.{name}" for name in ("shards", "microbatches", "device")),
     *(f"pipeline.{name}" for name in ("devices_per_rank", "peer_timeout_s")),
@@ -32,6 +33,7 @@ class Change(NamedTuple):
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Settings that must be changed back; both arguments are `RunConfig.shared`."""
+    saved, now = without_removed(saved), without_removed(now)
     may_change = _may_change(saved)
     if saved["pipeline"]["shards"] != now["pipeline"]["shards"]:
         may_change += ("shards.ranks_per_site",)  # it divides them
@@ -59,17 +61,13 @@ def epochs_hint(changes: Sequence[Change]) -> str:
     if all(change.name != _EPOCHS for change in changes):
         return ""
     return (
-        ' (train.epochs may change only with train.decay = "none", since the decay depends on it; '
-        'it may not change from 1 if a boundary has kind = "auto")'
+        ' (train.epochs may change only with train.decay = "none", since the decay depends on it)'
     )
 
 
 def _may_change(saved: Mapping[str, Any]) -> tuple[str, ...]:
-    """Prefixes of settings that may; epochs if no learning rate and no boundary depends on them."""
-    train = saved["train"]
-    auto = any(table["forward"]["kind"] == "auto" for table in saved["boundary"])
-    free = train["decay"] == "none" and (train["epochs"] > 1 or not auto)
-    return (*_MAY_CHANGE, _EPOCHS) if free else _MAY_CHANGE
+    """Prefixes of settings that may; epochs if no learning rate depends on them."""
+    return (*_MAY_CHANGE, _EPOCHS) if saved["train"]["decay"] == "none" else _MAY_CHANGE
 
 
 def _changes(name: str, before: Any, now: Any) -> Iterator[Change]:

@@ -16,9 +16,7 @@ def model_kind(value: Any) -> str:
         if "factory" in value:
             return "own"
         return "folder" if {"pretrained", "config"} & value.keys() else "shape"
-    if isinstance(value, OwnModelConfig):
-        return "own"
-    return "folder" if isinstance(value, HuggingFaceConfig) else "shape"
+    return str(getattr(value, "tag", "shape"))
 
 
 ModelSection = Annotated[
@@ -27,24 +25,3 @@ ModelSection = Annotated[
     | Annotated[OwnModelConfig, Tag("own")],
     Discriminator(model_kind),
 ]
-
-
-def could_be_tied(model: ModelSection) -> bool:
-    """Whether a cut makes two trained weights of what could be one."""
-    if isinstance(model, OwnModelConfig):
-        return False
-    if isinstance(model, HuggingFaceConfig) and not model.ties_embeddings:
-        return False
-    return not is_frozen(model) and model.task == "language" and model.tie_embeddings == "untied"
-
-
-def is_frozen(model: ModelSection) -> bool:
-    """Whether embedding and head are, as everything is that LoRA does not add."""
-    return isinstance(model, HuggingFaceConfig) and model.lora is not None
-
-
-def fresh_dropout(model: ModelSection) -> float:
-    """Rate of dropout whose masks differ at every visit of a sample."""
-    if isinstance(model, HuggingFaceConfig | OwnModelConfig):
-        return model.largest_dropout
-    return model.dropout if model.dropout_masks == "random" else 0.0

@@ -22,27 +22,17 @@ from pydantic import (
     model_validator,
 )
 
-from thinpipe.aqsgd.config import AutoConfig, MemoryConfig
+from thinpipe.aqsgd.config import MemoryConfig
 from thinpipe.gradcomp.registry import load_method, method_names, option_aliases, parse_options
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.boundary import BoundaryConfig, Spec, boundary_at
-from thinpipe.launch.config.checks import (
-    check_boundaries,
-    check_cuts,
-    check_gradcomp,
-    check_tokens,
-)
+from thinpipe.launch.config.checks import check_boundaries, check_cuts, check_gradcomp
 from thinpipe.launch.config.devices import check_devices
 from thinpipe.launch.config.errors import explain
-from thinpipe.launch.config.model import (
-    ModelSection,
-    could_be_tied,
-    fresh_dropout,
-    is_frozen,
-    model_kind,
-)
+from thinpipe.launch.config.model import ModelSection, model_kind
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.placement import check_placement
+from thinpipe.launch.config.removed import without_removed
 from thinpipe.launch.config.sections import (
     CheckpointConfig,
     EvalConfig,
@@ -52,13 +42,10 @@ from thinpipe.launch.config.sections import (
 )
 from thinpipe.launch.config.shards import check_shards, shards_notices
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
-from thinpipe.launch.data.load import DataConfig
-from thinpipe.launch.data.tokenizer import BYTES
+from thinpipe.launch.data.config import DataConfig
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.mesh import Mesh
-from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.hf.masks import check_masks
-from thinpipe.pipeline.models.own.config import Functions, OwnModelConfig
+from thinpipe.pipeline.models.own.config import Functions
 from thinpipe.pipeline.models.transformer import TransformerConfig
 from thinpipe.pipeline.schedule import check_schedule, stage_to_rank
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
@@ -95,11 +82,9 @@ class RunConfig(BaseModel):
 
     @property
     def world_size(self) -> int:
-        """Processes the run needs."""
         return self.pipeline.pipeline_ranks * self.pipeline.lanes
 
     def mesh(self, rank: int) -> Mesh:
-        """Where a rank stands."""
         pipeline = self.pipeline
         return Mesh(pipeline.pipeline_ranks, pipeline.replicas, rank, pipeline.shards)
 
@@ -110,7 +95,6 @@ class RunConfig(BaseModel):
 
     @property
     def method_options(self) -> BaseModel:
-        """Options of that method."""
         return parse_options(self.method, self.gradcomp.get(self.method, {}))
 
     def with_cuts(self, cuts: Sequence[int]) -> "RunConfig":
@@ -140,10 +124,7 @@ class RunConfig(BaseModel):
     @property
     def message_shape(self) -> tuple[int, int]:
         """[T, D] of a sample at every cut."""
-        model = self.model
-        if not isinstance(model, OwnModelConfig):
-            return self.data.sequence_length, model.width
-        return model.usual_shape or (1, 1)  # a model that cannot be cut sends nothing
+        return self.model.sample_shape(self.data.sequence_length)
 
     def check_model_cuts(self) -> None:
         """Check that a model of one's own can be cut where the cuts are.
@@ -151,18 +132,14 @@ class RunConfig(BaseModel):
         Raises:
             ValueError: it cannot; names layer and shape, or how many places there are.
         """
-        if isinstance(self.model, OwnModelConfig):
-            if self.pipeline.auto_cuts:
-                self.model.check_stages(self.pipeline.stages)
-            else:
-                self.model.check_cuts(self.pipeline.cuts)
+        if self.pipeline.auto_cuts:
+            self.model.check_stages(self.pipeline.stages)
+        else:
+            self.model.check_cuts(self.pipeline.cuts)
 
     def boundary_at(self, cut: int) -> BoundaryConfig:
-        """The boundary of a cut; in a single epoch "auto" is stateless."""
-        found = boundary_at(self.boundary, cut)
-        if isinstance(found.forward, AutoConfig) and self.train.epochs == 1:
-            return found.model_copy(update={"forward": found.forward.without_memory()})
-        return found
+        """The boundary of a cut."""
+        return boundary_at(self.boundary, cut)
 
     @property
     def specs(self) -> dict[tuple[int, Direction], Spec]:
@@ -188,22 +165,9 @@ class RunConfig(BaseModel):
 
     def notices(self) -> list[str]:
         """Notes and warnings to print before the run starts."""
-        found = []
-        if isinstance(self.model, HuggingFaceConfig):
-            found += self.model.notices(cut=bool(self.pipeline.cuts))
-            if self.model.weights is not None and self.data.tokenizer == BYTES:
-                found.append(
-                    'warning: data.tokenizer = "bytes" with a pretrained model: its ids mean other '
-                    "things; set data.tokenizer to the folder of its tokenizer"
-                )
-        if self.pipeline.cuts and could_be_tied(self.model) and _keeps_ties(self):
-            assert not isinstance(self.model, OwnModelConfig), "ties nothing"
-            megabytes = 4 * self.model.vocab * self.model.width / 1e6
-            found.append(
-                "note: a cut separates embedding and head, so they are separate weights; "
-                'model.tie_embeddings = "exact" keeps them equal for '
-                f"{megabytes:.3g} MB more each way per step"
-            )
+        found = self.model.notices(
+            cut=bool(self.pipeline.cuts), ties=_keeps_ties(self), tokenizer=self.data.tokenizer
+        )
         if self.method == "none" and self.pipeline.replicas > 1:
             found.append(
                 'warning: gradcomp.method = "none": replicas never synchronize; for timing only'
@@ -217,38 +181,22 @@ class RunConfig(BaseModel):
         return found + self._boundary_notices()
 
     def _boundary_notices(self) -> list[str]:
-        found = []
-        kinds = {spec.kind for spec in self.specs.values()}
-        remembered = any(getattr(spec, "memory", False) for spec in self.specs.values())
-        delta = bool(kinds & {"aqsgd", "transform"}) and remembered
-        if "aqsgd" in kinds and self.train.epochs == 1:
-            found.append(
-                "note: AQ-SGD sends changes between epochs, and train.epochs = 1: every sample is "
-                'sent as a first visit; kind = "stateless" is smaller for the same error, and '
-                'kind = "auto" chooses it by itself; kind = "transform" with memory = false is '
-                "smaller still"
-            )
-        if "transform" in kinds and remembered and self.train.epochs == 1:
-            found.append(
-                'note: kind = "transform" remembers samples for their next visit, and '
-                "train.epochs = 1: none is visited again, so step does nothing, first_step is what "
-                "counts; memory = false sends the same and needs no memory"
-            )
-        own = isinstance(self.model, OwnModelConfig)  # who knows where its weights are from
-        if "transform" in kinds and not self.pretrained and not own:
+        specs = self.specs.values()
+        own = [note for spec in specs for note in spec.notices(epochs=self.train.epochs)]
+        found = list(dict.fromkeys(own))
+        transforms = any(spec.kind == "transform" for spec in specs)
+        if transforms and not self.pretrained and not self.model.is_own:
             found.append(
                 'warning: kind = "transform" is for fine-tuning, and these weights are random: '
                 "such a model may get worse from the third epoch on, as all tokens share a step; "
                 'use kind = "aqsgd"'
             )
-        dropout = fresh_dropout(self.model)
-        if delta and dropout:
-            repeat = 'model.dropout_masks = "repeated" or dropout'
+        dropout = self.model.fresh_dropout
+        if dropout and any(spec.remembers for spec in specs):
             found.append(
                 f"warning: model.dropout = {dropout} with AQ-SGD: dropout masks differ "
                 "at every visit, so the change of an activation is about 0.6 of its size (0.1-0.2 "
-                "without dropout) and most of the gain is lost; set "
-                f"{'model.dropout' if isinstance(self.model, HuggingFaceConfig) else repeat} to 0, "
+                f"without dropout) and most of the gain is lost; {self.model.repeat_dropout}, "
                 "or use direct boundaries"
             )
         return found
@@ -256,20 +204,18 @@ class RunConfig(BaseModel):
     def shared(self) -> dict[str, Any]:
         """Settings that must be equal on all hosts, JSON-able: all but paths and memory limits."""
         shared = self.model_dump(mode="json", exclude=_LOCAL)
-        if isinstance(self.model, HuggingFaceConfig):
-            shared["model"]["folder"] = self.model.digest()
-        if isinstance(self.model, OwnModelConfig):
-            shared["model"]["structure"] = self.model.structure
+        shared["model"] |= self.model.facts()
         return shared
 
     def digest(self) -> str:
-        """SHA-256 of `shared`."""
         return hashlib.sha256(json.dumps(self.shared(), sort_keys=True).encode()).hexdigest()
 
     @model_validator(mode="before")
     @classmethod
     def _name_the_tokenizer(cls, tree: Any) -> Any:
         """`data.tokenizer = "model"` is the model's folder."""
+        if isinstance(tree, Mapping):
+            tree = without_removed(tree)
         if not isinstance(tree, Mapping) or not isinstance(tree.get("data"), Mapping):
             return tree
         if tree["data"].get("tokenizer") != "model":
@@ -352,8 +298,8 @@ def write_config(config: RunConfig, path: Path) -> None:
 
 def _check_sizes(config: RunConfig) -> None:
     data, model, train = config.data, config.model, config.train
-    if not isinstance(model, OwnModelConfig) and data.factory is None:
-        check_tokens(data, model)
+    if data.factory is None:
+        model.check_tokens(data.sequence_length, data.tokenizer)
     pipeline = config.pipeline
     parts = pipeline.lanes * train.accumulate
     if train.batch_size % parts:
@@ -378,9 +324,9 @@ def _check_task(config: RunConfig) -> None:
             "classification needs labels and language modelling has none; set both or neither"
         )
     masked = data.packing or data.objective == "prefix"
-    if isinstance(model, HuggingFaceConfig) and data.kind == "instructions" and masked:
+    if data.kind == "instructions" and masked:
         try:
-            check_masks(model.transformers_config, data.sequence_length)
+            model.check_masks(data.sequence_length)
         except ValueError as error:
             raise ValueError(
                 f"data.packing = {str(data.packing).lower()}, "
@@ -396,7 +342,7 @@ def _check_task(config: RunConfig) -> None:
 def _check_tie(config: RunConfig) -> None:
     """Tied copies stay equal only if all replicas apply equal gradients."""
     model, ranks = config.model, config.stage_ranks
-    copies = ranks[0] != ranks[config.pipeline.stages - 1] and not is_frozen(model)
+    copies = ranks[0] != ranks[config.pipeline.stages - 1] and not model.is_frozen
     if copies and model.tie_embeddings == "exact" and not _keeps_ties(config):
         raise ValueError(
             f'model.tie_embeddings = "exact" with gradcomp.method = "{config.method}", which lets '

@@ -41,8 +41,6 @@ class TrainConfig(BaseModel):
 
     `batch_size` is over all replicas; `clip_norm` limits the global gradient norm, 0 turns it off.
     Every `verify_every` steps ranks compare digests of what they should hold alike; 0: never.
-    `verify_share` of a step's time may go to verify that weights and optimizer state stay as they
-    are in memory from step to step, without what saves add; 0: they are not.
     So many skipped steps in a row as `max_skipped` (loss or gradients not finite) end the run.
     """
 
@@ -60,7 +58,6 @@ class TrainConfig(BaseModel):
     clip_norm: float = Field(1.0, ge=0)
     max_skipped: int = Field(10, ge=1)
     verify_every: int = Field(100, ge=0)
-    verify_share: float = Field(0.008, ge=0, le=1)
 
 
 class EvalConfig(BaseModel):

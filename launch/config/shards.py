@@ -5,7 +5,6 @@ import torch
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.model import ModelSection
 from thinpipe.pipeline.config import PipelineConfig
-from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.schedule import ZERO_BUBBLE, stage_to_rank
 
 
@@ -46,7 +45,7 @@ def shards_notices(shards: int, sent: ShardsConfig) -> list[str]:
 
 def _needs_wholes(model: ModelSection, optimizer: str) -> str | None:
     """What works on whole layers or whole matrices."""
-    if isinstance(model, OwnModelConfig):
+    if model.is_own:
         return "a model of one's own (model.factory) is not divided; use pipeline.replicas"
     if optimizer != "adamw":
         return (

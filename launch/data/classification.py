@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from thinpipe.launch.data.columns import RowFields
-from thinpipe.launch.data.rows import Field, Row
+from thinpipe.launch.data.columns import Field, RowFields
+from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.sample_set import ColumnSet
 from thinpipe.launch.data.tokenizer import Tokenizer
 from thinpipe.pipeline.batch import Batch

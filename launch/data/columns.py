@@ -2,10 +2,11 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import pydantic
+from pydantic import BaseModel, ConfigDict, model_validator
 
-from thinpipe.launch.data.rows import Field as RowField
-
+Field = str | int
+"""A name, or the number of a column (from 0) in a TSV file without a header."""
 Kind = Literal["text", "labelled", "instructions"]
 
 
@@ -20,12 +21,12 @@ class RowFields(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    text_field: RowField | None = None
-    pair_field: RowField | None = None
-    label_field: RowField | None = None
-    labels: tuple[str, ...] | None = Field(default=None, min_length=2)
-    prompt_field: RowField | None = None
-    response_field: RowField | None = None
+    text_field: Field | None = None
+    pair_field: Field | None = None
+    label_field: Field | None = None
+    labels: tuple[str, ...] | None = pydantic.Field(default=None, min_length=2)
+    prompt_field: Field | None = None
+    response_field: Field | None = None
     objective: Literal["causal", "prefix"] = "causal"
     packing: bool = True
 
@@ -56,13 +57,12 @@ class RowFields(BaseModel):
 
     @property
     def kind(self) -> Kind:
-        """The kind of samples."""
         if self.prompt_field is not None:
             return "instructions"
         return "text" if self.label_field is None else "labelled"
 
     @property
-    def fields(self) -> list[RowField]:
+    def fields(self) -> list[Field]:
         """The fields that rows must have; empty for plain text."""
         named = (self.text_field, self.pair_field, self.label_field)
         return [f for f in (*named, self.prompt_field, self.response_field) if f is not None]

@@ -3,25 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from thinpipe.launch.data.rows import Field, Row, rows_of_columns
+from thinpipe.launch.data.columns import Field
+from thinpipe.launch.data.config import parse_dataset
+from thinpipe.launch.data.rows import Row, rows_of_columns
 from thinpipe.launch.host.packages import explain
-
-_HF_PREFIX = "hf:"
-
-
-def parse_dataset(dataset: str) -> tuple[str, str]:
-    """Return name and configuration of a `data.dataset`.
-
-    Raises:
-        ValueError: it is not of the form.
-    """
-    parts = dataset.removeprefix(_HF_PREFIX).split("/")
-    if not dataset.startswith(_HF_PREFIX) or len(parts) not in (2, 3) or not all(parts):
-        raise ValueError(
-            f"dataset = {dataset!r}: not of the form hf:NAME/CONFIG or hf:OWNER/NAME/CONFIG; "
-            f"write for example hf:wikitext/wikitext-2-raw-v1"
-        )
-    return "/".join(parts[:-1]), parts[-1]
 
 
 def read_dataset(dataset: str, fields: Sequence[Field]) -> tuple[list[Row], list[Row] | None]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from thinpipe.launch.data.rows import Field, Row
+from thinpipe.launch.data.columns import Field
+from thinpipe.launch.data.rows import Row
 from thinpipe.launch.data.sample_set import ColumnSet
 from thinpipe.launch.data.sampler import shuffled
 from thinpipe.launch.data.tokenizer import Tokenizer

@@ -69,7 +69,7 @@ class OwnSet:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the number of samples and of up to 256 of them."""
+        """SHA-256 of the number of samples and of 256 to 511 of them, or all of fewer."""
         chosen = range(0, len(self), max(1, len(self) // _DIGESTED))
         digest = hashlib.sha256(str(len(self)).encode())
         for tensor in (part for index in chosen for part in self._item(index)):

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-Field = str | int
-"""A name, or the number of a column (from 0) in a TSV file without a header."""
+from thinpipe.launch.data.columns import Field
 
 RecordFormat = Literal["tsv", "jsonl"]
 Format = Literal["text"] | RecordFormat
@@ -36,6 +35,10 @@ class Row:
         """
         found = self.fields.get(field)
         if found is None:
+            if field in self.fields:
+                raise ValueError(
+                    f"{self.where}: field {field!r} is null; correct or remove the row"
+                )
             among = f"among {list(self.fields)}" if self.fields else "in an empty record"
             raise ValueError(
                 f"{self.where}: no field {field!r} {among}; correct the row or the field's name in "

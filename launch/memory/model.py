@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from thinpipe.launch.components import build_blocks, build_objective
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.predict import in_flight
 from thinpipe.launch.plan.profile import made_up, microbatch_shape, under_way_nbytes
@@ -158,7 +157,7 @@ def _times(block: int, first: int, stop: int, layers: int) -> int:
 
 def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> ModelMemory:
     """One block; those with equal parameters are counted once, but for a user's own."""
-    module: Any = build_blocks(config, first, device="meta")
+    module: Any = config.model.build(first, first + 1, seed=0, device="meta")
     if not isinstance(config.model, OwnModelConfig):
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
         key = (first == 0, first == config.model.layers - 1, shapes)
@@ -182,7 +181,7 @@ def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
         if getattr(config.model, "activation_checkpointing", False):
             model = config.model.model_copy(update={"activation_checkpointing": False})
             run = config.model_copy(update={"model": model})
-            whole = build_blocks(run, first, device="meta")
+            whole = run.model.build(first, first + 1, seed=0, device="meta")
             recomputed = sum(_activations(run, first, whole)) - each
     except (RuntimeError, NotImplementedError):
         if not isinstance(config.model, OwnModelConfig):
@@ -227,7 +226,7 @@ def _kept(
         wants = getattr(module, "wants_samples", False)
         output = module(x, Samples(torch.arange(len(x)))) if wants else module(x)
         if first == config.model.layers - 1:
-            output = build_objective(config).loss_sum(output, targets)
+            output = config.model.objective().loss_sum(output, targets)
     return kept, [*alive, output]
 
 

@@ -70,8 +70,6 @@ _OF_LEVELS = {
     "rate",
     "delta",
     "step",
-    "of",
-    "error",
     "first_step",
     "largest_step",
 }
@@ -176,8 +174,7 @@ def fidelity(spec: Spec) -> float:
 def _like(configured: Spec, level: Spec) -> Spec:
     """The level, with the run file's other settings of a codec of that kind.
 
-    `delta`, `of`, `error` and `largest_step` are left at their defaults: they do not go with every
-    level.
+    `delta` and `largest_step` are left at their defaults: they do not go with every level.
     """
     if configured.kind != level.kind:
         return level

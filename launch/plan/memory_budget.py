@@ -14,16 +14,12 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from thinpipe.aqsgd.config import AqsgdConfig
-from thinpipe.aqsgd.transform import rows
-from thinpipe.aqsgd.transform.config import TransformConfig
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.report.metrics import format_bytes
-from thinpipe.pipeline.config import build_codec
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 _ROWS_IN_FLIGHT = 4
@@ -70,13 +66,7 @@ class Needs:
 
 def row_nbytes(config: RunConfig, spec: Spec) -> int:
     """Bytes per sample at one end of a direction; 0 for boundaries without a memory."""
-    tokens, width = config.message_shape
-    numel = tokens * width
-    if isinstance(spec, TransformConfig) and spec.memory:
-        return rows.row_nbytes(numel)
-    if not isinstance(spec, AqsgdConfig):
-        return 0
-    return build_codec(spec.memory, width).capacity(numel)
+    return spec.row_nbytes(*config.message_shape)
 
 
 def sample_capacity(config: RunConfig, position: int) -> int | None:

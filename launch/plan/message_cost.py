@@ -10,13 +10,11 @@ from torch import Tensor
 from thinpipe.aqsgd.transform.boundary import TransformBoundary
 from thinpipe.aqsgd.transform.config import TransformConfig
 from thinpipe.aqsgd.transform.proposals import settled
-from thinpipe.launch.components import build_boundary
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.profile import microbatch_shape
 from thinpipe.launch.plan.simulate import Message
 from thinpipe.pipeline.comm.message import MessageCodec
-from thinpipe.pipeline.config import RawConfig, StatelessConfig
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 _REPEATS = 5
@@ -31,16 +29,8 @@ transform takes the bits that it was measured to take at GPT-2's shape
 
 
 def describe(spec: Spec) -> str:
-    """`aqsgd 4-bit`, `direct 8-bit zstd`; `direct rate 0.5` implies entropy coding."""
-    if isinstance(spec, RawConfig):
-        return f"{spec.kind} {spec.format}"
-    if isinstance(spec, TransformConfig):
-        size = f"step {spec.step:g}" if spec.error is None else f"error {spec.error:g}"
-        share = f", dimensions {spec.dimensions:g}" if spec.dimensions < 1 else ""
-        return f"{spec.kind} {size}{share}"
-    if not isinstance(spec, StatelessConfig) and spec.rate is not None:
-        return f"{spec.kind} rate {spec.rate:g}" + (" rans" if spec.coding == "rans" else "")
-    return f"{spec.kind} {spec.bits}-bit" + ("" if spec.coding == "none" else f" {spec.coding}")
+    """A few words for tables."""
+    return spec.words()
 
 
 def message_meter(config: RunConfig) -> Callable[[Spec, Direction], Message]:
@@ -70,9 +60,9 @@ def measure_message(
         MessageCodec(
             cut=1,
             direction=direction,
-            boundaries=build_boundary(spec, width=shape_BTD[-1], key=direction),
+            boundaries=spec.build(width=shape_BTD[-1], key=direction),
             run_id=0,
-            coding="none" if isinstance(spec, RawConfig) else spec.coding,
+            coding=spec.coding,
         )
         for _ in range(2)
     )

@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from thinpipe.gradcomp.sharded.traffic import sent_nbytes, units_of
-from thinpipe.launch.components import build_blocks, build_objective
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.device import choose_device, free_gpu_memory
 from thinpipe.launch.host.resources import BackgroundLoad, free_memory, usable_cores
 from thinpipe.launch.report.metrics import format_duration
 from thinpipe.pipeline.batch import Samples
-from thinpipe.pipeline.models.build import build_model, trainable
+from thinpipe.pipeline.models.build import trainable
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 from thinpipe.pipeline.models.own.stage import OwnStage
 from thinpipe.pipeline.schedule import fit_microbatches
@@ -97,7 +96,7 @@ def shard_traffic(config: RunConfig) -> list[tuple[int, int]]:
     """Bytes of weights that a shard of each stage sends to gather them once, and of gradients."""
     sent = []
     for first, stop in pairwise((0, *config.pipeline.cuts, config.model.layers)):
-        stage = build_model(config.model, first, stop, seed=0, device="meta")
+        stage = config.model.build(first, stop, seed=0, device="meta")
         assert not isinstance(stage, OwnStage), "refused by the config"
         units = units_of(stage, stage.parts())
         sent.append(sent_nbytes(units, config.shards, config.pipeline.shards))
@@ -172,7 +171,9 @@ def typical_block_s(config: RunConfig) -> float:
 
 
 def _shapes(config: RunConfig, first: int) -> _Shapes:
-    return tuple(p.shape for p in build_blocks(config, first, device="meta").parameters())
+    return tuple(
+        p.shape for p in config.model.build(first, first + 1, seed=0, device="meta").parameters()
+    )
 
 
 def _groups(config: RunConfig, kinds: list[_Shapes]) -> list[list[_Shapes]]:
@@ -252,7 +253,7 @@ class _Bench:
         self._config = config
         self._device = device = choose_device(config.pipeline.device)
         self._watch = Stopwatch(device)
-        self._block = build_blocks(config, first, device=device)
+        self._block = config.model.build(first, first + 1, seed=config.run.seed, device=device)
         self._parameters = list(self._block.parameters())
         trained = list(trainable(self._block))  # with adapters, a block may have none
         self._optimizer = torch.optim.AdamW(trained, lr=1e-9) if trained else None
@@ -260,7 +261,7 @@ class _Bench:
         self._is_last = first == config.model.layers - 1
         self._x, self._targets = made_up(config, first, shape, device=device)
         self._samples = Samples(torch.arange(len(self._x), device=device))
-        self._objective = build_objective(config)
+        self._objective = config.model.objective()
         self.rounds: list[tuple[float, float, float]] = []
 
     def cost(self, typical: Callable[[Sequence[float]], float]) -> BlockCost:

@@ -17,12 +17,16 @@ from torch import Tensor
 
 from thinpipe.launch.checkpoint.reshard import channel_name, module_of
 from thinpipe.launch.components import Built
+from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.host.resources import arithmetic
-from thinpipe.launch.run.at_rest import CorruptionError
 from thinpipe.pipeline.comm.transport import Transport
 
 _log = logging.getLogger(__name__)
+
+
+class CorruptionError(ConfigError):
+    """What should be equal is not, and nobody knows which is right."""
 
 
 class Proof:

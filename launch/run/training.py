@@ -30,7 +30,6 @@ from thinpipe.launch.report.edge_news import EdgeNews
 from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.report.timeline import Timeline, gather_events
-from thinpipe.launch.run.at_rest import AtRest
 from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, timeline_of
@@ -71,8 +70,6 @@ class Training:
         self.built = build(
             config, session.transport, run_id=session.run_id, total_steps=self.steps, given=given
         )
-        share, rank = config.train.verify_share, session.mesh.rank
-        self._at_rest = AtRest(self.built, share, rank=rank)
         facts = {
             "config": config.shared(),
             "data": digests,
@@ -221,9 +218,6 @@ class Training:
         self.records.add(record)
         self._skips.count(record.step, skipped=record.skipped)
         self._proof.check(record.step)
-        if not record.skipped:  # else nothing has changed, and what was taken still holds
-            saves = self.stopping or self._save_due(record.step)
-            self._at_rest.take(record.step, elapsed, saves=saves)
         return record
 
     def evaluate(self, samples: SampleSet, step: int) -> dict[str, float]:
@@ -239,7 +233,7 @@ class Training:
         """Save after `done` steps if settings say so, the run is at its end, or a save failed."""
         if done > self.start and self._save_due(done):
             self.records.flush()
-            self._checkpoints.start(done, self._at_rest.seal(), last=done == self.steps)
+            self._checkpoints.start(done, last=done == self.steps)
 
     def _save_due(self, done: int) -> bool:
         options = self._config.checkpoint
@@ -249,7 +243,7 @@ class Training:
     def save_now(self, done: int) -> None:
         """Save because the run is to stop after `done` steps."""
         self.records.flush()
-        self._checkpoints.save(done, self._at_rest.seal())
+        self._checkpoints.save(done)
 
     def finish(self, done: int) -> None:
         """Save the end, free what samples are remembered in, and gather what the report needs.
@@ -260,13 +254,10 @@ class Training:
             return
         self._finished = True
         self._skips.finish(done)
-        self._checkpoints.save_last(done, self._at_rest.seal())
+        self._checkpoints.save_last(done)
         if done < self.steps:  # ended early, and saved as it was
             self.built.sync.finish()
         self.display.note(self._checkpoints.held_up())
-        verified = self._at_rest.words()
-        if verified is not None:
-            self.display.note(verified)
         self.built.engine.close()
         self._hosts = gather_json(self._session.transport, self._own_host())
         self.records.flush()

@@ -22,7 +22,6 @@ from thinpipe.launch.checkpoint.reshard import (
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig, load_run
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.pipeline.models.build import build_model
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.hf.lora import merge_lora, stores_inputs_first
 from thinpipe.pipeline.models.hf.weights import tied_names
@@ -127,7 +126,7 @@ def load(
     if isinstance(config, OwnModelConfig):
         whole = config.functions.make()
     else:
-        whole = build_model(config, 0, config.layers, seed=0, device="cpu")
+        whole = config.build(0, config.layers, seed=0, device="cpu")
     try:
         whole.load_state_dict(trained.state_dict())
     except RuntimeError as error:

@@ -132,17 +132,15 @@ class Stateless:
 
     @property
     def codec_id(self) -> int:
-        """The codec's number."""
         return self.codec.codec_id
 
     @property
     def bits(self) -> int:
-        """The codec's bits per value."""
         return self.codec.bits
 
     @property
     def memory(self) -> None:
-        """It has none."""
+        """Nothing is remembered."""
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
         """All messages of a shape are alike."""
@@ -170,7 +168,6 @@ class Stateless:
         return plan.capacity
 
     def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
-        """Fill `out_BTD`."""
         rows = out_BTD.shape[0]
         near = brought_to(out_BTD.device, wire)
         self.codec.decode(near.view(rows, -1), out_BTD.view(rows, -1))
@@ -179,7 +176,6 @@ class Stateless:
         """Nothing was learned."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: there is no state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

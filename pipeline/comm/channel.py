@@ -71,7 +71,6 @@ class OutgoingChannel:
         self._last: Future[None] | None = None
 
     def begin_pass(self, this: Pass, record: Record) -> None:
-        """Be ready to send."""
         self._link.begin_pass(this.number)
         self.codec.begin_pass(step=this.step, mode=this.mode)
         self._pass, self._record, self._last = this, record, None

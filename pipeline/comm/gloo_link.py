@@ -95,14 +95,12 @@ class GlooLink:
         self._pass = number
 
     def expect(self, slot: int, nbytes: int) -> None:
-        """Post the receive of a message."""
         buffer = host_bytes(nbytes, self.device)
         edge = self._edge(f"waiting for microbatch {slot}")
         work = irecv(buffer, self.group, self.peer, edge=edge, tag=self._tag(slot))
         self._expected[slot] = (work, buffer)
 
     def take(self, slot: int) -> Tensor:
-        """Wait for an expected message."""
         work, buffer = self._expected.pop(slot)
         wait(work, edge=self._edge(f"waiting for microbatch {slot}"))
         return buffer

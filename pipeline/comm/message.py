@@ -1,7 +1,6 @@
 """One message of one direction of a cut: a header, then a boundary's payload."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,8 +8,8 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.comm.boundary import Boundary, Memory, MessagePlan
-from thinpipe.pipeline.comm.payload import accepted, expand_payload, ways
-from thinpipe.pipeline.wire.coding.entropy import Coder, Coding
+from thinpipe.pipeline.comm.payload import NUMBERS, compress_payload, expand_payload
+from thinpipe.pipeline.wire.coding.entropy import Coding
 from thinpipe.pipeline.wire.header import (
     DIRECTIONS,
     HEADER_NBYTES,
@@ -29,10 +28,9 @@ class MessageCodec:
 
     Both ends hold one each, made and called alike. `boundaries` holds one boundary per mode it can
     run in. Values are coded on `device`, where receivers get tensors of `dtype`. Payloads are
-    entropy-coded by `coding` where that makes them shorter, except in plain evaluation; "auto" does
-    so where it is quicker at `link_rate` (bytes per second). From `level` 1 on, which both ends set
-    between two steps, training goes through one of `fallbacks` instead. Training's values are coded
-    times `scale`, which both ends set alike, so that what is remembered does not depend on it.
+    entropy-coded by `coding` where that makes them shorter, except in plain evaluation. Training's
+    values are coded times `scale`, which both ends set alike, so that what is remembered does not
+    depend on it.
     """
 
     cut: int
@@ -42,15 +40,9 @@ class MessageCodec:
     device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
     dtype: torch.dtype = torch.float32
     coding: Coding = "none"
-    link_rate: float = math.inf
-    fallbacks: Sequence[Boundary] = ()
-    level: int = 0
     scale: float = 1.0
     _mode: Mode = "train"
     _step: int = 0
-
-    def __post_init__(self) -> None:
-        self._compress = Coder(self.link_rate if self.coding == "auto" else 0.0)
 
     def begin_pass(self, *, step: int, mode: Mode) -> None:
         """Code what belongs to optimizer step `step`."""
@@ -65,7 +57,6 @@ class MessageCodec:
         return HEADER_NBYTES + self._boundary.capacity(shape_BTD)
 
     def encode(self, microbatch: int, x_BTD: Tensor, ids_B: Tensor) -> Tensor:
-        """The message (uint8, in host memory)."""
         plan = self._boundary.plan(ids_B, x_BTD.shape, step=self._step)
         message = host_bytes(HEADER_NBYTES + plan.capacity, self.device)
         if self._mode == "train" and self.scale != 1.0:
@@ -86,7 +77,7 @@ class MessageCodec:
         """
         plan = self._boundary.plan(ids_B, shape_BTD, step=self._step)
         coding, length = coding_and_length(message)
-        if coding not in accepted(self.coding):
+        if not coding or coding != NUMBERS[self.coding]:
             coding, length = 0, plan.capacity if plan.exact else length
         length = min(length, plan.capacity)
         message = message[: HEADER_NBYTES + length]
@@ -102,15 +93,7 @@ class MessageCodec:
         return out_BTD
 
     def finish_step(self, *, keep: bool) -> None:
-        """End the step: the training boundary keeps what it learned, or forgets it."""
         self.training.finish_step(keep=keep)
-
-    def escalate(self, level: int) -> None:
-        """Train at this level from the next step on; above 0 nothing is remembered any more."""
-        self.level = level
-        if level and self.memory is not None:
-            self.memory.capacity = 0
-            self.memory.restrict(torch.empty(0, dtype=torch.int64), 0)
 
     @property
     def name(self) -> str:
@@ -119,7 +102,6 @@ class MessageCodec:
 
     @property
     def training(self) -> Boundary:
-        """The boundary that learns, whatever the level."""
         return self.boundaries["train"]
 
     @property
@@ -129,26 +111,20 @@ class MessageCodec:
 
     def take_sums(self) -> list[float]:
         """What was measured of training's values since the last call."""
-        return self._at_level.error_meter.take()
-
-    @property
-    def _at_level(self) -> Boundary:
-        return self.fallbacks[self.level - 1] if self.level else self.training
+        return self.training.error_meter.take()
 
     @property
     def _boundary(self) -> Boundary:
-        return self._at_level if self._mode == "train" else self.boundaries[self._mode]
+        return self.boundaries[self._mode]
 
     def _shorten(self, message: Tensor, plan: MessagePlan) -> tuple[int, Tensor]:
         """The id of the coding used, and the message with its payload in that form."""
         if self.coding == "none" or self._mode == "eval":
             return 0, message
-        coded, possible = torch.empty_like(message), ways(self.coding, plan.rows)
-        done = self._compress(message[HEADER_NBYTES:], coded[HEADER_NBYTES:], possible)
-        if done is None:
-            return 0, message
-        coding, length = done
-        return coding, coded[: HEADER_NBYTES + length]
+        coded, coding = torch.empty_like(message), NUMBERS[self.coding]
+        payload, room = message[HEADER_NBYTES:], coded[HEADER_NBYTES:]
+        length = compress_payload(coding, payload, room, plan.rows)
+        return (0, message) if length is None else (coding, coded[: HEADER_NBYTES + length])
 
     def _header(self, microbatch: int, plan: MessagePlan, length: int, coding: int) -> Header:
         return Header(

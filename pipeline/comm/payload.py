@@ -9,23 +9,23 @@ be remembered. In place of a payload's parts, little endian:
                 where halves are not alike, they are two streams
 
 and a stream is its length (4 bytes, without what precedes it), the table of 16 symbols (2 bytes
-each) and what `pipeline/wire/coding/rans.py` writes. With `coding = "auto"` the sender takes what
-is quickest in all, at the link's rate.
+each) and what `pipeline/wire/coding/rans.py` writes.
 
 Axes: B rows, W bytes of a row, N half bytes.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.coding import rans
-from thinpipe.pipeline.wire.coding.entropy import Coding, CodingError, Compress, compress, expand
+from thinpipe.pipeline.wire.coding.entropy import Coding, CodingError, compress, expand
 from thinpipe.pipeline.wire.uniform import Uniform
 
+NUMBERS: Mapping[Coding, int] = {"none": 0, "zstd": 1, "rans": 2}
+"""What the header says."""
 _SYMBOLS, _LENGTH = 16, torch.int32
 _TABLE_NBYTES, _LENGTH_NBYTES = 2 * _SYMBOLS, 4
 
@@ -53,17 +53,17 @@ def rows_of(codec: object, samples: int, nbytes: int, numel: int) -> Rows:
     return Rows(samples, nbytes, nbytes, 8)
 
 
-def ways(coding: Coding, rows: Sequence[Rows]) -> dict[int, Compress]:
-    """What a sender may do to a payload, by the id in the header."""
-    known: dict[int, Compress] = {1: compress}
-    if any(part.streams for part in rows):
-        known[2] = partial(compress_codes, rows=rows)
-    return {number: known[number] for number in accepted(coding) if number in known}
+def compress_payload(
+    number: int, payload: Tensor, coded: Tensor, rows: Sequence[Rows]
+) -> int | None:
+    """Write a payload's coded form to the start of `coded` and return its length.
 
-
-def accepted(coding: Coding) -> tuple[int, ...]:
-    """Ids, beside 0, that a receiver lets a sender use."""
-    return {"none": (), "zstd": (1,), "rans": (2,), "auto": (1, 2)}[coding]
+    None, with `coded` untouched, if it would not be shorter. Both are uint8 on the CPU.
+    """
+    if number == 1:
+        return compress(payload, coded)
+    streams = any(part.streams for part in rows)
+    return compress_codes(payload, coded, rows) if streams else None
 
 
 def expand_payload(number: int, coded: Tensor, payload: Tensor, rows: Sequence[Rows]) -> None:

@@ -15,7 +15,7 @@ Scope = Literal["lane", "replica", "shards", "stage", "world"]
 """Ranks that share a vector: those of this rank's pipeline; of its replica, which without shards
 are the same; the shards of its stages; all at its position; or all."""
 
-RATE, CLOCK, TIED, WEIGHTS, FIRST_CUT = 2, 4, 6, 8, 10
+CLOCK, TIED, WEIGHTS, FIRST_CUT = 4, 6, 8, 10
 """Channels of links, two each, one per direction. Those below `FIRST_CUT` reach all ranks, those of
 cuts the ranks of this pipeline."""
 

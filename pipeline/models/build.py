@@ -1,50 +1,19 @@
-"""A stage of any kind of model, by its settings."""
+"""Stages of any kind of model, and how many parameters they have."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.hf.self_check import check_step
-from thinpipe.pipeline.models.hf.stage import HuggingFaceStage, build_stage, check_folder
+from thinpipe.pipeline.models.hf.stage import HuggingFaceStage
 from thinpipe.pipeline.models.own.config import OwnModelConfig
-from thinpipe.pipeline.models.own.stage import OwnStage, build_own
-from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
+from thinpipe.pipeline.models.own.stage import OwnStage
+from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage
 
 ModelConfig = TransformerConfig | HuggingFaceConfig | OwnModelConfig
 StageModule = TransformerStage | HuggingFaceStage | OwnStage
-
-
-def build_model(
-    config: ModelConfig, first: int, stop: int, *, seed: int, device: torch.device | str
-) -> StageModule:
-    """Build the stage that holds blocks `first` to `stop - 1`, with only its own weights.
-
-    Raises:
-        ValueError: there is no such range of layers, or the model's folder cannot be used.
-    """
-    if isinstance(config, HuggingFaceConfig):
-        return build_stage(config, first, stop, seed=seed, device=device)
-    if isinstance(config, OwnModelConfig):
-        return build_own(config, first, stop, seed=seed, device=device)
-    return build_layers(config, first, stop, seed=seed, device=device)
-
-
-def check_model(config: ModelConfig) -> None:
-    """Look at a model's files without reading weights, unless a self-check is asked for.
-
-    Needs all files.
-
-    Raises:
-        ValueError: they cannot be used; names file, tensor and remedy.
-    """
-    if isinstance(config, HuggingFaceConfig):
-        check_folder(config)
-        if config.self_check:
-            check_step(config, seed=0)
 
 
 def trainable(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -54,7 +23,7 @@ def trainable(module: nn.Module) -> Iterator[nn.Parameter]:
 
 def parameter_count(config: ModelConfig) -> int:
     """Number of parameters of the whole model."""
-    whole = build_model(config, 0, config.layers, seed=0, device="meta")
+    whole = config.build(0, config.layers, seed=0, device="meta")
     return sum(parameter.numel() for parameter in whole.parameters())
 
 
@@ -68,7 +37,7 @@ class Counts(NamedTuple):
 def stage_counts(config: ModelConfig, cuts: Sequence[int]) -> Counts:
     """Parameters of one replica's stages; what a model ties and a cut parts counts twice."""
     stages = [
-        build_model(config, first, stop, seed=0, device="meta")
+        config.build(first, stop, seed=0, device="meta")
         for first, stop in pairwise((0, *cuts, config.layers))
     ]
     return Counts(

@@ -8,24 +8,25 @@ Axes: B samples, T tokens, D width, V vocabulary, C classes, H heads.
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.attention import attention_mask, positions
 from thinpipe.pipeline.models.dropout import Dropout, DropoutMasks, DropoutSite
+from thinpipe.pipeline.models.kind import TokenModel
 
 _INIT_STD = 0.02
 _EMBEDDING_NAME = "token_embedding.weight"
 _HEAD_NAME = "head.weight"
 
 
-class TransformerConfig(BaseModel):
+class TransformerConfig(TokenModel):
     """Shape of the whole model, the same on every stage.
 
     `context` is the longest sequence in tokens. `activation_checkpointing` keeps only the inputs of
@@ -37,7 +38,7 @@ class TransformerConfig(BaseModel):
     the folder of a run whose weights this one starts from.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    tag: ClassVar = "shape"
 
     layers: int = Field(default=8, ge=1)
     width: int = Field(default=128, ge=1)
@@ -85,6 +86,27 @@ class TransformerConfig(BaseModel):
                 'remove it or set task = "classification"'
             )
         return self
+
+    def build(
+        self, first: int, stop: int, *, seed: int, device: torch.device | str
+    ) -> "TransformerStage":
+        return build_layers(self, first, stop, seed=seed, device=device)
+
+    @property
+    def longest(self) -> str:
+        return f"model.context = {self.context}; raise the context or shorten the sequences"
+
+    @property
+    def fresh_dropout(self) -> float:
+        return self.dropout if self.dropout_masks == "random" else 0.0
+
+    @property
+    def repeat_dropout(self) -> str:
+        return 'set model.dropout_masks = "repeated" or dropout to 0'
+
+    @property
+    def could_be_tied(self) -> bool:
+        return self.task == "language" and self.tie_embeddings == "untied"
 
 
 @dataclass(frozen=True)

@@ -26,21 +26,17 @@ class Cast:
 
     @property
     def codec_id(self) -> int:
-        """Number of the codec in message headers."""
         return _IDS[self.format]
 
     @property
     def bits(self) -> int:
-        """Bits per value."""
         return 8 * self.dtype.itemsize
 
     @property
     def dtype(self) -> torch.dtype:
-        """The format's torch dtype."""
         return _DTYPES[self.format]
 
     def capacity(self, numel: int) -> int:
-        """Exact bytes of a row of `numel` values."""
         return numel * self.dtype.itemsize
 
     def encode(
@@ -51,7 +47,6 @@ class Cast:
         *,
         noise: Noise | None = None,
     ) -> int:
-        """Write the rows' bytes; deterministic, so `noise` is not used."""
         cast_BN = x_BN.to(self.dtype).contiguous()
         wire_BW.copy_(cast_BN.view(torch.uint8))
         if seen_BN is not None:

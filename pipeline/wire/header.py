@@ -49,7 +49,6 @@ class Layout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a header."""
         return self.packing.size
 
     def write(self, message: Tensor, fields: Mapping[str, int]) -> None:

@@ -8,14 +8,15 @@ Axes: B rows, N values per row, W bytes per row.
 """
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.coding.entropy import CodingError
-from thinpipe.pipeline.wire.kernels import Backend
-from thinpipe.pipeline.wire.kernels.sign_mean import SignKernels, load_sign_kernels
+from thinpipe.pipeline.wire.kernels import Backend, load
+from thinpipe.pipeline.wire.kernels.sign_mean import SignKernels
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,13 @@ class SignMean:
 
     @property
     def codec_id(self) -> int:
-        """Number of the codec in message headers."""
         return 20
 
     @property
     def bits(self) -> int:
-        """Bits per value, scales aside."""
         return 1
 
     def capacity(self, numel: int) -> int:
-        """Exact bytes of a row."""
         return self._scale_nbytes(numel) + -(-numel // 8)
 
     def encode(
@@ -57,7 +55,6 @@ class SignMean:
         *,
         noise: Noise | None = None,
     ) -> int:
-        """Write the rows' bytes; deterministic, so `noise` is not used."""
         x_BN, split = x_BN.detach().float(), self._scale_nbytes(x_BN.shape[1])
         for x_N, wire_W in zip(x_BN, wire_BW, strict=True):
             scale_K = self._scales(x_N)
@@ -106,4 +103,4 @@ class SignMean:
         return 2 * -(-numel // self.group)
 
     def _kernels(self, x_N: Tensor) -> SignKernels:
-        return load_sign_kernels(self.backend, x_N.device)
+        return cast(SignKernels, load("sign_mean", self.backend, x_N.device))

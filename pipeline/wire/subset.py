@@ -17,12 +17,14 @@ Axes: N values of the vector, R chosen runs, n chosen values.
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.wire.kernels.sparse import SparseKernels, load_sparse_kernels
+from thinpipe.pipeline.wire.kernels import load
+from thinpipe.pipeline.wire.kernels.sparse import SparseKernels
 
 RUN = 64
 _ROUNDS = 6
@@ -76,7 +78,7 @@ class Subset:
 
     @staticmethod
     def _kernels(x_N: Tensor) -> SparseKernels:
-        return load_sparse_kernels("auto", x_N.device)
+        return cast(SparseKernels, load("sparse", device=x_N.device))
 
 
 def random_subset(
@@ -97,7 +99,7 @@ def random_subset(
     if part == 1:
         torch.arange(runs, out=chosen_R)
     else:
-        kernels = load_sparse_kernels("auto", chosen_R.device)
+        kernels: SparseKernels = load("sparse")
         kernels.deal(first, runs, _round_keys(seed, window, bucket), chosen_R)
     size = chosen_R.numel() * RUN
     if chosen_R.numel() and int(chosen_R[-1]) == runs - 1:

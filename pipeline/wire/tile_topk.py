@@ -48,11 +48,9 @@ class TileTopK:
 
     @property
     def codec_id(self) -> int:
-        """Number of the codec in message headers."""
         return 52
 
     def capacity(self, numel: int) -> int:
-        """Exact."""
         count = self.kept * -(-numel // TILE)
         head = 4 * _HEAD if self.bits == 2 else 0
         return head + 3 * count // 2 + -(-count * self.bits // 8)
@@ -77,7 +75,6 @@ class TileTopK:
         return self.capacity(x_BN.shape[1])
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        """Zeros, except where values were kept."""
         for wire_W, out_N in zip(wire_BW, out_BN, strict=True):
             self._decode(wire_W, out_N)
 

@@ -9,37 +9,25 @@ Axes: B rows, N values per row, W bytes per row, T tokens, D channels.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeGuard
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from thinpipe.pipeline.wire.cast import Cast
-from thinpipe.pipeline.wire.codec import Codec, Noise
+from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.kernels import Backend, Codes, KernelSet, load_kernels
 
-ScalePer = Literal["token", "channel", "tensor"] | int
+ScalePer = Literal["token", "tensor"] | int
 
 _SCALE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class PackedMemory(NamedTuple):
-    """Memories of rows as a codec's bytes: the old ones, and room for the new ones.
-
-    The codec is deterministic; `fresh_BW` must not overlap `old_BW`.
-    """
-
-    codec: Codec
-    old_BW: Tensor
-    fresh_BW: Tensor
-
-
 @dataclass(frozen=True)
 class Uniform:
-    """`bits` per value; one scale per token, channel, row ("tensor") or `scale_per` values.
+    """`bits` per value; one scale per token, row ("tensor") or `scale_per` values.
 
-    `width` is D, needed when scales are per token or per channel: a row is then T x D values,
-    channels last. fp16 scales are not offered: they overflow and underflow on real activations.
+    `width` is D, needed for a scale per token: a row is then T x D values, channels last. fp16
+    scales are not offered: they overflow and underflow on real activations.
 
     With `rate` the step is that many times the group's rms instead of as small as its extremes
     allow: the codes follow one distribution, which entropy coding shortens to about log2(4 / rate)
@@ -64,8 +52,8 @@ class Uniform:
             raise ValueError(f"bits = {self.bits}: use 1 to 8")
         if isinstance(self.scale_per, int) and self.scale_per < 1:
             raise ValueError(f"scale_per = {self.scale_per}: a group holds at least 1 value")
-        if self.scale_per in ("token", "channel") and not self.width:
-            raise ValueError(f'scale_per = "{self.scale_per}" needs the width of a token')
+        if self.scale_per == "token" and not self.width:
+            raise ValueError('scale_per = "token" needs the width of a token')
         if self.stochastic and self.bits == 1:
             raise ValueError("stochastic rounding needs bits >= 2: 1 bit cannot be unbiased")
         if self.rate is not None and not (0 < self.rate < math.inf and self.bits > 1):
@@ -76,7 +64,6 @@ class Uniform:
 
     @property
     def codec_id(self) -> int:
-        """Number of the codec in message headers."""
         return 16
 
     def capacity(self, numel: int) -> int:
@@ -101,14 +88,13 @@ class Uniform:
             ValueError: stochastic without noise.
         """
         codes, noise = self._new_codes(x_BN, wire_BW), self._used(noise)
-        self._kernels(x_BN).quantize(self._to_groups(x_BN), codes, noise=noise, rate=self.rate)
+        self._kernels(x_BN).quantize(x_BN, codes, noise=noise, rate=self.rate)
         _write_scales(codes, wire_BW)
         if seen_BN is not None:
             self._dequantize(codes, seen_BN)
         return wire_BW.shape[1]
 
     def decode(self, wire_BW: Tensor, out_BN: Tensor) -> None:
-        """Write the rows' values."""
         self._dequantize(self._received(wire_BW, out_BN), out_BN)
 
     def encode_change(
@@ -125,10 +111,6 @@ class Uniform:
         The bytes and values are those of `encode` of the difference, and an addition in fp32.
         Returns, bool [B], whether all of a row's new memory is finite.
         """
-        if self.scale_per == "channel":
-            change_BN = x_BN.float() - memory_BN.float()
-            self.encode(change_BN, wire_BW, noise=noise)
-            return self.decode_change(wire_BW, memory_BN, fresh_BN, change_BN)
         codes, noise = self._new_codes(x_BN, wire_BW), self._used(noise)
         finite_B = self._kernels(x_BN).delta_encode(
             x_BN, memory_BN, codes, fresh_BN, noise=noise, rate=self.rate
@@ -143,64 +125,8 @@ class Uniform:
 
         Returns, bool [B], whether all of a row's new memory is finite.
         """
-        if self.scale_per == "channel":
-            value_BN = torch.empty(out_BN.shape, device=out_BN.device)
-            self.decode(wire_BW, value_BN)
-            value_BN = memory_BN.float() + value_BN
-            out_BN.copy_(value_BN)
-            fresh_BN.copy_(value_BN)
-            return torch.isfinite(fresh_BN).all(1)
         codes = self._received(wire_BW, out_BN)
         return self._kernels(out_BN).delta_decode(codes, memory_BN, fresh_BN, out_BN)
-
-    def encode_change_packed(
-        self, x_BN: Tensor, memory: PackedMemory, wire_BW: Tensor, *, noise: Noise | None
-    ) -> Tensor:
-        """`encode_change` on memories as they are stored, in one pass over their bytes.
-
-        The same as to decode `memory.old_BW` to fp32, `encode_change`, and encode the new memory
-        to `memory.fresh_BW`. Returns, bool [B], whether all of a row's memory + change is finite.
-        """
-        codec, old_BW, fresh_BW = memory
-        if isinstance(codec, Cast):
-            old_BN, fresh_BN = old_BW.view(codec.dtype), fresh_BW.view(codec.dtype)
-            return self.encode_change(x_BN, old_BN, wire_BW, fresh_BN, noise=noise)
-        if not self._fuses_with(codec):
-            value_BN = torch.empty(x_BN.shape, device=x_BN.device)
-            codec.decode(old_BW, value_BN)
-            finite_B = self.encode_change(x_BN, value_BN, wire_BW, value_BN, noise=noise)
-            codec.encode(value_BN, fresh_BW, noise=None)
-            return finite_B
-        codes, noise = self._new_codes(x_BN, wire_BW), self._used(noise)
-        old, fresh = codec._received(old_BW, x_BN), codec._new_codes(x_BN, fresh_BW)
-        finite_B = self._kernels(x_BN).packed_delta_encode(
-            x_BN, old, codes, fresh, noise=noise, rate=self.rate
-        )
-        _write_scales(codes, wire_BW)
-        _write_scales(fresh, fresh_BW)
-        return finite_B
-
-    def decode_change_packed(self, wire_BW: Tensor, memory: PackedMemory, out_BN: Tensor) -> Tensor:
-        """`decode_change` on memories as they are stored: the receiver's side."""
-        codec, old_BW, fresh_BW = memory
-        if isinstance(codec, Cast):
-            old_BN, fresh_BN = old_BW.view(codec.dtype), fresh_BW.view(codec.dtype)
-            return self.decode_change(wire_BW, old_BN, fresh_BN, out_BN)
-        if not self._fuses_with(codec):
-            value_BN = torch.empty(out_BN.shape, device=out_BN.device)
-            codec.decode(old_BW, value_BN)
-            finite_B = self.decode_change(wire_BW, value_BN, value_BN, out_BN)
-            codec.encode(value_BN, fresh_BW, noise=None)
-            return finite_B
-        codes = self._received(wire_BW, out_BN)
-        old, fresh = codec._received(old_BW, out_BN), codec._new_codes(out_BN, fresh_BW)
-        finite_B = self._kernels(out_BN).packed_delta_decode(codes, old, fresh, out_BN)
-        _write_scales(fresh, fresh_BW)
-        return finite_B
-
-    def _fuses_with(self, codec: Codec) -> TypeGuard["Uniform"]:
-        """Whether one pass over the bytes of the memory can do it all."""
-        return isinstance(codec, Uniform) and "channel" not in (self.scale_per, codec.scale_per)
 
     def _used(self, noise: Noise | None) -> Noise | None:
         if self.stochastic and noise is None:
@@ -227,20 +153,7 @@ class Uniform:
         return codes
 
     def _dequantize(self, codes: Codes, out_BN: Tensor) -> None:
-        if self.scale_per != "channel":
-            self._kernels(out_BN).dequantize(codes, out_BN)
-            return
-        turned_BN = torch.empty_like(out_BN)
-        self._kernels(out_BN).dequantize(codes, turned_BN)
-        shape = (*codes.scale_BK.shape, codes.group)
-        out_BN.copy_(turned_BN.view(shape).transpose(1, 2).flatten(1))
-
-    def _to_groups(self, x_BN: Tensor) -> Tensor:
-        if self.scale_per != "channel":
-            return x_BN
-        assert self.width is not None
-        rows, numel = x_BN.shape
-        return x_BN.reshape(rows, numel // self.width, self.width).transpose(1, 2).flatten(1)
+        self._kernels(out_BN).dequantize(codes, out_BN)
 
     def _group(self, numel: int) -> int:
         if isinstance(self.scale_per, int):
@@ -248,7 +161,7 @@ class Uniform:
         if self.scale_per == "tensor":
             return max(numel, 1)
         assert self.width is not None
-        return self.width if self.scale_per == "token" else max(numel // self.width, 1)
+        return self.width
 
 
 def _write_scales(codes: Codes, wire_BW: Tensor) -> None:

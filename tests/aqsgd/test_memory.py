@@ -23,8 +23,7 @@ def filled(codec: Any) -> CodedMemory:
 
 def visit(memory: CodedMemory, sample: int, value: float, *, keep: bool = True) -> None:
     opened = memory.open(sample, 128, torch.device("cpu"))
-    codec, _, fresh_1W = opened.memory
-    codec.encode(torch.full((1, 128), value), fresh_1W, noise=None)
+    opened.fresh_1N.fill_(value)
     memory.close(opened, WIRE_2W[0], keep=keep)
 
 
@@ -33,10 +32,7 @@ def test_a_visit_is_visible_after_commit(codec: Any) -> None:
     memory = filled(codec)
     before = memory.read(IDS, 128)
     visit(memory, 8, 5.0)
-    codec, old_1W, _ = memory.open(8, 128, torch.device("cpu")).memory
-    old_1N = torch.empty(1, 128)
-    codec.decode(old_1W, old_1N)
-    assert torch.equal(old_1N, before[1:])
+    assert torch.equal(memory.open(8, 128, torch.device("cpu")).old_1N.float(), before[1:])
     assert torch.equal(memory.read(IDS, 128), before)
     memory.commit()
     after = memory.read(IDS, 128)

@@ -14,7 +14,7 @@ from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.cli import all_commands
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.sections import TrainConfig
-from thinpipe.pipeline.comm.guard import GuardConfig
+from thinpipe.pipeline.config import GuardConfig
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -87,9 +87,9 @@ def test_what_is_used_up_in_reading_a_file_is_listed(pages: Path, tmp_path: Path
 
 def test_keys_that_methods_and_kinds_share_are_explained_at_each(pages: Path) -> None:
     sections = (pages / "settings.md").read_text(encoding="utf-8").split("\n## ")
-    for key, word in (("bucket_mb", "`bucket_mb`: how much"), ("rate", "With `rate`")):
+    for key, word, least in (("bucket_mb", "`bucket_mb`: how", 1), ("rate", "With `rate`", 2)):
         having = [section for section in sections if f"\n| `{key}` |" in section]
-        assert len(having) > 2
+        assert len(having) >= least
         assert all(word in section for section in having)
 
 

@@ -3,12 +3,7 @@
 import torch
 from torch import Tensor
 
-from thinpipe.gradcomp.exchange import (
-    ExchangeKey,
-    gather_all,
-    gather_sum,
-    sum_sharded,
-)
+from thinpipe.gradcomp.exchange import ExchangeKey, gather_bytes, gather_sum, sum_sharded
 from thinpipe.pipeline.comm.transport import Peers
 from thinpipe.pipeline.wire.cast import Cast
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, ExchangeHeader
@@ -47,7 +42,9 @@ def summed(peers: Peers) -> Tensor:
 
 def gathered(peers: Peers) -> list[Tensor]:
     """All vectors."""
-    return gather_all(peers, ExchangeKey(2, 0), vector(peers.rank), codec=EXACT)
+    mine, key = vector(peers.rank), ExchangeKey(2, 0)
+    payloads = gather_bytes(peers, key, mine, torch.empty_like(mine), codec=EXACT)
+    return [payload.view(torch.float32) for payload in payloads]
 
 
 def along_ring(peers: Peers) -> dict[int, Tensor]:

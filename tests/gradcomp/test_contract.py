@@ -86,7 +86,7 @@ def test_finish_applies_what_is_under_way_once(form: str) -> None:
     assert [sync.bytes_sent for sync in replicas.syncs] == sent
     resumed = start(form, 2)
     train(resumed)
-    resumed.restart()  # an exchange under way is made again
+    resumed.restart()  # what an exchange under way found is kept
     resumed.finish()
     assert_equal(resumed.parameters(), finished)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from psutil import Process
 from pydantic import ValidationError
 
 from tests.ranks import Ranks
@@ -216,6 +217,21 @@ def test_replicas_exchange_gradients_as_soon_as_shards_have_summed_them(
     for found in ranks(4, _launched, gather):
         assert len(found) == len(BATCHES)
         assert all(launched == buckets > 4 for launched, buckets in found)
+
+
+def _given_back(rank: int, run: RunConfig) -> float:
+    """Of 100 MB that are freed while the newest 2 MB are kept."""
+    torch.ones(7 << 20)  # freed at once, after which glibc by itself keeps what is smaller
+    start(run)
+    tensors = [torch.ones(1 << 19) for _ in range(50)]
+    held = Process().memory_info().rss
+    del tensors[:-1]
+    return (held - Process().memory_info().rss) / 100e6
+
+
+def test_blocks_that_are_freed_leave_memory(ranks: Ranks) -> None:
+    run = config(pipeline={"cuts": [], "shards": 2})
+    assert min(ranks(2, _given_back, run)) > 0.9
 
 
 def _end_in_exchange(shards: StageShards, number: int) -> None:

@@ -52,14 +52,13 @@ def _ways(**spec: Any) -> Any:
 CUTS: dict[str, Any] = {
     "aqsgd": _ways(kind="aqsgd", bits=4),
     "transform": _ways(kind="transform"),
-    "fp32 scales": _ways(kind="aqsgd", bits=2, scale_dtype="fp32", memory=8),
+    "packed": _ways(kind="aqsgd", bits=2, memory=8),
     "rans": _ways(kind="aqsgd", bits=4, rate=1.0, coding="rans"),
     "tiles": _ways(kind="aqsgd", bits=3, delta="tiles", memory=4),
     "fp16": _ways(kind="aqsgd", first_visit="fp16", memory="fp32", rounding="stochastic"),
-    "auto": [{"forward": {"kind": "auto", "bits": 3}, "backward": {"kind": "direct", "bits": 4}}],
     "stateless": _ways(kind="stateless", bits=4),
 }
-REMEMBER = ("aqsgd", "auto", "transform")
+REMEMBER = ("aqsgd", "transform")
 QUICK = ["aqsgd", "transform"]
 
 

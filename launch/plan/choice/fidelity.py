@@ -11,8 +11,9 @@ budgets, and may become all-reduce. Other methods were chosen for more than thei
 that no ladder has: they stay.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -24,7 +25,7 @@ from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _FRACTIONS = (0.015, 0.06, 0.25)
 """Of a message of `ef_gradients`: its default, then four times as much each."""
-_REPLACEABLE = {"forward": {"aqsgd", "auto", "direct", "raw", "stateless"}}
+_REPLACEABLE = {"forward": {"aqsgd", "direct", "raw", "stateless"}}
 _REPLACEABLE["backward"] = {"direct", "raw", "stateless"}
 _WAYS = range(len(DIRECTIONS))
 
@@ -80,7 +81,7 @@ def exchanges(config: RunConfig) -> list[dict[str, Any]]:
         is_exact = getattr(options, "format", "fp32") == "fp32"
         bf16, fp32 = (_section("allreduce", format=number) for number in ("bf16", "fp32"))
         return [*sparse, *([bf16, own] if is_exact else [own, fp32])]
-    if not hasattr(options, "choices"):
+    if not hasattr(options, "ladder"):
         return [own]
     return [
         own,
@@ -95,12 +96,11 @@ def _section(method: str, **options: Any) -> dict[str, Any]:
 
 
 def _budgets(method: str, own: dict[str, Any], options: Any) -> list[dict[str, Any]]:
-    """The same method sending more. A run that chooses as it goes has its own budget."""
-    costs = options.choices
-    if options.budget == "auto" or options.choice not in costs:
-        return []
-    more = [choice for choice, cost in costs.items() if cost > costs[options.choice]]
-    return [{"method": method, method: {**own, **asdict(choice)}} for choice in more]
+    """The same method sending more."""
+    now = options.model_dump().items()
+    least = next((cost for sent, cost in options.ladder if sent.items() <= now), math.inf)
+    more = [sent for sent, cost in options.ladder if cost > least]
+    return [{"method": method, method: {**own, **sent}} for sent in more]
 
 
 def raised(step_s: Callable[[Settings], float], start: Settings, ladders: Ladders) -> Settings:

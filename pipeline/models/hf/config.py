@@ -2,17 +2,20 @@
 
 import hashlib
 import sys
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from thinpipe.pipeline.models.hf.discovery import find_family
-from thinpipe.pipeline.models.hf.families import Family, task_of
-from thinpipe.pipeline.models.hf.shards import Shards
-from thinpipe.pipeline.models.hf.whole import build_on_meta
+from thinpipe.pipeline.models.kind import TokenModel
+
+if TYPE_CHECKING:
+    from thinpipe.pipeline.models.hf.families import Family
+    from thinpipe.pipeline.models.hf.shards import Shards
+    from thinpipe.pipeline.models.hf.stage import HuggingFaceStage
 
 # Their positions count from padding_idx + 1.
 _ROBERTA_LIKE = (
@@ -38,7 +41,7 @@ class LoraConfig(BaseModel):
     targets: tuple[str, ...] | None = None
 
 
-class HuggingFaceConfig(BaseModel):
+class HuggingFaceConfig(TokenModel):
     """A model of the transformers library, from a folder on disk.
 
     `pretrained` is a folder with config.json and safetensors weights; `config` one of which only
@@ -50,7 +53,7 @@ class HuggingFaceConfig(BaseModel):
     folder of a run whose weights this one starts from.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    tag: ClassVar = "folder"
 
     pretrained: str | None = None
     config: str | None = None
@@ -73,6 +76,8 @@ class HuggingFaceConfig(BaseModel):
         if self.folder is None:
             raise ValueError("pretrained or config: name the model's folder")
         self._check_folder(self.folder)
+        from thinpipe.pipeline.models.hf.families import task_of
+
         config = self.transformers_config
         try:
             needed = task_of(config)
@@ -97,18 +102,18 @@ class HuggingFaceConfig(BaseModel):
 
     @property
     def folder(self) -> Path | None:
-        """Where config.json is."""
         folder = self.config or self.pretrained
         return Path(folder) if folder else None
 
     @property
-    def weights(self) -> Shards | None:
+    def weights(self) -> "Shards | None":
         """Weights to start from; None for random ones."""
+        from thinpipe.pipeline.models.hf.shards import Shards
+
         return Shards(Path(self.pretrained)) if self.pretrained and not self.config else None
 
     @property
     def layers(self) -> int:
-        """Number of blocks."""
         return int(self.transformers_config.num_hidden_layers)
 
     @property
@@ -118,16 +123,21 @@ class HuggingFaceConfig(BaseModel):
 
     @property
     def vocab(self) -> int:
-        """Number of token ids."""
         return int(self.transformers_config.vocab_size)
 
     @property
     def context(self) -> int:
-        """Longest sequence in tokens."""
         config = self.transformers_config
         unused = config.pad_token_id + 1 if config.model_type in _ROBERTA_LIKE else 0
         longest = next((getattr(config, n) for n in _CONTEXTS if hasattr(config, n)), None)
         return sys.maxsize if longest is None else int(longest) - unused  # none: no positions
+
+    @property
+    def longest(self) -> str:
+        return (
+            f"the {self.context} tokens that the model was made for (its config.json); use at most "
+            f"{self.context}"
+        )
 
     @property
     def ties_embeddings(self) -> bool:
@@ -135,16 +145,54 @@ class HuggingFaceConfig(BaseModel):
         return self.task == "language" and bool(self.transformers_config.tie_word_embeddings)
 
     @property
-    def largest_dropout(self) -> float:
+    def fresh_dropout(self) -> float:
         """The largest dropout rate of the blocks."""
         config = self.transformers_config
         names = [n for n in _dropout_names(config) if not n.startswith(_HEADS)]
         rates = [getattr(config, name) for name in names]
         return max((float(rate or 0.0) for rate in rates), default=0.0)
 
-    def notices(self, *, cut: bool) -> list[str]:
-        """Notices and warnings to print before a run; `cut`: whether the model is cut."""
-        found = []
+    @property
+    def is_frozen(self) -> bool:
+        return self.lora is not None  # as all is that LoRA does not add
+
+    @property
+    def could_be_tied(self) -> bool:
+        return self.ties_embeddings and not self.is_frozen and self.tie_embeddings == "untied"
+
+    @property
+    def ties_uncut(self) -> bool:
+        return self.ties_embeddings
+
+    @property
+    def frozen_parts(self) -> Sequence[str]:
+        return self.family.shared
+
+    def build(
+        self, first: int, stop: int, *, seed: int, device: torch.device | str
+    ) -> "HuggingFaceStage":
+        from thinpipe.pipeline.models.hf.stage import build_stage
+
+        return build_stage(self, first, stop, seed=seed, device=device)
+
+    def check_files(self) -> None:
+        from thinpipe.pipeline.models.hf.self_check import check_step
+        from thinpipe.pipeline.models.hf.stage import check_folder
+
+        check_folder(self)
+        if self.self_check:
+            check_step(self, seed=0)
+
+    def check_masks(self, tokens: int) -> None:
+        from thinpipe.pipeline.models.hf.masks import check_masks
+
+        check_masks(self.transformers_config, tokens)
+
+    def facts(self) -> dict[str, str]:
+        return {"folder": self.digest()}
+
+    def notices(self, *, cut: bool, ties: bool, tokenizer: str) -> list[str]:
+        found = super().notices(cut=cut, ties=ties, tokenizer=tokenizer)
         if self.pretrained and self.config:
             found.append(
                 "note: model.config is set, so weights are random and model.pretrained is not read"
@@ -154,6 +202,11 @@ class HuggingFaceConfig(BaseModel):
             found.append(
                 f"note: {', '.join(shared)} are used by every stage; they are frozen, so that "
                 "their copies stay equal"
+            )
+        if self.weights is not None and tokenizer == "bytes":
+            found.append(
+                'warning: data.tokenizer = "bytes" with a pretrained model: its ids mean other '
+                "things; set data.tokenizer to the folder of its tokenizer"
             )
         return found
 
@@ -183,12 +236,14 @@ class HuggingFaceConfig(BaseModel):
         return config
 
     @cached_property
-    def family(self) -> Family:
+    def family(self) -> "Family":
         """How the model is cut: as registered, or found by trying.
 
         Raises:
             ValueError: it cannot be cut.
         """
+        from thinpipe.pipeline.models.hf.discovery import find_family
+
         with torch.device("cpu"):  # also where a program builds on the meta device
             return find_family(self.whole())
 
@@ -198,6 +253,8 @@ class HuggingFaceConfig(BaseModel):
         Raises:
             ValueError: the library cannot build it.
         """
+        from thinpipe.pipeline.models.hf.whole import build_on_meta
+
         return build_on_meta(self.transformers_config, self.task)
 
     def _check_folder(self, folder: Path) -> None:

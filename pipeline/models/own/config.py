@@ -5,14 +5,18 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationInfo, model_validator
+from pydantic import PrivateAttr, ValidationInfo, model_validator
 from torch import Tensor, nn
 
-from thinpipe.pipeline.models.own.deferred import DeferredModel
-from thinpipe.pipeline.models.own.functions import load_function
+from thinpipe.pipeline.models.kind import ModelKind
+
+if TYPE_CHECKING:
+    from thinpipe.pipeline.loss import Objective
+    from thinpipe.pipeline.models.own.deferred import DeferredModel
+    from thinpipe.pipeline.models.own.stage import OwnStage
 
 _SAMPLES = 2
 """In the batch whose shapes are computed: enough to tell the axis of samples from others."""
@@ -34,7 +38,7 @@ class Functions:
     count: Callable[[Tensor], int] | None = None
 
 
-class OwnModelConfig(BaseModel):
+class OwnModelConfig(ModelKind):
     """A model of one's own: an `nn.Sequential` that a function returns, cut between its layers.
 
     `factory`, `loss` and `count` are written "module:function". `loss(outputs, targets)` returns
@@ -44,7 +48,7 @@ class OwnModelConfig(BaseModel):
     functions its program defined itself (module `__main__`): the file, and its arguments.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    tag: ClassVar = "own"
 
     factory: str
     loss: str | None = None
@@ -89,6 +93,8 @@ class OwnModelConfig(BaseModel):
         """
         if self._functions is not None:
             return self._functions
+        from thinpipe.pipeline.models.own.functions import load_function
+
         return Functions(
             load_function(self.factory, "model.factory", self.program),
             load_function(self.loss, "model.loss", self.program) if self.loss else None,
@@ -96,12 +102,14 @@ class OwnModelConfig(BaseModel):
         )
 
     @cached_property
-    def deferred(self) -> DeferredModel:
+    def deferred(self) -> "DeferredModel":
         """The model without values.
 
         Raises:
             ValueError: it cannot be built so, or is no `nn.Sequential`.
         """
+        from thinpipe.pipeline.models.own.deferred import DeferredModel
+
         where = f'model.factory = "{self.factory}"'
         deferred = DeferredModel(self.functions.make, where)
         model = deferred.skeleton
@@ -119,7 +127,6 @@ class OwnModelConfig(BaseModel):
 
     @property
     def layers(self) -> int:
-        """Number of layers."""
         return len(self.names)
 
     @property
@@ -184,8 +191,34 @@ class OwnModelConfig(BaseModel):
         numel = sum(parameter.numel() for parameter in self.deferred.skeleton.parameters())
         return f"{self.layers} layers, {numel:,} parameters, {self.digest[:16]}"
 
+    def facts(self) -> dict[str, str]:
+        return {"structure": self.structure}
+
+    def build(self, first: int, stop: int, *, seed: int, device: torch.device | str) -> "OwnStage":
+        from thinpipe.pipeline.models.own.stage import build_own
+
+        return build_own(self, first, stop, seed=seed, device=device)
+
+    def objective(self) -> "Objective":
+        if self.functions.loss is None:
+            return super().objective()
+        from thinpipe.pipeline.models.own.loss import OwnLoss
+
+        return OwnLoss(self.functions.loss, self.functions.count, self.outputs[-1])
+
+    def sample_shape(self, tokens: int) -> tuple[int, int]:
+        return self.usual_shape or (1, 1)  # a model that cannot be cut sends nothing
+
     @property
-    def largest_dropout(self) -> float:
+    def could_be_tied(self) -> bool:
+        return False
+
+    @property
+    def repeat_dropout(self) -> str:
+        return "set the rates of dropout layers to 0"
+
+    @property
+    def fresh_dropout(self) -> float:
         """The largest rate of its dropout layers."""
         kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
         modules = self.deferred.skeleton.modules()

@@ -56,11 +56,9 @@ class OwnLoss:
         return self._counts[targets.shape]
 
     def tally(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Loss sum and number of losses."""
         return loss_head(self.loss_sum(outputs, targets), self.count(targets))
 
     def metrics(self, tally: Sequence[float]) -> dict[str, float]:
-        """The mean loss."""
         return {"loss": tally[0] / max(tally[1], 1)}
 
     def _count_by_shape(self, targets: Tensor) -> int:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from thinpipe.pipeline.wire.coding.entropy import CodingError
-from thinpipe.pipeline.wire.kernels import Backend
+from thinpipe.pipeline.wire.kernels import Backend, load
 from thinpipe.pipeline.wire.kernels.rans import (
     BLOCK,
     PROBABILITY_BITS,
     RECIPROCAL_BITS,
     SLOTS,
     Lookup,
-    load_rans_kernels,
+    RansKernels,
     stored_nbytes,
 )
 
@@ -121,7 +121,8 @@ def encode(
         raise ValueError(f"{wire.numel()} bytes: {symbol_N.numel()} symbols can take {needed}")
     _check(symbol_N, tables.symbols, "symbol")
     model_N = _checked_models(model_N, symbol_N.numel(), tables)
-    return load_rans_kernels(backend).encode(symbol_N.contiguous(), model_N, tables.lookup, wire)
+    kernels: RansKernels = load("rans", backend)
+    return kernels.encode(symbol_N.contiguous(), model_N, tables.lookup, wire)
 
 
 def decode(
@@ -141,7 +142,7 @@ def decode(
     """
     model_N = _checked_models(model_N, symbol_N.numel(), tables)
     into_N = symbol_N.contiguous()
-    kernels = load_rans_kernels(backend)
+    kernels: RansKernels = load("rans", backend)
     if not kernels.decode(wire.contiguous(), model_N, tables.lookup, into_N):
         raise CodingError(f"{wire.numel()} bytes do not decode to {symbol_N.numel()} symbols")
     if into_N is not symbol_N:
@@ -156,7 +157,7 @@ def counted(symbol_N: Tensor, symbols: int, *, backend: Backend = "auto") -> Tab
     """
     _check(symbol_N, symbols, "symbol")
     count_S = torch.zeros(symbols, dtype=torch.int64)
-    load_rans_kernels(backend).count(symbol_N.contiguous(), count_S)
+    load("rans", backend).count(symbol_N.contiguous(), count_S)
     return Tables(apportioned(count_S)[None])
 
 

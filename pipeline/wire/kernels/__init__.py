@@ -25,8 +25,9 @@ down to one. rms is sqrt(sum / values); where the sum overflows the group counts
 
 import functools
 import importlib
+from collections.abc import Mapping
 from types import ModuleType
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +36,9 @@ from thinpipe.pipeline.wire.codec import Noise
 
 Backend = Literal["auto", "reference", "numba", "triton"]
 
-_MODULES = {"reference": "reference.uniform", "numba": "cpu.uniform", "triton": "gpu.uniform"}
+_FOLDERS = {"reference": "reference", "numba": "cpu", "triton": "gpu"}
+_AUTO: Mapping[str, Backend] = {"cuda": "triton", "cpu": "numba"}
+_TRITON = ("uniform", "hadamard")
 
 
 class Codes(NamedTuple):
@@ -87,47 +90,37 @@ class KernelSet(Protocol):
     ) -> Tensor:
         """The receiver's side: also writes memory + change, not rounded to memory, to `out_BN`."""
 
-    def packed_delta_encode(
-        self,
-        x_BN: Tensor,
-        memory: Codes,
-        codes: Codes,
-        fresh: Codes,
-        *,
-        noise: Noise | None,
-        rate: float | None = None,
-    ) -> Tensor:
-        """`delta_encode` on a memory that is itself quantized, to nearest.
-
-        The same as to dequantize `memory` to fp32, `delta_encode`, and quantize to `fresh`, which
-        must not be `memory`. Returns whether all of a row's memory + change is finite.
-        """
-
-    def packed_delta_decode(
-        self, codes: Codes, memory: Codes, fresh: Codes, out_BN: Tensor
-    ) -> Tensor:
-        """The receiver's side of `packed_delta_encode`."""
-
 
 def with_contiguous_rows(t_BN: Tensor) -> Tensor:
     """The tensor itself if the values of a row lie side by side, else a copy in which they do."""
     return t_BN if t_BN.stride(1) == 1 else t_BN.contiguous()
 
 
-def load_kernels(backend: Backend, device: torch.device) -> KernelSet:
-    """Return a backend's functions; "auto" is triton on CUDA, numba on CPUs, else the reference.
+def load(name: str, backend: Backend = "auto", device: torch.device | None = None) -> Any:
+    """The module `name` of a backend; each has the functions of that name's contract.
+
+    "auto" is triton on CUDA, where there is one, numba on CPUs (the default) and else the
+    reference.
 
     Raises:
         ImportError: the backend is not installed.
+        ValueError: it has no such kernels.
     """
-    if backend == "auto":
-        chosen = {"cuda": "triton", "cpu": "numba"}.get(device.type, "reference")
-    else:
-        chosen = backend
-    return cast(KernelSet, backend_module(_MODULES[chosen]))
+    chosen = backend
+    if chosen == "auto":
+        chosen = _AUTO.get("cpu" if device is None else device.type, "reference")
+        chosen = "reference" if chosen == "triton" and name not in _TRITON else chosen
+    if chosen == "triton" and name not in _TRITON:
+        raise ValueError(f'backend = "triton": {name} kernels are "reference" and "numba"')
+    return _module(f"{_FOLDERS[chosen]}.{name}")
+
+
+def load_kernels(backend: Backend, device: torch.device) -> KernelSet:
+    """The kernels of uniform quantization."""
+    return cast(KernelSet, load("uniform", backend, device))
 
 
 @functools.cache
-def backend_module(name: str) -> ModuleType:
+def _module(name: str) -> ModuleType:
     """A module of this package, which is looked for once: codecs ask at every message."""
     return importlib.import_module(f"thinpipe.pipeline.wire.kernels.{name}")

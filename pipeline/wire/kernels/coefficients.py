@@ -9,18 +9,14 @@ Tokens choose their shifts, and the frequency tables that symbols are coded with
 them. A digit of w bits is coded with table `digit_table` + w.
 """
 
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
-
-from thinpipe.pipeline.wire.kernels import Backend, backend_module
 
 SYMBOLS = 32
 MIDDLE = 16
 """The symbol of 0."""
 DIGIT_BITS = 5
-
-_MODULES = {"reference": "reference.coefficients", "numba": "cpu.coefficients"}
 
 
 class Layout(NamedTuple):
@@ -58,15 +54,3 @@ class CoefficientKernels(Protocol):
         self, symbol_S: Tensor, outside_E: Tensor, kind_N: Tensor, layout: Layout, q_NK: Tensor
     ) -> bool:
         """Write the coefficients; False if there are not as many numbers beside as symbols say."""
-
-
-def load_coefficient_kernels(backend: Backend) -> CoefficientKernels:
-    """Return a backend's functions; "auto" is numba.
-
-    Raises:
-        ValueError: there are no such kernels for the backend.
-    """
-    chosen = "numba" if backend == "auto" else backend
-    if chosen not in _MODULES:
-        raise ValueError(f'backend = "{backend}": coefficient kernels are "reference" and "numba"')
-    return cast(CoefficientKernels, backend_module(_MODULES[chosen]))

@@ -1,4 +1,4 @@
-"""Tiles of values, some of them rotated: the TileKernels contract and the choice of a backend.
+"""Tiles of values, some of them rotated: the TileKernels contract.
 
 A row of N values is cut into K = ceil(N / tile) tiles, the last one padded with zeros. A tile of
 R x R values X, row by row, is rotated to W X^T W / R, where W is the R x R Walsh-Hadamard matrix:
@@ -8,20 +8,9 @@ and a product with 1 / R, a power of two. Sums of two fp32 values round once wha
 and no product precedes them that it could fuse, so every backend makes the same bits.
 """
 
-from typing import Protocol, cast
+from typing import Protocol
 
-import torch
 from torch import Tensor
-
-from thinpipe.pipeline.wire.kernels import Backend, backend_module
-
-TILES = (16, 64, 256)
-
-_MODULES = {
-    "reference": "reference.hadamard",
-    "numba": "cpu.hadamard",
-    "triton": "gpu.hadamard",
-}
 
 
 class TileKernels(Protocol):
@@ -45,16 +34,3 @@ class TileKernels(Protocol):
         self, tiles_BKG: Tensor, order_BK: Tensor, turned_BK: Tensor, out_BN: Tensor
     ) -> None:
         """Undo `gather`: write tile j to tile `order_BK[j]` of the row, rotated back."""
-
-
-def load_tile_kernels(backend: Backend, device: torch.device) -> TileKernels:
-    """Return a backend's functions; "auto" is triton on CUDA, numba on CPUs, else the reference.
-
-    Raises:
-        ImportError: the backend is not installed.
-    """
-    if backend == "auto":
-        chosen = {"cuda": "triton", "cpu": "numba"}.get(device.type, "reference")
-    else:
-        chosen = backend
-    return cast(TileKernels, backend_module(_MODULES[chosen]))

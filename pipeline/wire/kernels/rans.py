@@ -1,4 +1,4 @@
-"""Range asymmetric numeral systems (rANS): the RansKernels contract and the choice of a backend.
+"""Range asymmetric numeral systems (rANS): the RansKernels contract.
 
 Duda 2013 (arXiv 1311.2540); interleaved as in Giesen 2014 (arXiv 1402.3392). Symbol s of a model
 has `freq` of 4096 slots, from `start` on. A state x, from 2^16 to below 2^32, takes a symbol in:
@@ -22,11 +22,9 @@ mod 2^16: so a damaged or misplaced block is noticed. All numbers are little end
 A block is stored unless it is shorter coded.
 """
 
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
-
-from thinpipe.pipeline.wire.kernels import Backend, backend_module
 
 PROBABILITY_BITS = 12
 SLOTS = 1 << PROBABILITY_BITS
@@ -35,8 +33,6 @@ LANES = 8
 BLOCK = 1 << 16
 STORED = 0xFFFF
 RECIPROCAL_BITS = 44
-
-_MODULES = {"reference": "reference.rans", "numba": "cpu.rans"}
 
 
 class Lookup(NamedTuple):
@@ -75,15 +71,3 @@ class RansKernels(Protocol):
 def stored_nbytes(numel: int, symbols: int) -> int:
     """Bytes of a stored block."""
     return (symbols - 1).bit_length() * -(-numel // 8)
-
-
-def load_rans_kernels(backend: Backend) -> RansKernels:
-    """Return a backend's functions; "auto" is numba.
-
-    Raises:
-        ValueError: there are no such kernels for the backend.
-    """
-    chosen = "numba" if backend == "auto" else backend
-    if chosen not in _MODULES:
-        raise ValueError(f'backend = "{backend}": rANS kernels are "reference" and "numba"')
-    return cast(RansKernels, backend_module(_MODULES[chosen]))

@@ -1,18 +1,13 @@
-"""The SparseKernels contract and the choice of a backend.
+"""The SparseKernels contract.
 
 A mask holds value e in bit e % 8 of byte e // 8; bits past the last value are 0. Axes: N values of
 a vector, n chosen by a subset, R its runs, M = ceil(n / 8) mask bytes, k values kept of the n.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Protocol
 
-import torch
 from torch import Tensor
-
-from thinpipe.pipeline.wire.kernels import Backend, backend_module
-
-_MODULES = {"reference": "reference.sparse", "numba": "cpu.sparse"}
 
 
 class SparseKernels(Protocol):
@@ -69,15 +64,3 @@ class SparseKernels(Protocol):
 
         In fp32: left = (x - base) - sent; base += mean, rounded to its format; x = base + left.
         """
-
-
-def load_sparse_kernels(backend: Backend, device: torch.device) -> SparseKernels:
-    """Return a backend's functions; "auto" is numba on CPUs, else the reference.
-
-    Raises:
-        ValueError: there are no such kernels for the backend.
-    """
-    chosen = ("numba" if device.type == "cpu" else "reference") if backend == "auto" else backend
-    if chosen not in _MODULES:
-        raise ValueError(f'backend = "{backend}": sparse kernels are "reference" and "numba"')
-    return cast(SparseKernels, backend_module(_MODULES[chosen]))

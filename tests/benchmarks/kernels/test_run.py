@@ -33,7 +33,7 @@ def test_rows_hold_exactly_the_agreed_keys_and_make_a_report(tmp_path: Path) -> 
     found = kernels_report.load(path)
     assert len(found) == len(rows)
     table = kernels_report.own_table(found)
-    assert "packed_delta_decode, nearest" in table
+    assert "delta_decode, nearest" in table
     assert "top_1%, none" in kernels_report.peer_table(found, 1 << 14, 4)
 
 

@@ -198,19 +198,6 @@ def test_warm_up_averages_gradients_and_keeps_replicas_equal() -> None:
     assert not torch.equal(first, second)
 
 
-def test_local_steps_lie_between_exchanges() -> None:
-    replicas = Replicas(2, "cocktail", {**SMALL, "local_steps": 3, "delayed": False})
-    sent = []
-    for _ in range(6):
-        replicas.step()
-        sent.append(sum(sync.bytes_sent for sync in replicas.syncs))
-    assert [later > earlier for earlier, later in zip([0, *sent], sent, strict=False)] == [
-        False,
-        False,
-        True,
-    ] * 2
-
-
 def test_gradients_are_those_of_the_replica_alone() -> None:
     replicas = Replicas(2, "cocktail", SMALL)
     replicas.backward()

@@ -123,14 +123,14 @@ def test_under_another_layout_exchanges_are_in_the_steps_that_wait(overlap: int)
     assert due >= {*meets, *(step + overlap for step in meets)}
 
 
-def test_an_exchange_under_way_is_saved_and_made_again() -> None:
+def test_what_an_exchange_under_way_found_is_saved() -> None:
     options = {"interval": 3, "overlap": 2}
 
     def run(restart_at: int | None) -> list[Tensor]:
         replicas = start(2, **options)
         for step in range(8):
             if step == restart_at:
-                assert (replicas.syncs[0].state_dict()["under_way"] is not None) == (step == 4)
+                assert bool(replicas.syncs[0].state_dict()["under_way"]) == (step == 4)
                 replicas.restart()
             replicas.step()
         return replicas.parameters()

@@ -13,7 +13,7 @@ from thinpipe.gradcomp.methods.ef_updates import Config
 from thinpipe.gradcomp.registry import parse_options
 from thinpipe.pipeline.wire.sign_mean import SignMean
 
-NOW: dict[str, Any] = {"subset": 0.5, "delayed": False, "group": 8}
+NOW: dict[str, Any] = {"subset": 0.5, "delayed": False}
 
 
 def part(replicas: Replicas, key: str) -> list[Tensor]:
@@ -85,7 +85,7 @@ def test_one_replica_is_left_alone() -> None:
 
 def test_the_first_exchange_by_hand() -> None:
     """All parameters at once: signs of each replica's move, and signs of their mean."""
-    replicas = Replicas(2, "ef_updates", {**NOW, "subset": 1.0, "group": 64, "gain": 2.0})
+    replicas = Replicas(2, "ef_updates", {**NOW, "subset": 1.0, "gain": 2.0})
     replicas.backward()
     all_of(replicas.syncs, lambda sync: sync.before_step())
     before = flat(replicas.nets[0])
@@ -102,17 +102,19 @@ def test_the_first_exchange_by_hand() -> None:
 
 def coded(x: Tensor) -> Tensor:
     """As the peer decodes it."""
-    codec, seen = SignMean(64), torch.empty(1, x.numel())
+    codec, seen = SignMean(128), torch.empty(1, x.numel())
     codec.encode(x[None], torch.empty(1, codec.capacity(x.numel()), dtype=torch.uint8), seen)
     return seen[0]
 
 
 def test_the_default_sends_two_hundred_times_less_than_a_ring() -> None:
     config = Config()
-    bits = config.choices[config.choice]
+    (bits,) = [cost for sent, cost in config.ladder if sent == {"subset": 0.125, "bits": 1}]
+    assert (config.subset, config.bits) == (0.125, 1)
     assert 32 / bits > 200
     assert bits == pytest.approx(0.125 * 1.125)
-    assert list(config.choices.values()) == sorted(config.choices.values())
+    costs = [cost for _, cost in config.ladder]
+    assert costs == sorted(costs)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,6 @@ def test_the_default_sends_two_hundred_times_less_than_a_ring() -> None:
         ({"bits": 16}, "less than or equal to 8"),
         ({"subset": 2**-0.5}, "ratio"),
         ({"gain": math.inf}, "finite"),
-        ({"group": 100}, "multiple of 8"),
     ],
 )
 def test_impossible_settings_are_refused(options: dict[str, Any], reported: str) -> None:

@@ -62,7 +62,7 @@ def test_a_row_that_was_never_seen_in_the_warm_up_moves_like_others() -> None:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_momenta_stay_close_to_those_of_exact_sums(bits: int) -> None:
-    options = {"warmup_steps": 3, "bits": bits, "group": 16}
+    options = {"warmup_steps": 3, "bits": bits}
     replicas, alone = Replicas(3, "qadam", options), Replicas(3, "allreduce", {})
     for step in range(6):
         for group in (replicas, alone):

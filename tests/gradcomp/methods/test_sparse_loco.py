@@ -40,17 +40,15 @@ def test_what_was_sent_and_what_is_owed_are_all_there_was() -> None:
         torch.testing.assert_close(found[0], sent, rtol=1e-5, atol=1e-6)
 
 
-def test_dividing_by_the_senders_makes_longer_steps() -> None:
+def test_the_mean_is_over_all_replicas() -> None:
     """Two values a replica, each in a bin of its own: they decode to themselves."""
     distances = [torch.zeros(4096) for _ in range(2)]
     distances[0][7], distances[0][11] = 4.0, 1.0
     distances[1][7], distances[1][9] = 2.0, 6.0
-    for divide, expected in (("replicas", [3.0, 3.0, 0.5]), ("senders", [3.0, 6.0, 1.0])):
-        config = Config.model_validate({"kept": 2, "divide": divide})
-        outers = [SparseLoCo(peer, config) for peer in local_peers(2)]
-        found = updates(outers, distances, 0)[0]
-        torch.testing.assert_close(found[[7, 9, 11]], torch.tensor(expected))
-        assert int(found.count_nonzero()) == 3
+    outers = [SparseLoCo(peer, Config(kept=2)) for peer in local_peers(2)]
+    found = updates(outers, distances, 0)[0]
+    torch.testing.assert_close(found[[7, 9, 11]], torch.tensor([3.0, 3.0, 0.5]))
+    assert int(found.count_nonzero()) == 3
 
 
 def test_bytes_are_as_published_but_packed() -> None:

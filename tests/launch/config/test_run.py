@@ -86,12 +86,20 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ('[[boundary]]\nforward = {kind = "aqsgd", scale_per = 0}', ["scale_per = 0"]),
         (
             '[[boundary]]\nforward = {kind = "aqsgd", rate = 1.0}',
-            ["boundary.0.forward.rate = 1.0 with bits = 4", 'coding = "none"', 'or "auto"'],
+            ["boundary.0.forward.rate = 1.0 with bits = 4", 'coding = "none"', 'or "rans"'],
         ),
         ('[[boundary]]\nforward = {kind = "aqsgd", rate = 0.0}', ["forward.rate = 0.0"]),
         (
-            '[[boundary]]\nforward = {kind = "auto", coding = "rans"}',
-            ['boundary.0.forward.coding = "rans" has no meaning with kind = "auto"'],
+            '[[boundary]]\nforward = {kind = "auto", bits = 3}',
+            ['boundary.0.forward.kind = "auto": no longer offered; use kind = "aqsgd" with first'],
+        ),
+        (
+            '[[boundary]]\nforward = {kind = "aqsgd", coding = "auto"}',
+            ['boundary.0.forward.coding = "auto": no longer offered; use "none", "zstd" or "rans"'],
+        ),
+        (
+            '[[boundary]]\n[[boundary]]\nbackward = {kind = "direct", scale_dtype = "fp32"}',
+            ['boundary.1.backward.scale_dtype = "fp32": no longer a setting; scales are bf16'],
         ),
         (
             '[[boundary]]\nforward = {kind = "aqsgd", delta = "tiles", coding = "rans"}',
@@ -99,7 +107,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ),
         (
             '[[boundary]]\nbackward = {kind = "stateless", coding = "rans"}',
-            ['boundary.0.backward.coding = "rans" has no meaning with kind = "stateless"'],
+            ["boundary.0.backward.coding = 'rans': use 'none' or 'zstd'"],
         ),
         (
             '[[boundary]]\nbackward = {kind = "stateless", bits = 8}',
@@ -107,7 +115,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ),
         (
             '[[boundary]]\nforward = {kind = "aqsgd", first_visit = {tile = 32}}',
-            ["toml: boundary.0.forward.first_visit.tile = 32: use one of 16, 64, 256"],
+            ["toml: boundary.0.forward.first_visit.tile = 32: no longer a setting; tiles have 64"],
         ),
         (
             '[[boundary]]\nbackward = {kind = "direct", bits = 1, rounding = "stochastic"}',

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from thinpipe.launch.data.load import DataConfig, load
+from thinpipe.launch.data.config import DataConfig
+from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
 
 COLA = "".join(f"gj{i:02d}\t{i % 2}\t\tSentence {i}.\n" for i in range(40))

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from thinpipe.launch.data.load import DataConfig, files, load
+from thinpipe.launch.data.config import DataConfig
+from thinpipe.launch.data.load import files, load
 from thinpipe.launch.data.sample_set import SampleSet, SequenceSet
 from thinpipe.launch.data.text import is_utf8
 

@@ -63,8 +63,8 @@ def test_missing_fields_and_values_that_are_not_text_are_named(tmp_path: Path) -
     path = _file(tmp_path, "a.jsonl", '{"a": null, "b": 3, "c": " "}\n')
     (row,) = read_rows([path], "jsonl", header=True)
     for field, message in (
-        ("a", r"a.jsonl:1: no field 'a' among \['a', 'b', 'c'\]"),
-        ("d", r"a.jsonl:1: no field 'd'"),
+        ("a", r"a.jsonl:1: field 'a' is null"),
+        ("d", r"a.jsonl:1: no field 'd' among \['a', 'b', 'c'\]"),
         ("b", r"a.jsonl:1: field 'b' = 3: int, not text; correct the row or the field's name"),
         ("c", r"field 'c' = ' ': blank"),
     ):

@@ -11,7 +11,7 @@ from tests.training import config
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.data.load import DataConfig
+from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.memory.check import check_host, host_needs
 from thinpipe.launch.memory.model import rank_memory
 from thinpipe.launch.plan.predict import in_flight
@@ -101,10 +101,12 @@ def test_shards_that_send_differences_hold_all_weights_once_more_and_save_their_
 
 
 @pytest.mark.parametrize(
-    ("method", "words"), [("allreduce", 0), ("cocktail", 1.5), ("diloco", 2), ("demo", 2)]
+    ("method", "words"), [("allreduce", 0), ("cocktail", 1.75), ("diloco", 2), ("demo", 2)]
 )
 def test_replicas_count_what_they_keep_to_exchange(method: str, words: float) -> None:
-    """cocktail: a global copy, and a server's error for its half of it; diloco: and a momentum."""
+    """cocktail: a global copy, a server's error for its half of it, and what an exchange of a tenth
+    finds, 2.5 times; diloco: a global copy and a momentum.
+    """
     pipeline = {"cuts": [2], "microbatches": 2, "replicas": 2}
     alone, together = (
         rank_memory(config(pipeline=pipeline, gradcomp={"method": name}))

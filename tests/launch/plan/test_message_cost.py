@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig
+from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.plan.message_cost import describe, measure_message
@@ -15,13 +15,12 @@ from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
     [
         (RawConfig(format="bf16"), "raw bf16"),
         (AqsgdConfig(bits=3), "aqsgd 3-bit"),
-        (AutoConfig(bits=2), "auto 2-bit"),
         (DirectConfig(bits=8, coding="zstd"), "direct 8-bit zstd"),
         (AqsgdConfig(bits=4, rate=0.5, coding="zstd"), "aqsgd rate 0.5"),
         (AqsgdConfig(bits=4, rate=2.0, coding="rans"), "aqsgd rate 2 rans"),
         (StatelessConfig(bits=5), "stateless 5-bit"),
         (TransformConfig(step=0.8), "transform step 0.8"),
-        (StatelessConfig(bits=4, coding="auto"), "stateless 4-bit auto"),
+        (StatelessConfig(bits=4, coding="zstd"), "stateless 4-bit zstd"),
     ],
 )
 def test_settings_have_names(spec: Spec, name: str) -> None:

@@ -10,8 +10,7 @@ from tests.ranks import Ranks
 from tests.training import batch, config, start
 from thinpipe.launch.checkpoint.reshard import module_of
 from thinpipe.launch.run import proof
-from thinpipe.launch.run.at_rest import CorruptionError
-from thinpipe.launch.run.proof import Proof, digest
+from thinpipe.launch.run.proof import CorruptionError, Proof, digest
 
 pytestmark = pytest.mark.dist
 

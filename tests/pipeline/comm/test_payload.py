@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinpipe.pipeline.comm.payload import Rows, accepted, compress_codes, expand_codes, rows_of
+from thinpipe.pipeline.comm.payload import Rows, compress_codes, expand_codes, rows_of
 from thinpipe.pipeline.wire.cast import Cast
-from thinpipe.pipeline.wire.coding.entropy import Coding, CodingError, compress
+from thinpipe.pipeline.wire.coding.entropy import CodingError, compress
 from thinpipe.pipeline.wire.uniform import Uniform
 
 NUMEL, WIDTH = 4096, 64
@@ -117,10 +117,3 @@ def test_damage_is_noticed_or_changes_values(bits: int) -> None:
         assert not torch.equal(out, payload)
         # Neither scales nor stored blocks are checked here: the header has a checksum.
         assert at < rows.split or bits == 8
-
-
-@pytest.mark.parametrize(
-    ("coding", "numbers"), [("none", ()), ("zstd", (1,)), ("rans", (2,)), ("auto", (1, 2))]
-)
-def test_codings_have_numbers(coding: Coding, numbers: tuple[int, ...]) -> None:
-    assert accepted(coding) == numbers

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.ranks import Ranks
 from tests.training import batch, config, train_steps
-from thinpipe.launch.components import build_stage
+from thinpipe.launch.build import build_stage
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.pipeline.batch import Batch, Samples
 from thinpipe.pipeline.engine import PipelineEngine

@@ -7,10 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinpipe.pipeline.config import StatelessConfig
-from thinpipe.pipeline.wire.hadamard import Hadamard
+from thinpipe.pipeline.wire.hadamard import TILES, Hadamard
 from thinpipe.pipeline.wire.kernels import Backend
-from thinpipe.pipeline.wire.kernels.hadamard import TILES
 from thinpipe.pipeline.wire.uniform import Uniform
 
 BITS = range(2, 8)
@@ -166,4 +164,4 @@ def test_visiting_the_same_value_again_contracts_the_error() -> None:
 )
 def test_wrong_options_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        StatelessConfig(**options)
+        Hadamard(**{"bits": 4, **options})

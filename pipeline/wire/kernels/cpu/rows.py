@@ -1,9 +1,8 @@
-"""One row of the CPU kernels: quantize or dequantize some of its blocks, in one pass over memory.
+"""One row of the CPU kernels: quantize or dequantize it, in one pass over memory.
 
 A block's codes (and random numbers) stay in the L1 cache between being computed and being packed. A
 group's scale is computed when its first value is reached, so that group and block sizes need not
-divide each other. An array travels as (flat array, place of the row's first value or byte); the
-place may lie outside when the array holds only the part that is worked on.
+divide each other. An array travels as (flat array, place of the row's first value or byte).
 """
 
 from typing import Any
@@ -95,8 +94,7 @@ def _load_scale(scale: Any, start: Any, fp32: Any) -> Any:
 
 
 @njit
-def blocks_of(numel: Any) -> Any:
-    """How many blocks a row has."""
+def _blocks_of(numel: Any) -> Any:
     return (numel + BLOCK - 1) // BLOCK
 
 
@@ -109,21 +107,21 @@ def _block_bounds(block: Any, numel: Any) -> Any:
 
 
 @njit
-def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any, part: Any) -> Any:
-    """Quantize x - memory in some blocks, which begin with a group.
+def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any, room: Any) -> Any:
+    """Quantize x - memory.
 
     Returns the largest bit pattern of the new memory.
 
     `into` = (payload, scales), both with their places; `rule` = (numel, bits, group, scales are
-    fp32, rate or 0); `noise` = (room for a block, key, row number, step); `part` = (first block,
-    last block, room for two blocks of codes).
+    fp32, rate or 0); `noise` = (room for a block, key, row number, step); `room` is for two
+    blocks of codes.
     """
     (payload, scale), (numel, bits, group, fp32, rate) = into, rule
     random, key, row_number, noise_step = noise
-    first_block, last_block, codes, spread = part
+    codes, spread = room
     half, scale_nbytes = 1 << (bits - 1), 4 if fp32 else 2
     step, inverse, largest = np.float32(0.0), np.float32(0.0), np.uint32(0)
-    for block in range(first_block, last_block):
+    for block in range(_blocks_of(numel)):
         first, last, lanes = _block_bounds(block, numel)
         at = first
         philox_block(random, lanes, block * PLANE_LANES, (key, row_number, noise_step))
@@ -162,12 +160,12 @@ def encode_row(x: Any, memory: Any, fresh: Any, into: Any, rule: Any, noise: Any
 
 
 @njit
-def decode_row(source: Any, rule: Any, memory: Any, fresh: Any, out: Any, part: Any) -> Any:
-    """Dequantize some blocks onto a memory; arguments and result are those of `encode_row`."""
+def decode_row(source: Any, rule: Any, memory: Any, fresh: Any, out: Any, room: Any) -> Any:
+    """Dequantize a row onto a memory; arguments and result are those of `encode_row`."""
     (payload, scale), (numel, bits, group, fp32, _) = source, rule
-    first_block, last_block, codes, spread = part
+    codes, spread = room
     half, scale_nbytes, largest = 1 << (bits - 1), 4 if fp32 else 2, np.uint32(0)
-    for block in range(first_block, last_block):
+    for block in range(_blocks_of(numel)):
         first, last, lanes = _block_bounds(block, numel)
         at = first
         start = payload[1] + block * PLANE_LANES * bits

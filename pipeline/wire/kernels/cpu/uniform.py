@@ -1,10 +1,8 @@
 """The kernels on CPUs, compiled by numba: one pass over memory, no GIL, no threads of their own.
 
-Arrays travel as flat windows with a row stride. What combines several codes of a row works on spans
-of whole groups and whole blocks, whose values stay in the caches in between.
+Arrays travel as flat windows with a row stride.
 """
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +15,8 @@ from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.kernels import Codes, with_contiguous_rows
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 from thinpipe.pipeline.wire.kernels.cpu.rows import (
-    BLOCK,
     INFINITY,
     ROOM,
-    blocks_of,
     decode_row,
     encode_row,
 )
@@ -89,41 +85,6 @@ def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tens
     return torch.from_numpy(fresh[2])
 
 
-def packed_delta_encode(
-    x_BN: Tensor,
-    memory: Codes,
-    codes: Codes,
-    fresh: Codes,
-    *,
-    noise: Noise | None,
-    rate: float | None = None,
-) -> Tensor:
-    """`delta_encode` on quantized memories; see `KernelSet.packed_delta_encode`."""
-    rows, numel = x_BN.shape
-    finite, unit = np.empty(rows, np.bool_), _span(numel, memory, codes, fresh)
-    delta, words = _code_windows(codes, numel, rate), _words(noise, rows)
-    old, new = _code_windows(memory, numel), _code_windows(fresh, numel)
-    _packed_encode(_readable(x_BN), old, delta, new, words, finite, unit)
-    return torch.from_numpy(finite)
-
-
-def packed_delta_decode(codes: Codes, memory: Codes, fresh: Codes, out_BN: Tensor) -> Tensor:
-    """`delta_decode` on quantized memories; see `KernelSet.packed_delta_decode`."""
-    rows, numel = out_BN.shape
-    finite, unit = np.empty(rows, np.bool_), _span(numel, memory, codes, fresh)
-    old, delta, new = (_code_windows(each, numel) for each in (memory, codes, fresh))
-    into_BN = _writable(out_BN)
-    _packed_decode(delta, old, new, _window(into_BN), finite, unit)
-    _hand_over(into_BN, out_BN)
-    return torch.from_numpy(finite)
-
-
-def _span(numel: int, *codes: Codes) -> int:
-    """The fewest blocks after which a block and groups of all codes begin; at most a row."""
-    together = math.lcm(BLOCK, *(each.group for each in codes))
-    return max(1, min(together // BLOCK, -(-numel // BLOCK)))
-
-
 def _readable(x_BN: Tensor) -> _Window:
     x_BN = x_BN.detach()
     x_BN = x_BN if x_BN.dtype in _STORED_AS else x_BN.float()
@@ -188,7 +149,7 @@ def _row_of(codes: Any, row: Any) -> Any:
 @compiled
 def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any) -> Any:
     random, key, noise_step, row_numbers = noise
-    part = (0, blocks_of(into[2][0]), np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
+    room = (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
     for row in range(len(fresh[2])):
         largest = encode_row(
             (x[0], row * x[1]),
@@ -197,14 +158,14 @@ def _encode(x: Any, memory: Any, fresh: Any, into: Any, noise: Any) -> Any:
             _row_of(into, row),
             into[2],
             (random, key, row_numbers[row], noise_step),
-            part,
+            room,
         )
         fresh[2][row] = largest < INFINITY
 
 
 @compiled
 def _decode(source: Any, memory: Any, fresh: Any, out: Any) -> Any:
-    part = (0, blocks_of(source[2][0]), np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
+    room = (np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8))
     for row in range(len(fresh[2])):
         largest = decode_row(
             _row_of(source, row),
@@ -212,53 +173,9 @@ def _decode(source: Any, memory: Any, fresh: Any, out: Any) -> Any:
             (memory[0], row * memory[1]),
             (fresh[0], row * fresh[1]),
             (out[0], row * out[1]),
-            part,
+            room,
         )
         fresh[2][row] = largest < INFINITY
-
-
-@compiled
-def _packed_encode(
-    x: Any, old: Any, delta: Any, new: Any, noise: Any, finite: Any, unit: Any
-) -> Any:
-    random, key, noise_step, row_numbers = noise
-    last_block = blocks_of(delta[2][0])
-    codes, spread = np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)
-    values = np.empty(unit * BLOCK, np.float32)
-    for row in range(len(finite)):
-        finite[row] = True
-        number = (random, key, row_numbers[row], noise_step)
-        sources = _row_of(old, row)
-        changes = _row_of(delta, row)
-        targets = _row_of(new, row)
-        for first in range(0, last_block, unit):
-            part = (first, min(first + unit, last_block), codes, spread)
-            here = (values, -first * BLOCK)
-            decode_row(sources, old[2], (None, 0), (None, 0), here, part)
-            largest = encode_row((x[0], row * x[1]), here, here, changes, delta[2], number, part)
-            finite[row] &= largest < INFINITY
-            plain = (None, key, key, key)
-            encode_row(here, (None, 0), (None, 0), targets, new[2], plain, part)
-
-
-@compiled
-def _packed_decode(delta: Any, old: Any, new: Any, out: Any, finite: Any, unit: Any) -> Any:
-    last_block = blocks_of(delta[2][0])
-    codes, spread = np.empty(ROOM, np.uint8), np.empty(ROOM, np.uint8)
-    values, zero = np.empty(unit * BLOCK, np.float32), np.uint64(0)
-    for row in range(len(finite)):
-        finite[row] = True
-        sources = _row_of(old, row)
-        changes = _row_of(delta, row)
-        targets = _row_of(new, row)
-        for first in range(0, last_block, unit):
-            part = (first, min(first + unit, last_block), codes, spread)
-            here = (values, -first * BLOCK)
-            decode_row(sources, old[2], (None, 0), (None, 0), here, part)
-            largest = decode_row(changes, delta[2], here, here, (out[0], row * out[1]), part)
-            finite[row] &= largest < INFINITY
-            plain = (None, zero, zero, zero)
-            encode_row(here, (None, 0), (None, 0), targets, new[2], plain, part)
 
 
 if TYPE_CHECKING:

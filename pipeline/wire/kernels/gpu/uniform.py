@@ -56,32 +56,6 @@ def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tens
     return _decode(codes, (memory_BN, fresh_BN), out_BN)
 
 
-def packed_delta_encode(
-    x_BN: Tensor,
-    memory: Codes,
-    codes: Codes,
-    fresh: Codes,
-    *,
-    noise: Noise | None,
-    rate: float | None = None,
-) -> Tensor:
-    """`delta_encode` on quantized memories; see `KernelSet.packed_delta_encode`."""
-    value_BN = torch.empty(x_BN.shape, device=x_BN.device)
-    dequantize(memory, value_BN)
-    finite_B = _encode(x_BN, (value_BN, value_BN), codes, noise=noise, rate=rate)
-    quantize(value_BN, fresh, noise=None)
-    return finite_B
-
-
-def packed_delta_decode(codes: Codes, memory: Codes, fresh: Codes, out_BN: Tensor) -> Tensor:
-    """`delta_decode` on quantized memories; see `KernelSet.packed_delta_decode`."""
-    value_BN = torch.empty(out_BN.shape, device=out_BN.device)
-    dequantize(memory, value_BN)
-    finite_B = _decode(codes, (value_BN, value_BN), out_BN)
-    quantize(value_BN, fresh, noise=None)
-    return finite_B
-
-
 def _encode(
     x_BN: Tensor,
     kept: tuple[Tensor | None, Tensor | None],

@@ -77,32 +77,6 @@ def delta_decode(codes: Codes, memory_BN: Tensor, fresh_BN: Tensor, out_BN: Tens
     return torch.isfinite(fresh_BN).all(1)
 
 
-def packed_delta_encode(
-    x_BN: Tensor,
-    memory: Codes,
-    codes: Codes,
-    fresh: Codes,
-    *,
-    noise: Noise | None,
-    rate: float | None = None,
-) -> Tensor:
-    """`delta_encode` on quantized memories; see `KernelSet.packed_delta_encode`."""
-    value_BN = torch.empty(x_BN.shape, device=x_BN.device)
-    dequantize(memory, value_BN)
-    finite_B = delta_encode(x_BN, value_BN, codes, value_BN, noise=noise, rate=rate)
-    quantize(value_BN, fresh, noise=None)
-    return finite_B
-
-
-def packed_delta_decode(codes: Codes, memory: Codes, fresh: Codes, out_BN: Tensor) -> Tensor:
-    """`delta_decode` on quantized memories; see `KernelSet.packed_delta_decode`."""
-    value_BN = torch.empty(out_BN.shape, device=out_BN.device)
-    dequantize(memory, value_BN)
-    finite_B = delta_decode(codes, value_BN, value_BN, out_BN)
-    quantize(value_BN, fresh, noise=None)
-    return finite_B
-
-
 def _grouped(x_BN: Tensor, group: int) -> Tensor:
     group = max(1, min(group, x_BN.shape[1]))
     pad = -x_BN.shape[1] % group

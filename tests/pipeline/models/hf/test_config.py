@@ -117,15 +117,17 @@ def test_a_damaged_config_is_named(tmp_path: Path) -> None:
 def test_random_weights_are_announced_when_both_folders_are_given(gpt2: Path) -> None:
     model = HuggingFaceConfig(pretrained="nowhere", config=str(gpt2))
     assert model.weights is None
-    assert "model.pretrained is not read" in model.notices(cut=False)[0]
+    assert (
+        "model.pretrained is not read" in model.notices(cut=False, ties=True, tokenizer="model")[0]
+    )
 
 
 def test_frozen_parts_are_announced(tmp_path: Path) -> None:
     saved_model("deberta", tmp_path)
     model = HuggingFaceConfig(**section("deberta", tmp_path))
     assert model.classes == CLASSES
-    assert "encoder.rel_embeddings" in model.notices(cut=True)[0]
-    assert model.notices(cut=False) == []
+    assert "encoder.rel_embeddings" in model.notices(cut=True, ties=False, tokenizer="model")[0]
+    assert model.notices(cut=False, ties=True, tokenizer="model") == []
 
 
 def test_an_exact_tie_needs_a_tied_model(tmp_path: Path) -> None:

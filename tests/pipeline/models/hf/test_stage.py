@@ -210,7 +210,7 @@ def test_modules_that_all_stages_share_are_frozen_where_copies_would_diverge(
 
 def test_dropout_is_the_folder_s_unless_overridden(tmp_path: Path) -> None:
     saved_model("gpt2", tmp_path, resid_pdrop=0.3)
-    assert HuggingFaceConfig(pretrained=str(tmp_path)).largest_dropout == 0.3
+    assert HuggingFaceConfig(pretrained=str(tmp_path)).fresh_dropout == 0.3
     x, samples = padded_batch()
     for dropout, deterministic in ((None, False), (0.0, True)):
         (stage,) = build("gpt2", tmp_path, ((0, 2),), dropout=dropout)

@@ -6,15 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinpipe.pipeline.wire.kernels import Backend
+from thinpipe.pipeline.wire.kernels import Backend, load
 from thinpipe.pipeline.wire.kernels.coefficients import (
     SYMBOLS,
     CoefficientKernels,
     Layout,
-    load_coefficient_kernels,
 )
 
-REFERENCE, NUMBA = (load_coefficient_kernels(name) for name in ("reference", "numba"))
+REFERENCE, NUMBA = (load("coefficients", name) for name in ("reference", "numba"))
 DIGIT_TABLE = 29
 
 
@@ -107,4 +106,4 @@ def test_a_known_answer() -> None:
 def test_other_backends_are_named() -> None:
     other: Backend = "triton"
     with pytest.raises(ValueError, match='backend = "triton"'):
-        load_coefficient_kernels(other)
+        load("coefficients", other)

@@ -1,10 +1,11 @@
-"""Kernels on packed memories, and steps that follow the rms, against what they stand for."""
+"""Steps that follow the rms, and packed memories, under several backends."""
 
 import pytest
 import torch
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
+from thinpipe.pipeline.wire.kernels import Backend, Codes, KernelSet, load_kernels
+from thinpipe.pipeline.wire.uniform import Uniform
 
 CPU = torch.device("cpu")
 REFERENCE, NUMBA = load_kernels("reference", CPU), load_kernels("numba", CPU)
@@ -37,70 +38,32 @@ def same(one: Found, other: Found) -> bool:
     )
 
 
-def unfused(
-    kernels: KernelSet, x: torch.Tensor, old: Codes, delta: Codes, noise: Noise | None
-) -> Found:
-    """Dequantize the memory to fp32, encode the change, quantize what the memory becomes."""
-    old_values, fresh_values, out = (torch.full_like(x, torch.nan).float() for _ in range(3))
-    kernels.dequantize(old, old_values)
-    finite = kernels.delta_encode(x, old_values, delta, fresh_values, noise=noise)
-    kernels.delta_decode(delta, old_values, fresh_values, out)
-    fresh = filled(fresh_values, old.bits, old.group, old.scale_BK.dtype)
-    return [*delta[:2], *fresh[:2], out, finite]
-
-
-def fused(
-    kernels: KernelSet, x: torch.Tensor, old: Codes, delta: Codes, noise: Noise | None
-) -> Found:
-    fresh, kept = (room(x.shape[1], *old[2:], old.scale_BK.dtype) for _ in range(2))
-    out = torch.full_like(x, torch.nan).float()
-    finite = kernels.packed_delta_encode(x, old, delta, fresh, noise=noise)
-    assert torch.equal(kernels.packed_delta_decode(delta, old, kept, out), finite)
-    assert same([*kept[:2]], [*fresh[:2]])
-    return [*delta[:2], *fresh[:2], out, finite]
-
-
-@pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
-@pytest.mark.parametrize(("numel", "group", "memory_group"), SHAPES)
-@pytest.mark.parametrize("memory_bits", [4, 8])
-def test_packed_memories_change_as_if_unpacked(
-    kernels: KernelSet, numel: int, group: int, memory_group: int, memory_bits: int
-) -> None:
-    old = filled(rows(numel, 1), memory_bits, memory_group)
-    for turn, bits in enumerate(range(1, 9)):
-        scale = (torch.bfloat16, torch.float32)[turn // 2 % 2]
-        x = (rows(numel, 1) + 0.1 * rows(numel, 2)).to((torch.float32, torch.bfloat16)[turn % 2])
-        noise = NOISE if bits in (2, 3, 8) else None
-        expected = unfused(REFERENCE, x, old, room(numel, bits, group, scale), noise)
-        found = fused(kernels, x, old, room(numel, bits, group, scale), noise)
-        assert same(found, expected), f"{bits} bits"
-
-
-@pytest.mark.parametrize("kernels", [REFERENCE, NUMBA])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_packed_memory_that_would_not_be_finite_is_reported(
-    kernels: KernelSet, bad: float
-) -> None:
-    x, old = rows(5000, 0), filled(rows(5000, 1), 8, 96)
-    x[1, 333] = bad
-    found = fused(kernels, x, old, room(5000, 4, 64), None)
-    assert found[-1].tolist() == [True, False]
-
-
 def test_both_ends_hold_equal_packed_memories_after_many_steps() -> None:
     """Backends differ between the ends, and from step to step."""
     generator, numel = torch.Generator().manual_seed(3), 5 * 1024 + 300
-    start = filled(torch.randn(2, numel, generator=generator), 8, 256)
-    ends = [start, Codes(*(t.clone() for t in start[:2]), *start[2:])]
-    error = []
     x = torch.randn(2, numel, generator=generator)
+    memory = Uniform(8, 256)
+    ends = [torch.empty(2, memory.capacity(numel), dtype=torch.uint8) for _ in range(2)]
+    for old in ends:
+        memory.encode(torch.zeros_like(x), old)
+    error = []
     for step in range(12):
-        sender, receiver = ((REFERENCE, NUMBA), (NUMBA, REFERENCE))[step % 2]
-        noise, delta = Noise(3, step, torch.tensor([1, 2])), room(numel, 3, 128)
-        fresh, out = [room(numel, 8, 256) for _ in ends], torch.full_like(x, torch.nan)
-        sender.packed_delta_encode(x, ends[0], delta, fresh[0], noise=noise)
-        receiver.packed_delta_decode(delta, ends[1], fresh[1], out)
-        assert same([*fresh[0][:2]], [*fresh[1][:2]])
+        backends: list[Backend] = ["reference", "numba"]
+        sender, receiver = (
+            Uniform(3, 128, stochastic=True, backend=name)
+            for name in backends[:: 1 - 2 * (step % 2)]
+        )
+        fresh, out = [torch.empty_like(old) for old in ends], torch.full_like(x, torch.nan)
+        wire = torch.empty(2, sender.capacity(numel), dtype=torch.uint8)
+        noise = Noise(3, step, torch.tensor([1, 2]))
+        values = [torch.empty_like(x) for _ in ends]
+        for old, value in zip(ends, values, strict=True):
+            memory.decode(old, value)
+        sender.encode_change(x, values[0], wire, values[0], noise=noise)
+        receiver.decode_change(wire, values[1], values[1], out)
+        for value, row in zip(values, fresh, strict=True):
+            memory.encode(value, row)
+        assert torch.equal(*fresh)
         ends = fresh
         error.append(float((out - x).norm() / x.norm()))
     assert error[-1] < 0.02 < 0.2 < error[0]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from thinpipe.pipeline.wire.kernels.hadamard import TILES, load_tile_kernels
+from thinpipe.pipeline.wire.hadamard import TILES
+from thinpipe.pipeline.wire.kernels import load
 
 ROOT = Path(__file__).parents[4]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -19,7 +20,7 @@ CASES = [(tile, numel, dtype) for tile in TILES for numel in (1, 300, 2100) for 
 def results(name: Any, device: str, case: tuple[int, int, torch.dtype]) -> list[torch.Tensor]:
     """Everything the kernels write for a case, outputs poisoned before."""
     tile, numel, dtype = case
-    tiles, kernels = -(-numel // tile), load_tile_kernels(name, torch.device(device))
+    tiles, kernels = -(-numel // tile), load("hadamard", name, torch.device(device))
     generator = torch.Generator().manual_seed(numel)
     x = torch.randn(4, numel, generator=generator) * 3
     x[1, ::7] = torch.nan
@@ -98,7 +99,7 @@ def test_triton_kernels_compile_without_a_gpu_and_fuse_nothing(name: str) -> Non
 
 @pytest.mark.parametrize("tile", TILES)
 def test_a_rotation_keeps_lengths_and_undoes_itself(tile: int) -> None:
-    kernels = load_tile_kernels("reference", torch.device("cpu"))
+    kernels = load("hadamard", "reference")
     x = torch.zeros(1, 3 * tile)
     x[0, :tile] = torch.randn(tile, generator=torch.Generator().manual_seed(tile))
     x[0, tile + 3] = 8.0  # an outlier is spread evenly
@@ -119,7 +120,7 @@ def test_what_rotation_makes_worse_or_could_overflow_stays() -> None:
     x[0, 32] = 2.0**100
     x[0, 48] = torch.nan
     peak, turned = torch.empty(1, 5), torch.empty(1, 5, dtype=torch.uint8)
-    load_tile_kernels("auto", torch.device("cpu")).survey(x, 16, peak, turned)
+    load("hadamard").survey(x, 16, peak, turned)
     assert turned.tolist() == [[1, 0, 0, 0, 0]]
     assert peak.tolist() == [[0.25, 1.0, 2.0**100, torch.inf, 0.0]]
 

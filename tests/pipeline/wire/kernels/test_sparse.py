@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from thinpipe.pipeline.wire.kernels import Backend
+from thinpipe.pipeline.wire.kernels import Backend, load
 from thinpipe.pipeline.wire.kernels.cpu import sparse as sparse_cpu
 from thinpipe.pipeline.wire.kernels.reference import sparse as sparse_reference
-from thinpipe.pipeline.wire.kernels.sparse import load_sparse_kernels
 from thinpipe.pipeline.wire.subset import RUN, random_subset
 
 SIZES = (1, 15, 16, 17, 63, 64, 65, 1000, 5003)
@@ -93,4 +92,4 @@ def test_any_nan_stays_one_in_every_format(dtype: torch.dtype) -> None:
 def test_a_backend_without_sparse_kernels_is_refused() -> None:
     backend: Backend = "triton"
     with pytest.raises(ValueError, match='backend = "triton"'):
-        load_sparse_kernels(backend, torch.device("cpu"))
+        load("sparse", backend)

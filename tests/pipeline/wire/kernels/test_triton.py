@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from thinpipe.pipeline.wire.codec import Noise
-from thinpipe.pipeline.wire.kernels import Codes, KernelSet, load_kernels
+from thinpipe.pipeline.wire.kernels import Codes, load_kernels
 
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[4]
@@ -51,21 +51,10 @@ def results(name: Any, device: torch.device, case: tuple[int, int, int]) -> list
     finite = kernels.delta_encode(x, memory, delta, fresh, noise=noise)
     kernels.delta_decode(delta, memory, kept, value)
     found = [*plain[:2], out, *delta[:2], fresh, kept, value, finite]
-    found += combined(kernels, x, plain, noise)
-    return [tensor.cpu() for tensor in found]
-
-
-def combined(
-    kernels: KernelSet, x: torch.Tensor, old: Codes, noise: Noise | None
-) -> list[torch.Tensor]:
-    """What is written from several codes, and from steps that follow the rms."""
-    numel, bits, group, scale = x.shape[1], old.bits, old.group, old.scale_BK.dtype
-    delta, fresh, kept, rated = (room(numel, bits, group, scale, x.device) for _ in range(4))
-    out = torch.full_like(x, torch.nan)
-    finite = kernels.packed_delta_encode(x, old, delta, fresh, noise=noise)
-    kernels.packed_delta_decode(delta, old, kept, out)
+    rated = room(numel, bits, group, scale, device)
     kernels.quantize(x, rated, noise=noise, rate=0.7)
-    return [*delta[:2], *fresh[:2], *kept[:2], out, finite, *rated[:2]]
+    found += rated[:2]
+    return [tensor.cpu() for tensor in found]
 
 
 def nan_that_wraps(name: Any, device: torch.device) -> list[torch.Tensor]:

@@ -252,7 +252,6 @@ class _Kept:
         b.store(_call(b, f"llvm.umax.v{LANES}i32", kind, largest), self._largest)
 
     def largest(self) -> Value:
-        """A scalar."""
         name = f"llvm.vector.reduce.umax.v{LANES}i32"
         return _call(self._b, name, I32, [self._b.load(self._largest)])
 

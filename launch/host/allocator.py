@@ -1,7 +1,8 @@
-"""What is freed goes back to the system, so that one block at a time is one block of memory.
+"""glibc's malloc, where blocks of a stage come and go.
 
-glibc keeps freed tensors of up to 32 MB for later ones, and those of another size do not fit: with
-blocks that come and go a rank grew with the number of its blocks, by half of what shards save.
+Every rank keeps freed memory (`launch/distributed/elastic.py`): that is quicker. With shards it
+grew with the number of blocks, by half of what shards save: blocks differ in size, and what malloc
+keeps of one does not fit the next. So ranks with shards give it back.
 """
 
 import ctypes

@@ -1,0 +1,49 @@
+"""What methods remember from step to step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Stateless:
+    """Of a method without memory."""
+
+    def keep(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Staged:
+    """Tensors by name. What a step sets counts once `keep` is called."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Tensor] = {}
+        self._fresh: dict[str, Tensor] = {}
+
+    def get(self, name: str, device: torch.device) -> Tensor | None:
+        """What counts; restored tensors are in host memory until then."""
+        kept = self._kept.get(name)
+        return None if kept is None else kept.to(device)
+
+    def set(self, name: str, value: Tensor) -> None:
+        """Takes the tensor over."""
+        self._fresh[name] = value
+
+    def keep(self) -> None:
+        """The step counts. Without this call the next step overwrites what it set."""
+        self._kept.update(self._fresh)
+        self._fresh.clear()
+
+    def drop(self) -> None:
+        self._fresh.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._kept)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._kept, self._fresh = dict(state), {}

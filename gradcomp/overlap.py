@@ -1,0 +1,101 @@
+"""An exchange under way, on a thread of its own beside training.
+
+What it found is applied by the training thread, which may wait for it now or a step later. A
+checkpoint holds what was found, and a restored run applies that: no exchange is made twice. So what
+a method remembers of an exchange must count when its job ends.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinpipe.pipeline.wire.stream import CudaEvent, SideStream
+from thinpipe.pipeline.wire.thread import Worker
+
+_KEY = "under_way"
+
+
+class Overlap:
+    """Jobs that exchange, in the order in which they were launched.
+
+    What a job returns is a tensor, or lists and tuples of what a checkpoint can hold. After a
+    failure every call that waits raises it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._worker, self._side_stream = Worker("gradcomp"), SideStream(device)
+        self._jobs: list[Future[tuple[Any, CudaEvent]]] = []
+
+    def launch(self, job: Callable[[], Any]) -> None:
+        """Run `job` after those before it, and after what is queued on the device now."""
+        # names, not `self`: the thread would keep this object, and so itself, alive
+        side_stream, queued = self._side_stream, self._side_stream.now()
+
+        def run() -> tuple[Any, CudaEvent]:
+            with side_stream.after(queued):
+                return job(), side_stream.now()
+
+        self._jobs.append(self._worker.submit(run))
+
+    def wait(self) -> None:
+        """Until nothing is under way: what jobs read may be changed then."""
+        for job in self._jobs:
+            job.result()
+
+    def join(self, count: int | None = None) -> list[Any]:
+        """Wait for the oldest `count` jobs, by default all, and take what they found."""
+        found = [job.result() for job in self._jobs[:count]]
+        del self._jobs[:count]
+        for value, finished in found:
+            for tensor in _tensors(value) if finished is not None else ():
+                self._side_stream.hand_over(tensor, finished)
+        return [value for value, _ in found]
+
+    def drop(self) -> None:
+        """Forget what is under way, once it is over."""
+        self.wait()
+        self._jobs = []
+
+    def save(self) -> dict[str, Any]:
+        """What was found and not joined, for `state_dict`."""
+        found = [job.result() for job in self._jobs]
+        for _, finished in found:
+            self._side_stream.wait(finished)
+        return {_KEY: [value for value, _ in found]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Have under way what `save` returned.
+
+        Raises:
+            ValueError: the state was saved by a version that made an exchange again.
+        """
+        if not isinstance(state.get(_KEY), list):
+            raise ValueError(
+                "this checkpoint holds an exchange between replicas in the form of an earlier "
+                "version; go on from it with that version, or start with model.from_run"
+            )
+        self.drop()
+        for value in state[_KEY]:
+            job: Future[tuple[Any, CudaEvent]] = Future()
+            job.set_result((_moved(value, self._device), self._side_stream.now()))
+            self._jobs.append(job)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(each, device) for each in value)
+    return value

@@ -1,0 +1,70 @@
+"""Settings that are gone: what a run file that has one is answered.
+
+A saved run lists every setting. So one that says what always holds now is passed over.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+_GONE: tuple[tuple[str, Any, str], ...] = (
+    ("boundary.*.*ward.scale_dtype", "bf16", "scales are bf16, remove it"),
+    ("boundary.*.*ward*.tile", 64, "tiles have 64 values, remove it"),
+    ("boundary.*.*ward.of", "change", "steps are multiples of the change, remove it"),
+    ("boundary.*.*ward.error", None, "set step instead"),
+    ("boundary.*.guard.error", 0.6, "remove it"),
+    ("boundary.*.guard.rise", 1.5, "remove it"),
+    ("boundary.*.guard.patience", 20, "remove it"),
+    ("gradcomp.*.group", 128, "128 values share a scale, remove it"),
+    ("gradcomp.*.seed", 0, "remove it"),
+    ("gradcomp.*.budget", "fixed", "set subset and bits, which thinpipe plan chooses"),
+    ("gradcomp.*.local_steps", 1, 'use method = "diloco" or "sparse_loco", which have interval'),
+    ("gradcomp.decentralized.format", "fp32", "remove it"),
+    ("gradcomp.sparse_loco.divide", "replicas", "remove it"),
+    ("train.verify_share", 0.008, "memory is not watched between steps any more, remove it"),
+)
+"""Dotted names, the value that always holds now, and what to do with another."""
+_GONE_VALUES: tuple[tuple[str, Any, str], ...] = (
+    (
+        "boundary.*.forward.kind",
+        "auto",
+        'use kind = "aqsgd" with first_visit = { kind = "stateless", bits = 5 }, or '
+        'kind = "stateless" for a single epoch',
+    ),
+    ("boundary.*.guard.mode", "act", 'use "warn", and more bits when it warns'),
+    ("boundary.*.*ward.coding", "auto", 'use "none", "zstd" or "rans"'),
+    ("boundary.*.*ward.scale_per", "channel", 'use "token", or how many values share a scale'),
+    ("boundary.*.*ward.scale_per", "tensor", 'use "token", or how many values share a scale'),
+)
+"""Values of settings that stay."""
+
+
+def without_removed(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """What was read of a run file, without settings that say what holds anyway.
+
+    Raises:
+        ValueError: one says something else; the message names it and the remedy.
+    """
+    return {key: value for key, value in _kept(tree, "")}
+
+
+def _kept(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        for pattern, old, remedy in _GONE_VALUES:
+            if value == old and fnmatchcase(name, pattern):
+                raise ValueError(f"{name} = {json.dumps(value)}: no longer offered; {remedy}")
+        gone = next((each for each in _GONE if fnmatchcase(name, each[0])), None)
+        if gone is None:
+            yield key, _inside(value, f"{name}.")
+        elif value != gone[1]:
+            raise ValueError(f"{name} = {json.dumps(value)}: no longer a setting; {gone[2]}")
+
+
+def _inside(value: Any, above: str) -> Any:
+    if isinstance(value, Mapping):
+        return dict(_kept(value, above))
+    if isinstance(value, list | tuple):
+        return [_inside(each, f"{above}{index}.") for index, each in enumerate(value)]
+    return value

@@ -1,0 +1,119 @@
+"""The [data] section: which data to train on."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from thinpipe.launch.data.columns import RowFields
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+_HF_PREFIX = "hf:"
+
+
+class SourceConfig(BaseModel):
+    """One source of a mixture: a path as in `data.path`, and its relative share of the examples."""
+
+    model_config = _STRICT
+
+    path: str = Field(min_length=1)
+    weight: float = Field(gt=0)
+
+
+class DataConfig(RowFields):
+    """Which data to train on, as sequences of `sequence_length` tokens.
+
+    `path` is a file, a folder (recursively, without hidden files) or a glob; `dataset`
+    is `hf:NAME/CONFIG` or `hf:OWNER/NAME/CONFIG`; `sources` are a mixture; without any, the text is
+    the source code of Python's standard library. Evaluation data are in `eval_path`, or held out
+    from the rest. `max_bytes` limits how much running text is read, `train_sequences = "all"` takes
+    all of it. `factory` and `eval_factory` ("module:function") return datasets of one's own, whose
+    items are (input, target); without the second, the last `eval_sequences` samples are held out.
+    """
+
+    factory: str | None = None
+    eval_factory: str | None = None
+
+    path: str | None = Field(default=None, min_length=1)
+    eval_path: str | None = Field(default=None, min_length=1)
+    sources: tuple[SourceConfig, ...] = ()
+    dataset: str | None = None
+    format: Literal["auto", "text", "tsv", "jsonl"] = "auto"
+    sequence_length: int = Field(default=128, ge=1)
+    train_sequences: Annotated[int, Field(ge=1)] | Literal["all"] = 512
+    eval_sequences: Annotated[int, Field(ge=1)] | Literal["all"] = 64
+    tokenizer: str = Field(default="bytes", min_length=1)
+    max_bytes: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "DataConfig":
+        given = {"path": self.path, "dataset": self.dataset, "sources": self.sources}
+        named = {name: value for name, value in given.items() if value}
+        if len(named) > 1:
+            listed = ", ".join(f"{name} = {value!r}" for name, value in named.items())
+            raise ValueError(f"{listed}: two sources of text; remove one")
+        if self.dataset is not None:
+            parse_dataset(self.dataset)
+            if self.eval_path is not None or self.format != "auto":
+                raise ValueError(
+                    f"dataset = {self.dataset!r}: has its own evaluation split and format; "
+                    "remove eval_path and format"
+                )
+        if self.eval_path is not None and not named:
+            raise ValueError(f"eval_path = {self.eval_path!r}: nothing to train on; set path")
+        return self
+
+    @model_validator(mode="after")
+    def _own_alone(self) -> "DataConfig":
+        if self.factory is None:
+            if self.eval_factory is not None:
+                raise ValueError(
+                    f"eval_factory = {self.eval_factory!r}: nothing to train on; set factory"
+                )
+            return self
+        allowed = {"factory", "eval_factory", "eval_sequences"}
+        for name, field in type(self).model_fields.items():
+            if name not in allowed and getattr(self, name) != field.default:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r}: factory = {self.factory!r} returns the "
+                    "samples as they are; remove it"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _kind_fits(self) -> "DataConfig":
+        if self.sources and self.kind != "instructions":
+            raise ValueError(
+                f"sources = {self.sources!r}: mixtures are of instruction data; set prompt_field "
+                "and response_field, or name several files by a glob in path"
+            )
+        if self.max_bytes is not None and self.kind != "text":
+            raise ValueError(
+                f"max_bytes = {self.max_bytes}: it limits running text; use train_sequences"
+            )
+        return self
+
+    @property
+    def source(self) -> str:
+        """Return the setting that chooses the text, as error messages quote it."""
+        if self.factory is not None:
+            return f"data.factory = {self.factory!r}"
+        if self.dataset is not None:
+            return f"data.dataset = {self.dataset!r}"
+        if self.sources:
+            return f"data.sources = {[source.path for source in self.sources]}"
+        return f"data.path = {self.path!r}"
+
+
+def parse_dataset(dataset: str) -> tuple[str, str]:
+    """Return name and configuration of a `data.dataset`.
+
+    Raises:
+        ValueError: it is not of the form.
+    """
+    parts = dataset.removeprefix(_HF_PREFIX).split("/")
+    if not dataset.startswith(_HF_PREFIX) or len(parts) not in (2, 3) or not all(parts):
+        raise ValueError(
+            f"dataset = {dataset!r}: not of the form hf:NAME/CONFIG or hf:OWNER/NAME/CONFIG; "
+            f"write for example hf:wikitext/wikitext-2-raw-v1"
+        )
+    return "/".join(parts[:-1]), parts[-1]

@@ -1,0 +1,73 @@
+"""Settings that are gone: passed over where they say what holds anyway, else refused by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+
+from thinpipe.launch.config.diff import changed_settings
+from thinpipe.launch.config.removed import _GONE, _GONE_VALUES
+from thinpipe.launch.config.run import RunConfig, load_config
+from thinpipe.launch.config.toml import ConfigError
+
+PLACES = {
+    "boundary.*.*ward*.tile": "boundary.0.forward.first_visit.tile",
+    "boundary.*.forward.kind": "boundary.0.forward.kind",
+    "gradcomp.*.local_steps": "gradcomp.cocktail.local_steps",
+}
+"""Names in a file for patterns that the rules below do not fill."""
+
+
+def place(pattern: str) -> str:
+    filled = pattern.replace("*ward", "backward").replace("boundary.*", "boundary.0")
+    return PLACES.get(pattern, filled.replace("gradcomp.*", "gradcomp.cocktail"))
+
+
+def tree(name: str, value: Any) -> dict[str, Any]:
+    """A file with that setting alone; kinds that have had it."""
+    *sections, key = name.split(".")
+    found: dict[str, Any] = {key: value}
+    if "ward" in name and key != "kind":
+        found = {"kind": "transform" if key in ("of", "error") else "direct", **found}
+    if key == "tile":
+        found, sections = {"kind": "aqsgd", "first_visit": {key: value}}, sections[:-1]
+    for section in reversed(sections):
+        found = {section: found} if section != "0" else {"": found}
+    if "boundary" in found:
+        found["boundary"] = [found["boundary"][""]]
+    return found
+
+
+def read(folder: Path, name: str, value: Any) -> RunConfig:
+    path = folder / "run.toml"
+    path.write_text(tomlkit.dumps(tree(name, value)))
+    return load_config(path)
+
+
+@pytest.mark.parametrize(("pattern", "still", "remedy"), _GONE)
+def test_a_saved_run_that_says_what_holds_is_read(
+    tmp_path: Path, pattern: str, still: Any, remedy: str
+) -> None:
+    name = place(pattern)
+    if still is not None:  # which a file cannot say
+        read(tmp_path, name, still)
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, name, 7)
+    assert f"{name} = 7: no longer a setting; {remedy}" in str(caught.value)
+
+
+@pytest.mark.parametrize(("pattern", "value", "remedy"), _GONE_VALUES)
+def test_a_value_that_is_gone_is_answered_with_what_to_use(
+    tmp_path: Path, pattern: str, value: str, remedy: str
+) -> None:
+    name = place(pattern)
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, name, value)
+    assert f'{name} = "{value}": no longer offered; {remedy}' in str(caught.value)
+
+
+def test_a_checkpoint_that_says_what_holds_is_of_the_same_run() -> None:
+    now = RunConfig().shared()
+    saved = {**now, "train": {**now["train"], "verify_share": 0.008}}
+    assert changed_settings(saved, now) == []
