@@ -101,8 +101,8 @@ def test_folders_are_small() -> None:
 CEILINGS = {
     "thinpipe.launch.cli": 13,
     "thinpipe.launch.config.run": 90,
-    "thinpipe.launch.train": 227,
-    "thinpipe.launch.start": 238,
+    "thinpipe.launch.train": 228,
+    "thinpipe.launch.start": 239,
 }
 """Of our modules that an import leads to; lower one whenever that is reached."""
 

@@ -5,16 +5,15 @@ from rich.table import Table
 from rich.text import Text
 
 from thinpipe.launch.display.progress import LOSS_STEPS, RunningValues
-from thinpipe.launch.report.metrics import (
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.words import (
     NOTHING,
-    RunInfo,
-    StepRecord,
     format_bytes,
     format_duration,
     format_loss,
-    format_rate,
     format_ratio,
     format_share,
+    format_speed,
     other_scores,
 )
 from thinpipe.pipeline.wire.header import DIRECTIONS
@@ -27,7 +26,7 @@ def brief_numbers(info: RunInfo, record: StepRecord, progress: RunningValues) ->
     evaluation = progress.eval or {}
     grad_norm = NOTHING if record.grad_norm is None else f"{record.grad_norm:.3g}"
     pairs = [
-        (f"{info.unit}s/s", format_rate(record.tokens_per_s)),
+        (f"{info.unit}s/s", format_speed(record.tokens_per_s)),
         ("bubble", f"{record.bubble:.1%}"),
         ("epoch", str(record.epoch)),
         ("step time", format_duration(record.step_s)),

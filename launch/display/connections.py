@@ -11,7 +11,7 @@ from rich.text import Text
 
 from thinpipe.launch.report.edge_news import EdgeNews
 from thinpipe.launch.report.edge_trace import EdgeNow, EdgeTrace
-from thinpipe.launch.report.metrics import NOTHING, format_bytes, format_round_trip
+from thinpipe.launch.words import NOTHING, format_bytes, format_round_trip
 
 _SILENT_S = 1.0
 _OLD_S = 10.0

@@ -14,8 +14,9 @@ from thinpipe.launch.display.final import Left, final_tables
 from thinpipe.launch.display.log import Lenient, Log, print_line
 from thinpipe.launch.display.panel import LivePanel
 from thinpipe.launch.display.progress import RunningValues
-from thinpipe.launch.report.metrics import RunInfo, StepRecord, format_repaired
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.summary import Summary
+from thinpipe.launch.words import format_repaired
 
 
 class Display:

@@ -10,16 +10,16 @@ from rich.text import Text
 
 from thinpipe.launch.display.grids import between_shards, labelled, traffic_table
 from thinpipe.launch.report.edges import edge_table
-from thinpipe.launch.report.metrics import (
-    RunInfo,
+from thinpipe.launch.report.metrics import RunInfo
+from thinpipe.launch.report.summary import Summary, direction_bytes, traffic_cells
+from thinpipe.launch.words import (
     format_bytes,
     format_duration,
     format_loss,
-    format_rate,
     format_ratio,
+    format_speed,
     other_scores,
 )
-from thinpipe.launch.report.summary import Summary, direction_bytes, traffic_cells
 
 _LINK_BPS = 100e6
 _MOST_LOSS = 50.0
@@ -48,7 +48,7 @@ def final_tables(info: RunInfo, summary: Summary, left: Left | None) -> Renderab
         ("loss, mean of last epoch", format_loss(summary["final_loss"])),
         ("eval loss", format_loss(losses.get("loss"))),
         ("eval loss, compressed", format_loss(losses.get("loss_compressed"))),
-        (f"median {info.unit}s/s", format_rate(summary["median_tokens_per_s"])),
+        (f"median {info.unit}s/s", format_speed(summary["median_tokens_per_s"])),
         ("time in steps", format_duration(summary["wall_s"])),
         ("mean bubble", f"{summary['mean_bubble']:.1%}"),
         ("steps", f"{summary['steps']:,} ({summary['skipped']:,} skipped)"),

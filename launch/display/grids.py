@@ -7,7 +7,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from thinpipe.launch.report.metrics import RunInfo, format_bytes
+from thinpipe.launch.report.metrics import RunInfo
+from thinpipe.launch.words import format_bytes
 
 _WIDE_METHOD = 16
 

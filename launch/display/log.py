@@ -10,14 +10,8 @@ from rich.console import Console
 from thinpipe.launch.display.connections import ConnectionLines, Connections
 from thinpipe.launch.display.grids import shape_of
 from thinpipe.launch.host import disk
-from thinpipe.launch.report.metrics import (
-    RunInfo,
-    StepRecord,
-    format_bytes,
-    format_loss,
-    format_rate,
-    other_scores,
-)
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.words import format_bytes, format_loss, format_speed, other_scores
 
 LOG_INTERVAL_S = 5.0
 CONNECTIONS_INTERVAL_S = 30.0
@@ -110,7 +104,7 @@ class Log:
             f"step {record.step:>{len(str(total))}}/{total}",
             f"epoch {record.epoch}",
             f"loss {format_loss(record.loss)}",
-            f"{format_rate(record.tokens_per_s)} {_SHORT[self._info.unit]}/s",
+            f"{format_speed(record.tokens_per_s)} {_SHORT[self._info.unit]}/s",
         ]
         if record.wire:
             parts.append(f"{format_bytes(sum(count.nbytes for count in record.wire))}/step")

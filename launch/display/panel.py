@@ -23,16 +23,15 @@ from thinpipe.launch.display.connections import (
 )
 from thinpipe.launch.display.grids import between_shards, labelled, shape_of, traffic_table
 from thinpipe.launch.display.progress import LOSS_STEPS, RunningValues
-from thinpipe.launch.report.metrics import (
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.words import (
     NOTHING,
-    RunInfo,
-    StepRecord,
     format_bytes,
     format_duration,
     format_loss,
-    format_rate,
     format_ratio,
     format_share,
+    format_speed,
     other_scores,
 )
 
@@ -165,7 +164,7 @@ def _numbers(info: RunInfo, record: StepRecord, progress: RunningValues) -> Rend
         (f"mean of last {LOSS_STEPS}", format_loss(progress.mean_loss)),
         ("eval loss", format_loss(evaluation.get("loss"))),
         ("eval compressed", format_loss(evaluation.get("loss_compressed"))),
-        (f"{info.unit}s/s", format_rate(record.tokens_per_s)),
+        (f"{info.unit}s/s", format_speed(record.tokens_per_s)),
         ("bubble", f"{record.bubble:.1%}"),
         ("epoch", str(record.epoch)),
         ("step time", format_duration(record.step_s)),

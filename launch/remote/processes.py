@@ -9,7 +9,7 @@ from typing import IO
 
 from thinpipe.launch.remote.commands import CONNECTED, GRACE_S
 from thinpipe.launch.remote.hosts import HostConfig, HostsConfig
-from thinpipe.launch.report.metrics import format_duration
+from thinpipe.launch.words import format_duration
 
 INTERRUPTED = 130
 SSH_FAILED, _NOT_FOUND = 255, 127

@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 from itertools import cycle
 
-from thinpipe.launch.report.metrics import RunInfo, StepRecord, format_bytes
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.smoothing import smoothed
 from thinpipe.launch.report.svg import Chart, Line, epoch_starts
+from thinpipe.launch.words import format_bytes
 from thinpipe.pipeline.wire.header import Direction
 
 

@@ -7,16 +7,15 @@ from pathlib import Path
 
 from thinpipe.launch.report.charts import compared_losses
 from thinpipe.launch.report.html import page, panel
-from thinpipe.launch.report.metrics import (
-    RunInfo,
-    StepRecord,
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.report.summary import Summary
+from thinpipe.launch.words import (
     format_bytes,
     format_duration,
     format_loss,
-    format_rate,
     format_ratio,
+    format_speed,
 )
-from thinpipe.launch.report.summary import Summary
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def _table(names: Sequence[str], runs: Sequence[ReportedRun]) -> str:
         ],
         "Step time, median": [format_duration(r.summary["median_step_s"]) for r in runs],
         "Tokens or samples per second": [
-            format_rate(r.summary["median_tokens_per_s"]) for r in runs
+            format_speed(r.summary["median_tokens_per_s"]) for r in runs
         ],
         "Bubble, mean": [f"{r.summary['mean_bubble']:.1%}" for r in runs],
         "Sent over the cuts": [format_bytes(r.summary["totals"]["bytes"]) for r in runs],

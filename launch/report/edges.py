@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from thinpipe.launch.report.edge_trace import EdgeSample
-from thinpipe.launch.report.metrics import NOTHING, format_bytes, format_round_trip
+from thinpipe.launch.words import NOTHING, format_bytes, format_round_trip
 
 FILE_NAME = "edges.json"
 Traces: TypeAlias = Mapping[str, Sequence[EdgeSample]]

@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING
 from thinpipe.launch.host import disk
 from thinpipe.launch.report.charts import bytes_chart, error_chart, loss_chart
 from thinpipe.launch.report.edges import Traces, mean_mbps, write_traces
-from thinpipe.launch.report.metrics import (
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.report.summary import Summary, Traffic, direction_bytes, traffic_cells
+from thinpipe.launch.report.svg import SCRIPT, STYLE
+from thinpipe.launch.words import (
     NOTHING,
-    RunInfo,
-    StepRecord,
     format_bytes,
     format_duration,
     format_loss,
-    format_rate,
     format_ratio,
     format_repaired,
     format_round_trip,
+    format_speed,
     other_scores,
 )
-from thinpipe.launch.report.summary import Summary, Traffic, direction_bytes, traffic_cells
-from thinpipe.launch.report.svg import SCRIPT, STYLE
 from thinpipe.pipeline.stage import ComputeEvent
 
 if TYPE_CHECKING:
@@ -203,7 +202,7 @@ def _cards(summary: Summary) -> str:
         *((f"Evaluation {name}", value) for name, value in other_scores(losses)),
         (
             f"{unit}s per second, median",
-            format_rate(summary["median_tokens_per_s"]),
+            format_speed(summary["median_tokens_per_s"]),
         ),
         ("Sent over the cuts", format_bytes(totals["bytes"])),
         ("Compression ratio to bf16", format_ratio(totals["ratio_bf16"])),

@@ -8,9 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from thinpipe.launch.report.charts import sent_curves
-from thinpipe.launch.report.metrics import RunInfo, StepRecord, format_bytes
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.smoothing import smoothed
 from thinpipe.launch.report.theme import LIGHT, Theme, new_figure, style, to_png
+from thinpipe.launch.words import format_bytes
 
 _MOST_EPOCH_LABELS = 12
 

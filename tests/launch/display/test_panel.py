@@ -15,7 +15,8 @@ from thinpipe.launch.display.panel import LivePanel
 from thinpipe.launch.display.progress import RunningValues
 from thinpipe.launch.report.edge_news import EdgeNews
 from thinpipe.launch.report.edge_trace import EdgeNow, EdgeSample, EdgeTrace
-from thinpipe.launch.report.metrics import RunInfo, StepRecord, WireKey, format_bytes
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.words import WireKey, format_bytes
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS
 

@@ -11,14 +11,11 @@ import numpy as np
 import pytest
 
 from thinpipe.launch.report.html import write_report
-from thinpipe.launch.report.metrics import (
-    RunInfo,
-    StepRecord,
-    format_bytes,
-)
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.summary import summarize
 from thinpipe.launch.report.theme import DARK
 from thinpipe.launch.report.timeline_plot import KINDS, timeline_png
+from thinpipe.launch.words import format_bytes
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
