@@ -62,20 +62,6 @@ def format_loss(loss: float | None) -> str:
     return f"{loss:.4f}" if loss is not None and math.isfinite(loss) else NOTHING
 
 
-def other_scores(evaluation: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """Names and values (three decimals) of an evaluation's metrics other than losses."""
-    return [
-        (_score_name(name), NOTHING if value is None else f"{value:.3f}")
-        for name, value in evaluation.items()
-        if not name.startswith("loss")
-    ]
-
-
-def _score_name(name: str) -> str:
-    plain = name.removesuffix("_compressed")
-    return plain if plain == name else f"compressed {plain}"
-
-
 def format_repaired(repaired: Mapping[int, int] | Mapping[str, int]) -> str:
     """Samples whose memories were reset, by cut: 3 samples at cut 6; or "none"."""
     listed = (f"{n:,} sample{'s' * (n != 1)} at cut {cut}" for cut, n in repaired.items())

@@ -9,11 +9,11 @@ from typing import Self, TextIO, cast
 
 from rich.console import Console
 
-from thinpipe.launch.display.connections import Connections
 from thinpipe.launch.display.final import Left, final_tables
 from thinpipe.launch.display.log import Lenient, Log, print_line
 from thinpipe.launch.display.panel import LivePanel
 from thinpipe.launch.display.progress import RunningValues
+from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.summary import Summary
 from thinpipe.launch.words import format_repaired
@@ -23,14 +23,14 @@ class Display:
     """Shows a run: a live panel when `interactive`, plain lines otherwise.
 
     Use it as a context manager around the training loop. `console` is where it writes, by default
-    standard output. Without `info` it shows nothing. `connections` are those between machines;
-    `done` steps are of a checkpoint.
+    standard output. Without `info` it shows nothing. `trace` has the connections to other
+    machines; `done` steps are of a checkpoint.
     """
 
     def __init__(
         self,
         info: RunInfo | None,
-        connections: Connections | None = None,
+        trace: EdgeTrace | None = None,
         *,
         interactive: bool = False,
         console: Console | None = None,
@@ -43,9 +43,9 @@ class Display:
         self._view: LivePanel | Log | None = None
         if info is not None:
             self._view = (
-                LivePanel(info, self._console, self._progress, connections, done=done)
+                LivePanel(info, self._console, self._progress, trace, done=done)
                 if interactive
-                else Log(info, self._console, connections)
+                else Log(info, self._console, trace)
             )
 
     def step(self, record: StepRecord) -> None:

@@ -6,28 +6,26 @@ pointer; the timeline and connections are pictures in a light and a dark version
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinpipe.launch.host import disk
 from thinpipe.launch.report.charts import bytes_chart, error_chart, loss_chart
-from thinpipe.launch.report.edges import Traces, mean_mbps, write_traces
-from thinpipe.launch.report.metrics import RunInfo, StepRecord
-from thinpipe.launch.report.summary import Summary, Traffic, direction_bytes, traffic_cells
-from thinpipe.launch.report.svg import SCRIPT, STYLE
-from thinpipe.launch.words import (
-    NOTHING,
-    format_bytes,
-    format_duration,
-    format_loss,
-    format_ratio,
-    format_repaired,
-    format_round_trip,
-    format_speed,
+from thinpipe.launch.report.edges import Traces, edge_cells, write_traces
+from thinpipe.launch.report.metric_table import (
+    LOSSES,
+    SHARDS,
+    SPEED,
+    TRAFFIC,
     other_scores,
+    shown,
 )
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.report.summary import Summary, Traffic, traffic_cells
+from thinpipe.launch.report.svg import SCRIPT, STYLE
+from thinpipe.launch.words import NOTHING, format_bytes
 from thinpipe.pipeline.stage import ComputeEvent
 
 if TYPE_CHECKING:
@@ -180,35 +178,14 @@ def panel(content: str) -> str:
 
 
 def _subtitle(summary: Summary, info: RunInfo) -> str:
-    parts = (
-        info.size,
-        f"stages: {summary['stages']}",
-        f"replicas: {summary['replicas']}",
-        *([f"shards: {summary['shards']}"] if summary["shards"] > 1 else []),
-        f"schedule: {summary['schedule']}",
-        f"microbatches: {summary['microbatches']}",
-        f"epochs: {summary['epochs']}",
-    )
+    parts = (*info.shape, f"{summary['epochs']} epochs")
     return escape(" \N{MIDDLE DOT} ".join(parts))
 
 
 def _cards(summary: Summary) -> str:
-    losses, totals = summary["eval"] or {}, summary["totals"]
-    unit = summary["unit"].capitalize()
-    cards = [
-        ("Training loss, mean of last epoch", format_loss(summary["final_loss"])),
-        ("Evaluation loss", format_loss(losses.get("loss"))),
-        ("Evaluation loss, compressed", format_loss(losses.get("loss_compressed"))),
-        *((f"Evaluation {name}", value) for name, value in other_scores(losses)),
-        (
-            f"{unit}s per second, median",
-            format_speed(summary["median_tokens_per_s"]),
-        ),
-        ("Sent over the cuts", format_bytes(totals["bytes"])),
-        ("Compression ratio to bf16", format_ratio(totals["ratio_bf16"])),
-        ("Bubble, mean", f"{summary['mean_bubble']:.1%}"),
-        ("Time in steps", format_duration(summary["wall_s"])),
-    ]
+    keys = (*LOSSES, *SPEED, "sent", "ratio_bf16", "wall_s")
+    cards = shown(keys, summary, unit=summary["unit"], long=True)
+    cards += [(f"Evaluation {name}", value) for name, value in other_scores(summary["eval"] or {})]
     divs = "\n".join(
         f'<div class="card"><span>{label}</span><strong>{value}</strong></div>'
         for label, value in cards
@@ -265,22 +242,13 @@ def _measured_table(summary: Summary) -> str:
         "Dimensions for 95 %": [row["dimensions"] for row in summary["wire"]],
     }
     shown = {name: column for name, column in columns.items() if any(v is not None for v in column)}
-    heads = "<th>Cut</th><th>Direction</th>"
-    heads += "".join(f'<th class="n">{name}</th>' for name in shown)
-    rows = "\n".join(
-        f"<tr><td>{row['cut']}</td><td>{row['direction']}</td>"
-        + "".join(f'<td class="n">{_number(column[i])}</td>' for column in shown.values())
-        + "</tr>"
+    rows = [
+        [str(row["cut"]), row["direction"], *(_number(column[i]) for column in shown.values())]
         for i, row in enumerate(summary["wire"])
-    )
+    ]
     text = _GAIN_TEXT if _GAIN in shown else ""
     return f"""<p>Means over the last epoch.{text}</p>
-<div class="panel"><table>
-<thead><tr>{heads}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table></div>
+{table(("Cut", "Direction"), tuple(shown), rows)}
 """
 
 
@@ -289,27 +257,41 @@ def _number(value: float | None) -> str:
 
 
 def _wire_table(summary: Summary) -> str:
-    heads = "".join(f"<th>{name}</th>" for name in ("Cut", "Direction", "Method"))
     numbers = ("Messages", "Sent", "As bf16", "Ratio", "As fp32", "Ratio")
-    heads += "".join(f'<th class="n">{name}</th>' for name in numbers)
-    rows = "\n".join(
-        f"<tr><td>{row['cut']}</td><td>{row['direction']}</td><td>{escape(row['method'])}</td>"
-        f"{_amounts(row)}</tr>"
+    rows = [
+        [str(row["cut"]), row["direction"], escape(row["method"]), *_amounts(row)]
         for row in summary["wire"]
-    )
+    ]
+    total = ["All cuts", "", "", *_amounts(summary["totals"])]
+    return table(("Cut", "Direction", "Method"), numbers, rows, total)
+
+
+def table(
+    texts: Sequence[str],
+    numbers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    total: Sequence[str] = (),
+) -> str:
+    """A table as HTML, of cells as HTML: columns of text, then of numbers."""
+
+    def line(cells: Sequence[str], kind: str) -> str:
+        left = "".join(f"<{kind}>{cell}</{kind}>" for cell in cells[: len(texts)])
+        right = "".join(f'<{kind} class="n">{cell}</{kind}>' for cell in cells[len(texts) :])
+        return f"<tr>{left}{right}</tr>"
+
+    body = "\n".join(line(row, "td") for row in rows)
+    foot = f"\n<tfoot>{line(total, 'td')}</tfoot>" if total else ""
     return f"""<div class="panel"><table>
-<thead><tr>{heads}</tr></thead>
+<thead>{line([*texts, *numbers], "th")}</thead>
 <tbody>
-{rows}
-</tbody>
-<tfoot><tr><td colspan="3">All cuts</td>{_amounts(summary["totals"])}</tr></tfoot>
+{body}
+</tbody>{foot}
 </table></div>"""
 
 
-def _amounts(row: Traffic) -> str:
-    """Table cells with rounded numbers; the exact bytes are in each cell's `value`."""
-    cells = traffic_cells(row, _bytes_cell)
-    return "".join(f'<td class="n">{cell}</td>' for cell in cells)
+def _amounts(row: Traffic) -> list[str]:
+    """Rounded numbers; the exact bytes are in each cell's `value`."""
+    return traffic_cells(row, _bytes_cell)
 
 
 def _bytes_cell(nbytes: int) -> str:
@@ -328,32 +310,10 @@ def _timeline_section(timeline: Sequence[ComputeEvent]) -> str:
 def _edge_section(traces: Traces, summary: Summary) -> str:
     if not summary["edges"]:
         return ""
-    heads = "".join(f"<th>{name}</th>" for name in ("From", "To"))
-    numbers = (
-        "Sent",
-        "Mbit/s, mean",
-        "Round trip",
-        "Segments sent again",
-        "Resumed",
-        "Longest silence",
-    )
-    heads += "".join(f'<th class="n">{name}</th>' for name in numbers)
-    rows = "\n".join(
-        f"<tr><td>{escape(edge['source'])}</td><td>{escape(edge['target'])}</td>"
-        + "".join(
-            f'<td class="n">{cell}</td>'
-            for cell in (
-                _bytes_cell(edge["bytes"]),
-                mean_mbps(edge),
-                escape(format_round_trip(edge["round_trip_s"])),
-                f"{edge['retransmitted']:,}",
-                f"{edge['resumed']:,}",
-                f"{edge['longest_silence_s']:.1f} s",
-            )
-        )
-        + "</tr>"
-        for edge in summary["edges"]
-    )
+    numbers = ("Sent", "Mbit/s, mean", "Round trip", "Sent again", "Resumed", "Longest silence")
+    rows = [[escape(cell) for cell in edge_cells(edge)] for edge in summary["edges"]]
+    for row, edge in zip(rows, summary["edges"], strict=True):
+        row[2] = _bytes_cell(edge["bytes"])
     picture = ""
     if any(traces.values()):
         from thinpipe.launch.report.edge_plot import edges_png  # slow to import
@@ -362,39 +322,17 @@ def _edge_section(traces: Traces, summary: Summary) -> str:
     return f"""<h2>Connections between machines</h2>
 <p>{_EDGES_TEXT}</p>
 {picture}
-<div class="panel"><table>
-<thead><tr>{heads}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table></div>"""
+{table(("From", "To"), numbers, rows)}"""
 
 
 def _details(summary: Summary) -> str:
-    rows: Mapping[str, str] = {
-        "Steps": f"{summary['steps']:,} ({summary['skipped']:,} skipped)",
-        f"{summary['unit'].capitalize()}s": f"{summary['tokens']:,}",
-        "Step time, median": format_duration(summary["median_step_s"]),
-        "Loss of the first step": format_loss(summary["first_loss"]),
-        "Activations": _bytes_cell(direction_bytes(summary, "forward")),
-        "Activation gradients": _bytes_cell(direction_bytes(summary, "backward")),
-        "Sent between replicas": _bytes_cell(summary["sync_bytes"]),
-        "Ratio to fp32 all-reduce": format_ratio(summary["sync_ratio_fp32"]),
-        "Control messages": _bytes_cell(summary["control_bytes"]),
-        **_between_shards(summary),
-        "Cached activations reset": format_repaired(summary["repaired"]),
-        "Machine": escape(summary["machine"]),
-        "Versions": escape(", ".join(f"{k} {v}" for k, v in summary["versions"].items())),
-        "Configuration digest": f"<code>{escape(summary['config_digest'])}</code>",
-    }
-    items = "\n".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows.items())
+    keys = ("steps", "train/skipped", "tokens", "speed/step_s", "first_loss", *TRAFFIC)
+    keys += ("ratio_fp32", *(SHARDS if summary["shards"] > 1 else ()), "repaired")
+    rows = [
+        *shown(keys, summary, unit=summary["unit"], long=True, show_bytes=_bytes_cell),
+        ("Machine", escape(summary["machine"])),
+        ("Versions", escape(", ".join(f"{k} {v}" for k, v in summary["versions"].items()))),
+        ("Configuration digest", f"<code>{escape(summary['config_digest'])}</code>"),
+    ]
+    items = "\n".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows)
     return f'<div class="panel"><dl>\n{items}\n</dl></div>'
-
-
-def _between_shards(summary: Summary) -> dict[str, str]:
-    if summary["shards"] == 1:
-        return {}
-    return {
-        "Weights between shards": _bytes_cell(summary["weight_bytes"]),
-        "Gradients between shards": _bytes_cell(summary["gradient_bytes"]),
-    }

@@ -123,6 +123,15 @@ class RunInfo:
             return size
         return f"{size} ({format_count(self.exchanged)} trained)"
 
+    @property
+    def shape(self) -> list[str]:
+        """The run in a few words each: size, stages, replicas, schedule."""
+        counts = [(self.stages, "stage"), (self.replicas, "replica")]
+        counts += [(self.shards, "shard")] if self.shards > 1 else []
+        pieces = [f"{n} {word}{'s' * (n != 1)}" for n, word in counts]
+        microbatches = f"{self.microbatches} microbatch{'es' * (self.microbatches != 1)}"
+        return [self.size, *pieces, self.schedule, microbatches]
+
     def wire_keys(self, records: Iterable[StepRecord] = ()) -> list[WireKey]:
         """Every cut and direction in table order, also earlier cuts found in `records`."""
         counted = (count.cut for record in records for count in record.wire)

@@ -18,11 +18,11 @@ from thinpipe.launch.host.resources import BackgroundLoad, usable_cores
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.report.edges import edges_of, traces_of
 from thinpipe.launch.report.html import write_report
+from thinpipe.launch.report.metric_table import scalars
 from thinpipe.launch.report.metrics import MetricsWriter, RunInfo, StepRecord, read_metrics
 from thinpipe.launch.report.summary import Summary, summarize
 from thinpipe.launch.report.timeline import Timeline
 from thinpipe.launch.writers.outlet import Outlet
-from thinpipe.launch.writers.scalars import scalars
 from thinpipe.launch.writers.writer import destination, open_writer
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.stage import ComputeEvent

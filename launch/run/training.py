@@ -17,16 +17,13 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
-from thinpipe.launch.display.connections import Connections
 from thinpipe.launch.display.display import Display
-from thinpipe.launch.distributed.elastic import ranks_here
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session, tell_stop
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.overlay.ranks import carrier_status
 from thinpipe.launch.plan.memory_budget import memory_folder, memory_notices, plan_memory
-from thinpipe.launch.report.edge_news import EdgeNews
 from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.report.timeline import Timeline, gather_events
@@ -128,15 +125,12 @@ class Training:
         first = max(self.start, self._sampler.steps_per_epoch)
         self._timeline_step = self._full_step(min(self.steps - 1, first + 2))
         self._trace = stack.enter_context(EdgeTrace(self._carrier))
-        store = self._session.store.clone  # type: ignore[attr-defined]  # not in its stubs
-        news = EdgeNews(self._trace, store, reads=self.shows and 0 in ranks_here())
-        connections = Connections(self._trace, stack.enter_context(news))
         device = self.built.stages[0].device
         kinds = dict.fromkeys(gather_json(self._session.transport, arithmetic(device)))
         info = replace(describe_run(config, self.steps), machine="; ".join(kinds))
         self.display = Display(
             info if self.shows else None,
-            connections,
+            self._trace,
             interactive=os.isatty(1),
             done=self.start,
         )

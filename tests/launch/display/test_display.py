@@ -98,11 +98,11 @@ def test_everything_fits_80_columns(cuts: tuple[int, ...], finish: bool, interac
 def test_panel_shows_rate_and_ratios_of_each_cut_and_direction() -> None:
     text = _show(_info(), [_record(1), _record(2, evaluated=True)], interactive=True, finish=False)
     assert "step 2/10000" in text
-    rows = [line.strip("│ ").split() for line in text.splitlines() if "4-bit" in line]
-    times = "\N{MULTIPLICATION SIGN}"
-    tail = ["1,000.0", "500", "MB", f"4.0{times}", f"8.0{times}", "4.2", "%"]
-    assert rows[-2] == ["6", "forward", "aqsgd", "4-bit", *tail]
-    assert rows[-1] == ["6", "backward", "hadamard", "4-bit", *tail]
+    rows = [line.strip("│ ").split() for line in text.splitlines()]
+    way = ["500", "MB", "1,000.0", "4.0\N{MULTIPLICATION SIGN}", "4.2", "%"]
+    assert ["6", *way, *way] in rows
+    assert ["all", *way[:3], *way[:3]] in rows
+    assert "forward aqsgd 4-bit; backward hadamard 4-bit" in text
     for shown in ("2.5000", "2.1234", "2.1299", "123,457", "25.6%", "1.25", "3.00e-04", "123 MB"):
         assert shown in text
 
@@ -120,10 +120,7 @@ def test_panel_keeps_the_last_evaluation_and_counts_skipped_steps() -> None:
     records = [_record(1, evaluated=True), _record(2, loss=math.nan), _record(3, loss=math.nan)]
     text = _show(_info(), records, interactive=True, finish=False)
     assert "2.1234" in text
-    lines = text.splitlines()
-    above = next(i for i, line in enumerate(lines) if "skipped steps" in line)
-    column = lines[above].index("skipped steps")
-    assert lines[above + 1][column:].split()[0] == "2"
+    assert "skipped 2 " in text
 
 
 def test_the_loss_of_a_step_is_its_own_and_the_mean_is_of_the_last_ten() -> None:
@@ -132,12 +129,10 @@ def test_the_loss_of_a_step_is_its_own_and_the_mean_is_of_the_last_ten() -> None
     log = _show(_info(), records, interactive=False, finish=True)
     (line,) = (line for line in log.splitlines() if "   99/10000" in line)
     assert "epoch 12  loss 1.0000" in line
-    assert "loss, mean of last epoch" in log
+    assert "Training loss, last epoch" in log
     panel = _show(_info(), records, interactive=True, finish=False).splitlines()
-    above = max(i for i, line in enumerate(panel) if "loss, this step" in line)
-    assert panel[above].split("  ")[0].startswith("│ loss, this step")
-    assert "mean of last 10" in panel[above]
-    assert panel[above + 1].strip("│ ").split()[:2] == ["1.0000", "2.6000"]
+    last = [line for line in panel if "mean of 10" in line][-1]
+    assert last.strip("│ ").split()[:6] == ["loss", "1.0000", "mean", "of", "10", "2.6000"]
 
 
 LEFT = Left(25_000_000, 20_000_000, 1)

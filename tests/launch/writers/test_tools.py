@@ -17,9 +17,9 @@ from tests.disk import full_disk
 from tests.launch.test_train import wait_until
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.report.metric_table import scalars
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.writers.outlet import Outlet
-from thinpipe.launch.writers.scalars import scalars
 from thinpipe.launch.writers.writer import check_writers, destination, open_writer
 from thinpipe.pipeline.step_stats import WireTotal
 
