@@ -1,9 +1,10 @@
-"""The charts of a report: loss, bytes over each cut, compression error."""
+"""The charts of a report: loss, bytes over each cut, compression error, rates of connections."""
 
 import math
 from collections.abc import Sequence
 from itertools import cycle
 
+from thinpipe.launch.report.edges import Traces
 from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.smoothing import smoothed
 from thinpipe.launch.report.svg import Chart, Line, epoch_starts
@@ -14,10 +15,10 @@ from thinpipe.pipeline.wire.header import Direction
 def loss_chart(records: Sequence[StepRecord]) -> Chart:
     """Training loss of every step, its running mean, and the evaluations."""
     losses = [record.loss if math.isfinite(record.loss) else math.nan for record in records]
-    lines = [
-        Line("each step", losses, 0, "thin"),
-        Line("smoothed", smoothed(losses, len(losses) // 40 + 1).tolist(), 0),
-    ]
+    means = smoothed(losses, len(losses) // 40 + 1).tolist()
+    skipped = [mean if r.skipped else math.nan for r, mean in zip(records, means, strict=True)]
+    lines = [Line("each step", losses, 0, "thin"), Line("smoothed", means, 0)]
+    lines.append(Line("skipped step", skipped, 4, "disc"))
     looks = (
         ("loss_compressed", "evaluation, compressed", "diamond"),
         ("loss", "evaluation", "disc"),
@@ -77,6 +78,28 @@ def compared_losses(runs: Sequence[tuple[str, Sequence[StepRecord]]]) -> Chart:
         found = dict(zip((r.step for r in records), means.tolist(), strict=True))
         lines.append(Line(name, [found.get(step, math.nan) for step in steps], color))
     return Chart("Training loss, smoothed", steps, lines)
+
+
+def edges_chart(traces: Traces) -> Chart:
+    """Mbit/s that left each host for each other; diamonds where a connection was resumed."""
+    samples = [(source, s) for source, own in traces.items() for s in own]
+    seconds = sorted({round(sample["end_s"]) for _, sample in samples})
+    places = {second: place for place, second in enumerate(seconds)}
+    rates: dict[str, list[float]] = {}
+    resumed = [math.nan] * len(seconds)
+    for source, sample in samples:
+        name = f"{source} \N{RIGHTWARDS ARROW} {sample['target']}"
+        place, mbps = places[round(sample["end_s"])], 8e-6 * sample["sent_Bps"]
+        rates.setdefault(name, [math.nan] * len(seconds))[place] = mbps
+        if sample["resumed"]:
+            resumed[place] = mbps
+    looks = [(color, look) for look in ("line", "dash", "thin") for color in range(6)]
+    lines = [
+        Line(name, curve, *look)
+        for (name, curve), look in zip(rates.items(), cycle(looks), strict=False)
+    ]
+    lines.append(Line("resumed", resumed, 1, "diamond"))
+    return Chart("Mbit/s from machine to machine", seconds, lines, from_zero=True, unit="second")
 
 
 def sent_curves(

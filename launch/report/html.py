@@ -1,18 +1,15 @@
-"""The report of a run: `summary.json`, `loss.png`, `edges.json` (several machines), `report.html`.
+"""The report of a run: `summary.json`, `edges.json` (several machines), `report.html`.
 
-The page is self-contained. Charts by step are SVG in the page's own colours, with values under the
-pointer; the timeline and connections are pictures in a light and a dark version.
+The page is self-contained: charts are SVG in the page's own colours, with values under the pointer.
 """
 
-import base64
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from thinpipe.launch.host import disk
-from thinpipe.launch.report.charts import bytes_chart, error_chart, loss_chart
+from thinpipe.launch.report.charts import bytes_chart, edges_chart, error_chart, loss_chart
 from thinpipe.launch.report.edges import Traces, edge_cells, write_traces
 from thinpipe.launch.report.metric_table import (
     LOSSES,
@@ -25,11 +22,9 @@ from thinpipe.launch.report.metric_table import (
 from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.summary import Summary, Traffic, traffic_cells
 from thinpipe.launch.report.svg import SCRIPT, STYLE
+from thinpipe.launch.report.timeline_chart import timeline_svg
 from thinpipe.launch.words import NOTHING, format_bytes
 from thinpipe.pipeline.stage import ComputeEvent
-
-if TYPE_CHECKING:
-    from thinpipe.launch.report.theme import Theme
 
 
 def write_report(
@@ -40,20 +35,14 @@ def write_report(
     timeline: Sequence[ComputeEvent],
     summary: Summary,
     traces: Traces | None = None,
-    finished: bool = True,
 ) -> Path:
     """Write the files into `folder`, created if missing; return the page's path.
 
-    `timeline` holds the events of one step and may be empty, as may `traces`. Of a run that is not
-    `finished` there is no `loss.png`, which takes seconds to draw.
+    `timeline` holds the events of one step and may be empty, as may `traces`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(summary, indent=2, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
-    if finished:
-        from thinpipe.launch.report.plots import overview_png  # slow to import
-
-        (folder / "loss.png").write_bytes(overview_png(info, records))
     if traces:
         write_traces(folder, traces)
     page = folder / "report.html"
@@ -85,7 +74,6 @@ p { max-width: 46rem; margin: .4rem 0 1rem; }
 .card span { display: block; font-size: .82rem; }
 .card strong { font-size: 1.45rem; font-variant-numeric: tabular-nums; }
 .panel { padding: 1rem; overflow-x: auto; }
-img { display: block; width: 100%; height: auto; }
 table { width: 100%; border-collapse: collapse; font-size: .92rem;
   font-variant-numeric: tabular-nums; }
 th { font-weight: 500; text-align: left; }
@@ -96,7 +84,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.5rem; m
 dd { margin: 0; overflow-wrap: anywhere; }
 @media (max-width: 30rem) { body { padding: 1.2rem .7rem 3rem; } .panel { padding: .7rem; }
   .cards { grid-template-columns: 1fr 1fr; } .card { padding: .6rem .7rem; }
-  .card strong { font-size: 1.15rem; } .panel img { min-width: 38rem; }
+  .card strong { font-size: 1.15rem; }
   th, td { padding: .4rem .3rem; } :is(th, td):first-child { white-space: normal; } }
 """
 
@@ -122,7 +110,7 @@ microbatches, a better schedule or smaller messages reduce it. If a rank has sev
 ones are paler."""
 
 _EDGES_TEXT = """What left each machine for another, with all that encryption, framing and
-repetition add, and with evaluations, whose activations are not compressed. A cross marks a
+repetition add, and with evaluations, whose activations are not compressed. A diamond marks a
 connection that broke and was resumed: nothing was lost. Long silences, and segments that TCP had to
 send again, are signs of a bad or overloaded network."""
 
@@ -192,19 +180,6 @@ def _cards(summary: Summary) -> str:
         if value != NOTHING
     )
     return f'<div class="cards">\n{divs}\n</div>'
-
-
-def _picture(alt: str, draw: "Callable[[Theme], bytes]") -> str:
-    """The plot in both themes; the browser chooses."""
-    from thinpipe.launch.report.theme import DARK, LIGHT  # slow to import
-
-    light, dark = (base64.b64encode(draw(theme)).decode("ascii") for theme in (LIGHT, DARK))
-    return (
-        '<div class="panel"><picture>'
-        '<source media="(prefers-color-scheme: dark)" '
-        f'srcset="data:image/png;base64,{dark}">'
-        f'<img alt="{escape(alt)}" src="data:image/png;base64,{light}"></picture></div>'
-    )
 
 
 def _wire_section(info: RunInfo, records: Sequence[StepRecord], summary: Summary) -> str:
@@ -301,9 +276,7 @@ def _bytes_cell(nbytes: int) -> str:
 def _timeline_section(timeline: Sequence[ComputeEvent]) -> str:
     if not timeline:
         return "<h2>Timeline of one step</h2>\n<p>No timeline was recorded in this run.</p>"
-    from thinpipe.launch.report.timeline_plot import timeline_png  # slow to import
-
-    picture = _picture("What each rank did during one step", lambda t: timeline_png(timeline, t))
+    picture = panel(timeline_svg(timeline))
     return f"<h2>Timeline of one step</h2>\n<p>{_TIMELINE_TEXT}</p>\n{picture}"
 
 
@@ -314,11 +287,7 @@ def _edge_section(traces: Traces, summary: Summary) -> str:
     rows = [[escape(cell) for cell in edge_cells(edge)] for edge in summary["edges"]]
     for row, edge in zip(rows, summary["edges"], strict=True):
         row[2] = _bytes_cell(edge["bytes"])
-    picture = ""
-    if any(traces.values()):
-        from thinpipe.launch.report.edge_plot import edges_png  # slow to import
-
-        picture = _picture("Rate of each connection", lambda theme: edges_png(traces, theme))
+    picture = panel(edges_chart(traces).svg()) if any(traces.values()) else ""
     return f"""<h2>Connections between machines</h2>
 <p>{_EDGES_TEXT}</p>
 {picture}

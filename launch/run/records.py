@@ -140,7 +140,7 @@ class Records:
             return
         summary = summarize(self._info, self._records, edges_of(hosts))
         if self._writes:
-            self._reported = self._write(self._records, hosts, summary, timeline, finished=True)
+            self._reported = self._write(self._records, hosts, summary, timeline)
         self._display.finish(summary, what_is_left(self._info.folder) if self._reported else None)
 
     def _write(
@@ -149,8 +149,6 @@ class Records:
         hosts: Sequence[dict[str, Any] | None],
         summary: Summary,
         timeline: Timeline | None,
-        *,
-        finished: bool = False,
     ) -> bool:
         """A full disk is no reason to stop, or to hide why a run ended."""
         folder = self._info.folder
@@ -162,7 +160,6 @@ class Records:
                 timeline=timeline.events if timeline else (),
                 traces=traces_of(hosts),
                 summary=summary,
-                finished=finished,
             )
             if timeline is not None:
                 timeline.write(folder)

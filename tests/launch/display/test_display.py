@@ -1,8 +1,6 @@
 import io
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -205,8 +203,3 @@ def test_log_prints_first_last_and_evaluated_steps_only() -> None:
     assert steps == ["1/10000", "50/10000", "10000/10000"]
     assert "  evaluation: loss 2.1234, with compressed boundaries 2.1299" in lines
     assert "cached activations of the two ends differed and were reset: 3 samples at cut 6" in lines
-
-
-def test_importing_the_display_does_not_load_matplotlib() -> None:
-    code = "import sys, thinpipe.launch.display.display; sys.exit('matplotlib' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -9,7 +9,7 @@ import pytest
 from tests.waiting import until
 from thinpipe.launch.overlay.control import OverlayError
 from thinpipe.launch.report import edge_trace
-from thinpipe.launch.report.edge_plot import edges_png
+from thinpipe.launch.report.charts import edges_chart
 from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.edges import traces_of
 
@@ -77,4 +77,7 @@ def test_traces_of_all_hosts_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = traced(5, monkeypatch).samples
     traces = traces_of([{"name": "a", "trace": samples}, None, {"name": "b", "trace": []}])
     assert list(traces) == ["a", "b"]
-    assert edges_png(traces).startswith(b"\x89PNG")
+    svg = edges_chart(traces).svg()
+    assert "a → b" in svg
+    assert "second " in svg
+    assert svg.count('<rect class="open') > len(samples), "every sample was resumed"
