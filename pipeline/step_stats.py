@@ -39,8 +39,8 @@ class WireTotal(ErrorStats):
 class StepTotals:
     """A step as all ranks see it. `loss` is the mean over the tokens of all replicas.
 
-    In a step in which replicas do not meet (`ReplicaSync.due`) all numbers are those of one, and
-    `loss` is the mean over its tokens.
+    In a step in which replicas do not meet (`ReplicaSync.due`) `loss` is the mean over the tokens
+    of one, and counts are those of one times the replicas.
 
     `bubble` is the part of the step that the ranks did not compute, averaged over ranks.
     `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
@@ -124,26 +124,27 @@ class StepStats:
         return self._totals(all_WN, self.consistency.repair(held_WN, self._coming_B, scope), scope)
 
     def _totals(self, all_WN: torch.Tensor, repair: Repair, scope: Scope) -> StepTotals:
+        mesh = self._transport.mesh
+        alike = mesh.replicas if scope == "replica" else 1
         loss, tokens, _, _, _, *sent = all_WN[:, :_SCALARS].sum(0).tolist()
         if self._loss_scope == "replica" and scope == "world":
             loss = self._mean_loss(all_WN)
-        sync_bytes, weight_bytes, gradient_bytes = map(int, sent)
-        mesh = self._transport.mesh
+        sync_bytes, weight_bytes, gradient_bytes = (alike * int(nbytes) for nbytes in sent)
         replica_norms = all_WN[:, 2].view(-1, mesh.pipeline_ranks * mesh.shards).sum(1).sqrt()
         seconds = float(all_WN[:, 4].max())
         finite = bool(torch.isfinite(replica_norms).all()) and math.isfinite(loss)
         return StepTotals(
             loss=loss,
-            tokens=int(tokens),
+            tokens=alike * int(tokens),
             grad_norm=float(replica_norms[mesh.replica if scope == "world" else 0]),
             skipped=not finite,
             seconds=seconds,
             bubble=1.0 - float(all_WN[:, 3].mean()) / seconds,
-            wire=self._wire(all_WN[:, _SCALARS + self.consistency.size :].sum(0)),
+            wire=self._wire(all_WN[:, _SCALARS + self.consistency.size :].sum(0) * alike),
             sync_bytes=sync_bytes,
             weight_bytes=weight_bytes,
             gradient_bytes=gradient_bytes,
-            control_bytes=shared_nbytes(all_WN) + repair.nbytes,
+            control_bytes=alike * (shared_nbytes(all_WN) + repair.nbytes),
             repaired=repair.repaired,
         )
 

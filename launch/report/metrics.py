@@ -40,9 +40,10 @@ class StepRecord:
 
     `step` and `epoch` count from 1. `loss` is the mean over the step's tokens (NaN if it
     overflowed). `tokens` and `tokens_per_s` count the whole step, all replicas together. In a step
-    in which replicas do not wait for each other all three are one replica's. `bubble`
-    is the fraction (0 to 1) of the step in which the stages' devices were idle, the mean over
-    ranks. `skipped`: the optimizer step was skipped. `sync_bytes` went between replicas,
+    in which replicas do not wait for each other the loss is one replica's, and counts are those of
+    one times the replicas. `bubble` is the fraction (0 to 1) of the step in which the stages'
+    devices were idle, the mean over ranks. `skipped`: the optimizer step was skipped.
+    `sync_bytes` went between replicas,
     `control_bytes` are neither activations nor gradients (losses, flags). `eval` is set
     only after an evaluation: `loss` with uncompressed boundaries and, if measured,
     `loss_compressed` with those of training; likewise other metrics of the objective. In
@@ -179,7 +180,6 @@ class MetricsWriter:
                 _log.warning("%s: steps wait to be written: %s", self._file.name, disk.why(error))
 
     def close(self) -> None:
-        """Close the file; calling it again does nothing."""
         self._file.close()
 
     def __enter__(self) -> Self:
