@@ -49,7 +49,6 @@ class Display:
             )
 
     def step(self, record: StepRecord) -> None:
-        """Take in a finished step."""
         self._progress.update(record)
         if self._view is not None:
             self._view.step(record)

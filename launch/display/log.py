@@ -45,7 +45,6 @@ class Lenient:
         return len(text)
 
     def flush(self) -> None:
-        """Write what is buffered."""
         self._try(self._file.flush)
 
     def _try(self, act: Callable[[], object]) -> None:
@@ -70,11 +69,9 @@ class Log:
         self._printed_s, self._printed_step = -LOG_INTERVAL_S, 0
 
     def start(self) -> None:
-        """Print what is run."""
         print_line(self._console, f"ThinPipe {self._info.name}\n{shape_of(self._info)}")
 
     def step(self, record: StepRecord) -> None:
-        """Print a step, if it is time to."""
         now_s = time.monotonic()
         self._first = self._first or (record.step, now_s)
         due = now_s - self._printed_s >= LOG_INTERVAL_S
@@ -82,7 +79,6 @@ class Log:
             self._print_step(record, now_s)
 
     def evaluated(self, record: StepRecord) -> None:
-        """Print an evaluation."""
         if record.step != self._printed_step:
             self._print_step(record, time.monotonic())
         for line in _evaluation(record.eval or {}):

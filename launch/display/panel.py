@@ -20,13 +20,19 @@ from thinpipe.launch.display.grids import labelled, shape_of
 from thinpipe.launch.display.progress import LOSS_STEPS, RunningValues
 from thinpipe.launch.display.traffic import step_traffic
 from thinpipe.launch.report.edge_trace import EdgeNow, EdgeTrace
-from thinpipe.launch.report.metric_table import LOSSES, SHARDS, SPEED, TRAFFIC, other_scores, shown
+from thinpipe.launch.report.metric_table import LOSSES, SHARDS, SPEED, other_scores, shown
 from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.words import format_loss
 
 _LEAST = 8
 """As many connections, or all of fewer, are shown before cuts are left out."""
-_KEYS = (*LOSSES, *SPEED, "train/epoch", "speed/step_s", "train/grad_norm", "train/lr", *TRAFFIC)
+_KEYS = (
+    *(*SPEED, "train/epoch", "speed/step_s"),
+    *LOSSES,
+    *("train/grad_norm", "train/lr", "bytes/replicas"),
+    *("activations", "gradients", "bytes/control"),
+)
+"""In rows of four, wide numbers below each other: so all fit into 80 columns."""
 
 
 class LivePanel:
@@ -59,11 +65,9 @@ class LivePanel:
         self._live = Live(console=console, get_renderable=self.frame, refresh_per_second=4)
 
     def start(self) -> None:
-        """Draw it from here on."""
         self._live.start(refresh=True)
 
     def step(self, record: StepRecord) -> None:
-        """Move the bar."""
         self._bar.update(self._task, completed=record.step)
 
     def evaluated(self, record: StepRecord) -> None:
@@ -126,7 +130,7 @@ def _numbers(info: RunInfo, record: StepRecord, progress: RunningValues) -> Tabl
     """All metrics of a step, with the last evaluation."""
     keys = (*_KEYS, *(SHARDS if info.shards > 1 else ()))
     cells = shown(keys, replace(record, eval=progress.eval), unit=info.unit)
-    cells.insert(1, (f"mean of {LOSS_STEPS}", format_loss(progress.mean_loss)))
-    cells.append(("skipped", str(progress.skipped)))
+    cells.insert(5, (f"mean of {LOSS_STEPS}", format_loss(progress.mean_loss)))
+    cells.insert(10, ("skipped", str(progress.skipped)))
     cells += [(f"eval {name}", value) for name, value in other_scores(progress.eval or {})]
     return labelled(cells, columns=4)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 
 from thinpipe.launch.report.edges import Traces
@@ -39,16 +40,9 @@ def bytes_chart(info: RunInfo, records: Sequence[StepRecord]) -> Chart:
     ]
     values = {count.values for count in next((r.wire for r in records if r.wire), ())}
     levels = [("bf16", 2.0 * v) for v in values] + [("fp32", 4.0 * v) for v in values]
+    levels = levels if len(values) == 1 else []
     chart = _chart("Bytes per step over each cut", records, lines)
-    return Chart(
-        chart.title,
-        chart.steps,
-        lines,
-        chart.epochs,
-        levels if len(values) == 1 else (),
-        show=format_bytes,
-        log=True,
-    )
+    return replace(chart, levels=levels, show=format_bytes, log=True)
 
 
 def error_chart(records: Sequence[StepRecord]) -> Chart:
@@ -66,7 +60,7 @@ def error_chart(records: Sequence[StepRecord]) -> Chart:
         tail = smoothed(curve[measured:], reach).tolist() if measured < len(curve) else []
         lines.append(Line(label, [math.nan] * measured + tail, color))
     chart = _chart("Compression error by step", records, lines)
-    return Chart(chart.title, chart.steps, lines, chart.epochs, from_zero=True, height=210)
+    return replace(chart, from_zero=True, height=210)
 
 
 def compared_losses(runs: Sequence[tuple[str, Sequence[StepRecord]]]) -> Chart:

@@ -37,7 +37,6 @@ class Metric:
     def text(
         self, source: StepRecord | Summary, show_bytes: Callable[[int], str] = format_bytes
     ) -> str:
-        """As it is written; "-" if there is none."""
         value = self.of_step(source) if isinstance(source, StepRecord) else self.of_run(source)
         if value is None:
             return NOTHING

@@ -15,7 +15,7 @@ def many(hosts: int) -> list[EdgeNow]:
     return [
         EdgeNow(
             f"host{b}", 1e6 * b, 2e6 * b, *((10**9,) * 2 if b == 1 else (10**4,) * 2),
-            0.0512, 0, 0, 3.0 if b == hosts - 1 else 0.1,
+            0.0512, 3.0 if b == hosts - 1 else 0.1,
         )
         for b in range(1, hosts)
     ]  # fmt: skip

@@ -9,57 +9,31 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from tests.records import run_info, step_record, wire_totals
 from thinpipe.launch.display.display import Display
 from thinpipe.launch.display.final import Left, what_is_left
 from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.summary import summarize
-from thinpipe.pipeline.step_stats import WireTotal
-from thinpipe.pipeline.wire.header import DIRECTIONS
 
 
 def _info(cuts: tuple[int, ...] = (6,), name: str = "tiny", replicas: int = 1) -> RunInfo:
-    keys = [(cut, direction) for cut in cuts for direction in DIRECTIONS]
-    return RunInfo(
-        name=name,
-        folder=Path("runs") / name,
-        stages=len(cuts) + 1,
-        replicas=replicas,
-        schedule="InterleavedZeroBubble",
-        microbatches=16,
-        cuts=cuts,
-        methods={k: "aqsgd 4-bit" if k[1] == "forward" else "hadamard 4-bit" for k in keys},
-        total_steps=10_000,
-        parameters=1_300_000_000,
-        exchanged=1_300_000_000,
-        machine="2 cores",
-        versions={"torch": "2.13.0"},
-        config_digest="abc123",
-    )
+    return run_info(cuts, name=name, replicas=replicas)
 
 
 def _record(
     step: int, cuts: Sequence[int] = (6,), *, loss: float = 2.5, evaluated: bool = False
 ) -> StepRecord:
-    return StepRecord(
-        step=step,
+    return step_record(
+        step,
         epoch=12,
         loss=loss,
         tokens_per_s=123_456.7,
         step_s=4.0,
         bubble=0.256,
-        wire=tuple(
-            WireTotal(
-                cut=cut, direction=way, nbytes=500_000_000, messages=16, values=10**9, error=0.0421
-            )
-            for cut in cuts
-            for way in DIRECTIONS
-        ),
-        tokens=65_536,
+        wire=wire_totals(cuts, nbytes=500_000_000, messages=16, values=10**9, error=0.0421),
         grad_norm=None if math.isnan(loss) else 1.25,
-        lr=3e-4,
         skipped=math.isnan(loss),
         sync_bytes=123_000_000,
-        control_bytes=999,
         eval={"loss": 2.1234, "loss_compressed": 2.1299} if evaluated else None,
         repaired={cuts[0]: 3} if cuts and evaluated else {},
     )

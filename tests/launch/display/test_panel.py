@@ -3,15 +3,15 @@
 import itertools
 import math
 import re
-from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from tests.records import run_info, step_record
 from thinpipe.launch.display.panel import LivePanel
 from thinpipe.launch.display.progress import RunningValues
-from thinpipe.launch.report.edge_trace import EdgeSample, EdgeTrace
+from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.words import WireKey, format_bytes
 from thinpipe.pipeline.step_stats import WireTotal
@@ -27,23 +27,10 @@ def info(stages: int, *, shards: int = 1, mixed: bool = False) -> RunInfo:
     methods = {key: named[key[1]] for key in keys}
     if mixed:
         methods[cuts[0], "forward"] = "transform 2-bit"
-    return RunInfo(
-        name="gpt2-xl-over-200-mbit",
-        folder=Path("runs/x"),
-        stages=stages,
-        replicas=8,
-        schedule="InterleavedZeroBubble",
-        microbatches=16,
-        cuts=cuts,
-        methods=methods,
-        total_steps=10_000,
-        parameters=1_300_000_000,
-        exchanged=2_400_000,
-        machine="2 cores",
-        versions={},
-        config_digest="",
+    return run_info(
+        cuts, name="gpt2-xl-over-200-mbit", replicas=8, methods=methods, exchanged=2_400_000,
         shards=shards,
-    )
+    )  # fmt: skip
 
 
 def record(run: RunInfo) -> StepRecord:
@@ -54,24 +41,33 @@ def record(run: RunInfo) -> StepRecord:
         for number, (cut, way) in enumerate(itertools.product(run.cuts, DIRECTIONS))
     )  # fmt: skip
     shards = {"weight_bytes": 811_000_000, "gradient_bytes": 822_000_000} if run.shards > 1 else {}
-    return StepRecord(
-        step=4321, epoch=12, loss=2.5432, tokens_per_s=123_456.7, step_s=83.0, bubble=0.256,
+    return step_record(
+        4321, epoch=12, loss=2.5432, tokens_per_s=123_456.7, step_s=83.0, bubble=0.256,
         wire=wire, tokens=65_536, grad_norm=12_345.0, lr=3.21e-4, skipped=False,
         sync_bytes=933_000_000, control_bytes=876, eval=EVALUATION, **shards,
     )  # fmt: skip
 
 
-def trace(connections: int) -> EdgeTrace:
-    found = EdgeTrace(lambda: None)
-    found.host = "host0"
-    found.now = [
-        EdgeSample(target=f"host{number}", end_s=1.0, seconds=1.0, sent_Bps=1e6 * (20 + number),
-                   received_Bps=1e6 * (40 + number), round_trip_s=0.05 + number / 1000,
-                   retransmitted=0, resumed=0, silence_s=4.0 if number == 1 else 0.0)
-        for number in range(1, connections + 1)
-    ]  # fmt: skip
-    found._periods = [found.now]
-    return found
+def trace(connections: int, *, busy: int | None = None) -> EdgeTrace:
+    """Every connection has rates of its own; or only those with the first `busy` are used."""
+
+    def links(second: int) -> dict[str, dict[str, float]]:
+        found = {}
+        for n in range(1, connections + 1):
+            rates = (1e6 * (20 + n), 1e6 * (40 + n))
+            if busy is not None:
+                rates = (1e8, 2e8) if n <= busy else (1e3, 1e3)
+            found[f"host{n}"] = {
+                "sent_nbytes": second * rates[0], "received_nbytes": second * rates[1],
+                "round_trip_s": 0.05 + n / 1000, "retransmitted": 0, "resumed": 0,
+                "silence_s": 4.0 if n == 1 else 0.0,
+            }  # fmt: skip
+        return found
+
+    made = EdgeTrace(lambda: None)
+    for second in (0, 1):
+        made.add({"name": "host0", "links": links(second)}, float(second))
+    return made
 
 
 def drawn(
@@ -130,10 +126,7 @@ def test_eight_machines_with_shards_still_fit_the_smallest() -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_of_many_connections_some_are_counted_only(busy: bool) -> None:
     """Those that are used come first, and every other one is in the number left."""
-    own = trace(19)
-    for sample in own.now:
-        carries = busy or sample["target"] in ("host1", "host2")
-        sample["sent_Bps"], sample["received_Bps"] = (1e8, 2e8) if carries else (1e3, 1e3)
+    own = trace(19, busy=19 if busy else 2)
     lines = drawn(info(8), (80, 24), own)
     text = "\n".join(lines)
     assert len(lines) <= 24

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.records import run_info, step_record
 from thinpipe.launch.report.html import write_report
 from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.summary import summarize
@@ -28,23 +29,10 @@ TIMELINE = [
 
 
 def _info(folder: Path, cuts: tuple[int, ...] = (6,), replicas: int = 1) -> RunInfo:
-    keys = [(cut, direction) for cut in cuts for direction in DIRECTIONS]
-    return RunInfo(
-        name="<tiny> & slow",
-        folder=folder,
-        stages=len(cuts) + 1,
-        replicas=replicas,
-        schedule="1F1B",
-        microbatches=4,
-        cuts=cuts,
-        methods={key: "aqsgd 4-bit" if key[1] == "forward" else "direct 8-bit" for key in keys},
-        total_steps=4,
-        parameters=1_000_000,
-        exchanged=1_000_000,
-        machine="2 cores",
-        versions={"torch": "2.13.0"},
-        config_digest="abc123",
-    )
+    return run_info(
+        cuts, name="<tiny> & slow", folder=folder, replicas=replicas, total_steps=4,
+        parameters=1_000_000, exchanged=1_000_000,
+    )  # fmt: skip
 
 
 def _wire(cut: int, direction: Direction, nbytes: int) -> WireTotal:
@@ -60,8 +48,8 @@ def _records(cuts: tuple[int, ...] = (6,), losses: tuple[float, ...] = ()) -> li
         wire = [_wire(cut, "forward", forward) for cut in cuts]
         wire += [_wire(cut, "backward", backward) for cut in cuts]
         records.append(
-            StepRecord(
-                step=step,
+            step_record(
+                step,
                 epoch=1 if first_epoch else 2,
                 loss=loss,
                 tokens_per_s=100.0 * step,
@@ -69,8 +57,6 @@ def _records(cuts: tuple[int, ...] = (6,), losses: tuple[float, ...] = ()) -> li
                 bubble=0.1 * step,
                 wire=tuple(wire),
                 tokens=64,
-                grad_norm=None,
-                lr=1e-3,
                 skipped=math.isnan(loss),
                 sync_bytes=10,
                 control_bytes=3,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.disk import full_disk
+from tests.records import step_record, wire_totals
 from thinpipe.launch.report.metrics import MetricsWriter, RecentMean, StepRecord, read_metrics
-from thinpipe.pipeline.step_stats import WireTotal
 
 KEYS = [
     "step", "epoch", "loss", "tokens_per_s", "step_s", "bubble", "wire", "tokens", "grad_norm",
@@ -17,23 +17,10 @@ KEYS = [
 
 
 def _record(step: int) -> StepRecord:
-    return StepRecord(
-        step=step,
-        epoch=1,
-        loss=10.0 / step,
-        tokens_per_s=512.5,
-        step_s=0.25,
-        bubble=0.125,
-        wire=(
-            WireTotal(cut=6, direction="forward", nbytes=1000 + step, messages=4, values=2000),
-            WireTotal(cut=6, direction="backward", nbytes=500, messages=4, values=2000),
-        ),
-        tokens=128,
-        grad_norm=1.5,
-        lr=3e-4,
-        skipped=False,
-        sync_bytes=77,
-        control_bytes=8,
+    (there, back) = wire_totals([6], nbytes=500)
+    return step_record(
+        step,
+        wire=(replace(there, nbytes=1000 + step), back),
         eval={"loss": 2.1, "loss_compressed": 2.11} if step % 2 == 0 else None,
         repaired={6: 2} if step == 3 else {},
     )
