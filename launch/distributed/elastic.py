@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -128,20 +129,23 @@ def _launch(
     fork_server.start()
     rendezvous.register()
     environment = dict(network.environment)  # of ranks; each rendezvous adds its number
+    meeting = partial(
+        rendezvous.Rendezvous,
+        network,
+        nodes.count,
+        environment,
+        limit_s=nodes.join_s,
+        killed=killed,
+        stop=stop,
+        restarts=nodes.max_restarts,
+    )
     config = LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
         nproc_per_node=processes,
         run_id="thinpipe",
         rdzv_backend=rendezvous.BACKEND,
-        rdzv_configs={
-            "network": network,
-            "join_s": nodes.join_s,
-            "environment": environment,
-            "killed": killed,
-            "stop": stop,
-            "restarts": nodes.max_restarts,
-        },
+        rdzv_configs={"make": meeting},
         max_restarts=nodes.max_restarts,
         start_method=fork_server.START_METHOD,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write none; no folder in /tmp

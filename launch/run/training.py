@@ -26,11 +26,11 @@ from thinpipe.launch.overlay.ranks import carrier_status
 from thinpipe.launch.plan.memory_budget import memory_folder, memory_notices, plan_memory
 from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import StepRecord
-from thinpipe.launch.report.timeline import Timeline, gather_events
+from thinpipe.launch.report.timeline import Timeline
 from thinpipe.launch.run.at_rest import AtRest
 from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
-from thinpipe.launch.run.records import Records, describe_run, timeline_of
+from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
 from thinpipe.launch.run.skips import Skips
 from thinpipe.launch.trained.model import start_from_run
 from thinpipe.pipeline.batch import Batch
@@ -188,25 +188,16 @@ class Training:
         if step + 1 == self.steps:
             self.built.sync.finish()
         elapsed = time.perf_counter() - start
+        numbers = {name: value for name, value in vars(totals).items() if name != "seconds"}
+        numbers["repaired"] = dict(totals.repaired)
         record = StepRecord(
             step=step + 1,
             epoch=self._sampler.epoch(step) + 1,
-            loss=totals.loss,
             tokens_per_s=totals.tokens / elapsed,
             step_s=elapsed,
-            bubble=totals.bubble,
-            wire=totals.wire,
-            tokens=totals.tokens,
-            grad_norm=totals.grad_norm,
             lr=lr,
-            skipped=totals.skipped,
-            sync_bytes=totals.sync_bytes,
-            weight_bytes=totals.weight_bytes,
-            gradient_bytes=totals.gradient_bytes,
-            control_bytes=totals.control_bytes,
             eval=None,
-            repaired=dict(totals.repaired),
-            notes=totals.notes,
+            **numbers,
         )
         if step == self._timeline_step:
             events = self.built.engine.take_events()
