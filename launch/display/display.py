@@ -5,12 +5,12 @@ characters. Both fit into 80 columns.
 """
 
 from collections.abc import Mapping
-from typing import Self, TextIO, cast
+from typing import Self
 
 from rich.console import Console
 
 from thinpipe.launch.display.final import Left, final_tables
-from thinpipe.launch.display.log import Lenient, Log, print_line
+from thinpipe.launch.display.log import Log, print_line
 from thinpipe.launch.display.panel import LivePanel
 from thinpipe.launch.display.progress import RunningValues
 from thinpipe.launch.report.edge_trace import EdgeTrace
@@ -92,7 +92,6 @@ def _console(interactive: bool) -> Console:
     if interactive:
         return Console(highlight=False)
     return Console(
-        file=cast(TextIO, Lenient()),
         force_terminal=False,
         force_interactive=False,
         color_system=None,

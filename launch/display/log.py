@@ -1,15 +1,12 @@
 """A run as plain lines, for files and pipes."""
 
-import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from rich.console import Console
 
 from thinpipe.launch.display.connections import ConnectionLines
 from thinpipe.launch.display.grids import shape_of
-from thinpipe.launch.host import disk
 from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metric_table import METRICS, other_scores
 from thinpipe.launch.report.metrics import RunInfo, StepRecord
@@ -25,35 +22,6 @@ _LINE = ("train/epoch", "train/loss", "speed/tokens_per_s", "sent")
 def print_line(console: Console, text: str) -> None:
     """Print text as it is, however long; on a terminal in lines of whole words."""
     console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
-
-
-class Lenient:
-    """Standard output on a disk that may be full: what cannot be written is left out; one warning.
-
-    Buffers are of lines, so nothing waits here for room.
-    """
-
-    def __init__(self) -> None:
-        self._file = sys.stdout
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, text: str) -> int:
-        """All of it, or nothing is said of the rest."""
-        self._try(lambda: self._file.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self._file.flush)
-
-    def _try(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except BrokenPipeError:  # whoever reads has enough
-            raise
-        except OSError as error:
-            disk.warn_once("output", f"standard output: {disk.why(error)}; training goes on")
 
 
 class Log:

@@ -250,7 +250,7 @@ def keep_freed_memory() -> bool:
     """Have this process reuse freed memory, up to 1 GiB, instead of returning it.
 
     By default glibc maps every tensor above 32 MB separately, and the kernel clears it page by
-    page, which takes longer than an elementwise operation on it. Call before
+    page: a step took 1.26 times as long (benchmarks/results/kernels_xeon_202611.md). Call before
     the first large allocation. Returns False without any change if the user has set malloc's
     thresholds, or the C library lacks these settings.
     """

@@ -16,6 +16,7 @@ from thinpipe.launch.words import (
     format_loss,
     format_ratio,
     format_repaired,
+    format_share,
     format_speed,
 )
 
@@ -43,10 +44,6 @@ class Metric:
         return (show_bytes if self.show is format_bytes else self.show)(value)
 
 
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
-
-
 def _whole(count: int) -> str:
     return f"{count:,}"
 
@@ -67,7 +64,7 @@ METRICS: Mapping[str, Metric] = {
                *_eval("loss_compressed")),
         Metric("speed/tokens_per_s", "tokens/s", "Tokens per second, median", format_speed,
                lambda r: r.tokens_per_s, lambda s: s["median_tokens_per_s"]),
-        Metric("speed/bubble", "bubble", "Bubble, mean", _percent,
+        Metric("speed/bubble", "bubble", "Bubble, mean", format_share,
                lambda r: r.bubble, lambda s: s["mean_bubble"]),
         Metric("speed/step_s", "step time", "Step time, median", format_duration,
                lambda r: r.step_s, lambda s: s["median_step_s"]),

@@ -75,7 +75,7 @@ def test_panel_shows_rate_and_ratios_of_each_cut_and_direction() -> None:
     assert ["6", *way, *way] in rows
     assert ["all", *way[:3], *way[:3]] in rows
     assert "forward aqsgd 4-bit; backward hadamard 4-bit" in text
-    for shown in ("2.5000", "2.1234", "2.1299", "123,457", "25.6%", "1.25", "3.00e-04", "123 MB"):
+    for shown in ("2.5000", "2.1234", "2.1299", "123,457", "25.6 %", "1.25", "3.00e-04", "123 MB"):
         assert shown in text
 
 

@@ -103,7 +103,7 @@ def test_everything_fits(run: RunInfo, size: tuple[int, int], connections: int) 
     words = " ".join(line.strip("│ ") for line in lines)
     shown = [
         "step 4321/10000", "43 %", "elapsed,", "left", "2.5432", "2.1234", "2.1299", "0.815",
-        "123,457", "25.6%", "1 min 23 s", "1.23e+04", "3.21e-04", "933 MB", "876 B",
+        "123,457", "25.6 %", "1 min 23 s", "1.23e+04", "3.21e-04", "933 MB", "876 B",
         "8 replicas", "InterleavedZeroBubble", "16 microbatches", "(2.40 M trained)",
         *(format_bytes(count.nbytes) for count in record(run).wire),
         *(f"host{number}" for number in range(connections + 1) if connections),

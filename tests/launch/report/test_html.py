@@ -203,7 +203,7 @@ def test_page_loads_nothing_from_elsewhere_and_shows_the_summary(tmp_path: Path)
         "2.5000",
         "2.6250",
         "250",
-        "25.0%",
+        "25.0 %",
         "abc123",
         "torch 2.13.0",
     ]
