@@ -171,11 +171,11 @@ def join(
     world = int(os.environ["WORLD_SIZE"])
     rank, needed = int(os.environ["RANK"]), mesh.world_size
     if world != needed and problem is None:
+        shards = f" and pipeline.shards = {mesh.shards}" if mesh.shards > 1 else ""
         problem = (
-            f"{world} processes were started, but {mesh.pipeline_ranks} ranks of the pipeline "
-            f"(pipeline.cuts) x pipeline.replicas = {mesh.replicas} x pipeline.shards = "
-            f"{mesh.shards} need {needed}; start {needed} (--ranks of all machines together; "
-            "torchrun: nnodes x nproc-per-node)"
+            f"{world} processes were started, but {mesh.pipeline_ranks} ranks per pipeline "
+            f"(pipeline.cuts) with pipeline.replicas = {mesh.replicas}{shards} need {needed}; "
+            f"start {needed} (--ranks of all machines together; torchrun: nnodes x nproc-per-node)"
         )
     met, network = meet(network_config, rank, world, wait_s=wait_s)
     name, place = fresh_name(met, rank, world, wait_s=wait_s), store_address()
