@@ -25,8 +25,8 @@ from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.plan.memory_budget import plan_memory, row_nbytes
-from thinpipe.launch.report.metrics import format_bytes
 from thinpipe.launch.single_process import in_process
+from thinpipe.launch.words import format_bytes
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.wire.cast import Cast
 

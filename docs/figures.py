@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.simulate import Message, StepModel, simulate
-from thinpipe.launch.report.theme import LIGHT, new_figure, style, to_png
-from thinpipe.launch.report.timeline_plot import timeline_png
+from thinpipe.launch.report.timeline_chart import timeline_svg
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 
 _IMAGES = Path(__file__).parent / "images"
 _RESULTS = Path(__file__).parents[1] / "benchmarks/results/links_paper_shaped_cpu_202611.md"
 _VALUES = 1024 * 1600
+_SVG = "http://www.w3.org/2000/svg"
+_COLORS = ("#0072b2", "#d55e00", "#009e73")
 _RATES = ("100 Mbit/s", "300 Mbit/s", "500 Mbit/s", "1 Gbit/s", "unlimited")
 _METHODS = {  # as the table names them: label, and where it stands
     "aqsgd fw3/bw6": ("ThinPipe, AQ-SGD: 3 bits forward, 6 backward", (-0.03, 3370)),
@@ -48,12 +51,13 @@ def main() -> None:
     }
     for name, played in models.items():
         step = simulate(played)
-        (_IMAGES / f"{name}.png").write_bytes(timeline_png(step.events))
+        svg = timeline_svg(step.events).replace("<svg ", f'<svg xmlns="{_SVG}" ', 1)
+        (_IMAGES / f"{name}.svg").write_text(svg + "\n", encoding="utf-8")
         print(f"{name}: {step.step_s:.2f} s")
-    (_IMAGES / "speed.png").write_bytes(_speed_png())
+    _draw_speed(_IMAGES / "speed.png")
 
 
-def _speed_png() -> bytes:
+def _draw_speed(file: Path) -> None:
     """Tokens per second by rate of the links, one line per method."""
     page = _RESULTS.read_text(encoding="utf-8")
     (table,) = re.findall(r"^## 8 microbatches$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
@@ -63,15 +67,17 @@ def _speed_png() -> bytes:
         for row in rows
         if row and row[0] in _METHODS
     }
-    figure = new_figure(3.6, LIGHT)
+    figure = Figure(figsize=(9.0, 3.6), dpi=150, layout="constrained")
     axes = figure.subplots()
-    style(axes, "Tokens per second, by the rate of every link", LIGHT, title_pad=10)
-    for (method, (label, place)), color in zip(_METHODS.items(), LIGHT.series, strict=False):
+    axes.set_title("Tokens per second, by the rate of every link", loc="left", fontweight="bold")
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.grid(axis="y", color="#e3e6ea")
+    for (method, (label, place)), color in zip(_METHODS.items(), _COLORS, strict=True):
         y = [speeds[method, rate] for rate in _RATES]
         axes.plot(_RATES, y, "o-", color=color, linewidth=2.2)
         axes.text(*place, label, color=color, fontsize=10, fontweight="bold")
     axes.set_ylim(0, 3700)
-    return to_png(figure)
+    figure.savefig(file)
 
 
 if __name__ == "__main__":

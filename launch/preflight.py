@@ -87,7 +87,7 @@ def check_settings(config: RunConfig, shares: Sequence[Share], *, resume: bool =
     """
     check_folder(config.run.path)
     if all(0 in share for share in shares):  # rank 0 writes
-        check_writers(config)
+        check_writers(config.report.writers)
     config.model.check_files()
     check_optimizer(config)
     check_start(config)

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -57,7 +58,7 @@ def start_run(
             _run_rank(config, after_restart(resume), show=show)
         shares = preflight.shares_here(config, machines.count, machines.ranks)
         if dry_run:
-            preflight.check(config, shares, resume=resume.wanted, show=_Counted(shares))
+            preflight.check(config, shares, resume=resume.wanted, show=partial(_show_needs, shares))
             sys.exit()
         preflight.check(config, shares, resume=resume.wanted)
         sys.exit(_start(main, config, len(shares[0]), machines, show=show))
@@ -99,21 +100,16 @@ def _start(main: Main, config: RunConfig, processes: int, machines: Machines, *,
     return run_node(main, sys.argv[1:], processes, nodes, config.network)
 
 
-class _Counted:
-    """Prints what a run needs if one of the shares of its ranks is on this machine."""
-
-    def __init__(self, shares: Sequence[preflight.Share]) -> None:
-        self._shares = shares
-
-    def __call__(self, ready: preflight.Ready) -> None:
-        config, corpus = ready
-        sequences, console = len(corpus.train), Console(highlight=False)
-        ends = plan_memory(config, sequences)
-        show_memory(console, config, ends, self._shares)
-        for share in self._shares:
-            show_host(console, config, sequences, share)
-        for note in (*config.notices(), *corpus.notes, *memory_notices(ends)):
-            typer.echo(note)
+def _show_needs(shares: Sequence[preflight.Share], ready: preflight.Ready) -> None:
+    """Print what a run needs if one of the shares of its ranks is on this machine."""
+    config, corpus = ready
+    sequences, console = len(corpus.train), Console(highlight=False)
+    ends = plan_memory(config, sequences)
+    show_memory(console, config, ends, shares)
+    for share in shares:
+        show_host(console, config, sequences, share)
+    for note in (*config.notices(), *corpus.notes, *memory_notices(ends)):
+        typer.echo(note)
 
 
 def _run_rank(config: RunConfig, resume: Resume, *, show: int) -> NoReturn:

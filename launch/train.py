@@ -5,7 +5,7 @@ from thinpipe.launch.checkpoint.run_folder import check_folder
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import Corpus, check_data
 from thinpipe.launch.host.packages import explain
-from thinpipe.launch.run.run import Run
+from thinpipe.launch.run.run import RankRun
 
 
 def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
@@ -20,14 +20,14 @@ def train_rank(config: RunConfig, resume: Resume, *, show: int) -> None:
     corpus, problem = _load(config)
     facts = {"data": corpus.digests if corpus else None}
     epochs = config.train.epochs
-    with Run(config, resume, show=show, facts=facts, problem=problem) as run:
+    with RankRun(config, resume, show=show, facts=facts, problem=problem) as run:
         for epoch in run.epochs(epochs):
             assert corpus is not None, "no rank joins if one has a problem"
             due = (epoch + 1) % config.eval.every_epochs == 0 or epoch + 1 == epochs
-            for batch in run.batches(corpus.train, config.train.batch_size):
+            for batch in run.batches_of(corpus.train, config.train.batch_size):
                 run.step(batch)
             if due and not run.done_before:
-                run.evaluate(corpus.evaluation)
+                run.evaluate_on(corpus.evaluation)
 
 
 def _load(config: RunConfig) -> tuple[Corpus | None, str | None]:

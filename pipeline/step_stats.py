@@ -53,8 +53,8 @@ class WireTotal(ErrorStats):
 class StepTotals:
     """A step as all ranks see it. `loss` is the mean over the tokens of all replicas.
 
-    In a step in which replicas do not meet (`ReplicaSync.due`) all numbers are those of one, and
-    `loss` is the mean over its tokens.
+    In a step in which replicas do not meet (`ReplicaSync.due`) `loss` is the mean over the tokens
+    of one, and counts are those of one times the replicas.
 
     `bubble` is the part of the step that the ranks did not compute, averaged over ranks.
     `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
@@ -141,6 +141,7 @@ class StepStats:
         of_ranks = _Scalars(*all_WN[:, :_SCALARS].unbind(1))
         total = _Scalars(*all_WN[:, :_SCALARS].sum(0).tolist())
         loss, mesh = total.loss, self._transport.mesh
+        alike = mesh.replicas if scope == "replica" else 1
         if self._loss_scope == "replica" and scope == "world":
             loss = self._mean_loss(of_ranks)
         ranks = mesh.pipeline_ranks * mesh.shards
@@ -149,16 +150,16 @@ class StepStats:
         finite = bool(torch.isfinite(replica_norms).all()) and math.isfinite(loss)
         return StepTotals(
             loss=loss,
-            tokens=int(total.tokens),
+            tokens=alike * int(total.tokens),
             grad_norm=float(replica_norms[mesh.replica if scope == "world" else 0]),
             skipped=not finite,
             seconds=seconds,
             bubble=1.0 - float(of_ranks.busy_s.mean()) / seconds,
-            wire=self._wire(all_WN[:, _SCALARS + self.consistency.size :].sum(0)),
-            sync_bytes=int(total.sync_bytes),
-            weight_bytes=int(total.weight_bytes),
-            gradient_bytes=int(total.gradient_bytes),
-            control_bytes=shared_nbytes(all_WN) + repair.nbytes,
+            wire=self._wire(all_WN[:, _SCALARS + self.consistency.size :].sum(0) * alike),
+            sync_bytes=alike * int(total.sync_bytes),
+            weight_bytes=alike * int(total.weight_bytes),
+            gradient_bytes=alike * int(total.gradient_bytes),
+            control_bytes=alike * (shared_nbytes(all_WN) + repair.nbytes),
             repaired=repair.repaired,
         )
 

@@ -22,10 +22,6 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(  # what each rank would import: pytest alone is half its time
     [
         *PRELOADED,
-        "matplotlib.backends.backend_agg",
-        "thinpipe.launch.report.html",
-        "thinpipe.launch.report.plots",
-        "thinpipe.launch.report.timeline_plot",
         "transformers.modeling_utils",
         "hypothesis",
         "pytest",

@@ -26,8 +26,8 @@ import tomlkit
 from matplotlib.figure import Figure
 
 from benchmarks.harness import environment, format_table
+from benchmarks.theme import GRID, INK, MUTED, SERIES
 from thinpipe.launch.report.metrics import StepRecord, read_metrics
-from thinpipe.launch.report.theme import LIGHT
 
 _RAW = {way: {"kind": "raw", "format": "fp32"} for way in ("forward", "backward")}
 _AQ = {"forward": {"kind": "aqsgd", "bits": 3}, "backward": {"kind": "direct", "bits": 6}}
@@ -276,7 +276,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     """Losses by epoch, and the difference of training loss to the baseline."""
     figure = Figure(figsize=(10.0, 3.8), dpi=110, layout="constrained")
     losses, above = figure.subplots(1, 2)
-    methods, colors = _methods(outcomes), (LIGHT.ink, *LIGHT.series, LIGHT.muted)
+    methods, colors = _methods(outcomes), (INK, *SERIES, MUTED)
     widths = (4.5, 3.0, 2.0, *[1.0] * 5)  # curves that coincide stay visible
     for color, width, method in zip(colors, widths, methods, strict=False):
         epochs = range(len(outcomes[0].epochs))
@@ -291,7 +291,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     above.set_ylabel("training loss above uncompressed")
     for axes in (losses, above):
         axes.set_xlabel("epoch")
-        axes.grid(color=LIGHT.grid)
+        axes.grid(color=GRID)
     figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path)
 

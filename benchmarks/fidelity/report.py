@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.harness import format_table
-from thinpipe.launch.report.theme import LIGHT
+from benchmarks.theme import GRID, INK, MUTED, SERIES
 
 BASELINE = "fp32"
 NOTHING = "-"
@@ -226,10 +226,10 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     absolute.set_ylabel("training loss [nats/byte]")
     relative.set_ylabel("difference to fp32 of the same seed")
     relative.set_yscale("symlog", linthresh=0.01)
-    relative.axhline(0.0, color=LIGHT.ink, linewidth=0.8)
+    relative.axhline(0.0, color=INK, linewidth=0.8)
     for axes in (absolute, relative):
         axes.set_xlabel("epoch")
-        axes.grid(color=LIGHT.grid)
+        axes.grid(color=GRID)
     figure.legend(*absolute.get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.savefig(path)
 
@@ -262,9 +262,9 @@ def _look(method: str) -> tuple[str, str]:
     """Colour by bits, one for all rates; line style by kind."""
     kind = method.split()[0]
     if kind not in _STYLES:
-        return (LIGHT.ink if method == BASELINE else LIGHT.muted), "-"
+        return (INK if method == BASELINE else MUTED), "-"
     bits = ("fw4", "fw3", "fw2", "fw6", "rate")
-    color = next(c for b, c in zip(bits, LIGHT.series, strict=False) if b in method)
+    color = next(c for b, c in zip(bits, SERIES, strict=False) if b in method)
     return color, ":" if "," in method else _STYLES[kind]
 
 

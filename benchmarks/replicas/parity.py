@@ -27,7 +27,7 @@ from benchmarks.harness import Records, format_table, parse_options
 from benchmarks.replicas.cost import cpu_ns
 from benchmarks.replicas.settings import GPT2, SETTINGS, Setting, quick, read_corpus
 from benchmarks.replicas.training import Method, Outcome, train
-from thinpipe.launch.report.theme import LIGHT
+from benchmarks.theme import GRID, INK, SERIES
 
 BASELINE = "all-reduce fp32"
 _STREAMING = {"interval": 30, "fragments": 3, "overlap": 5, "mix": 0.5, "bits": 4, "bucket_mb": 2.0}
@@ -214,7 +214,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     height = max(3.8, 0.4 + 0.18 * len(labels))  # the legend's
     figure = Figure(figsize=(8.0, height), dpi=110, layout="constrained")
     axes = figure.subplots()
-    colors = [LIGHT.ink, *LIGHT.series]
+    colors = [INK, *SERIES]
     for index, label in enumerate(labels):
         found = [row for row in rows if row.method == label]
         axes.plot(
@@ -227,7 +227,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("times fewer bytes than an fp32 ring all-reduce")
     axes.set_ylabel("held-out loss above all-reduce [nats/token]")
-    axes.grid(color=LIGHT.grid)
+    axes.grid(color=GRID)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right center", fontsize=8)
     figure.savefig(path)
 

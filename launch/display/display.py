@@ -5,31 +5,32 @@ characters. Both fit into 80 columns.
 """
 
 from collections.abc import Mapping
-from typing import Self, TextIO, cast
+from typing import Self
 
 from rich.console import Console
 
-from thinpipe.launch.display.connections import Connections
 from thinpipe.launch.display.final import Left, final_tables
-from thinpipe.launch.display.log import Lenient, Log, print_line
+from thinpipe.launch.display.log import Log, print_line
 from thinpipe.launch.display.panel import LivePanel
 from thinpipe.launch.display.progress import RunningValues
-from thinpipe.launch.report.metrics import RunInfo, StepRecord, format_repaired
+from thinpipe.launch.report.edge_trace import EdgeTrace
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.summary import Summary
+from thinpipe.launch.words import format_repaired
 
 
 class Display:
     """Shows a run: a live panel when `interactive`, plain lines otherwise.
 
     Use it as a context manager around the training loop. `console` is where it writes, by default
-    standard output. Without `info` it shows nothing. `connections` are those between machines;
-    `done` steps are of a checkpoint.
+    standard output. Without `info` it shows nothing. `trace` has the connections to other
+    machines; `done` steps are of a checkpoint.
     """
 
     def __init__(
         self,
         info: RunInfo | None,
-        connections: Connections | None = None,
+        trace: EdgeTrace | None = None,
         *,
         interactive: bool = False,
         console: Console | None = None,
@@ -42,13 +43,12 @@ class Display:
         self._view: LivePanel | Log | None = None
         if info is not None:
             self._view = (
-                LivePanel(info, self._console, self._progress, connections, done=done)
+                LivePanel(info, self._console, self._progress, trace, done=done)
                 if interactive
-                else Log(info, self._console, connections)
+                else Log(info, self._console, trace)
             )
 
     def step(self, record: StepRecord) -> None:
-        """Take in a finished step."""
         self._progress.update(record)
         if self._view is not None:
             self._view.step(record)
@@ -92,7 +92,6 @@ def _console(interactive: bool) -> Console:
     if interactive:
         return Console(highlight=False)
     return Console(
-        file=cast(TextIO, Lenient()),
         force_terminal=False,
         force_interactive=False,
         color_system=None,

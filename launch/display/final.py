@@ -8,18 +8,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from thinpipe.launch.display.grids import between_shards, labelled, traffic_table
+from thinpipe.launch.display.grids import labelled
+from thinpipe.launch.display.traffic import run_traffic
 from thinpipe.launch.report.edges import edge_table
-from thinpipe.launch.report.metrics import (
-    RunInfo,
-    format_bytes,
-    format_duration,
-    format_loss,
-    format_rate,
-    format_ratio,
+from thinpipe.launch.report.metric_table import (
+    LOSSES,
+    SHARDS,
+    SPEED,
+    TRAFFIC,
     other_scores,
+    shown,
 )
-from thinpipe.launch.report.summary import Summary, direction_bytes, traffic_cells
+from thinpipe.launch.report.metrics import RunInfo
+from thinpipe.launch.report.summary import Summary
+from thinpipe.launch.words import format_bytes, format_duration, format_ratio
 
 _LINK_BPS = 100e6
 _MOST_LOSS = 50.0
@@ -43,29 +45,14 @@ def what_is_left(folder: Path) -> Left:
 
 def final_tables(info: RunInfo, summary: Summary, left: Left | None) -> RenderableType:
     """All numbers of a finished run, and at last in words; what is `left` is named."""
-    losses = summary["eval"] or {}
-    cells = [
-        ("loss, mean of last epoch", format_loss(summary["final_loss"])),
-        ("eval loss", format_loss(losses.get("loss"))),
-        ("eval loss, compressed", format_loss(losses.get("loss_compressed"))),
-        (f"median {info.unit}s/s", format_rate(summary["median_tokens_per_s"])),
-        ("time in steps", format_duration(summary["wall_s"])),
-        ("mean bubble", f"{summary['mean_bubble']:.1%}"),
-        ("steps", f"{summary['steps']:,} ({summary['skipped']:,} skipped)"),
-        ("activations", format_bytes(direction_bytes(summary, "forward"))),
-        ("activation gradients", format_bytes(direction_bytes(summary, "backward"))),
-        ("between replicas", format_bytes(summary["sync_bytes"])),
-        ("ratio to fp32", format_ratio(summary["sync_ratio_fp32"])),
-        ("control messages", format_bytes(summary["control_bytes"])),
-        *between_shards(summary["weight_bytes"], summary["gradient_bytes"]),
-        *((f"eval {name}", value) for name, value in other_scores(losses)),
-    ]
-    if summary["repaired"]:
-        cells.append(("cache resets", f"{sum(summary['repaired'].values()):,} samples"))
+    keys = (*LOSSES, *SPEED, "wall_s", "steps", "train/skipped", *TRAFFIC, "ratio_fp32")
+    keys += (*(SHARDS if info.shards > 1 else ()), *(["repaired"] if summary["repaired"] else ()))
+    cells = shown(keys, summary, unit=info.unit, long=True)
+    cells += [(f"Evaluation {name}", value) for name, value in other_scores(summary["eval"] or {})]
     title = Text.assemble(("Finished ", "bold green"), (info.name, "bold"))
-    parts: list[RenderableType] = ["", title, "", labelled(cells, columns=3), ""]
+    parts: list[RenderableType] = ["", title, "", labelled(cells, columns=2), ""]
     if summary["wire"]:
-        parts += [_final_traffic(summary), ""]
+        parts += [run_traffic(summary), ""]
         note = "sent: bytes on the wire with headers; bf16, fp32: the same values uncompressed"
         parts += [Text(note, style="dim"), ""]
     if summary["edges"]:
@@ -113,14 +100,4 @@ def _in_words(summary: Summary, left: Left | None) -> Table:
     table.add_column(overflow="fold")
     for name, text in rows.items():
         table.add_row(name, text)
-    return table
-
-
-def _final_traffic(summary: Summary) -> Table:
-    table = traffic_table()
-    headers = ("messages", "sent", "bf16", "ratio", "fp32", "ratio")
-    for header, footer in zip(headers, traffic_cells(summary["totals"]), strict=True):
-        table.add_column(header, justify="right", no_wrap=True, footer=footer)
-    for row in summary["wire"]:
-        table.add_row(str(row["cut"]), row["direction"], row["method"], *traffic_cells(row))
     return table

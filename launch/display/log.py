@@ -1,63 +1,27 @@
 """A run as plain lines, for files and pipes."""
 
-import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from rich.console import Console
 
-from thinpipe.launch.display.connections import ConnectionLines, Connections
+from thinpipe.launch.display.connections import ConnectionLines
 from thinpipe.launch.display.grids import shape_of
-from thinpipe.launch.host import disk
-from thinpipe.launch.report.metrics import (
-    RunInfo,
-    StepRecord,
-    format_bytes,
-    format_loss,
-    format_rate,
-    other_scores,
-)
+from thinpipe.launch.report.edge_trace import EdgeTrace
+from thinpipe.launch.report.metric_table import METRICS, other_scores
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.words import format_loss
 
 LOG_INTERVAL_S = 5.0
 CONNECTIONS_INTERVAL_S = 30.0
 
 _SHORT = {"token": "tok", "sample": "smp"}
+_LINE = ("train/epoch", "train/loss", "speed/tokens_per_s", "sent")
 
 
 def print_line(console: Console, text: str) -> None:
     """Print text as it is, however long; on a terminal in lines of whole words."""
     console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
-
-
-class Lenient:
-    """Standard output on a disk that may be full: what cannot be written is left out; one warning.
-
-    Buffers are of lines, so nothing waits here for room.
-    """
-
-    def __init__(self) -> None:
-        self._file = sys.stdout
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, text: str) -> int:
-        """All of it, or nothing is said of the rest."""
-        self._try(lambda: self._file.write(text))
-        return len(text)
-
-    def flush(self) -> None:
-        """Write what is buffered."""
-        self._try(self._file.flush)
-
-    def _try(self, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except BrokenPipeError:  # whoever reads has enough
-            raise
-        except OSError as error:
-            disk.warn_once("output", f"standard output: {disk.why(error)}; training goes on")
 
 
 class Log:
@@ -66,20 +30,16 @@ class Log:
     Less often, what the connections between machines do, if there are several.
     """
 
-    def __init__(
-        self, info: RunInfo, console: Console, connections: Connections | None = None
-    ) -> None:
+    def __init__(self, info: RunInfo, console: Console, trace: EdgeTrace | None = None) -> None:
         self._info, self._console = info, console
-        self._connections, self._lines = connections, ConnectionLines()
+        self._trace, self._lines = trace, ConnectionLines()
         self._first: tuple[int, float] | None = None
         self._printed_s, self._printed_step = -LOG_INTERVAL_S, 0
 
     def start(self) -> None:
-        """Print what is run."""
         print_line(self._console, f"ThinPipe {self._info.name}\n{shape_of(self._info)}")
 
     def step(self, record: StepRecord) -> None:
-        """Print a step, if it is time to."""
         now_s = time.monotonic()
         self._first = self._first or (record.step, now_s)
         due = now_s - self._printed_s >= LOG_INTERVAL_S
@@ -87,7 +47,6 @@ class Log:
             self._print_step(record, now_s)
 
     def evaluated(self, record: StepRecord) -> None:
-        """Print an evaluation."""
         if record.step != self._printed_step:
             self._print_step(record, time.monotonic())
         for line in _evaluation(record.eval or {}):
@@ -99,23 +58,22 @@ class Log:
     def _print_step(self, record: StepRecord, now_s: float) -> None:
         self._printed_s, self._printed_step = now_s, record.step
         print_line(self._console, self._line(record, now_s))
-        if self._lines.age_s >= CONNECTIONS_INTERVAL_S:
-            now = self._connections.now() if self._connections is not None else []
-            if now:
-                print_line(self._console, self._lines.tell(now))
+        if self._trace is None or self._lines.age_s < CONNECTIONS_INTERVAL_S:
+            return
+        if now := self._trace.edges():
+            print_line(self._console, self._lines.tell(self._trace.host, now))
 
     def _line(self, record: StepRecord, now_s: float) -> str:
         total = self._info.total_steps
+        texts = {key: METRICS[key].text(record) for key in _LINE}
         parts = [
             f"step {record.step:>{len(str(total))}}/{total}",
-            f"epoch {record.epoch}",
-            f"loss {format_loss(record.loss)}",
-            f"{format_rate(record.tokens_per_s)} {_SHORT[self._info.unit]}/s",
+            f"epoch {texts['train/epoch']}",
+            f"loss {texts['train/loss']}",
+            f"{texts['speed/tokens_per_s']} {_SHORT[self._info.unit]}/s",
+            *([f"{texts['sent']}/step"] if record.wire else []),
+            *(["skipped"] if record.skipped else []),
         ]
-        if record.wire:
-            parts.append(f"{format_bytes(sum(count.nbytes for count in record.wire))}/step")
-        if record.skipped:
-            parts.append("skipped")
         assert self._first is not None
         done, began_s = record.step - self._first[0], self._first[1]
         if done and record.step < total:

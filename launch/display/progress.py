@@ -22,7 +22,6 @@ class RunningValues:
         self._mean = RecentMean(LOSS_STEPS)
 
     def update(self, record: StepRecord) -> None:
-        """Take in a step."""
         self.mean_loss = self._mean.update(record.loss)
         self.spark.add(self.mean_loss)
         self.skipped += record.skipped

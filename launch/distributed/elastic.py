@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -128,20 +129,23 @@ def _launch(
     fork_server.start()
     rendezvous.register()
     environment = dict(network.environment)  # of ranks; each rendezvous adds its number
+    meeting = partial(
+        rendezvous.Rendezvous,
+        network,
+        nodes.count,
+        environment,
+        limit_s=nodes.join_s,
+        killed=killed,
+        stop=stop,
+        restarts=nodes.max_restarts,
+    )
     config = LaunchConfig(
         min_nodes=nodes.count,
         max_nodes=nodes.count,
         nproc_per_node=processes,
         run_id="thinpipe",
         rdzv_backend=rendezvous.BACKEND,
-        rdzv_configs={
-            "network": network,
-            "join_s": nodes.join_s,
-            "environment": environment,
-            "killed": killed,
-            "stop": stop,
-            "restarts": nodes.max_restarts,
-        },
+        rdzv_configs={"make": meeting},
         max_restarts=nodes.max_restarts,
         start_method=fork_server.START_METHOD,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write none; no folder in /tmp
@@ -246,7 +250,7 @@ def keep_freed_memory() -> bool:
     """Have this process reuse freed memory, up to 1 GiB, instead of returning it.
 
     By default glibc maps every tensor above 32 MB separately, and the kernel clears it page by
-    page, which takes longer than an elementwise operation on it. Call before
+    page: a step took 1.26 times as long (benchmarks/results/kernels_xeon_202611.md). Call before
     the first large allocation. Returns False without any change if the user has set malloc's
     thresholds, or the C library lacks these settings.
     """

@@ -1,7 +1,6 @@
 """What failed first: every rank of a run learns it within moments, whoever it was."""
 
 import json
-import os
 import signal
 import threading
 import time
@@ -10,7 +9,7 @@ from collections.abc import Callable
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.distributed.store import await_key
-from thinpipe.launch.host.terminal import print_error
+from thinpipe.launch.host.terminal import end_now
 
 _GRACE_S = 1.0
 """For the cause to be reported: its consequences are often noticed before it."""
@@ -104,13 +103,12 @@ class Watch:
             time.sleep(_GRACE_S)
         if self._handled.wait(_OWN_ACCOUNT_S):
             return
-        print_error(f"{self._who}: {account}{self._describe()}")
-        os._exit(1)
+        end_now(1, f"{self._who}: {account}{self._describe()}")
 
 
 def end_soon() -> None:
     """End this process in ten seconds, even if its main thread hangs."""
-    timer = threading.Timer(_STUCK_S, lambda: os._exit(1))
+    timer = threading.Timer(_STUCK_S, lambda: end_now(1))
     timer.daemon = True
     timer.start()
 

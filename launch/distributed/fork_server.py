@@ -18,7 +18,7 @@ import psutil
 
 from thinpipe.gradcomp import methods
 from thinpipe.launch.host.signals import ENDING_SIGNALS
-from thinpipe.launch.host.terminal import print_error
+from thinpipe.launch.host.terminal import end_now, print_error
 
 PARENT = "THINPIPE_PARENT"
 """Environment variable that tells a process which one it must not outlive."""
@@ -116,7 +116,7 @@ def end_with_parent() -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != int(parent):  # it died before we asked
-        os._exit(1)
+        end_now(1)
 
 
 def name_process(name: str) -> None:

@@ -21,6 +21,7 @@ from thinpipe.launch.distributed.fork_server import (
 from thinpipe.launch.distributed.network import PLACED
 from thinpipe.launch.distributed.supervisor import supervise
 from thinpipe.launch.host.signals import ENDING_SIGNALS
+from thinpipe.launch.host.terminal import end_now
 
 if START_METHOD == "forkserver":
     end_with_parent()
@@ -56,6 +57,4 @@ def _be_rank(main: Callable[[], None]) -> None:
     except SystemExit as end:
         code = end.code
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else int(code is not None))
+        end_now(code if isinstance(code, int) else int(code is not None))

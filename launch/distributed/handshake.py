@@ -193,7 +193,6 @@ def _absent(ranks: Collection[int], wait_s: float) -> str:
 
 
 def _address() -> str:
-    """Where ranks meet, for messages."""
     host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
     return format_endpoint(host, int(port)) if host and port else "the rendezvous host"
 

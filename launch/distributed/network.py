@@ -65,7 +65,6 @@ class HostNetwork:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Variables for this host's ranks."""
         found = {LISTENS_AT: self.address}
         if self.placed:
             own = [rank for rank, host in enumerate(self.placed) if host == self.host]
@@ -78,7 +77,6 @@ class HostNetwork:
         return self.overlay is not None and self.overlay.has_ended
 
     def lost_hosts(self) -> int:
-        """How many other hosts cannot be reached any more."""
         if self.overlay is None:
             return 0
         try:
@@ -88,7 +86,6 @@ class HostNetwork:
         return sum(link["lost"] for link in links)
 
     def close(self) -> None:
-        """Leave the run's network."""
         if self.overlay is not None:
             self.overlay.close()
 

@@ -8,7 +8,6 @@ posts like the others, which have posted for the next round and wait for it.
 
 import contextlib
 import json
-import os
 import threading
 import time
 from collections import Counter
@@ -36,8 +35,7 @@ from thinpipe.launch.distributed.network import ROUND, HostNetwork
 from thinpipe.launch.distributed.restarts import name_killed, refused_restarts
 from thinpipe.launch.distributed.stopping import Stop
 from thinpipe.launch.distributed.store import connect_store, hold_store
-from thinpipe.launch.host.scratch import remove_scratch_folder
-from thinpipe.launch.host.terminal import print_error
+from thinpipe.launch.host.terminal import end_now, print_error
 
 BACKEND = "thinpipe"
 """The name that `register` gives it in torch's launcher."""
@@ -52,22 +50,13 @@ _LOOK_S = 1.0
 
 
 def register() -> None:
-    """Register it with torch's launcher; `network` in its settings is the host's `HostNetwork`."""
-    rendezvous_handler_registry.register(BACKEND, _create)
+    """Register it with torch's launcher; "make" in its settings makes the host's `Rendezvous`."""
+    rendezvous_handler_registry.register(BACKEND, _make)
 
 
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    network, limit_s = parameters.get("network"), parameters.get("join_s")
-    environment, killed = parameters.get("environment"), parameters.get("killed")
-    return Rendezvous(
-        network,
-        parameters.min_nodes,
-        environment,
-        limit_s=limit_s,
-        killed=killed,
-        stop=parameters.get("stop"),
-        restarts=parameters.get("restarts"),
-    )
+def _make(parameters: RendezvousParameters) -> RendezvousHandler:
+    made: RendezvousHandler = parameters.get("make")()
+    return made
 
 
 class RefusedError(RendezvousClosedError):
@@ -301,6 +290,4 @@ class _Wait:
             if self.store is not None:
                 joined = f"only {self.store.add('posts', 0)} joined{self.missing()}"
         failed = f"error: {self._what} did not join within {self._limit}: {joined}"
-        print_error(f"{failed}; run `thinpipe doctor` on each")
-        remove_scratch_folder()
-        os._exit(1)
+        end_now(1, f"{failed}; run `thinpipe doctor` on each")

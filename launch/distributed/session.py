@@ -14,16 +14,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.distributed.failures import Failures, Watch, end_soon
 from thinpipe.launch.distributed.group import meet, open_group
 from thinpipe.launch.distributed.handshake import agree, fresh_name, store_address
 from thinpipe.launch.distributed.restarts import last_failure, restart_words
+from thinpipe.launch.distributed.stopping import wakeup_pipe
 from thinpipe.launch.distributed.store import connect_store
 from thinpipe.launch.distributed.supervisor import announce
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.signals import handled
-from thinpipe.launch.host.terminal import print_error
+from thinpipe.launch.host.terminal import end_now, print_error
 from thinpipe.launch.overlay.ranks import broken_links
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -70,7 +71,6 @@ class Session:
 
     @property
     def mesh(self) -> Mesh:
-        """Where this rank stands."""
         return self.transport.mesh
 
     @property
@@ -97,8 +97,6 @@ class StopFlag:
 
     All ranks then agree on the step after which they stop. One that does not end in time is ended.
     Raising from the handler would hide the failure of a peer, of which SIGTERM is often the echo.
-    Python runs no handler while the main thread is inside a C++ call, which waits for peers are:
-    so a thread reads the number that the interpreter writes to a pipe at once.
     """
 
     def __init__(self) -> None:
@@ -106,9 +104,7 @@ class StopFlag:
         """The signal, once it has come."""
         self._stop_all: Callable[[], threading.Event] | None = None
         self._grace_s = _TERMINATION_GRACE_S
-        numbers, written = os.pipe()
-        os.set_blocking(written, False)
-        signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+        numbers, _ = wakeup_pipe()
         for number in handled(_STOPS):
             signal.signal(number, self._on_signal)
         threading.Thread(target=self._watch, args=(numbers,), daemon=True).start()
@@ -144,46 +140,51 @@ class StopFlag:
         if self._stop_all is not None and not self._stop_all().wait(_ANSWER_S):
             tell(f"asked to stop: waiting for the other ranks, at most {self._grace_s:.0f} s")
         time.sleep(max(0.0, limit_s - time.monotonic()))
-        if self._stop_all is not None:
-            tell(
-                f"ended after {self._grace_s:.0f} s (checkpoint.grace_s), before all was done: the "
-                "run is as it was saved last"
-            )
-        os._exit(128 + self.number)
+        late = (
+            f"ended after {self._grace_s:.0f} s (checkpoint.grace_s), before all was done: the "
+            "run is as it was saved last"
+        )
+        end_now(128 + self.number, late if self._stop_all is not None and speaks() else "")
 
     def _counts(self, number: int) -> bool:
         return number in _STOPS and (number != signal.SIGINT or self._stop_all is not None)
 
 
 @contextmanager
-def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> Iterator[Session]:
+def join(
+    network_config: NetworkConfig,
+    mesh: Mesh,
+    facts: Mapping[str, Any],
+    problem: str | None,
+    *,
+    wait_s: float,
+) -> Iterator[Session]:
     """Meet the other ranks (environment as set by torchrun) and leave them again.
 
-    `problem` is what keeps this rank from starting; every rank raises it.
+    `facts` must be equal on all; `problem` is what keeps this rank from starting; every rank raises
+    it.
 
     Raises:
         HandshakeError: ranks differ in config, data or version, one has a problem or did not join.
         PeerError: a peer failed while the session was in use.
     """
     world = int(os.environ["WORLD_SIZE"])
-    if world != config.world_size and problem is None:
-        count = config.pipeline.shards
-        shards = f" and pipeline.shards = {count}" if count > 1 else ""
+    rank, needed = int(os.environ["RANK"]), mesh.world_size
+    if world != needed and problem is None:
+        shards = f" and pipeline.shards = {mesh.shards}" if mesh.shards > 1 else ""
         problem = (
-            f"{world} processes were started, but {config.pipeline.stages} stages "
-            f"(pipeline.cuts) with pipeline.replicas = {config.pipeline.replicas}{shards} need "
-            f"{config.world_size}; start {config.world_size} (--ranks of all machines together; "
-            "torchrun: nnodes x nproc-per-node)"
+            f"{world} processes were started, but {mesh.pipeline_ranks} ranks per pipeline "
+            f"(pipeline.cuts) with pipeline.replicas = {mesh.replicas}{shards} need {needed}; "
+            f"start {needed} (--ranks of all machines together; torchrun: nnodes x nproc-per-node)"
         )
-    rank, wait_s = int(os.environ["RANK"]), config.pipeline.peer_timeout_s
-    met, network = meet(config.network, rank, world, wait_s=wait_s)
+    met, network = meet(network_config, rank, world, wait_s=wait_s)
     name, place = fresh_name(met, rank, world, wait_s=wait_s), store_address()
     store = PrefixStore(name, met)
-    who = f"rank {rank} on {config.network.own_name()}"
+    who = f"rank {rank} on {network_config.own_name()}"
     announce(place, name, who)
     if rank == 0:
         store.set(_BEFORE, last_failure(met, name, who))
-    facts = {"config": config.shared(), "versions": versions(), **facts}
+    facts = {"versions": versions(), **facts}
     run_id = agree(store, rank, world, facts, problem=problem, wait_s=wait_s)
     failures = Failures(store, who)
     own_connection = PrefixStore(name, connect_store(place, wait_s=wait_s))
@@ -191,10 +192,7 @@ def join(config: RunConfig, facts: Mapping[str, Any], problem: str | None) -> It
     try:
         open_group(store, rank, world, wait_s=wait_s)
         transport = GlooTransport(
-            config.pipeline.pipeline_ranks,
-            config.pipeline.replicas,
-            timeout_s=wait_s,
-            shards=config.pipeline.shards,
+            mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards
         )
         restart = restart_words(store.get(_BEFORE).decode())
         yield Session(store, transport, run_id, int(os.environ.get("LOCAL_RANK", "0")), restart)
@@ -222,7 +220,7 @@ def _in_words(error: Exception) -> str:
 
 
 def _report(failures: Failures, who: str, rank: int, error: Exception, since_s: float) -> str:
-    """Say what failed here, then tell the other ranks; return what failed first of all."""
+    """Say what failed here, then tell the other ranks; return what failed before."""
     own = f"{str(error).strip()}{broken_links()}"
     print_error(f"rank {rank}: {own}")
     try:
@@ -230,4 +228,4 @@ def _report(failures: Failures, who: str, rank: int, error: Exception, since_s: 
         first = failures.first(since_s)
     except RuntimeError:
         return "the run's store is gone as well, so what failed first is not known here"
-    return f"first failure: {'here' if first == f'{who}: {own}' else first}"
+    return "" if first == f"{who}: {own}" else f"first failure: {first}"

@@ -11,9 +11,8 @@ from typing import Self
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from thinpipe.launch.distributed.fork_server import signal_ranks
-from thinpipe.launch.host.scratch import remove_scratch_folder
 from thinpipe.launch.host.signals import handled
-from thinpipe.launch.host.terminal import print_error
+from thinpipe.launch.host.terminal import end_now, print_error
 
 _BEFORE = "asked to stop before the run began"
 _AGAIN = "asked to stop before the restart: the run ends as it was saved last"
@@ -25,14 +24,24 @@ _SAME_S = 1.0
 """A terminal, a shell and a supervisor may each pass the same Ctrl-C on; a second one is later."""
 
 
+def wakeup_pipe() -> tuple[int, int]:
+    """Both ends of a pipe, to which the interpreter writes the number of each signal at once.
+
+    It runs no handler while the main thread is inside a C++ call, such as waiting for a peer or
+    connecting to a store: a thread that reads here learns of signals nevertheless.
+    """
+    numbers, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    return numbers, written
+
+
 class Stop:
     """Raises torch's `SignalException` in the main thread, once, however often it is asked to stop.
 
     A context manager around all that a launcher does. What was ignored before stays ignored.
     Where there are ranks, torch's agent passes the signal on, and they answer; without, a line says
     so. SIGQUIT, and Ctrl-C a second time, end the run at once: its ranks end with this process.
-    Python runs no handler while the main thread is inside a C++ call, such as connecting to a
-    store: a thread then ends the process.
     """
 
     def __init__(self) -> None:
@@ -41,9 +50,7 @@ class Stop:
         self._asked_s: float | None = None
 
     def __enter__(self) -> Self:
-        self._numbers, self._written = os.pipe()
-        os.set_blocking(self._written, False)
-        signal.set_wakeup_fd(self._written, warn_on_full_buffer=False)
+        self._numbers, self._written = wakeup_pipe()
         handlers: dict[int, Callable[[int, FrameType | None], None]] = {
             **dict.fromkeys(_SIGNALS, self._raise),
             signal.SIGQUIT: self._end_at_once,
@@ -87,9 +94,7 @@ class Stop:
 
     @staticmethod
     def _end_at_once(number: int, _frame: FrameType | None) -> None:
-        print_error(_AT_ONCE)
-        remove_scratch_folder()
-        os._exit(128 + number)
+        end_now(128 + number, _AT_ONCE)
 
     @staticmethod
     def _pause(_number: int, _frame: FrameType | None) -> None:
@@ -107,6 +112,5 @@ class Stop:
                     self.say()
                     time.sleep(_END_S - _SOON_S)
                 if not self._over:
-                    remove_scratch_folder()
-                    os._exit(128 + asked[0])
+                    end_now(128 + asked[0])
         os.close(self._numbers)

@@ -38,7 +38,7 @@ def use_scratch_folder() -> Path:
 
 def remove_scratch_folder() -> None:
     """Remove it now, if there is one: before an exit that skips what is done at exits."""
-    folder = Path(tempfile.gettempdir())
+    folder = Path(tempfile.tempdir or "")  # not gettempdir(), which may fail on a full disk
     if folder.name.startswith(_PREFIX):
         shutil.rmtree(folder, ignore_errors=True)
 

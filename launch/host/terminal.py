@@ -4,7 +4,10 @@ import contextlib
 import io
 import os
 import sys
-from typing import Any
+import threading
+from typing import Any, NoReturn
+
+from thinpipe.launch.host.scratch import remove_scratch_folder
 
 
 class _Output(io.FileIO):
@@ -37,3 +40,19 @@ def print_error(text: str) -> None:
     """Write whole lines at once: all ranks of a machine share its terminal."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode())
+
+
+def end_now(code: int, text: str = "") -> NoReturn:
+    """End this process from any thread, after a last line.
+
+    Nothing else is cleaned up: that involves peers and would hang, and threads that still wait
+    inside torch would abort the process.
+    """
+    if text:
+        print_error(text)
+    if threading.current_thread() is threading.main_thread():  # which may hold a stream's lock
+        with contextlib.suppress(OSError):  # a full disk
+            sys.stdout.flush()
+            sys.stderr.flush()
+    remove_scratch_folder()
+    os._exit(code)

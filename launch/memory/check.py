@@ -20,7 +20,7 @@ from thinpipe.launch.plan.memory_budget import (
     needs,
     plan_memory,
 )
-from thinpipe.launch.report.metrics import format_bytes
+from thinpipe.launch.words import format_bytes
 
 _PROCESS_NBYTES = 120 * 2**20
 """What a rank holds beside the rest: threads, buffers of links, imports that it changed."""

@@ -114,8 +114,6 @@ class Carrier:
 
         self._loop.ticks.append(tick)
 
-    # The run's hosts -----------------------------------------------------------------------------
-
     def _self(self) -> Host:
         return Host(
             name=self._settings.name,
@@ -210,7 +208,6 @@ class Carrier:
         self._dialers.append(dialer)
 
     def _address(self, peer: str) -> tuple[str, int]:
-        """Where a host is reached at the moment."""
         assert self._roster is not None
         if peer in self._settings.peers:
             return self._settings.peers[peer]
@@ -237,8 +234,6 @@ class Carrier:
             fresh=link.session.is_fresh,
             received=link.session.received,
         )
-
-    # Connections from others ---------------------------------------------------------------------
 
     def _listen(self, context: ssl.SSLContext) -> Listener | None:
         if self._settings.listen is None:
@@ -345,8 +340,6 @@ class Carrier:
             failed=lambda _: self._loop.close(connection),
         )
 
-    # Requests of processes on this host ----------------------------------------------------------
-
     def _handle(self, what: str, given: dict[str, Any]) -> Any:
         if what not in self._requests:
             raise OverlayError(f"no such request: {what!r}")
@@ -398,7 +391,6 @@ def _check_clock(context: ssl.SSLContext, settings: Settings) -> None:
 
 
 def _report(event: str, **fields: Any) -> None:
-    """A line for the launcher."""
     os.set_blocking(1, event != "link")  # the launcher may be gone, or stopped
     with contextlib.suppress(OSError):
         os.write(1, json.dumps({"event": event, **fields}).encode() + b"\n")

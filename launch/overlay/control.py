@@ -59,7 +59,6 @@ class Server:
         self._loop, self._handle = loop, handle
 
     def listen(self, path: str) -> None:
-        """Accept connections at a path."""
         server = socket.socket(socket.AF_UNIX)
         server.bind(path)
         server.listen()

@@ -117,8 +117,6 @@ class _Joining:
         self.sending = False
 
     def send(self, loop: Loop, message: Roster | Welcome) -> None:
-        """Send, without waiting."""
-
         def over(_: object) -> None:
             self.sending, self.sent_s = False, time.monotonic()
             self.sent = message if isinstance(message, Roster) else None

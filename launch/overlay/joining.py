@@ -56,7 +56,6 @@ class Joiner:
         self._segments = Segments()
 
     def start(self) -> None:
-        """Ask."""
         self._spawn(self._enter(), done=self._wait)
 
     def _wait(self, connection: ssl.SSLSocket) -> None:
@@ -122,7 +121,6 @@ def explain_key(error: ssl.SSLCertVerificationError) -> str:
 
 
 def _explain(error: Exception) -> str:
-    """A failure to connect, in words."""
     if isinstance(error, ssl.SSLError) and "ALERT" in str(error):
         clock = any(word in str(error) for word in ("EXPIRED", "BAD_CERTIFICATE"))
         return f"it refuses this machine's key: {_WRONG_CLOCK if clock else _OTHER_KEY}"

@@ -39,11 +39,9 @@ class Roster(BaseModel):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run can start."""
         return len(self.hosts) == self.needed
 
     def index(self, name: str) -> int:
-        """A host's number in the run."""
         return [host.name for host in self.hosts].index(name)
 
     def dials(self, one: str, other: str) -> bool:
@@ -75,7 +73,6 @@ class Membership:
 
     @property
     def roster(self) -> Roster:
-        """The hosts so far."""
         hosts = tuple(sorted(self._hosts.values(), key=lambda host: natural(host.name)))
         return Roster(run=self.run, coordinator=self.name, needed=self.needed, hosts=hosts)
 

@@ -86,16 +86,13 @@ class Overlay:
                     log(f"{', '.join(come)} joined, {len(joined)} of {self.roster.needed} machines")
 
     def client(self) -> Client:
-        """How to ask the carrier."""
         return Client(self.socket)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the carrier has ended by itself."""
         return self._process.poll() is not None
 
     def close(self) -> None:
-        """End the carrier."""
         self._alive.close()
         try:
             self._process.wait(_END_S)

@@ -23,7 +23,7 @@ from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.partition import Problem, best_cuts
 from thinpipe.launch.plan.predict import Blocks, block_memory, measure_messages, stage_costs
 from thinpipe.launch.plan.profile import BlockCost, measure_blocks
-from thinpipe.launch.report.metrics import format_duration
+from thinpipe.launch.words import format_duration
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 _log = logging.getLogger(__name__)

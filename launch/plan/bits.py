@@ -25,7 +25,7 @@ from thinpipe.launch.plan.message_cost import message_meter
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import Blocks, Prediction, predict
 from thinpipe.launch.plan.simulate import Message
-from thinpipe.launch.report.metrics import WireKey
+from thinpipe.launch.words import WireKey
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 

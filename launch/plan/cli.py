@@ -26,7 +26,7 @@ from thinpipe.launch.plan.replicas import show_replicas
 from thinpipe.launch.plan.simulate import check_simulated
 from thinpipe.launch.plan.suggestions import show_suggestions
 from thinpipe.launch.plan.tables import show_plan, show_recommendation
-from thinpipe.launch.report.metrics import WireKey
+from thinpipe.launch.words import WireKey
 
 
 def plan(  # noqa: PLR0913  # one parameter per option

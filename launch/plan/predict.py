@@ -16,7 +16,7 @@ from thinpipe.launch.plan.profile import (
     under_way_nbytes,
 )
 from thinpipe.launch.plan.simulate import Message, SimulatedStep, StepModel, simulate
-from thinpipe.launch.report.metrics import WireKey
+from thinpipe.launch.words import WireKey
 from thinpipe.pipeline.schedule import single_stage_order
 
 Blocks = Sequence[Sequence[BlockCost]]

@@ -16,7 +16,7 @@ from thinpipe.gradcomp.sharded.traffic import sent_nbytes, units_of
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.device import choose_device, free_gpu_memory
 from thinpipe.launch.host.resources import BackgroundLoad, free_memory, usable_cores
-from thinpipe.launch.report.metrics import format_duration
+from thinpipe.launch.words import format_duration
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
 from thinpipe.pipeline.models.own.config import OwnModelConfig

@@ -23,7 +23,7 @@ from thinpipe.launch.config.sections import TrainConfig
 from thinpipe.launch.plan.network import Network, seconds
 from thinpipe.launch.plan.predict import Blocks, Prediction
 from thinpipe.launch.plan.profile import microbatch_count, training_nbytes
-from thinpipe.launch.report.metrics import format_bytes, format_duration
+from thinpipe.launch.words import format_bytes, format_duration
 from thinpipe.pipeline.replica_sync import ReplicaSync
 
 _SHAPES = ((1024, 256), (1024,), (256, 512))

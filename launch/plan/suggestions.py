@@ -10,7 +10,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import Blocks, Prediction, predict
 from thinpipe.launch.plan.profile import microbatch_shape, samples_at_once
-from thinpipe.launch.report.metrics import format_duration
+from thinpipe.launch.words import format_duration
 
 _LARGE_BUBBLE, _WORTH_IT, _SHOWN = 0.3, 0.95, 3
 

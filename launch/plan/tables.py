@@ -15,7 +15,7 @@ from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.predict import Prediction
 from thinpipe.launch.plan.profile import microbatch_count, samples_at_once, shard_traffic
 from thinpipe.launch.plan.simulate import Message
-from thinpipe.launch.report.metrics import WireKey, format_bytes, format_duration
+from thinpipe.launch.words import WireKey, format_bytes, format_duration
 
 
 def show_plan(

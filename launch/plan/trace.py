@@ -15,8 +15,8 @@ from typing import Any
 from thinpipe.launch.host.links import format_rate
 from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.simulate import Message, SimulatedStep, StepModel, TransferEvent, simulate
-from thinpipe.launch.report.metrics import format_duration
 from thinpipe.launch.report.timeline import Timeline, read_timeline
+from thinpipe.launch.words import format_duration
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 

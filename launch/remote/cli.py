@@ -11,12 +11,13 @@ import typer
 
 from thinpipe.launch.config.cli_options import RestartsOption, SetOption, refuse
 from thinpipe.launch.config.network import KEY_FILE, NO_KEY, NetworkConfig
+from thinpipe.launch.config.placement import check_hosts, hosts_by_rank
+from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.host.terminal import print_error
-from thinpipe.launch.remote.commands import Start, format_command, ssh_commands, what_to_copy
+from thinpipe.launch.remote.commands import Start, format_command, ssh_commands
 from thinpipe.launch.remote.copying import copy_files, files_to_copy
 from thinpipe.launch.remote.hosts import (
     HostsConfig,
-    check_run,
     check_shares,
     load_hosts,
     rendezvous,
@@ -105,7 +106,9 @@ def _show_launch(
     named = {h.name: network.key_file or h.environment.get(KEY_FILE) for h in hosts.host}
     key = next((name for name in named.values() if name), None)
     if not files:
-        print_error(what_to_copy(hosts, start.run, key))
+        own = " and ".join([start.run, *([key] if key else [])])
+        copy = f"--copy{f' --with {shlex.quote(key)}' if key else ''}"
+        print_error(f"note: every machine reads its own copy of {own}: {copy} sends them from here")
     without = [name for name, file in named.items() if not file]
     if without and not network.trusted:
         print_error(f"note: for {', '.join(without)}: {NO_KEY}")
@@ -127,3 +130,17 @@ def _check(hosts: HostsConfig, start: Start, overrides: Sequence[str]) -> Networ
     needs = look_at(path, start.arguments)
     check_shares(hosts, start.run, needs.world_size)
     return needs.network
+
+
+def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> RunConfig:
+    """Report here the errors that every machine would report; needs the run file here.
+
+    Raises:
+        ConfigError: the run file or an override is wrong, or the machines cannot share the ranks.
+    """
+    config = load_config(Path(run).expanduser(), overrides)
+    placed, names = config.pipeline.placement, [host.name_in_run for host in hosts.host]
+    if placed and len(names) > 1:
+        check_hosts(hosts_by_rank(placed), names, f"the machines of the hosts file ({run})")
+    check_shares(hosts, run, config.world_size, hosts_by_rank(placed))
+    return config

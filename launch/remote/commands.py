@@ -37,7 +37,6 @@ class Start:
 
     @property
     def is_program(self) -> bool:
-        """Whether `run` is a Python program."""
         return Path(self.run).suffix == ".py"
 
     def check(self) -> None:
@@ -102,21 +101,6 @@ def quoted(path: str) -> str:
     """Quoted for a shell, except for a leading `~/`."""
     home, rest = ("~/", path[2:]) if path.startswith("~/") else ("", path)
     return home + shlex.quote(rest) if rest else home
-
-
-def what_to_copy(hosts: HostsConfig, run: str, key: str | None) -> str:
-    """What every machine must have, and commands that copy it there; `key` if one is set."""
-    files = [run, *([key] if key else [])]
-    lines = [f"every machine reads its own copy of {' and '.join(files)}; those without one need:"]
-    for host in hosts.host:
-        port = ["-P", str(host.port)] if host.port else []
-        user, at, address = host.destination.rpartition("@")
-        to = f"{user}{at}[{address}]" if ":" in address else host.destination
-        for file in files:
-            folder = quoted(host.checkout)
-            given = file if file.startswith("/") else f"{folder}/{shlex.quote(file)}"
-            lines.append(f"  {shlex.join(['scp', *port, file])} {to}:{given}")
-    return "\n".join(lines)
 
 
 def format_command(command: Sequence[str]) -> str:

@@ -9,12 +9,11 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from thinpipe.launch.config.network import NAME, as_name
-from thinpipe.launch.config.placement import check_hosts, hosts_by_rank
-from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError, load_as, top_keys
 from thinpipe.launch.host.interfaces import format_endpoint, parse_endpoint
 
 _RENDEZVOUS_PORT = 29500
+_OF_RUNS = {"run", "model", "pipeline", "data", "train"}
 _ALIAS_S = 10.0
 """How long ssh may take to read its configuration, which can run commands."""
 _STRICT = ConfigDict(frozen=True, extra="forbid")
@@ -69,12 +68,10 @@ class HostConfig(BaseModel):
 
     @property
     def name_in_run(self) -> str:
-        """Its `network.name`."""
         return as_name(self.name)
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables of its ranks."""
         own = {"GLOO_SOCKET_IFNAME": self.interface} if self.interface else {}
         return {"PYTHONUNBUFFERED": "1", NAME: self.name_in_run} | own | self.environment
 
@@ -98,7 +95,6 @@ class HostsConfig(BaseModel):
 
     @property
     def endpoint(self) -> str:
-        """The `host:port` of the rendezvous."""
         first = self.host[0]
         return self.rdzv or format_endpoint(first.address or first.name, _RENDEZVOUS_PORT)
 
@@ -131,25 +127,11 @@ def load_hosts(path: Path) -> HostsConfig:
         ConfigError: naming file, key, value and remedy.
     """
     keys = top_keys(path)
-    if keys & RunConfig.model_fields.keys() and not keys & HostsConfig.model_fields.keys():
+    if keys & _OF_RUNS and not keys & HostsConfig.model_fields.keys():
         raise ConfigError(
             f"{path}: a run file; the hosts file comes first: thinpipe launch HOSTS.TOML RUN.TOML"
         )
     return load_as(HostsConfig, path)
-
-
-def check_run(hosts: HostsConfig, run: str, overrides: Sequence[str]) -> RunConfig:
-    """Report here the errors that every machine would report; needs the run file here.
-
-    Raises:
-        ConfigError: the run file or an override is wrong, or the machines cannot share the ranks.
-    """
-    config = load_config(Path(run).expanduser(), overrides)
-    placed, names = config.pipeline.placement, [host.name_in_run for host in hosts.host]
-    if placed and len(names) > 1:
-        check_hosts(hosts_by_rank(placed), names, f"the machines of the hosts file ({run})")
-    check_shares(hosts, run, config.world_size, hosts_by_rank(placed))
-    return config
 
 
 def check_shares(hosts: HostsConfig, run: str, world: int, placed: Sequence[str] = ()) -> None:

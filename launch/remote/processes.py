@@ -7,9 +7,10 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import IO
 
+from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.remote.commands import CONNECTED, GRACE_S
 from thinpipe.launch.remote.hosts import HostConfig, HostsConfig
-from thinpipe.launch.report.metrics import format_duration
+from thinpipe.launch.words import format_duration
 
 INTERRUPTED = 130
 SSH_FAILED, _NOT_FOUND = 255, 127
@@ -36,9 +37,7 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
             lasted_s = started[failed[0]].connected_s
             _wait(started.values(), _REPORT_S)
     except KeyboardInterrupt:
-        sys.stderr.write(
-            f"asked to stop: {', '.join(started)} save and end, within {_END_S:.0f} s\n"
-        )
+        print_error(f"asked to stop: {', '.join(started)} save and end, within {_END_S:.0f} s")
         return INTERRUPTED
     finally:
         _end(started.values())
@@ -46,7 +45,7 @@ def run_commands(hosts: HostsConfig, commands: Mapping[str, Sequence[str]]) -> i
         return 0
     name, code = failed
     host = next(host for host in hosts.host if host.name == name)
-    sys.stderr.write(f"error: {_reason(host, code, lasted_s)}; the others were ended\n")
+    print_error(f"error: {_reason(host, code, lasted_s)}; the others were ended")
     return code
 
 

@@ -1,22 +1,25 @@
-"""The charts of a report: loss, bytes over each cut, compression error."""
+"""The charts of a report: loss, bytes over each cut, compression error, rates of connections."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle
 
-from thinpipe.launch.report.metrics import RunInfo, StepRecord, format_bytes
+from thinpipe.launch.report.edges import Traces
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.report.smoothing import smoothed
 from thinpipe.launch.report.svg import Chart, Line, epoch_starts
+from thinpipe.launch.words import format_bytes
 from thinpipe.pipeline.wire.header import Direction
 
 
 def loss_chart(records: Sequence[StepRecord]) -> Chart:
     """Training loss of every step, its running mean, and the evaluations."""
     losses = [record.loss if math.isfinite(record.loss) else math.nan for record in records]
-    lines = [
-        Line("each step", losses, 0, "thin"),
-        Line("smoothed", smoothed(losses, len(losses) // 40 + 1).tolist(), 0),
-    ]
+    means = smoothed(losses, len(losses) // 40 + 1).tolist()
+    skipped = [mean if r.skipped else math.nan for r, mean in zip(records, means, strict=True)]
+    lines = [Line("each step", losses, 0, "thin"), Line("smoothed", means, 0)]
+    lines.append(Line("skipped step", skipped, 4, "disc"))
     looks = (
         ("loss_compressed", "evaluation, compressed", "diamond"),
         ("loss", "evaluation", "disc"),
@@ -37,16 +40,9 @@ def bytes_chart(info: RunInfo, records: Sequence[StepRecord]) -> Chart:
     ]
     values = {count.values for count in next((r.wire for r in records if r.wire), ())}
     levels = [("bf16", 2.0 * v) for v in values] + [("fp32", 4.0 * v) for v in values]
+    levels = levels if len(values) == 1 else []
     chart = _chart("Bytes per step over each cut", records, lines)
-    return Chart(
-        chart.title,
-        chart.steps,
-        lines,
-        chart.epochs,
-        levels if len(values) == 1 else (),
-        show=format_bytes,
-        log=True,
-    )
+    return replace(chart, levels=levels, show=format_bytes, log=True)
 
 
 def error_chart(records: Sequence[StepRecord]) -> Chart:
@@ -64,7 +60,7 @@ def error_chart(records: Sequence[StepRecord]) -> Chart:
         tail = smoothed(curve[measured:], reach).tolist() if measured < len(curve) else []
         lines.append(Line(label, [math.nan] * measured + tail, color))
     chart = _chart("Compression error by step", records, lines)
-    return Chart(chart.title, chart.steps, lines, chart.epochs, from_zero=True, height=210)
+    return replace(chart, from_zero=True, height=210)
 
 
 def compared_losses(runs: Sequence[tuple[str, Sequence[StepRecord]]]) -> Chart:
@@ -76,6 +72,28 @@ def compared_losses(runs: Sequence[tuple[str, Sequence[StepRecord]]]) -> Chart:
         found = dict(zip((r.step for r in records), means.tolist(), strict=True))
         lines.append(Line(name, [found.get(step, math.nan) for step in steps], color))
     return Chart("Training loss, smoothed", steps, lines)
+
+
+def edges_chart(traces: Traces) -> Chart:
+    """Mbit/s that left each host for each other; diamonds where a connection was resumed."""
+    samples = [(source, s) for source, own in traces.items() for s in own]
+    seconds = sorted({round(sample["end_s"]) for _, sample in samples})
+    places = {second: place for place, second in enumerate(seconds)}
+    rates: dict[str, list[float]] = {}
+    resumed = [math.nan] * len(seconds)
+    for source, sample in samples:
+        name = f"{source} \N{RIGHTWARDS ARROW} {sample['target']}"
+        place, mbps = places[round(sample["end_s"])], 8e-6 * sample["sent_Bps"]
+        rates.setdefault(name, [math.nan] * len(seconds))[place] = mbps
+        if sample["resumed"]:
+            resumed[place] = mbps
+    looks = [(color, look) for look in ("line", "dash", "thin") for color in range(6)]
+    lines = [
+        Line(name, curve, *look)
+        for (name, curve), look in zip(rates.items(), cycle(looks), strict=False)
+    ]
+    lines.append(Line("resumed", resumed, 1, "diamond"))
+    return Chart("Mbit/s from machine to machine", seconds, lines, from_zero=True, unit="second")
 
 
 def sent_curves(

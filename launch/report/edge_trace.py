@@ -2,11 +2,16 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple, Self, TypedDict
 
 _PERIOD_S = 1.0
-_MOST_SAMPLES = 240
+_MOST_READINGS = 240  # an even number
+
+Status = Mapping[str, Any]
+"""What the carrier knows: this host's name, and counts so far of the link to each other."""
+_Reading = tuple[float, Mapping[str, Any]]  # (time, links)
 
 
 class EdgeSample(TypedDict):
@@ -28,7 +33,7 @@ class EdgeSample(TypedDict):
 
 
 class EdgeNow(NamedTuple):
-    """A connection as one of its hosts sees it: rates of the last second, and counts so far."""
+    """A connection as this host sees it: rates of the last second, and bytes so far."""
 
     target: str
     sent_Bps: float
@@ -36,8 +41,6 @@ class EdgeNow(NamedTuple):
     sent_nbytes: int
     received_nbytes: int
     round_trip_s: float
-    retransmitted: int
-    resumed: int
     silence_s: float
 
 
@@ -48,19 +51,20 @@ class EdgeTrace:
     none: then this does nothing.
     """
 
-    def __init__(self, read: Callable[[], Mapping[str, Any] | None]) -> None:
-        self.now: list[EdgeSample] = []
-        """The last second, by target."""
+    def __init__(self, read: Callable[[], Status | None]) -> None:
         self.host = ""
-        """The name of this host, known once there is such a second."""
-        self._read, self._periods = read, list[list[EdgeSample]]()
+        """The name of this host, if there is a carrier."""
+        self._read = read
+        self._readings: list[_Reading] = []
+        self._now: list[_Reading] = []  # the last two
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         first = self._read()
         if first is not None:
-            self._thread = threading.Thread(target=self._run, args=(first,), daemon=True)
+            self.add(first)
+            self._thread = threading.Thread(target=self._run, daemon=True)
             self._thread.start()
         return self
 
@@ -70,93 +74,71 @@ class EdgeTrace:
             self._thread.join(2 * _PERIOD_S)
 
     @property
-    def is_running(self) -> bool:
-        """Whether it still asks: there is a carrier, and it is not gone."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
     def samples(self) -> list[EdgeSample]:
-        """All so far; in a long run neighbours are merged, and each covers several seconds."""
-        return [sample for period in self._periods for sample in period]
+        """All so far; in a long run each covers several seconds."""
+        readings = list(self._readings)
+        return [s for two in pairwise(readings) for s in _samples(*two, start_s=readings[0][0])]
 
     def edges(self) -> list[EdgeNow]:
-        """This host's connections now."""
-        past = self.samples
+        """This host's connections now, with bytes since the trace began."""
+        first, last = self._readings[:1], self._now
+        if len(last) < 2:
+            return []
+
+        def nbytes(target: str, count: str) -> int:
+            return int(last[1][1][target][count] - first[0][1].get(target, {}).get(count, 0))
+
         return [
-            _edge(last, [s for s in past if s["target"] == last["target"]]) for last in self.now
+            EdgeNow(
+                sample["target"],
+                sample["sent_Bps"],
+                sample["received_Bps"],
+                nbytes(sample["target"], "sent_nbytes"),
+                nbytes(sample["target"], "received_nbytes"),
+                sample["round_trip_s"],
+                sample["silence_s"],
+            )
+            for sample in _samples(last[0], last[1], 0.0)
         ]
 
-    def _run(self, before: Mapping[str, Any]) -> None:
-        start_s = before_s = time.monotonic()
+    def add(self, status: Status, now_s: float | None = None) -> None:
+        """Take in what the carrier says."""
+        reading = (time.monotonic() if now_s is None else now_s, status["links"])
+        self.host = status["name"]
+        self._now = [*self._now[-1:], reading]
+        readings = [*self._readings, reading]
+        # counts go on, so nothing is lost with every other one; the first and the last stay
+        self._readings = readings[::2] if len(readings) > _MOST_READINGS else readings
+
+    def _run(self) -> None:
         while not self._over.wait(_PERIOD_S):
             try:
-                after = self._read()
+                status = self._read()
             except RuntimeError:  # the carrier is gone, and the run ends
                 return
-            assert after is not None
-            now_s, self.host = time.monotonic(), after["name"]
-            self.now = [
-                _difference(name, before["links"][name], link, now_s - before_s, now_s - start_s)
-                for name, link in after["links"].items()
-                if name in before["links"]
-            ]
-            self._periods.append(self.now)
-            before, before_s = after, now_s
-            if len(self._periods) >= _MOST_SAMPLES:
-                self._periods = [
-                    [_merged(a, b) for a, b in zip(*two, strict=True)]
-                    for two in zip(self._periods[::2], self._periods[1::2], strict=True)
-                ]
+            assert status is not None
+            self.add(status)
 
 
-def _edge(last: EdgeSample, past: Sequence[EdgeSample]) -> EdgeNow:
-    return EdgeNow(
-        target=last["target"],
-        sent_Bps=last["sent_Bps"],
-        received_Bps=last["received_Bps"],
-        sent_nbytes=round(sum(s["sent_Bps"] * s["seconds"] for s in past)),
-        received_nbytes=round(sum(s["received_Bps"] * s["seconds"] for s in past)),
-        round_trip_s=last["round_trip_s"],
-        retransmitted=sum(s["retransmitted"] for s in past),
-        resumed=sum(s["resumed"] for s in past),
-        silence_s=last["silence_s"],
-    )
+def _samples(first: _Reading, then: _Reading, start_s: float) -> list[EdgeSample]:
+    """What happened between two readings, on connections that were there before."""
+    (before_s, before), (after_s, after) = first, then
 
+    def more(target: str, count: str) -> Any:
+        return after[target][count] - before[target][count]
 
-def _difference(
-    target: str,
-    before: Mapping[str, Any],
-    after: Mapping[str, Any],
-    seconds: float,
-    end_s: float,
-) -> EdgeSample:
-    return EdgeSample(
-        target=target,
-        end_s=end_s,
-        seconds=seconds,
-        sent_Bps=(after["sent_nbytes"] - before["sent_nbytes"]) / seconds,
-        received_Bps=(after["received_nbytes"] - before["received_nbytes"]) / seconds,
-        round_trip_s=after["round_trip_s"],
-        retransmitted=after["retransmitted"] - before["retransmitted"],
-        resumed=after["resumed"] - before["resumed"],
-        silence_s=after["silence_s"],
-    )
-
-
-def _merged(first: EdgeSample, then: EdgeSample) -> EdgeSample:
-    seconds = first["seconds"] + then["seconds"]
-
-    def mean(one: float, other: float) -> float:
-        return (first["seconds"] * one + then["seconds"] * other) / seconds
-
-    return EdgeSample(
-        target=then["target"],
-        end_s=then["end_s"],
-        seconds=seconds,
-        sent_Bps=mean(first["sent_Bps"], then["sent_Bps"]),
-        received_Bps=mean(first["received_Bps"], then["received_Bps"]),
-        round_trip_s=max(first["round_trip_s"], then["round_trip_s"]),
-        retransmitted=first["retransmitted"] + then["retransmitted"],
-        resumed=first["resumed"] + then["resumed"],
-        silence_s=max(first["silence_s"], then["silence_s"]),
-    )
+    return [
+        EdgeSample(
+            target=target,
+            end_s=after_s - start_s,
+            seconds=after_s - before_s,
+            sent_Bps=more(target, "sent_nbytes") / (after_s - before_s),
+            received_Bps=more(target, "received_nbytes") / (after_s - before_s),
+            round_trip_s=link["round_trip_s"],
+            retransmitted=more(target, "retransmitted"),
+            resumed=more(target, "resumed"),
+            silence_s=link["silence_s"],
+        )
+        for target, link in after.items()
+        if target in before
+    ]

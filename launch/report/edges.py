@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 
 from thinpipe.launch.report.edge_trace import EdgeSample
-from thinpipe.launch.report.metrics import NOTHING, format_bytes, format_round_trip
+from thinpipe.launch.words import NOTHING, format_bytes, format_round_trip
 
 FILE_NAME = "edges.json"
 Traces: TypeAlias = Mapping[str, Sequence[EdgeSample]]
@@ -92,13 +92,20 @@ def edge_table(edges: Sequence[Edge]) -> Table:
     for header in ("sent", "Mbit/s", "round trip", "resent", "resumed", "longest\nsilence"):
         table.add_column(header, justify="right", vertical="bottom", no_wrap=True)
     for edge in edges:
-        table.add_row(
-            f"{edge['source']} → {edge['target']}",
-            format_bytes(edge["bytes"]),
-            mean_mbps(edge),
-            format_round_trip(edge["round_trip_s"]),
-            f"{edge['retransmitted']:,}",
-            f"{edge['resumed']:,}",
-            f"{edge['longest_silence_s']:.1f} s",
-        )
+        source, target, *numbers = edge_cells(edge)
+        table.add_row(f"{source} → {target}", *numbers)
     return table
+
+
+def edge_cells(edge: Edge) -> list[str]:
+    """Columns of a table of connections: from, to, sent, rate, round trip, what went wrong."""
+    return [
+        edge["source"],
+        edge["target"],
+        format_bytes(edge["bytes"]),
+        mean_mbps(edge),
+        format_round_trip(edge["round_trip_s"]),
+        f"{edge['retransmitted']:,}",
+        f"{edge['resumed']:,}",
+        f"{edge['longest_silence_s']:.1f} s",
+    ]

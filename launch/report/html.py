@@ -1,38 +1,30 @@
-"""The report of a run: `summary.json`, `loss.png`, `edges.json` (several machines), `report.html`.
+"""The report of a run: `summary.json`, `edges.json` (several machines), `report.html`.
 
-The page is self-contained. Charts by step are SVG in the page's own colours, with values under the
-pointer; the timeline and connections are pictures in a light and a dark version.
+The page is self-contained: charts are SVG in the page's own colours, with values under the pointer.
 """
 
-import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from thinpipe.launch.host import disk
-from thinpipe.launch.report.charts import bytes_chart, error_chart, loss_chart
-from thinpipe.launch.report.edges import Traces, mean_mbps, write_traces
-from thinpipe.launch.report.metrics import (
-    NOTHING,
-    RunInfo,
-    StepRecord,
-    format_bytes,
-    format_duration,
-    format_loss,
-    format_rate,
-    format_ratio,
-    format_repaired,
-    format_round_trip,
+from thinpipe.launch.report.charts import bytes_chart, edges_chart, error_chart, loss_chart
+from thinpipe.launch.report.edges import Traces, edge_cells, write_traces
+from thinpipe.launch.report.metric_table import (
+    LOSSES,
+    SHARDS,
+    SPEED,
+    TRAFFIC,
     other_scores,
+    shown,
 )
-from thinpipe.launch.report.summary import Summary, Traffic, direction_bytes, traffic_cells
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.report.summary import Summary, Traffic, traffic_cells
 from thinpipe.launch.report.svg import SCRIPT, STYLE
+from thinpipe.launch.report.timeline_chart import timeline_svg
+from thinpipe.launch.words import NOTHING, format_bytes
 from thinpipe.pipeline.stage import ComputeEvent
-
-if TYPE_CHECKING:
-    from thinpipe.launch.report.theme import Theme
 
 
 def write_report(
@@ -43,20 +35,14 @@ def write_report(
     timeline: Sequence[ComputeEvent],
     summary: Summary,
     traces: Traces | None = None,
-    finished: bool = True,
 ) -> Path:
     """Write the files into `folder`, created if missing; return the page's path.
 
-    `timeline` holds the events of one step and may be empty, as may `traces`. Of a run that is not
-    `finished` there is no `loss.png`, which takes seconds to draw.
+    `timeline` holds the events of one step and may be empty, as may `traces`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(summary, indent=2, allow_nan=False)
     (folder / "summary.json").write_text(text + "\n", encoding="utf-8")
-    if finished:
-        from thinpipe.launch.report.plots import overview_png  # slow to import
-
-        (folder / "loss.png").write_bytes(overview_png(info, records))
     if traces:
         write_traces(folder, traces)
     page = folder / "report.html"
@@ -88,7 +74,6 @@ p { max-width: 46rem; margin: .4rem 0 1rem; }
 .card span { display: block; font-size: .82rem; }
 .card strong { font-size: 1.45rem; font-variant-numeric: tabular-nums; }
 .panel { padding: 1rem; overflow-x: auto; }
-img { display: block; width: 100%; height: auto; }
 table { width: 100%; border-collapse: collapse; font-size: .92rem;
   font-variant-numeric: tabular-nums; }
 th { font-weight: 500; text-align: left; }
@@ -99,7 +84,7 @@ dl { display: grid; grid-template-columns: max-content 1fr; gap: .3rem 1.5rem; m
 dd { margin: 0; overflow-wrap: anywhere; }
 @media (max-width: 30rem) { body { padding: 1.2rem .7rem 3rem; } .panel { padding: .7rem; }
   .cards { grid-template-columns: 1fr 1fr; } .card { padding: .6rem .7rem; }
-  .card strong { font-size: 1.15rem; } .panel img { min-width: 38rem; }
+  .card strong { font-size: 1.15rem; }
   th, td { padding: .4rem .3rem; } :is(th, td):first-child { white-space: normal; } }
 """
 
@@ -125,7 +110,7 @@ microbatches, a better schedule or smaller messages reduce it. If a rank has sev
 ones are paler."""
 
 _EDGES_TEXT = """What left each machine for another, with all that encryption, framing and
-repetition add, and with evaluations, whose activations are not compressed. A cross marks a
+repetition add, and with evaluations, whose activations are not compressed. A diamond marks a
 connection that broke and was resumed: nothing was lost. Long silences, and segments that TCP had to
 send again, are signs of a bad or overloaded network."""
 
@@ -181,54 +166,20 @@ def panel(content: str) -> str:
 
 
 def _subtitle(summary: Summary, info: RunInfo) -> str:
-    parts = (
-        info.size,
-        f"stages: {summary['stages']}",
-        f"replicas: {summary['replicas']}",
-        *([f"shards: {summary['shards']}"] if summary["shards"] > 1 else []),
-        f"schedule: {summary['schedule']}",
-        f"microbatches: {summary['microbatches']}",
-        f"epochs: {summary['epochs']}",
-    )
+    parts = (*info.shape, f"{summary['epochs']} epochs")
     return escape(" \N{MIDDLE DOT} ".join(parts))
 
 
 def _cards(summary: Summary) -> str:
-    losses, totals = summary["eval"] or {}, summary["totals"]
-    unit = summary["unit"].capitalize()
-    cards = [
-        ("Training loss, mean of last epoch", format_loss(summary["final_loss"])),
-        ("Evaluation loss", format_loss(losses.get("loss"))),
-        ("Evaluation loss, compressed", format_loss(losses.get("loss_compressed"))),
-        *((f"Evaluation {name}", value) for name, value in other_scores(losses)),
-        (
-            f"{unit}s per second, median",
-            format_rate(summary["median_tokens_per_s"]),
-        ),
-        ("Sent over the cuts", format_bytes(totals["bytes"])),
-        ("Compression ratio to bf16", format_ratio(totals["ratio_bf16"])),
-        ("Bubble, mean", f"{summary['mean_bubble']:.1%}"),
-        ("Time in steps", format_duration(summary["wall_s"])),
-    ]
+    keys = (*LOSSES, *SPEED, "sent", "ratio_bf16", "wall_s")
+    cards = shown(keys, summary, unit=summary["unit"], long=True)
+    cards += [(f"Evaluation {name}", value) for name, value in other_scores(summary["eval"] or {})]
     divs = "\n".join(
         f'<div class="card"><span>{label}</span><strong>{value}</strong></div>'
         for label, value in cards
         if value != NOTHING
     )
     return f'<div class="cards">\n{divs}\n</div>'
-
-
-def _picture(alt: str, draw: "Callable[[Theme], bytes]") -> str:
-    """The plot in both themes; the browser chooses."""
-    from thinpipe.launch.report.theme import DARK, LIGHT  # slow to import
-
-    light, dark = (base64.b64encode(draw(theme)).decode("ascii") for theme in (LIGHT, DARK))
-    return (
-        '<div class="panel"><picture>'
-        '<source media="(prefers-color-scheme: dark)" '
-        f'srcset="data:image/png;base64,{dark}">'
-        f'<img alt="{escape(alt)}" src="data:image/png;base64,{light}"></picture></div>'
-    )
 
 
 def _wire_section(info: RunInfo, records: Sequence[StepRecord], summary: Summary) -> str:
@@ -266,22 +217,13 @@ def _measured_table(summary: Summary) -> str:
         "Dimensions for 95 %": [row["dimensions"] for row in summary["wire"]],
     }
     shown = {name: column for name, column in columns.items() if any(v is not None for v in column)}
-    heads = "<th>Cut</th><th>Direction</th>"
-    heads += "".join(f'<th class="n">{name}</th>' for name in shown)
-    rows = "\n".join(
-        f"<tr><td>{row['cut']}</td><td>{row['direction']}</td>"
-        + "".join(f'<td class="n">{_number(column[i])}</td>' for column in shown.values())
-        + "</tr>"
+    rows = [
+        [str(row["cut"]), row["direction"], *(_number(column[i]) for column in shown.values())]
         for i, row in enumerate(summary["wire"])
-    )
+    ]
     text = _GAIN_TEXT if _GAIN in shown else ""
     return f"""<p>Means over the last epoch.{text}</p>
-<div class="panel"><table>
-<thead><tr>{heads}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table></div>
+{table(("Cut", "Direction"), tuple(shown), rows)}
 """
 
 
@@ -290,27 +232,41 @@ def _number(value: float | None) -> str:
 
 
 def _wire_table(summary: Summary) -> str:
-    heads = "".join(f"<th>{name}</th>" for name in ("Cut", "Direction", "Method"))
     numbers = ("Messages", "Sent", "As bf16", "Ratio", "As fp32", "Ratio")
-    heads += "".join(f'<th class="n">{name}</th>' for name in numbers)
-    rows = "\n".join(
-        f"<tr><td>{row['cut']}</td><td>{row['direction']}</td><td>{escape(row['method'])}</td>"
-        f"{_amounts(row)}</tr>"
+    rows = [
+        [str(row["cut"]), row["direction"], escape(row["method"]), *_amounts(row)]
         for row in summary["wire"]
-    )
+    ]
+    total = ["All cuts", "", "", *_amounts(summary["totals"])]
+    return table(("Cut", "Direction", "Method"), numbers, rows, total)
+
+
+def table(
+    texts: Sequence[str],
+    numbers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    total: Sequence[str] = (),
+) -> str:
+    """A table as HTML, of cells as HTML: columns of text, then of numbers."""
+
+    def line(cells: Sequence[str], kind: str) -> str:
+        left = "".join(f"<{kind}>{cell}</{kind}>" for cell in cells[: len(texts)])
+        right = "".join(f'<{kind} class="n">{cell}</{kind}>' for cell in cells[len(texts) :])
+        return f"<tr>{left}{right}</tr>"
+
+    body = "\n".join(line(row, "td") for row in rows)
+    foot = f"\n<tfoot>{line(total, 'td')}</tfoot>" if total else ""
     return f"""<div class="panel"><table>
-<thead><tr>{heads}</tr></thead>
+<thead>{line([*texts, *numbers], "th")}</thead>
 <tbody>
-{rows}
-</tbody>
-<tfoot><tr><td colspan="3">All cuts</td>{_amounts(summary["totals"])}</tr></tfoot>
+{body}
+</tbody>{foot}
 </table></div>"""
 
 
-def _amounts(row: Traffic) -> str:
-    """Table cells with rounded numbers; the exact bytes are in each cell's `value`."""
-    cells = traffic_cells(row, _bytes_cell)
-    return "".join(f'<td class="n">{cell}</td>' for cell in cells)
+def _amounts(row: Traffic) -> list[str]:
+    """Rounded numbers; the exact bytes are in each cell's `value`."""
+    return traffic_cells(row, _bytes_cell)
 
 
 def _bytes_cell(nbytes: int) -> str:
@@ -320,82 +276,32 @@ def _bytes_cell(nbytes: int) -> str:
 def _timeline_section(timeline: Sequence[ComputeEvent]) -> str:
     if not timeline:
         return "<h2>Timeline of one step</h2>\n<p>No timeline was recorded in this run.</p>"
-    from thinpipe.launch.report.timeline_plot import timeline_png  # slow to import
-
-    picture = _picture("What each rank did during one step", lambda t: timeline_png(timeline, t))
+    picture = panel(timeline_svg(timeline))
     return f"<h2>Timeline of one step</h2>\n<p>{_TIMELINE_TEXT}</p>\n{picture}"
 
 
 def _edge_section(traces: Traces, summary: Summary) -> str:
     if not summary["edges"]:
         return ""
-    heads = "".join(f"<th>{name}</th>" for name in ("From", "To"))
-    numbers = (
-        "Sent",
-        "Mbit/s, mean",
-        "Round trip",
-        "Segments sent again",
-        "Resumed",
-        "Longest silence",
-    )
-    heads += "".join(f'<th class="n">{name}</th>' for name in numbers)
-    rows = "\n".join(
-        f"<tr><td>{escape(edge['source'])}</td><td>{escape(edge['target'])}</td>"
-        + "".join(
-            f'<td class="n">{cell}</td>'
-            for cell in (
-                _bytes_cell(edge["bytes"]),
-                mean_mbps(edge),
-                escape(format_round_trip(edge["round_trip_s"])),
-                f"{edge['retransmitted']:,}",
-                f"{edge['resumed']:,}",
-                f"{edge['longest_silence_s']:.1f} s",
-            )
-        )
-        + "</tr>"
-        for edge in summary["edges"]
-    )
-    picture = ""
-    if any(traces.values()):
-        from thinpipe.launch.report.edge_plot import edges_png  # slow to import
-
-        picture = _picture("Rate of each connection", lambda theme: edges_png(traces, theme))
+    numbers = ("Sent", "Mbit/s, mean", "Round trip", "Sent again", "Resumed", "Longest silence")
+    rows = [[escape(cell) for cell in edge_cells(edge)] for edge in summary["edges"]]
+    for row, edge in zip(rows, summary["edges"], strict=True):
+        row[2] = _bytes_cell(edge["bytes"])
+    picture = panel(edges_chart(traces).svg()) if any(traces.values()) else ""
     return f"""<h2>Connections between machines</h2>
 <p>{_EDGES_TEXT}</p>
 {picture}
-<div class="panel"><table>
-<thead><tr>{heads}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table></div>"""
+{table(("From", "To"), numbers, rows)}"""
 
 
 def _details(summary: Summary) -> str:
-    rows: Mapping[str, str] = {
-        "Steps": f"{summary['steps']:,} ({summary['skipped']:,} skipped)",
-        f"{summary['unit'].capitalize()}s": f"{summary['tokens']:,}",
-        "Step time, median": format_duration(summary["median_step_s"]),
-        "Loss of the first step": format_loss(summary["first_loss"]),
-        "Activations": _bytes_cell(direction_bytes(summary, "forward")),
-        "Activation gradients": _bytes_cell(direction_bytes(summary, "backward")),
-        "Sent between replicas": _bytes_cell(summary["sync_bytes"]),
-        "Ratio to fp32 all-reduce": format_ratio(summary["sync_ratio_fp32"]),
-        "Control messages": _bytes_cell(summary["control_bytes"]),
-        **_between_shards(summary),
-        "Cached activations reset": format_repaired(summary["repaired"]),
-        "Machine": escape(summary["machine"]),
-        "Versions": escape(", ".join(f"{k} {v}" for k, v in summary["versions"].items())),
-        "Configuration digest": f"<code>{escape(summary['config_digest'])}</code>",
-    }
-    items = "\n".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows.items())
+    keys = ("steps", "train/skipped", "tokens", "speed/step_s", "first_loss", *TRAFFIC)
+    keys += ("ratio_fp32", *(SHARDS if summary["shards"] > 1 else ()), "repaired")
+    rows = [
+        *shown(keys, summary, unit=summary["unit"], long=True, show_bytes=_bytes_cell),
+        ("Machine", escape(summary["machine"])),
+        ("Versions", escape(", ".join(f"{k} {v}" for k, v in summary["versions"].items()))),
+        ("Configuration digest", f"<code>{escape(summary['config_digest'])}</code>"),
+    ]
+    items = "\n".join(f"<dt>{name}</dt><dd>{value}</dd>" for name, value in rows)
     return f'<div class="panel"><dl>\n{items}\n</dl></div>'
-
-
-def _between_shards(summary: Summary) -> dict[str, str]:
-    if summary["shards"] == 1:
-        return {}
-    return {
-        "Weights between shards": _bytes_cell(summary["weight_bytes"]),
-        "Gradients between shards": _bytes_cell(summary["gradient_bytes"]),
-    }

@@ -1,7 +1,6 @@
 """Metrics of every training step, and their file: one JSON object per line.
 
-The training loop, the display and the report share these dataclasses. The formatting functions at
-the end are used everywhere: bytes are decimal (1 MB = 1e6 B), like the rates of links.
+The training loop, the display and the report share these dataclasses.
 """
 
 import logging
@@ -17,20 +16,14 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from thinpipe.launch.host import disk
+from thinpipe.launch.words import NOTHING, WireKey, format_count
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
-
-WireKey: TypeAlias = tuple[int, Direction]
-"""One direction of one cut. A cut is named by the first layer after it."""
 
 EARLIER_CUT = "earlier cut"
 """The method of cuts from before a resume with other cuts."""
 
-NOTHING = "-"
-"""Shown where there is no number."""
-
 _log = logging.getLogger(__name__)
-_TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 def _nan_from_null(value: object) -> object:
@@ -47,9 +40,10 @@ class StepRecord:
 
     `step` and `epoch` count from 1. `loss` is the mean over the step's tokens (NaN if it
     overflowed). `tokens` and `tokens_per_s` count the whole step, all replicas together. In a step
-    in which replicas do not wait for each other all three are one replica's. `bubble`
-    is the fraction (0 to 1) of the step in which the stages' devices were idle, the mean over
-    ranks. `skipped`: the optimizer step was skipped. `sync_bytes` went between replicas,
+    in which replicas do not wait for each other the loss is one replica's, and counts are those of
+    one times the replicas. `bubble` is the fraction (0 to 1) of the step in which the stages'
+    devices were idle, the mean over ranks. `skipped`: the optimizer step was skipped.
+    `sync_bytes` went between replicas,
     `control_bytes` are neither activations nor gradients (losses, flags). `eval` is set
     only after an evaluation: `loss` with uncompressed boundaries and, if measured,
     `loss_compressed` with those of training; likewise other metrics of the objective. In
@@ -130,6 +124,15 @@ class RunInfo:
             return size
         return f"{size} ({format_count(self.exchanged)} trained)"
 
+    @property
+    def shape(self) -> list[str]:
+        """The run in a few words each: size, stages, replicas, schedule."""
+        counts = [(self.stages, "stage"), (self.replicas, "replica")]
+        counts += [(self.shards, "shard")] if self.shards > 1 else []
+        pieces = [f"{n} {word}{'s' * (n != 1)}" for n, word in counts]
+        microbatches = f"{self.microbatches} microbatch{'es' * (self.microbatches != 1)}"
+        return [self.size, *pieces, self.schedule, microbatches]
+
     def wire_keys(self, records: Iterable[StepRecord] = ()) -> list[WireKey]:
         """Every cut and direction in table order, also earlier cuts found in `records`."""
         counted = (count.cut for record in records for count in record.wire)
@@ -177,7 +180,6 @@ class MetricsWriter:
                 _log.warning("%s: steps wait to be written: %s", self._file.name, disk.why(error))
 
     def close(self) -> None:
-        """Close the file; calling it again does nothing."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -242,88 +244,3 @@ class RecentMean:
         if math.isfinite(loss):
             self._losses.append(loss)
         return fmean(self._losses) if self._losses else math.nan
-
-
-def format_bytes(nbytes: float) -> str:
-    """Three digits and a decimal unit: 512 B, 12.3 kB, 4.56 MB."""
-    if nbytes < 999.5:
-        return f"{nbytes:.0f} B"
-    return _scaled(nbytes, ("kB", "MB", "GB", "TB", "PB"))
-
-
-def format_count(count: float) -> str:
-    """Three digits and a decimal prefix: 950, 12.3 k, 124 M."""
-    if count < 999.5:
-        return f"{count:.0f}"
-    return _scaled(count, ("k", "M", "G", "T"))
-
-
-def _scaled(value: float, units: tuple[str, ...]) -> str:
-    power = 0
-    value /= 1000
-    while value >= 999.5 and power < len(units) - 1:
-        value /= 1000
-        power += 1
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f} {units[power]}"
-
-
-def format_round_trip(seconds: float) -> str:
-    """Milliseconds; on one machine there is hardly any."""
-    return f"{1e3 * seconds:.1f} ms" if seconds >= 5e-5 else "<0.1 ms"
-
-
-def format_ratio(ratio: float | None) -> str:
-    """Compression ratio: 7.9x, with a real multiplication sign; "-" if unknown."""
-    if ratio is None:
-        return NOTHING
-    return f"{ratio:.{1 if ratio < 99.95 else 0}f}{_TIMES}"
-
-
-def format_share(share: float | None) -> str:
-    """A part of a whole in percent, to one decimal; "-" if unknown."""
-    return NOTHING if share is None else f"{100 * share:.1f} %"
-
-
-def format_loss(loss: float | None) -> str:
-    """Four decimals; "-" if there is none or it is not finite."""
-    return f"{loss:.4f}" if loss is not None and math.isfinite(loss) else NOTHING
-
-
-def other_scores(evaluation: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """Names and values (three decimals) of an evaluation's metrics other than losses."""
-    return [
-        (_score_name(name), NOTHING if value is None else f"{value:.3f}")
-        for name, value in evaluation.items()
-        if not name.startswith("loss")
-    ]
-
-
-def _score_name(name: str) -> str:
-    plain = name.removesuffix("_compressed")
-    return plain if plain == name else f"compressed {plain}"
-
-
-def format_repaired(repaired: Mapping[int, int] | Mapping[str, int]) -> str:
-    """Samples whose memories were reset, by cut: 3 samples at cut 6; or "none"."""
-    listed = (f"{n:,} sample{'s' * (n != 1)} at cut {cut}" for cut, n in repaired.items())
-    return ", ".join(listed) or "none"
-
-
-def format_rate(per_s: float) -> str:
-    """A rate per second, whole from 100 on and with thousands separated: 8.25, 12,431."""
-    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
-
-
-def format_duration(duration_s: float) -> str:
-    """Three digits or two units: 850 ms, 1.27 s, 42 s, 6 min 23 s, 2 h 05 min."""
-    if duration_s < 0.9995:
-        return f"{1e3 * duration_s:.3g} ms"
-    if duration_s < 9.995:
-        return f"{duration_s:.3g} s"
-    whole_s = round(duration_s)
-    if whole_s < 60:
-        return f"{whole_s} s"
-    if whole_s < 3600:
-        return f"{whole_s // 60} min {whole_s % 60:02d} s"
-    return f"{whole_s // 3600} h {whole_s % 3600 // 60:02d} min"

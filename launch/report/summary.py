@@ -6,13 +6,8 @@ from statistics import fmean, median
 from typing import TypedDict
 
 from thinpipe.launch.report.edges import Edge
-from thinpipe.launch.report.metrics import (
-    RunInfo,
-    StepRecord,
-    WireKey,
-    format_bytes,
-    format_ratio,
-)
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.words import WireKey, format_bytes, format_ratio
 from thinpipe.pipeline.wire.header import Direction
 
 

@@ -43,6 +43,7 @@ class Chart:
     log: bool = False
     from_zero: bool = False
     height: int = 250
+    unit: str = "step"
 
     def svg(self) -> str:
         """The chart as an element of a page, or a sentence if there is nothing to draw."""
@@ -79,7 +80,7 @@ class Chart:
             {
                 "x": [round(frame.x(self.steps[i]), 1) for i in keep],
                 "t": [
-                    f"step {self.steps[i]:,}: "
+                    f"{self.unit} {self.steps[i]:,}: "
                     + ", ".join(
                         f"{line.label} {self.show(line.values[i])}"
                         for line in lines
@@ -132,7 +133,7 @@ class _Frame:
             parts.append(_text(_LEFT - 6, y + 4, self._chart.show(value), "end"))
         for step in _round_steps(self._first, self._last):
             parts.append(_text(self.x(step), bottom + 17, f"{step:,}", "middle"))
-        parts.append(_text(_LEFT - 6, bottom + 17, "step", "end"))
+        parts.append(_text(_LEFT - 6, bottom + 17, self._chart.unit, "end"))
         stride = max(1, -(-len(self._chart.epochs) // 6))
         for step, number in self._chart.epochs[::stride]:
             x = self.x(step)
@@ -165,18 +166,19 @@ class _Frame:
             all_ticks = [m * 10.0**p for p in powers for m in (1, 2, 5)]
             shown = [t for t in all_ticks if self._low <= math.log10(t) <= self._high]
             return shown[:: -(-len(shown) // 6)] if shown else []
-        step = _round_step((self._high - self._low) / 4)
+        step = round_step((self._high - self._low) / 4)
         first = math.ceil(self._low / step)
         return [i * step for i in range(first, math.floor(self._high / step) + 1)]
 
 
-def _round_step(rough: float) -> float:
+def round_step(rough: float) -> float:
+    """The nearest step that people count in."""
     power = 10.0 ** math.floor(math.log10(rough))
     return min((m * power for m in _TICKS), key=lambda step: abs(step - rough))
 
 
 def _round_steps(first: int, last: int) -> list[int]:
-    step = max(1, round(_round_step(max(1, last - first) / 4)))
+    step = max(1, round(round_step(max(1, last - first) / 4)))
     return [s for s in range(-(-first // step) * step, last + 1, step)] or [first]
 
 
@@ -219,6 +221,8 @@ svg.chart { display: block; width: 100%; height: auto; touch-action: pan-y; }
 svg text { fill: var(--muted); font: 12px system-ui, sans-serif; }
 @media (max-width: 30rem) { svg.chart text { font-size: 17px; } }
 @media (min-width: 50rem) { svg.chart text { font-size: 8.5px; } }
+svg.wide { display: block; width: 100%; height: auto; min-width: 38rem; }
+svg.wide text { font-size: 9px; }
 .grid { stroke: var(--line); } .epoch { stroke: var(--line); stroke-dasharray: 2 3; }
 .level { stroke: var(--muted); stroke-dasharray: 1 4; } .cross { stroke: var(--muted); }
 polyline { fill: none; stroke-width: 2; stroke-linejoin: round; }

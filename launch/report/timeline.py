@@ -1,13 +1,9 @@
 """The events of one training step on all ranks, on a common clock, and their file."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from thinpipe.launch.distributed.clock import seconds_ahead
-from thinpipe.launch.distributed.gather import gather_json
-from thinpipe.pipeline.comm.transport import Transport
 from thinpipe.pipeline.schedule import ScheduleName
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.step_stats import WireTotal
@@ -37,7 +33,6 @@ class Timeline(BaseModel):
     events: tuple[ComputeEvent, ...]
 
     def write(self, folder: Path) -> None:
-        """Write it to a run folder."""
         (folder / FILE_NAME).write_text(self.model_dump_json(by_alias=True), encoding="utf-8")
 
 
@@ -62,18 +57,3 @@ def read_timeline(folder: Path) -> Timeline:
     except ValidationError as error:
         key = ".".join(map(str, error.errors()[0]["loc"]))
         raise ValueError(f"{path}: not a timeline ({key}); run the training again") from None
-
-
-def gather_events(
-    transport: Transport, events: Sequence[ComputeEvent], start_s: float
-) -> list[ComputeEvent]:
-    """Events of all ranks in a step that this rank began at `start_s`; a collective call."""
-    ahead_s = seconds_ahead(transport)
-    own = [(e.stage, e.kind, e.microbatch, e.start_s - ahead_s, e.end_s - ahead_s) for e in events]
-    everyone = gather_json(transport, {"start_s": start_s - ahead_s, "events": own})
-    first_s = min(other["start_s"] for other in everyone)
-    return [
-        ComputeEvent(stage, kind, m, begin_s - first_s, end_s - first_s, place)
-        for place, rank in enumerate(transport.mesh.world)
-        for stage, kind, m, begin_s, end_s in everyone[rank]["events"]
-    ]

@@ -20,7 +20,7 @@ from thinpipe.launch.distributed.handshake import HandshakeError
 from thinpipe.launch.distributed.restarts import refuse_restarts
 from thinpipe.launch.distributed.session import PeerError, TerminatedError, speaks
 from thinpipe.launch.host.packages import explain
-from thinpipe.launch.host.terminal import print_error
+from thinpipe.launch.host.terminal import end_now, print_error
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -35,10 +35,7 @@ _PACKAGES = tuple(
 
 def end_done() -> NoReturn:
     """End the process of a rank that has done its work."""
-    with suppress(OSError):  # a full disk
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(0)  # threads still wait inside torch, which would abort the process
+    end_now(0)
 
 
 def end_failed(
@@ -57,7 +54,8 @@ def end_failed(
     with suppress(OSError):  # a full disk
         sys.stdout.flush()
     if isinstance(error, PeerError):
-        print_error(f"{rank}: {error}")
+        if str(error):
+            print_error(f"{rank}: {error}")
     elif isinstance(error, clear):
         code = _refuse(error)
     elif (words := _in_words(error)) is not None:
@@ -76,8 +74,7 @@ def end_failed(
     if speaks() and config is not None and not quiet:
         asked = isinstance(error, (TerminatedError, KeyboardInterrupt))
         print_error(f"{'stopped: ' * asked}{saved_so_far(config, resume)}")
-    sys.stderr.flush()
-    os._exit(code)
+    end_now(code)
 
 
 def _refuse(error: Exception) -> int:

@@ -7,10 +7,10 @@ gives other last bits with AVX2 than with AVX-512 or without both.
 import logging
 
 import torch
-import xxhash
 
 from thinpipe.launch.checkpoint.reshard import module_of
 from thinpipe.launch.components import Built
+from thinpipe.launch.run.proof import digest
 from thinpipe.launch.run.weights import receive_tensors, send_tensors
 from thinpipe.pipeline.comm.transport import WEIGHTS, Transport
 
@@ -38,10 +38,7 @@ def _take_from_replica_0(built: Built, transport: Transport) -> int:
         for name, parameter in module_of(stage).named_parameters()
     }
     wholes = {name: parameter.detach().cpu().contiguous() for name, parameter in held.items()}
-    hasher = xxhash.xxh3_64()
-    for whole in wholes.values():
-        hasher.update(whole.view(-1).view(torch.uint8).numpy().data)
-    mine = torch.tensor([float(hasher.intdigest() >> 12)], dtype=torch.float64)
+    mine = torch.tensor([float(digest([*wholes.values()]) >> 12)], dtype=torch.float64)
     digests = transport.share(mine, "stage").flatten()[mesh.shard :: mesh.shards].tolist()
     first, others = mesh.same_stage[0], mesh.same_stage[1:]
     unlike = [rank for rank, d in zip(others, digests[1:], strict=True) if d != digests[0]]

@@ -27,8 +27,8 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.own import Dataset, OwnSet
 from thinpipe.launch.distributed.session import SHOW
 from thinpipe.launch.optimizer import rebind
-from thinpipe.launch.run import run as rank_run
 from thinpipe.launch.run.ending import end_done, end_failed
+from thinpipe.launch.run.run import RankRun
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.models.own.config import Functions, OwnModelConfig
 from thinpipe.pipeline.models.own.functions import name_of
@@ -111,7 +111,7 @@ class Pipeline:
         return self.model.deferred.skeleton.parameters()
 
 
-class Run(rank_run.Run):
+class Run(RankRun):
     """Training of a pipeline in a folder, as one of its ranks; all ranks run the same program.
 
         run = Run("runs/mine", pipe, torch.optim.AdamW(pipe.parameters(), 1e-3))
@@ -171,7 +171,7 @@ class Run(rank_run.Run):
         else:
             _end_with_interpreter(self)
 
-    def batches(self, samples: Dataset, size: int) -> Iterator[Batch]:  # type: ignore[override]
+    def batches(self, samples: Dataset, size: int) -> Iterator[Batch]:
         """This replica's batches of what is left of the epoch; give each to `step`.
 
         `samples` is a map-style dataset of (input, target); a sample's index is its id. `size` is
@@ -182,11 +182,11 @@ class Run(rank_run.Run):
         """
         name = name_of(type(samples))
         self.config = self.config.updated(data={"factory": name})
-        return super().batches(OwnSet(samples, name), size)
+        return self.batches_of(OwnSet(samples, name), size)
 
-    def evaluate(self, samples: Dataset) -> dict[str, float]:  # type: ignore[override]
+    def evaluate(self, samples: Dataset) -> dict[str, float]:
         """Metrics on a dataset: `loss`, and with cuts `loss_compressed`; alike on all ranks."""
-        return super().evaluate(OwnSet(samples, name_of(type(samples))))
+        return self.evaluate_on(OwnSet(samples, name_of(type(samples))))
 
 
 class Wanted(NotRun):

@@ -12,18 +12,21 @@ from typing import Any
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.display.display import Display
 from thinpipe.launch.display.final import what_is_left
+from thinpipe.launch.distributed.clock import seconds_ahead
+from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.resources import BackgroundLoad, usable_cores
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.report.edges import edges_of, traces_of
 from thinpipe.launch.report.html import write_report
+from thinpipe.launch.report.metric_table import scalars
 from thinpipe.launch.report.metrics import MetricsWriter, RunInfo, StepRecord, read_metrics
 from thinpipe.launch.report.summary import Summary, summarize
 from thinpipe.launch.report.timeline import Timeline
 from thinpipe.launch.writers.outlet import Outlet
-from thinpipe.launch.writers.scalars import scalars
 from thinpipe.launch.writers.writer import destination, open_writer
+from thinpipe.pipeline.comm.transport import Transport
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.stage import ComputeEvent
 
@@ -75,14 +78,15 @@ class Records:
             place = error.filename or path
             disk.warn_once("steps", f"steps are not recorded: {place}: {disk.why(error, path)}")
         if tools := self._config.report.writers:
-            place = destination(self._config, resume_step)
+            run, project = self._config.run, self._config.report.project
+            settings = self._config.model_dump(mode="json")
+            place = destination(run.path, run.name, project, settings, resume_step)
             outlets = (Outlet(tool, partial(open_writer, tool, place)) for tool in tools)
             self._outlets = [stack.enter_context(outlet) for outlet in outlets]
         stack.callback(self._report_so_far)  # at the end, on Ctrl-C, after a failure
         stack.callback(self.flush)
 
     def add(self, record: StepRecord) -> None:
-        """Show a step."""
         self.flush()
         self._pending = record
         self._display.step(record)
@@ -94,7 +98,6 @@ class Records:
             self._load = None
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Add an evaluation to the last step."""
         if self._pending is not None:
             self._pending = replace(self._pending, eval=dict(metrics))
             self._display.evaluated(self._pending)
@@ -108,7 +111,6 @@ class Records:
             self._pending = replace(self._pending, own={**self._pending.own, **metrics})
 
     def flush(self) -> None:
-        """Write the last step."""
         record, self._pending = self._pending, None
         if record is None:
             return
@@ -140,7 +142,7 @@ class Records:
             return
         summary = summarize(self._info, self._records, edges_of(hosts))
         if self._writes:
-            self._reported = self._write(self._records, hosts, summary, timeline, finished=True)
+            self._reported = self._write(self._records, hosts, summary, timeline)
         self._display.finish(summary, what_is_left(self._info.folder) if self._reported else None)
 
     def _write(
@@ -149,8 +151,6 @@ class Records:
         hosts: Sequence[dict[str, Any] | None],
         summary: Summary,
         timeline: Timeline | None,
-        *,
-        finished: bool = False,
     ) -> bool:
         """A full disk is no reason to stop, or to hide why a run ended."""
         folder = self._info.folder
@@ -162,7 +162,6 @@ class Records:
                 timeline=timeline.events if timeline else (),
                 traces=traces_of(hosts),
                 summary=summary,
-                finished=finished,
             )
             if timeline is not None:
                 timeline.write(folder)
@@ -209,3 +208,18 @@ def timeline_of(config: RunConfig, record: StepRecord, events: Sequence[ComputeE
         wire=record.wire,
         events=tuple(events),
     )
+
+
+def gather_events(
+    transport: Transport, events: Sequence[ComputeEvent], start_s: float
+) -> list[ComputeEvent]:
+    """Events of all ranks in a step that this rank began at `start_s`; a collective call."""
+    ahead_s = seconds_ahead(transport)
+    own = [(e.stage, e.kind, e.microbatch, e.start_s - ahead_s, e.end_s - ahead_s) for e in events]
+    everyone = gather_json(transport, {"start_s": start_s - ahead_s, "events": own})
+    first_s = min(other["start_s"] for other in everyone)
+    return [
+        ComputeEvent(stage, kind, m, begin_s - first_s, end_s - first_s, place)
+        for place, rank in enumerate(transport.mesh.world)
+        for stage, kind, m, begin_s, end_s in everyone[rank]["events"]
+    ]

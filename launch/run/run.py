@@ -31,14 +31,14 @@ from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 
-class Run:
+class RankRun:
     """A run, as one of its ranks sees it; all ranks make the same calls in the same order.
 
-        with Run(config, resume) as run:
+        with RankRun(config, resume) as run:
             for epoch in run.epochs(3):
-                for batch in run.batches(samples, size=32):
+                for batch in run.batches_of(samples, size=32):
                     run.step(batch)
-                run.evaluate(held_out)
+                run.evaluate_on(held_out)
 
     Epochs and batches that were done before a resume are left out; of a run that is done already
     the last epoch remains, with no batches.
@@ -60,7 +60,7 @@ class Run:
         """
         self.config, self._resume, self._show = config, resume, show
         self._facts, self._given = facts or {}, given or Given()
-        self._problem = problem or problem_if_writing(config)
+        self._problem = problem or problem_if_writing(config.report.writers)
         outlive_terminal()
         self._stack, self._joined, self._stop = ExitStack(), ExitStack(), StopFlag()
         self._session: Session | None = None
@@ -109,7 +109,7 @@ class Run:
         if self._training is not None:
             self._training.finish(self._done)
 
-    def batches(self, samples: SampleSet, size: int) -> Iterator[Batch]:
+    def batches_of(self, samples: SampleSet, size: int) -> Iterator[Batch]:
         """This replica's batches of what is left of the epoch; each must be given to `step`.
 
         `samples` and `size`, the samples of a step over all replicas, stay the same for a run.
@@ -139,7 +139,7 @@ class Run:
         self._done += 1
         return record
 
-    def evaluate(self, samples: SampleSet) -> dict[str, float]:
+    def evaluate_on(self, samples: SampleSet) -> dict[str, float]:
         """Metrics on held-out samples, by name; with cuts, those of compressed boundaries too."""
         return self._opened("run.evaluate").evaluate(samples, self._done - 1)
 
@@ -161,7 +161,6 @@ class Run:
 
     @property
     def done_before(self) -> bool:
-        """Whether there was nothing left to train."""
         return self._opened("run.done_before").nothing_left
 
     def _end(self) -> None:
@@ -174,8 +173,12 @@ class Run:
     def _join(self) -> None:
         torch.set_num_threads(rank_threads(len(ranks_here())))
         self._stack.enter_context(self._joined)
-        session = self._joined.enter_context(join(self.config, self._facts, self._problem))
         pipeline = self.config.pipeline
+        mesh = self.config.mesh(int(os.environ["RANK"]))
+        facts = {"config": self.config.shared(), **self._facts}
+        wait_s = pipeline.peer_timeout_s
+        joined = join(self.config.network, mesh, facts, self._problem, wait_s=wait_s)
+        session = self._joined.enter_context(joined)
         layout = None if pipeline.auto_cuts else Layout.of(pipeline.model_dump(mode="json"))
         checkpoints = self.config.run.path / "checkpoints"
         self._resume = common_resume(session, checkpoints, self._resume, layout)

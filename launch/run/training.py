@@ -17,22 +17,19 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
-from thinpipe.launch.display.connections import Connections
 from thinpipe.launch.display.display import Display
-from thinpipe.launch.distributed.elastic import ranks_here
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session, tell_stop
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.overlay.ranks import carrier_status
 from thinpipe.launch.plan.memory_budget import memory_folder, memory_notices, plan_memory
-from thinpipe.launch.report.edge_news import EdgeNews
 from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import StepRecord
-from thinpipe.launch.report.timeline import Timeline, gather_events
+from thinpipe.launch.report.timeline import Timeline
 from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
-from thinpipe.launch.run.records import Records, describe_run, timeline_of
+from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
 from thinpipe.launch.run.skips import Skips
 from thinpipe.launch.trained.model import start_from_run
 from thinpipe.pipeline.batch import Batch
@@ -125,15 +122,12 @@ class Training:
         first = max(self.start, self._sampler.steps_per_epoch)
         self._timeline_step = self._full_step(min(self.steps - 1, first + 2))
         self._trace = stack.enter_context(EdgeTrace(self._carrier))
-        store = self._session.store.clone  # type: ignore[attr-defined]  # not in its stubs
-        news = EdgeNews(self._trace, store, reads=self.shows and 0 in ranks_here())
-        connections = Connections(self._trace, stack.enter_context(news))
         device = self.built.stages[0].device
         kinds = dict.fromkeys(gather_json(self._session.transport, arithmetic(device)))
         info = replace(describe_run(config, self.steps), machine="; ".join(kinds))
         self.display = Display(
             info if self.shows else None,
-            connections,
+            self._trace,
             interactive=os.isatty(1),
             done=self.start,
         )
@@ -191,25 +185,16 @@ class Training:
         if step + 1 == self.steps:
             self.built.sync.finish()
         elapsed = time.perf_counter() - start
+        numbers = {name: value for name, value in vars(totals).items() if name != "seconds"}
+        numbers["repaired"] = dict(totals.repaired)
         record = StepRecord(
             step=step + 1,
             epoch=self._sampler.epoch(step) + 1,
-            loss=totals.loss,
             tokens_per_s=totals.tokens / elapsed,
             step_s=elapsed,
-            bubble=totals.bubble,
-            wire=totals.wire,
-            tokens=totals.tokens,
-            grad_norm=totals.grad_norm,
             lr=lr,
-            skipped=totals.skipped,
-            sync_bytes=totals.sync_bytes,
-            weight_bytes=totals.weight_bytes,
-            gradient_bytes=totals.gradient_bytes,
-            control_bytes=totals.control_bytes,
             eval=None,
-            repaired=dict(totals.repaired),
-            notes=totals.notes,
+            **numbers,
         )
         if step == self._timeline_step:
             events = self.built.engine.take_events()

@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from thinpipe.launch.config.network import KEY_FILE
 from thinpipe.launch.host.signals import handled
+from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.overlay import keys
 from thinpipe.launch.shaped.names import environment, host_name, substitute
 from thinpipe.launch.shaped.network import ShapedNetwork
@@ -73,7 +74,7 @@ def _run(network: ShapedNetwork, command: Sequence[str], show: int | None, key: 
     if show is not None and failed != show:
         _write(sys.stderr.buffer, b"".join(kept[failed]))
     code = monitor.codes[failed]
-    sys.stderr.write(f"{host_name(failed)} exited with code {code}; the others were stopped\n")
+    print_error(f"{host_name(failed)} exited with code {code}; the others were stopped")
     return code
 
 
@@ -137,7 +138,7 @@ def _exec(
     try:
         os.execvpe(arguments[0], arguments, variables)
     except OSError as error:
-        os.write(2, f"{arguments[0]}: {error.strerror}\n".encode())
+        print_error(f"{arguments[0]}: {error.strerror}")
         return NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
 
 

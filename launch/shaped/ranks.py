@@ -12,6 +12,7 @@ from types import FrameType
 from typing import NoReturn
 
 from thinpipe.launch.host.signals import handled
+from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.shaped import linux
 
 GRACE_S = 10.0
@@ -75,7 +76,7 @@ def _run_proxy(namespaces: Namespaces, body: Callable[[], int]) -> NoReturn:
         code = os.waitstatus_to_exitcode(os.waitpid(inside, 0)[1])
         os._exit(code if code >= 0 else 128 - code)
     except BaseException as error:
-        os.write(2, f"cannot enter the emulated host: {error!r}\n".encode())
+        print_error(f"cannot enter the emulated host: {error!r}")
     os._exit(1)
 
 
@@ -91,7 +92,6 @@ class ProcessMonitor:
         self._failed: int | None = None
 
     def process(self, host: int, pid: int) -> None:
-        """Monitor a process from `start`."""
         self._alive[host] = pid, os.pidfd_open(pid)
         self._selector.register(self._alive[host][1], selectors.EVENT_READ, (self._reap, host))
 

@@ -58,7 +58,6 @@ class Relay:
         self._count = 0
 
     def run(self) -> None:
-        """Forward forever."""
         while True:
             self._send_due()
             timeout = max(0.0, self._waiting[0][0] - time.monotonic()) if self._waiting else None

@@ -118,7 +118,6 @@ def _listen_on(hosts: list[Host], run: int) -> list[socket.socket]:
 
 
 def _start_relay(spec: NetworkSpec) -> int:
-    """Fork the relay; returns a pidfd."""
     ports = [open_port(f"h{host}") for host in range(spec.hosts)]
     relay = os.fork()
     if relay == 0:

@@ -34,7 +34,6 @@ class Shape:
     towards_bps: tuple[tuple[int, float], ...] = ()
 
     def slowest_bps(self) -> float | None:
-        """The lowest of the limits."""
         limits = [bps for _, bps in self.towards_bps]
         return min([*limits, self.rate_bps] if self.rate_bps else limits, default=None)
 

@@ -32,12 +32,10 @@ class TensorBoardWriter:
             self._add(step=place.done + 1, session_log=session(status=session.START))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the numbers of a step, for whoever looks at them now."""
         shown = [{"tag": name, "simple_value": value} for name, value in values.items()]
         self._add(step=step, summary={"value": shown})
 
     def close(self) -> None:
-        """Write what is held."""
         self._file.close()
 
     def _add(self, **event: Any) -> None:

@@ -21,11 +21,9 @@ class TrackioWriter:
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the numbers of a step."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Send what is held."""
         self._run.finish()
 
 

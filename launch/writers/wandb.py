@@ -32,11 +32,9 @@ class WandbWriter:
         self._run.define_metric("*", step_metric="step")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add the numbers of a step."""
         self._run.log({"step": step, **values})
 
     def close(self) -> None:
-        """Send what is held."""
         self._run.finish()
 
 

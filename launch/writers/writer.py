@@ -2,14 +2,13 @@
 
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host import disk
 from thinpipe.launch.host.packages import explain, require
 
 _ID_FILE = "run_id"
@@ -41,20 +40,19 @@ class Destination:
     settings: Mapping[str, Any]
 
 
-def destination(config: RunConfig, done: int | None) -> Destination:
+def destination(
+    folder: Path, name: str, project: str, settings: Mapping[str, Any], done: int | None
+) -> Destination:
     """Of a new run, or (`done` is not None) of one that goes on after that many steps."""
-    folder = config.run.path
-    file = folder / _ID_FILE
-    if done is None or not file.exists():
-        file.write_text(secrets.token_hex(4), encoding="utf-8")
-    return Destination(
-        folder=folder,
-        name=config.run.name,
-        project=config.report.project,
-        run_id=file.read_text(encoding="utf-8").strip(),
-        done=done or 0,
-        settings=config.model_dump(mode="json"),
-    )
+    file, run_id = folder / _ID_FILE, secrets.token_hex(4)
+    try:
+        if done is not None and file.exists():
+            run_id = file.read_text(encoding="utf-8").strip()
+        else:
+            file.write_text(run_id, encoding="utf-8")
+    except OSError as error:
+        disk.warn_once("writers", f"{file}: {disk.why(error, file)}; a resume begins new curves")
+    return Destination(folder, name, project, run_id, done or 0, settings)
 
 
 def open_writer(tool: str, place: Destination) -> Writer:
@@ -63,24 +61,24 @@ def open_writer(tool: str, place: Destination) -> Writer:
     return writer
 
 
-def check_writers(config: RunConfig) -> None:
+def check_writers(tools: Iterable[str]) -> None:
     """Check that the packages of `report.writers` are installed.
 
     Raises:
-        ConfigError: one is not; names its extra.
+        ValueError: one is not; names its extra.
     """
-    for tool in config.report.writers:
+    for tool in tools:
         try:
             require(tool)
         except ModuleNotFoundError as error:
-            raise ConfigError(f'report.writers has "{tool}": {explain(error)}') from None
+            raise ValueError(f'report.writers has "{tool}": {explain(error)}') from None
 
 
-def problem_if_writing(config: RunConfig) -> str | None:
+def problem_if_writing(tools: Iterable[str]) -> str | None:
     """What is missing on rank 0, which writes; other machines need no such package."""
     if os.environ.get("RANK") == "0":
         try:
-            check_writers(config)
-        except ConfigError as error:
+            check_writers(tools)
+        except ValueError as error:
             return str(error)
     return None

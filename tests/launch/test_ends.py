@@ -131,6 +131,19 @@ def test_ranks_do_not_outlive_a_killed_launcher(long_run: subprocess.Popen[str])
 
 
 @pytest.mark.slow
+def test_the_first_to_miss_a_killed_supervisor_says_one_line(
+    long_run: subprocess.Popen[str],
+) -> None:
+    """Others name the first failure too."""
+    children = psutil.Process(long_run.pid).children(recursive=True)
+    next(child for child in children if child.name() == "thinpipe wait").kill()
+    output, _ = long_run.communicate(timeout=PATIENCE_S)
+    assert long_run.returncode not in (0, None)
+    said = [line.split(":")[0] for line in output.splitlines() if line.startswith("rank ")]
+    assert min(map(said.count, said)) == 1, output
+
+
+@pytest.mark.slow
 def test_a_killed_fork_server_is_named(long_run: subprocess.Popen[str]) -> None:
     """Its ranks end with it, and the launcher knows no more than that they are gone."""
     children = psutil.Process(long_run.pid).children()

@@ -84,5 +84,5 @@ def test_of_several_machines_one_need_not_have_checkpoints_or_writers(run_file: 
     run = run.model_copy(update={"report": write})
     ready = preflight.check_settings(run, [range(1), range(1, 2)], resume=True)
     assert len(ready.corpus.train) == 24
-    with pytest.raises(ConfigError, match="trackio"):
+    with pytest.raises(ValueError, match="trackio"):
         preflight.check_settings(run, [range(2)], resume=True)

@@ -81,4 +81,4 @@ def test_a_rank_that_nobody_joins_ends(run_file: Path) -> None:
 
 def test_a_wrong_number_of_processes_is_refused(run_file: Path) -> None:
     (output,) = reported_by([as_rank(0, 1, free_port(), run_file)])
-    assert "3 stages (pipeline.cuts) with pipeline.replicas = 1 need 3" in output
+    assert "3 ranks per pipeline (pipeline.cuts) with pipeline.replicas = 1 need 3" in output

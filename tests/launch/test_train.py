@@ -119,7 +119,7 @@ def test_a_run_leaves_everything_in_its_folder(
     assert done.returncode == 0, done.stderr
     folder = run_file.parent / "run"
     names = {path.name for path in folder.iterdir() if path.name != ".lock"}
-    expected = {"config.toml", "metrics.jsonl", "summary.json", "report.html", "loss.png"}
+    expected = {"config.toml", "metrics.jsonl", "summary.json", "report.html"}
     assert names == expected | {"timeline.json", "checkpoints"}
     records = [
         json.loads(line)

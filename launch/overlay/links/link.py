@@ -53,8 +53,8 @@ class LinkStats:
 class Link:
     """Frames to and from one peer.
 
-    `exposed` says where a peer's stream may end here; `lost` is called with the reason when there
-    was no connection for `patience_s`.
+    `exposed` says where a peer's stream may end here. `on_change` is called with the link,
+    "silent", "back", "left" or "lost" (no connection for `patience_s`), and the reason.
     """
 
     def __init__(
@@ -99,7 +99,6 @@ class Link:
 
     @property
     def silence_s(self) -> float:
-        """How long nothing has been heard from the peer."""
         return time.monotonic() - self._heard_s
 
     @property
@@ -107,8 +106,6 @@ class Link:
         """Whether all that was to be sent has come to the peer, as far as it can."""
         sent = not (self._ready or self._posted or self.session.unacknowledged_nbytes)
         return sent or not self.connected
-
-    # What goes over it ---------------------------------------------------------------------------
 
     def open(self, sock: socket.socket, port: int, traffic: Traffic) -> None:
         """Carry a local connection to a port of the peer's; a lost one is waited for once more."""
@@ -139,7 +136,6 @@ class Link:
         self._watch()
 
     def post(self, kind: Kind, stream: Stream, payload: bytes = b"") -> None:
-        """Send a frame before all data."""
         self._posted.append((kind, stream.traffic, stream.number, payload))
         self._watch()
 
@@ -150,8 +146,6 @@ class Link:
     def _stream(self, sock: socket.socket, number: int, traffic: Traffic) -> Stream:
         stream = self.streams[number] = Stream(self, self._loop, sock, number, traffic)
         return stream
-
-    # Connections ---------------------------------------------------------------------------------
 
     def prepare(self, identity: str, *, fresh: bool) -> bool:
         """The peer makes a new connection for a session; return whether it can go on here."""
@@ -262,8 +256,6 @@ class Link:
         long = self.stats.round_trip_s >= _LONG_S and not self.stats.bbr
         return long and now_s - self._data_s < _BUSY_S
 
-    # Bytes ---------------------------------------------------------------------------------------
-
     def _on_event(self, events: int) -> None:
         try:
             if events & READ:
@@ -301,7 +293,6 @@ class Link:
         self._partial = rest if rest else None
 
     def _next(self) -> Buffer | None:
-        """The frame to send now."""
         again = next(self._again, None)
         if again is not None:
             return again

@@ -44,7 +44,6 @@ class Loop:
             self._selector.register(sock, events, call)
 
     def close(self, sock: socket.socket) -> None:
-        """Stop watching a socket, and close it."""
         if sock.fileno() >= 0:
             self.watch(sock, 0, _ignore)
         with contextlib.suppress(OSError):
@@ -70,15 +69,12 @@ class Loop:
         return task
 
     def after(self, pause_s: float, call: Callable[[], None]) -> None:
-        """Call once, some time from now."""
         self._calls.append((time.monotonic() + pause_s, call))
 
     def forget(self, task: "Task") -> None:
-        """The task is over."""
         self._tasks.discard(task)
 
     def stop(self) -> None:
-        """End `run` after the present round."""
         self._running = False
 
     def run(self) -> None:
@@ -132,7 +128,6 @@ class Task:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether it waits for something."""
         return self._waits is not None
 
     def advance(self, _events: int) -> None:
@@ -150,7 +145,6 @@ class Task:
             self._loop.watch(self._waits, events, self.advance)
 
     def expire(self) -> None:
-        """Fail with a TimeoutError."""
         self._rest()
         self._loop.forget(self)
         self._steps.close()

@@ -27,7 +27,7 @@ from thinpipe.launch.plan.placement.workload import Exchange, Workload
 from thinpipe.launch.plan.predict import block_memory
 from thinpipe.launch.plan.profile import BlockCost, microbatch_count, microbatch_shape
 from thinpipe.launch.plan.simulate import Message, check_simulated
-from thinpipe.launch.report.metrics import WireKey
+from thinpipe.launch.words import WireKey
 from thinpipe.pipeline.schedule import ScheduleName
 from thinpipe.pipeline.wire.header import DIRECTIONS
 

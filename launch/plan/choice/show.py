@@ -11,7 +11,7 @@ from thinpipe.launch.plan.choice.choose import Choice
 from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats
 from thinpipe.launch.plan.placement.step import link_nbytes
-from thinpipe.launch.report.metrics import format_bytes, format_duration
+from thinpipe.launch.words import format_bytes, format_duration
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _SHOWN = 5

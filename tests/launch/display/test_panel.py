@@ -3,19 +3,17 @@
 import itertools
 import math
 import re
-import time
-from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from thinpipe.launch.display.connections import Connections
+from tests.records import run_info, step_record
 from thinpipe.launch.display.panel import LivePanel
 from thinpipe.launch.display.progress import RunningValues
-from thinpipe.launch.report.edge_news import EdgeNews
-from thinpipe.launch.report.edge_trace import EdgeNow, EdgeSample, EdgeTrace
-from thinpipe.launch.report.metrics import RunInfo, StepRecord, WireKey, format_bytes
+from thinpipe.launch.report.edge_trace import EdgeTrace
+from thinpipe.launch.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.words import WireKey, format_bytes
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
@@ -29,23 +27,10 @@ def info(stages: int, *, shards: int = 1, mixed: bool = False) -> RunInfo:
     methods = {key: named[key[1]] for key in keys}
     if mixed:
         methods[cuts[0], "forward"] = "transform 2-bit"
-    return RunInfo(
-        name="gpt2-xl-over-200-mbit",
-        folder=Path("runs/x"),
-        stages=stages,
-        replicas=8,
-        schedule="InterleavedZeroBubble",
-        microbatches=16,
-        cuts=cuts,
-        methods=methods,
-        total_steps=10_000,
-        parameters=1_300_000_000,
-        exchanged=2_400_000,
-        machine="2 cores",
-        versions={},
-        config_digest="",
+    return run_info(
+        cuts, name="gpt2-xl-over-200-mbit", replicas=8, methods=methods, exchanged=2_400_000,
         shards=shards,
-    )
+    )  # fmt: skip
 
 
 def record(run: RunInfo) -> StepRecord:
@@ -56,51 +41,43 @@ def record(run: RunInfo) -> StepRecord:
         for number, (cut, way) in enumerate(itertools.product(run.cuts, DIRECTIONS))
     )  # fmt: skip
     shards = {"weight_bytes": 811_000_000, "gradient_bytes": 822_000_000} if run.shards > 1 else {}
-    return StepRecord(
-        step=4321, epoch=12, loss=2.5432, tokens_per_s=123_456.7, step_s=83.0, bubble=0.256,
+    return step_record(
+        4321, epoch=12, loss=2.5432, tokens_per_s=123_456.7, step_s=83.0, bubble=0.256,
         wire=wire, tokens=65_536, grad_norm=12_345.0, lr=3.21e-4, skipped=False,
         sync_bytes=933_000_000, control_bytes=876, eval=EVALUATION, **shards,
     )  # fmt: skip
 
 
-def trace(connections: int) -> EdgeTrace:
-    found = EdgeTrace(lambda: None)
-    found.host = "host0"
-    found.now = [
-        EdgeSample(target=f"host{number}", end_s=1.0, seconds=1.0, sent_Bps=1e6 * (20 + number),
-                   received_Bps=1e6 * (40 + number), round_trip_s=0.05 + number / 1000,
-                   retransmitted=0, resumed=0, silence_s=4.0 if number == 1 else 0.0)
-        for number in range(1, connections + 1)
-    ]  # fmt: skip
-    found._periods = [found.now]
-    return found
+def trace(connections: int, *, busy: int | None = None) -> EdgeTrace:
+    """Every connection has rates of its own; or only those with the first `busy` are used."""
 
+    def links(second: int) -> dict[str, dict[str, float]]:
+        found = {}
+        for n in range(1, connections + 1):
+            rates = (1e6 * (20 + n), 1e6 * (40 + n))
+            if busy is not None:
+                rates = (1e8, 2e8) if n <= busy else (1e3, 1e3)
+            found[f"host{n}"] = {
+                "sent_nbytes": second * rates[0], "received_nbytes": second * rates[1],
+                "round_trip_s": 0.05 + n / 1000, "retransmitted": 0, "resumed": 0,
+                "silence_s": 4.0 if n == 1 else 0.0,
+            }  # fmt: skip
+        return found
 
-def of_all(hosts: int, *, busy: bool) -> Connections:
-    """What host 0 knows of all connections: `busy` ones, or only those of neighbours are used."""
-    own = trace(hosts - 1)
-    for sample in own.now:
-        carries = busy or sample["target"] == "host1"
-        sample["sent_Bps"], sample["received_Bps"] = (1e8, 1e8) if carries else (1e3, 1e3)
-    news = EdgeNews(own, lambda: pytest.fail("nothing is asked"), reads=True)
-    for host in range(1, hosts):
-        edges = []
-        for other in set(range(hosts)) - {host}:
-            nbytes = 10**9 if busy or abs(host - other) == 1 else 10**4
-            rates = nbytes / 50 + 1e6 * host, nbytes / 50 + 1e6 * other
-            edges.append(EdgeNow(f"host{other}", *rates, nbytes, nbytes, 0.05, 0, 0, 0.0))
-        news.heard[f"host{host}"] = (time.monotonic(), edges)
-    return Connections(own, news)
+    made = EdgeTrace(lambda: None)
+    for second in (0, 1):
+        made.add({"name": "host0", "links": links(second)}, float(second))
+    return made
 
 
 def drawn(
     run: RunInfo,
     size: tuple[int, int],
-    connections: int | Connections = 0,
+    connections: int | EdgeTrace = 0,
     steps: int = 1,
 ) -> list[str]:
     if isinstance(connections, int):
-        connections = Connections(trace(connections))
+        connections = trace(connections)
     console = Console(width=size[0], height=size[1], force_terminal=True, color_system=None)
     values = RunningValues()
     panel = LivePanel(run, console, values, connections)
@@ -126,7 +103,7 @@ def test_everything_fits(run: RunInfo, size: tuple[int, int], connections: int) 
     words = " ".join(line.strip("│ ") for line in lines)
     shown = [
         "step 4321/10000", "43 %", "elapsed,", "left", "2.5432", "2.1234", "2.1299", "0.815",
-        "123,457", "25.6%", "1 min 23 s", "1.23e+04", "3.21e-04", "933 MB", "876 B",
+        "123,457", "25.6 %", "1 min 23 s", "1.23e+04", "3.21e-04", "933 MB", "876 B",
         "8 replicas", "InterleavedZeroBubble", "16 microbatches", "(2.40 M trained)",
         *(format_bytes(count.nbytes) for count in record(run).wire),
         *(f"host{number}" for number in range(connections + 1) if connections),
@@ -146,23 +123,19 @@ def test_eight_machines_with_shards_still_fit_the_smallest() -> None:
     assert "811 MB" in text
 
 
-@pytest.mark.parametrize("size", [(80, 24), (120, 40)])
 @pytest.mark.parametrize("busy", [False, True])
-def test_machines_that_only_others_talk_to_are_shown(size: tuple[int, int], busy: bool) -> None:
-    """Eight in a row, a stage each; and what no line is left for is counted."""
-    lines = drawn(info(8), size, of_all(8, busy=busy))
+def test_of_many_connections_some_are_counted_only(busy: bool) -> None:
+    """Those that are used come first, and every other one is in the number left."""
+    own = trace(19, busy=19 if busy else 2)
+    lines = drawn(info(8), (80, 24), own)
     text = "\n".join(lines)
-    assert len(lines) <= size[1]
-    assert [line for line in lines if cell_len(line) != size[0]] == []
-    assert all(format_bytes(count.nbytes) in text for count in record(info(8)).wire)
-    pairs = set(re.findall(r"(host\d) (?:⇄|\S+→ ←\S+) (host\d)", text))
-    left = re.findall(r"(\d+) more", text)
-    assert len(pairs) + sum(map(int, left)) == 8 * 7 / 2
-    if not busy:
-        assert pairs >= {(f"host{a}", f"host{a + 1}") for a in range(7)}
-        there = r"host4 (192.0→ ←200.0 host5|⇄ host5 +192.0 +200.0) "
-        assert re.search(there, text)
-    assert "silent 4 s" in text
+    assert len(lines) <= 24
+    assert [line for line in lines if cell_len(line) != 80] == []
+    shown = set(re.findall(r"host0 \S+→ ←\S+ (host\d+)", text))
+    (left,) = re.findall(r"and (\d+) more(?! cuts)", text)
+    assert len(shown) + int(left) == 19
+    assert "host0 800.0→ ←1,600.0 host1 silent 4 s" in text
+    assert busy or shown == {"host1", "host2"}
 
 
 def test_what_does_not_fit_is_counted_and_still_in_the_total() -> None:
@@ -176,13 +149,18 @@ def test_what_does_not_fit_is_counted_and_still_in_the_total() -> None:
     assert format_bytes(total) in next(line for line in lines if line.startswith("│ all"))
 
 
-def test_a_terminal_that_is_tall_enough_shows_each_direction_in_a_row() -> None:
-    def rows(height: int) -> int:
-        return sum(
-            line.startswith(("│ 3    forw", "│ 3    back")) for line in drawn(info(2), (80, height))
-        )
+def test_a_wide_terminal_shows_more_columns_and_a_narrow_one_fewer() -> None:
+    def columns(width: int) -> str:
+        (header,) = (line for line in drawn(info(2), (width, 30)) if "forward/step" in line)
+        return " ".join(header.strip("│ ").split())
 
-    assert (rows(30), rows(20)) == (2, 0)
+    rest = "vs bf16 {}error {}/step Mbit/s vs bf16 {}error"
+    assert columns(120) == "cut forward/step Mbit/s " + rest.format(
+        "vs fp32 ", "backward", "vs fp32 "
+    )
+    assert columns(80) == "cut forward/step Mbit/s " + rest.format("", "backward", "")
+    assert columns(64) == "cut forward/step Mbit/s backward/step Mbit/s"
+    assert columns(50) == "cut forward/step backward/step"
 
 
 def test_before_the_first_step_there_is_a_bar() -> None:

@@ -157,7 +157,7 @@ def test_ranks_that_torchrun_started(
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_pictures_at_the_end_of_a_run(run_file: Path) -> None:
+def test_training_needs_no_matplotlib(run_file: Path) -> None:
     """A user's own modules beside the run file are neither executed nor named."""
     folder = run_file.parent
     for name in ("launch", "pipeline", "thinpipe"):
@@ -166,12 +166,10 @@ def test_pictures_at_the_end_of_a_run(run_file: Path) -> None:
     settings = ("pipeline.cuts=[]", "train.epochs=1")
     arguments = command("train", run_file, *settings)
     done = without("matplotlib", folder / "hidden", *arguments, cwd=folder)
-    assert done.returncode == 1
-    message = f"rank 0: the package 'matplotlib' is not installed; run {install('matplotlib')}"
-    assert message in done.stderr
+    assert done.returncode == 0, done.stderr
+    assert (folder / "run" / "report.html").exists()
     for name in ("not ours", "launch.py", "pipeline.py", "thinpipe.py"):
         assert name not in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.slow

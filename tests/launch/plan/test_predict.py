@@ -31,7 +31,7 @@ from thinpipe.launch.plan.profile import (
 )
 from thinpipe.launch.plan.simulate import Message
 from thinpipe.launch.plan.suggestions import show_suggestions
-from thinpipe.launch.report.metrics import WireKey, format_duration
+from thinpipe.launch.words import WireKey, format_duration
 from thinpipe.pipeline.config import DirectConfig, RawConfig
 from thinpipe.pipeline.models.transformer import build_layers
 from thinpipe.pipeline.wire.header import DIRECTIONS, HEADER_NBYTES

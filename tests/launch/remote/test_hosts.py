@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.remote.commands import Start, ssh_commands, what_to_copy
-from thinpipe.launch.remote.hosts import HostsConfig, check_run, load_hosts, rendezvous
+from thinpipe.launch.remote.cli import check_run
+from thinpipe.launch.remote.commands import Start, ssh_commands
+from thinpipe.launch.remote.hosts import HostsConfig, load_hosts, rendezvous
 
 GOOD = '[[host]]\nname = "a"\ncheckout = "x"\n'
 
@@ -117,5 +118,3 @@ def test_an_ipv6_address_is_in_brackets_where_something_follows_it(tmp_path: Pat
     hosts = load(tmp_path, GOOD + 'address = "2001:db8::1"\nuser = "ada"\n')
     assert rendezvous(hosts) == "[2001:db8::1]:29500"
     assert hosts.host[0].destination == "ada@2001:db8::1"  # as ssh takes it
-    copied = what_to_copy(hosts, "run.toml", None)
-    assert "scp run.toml ada@[2001:db8::1]:x/run.toml" in copied

@@ -235,8 +235,7 @@ def test_a_dry_run_prints_commands_that_survive_both_shells(
     assert code == 0
     notes = capfd.readouterr().err
     assert "runs of/r.toml is not on this machine, so the settings" in notes
-    assert "every machine reads its own copy of runs of/r.toml; those" in notes
-    assert "  scp -P 2222 'runs of/r.toml' 10.0.0.1:~/'my checkout'/'runs of/r.toml'" in notes
+    assert "every machine reads its own copy of runs of/r.toml: --copy sends" in notes
     assert "note: for a, b: network.key_file is not set" in notes
     first, second = as_pasted(out, tmp_path)
     assert first[:3] == ["-T", "-o", "BatchMode=yes"]

@@ -9,7 +9,7 @@ import pytest
 from tests.waiting import until
 from thinpipe.launch.overlay.control import OverlayError
 from thinpipe.launch.report import edge_trace
-from thinpipe.launch.report.edge_plot import edges_png
+from thinpipe.launch.report.charts import edges_chart
 from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.edges import traces_of
 
@@ -28,7 +28,7 @@ def carrier(limit: int) -> Callable[[], dict[str, Any]]:
             "round_trip_s": 0.05,
             "retransmitted": 2 * number,
             "resumed": number,
-            "silence_s": 4.0 if number == limit else 0.1,
+            "silence_s": 4.0 if number >= limit else 0.1,
         }
         return {"name": "a", "links": {"b": link}}
 
@@ -38,7 +38,9 @@ def carrier(limit: int) -> Callable[[], dict[str, Any]]:
 def traced(limit: int, monkeypatch: pytest.MonkeyPatch) -> EdgeTrace:
     monkeypatch.setattr(edge_trace, "_PERIOD_S", 0.01)
     with EdgeTrace(carrier(limit)) as trace:
-        until(lambda: not trace.is_running)
+        thread = trace._thread
+        assert thread is not None
+        until(lambda: not thread.is_alive())
     return trace
 
 
@@ -50,12 +52,12 @@ def test_every_second_is_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sample["sent_Bps"] * sample["seconds"] == pytest.approx(1e6)
         assert sample["retransmitted"] == 2
     (edge,) = trace.edges()
-    assert edge[:1] + edge[3:] == ("b", 10_000_000, 5_000_000, 0.05, 20, 10, 4.0)
+    assert edge[:1] + edge[3:] == ("b", 10_000_000, 5_000_000, 0.05, 4.0)
     assert edge.sent_Bps == pytest.approx(2 * edge.received_Bps)
 
 
 def test_long_runs_are_merged_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_trace, "_MOST_SAMPLES", 8)
+    monkeypatch.setattr(edge_trace, "_MOST_READINGS", 8)
     trace = traced(40, monkeypatch)
     assert 4 <= len(trace.samples) < 8
     assert sum(sample["sent_Bps"] * sample["seconds"] for sample in trace.samples) == pytest.approx(
@@ -70,11 +72,16 @@ def test_long_runs_are_merged_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatc
 def test_without_a_carrier_there_is_nothing() -> None:
     with EdgeTrace(lambda: None) as trace:
         pass
-    assert trace.samples == trace.now == []
+    assert trace.samples == trace.edges() == []
 
 
 def test_traces_of_all_hosts_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = traced(5, monkeypatch).samples
+    for number, sample in enumerate(samples):
+        sample["end_s"] = number
     traces = traces_of([{"name": "a", "trace": samples}, None, {"name": "b", "trace": []}])
     assert list(traces) == ["a", "b"]
-    assert edges_png(traces).startswith(b"\x89PNG")
+    svg = edges_chart(traces).svg()
+    assert "a → b" in svg
+    assert "second " in svg
+    assert svg.count('<rect class="open') > len(samples), "every sample was resumed"

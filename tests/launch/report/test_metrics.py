@@ -6,18 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.disk import full_disk
-from thinpipe.launch.report.metrics import (
-    MetricsWriter,
-    RecentMean,
-    StepRecord,
-    format_bytes,
-    format_count,
-    format_duration,
-    format_loss,
-    format_ratio,
-    read_metrics,
-)
-from thinpipe.pipeline.step_stats import WireTotal
+from tests.records import step_record, wire_totals
+from thinpipe.launch.report.metrics import MetricsWriter, RecentMean, StepRecord, read_metrics
 
 KEYS = [
     "step", "epoch", "loss", "tokens_per_s", "step_s", "bubble", "wire", "tokens", "grad_norm",
@@ -27,23 +17,10 @@ KEYS = [
 
 
 def _record(step: int) -> StepRecord:
-    return StepRecord(
-        step=step,
-        epoch=1,
-        loss=10.0 / step,
-        tokens_per_s=512.5,
-        step_s=0.25,
-        bubble=0.125,
-        wire=(
-            WireTotal(cut=6, direction="forward", nbytes=1000 + step, messages=4, values=2000),
-            WireTotal(cut=6, direction="backward", nbytes=500, messages=4, values=2000),
-        ),
-        tokens=128,
-        grad_norm=1.5,
-        lr=3e-4,
-        skipped=False,
-        sync_bytes=77,
-        control_bytes=8,
+    (there, back) = wire_totals([6], nbytes=500)
+    return step_record(
+        step,
+        wire=(replace(there, nbytes=1000 + step), back),
         eval={"loss": 2.1, "loss_compressed": 2.11} if step % 2 == 0 else None,
         repaired={6: 2} if step == 3 else {},
     )
@@ -172,31 +149,6 @@ def test_a_recent_mean_forgets_older_losses_and_leaves_nan_out() -> None:
     assert mean.update(1.0) == 2.5
     assert mean.update(math.inf) == 2.5
     assert mean.update(2.0) == 1.5
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (format_bytes(0), "0 B"),
-        (format_bytes(999), "999 B"),
-        (format_bytes(1000), "1.00 kB"),
-        (format_bytes(12_345), "12.3 kB"),
-        (format_bytes(999_600), "1.00 MB"),
-        (format_bytes(4.5e18), "4500 PB"),
-        (format_count(124_439_808), "124 M"),
-        (format_ratio(7.94), "7.9\N{MULTIPLICATION SIGN}"),
-        (format_ratio(None), "-"),
-        (format_loss(math.nan), "-"),
-        (format_loss(2.5), "2.5000"),
-        (format_duration(0.01234), "12.3 ms"),
-        (format_duration(0.9999), "1 s"),
-        (format_duration(1.268), "1.27 s"),
-        (format_duration(59.7), "1 min 00 s"),
-        (format_duration(7500), "2 h 05 min"),
-    ],
-)
-def test_numbers_are_shown_with_the_right_unit(text: str, expected: str) -> None:
-    assert text == expected
 
 
 def test_steps_that_a_full_disk_has_no_room_for_are_written_later(

@@ -8,17 +8,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.records import step_record
 from tests.training import config
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.display.display import Display
-from thinpipe.launch.report.metrics import MetricsWriter, StepRecord
+from thinpipe.launch.report.metrics import MetricsWriter
 from thinpipe.launch.run.records import Records, describe_run
 
-RECORD = StepRecord(
-    step=1, epoch=1, loss=3.0, tokens_per_s=100.0, step_s=0.1, bubble=0.2, wire=(), tokens=10,
-    grad_norm=1.0, lr=1e-3, skipped=False, sync_bytes=0, control_bytes=5, eval=None,
-)  # fmt: skip
+RECORD = step_record(1, loss=3.0)
 
 
 LINK = {

@@ -5,6 +5,7 @@ import re
 import struct
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -15,48 +16,37 @@ import pytest
 from tests.commands import PATIENCE_S
 from tests.disk import full_disk
 from tests.launch.test_train import wait_until
+from tests.records import step_record, wire_totals
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.report.metric_table import scalars
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.writers.outlet import Outlet
-from thinpipe.launch.writers.scalars import scalars
-from thinpipe.launch.writers.writer import check_writers, destination, open_writer
-from thinpipe.pipeline.step_stats import WireTotal
+from thinpipe.launch.writers.writer import Destination, check_writers, destination, open_writer
 
 
 def record(step: int, **changes: Any) -> StepRecord:
+    there, back = wire_totals([6], nbytes=500 + step, error=0.25)
     values: dict[str, Any] = {
-        "step": step,
-        "epoch": 1,
-        "loss": 10.0 / step,
-        "tokens_per_s": 512.5,
-        "step_s": 0.25,
-        "bubble": 0.125,
-        "wire": tuple(
-            WireTotal(cut=6, direction=way, nbytes=n + step, messages=4, values=2000, error=0.25)
-            for way, n in (("forward", 1000), ("backward", 500))
-        ),
-        "tokens": 128,
-        "grad_norm": 1.5,
-        "lr": 3e-4,
+        "wire": (replace(there, nbytes=1000 + step), back),
         "skipped": step == 2,
-        "sync_bytes": 77,
-        "control_bytes": 8,
         "eval": {"loss": 2.5, "loss_compressed": 2.75} if step % 2 == 0 else None,
         "own": {"mine": 4.0},
     }
-    return StepRecord(**(values | changes))
+    return step_record(step, **(values | changes))
 
 
 def config(folder: Path, *tools: str) -> RunConfig:
+    return RunConfig.model_validate({"run": {"folder": str(folder)}, "report": {"writers": tools}})
+
+
+def place(folder: Path, done: int | None = None) -> Destination:
     folder.mkdir(exist_ok=True)
-    return RunConfig.model_validate(
-        {"run": {"folder": str(folder)}, "report": {"writers": tools, "project": "tests"}}
-    )
+    return destination(folder, "run", "tests", {"run": {"seed": 0}}, done)
 
 
 def write(tool: str, folder: Path, steps: range, done: int | None = None) -> None:
-    writer = open_writer(tool, destination(config(folder, tool), done))
+    writer = open_writer(tool, place(folder, done))
     for step in steps:
         writer.write(step, scalars(record(step)))
     writer.close()
@@ -101,8 +91,8 @@ def test_tensorboard_on_a_full_disk_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("tensorboard")
-    place = destination(config(tmp_path, "tensorboard"), None)
-    with Outlet("tensorboard", partial(open_writer, "tensorboard", place)) as outlet, full_disk():
+    where = place(tmp_path)
+    with Outlet("tensorboard", partial(open_writer, "tensorboard", where)) as outlet, full_disk():
         for step in range(1, 200):
             outlet.add(step, scalars(record(step)))
         outlet.__exit__()
@@ -170,13 +160,22 @@ def test_trackio_keeps_one_run_over_a_resume(
 
 @pytest.mark.parametrize("tool", ["tensorboard", "wandb", "trackio"])
 def test_a_missing_package_is_named_with_its_extra(
-    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, tool, None)
-    with pytest.raises(ConfigError, match=rf'report\.writers has "{tool}": the package'):
-        check_writers(config(tmp_path, tool))
-    with pytest.raises(ConfigError, match=re.escape(f"'thinpipe[{tool}]'")):
-        check_writers(config(tmp_path, tool))
+    with pytest.raises(ValueError, match=rf'report\.writers has "{tool}": the package'):
+        check_writers([tool])
+    with pytest.raises(ValueError, match=re.escape(f"'thinpipe[{tool}]'")):
+        check_writers([tool])
+
+
+def test_a_run_whose_id_cannot_be_kept_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run_id").mkdir()
+    assert len(place(tmp_path).run_id) == 8
+    assert len(place(tmp_path, done=3).run_id) == 8
+    assert caplog.text.count("run_id: Is a directory") == 1
 
 
 def test_an_unknown_tool_is_refused(tmp_path: Path) -> None:
