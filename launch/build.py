@@ -18,8 +18,8 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.device import choose_devices, make_repeatable
+from thinpipe.launch.memory.rows import memory_folder, row_nbytes, sample_capacity
 from thinpipe.launch.optimizer import OptimizerFactory, Rates, make_optimizer, named_parameters
-from thinpipe.launch.plan.memory_budget import memory_folder, row_nbytes, sample_capacity
 from thinpipe.pipeline.comm.bandwidth import measure_rate
 from thinpipe.pipeline.comm.boundary import Boundary, Stateless
 from thinpipe.pipeline.comm.channel import IncomingChannel, OutgoingChannel

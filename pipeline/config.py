@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from thinpipe.pipeline.precision import Precision
+from thinpipe.pipeline.precision import DeviceName, Precision
 from thinpipe.pipeline.schedule import DEPTH, ScheduleName
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec
@@ -14,7 +14,6 @@ from thinpipe.pipeline.wire.hadamard import Hadamard
 from thinpipe.pipeline.wire.uniform import ScalePer, Uniform
 
 Bits = Annotated[int, Field(ge=1, le=8)]
-DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 class PipelineConfig(BaseModel):

@@ -63,3 +63,16 @@ def boundary_at(boundaries: Sequence[BoundaryConfig], cut: int) -> BoundaryConfi
     own = [boundary for boundary in boundaries if boundary.cut == cut]
     general = [boundary for boundary in boundaries if boundary.cut is None]
     return (own + general + [BoundaryConfig()])[0]
+
+
+def describe(spec: Spec) -> str:
+    """`aqsgd 4-bit`, `direct 8-bit zstd`; `direct rate 0.5` implies entropy coding."""
+    if isinstance(spec, RawConfig):
+        return f"{spec.kind} {spec.format}"
+    if isinstance(spec, TransformConfig):
+        size = f"step {spec.step:g}" if spec.error is None else f"error {spec.error:g}"
+        share = f", dimensions {spec.dimensions:g}" if spec.dimensions < 1 else ""
+        return f"{spec.kind} {size}{share}"
+    if not isinstance(spec, StatelessConfig) and spec.rate is not None:
+        return f"{spec.kind} rate {spec.rate:g}" + (" rans" if spec.coding == "rans" else "")
+    return f"{spec.kind} {spec.bits}-bit" + ("" if spec.coding == "none" else f" {spec.coding}")

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from thinpipe.launch.config.boundary import describe
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.display.display import Display
 from thinpipe.launch.display.final import what_is_left
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.resources import BackgroundLoad, usable_cores
-from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.report.edges import edges_of, traces_of
 from thinpipe.launch.report.html import write_report
 from thinpipe.launch.report.metrics import MetricsWriter, RunInfo, StepRecord, read_metrics

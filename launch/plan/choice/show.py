@@ -7,8 +7,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from thinpipe.launch.config.boundary import describe
 from thinpipe.launch.plan.choice.choose import Choice
-from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats
 from thinpipe.launch.plan.placement.step import link_nbytes
 from thinpipe.launch.report.metrics import format_bytes, format_duration

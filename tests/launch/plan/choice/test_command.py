@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from thinpipe.launch.cli import app
+from thinpipe.launch.config.boundary import describe
 from thinpipe.launch.config.run import load_config
-from thinpipe.launch.plan.message_cost import describe
 
 RUN = """[model]
 layers = 4
@@ -34,7 +34,7 @@ def plan(path: Path, *options: str) -> tuple[int, str]:
 
 
 def test_what_is_applied_is_a_valid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinpipe.launch.plan.profile.interference_warning", lambda *_, **__: None)
+    monkeypatch.setattr("thinpipe.launch.cuts.profile.interference_warning", lambda *_, **__: None)
     run, net = tmp_path / "run.toml", tmp_path / "net.json"
     run.write_text(RUN)
     regions = {"regions": {"Ohio": 2, "Tokyo": 2}, "inside": {"latency_ms": 1, "gbps": 1}}

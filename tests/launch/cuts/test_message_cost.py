@@ -5,8 +5,8 @@ import torch
 
 from thinpipe.aqsgd.config import AqsgdConfig, AutoConfig
 from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
-from thinpipe.launch.config.boundary import Spec
-from thinpipe.launch.plan.message_cost import describe, measure_message
+from thinpipe.launch.config.boundary import Spec, describe
+from thinpipe.launch.cuts.message_cost import measure_message
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 
 
