@@ -24,6 +24,9 @@ from thinpipe.launch.memory.host import device_nbytes
 from thinpipe.launch.memory.model import BlockRun, block_memory, rank_memory
 from thinpipe.launch.plan.apply import apply_plan, boundary_text
 from thinpipe.launch.plan.bits import Recommendation, recommend
+from thinpipe.launch.plan.choice.choose import choose
+from thinpipe.launch.plan.choice.show import draw_choice, show_choice
+from thinpipe.launch.plan.placement.cluster_files import read_cluster
 from thinpipe.launch.plan.predict import predict
 from thinpipe.launch.plan.replicas import show_replicas
 from thinpipe.launch.plan.suggestions import show_suggestions
@@ -124,10 +127,6 @@ def _place(
     seconds: float | None,
 ) -> None:
     """Print and draw the best layout, and write it into the run file."""
-    from thinpipe.launch.plan.choice.choose import choose
-    from thinpipe.launch.plan.choice.show import draw_choice, show_choice
-    from thinpipe.launch.plan.placement.cluster_files import read_cluster  # numba is slow to import
-
     if network is None:
         raise ValueError("--place: needs the links; give --network NET.JSON (`doctor --save`)")
     cluster = read_cluster(network).seen_from(config.network.own_name())
@@ -141,12 +140,16 @@ def _place(
         _refuse_doubtful(path, doubt, network, cluster.network(range(cluster.devices)))
         best = choices[0]
         pipeline = best.config.pipeline
-        settings = {
+        settings: dict[str, Any] = {
             "replicas": pipeline.replicas,
             "microbatches": pipeline.microbatches,
             "schedule": pipeline.schedule,
             "placement": best.hosts(cluster),
         }
+        if pipeline.depth != config.pipeline.depth:
+            settings["depth"] = pipeline.depth
+        if config.pipeline.ranks is not None:
+            settings["ranks"] = pipeline.pipeline_ranks
         check_placement(pipeline.model_validate(pipeline.model_dump() | settings))
         sections = {"pipeline": settings}
         if pipeline.replicas > 1:

@@ -27,7 +27,7 @@ from thinpipe.launch.plan.placement.solve import ROUNDS, Found, Placement, solve
 from thinpipe.launch.plan.placement.step import StepCost, StepModel
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.report.metrics import WireKey
-from thinpipe.pipeline.schedule import ScheduleName
+from thinpipe.pipeline.schedule import DEPTH, ScheduleName
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _TIMES = (1, 2, 4)
@@ -106,7 +106,8 @@ class _Variant:
 
     def scheduled(self, schedule: ScheduleName) -> "_Variant":
         """The same under another schedule."""
-        return replace(self, config=_with(self.config, {"schedule": schedule}))
+        depth = self.config.pipeline.depth if schedule == "Deep1F1B" else DEPTH  # of no other
+        return replace(self, config=_with(self.config, {"schedule": schedule, "depth": depth}))
 
 
 def choose(
