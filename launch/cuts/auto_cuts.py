@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.cuts.message_cost import measure_messages
+from thinpipe.launch.cuts.message_cost import Message, measure_messages
 from thinpipe.launch.cuts.partition import Problem, best_cuts
 from thinpipe.launch.cuts.profile import BlockCost, Blocks, measure_blocks
 from thinpipe.launch.distributed.elastic import has_spare_core
@@ -159,15 +159,9 @@ def find_cuts(
     spare = [spare_core(1)] * stages if spare_cores is None else spare_cores
     messages, first = measure_messages(config), config.pipeline.cuts[0]
     down, up = messages[first, "forward"], messages[first, "backward"]
-    payload = (network or Network.uniform(config.pipeline.pipeline_ranks)).payload()
-    ranks = [config.stage_ranks[stage] for stage in range(stages)]
-    cut_s = [  # the slower direction
-        max(payload.link_s(a, b, down.nbytes), payload.link_s(b, a, up.nbytes)) * (a != b)
-        for a, b in pairwise(ranks)
-    ]
     # without a spare core, a stage in the middle encodes and decodes twice on top of its compute
     above_s, below_s = down.decode_s + up.encode_s, down.encode_s + up.decode_s
-    allowed = set(_places(config))
+    allowed, link_s = set(_places(config)), _link_seconds(config, down, up, network)
     added, without = [[0] * count] * stages, [0] * stages
     if memory_limit is not None:
         added, without = added_nbytes(
@@ -175,7 +169,7 @@ def find_cuts(
         )
     problem = Problem(
         compute_s=[list(map(_seconds, row)) for row in blocks],
-        cut_s=[[s if k in allowed else math.inf for k in range(count)] for s in cut_s],
+        cut_s=[[s if k in allowed else math.inf for k in range(count)] for s in link_s],
         fixed_s=[
             (above_s * (s > 0) + below_s * (s < stages - 1)) * (not spare[s]) for s in range(stages)
         ],
@@ -184,6 +178,18 @@ def find_cuts(
         fixed_memory=without,
     )
     return best_cuts(problem)
+
+
+def _link_seconds(
+    config: RunConfig, down: Message, up: Message, network: Network | None
+) -> list[float]:
+    """Seconds of a microbatch's messages over the link after each stage: the slower direction."""
+    payload = (network or Network.uniform(config.pipeline.pipeline_ranks)).payload()
+    ranks = [config.stage_ranks[stage] for stage in range(config.pipeline.stages)]
+    return [
+        max(payload.link_s(a, b, down.nbytes), payload.link_s(b, a, up.nbytes)) * (a != b)
+        for a, b in pairwise(ranks)
+    ]
 
 
 def _places(config: RunConfig) -> Sequence[int]:
