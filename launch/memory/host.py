@@ -161,7 +161,8 @@ def _on_device(config: RunConfig, ends: Sequence[End], position: int, model: Mod
     found = _counted(config, ends, [(position, model)], reports=position == 0)
     if device_type(config.pipeline.device) == "cpu":
         return found.total
-    return model.total + found.memories.device
+    gaps = int(_UNUSED_SHARE * model.total)  # as on a CPU: no GPU has been measured
+    return model.total + gaps + found.memories.device
 
 
 def _counted(

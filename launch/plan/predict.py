@@ -4,15 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import numpy as np
-
 from thinpipe.gradcomp.sharded.traffic import sent_nbytes, units_of
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.cuts.profile import Blocks
 from thinpipe.launch.host.network import Network
-from thinpipe.launch.plan.placement.cluster import Cluster
-from thinpipe.launch.plan.placement.events import simulate
+from thinpipe.launch.plan.placement.events import one_pipeline, simulate
 from thinpipe.launch.plan.placement.step import StepCost, StepModel
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.report.metrics import WireKey
@@ -58,7 +55,8 @@ def predict(
 
 
 def _cost(work: Workload, network: Network) -> StepCost:
-    return StepModel(Cluster.of(network), work)(np.arange(work.ranks)[None])
+    cluster, row_RP = one_pipeline(work, network)
+    return StepModel(cluster, work)(row_RP)
 
 
 def _with_shards(config: RunConfig, work: Workload, network: Network) -> StepCost:
@@ -80,7 +78,7 @@ def _with_shards(config: RunConfig, work: Workload, network: Network) -> StepCos
     plain = simulate(work, network)
     first = simulate(work, network, ready_s=work.by_rank(waited_s))
     last = first if work.accumulate == 1 else plain
-    ends_s = {event.stage: event.end_s for event in last.events if event.kind == "B"}
+    ends_s = {event.stage: event.end_s for event in last.events if event.kind in ("B", "W")}
     late_s = [
         ends_s.get(stage, 0.0) + max(0.0, g - b)
         for stage, (g, b) in enumerate(zip(gradients_s, work.backward_s, strict=True))

@@ -157,13 +157,21 @@ def simulate(
         ValueError: the network has another number of hosts.
     """
     network = network or Network.uniform(workload.ranks)
+    return Simulation(workload, ready_s=ready_s).recorded(*one_pipeline(workload, network))
+
+
+def one_pipeline(workload: Workload, network: Network) -> tuple[Cluster, Ints]:
+    """The devices and the layout [1, P] of a pipeline with a rank on each host.
+
+    Raises:
+        ValueError: the network has another number of hosts.
+    """
     if network.hosts != workload.ranks:
         raise ValueError(
             f"network has {network.hosts} hosts for {workload.ranks} ranks: pass one for each "
             "(Network.for_ranks)"
         )
-    row = np.arange(workload.ranks)[None]
-    return Simulation(workload, ready_s=ready_s).recorded(Cluster.of(network), row)
+    return Cluster.of(network), np.arange(workload.ranks)[None]
 
 
 @compiled
