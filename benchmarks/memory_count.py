@@ -20,7 +20,7 @@ from transformers import GPT2Config, LlamaConfig
 
 from benchmarks.harness import Records, format_table
 from thinpipe.launch.config.run import RunConfig, load_config, write_config
-from thinpipe.launch.memory.check import host_needs
+from thinpipe.launch.memory.host import host_needs
 
 _PAUSE_S = 0.3
 _TOKENS, _VOCAB, _LAYERS = 128, 512, 8

@@ -24,7 +24,7 @@ from benchmarks.harness import Records, format_table, quantiles
 from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.sampler import EpochSampler
-from thinpipe.launch.plan.memory_budget import plan_memory, row_nbytes
+from thinpipe.launch.memory.rows import plan_memory, row_nbytes
 from thinpipe.launch.single_process import in_process
 from thinpipe.launch.words import format_bytes
 from thinpipe.pipeline.batch import Batch

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.simulate import Message, StepModel, simulate
+from thinpipe.launch.cuts.message_cost import Message
+from thinpipe.launch.host.network import Network
+from thinpipe.launch.plan.placement.events import simulate
+from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.report.timeline_chart import timeline_svg
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 
@@ -32,7 +34,8 @@ def main() -> None:
     """Write the images."""
     fp32 = Message(HEADER_NBYTES + 4 * _VALUES)
     slow = Network.uniform(4, 300e6, 0.01)
-    model = StepModel(
+    plain = Workload(
+        replicas=1,
         schedule="1F1B",
         microbatches=8,
         forward_s=(0.072,) * 4,
@@ -42,15 +45,15 @@ def main() -> None:
     )
     fw3 = Message(HEADER_NBYTES + 3 * _VALUES // 8 + 2 * 1024)
     bw6 = Message(HEADER_NBYTES + 6 * _VALUES // 8 + 2 * 1024)
-    thin = replace(model, activations=(fw3,) * 3, gradients=(bw6,) * 3, network=slow.payload())
-    models: Mapping[str, StepModel] = {
-        "fast_link": model,
-        "slow_link": replace(model, network=slow.payload()),
-        "thin_messages": thin,
-        "deep": replace(thin, schedule="Deep1F1B"),
+    thin = replace(plain, activations=(fw3,) * 3, gradients=(bw6,) * 3)
+    models: Mapping[str, tuple[Workload, Network | None]] = {
+        "fast_link": (plain, None),
+        "slow_link": (plain, slow),
+        "thin_messages": (thin, slow),
+        "deep": (replace(thin, schedule="Deep1F1B"), slow),
     }
-    for name, played in models.items():
-        step = simulate(played)
+    for name, (work, network) in models.items():
+        step = simulate(work, network)
         svg = timeline_svg(step.events).replace("<svg ", f'<svg xmlns="{_SVG}" ', 1)
         (_IMAGES / f"{name}.svg").write_text(svg + "\n", encoding="utf-8")
         print(f"{name}: {step.step_s:.2f} s")

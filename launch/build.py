@@ -19,8 +19,8 @@ from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.allocator import return_freed_memory
 from thinpipe.launch.host.device import choose_devices, make_repeatable
+from thinpipe.launch.memory.rows import memory_folder, row_nbytes, sample_capacity
 from thinpipe.launch.optimizer import OptimizerFactory, Rates, make_optimizer, named_parameters
-from thinpipe.launch.plan.memory_budget import memory_folder, row_nbytes, sample_capacity
 from thinpipe.pipeline.comm.channel import IncomingChannel, OutgoingChannel
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.message import MessageCodec

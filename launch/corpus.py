@@ -42,6 +42,16 @@ def check_data(config: RunConfig) -> Corpus:
     return corpus
 
 
+def training_samples(config: RunConfig) -> int:
+    """How many samples the run trains on; the data are read if that is for them to say.
+
+    Raises:
+        ValueError, OSError, ImportError: data are missing or too short.
+    """
+    count = config.data.train_sequences
+    return len(check_data(config).train) if count == "all" else count
+
+
 def check_batch_size(config: RunConfig, training: SampleSet) -> None:
     """Check that there is enough for a step.
 

@@ -11,7 +11,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import Corpus, check_data, with_sizes
 from thinpipe.launch.host.device import check_gpus, choose_device
-from thinpipe.launch.memory.check import check_host
+from thinpipe.launch.memory.host import check_host
 from thinpipe.launch.optimizer import check_optimizer
 from thinpipe.launch.trained.model import check_start
 from thinpipe.launch.writers.writer import check_writers

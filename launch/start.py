@@ -26,8 +26,8 @@ from thinpipe.launch.distributed.elastic import (
 from thinpipe.launch.distributed.fork_server import end_with_parent
 from thinpipe.launch.distributed.handshake import HandshakeError
 from thinpipe.launch.distributed.session import SHOW
-from thinpipe.launch.memory.check import show_host
-from thinpipe.launch.plan.memory_budget import memory_notices, plan_memory, show_memory
+from thinpipe.launch.memory.host import show_host
+from thinpipe.launch.memory.rows import memory_notices, plan_memory, show_memory
 from thinpipe.launch.run.ending import end_done, end_failed
 from thinpipe.launch.run.script import look_at, run_as_rank
 from thinpipe.launch.train import train_rank

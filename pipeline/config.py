@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from thinpipe.pipeline.precision import Precision
+from thinpipe.pipeline.precision import DeviceName, Precision
 from thinpipe.pipeline.schedule import DEPTH, ScheduleName
 from thinpipe.pipeline.wire.cast import Cast, CastFormat
 from thinpipe.pipeline.wire.codec import Codec
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from thinpipe.pipeline.comm.message import Mode
 
 Bits = Annotated[int, Field(ge=1, le=8)]
-DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 class PipelineConfig(BaseModel):

@@ -31,11 +31,12 @@ from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.launch.build import build
 from thinpipe.launch.config.boundary import BackwardConfig, BoundaryConfig, ForwardConfig
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.cuts.message_cost import measure_messages
+from thinpipe.launch.cuts.partition import Problem, best_cuts
+from thinpipe.launch.cuts.profile import BlockCost, measure_blocks
 from thinpipe.launch.host.links import NetworkSpec, format_rate, parse_rate
-from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.partition import Problem, best_cuts
-from thinpipe.launch.plan.predict import Prediction, measure_messages, predict
-from thinpipe.launch.plan.profile import BlockCost, measure_blocks
+from thinpipe.launch.host.network import Network
+from thinpipe.launch.plan.predict import Prediction, predict
 from thinpipe.launch.shaped.network import ShapedNetwork
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.comm.gloo import GlooTransport
@@ -119,7 +120,7 @@ def measure(case: Case, shape: PaperShape, steps: int) -> Outcome:
         )
     all_steps = [rank[0].steps_s for rank in ranks]
     # these stages have no weights and share no losses: only the pipeline itself is compared
-    return _outcome(predicted, predicted.simulated.step_s, all_steps)
+    return _outcome(predicted, predicted.passes_s, all_steps)
 
 
 def _slept(

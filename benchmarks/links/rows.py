@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from benchmarks.links.ranks import RankResult
 from benchmarks.links.runners import Method
 from benchmarks.links.workloads import PaperShape, Workload
+from thinpipe.launch.cuts.message_cost import Message, measure_message
 from thinpipe.launch.host.links import PAYLOAD_SHARE
-from thinpipe.launch.plan.message_cost import measure_message
-from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.simulate import Message, StepModel, simulate
+from thinpipe.launch.host.network import Network
+from thinpipe.launch.plan.placement.events import simulate
+from thinpipe.launch.plan.placement.workload import Workload as Step
 from thinpipe.pipeline.wire.header import BACKWARD, FORWARD
 
 Messages = tuple[Message, Message]
@@ -100,17 +101,17 @@ def bound_s(
 ) -> float:
     """The best step time of the method's schedule."""
     cuts = len(compute) - 1
-    model = StepModel(
+    step = Step(
+        replicas=1,
         schedule=method.schedule,
         microbatches=workload.microbatches,
-        forward_s=[forward_s for forward_s, _ in compute],
-        backward_s=[backward_s for _, backward_s in compute],
+        forward_s=tuple(forward_s for forward_s, _ in compute),
+        backward_s=tuple(backward_s for _, backward_s in compute),
         activations=(messages[0],) * cuts,
         gradients=(messages[1],) * cuts,
-        network=Network.uniform(len(compute), rate_bps, delay_s).payload(),
         depth=method.depth,
     )
-    return simulate(model).step_s
+    return simulate(step, Network.uniform(len(compute), rate_bps, delay_s)).step_s
 
 
 def compute_of(workload: Workload, ranks: Sequence[RankResult]) -> Compute | None:

@@ -4,7 +4,7 @@ On an emulated network (`thinpipe shaped`), in one of two forms (`benchmarks.lin
 paper-shaped, with slept compute, or real training of a small decoder on links slowed down as much
 as its stages are slower than the paper's. Methods are our stage with several boundaries, AC-SGD's
 runtime, and torch's own pipelining. Every row has the measured step, the best step of the schedule
-on that link (`launch/plan/simulate.py`), and the measured rate of an idle link.
+on that link (`launch/plan/placement/events.py`), and the measured rate of an idle link.
 """
 
 import argparse

@@ -21,17 +21,17 @@ import torch
 from benchmarks.harness import Records, format_table
 from benchmarks.links.runners import METHODS as CUTS
 from benchmarks.links.workloads import PaperShape
+from benchmarks.placement.dtfm_search import genetic_search
 from benchmarks.replicas.rank import Method, Plan, RankResult, run_host
+from thinpipe.launch.cuts.message_cost import measure_message
 from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec
-from thinpipe.launch.plan.message_cost import measure_message
+from thinpipe.launch.memory.exchange import measure_exchange
 from thinpipe.launch.plan.placement.cluster import Cluster, Ints
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
 from thinpipe.launch.plan.placement.dtfm import DtfmCost
-from thinpipe.launch.plan.placement.dtfm_search import genetic_search
 from thinpipe.launch.plan.placement.solve import solve_step
 from thinpipe.launch.plan.placement.step import StepModel
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.launch.plan.replicas import measure_exchange
 from thinpipe.launch.shaped.names import host_address
 from thinpipe.launch.shaped.network import ShapedNetwork
 from thinpipe.pipeline.wire.header import BACKWARD, FORWARD

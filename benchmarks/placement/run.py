@@ -15,16 +15,17 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness import Records, format_table
-from thinpipe.launch.plan.placement.bounds import dtfm_bound, step_bound
+from benchmarks.placement.dtfm_bound import dtfm_bound
+from benchmarks.placement.dtfm_search import genetic_search
+from thinpipe.launch.cuts.message_cost import Message
+from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
 from thinpipe.launch.plan.placement.dtfm import CASE_STUDY, DtfmCost, DtfmSizes
-from thinpipe.launch.plan.placement.dtfm_search import genetic_search
 from thinpipe.launch.plan.placement.solve import hop_seconds, solve_dtfm, solve_step
 from thinpipe.launch.plan.placement.starts import greedy_layout
 from thinpipe.launch.plan.placement.step import StepModel
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.launch.plan.simulate import Message
 
 _BEST_KNOWN = {"case0": 3.440, "case1": 31.634, "case2": 16.087, "case3": 34.802, "case4": 49.218}
 _COMPRESSED = {"uncompressed": (1, 1), "AQ-SGD": (8, 1), "Cocktail": (1, 100), "both": (8, 100)}

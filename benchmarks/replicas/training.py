@@ -22,8 +22,8 @@ from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.launch.memory.exchange import held_nbytes
 from thinpipe.launch.optimizer import MuonAndAdamW, Named, named_parameters
-from thinpipe.launch.plan.replicas import held_nbytes
 from thinpipe.pipeline.models.transformer import TransformerStage, build_layers
 from thinpipe.pipeline.replica_sync import ReplicaSync
 

@@ -137,12 +137,12 @@ class _Diagnosis:
     def _check_host(self) -> RunConfig | None:
         """Check this host; the config with the sizes of its messages, if they can be had."""
         try:
-            sized = preflight.check_settings(self._config, self._shares).config
+            ready = preflight.check_settings(self._config, self._shares)
         except (ValueError, OSError, ImportError) as error:
             self.results.append(problem(self._config.network.own_name(), explain(error), ""))
             return None
-        self.results += check_host(sized, len(self._shares[0]))
-        return sized
+        self.results += check_host(ready, self._shares)
+        return ready.config
 
     def _join(self, endpoint: tuple[str, int]) -> HostNetwork:
         """The hosts' network, as in a run."""

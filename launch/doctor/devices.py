@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.cuts.profile import typical_block_s
 from thinpipe.launch.doctor.result import CheckResult, warning
 from thinpipe.launch.host.device import free_gpu_memory, gpu_count
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.resources import free_memory
-from thinpipe.launch.plan.profile import typical_block_s
 
 _DIGITS = 3
 

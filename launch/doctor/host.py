@@ -15,16 +15,17 @@ import torch
 from thinpipe.launch.checkpoint.space import check_space
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.corpus import check_data
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.device import cache_notice
-from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces
-from thinpipe.launch.host.packages import explain, versions
+from thinpipe.launch.host.interfaces import Interface, interface_to, interfaces, resolve
+from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.resources import usable_cores
-from thinpipe.launch.memory.check import host_needs
+from thinpipe.launch.memory.host import host_needs
 from thinpipe.launch.memory.model import rank_memory
+from thinpipe.launch.memory.rows import free
 from thinpipe.launch.overlay import keys
+from thinpipe.launch.preflight import Ready, Share
 
 _SOON_DAYS = 14
 _SYSCTL = Path("/proc/sys/net/ipv4")
@@ -47,10 +48,11 @@ class HostInfo:
     results: Sequence[dict[str, Any]] = ()
 
 
-def check_host(config: RunConfig, ranks: int) -> list[CheckResult]:
-    """Check this host, which will have so many ranks, without the others."""
+def check_host(ready: Ready, shares: Sequence[Share]) -> list[CheckResult]:
+    """Check this host, which will have one of these shares of the ranks, without the others."""
+    config = ready.config
     name = config.network.own_name()
-    results = [*_capacity(config, name, ranks), _devices(name)]
+    results = [*_capacity(ready, name, shares), _devices(name)]
     notice = cache_notice(config.pipeline.device)
     return [*results, warning(name, notice.removeprefix("note: "), "")] if notice else results
 
@@ -138,8 +140,8 @@ def choose_interface(rendezvous: str) -> tuple[Interface, list[CheckResult]]:
 
 def _check_own_name(where: str, right: Interface, remedy: str) -> list[CheckResult]:
     try:
-        own = socket.gethostbyname(where)
-    except OSError:
+        own = resolve(where)
+    except ValueError:
         own = ""
     if (own and not ipaddress.ip_address(own).is_loopback) or right.is_loopback:
         return [ok(where, f"interface {right.name}, {right.address}, MTU {right.mtu}")]
@@ -160,49 +162,37 @@ def _why_not_an_interface(text: str) -> str:
     return "gloo expects an interface's name, not its address"
 
 
-def _capacity(config: RunConfig, where: str, ranks: int) -> list[CheckResult]:
-    """Memory and disk, against the minimum for this host's share of the model."""
-    sequences, wrong = _sequences(config, where)
-    even = config.world_size % ranks == 0
-    starts = range(0, config.world_size - ranks + 1, ranks if even else 1)
-    models = rank_memory(config)
-    most = max(
-        (host_needs(config, sequences, range(first, first + ranks), models) for first in starts),
-        key=lambda found: found.total,
-    )
-    results, text = [*wrong, ok(where, str(most))], str(most)
-    if most.total > most.free:
+def _capacity(ready: Ready, where: str, shares: Sequence[Share]) -> list[CheckResult]:
+    """Memory and disk, against what the share of the run needs that needs most."""
+    config, models = ready.config, rank_memory(ready.config)
+    needs = [host_needs(config, len(ready.corpus.train), share, models) for share in shares]
+    most = max(needs, key=lambda found: found.total)
+    available = free(config).ram
+    text = most.compared(available)
+    if most.total > available:
         remedy = "use more hosts, a smaller model or memory.budget, or stop other processes"
-        results = [*wrong, problem(where, text, remedy)]
+        results = [problem(where, text, remedy)]
+    else:
+        results = [ok(where, text)]
     folder = disk.existing(config.run.path)
     copies = config.checkpoint.keep + 1  # the oldest is deleted after the new one is complete
-    free, need = shutil.disk_usage(folder).free, copies * sum(most.parts)
+    room, need = shutil.disk_usage(folder).free, copies * sum(most.parts)
     try:
         check_space(config, most.parts)
     except ValueError as error:
         return [*results, problem(where, str(error), "")]
-    if free < need:
+    if room < need:
         results.append(
             problem(
                 where,
-                f"{folder} has {free / 1e9:.3g} GB free; {copies} checkpoints need "
+                f"{folder} has {room / 1e9:.3g} GB free; {copies} checkpoints need "
                 f"{need / 1e9:.3g} GB",
                 "free some space, put run.folder on another disk, or lower checkpoint.keep",
             )
         )
     else:
-        results.append(ok(where, f"{free / 1e9:.3g} GB of disk free for run.folder"))
+        results.append(ok(where, f"{room / 1e9:.3g} GB of disk free for run.folder"))
     return results
-
-
-def _sequences(config: RunConfig, where: str) -> tuple[int, list[CheckResult]]:
-    """Number of training samples; with "all" the data are read for it."""
-    if config.data.train_sequences != "all":
-        return config.data.train_sequences, []
-    try:
-        return len(check_data(config).train), []
-    except (ValueError, OSError, ImportError) as error:
-        return 0, [problem(where, explain(error), "")]
 
 
 def _devices(where: str) -> CheckResult:

@@ -9,7 +9,7 @@ from rich.table import Table
 from thinpipe.launch.doctor.links import LinkInfo
 from thinpipe.launch.doctor.result import CheckResult
 from thinpipe.launch.host.links import MAX_RATE_BPS, MIN_RATE_BPS, PAYLOAD_SHARE, format_rate
-from thinpipe.launch.plan.network import Network, Rate
+from thinpipe.launch.host.network import Network, Rate
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 

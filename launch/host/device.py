@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from thinpipe.launch.host.packages import install
-from thinpipe.pipeline.config import DeviceName
+from thinpipe.pipeline.precision import DeviceName
 
 
 def choose_device(name: DeviceName) -> torch.device:

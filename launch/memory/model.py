@@ -5,10 +5,10 @@ microbatch keeps for its backward. Of a second pass only that is counted which t
 keep: weights cast to bf16 are held once.
 """
 
-from collections.abc import Container
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.plan.predict import in_flight
-from thinpipe.launch.plan.profile import made_up, microbatch_shape, under_way_nbytes
-from thinpipe.launch.plan.replicas import measure_exchange
+from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
+from thinpipe.launch.memory.microbatches import in_flight, microbatch_shape
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
 from thinpipe.pipeline.models.own.config import OwnModelConfig
@@ -28,6 +27,9 @@ _MOST_REPLICAS = 4
 """More of them keep no more each."""
 _MOST_KINDS = 64
 """Models with more blocks are taken to repeat their second one up to the last."""
+_BLOCKS_UNDER_WAY = 7
+"""Whose weights a shard holds as messages, gathered, copied and as gradients; measured by
+`benchmarks.shards.memory`."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class ModelMemory:
     replicas keep to exchange and save, `exchanged` what they receive, or keep of their own weights
     while the model that all stand for is evaluated. `recomputed` is what checkpointed activations
     of the largest block take while it is computed again.
-    `uncounted` are blocks whose activations depend on values, so that nobody knows them here.
+    `uncounted` are blocks whose activations cannot be computed from shapes alone.
     """
 
     weights: int = 0
@@ -54,12 +56,22 @@ class ModelMemory:
     recomputed: int = 0
     uncounted: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, parameters: int, trained: int, activations: int = 0) -> "ModelMemory":
+        """Weights in fp32; gradients and Adam's two moments, other optimizers hold less, of those
+        that are trained.
+        """
+        return cls(_WORD * parameters, _WORD * trained, 2 * _WORD * trained, activations)
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        return self.gradients // _WORD
+
     @property
     def total(self) -> int:
         """All at once, as at the end of a backward pass."""
-        held = self.weights + self.gradients + self.optimizer + self.gathered + self.remembered
-        held += self.exchange + self.exchanged
-        return held + self.activations + self.casts + self.recomputed
+        return sum(getattr(self, part) for part in _PARTS)
 
     @property
     def saved(self) -> int:
@@ -67,74 +79,93 @@ class ModelMemory:
         own = self.weights + self.optimizer + self.exchange
         return own + (self.weights if self.remembered else 0)
 
-    def plus(self, other: "ModelMemory", *, times: int = 1, in_flight: int = 1) -> "ModelMemory":
+    def plus(self, other: "ModelMemory", *, times: int = 1, held: int = 1) -> "ModelMemory":
         """Together with some blocks, and that many microbatches of each."""
-        return ModelMemory(
-            self.weights + times * other.weights,
-            self.gradients + times * other.gradients,
-            self.optimizer + times * other.optimizer,
-            self.activations + times * in_flight * other.activations,
-            self.casts + times * other.casts,
-            self.gathered + times * other.gathered,
-            self.remembered + times * other.remembered,
-            self.exchange + times * other.exchange,
-            self.exchanged + times * other.exchanged,
-            self.recomputed + times * other.recomputed,
-            (*self.uncounted, *other.uncounted),
+        sums = {part: getattr(self, part) + times * getattr(other, part) for part in _PARTS}
+        sums["activations"] = self.activations + times * held * other.activations
+        return ModelMemory(**sums, uncounted=(*self.uncounted, *other.uncounted))
+
+    def of_microbatches(self, share: float) -> "ModelMemory":
+        """A block with microbatches of another size."""
+        return replace(
+            self,
+            activations=round(share * self.activations),
+            recomputed=round(share * self.recomputed),
         )
 
 
-def rank_memory(config: RunConfig) -> list[ModelMemory]:
-    """What each rank of a pipeline needs for its stages; replicas are alike."""
-    layers, ranks = config.model.layers, config.pipeline.pipeline_ranks
-    seen: dict[Any, ModelMemory] = {}
-    kinds = {block: _block(config, block, seen) for block in _representatives(layers)}
-    found = [ModelMemory() for _ in range(ranks)]
-    for stage, (first, stop) in enumerate(pairwise((0, *_cuts(config), layers))):
-        rank, held = config.stage_ranks[stage], in_flight(config, stage)
-        for block, memory in kinds.items():
-            times = _times(block, first, stop, layers)
-            if times:
-                largest = max(found[rank].recomputed, memory.recomputed)
-                whole = found[rank].plus(memory, times=times, in_flight=held)
+_PARTS = tuple(field.name for field in fields(ModelMemory) if field.name != "uncounted")
+
+
+class BlockRun(NamedTuple):
+    """Blocks that follow each other and are alike: one of them, and how many."""
+
+    block: ModelMemory
+    times: int
+
+
+def rank_memory(
+    config: RunConfig,
+    blocks: Sequence[BlockRun] | None = None,
+    exchange: ExchangeCost | None = None,
+) -> list[ModelMemory]:
+    """What each rank of a pipeline needs for its stages; replicas are alike.
+
+    The `block_memory` of a config and its `exchange_cost` take a while, if they are not known.
+    """
+    blocks = block_memory(config) if blocks is None else blocks
+    held, cuts = in_flight(config), stage_cuts(config)
+    starts = [0, *accumulate(count for _, count in blocks)]
+    found = [ModelMemory() for _ in range(config.pipeline.pipeline_ranks)]
+    for stage, (first, stop) in enumerate(pairwise((0, *cuts, config.model.layers))):
+        rank = config.stage_ranks[stage]
+        for (block, count), start in zip(blocks, starts, strict=False):
+            times = min(stop, start + count) - max(first, start)
+            if times > 0:
+                largest = max(found[rank].recomputed, block.recomputed)
+                whole = found[rank].plus(block, times=times, held=held[stage])
                 found[rank] = replace(whole, recomputed=largest)
-    heaviest = max(memory.weights for memory in kinds.values())
-    return _with_exchange(config, [_shard_of(config, memory, heaviest) for memory in found])
+    heaviest = max(block.weights for block, _ in blocks)
+    exchange = exchange_cost(config) if exchange is None else exchange
+    return [on_rank(config, whole, heaviest, exchange) for whole in found]
 
 
-def _with_exchange(config: RunConfig, alone: list[ModelMemory]) -> list[ModelMemory]:
-    """With what replicas hold to exchange what they train; it is measured with a few numbers."""
-    replicas = min(config.pipeline.replicas, _MOST_REPLICAS)
-    if replicas == 1 or config.method == "none":
-        return alone
-    cost = measure_exchange(config.method, config.method_options.model_dump(), replicas)
-    found = []
-    for memory in alone:
-        trained = memory.optimizer // (2 * _WORD)
-        kept = round(cost.state_nbytes * trained)
-        found.append(replace(memory, exchange=kept, exchanged=_WORD * trained))
-    return found
+def on_rank(
+    config: RunConfig, whole: ModelMemory, heaviest: int, exchange: ExchangeCost | None
+) -> ModelMemory:
+    """What a rank has of these blocks: its shard, and what it exchanges with replicas.
 
-
-def _shard_of(config: RunConfig, whole: ModelMemory, largest: int) -> ModelMemory:
-    """What one of the ranks that hold stages together has; those that gather once per step hold
-    all weights and their gradients beside it, others some copies of the `largest` block.
+    Shards that gather once per step hold all weights and their gradients beside it, others some
+    copies of the `heaviest` block's weights.
     """
     shards = config.pipeline.shards
-    if shards == 1:
+    if shards > 1:
+        once = int(config.shards.gather == "step")
+        under_way = 0 if once else _BLOCKS_UNDER_WAY * heaviest
+        whole = replace(
+            whole,
+            weights=whole.weights // shards,
+            gathered=once * whole.weights + under_way,
+            remembered=whole.weights if config.shards.weights == "differences" else 0,
+            gradients=whole.gradients // shards + once * whole.gradients,
+            optimizer=whole.optimizer // shards,
+        )
+    if exchange is None:
         return whole
-    gathered = int(config.shards.gather == "step")
-    return replace(
-        whole,
-        weights=whole.weights // shards,
-        gathered=gathered * whole.weights + under_way_nbytes(config, largest),
-        remembered=whole.weights if config.shards.weights == "differences" else 0,
-        gradients=whole.gradients // shards + gathered * whole.gradients,
-        optimizer=whole.optimizer // shards,
-    )
+    trained = whole.optimizer // (2 * _WORD)
+    kept = round(exchange.state_nbytes * trained)
+    return replace(whole, exchange=kept, exchanged=_WORD * trained)
 
 
-def _cuts(config: RunConfig) -> tuple[int, ...]:
+def exchange_cost(config: RunConfig) -> ExchangeCost | None:
+    """What replicas hold to exchange what they train; it is measured with a few numbers."""
+    replicas = min(config.pipeline.replicas, _MOST_REPLICAS)
+    if replicas == 1 or config.method == "none":
+        return None
+    return measure_exchange(config.method, config.method_options.model_dump(), replicas)
+
+
+def stage_cuts(config: RunConfig) -> tuple[int, ...]:
     """With cuts that are not decided yet, equal stages."""
     stages, layers = config.pipeline.stages, config.model.layers
     if not config.pipeline.auto_cuts:
@@ -142,17 +173,14 @@ def _cuts(config: RunConfig) -> tuple[int, ...]:
     return tuple(round(stage * layers / stages) for stage in range(1, stages))
 
 
-def _representatives(layers: int) -> list[int]:
-    if layers <= _MOST_KINDS:
-        return list(range(layers))
-    return [0, 1, layers - 1]
-
-
-def _times(block: int, first: int, stop: int, layers: int) -> int:
-    """How often a stage has the kind of a block."""
-    if layers <= _MOST_KINDS or block in (0, layers - 1):
-        return int(first <= block < stop)
-    return max(0, min(stop, layers - 1) - max(first, 1))
+def block_memory(config: RunConfig) -> list[BlockRun]:
+    """All blocks in order."""
+    layers, seen = config.model.layers, dict[Any, ModelMemory]()
+    if layers > _MOST_KINDS:
+        counts = {0: 1, 1: layers - 2, layers - 1: 1}
+    else:
+        counts = dict.fromkeys(range(layers), 1)
+    return [BlockRun(_block(config, block, seen), count) for block, count in counts.items()]
 
 
 def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> ModelMemory:
@@ -168,12 +196,9 @@ def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> Model
 
 
 def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    trained = sum(parameter.numel() for parameter in trainable(module))
-    counted = ModelMemory(
-        weights=_WORD * numel,
-        gradients=_WORD * trained,
-        optimizer=2 * _WORD * trained,  # Adam's moments; other optimizers hold less
+    counted = ModelMemory.of(
+        sum(parameter.numel() for parameter in module.parameters()),
+        sum(parameter.numel() for parameter in trainable(module)),
     )
     try:
         each, once = _activations(config, first, module)
@@ -184,9 +209,8 @@ def _counted(config: RunConfig, first: int, module: Any) -> ModelMemory:
             whole = run.model.build(first, first + 1, seed=0, device="meta")
             recomputed = sum(_activations(run, first, whole)) - each
     except (RuntimeError, NotImplementedError):
-        if not isinstance(config.model, OwnModelConfig):
-            raise
-        return replace(counted, uncounted=(first,))  # it looks at values
+        # it looks at values, or uses kernels that know no fake tensors (mixtral's in fp32)
+        return replace(counted, uncounted=(first,))
     return replace(counted, activations=each, casts=once, recomputed=recomputed)
 
 
@@ -228,6 +252,25 @@ def _kept(
         if first == config.model.layers - 1:
             output = config.model.objective().loss_sum(output, targets)
     return kept, [*alive, output]
+
+
+def made_up(
+    config: RunConfig, first: int, shape: torch.Size, *, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Inputs of a block, and targets, for a microbatch of that shape."""
+    model, (samples, tokens, _) = config.model, shape
+    if isinstance(model, OwnModelConfig):
+        x, target = model.example
+        x = x if first == 0 else model.outputs[first - 1][0]
+        inputs, targets = (
+            torch.zeros(samples, *part.shape, dtype=part.dtype, device=device)
+            for part in (x, target)
+        )
+        return (inputs.normal_() if inputs.is_floating_point() else inputs), targets
+    tokens_BT = torch.randint(min(256, model.vocab), (samples, tokens), device=device)
+    labels_B = torch.zeros(samples, dtype=torch.int64, device=device)
+    x = tokens_BT if first == 0 else torch.randn(shape, device=device)
+    return x, tokens_BT if model.classes is None else labels_B
 
 
 def _fill(module: nn.Module) -> None:

@@ -1,1 +1,1 @@
-"""Planning before a run: `simulate` predicts one training step, event by event."""
+"""Planning before a run: `predict` says how long a step takes, `placement.events` how it goes."""

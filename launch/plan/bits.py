@@ -21,10 +21,10 @@ from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.plan.message_cost import message_meter
-from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.predict import Blocks, Prediction, predict
-from thinpipe.launch.plan.simulate import Message
+from thinpipe.launch.cuts.message_cost import Message, message_meter
+from thinpipe.launch.cuts.profile import Blocks
+from thinpipe.launch.host.network import Network
+from thinpipe.launch.plan.predict import Prediction, predict
 from thinpipe.launch.words import WireKey
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
@@ -104,14 +104,16 @@ def recommend(
     """A recommendation for `config` with its predicted step; `prediction` is that of the run file.
     None if nothing is as fast as the run file's own settings with more bits, or clearly faster.
     """
-    slot_s = max(stage.forward_s + stage.backward_s for stage in prediction.stages)
+    work, slot_s = prediction.work, prediction.slot_s
     ladders = [measure_candidates(config)]
     if config.pretrained:
         ladders.append(measure_candidates(config, learned=True))
     found = [
         (advice, predict(config, blocks, advice.messages, network))
         for candidates in ladders
-        for advice in allocate_bits(config.pipeline.cuts, candidates, network, slot_s=slot_s)
+        for advice in allocate_bits(
+            config.pipeline.cuts, candidates, network, slot_s=slot_s, ranks=work.position_of
+        )
     ]
     limit_s = min(prediction.step_s, AS_FAST * min(step.step_s for _, step in found))
     fast = [pair for pair in found if pair[1].step_s <= limit_s]
@@ -183,15 +185,23 @@ def _like(configured: Spec, level: Spec) -> Spec:
 
 
 def allocate_bits(
-    cuts: Sequence[int], candidates: Candidates, network: Network, *, slot_s: float
+    cuts: Sequence[int],
+    candidates: Candidates,
+    network: Network,
+    *,
+    slot_s: float,
+    ranks: Sequence[int] | None = None,
 ) -> list[Recommendation]:
-    """Raise fidelities while links carry a microbatch within `slot_s`; return the whole path."""
-    payload = network.payload()
+    """Raise fidelities while links carry a microbatch within `slot_s`; return the whole path.
+
+    `ranks` holds the rank of each stage, by default one for each.
+    """
+    payload, ranks = network.payload(), ranks or range(len(cuts) + 1)
     level_of = {(cut, direction): 0 for cut in cuts for direction in DIRECTIONS}
 
     def fits(trial: Mapping[WireKey, int]) -> bool:
         nbytes = {key: candidates[key][level].message.nbytes for key, level in trial.items()}
-        return _busiest_s(cuts, nbytes, payload) <= slot_s
+        return _busiest_s(cuts, ranks, nbytes, payload) <= slot_s
 
     overlaps, path = fits(level_of), [level_of]
     open_keys = set(level_of) if overlaps else set()
@@ -214,16 +224,21 @@ def allocate_bits(
     ]
 
 
-def _busiest_s(cuts: Sequence[int], nbytes: Mapping[WireKey, int], payload: Network) -> float:
+def _busiest_s(
+    cuts: Sequence[int], ranks: Sequence[int], nbytes: Mapping[WireKey, int], payload: Network
+) -> float:
     """Seconds per microbatch of the busiest uplink, link or downlink."""
     up = [0] * payload.hosts
     down = [0] * payload.hosts
     links_s = [0.0]
     for stage, cut in enumerate(cuts):
+        above, below = ranks[stage], ranks[stage + 1]
         for source, target, size in (
-            (stage, stage + 1, nbytes[cut, "forward"]),
-            (stage + 1, stage, nbytes[cut, "backward"]),
+            (above, below, nbytes[cut, "forward"]),
+            (below, above, nbytes[cut, "backward"]),
         ):
+            if source == target:
+                continue
             up[source] += size
             down[target] += size
             links_s.append(payload.link_s(source, target, size))

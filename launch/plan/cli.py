@@ -13,17 +13,22 @@ from thinpipe.launch.config.cli_options import SetOption, refuse
 from thinpipe.launch.config.placement import check_placement
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.corpus import with_sizes
+from thinpipe.launch.corpus import training_samples, with_sizes
+from thinpipe.launch.cuts.auto_cuts import find_cuts
+from thinpipe.launch.cuts.message_cost import measure_messages
+from thinpipe.launch.cuts.profile import Blocks, measure_blocks
 from thinpipe.launch.distributed.elastic import keep_freed_memory, rank_threads
 from thinpipe.launch.host.links import MIN_RATE_BPS, format_rate, parse_rate, parse_time
+from thinpipe.launch.host.network import Network
+from thinpipe.launch.memory.host import device_nbytes
+from thinpipe.launch.memory.model import BlockRun, block_memory, rank_memory
 from thinpipe.launch.plan.apply import apply_plan, boundary_text
-from thinpipe.launch.plan.auto_cuts import find_cuts
 from thinpipe.launch.plan.bits import Recommendation, recommend
-from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.predict import Blocks, measure_messages, predict, stage_costs
-from thinpipe.launch.plan.profile import measure_blocks
+from thinpipe.launch.plan.choice.choose import choose
+from thinpipe.launch.plan.choice.show import draw_choice, show_choice
+from thinpipe.launch.plan.placement.cluster_files import read_cluster
+from thinpipe.launch.plan.predict import predict
 from thinpipe.launch.plan.replicas import show_replicas
-from thinpipe.launch.plan.simulate import check_simulated
 from thinpipe.launch.plan.suggestions import show_suggestions
 from thinpipe.launch.plan.tables import show_plan, show_recommendation
 from thinpipe.launch.words import WireKey
@@ -70,7 +75,6 @@ def plan(  # noqa: PLR0913  # one parameter per option
     console = Console()
     try:
         config = with_sizes(load_config(config_path, overrides or []))
-        check_simulated(config.pipeline.schedule)
         if config.pipeline.devices_per_rank > 1:
             raise ValueError(
                 f"pipeline.devices_per_rank = {config.pipeline.devices_per_rank}: blocks are "
@@ -86,13 +90,13 @@ def plan(  # noqa: PLR0913  # one parameter per option
             console, config, _numbers(speeds, "--speeds", config.pipeline.stages)
         )
         limits = _numbers(memory, "--memory", config.pipeline.stages)
-        config, advice = _plan(console, config, blocks, links, limits=limits)
+        config, advice = _plan(console, config, blocks, links, limits)
         if apply:
             known = Network.read(network) if network else None
             _refuse_doubtful(config_path, doubt, network, known)
             known_links = network is not None or rate is not None
             _write(console, config, config_path, advice, known_links=known_links)
-    except ValueError as error:
+    except (ValueError, OSError, ImportError) as error:
         refuse(error)
 
 
@@ -123,15 +127,11 @@ def _place(
     seconds: float | None,
 ) -> None:
     """Print and draw the best layout, and write it into the run file."""
-    from thinpipe.launch.plan.choice.choose import choose
-    from thinpipe.launch.plan.choice.show import draw_choice, show_choice
-    from thinpipe.launch.plan.placement.cluster_files import read_cluster  # numba is slow to import
-
     if network is None:
         raise ValueError("--place: needs the links; give --network NET.JSON (`doctor --save`)")
     cluster = read_cluster(network).seen_from(config.network.own_name())
     (blocks,), doubt = _blocks(console, config, [1.0])
-    choices = choose(config, blocks, cluster, seconds=seconds)
+    choices = choose(config, blocks, cluster, training_samples(config), seconds=seconds)
     show_choice(console, cluster, choices)
     picture = path.with_suffix(".placement.svg")
     draw_choice(picture, cluster, choices[0])
@@ -140,12 +140,16 @@ def _place(
         _refuse_doubtful(path, doubt, network, cluster.network(range(cluster.devices)))
         best = choices[0]
         pipeline = best.config.pipeline
-        settings = {
+        settings: dict[str, Any] = {
             "replicas": pipeline.replicas,
             "microbatches": pipeline.microbatches,
             "schedule": pipeline.schedule,
             "placement": best.hosts(cluster),
         }
+        if pipeline.depth != config.pipeline.depth:
+            settings["depth"] = pipeline.depth
+        if config.pipeline.ranks is not None:
+            settings["ranks"] = pipeline.pipeline_ranks
         check_placement(pipeline.model_validate(pipeline.model_dump() | settings))
         sections = {"pipeline": settings}
         if pipeline.replicas > 1:
@@ -161,44 +165,66 @@ def _plan(
     config: RunConfig,
     blocks: Blocks,
     network: Network,
-    *,
     limits: Sequence[float] | None,
 ) -> tuple[RunConfig, Recommendation | None]:
     """Print the plan; return the config with its cuts, and recommended bits if there are any."""
-    limits_nbytes = [1e9 * limit for limit in limits] if limits else None
+    limits = [1e9 * limit for limit in limits] if limits else None
+    sequences = training_samples(config)
     if config.pipeline.auto_cuts:
-        config = config.with_cuts(
-            find_cuts(config, blocks, network=network, memory_limit=limits_nbytes)
-        )
-    for stage, cost in enumerate(stage_costs(config, blocks)):
-        if limits_nbytes is not None and cost.memory > limits_nbytes[stage]:
-            raise ValueError(
-                f"--memory: stage {stage} needs {cost.memory / 1e9:.3g} GB for blocks {cost.first} "
-                f"to {cost.stop - 1}, its machine has {limits_nbytes[stage] / 1e9:.3g}; move its "
-                'cuts or use cuts = "auto"'
-            )
+        found = find_cuts(config, blocks, sequences, network=network, memory_limit=limits)
+        config = config.with_cuts(found)
+    memory = block_memory(config)
+    needed = _needed(console, config, sequences, memory, limits)
     prediction = predict(config, blocks, measure_messages(config), network)
-    show_plan(console, config, prediction, network)
+    show_plan(console, config, prediction, network, needed)
     if not config.pipeline.cuts:
         return config, None
-    found = recommend(config, blocks, prediction, network)
-    if found is None:
+    advised = recommend(config, blocks, prediction, network)
+    if advised is None:
         console.print(
             "recommended: the run file's own bits; no others are predicted to be faster by 5 %, or "
             "as fast with more bits",
             soft_wrap=True,
         )
     else:
-        advice, prediction = found
+        advice, prediction = advised
         show_recommendation(console, advice, prediction, network)
     show_suggestions(console, config, blocks, prediction, network)
     if network.limited:
-        show_replicas(console, config, blocks, prediction, network)
-    if found is None:
+        show_replicas(console, config, blocks, prediction, network, memory)
+    if advised is None:
         return config, None
     console.print("recommended; --apply writes this to the run file:")
-    console.print(boundary_text(_tables(config, found[0].specs)), markup=False, soft_wrap=True)
-    return config, found[0]
+    console.print(boundary_text(_tables(config, advised[0].specs)), markup=False, soft_wrap=True)
+    return config, advised[0]
+
+
+def _needed(
+    console: Console,
+    config: RunConfig,
+    sequences: int,
+    memory: Sequence[BlockRun],
+    limits: Sequence[float] | None,
+) -> list[int]:
+    """Bytes that each rank needs.
+
+    Raises:
+        ValueError: they exceed the limits, which are by stage.
+    """
+    models = rank_memory(config, memory)
+    needed = device_nbytes(config, sequences, models)
+    for layer in [layer for model in models for layer in model.uncounted][:1]:
+        console.print(
+            f"note: activations of layer {layer} are not counted: shapes do not determine them"
+        )
+    for stage, limit in enumerate(limits or ()):
+        rank = config.stage_ranks[stage]
+        if needed[rank] > limit:
+            raise ValueError(
+                f"--memory: rank {rank}, which has stage {stage}, needs {needed[rank] / 1e9:.3g} "
+                f'GB and its machine has {limit / 1e9:.3g}; move its cuts or use cuts = "auto"'
+            )
+    return needed
 
 
 def _blocks(

@@ -1,15 +1,15 @@
 """Changes to a run that shorten a step with a large pipeline bubble, each simulated."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.predict import Blocks, Prediction, predict
-from thinpipe.launch.plan.profile import microbatch_shape, samples_at_once
+from thinpipe.launch.cuts.profile import Blocks
+from thinpipe.launch.host.network import Network
+from thinpipe.launch.memory.microbatches import microbatch_shape, samples_at_once
+from thinpipe.launch.plan.predict import Prediction, predict
 from thinpipe.launch.words import format_duration
 
 _LARGE_BUBBLE, _WORTH_IT, _SHOWN = 0.3, 0.95, 3
@@ -42,6 +42,9 @@ def _changes(config: RunConfig) -> Iterator[dict[str, Any]]:
     counts = [times * pipeline.microbatches for times in (1, 2, 4, 8)]
     most = samples_at_once(config)
     for microbatches in counts[:1] + [count for count in counts[1:] if count <= most]:
+        if pipeline.pipeline_ranks < pipeline.stages:  # its ranks have several
+            yield {"microbatches": microbatches}
+            continue
         for depth in range(pipeline.depth, pipeline.depth + 4):
             change = {"microbatches": microbatches, "schedule": "Deep1F1B", "depth": depth}
             yield {k: v for k, v in change.items() if v != getattr(pipeline, k)}
@@ -57,17 +60,6 @@ def _with(
     """Predict the step after a change, with seconds and bytes in proportion to samples."""
     changed = config.model_copy(update={"pipeline": config.pipeline.model_copy(update=change)})
     share = microbatch_shape(changed)[0] / microbatch_shape(config)[0]
-    smaller = [
-        [replace(b, forward_s=share * b.forward_s, backward_s=share * b.backward_s) for b in row]
-        for row in blocks
-    ]
-    messages = {
-        key: replace(
-            message,
-            nbytes=round(share * message.nbytes),
-            encode_s=share * message.encode_s,
-            decode_s=share * message.decode_s,
-        )
-        for key, message in prediction.messages.items()
-    }
+    smaller = [[block.of_microbatches(share) for block in row] for row in blocks]
+    messages = {key: one.of_microbatches(share) for key, one in prediction.messages.items()}
     return predict(changed, smaller, messages, network)

@@ -1,6 +1,7 @@
 """A plan as tables for the terminal."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from rich.console import Console
@@ -8,23 +9,29 @@ from rich.table import Table
 
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.host.links import format_rate
+from thinpipe.launch.host.network import Network
+from thinpipe.launch.memory.microbatches import microbatch_count, samples_at_once
 from thinpipe.launch.plan.bits import Recommendation
-from thinpipe.launch.plan.message_cost import describe
-from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.predict import Prediction
-from thinpipe.launch.plan.profile import microbatch_count, samples_at_once, shard_traffic
-from thinpipe.launch.plan.simulate import Message
+from thinpipe.launch.plan.placement.workload import Workload
+from thinpipe.launch.plan.predict import Prediction, shard_traffic
 from thinpipe.launch.words import WireKey, format_bytes, format_duration
 
 
 def show_plan(
-    console: Console, config: RunConfig, prediction: Prediction, network: Network
+    console: Console,
+    config: RunConfig,
+    prediction: Prediction,
+    network: Network,
+    memory: Sequence[int],
 ) -> None:
-    """Stages, cuts and the step."""
-    console.print(_stages(prediction))
+    """Stages, cuts and the step; `memory` is what each rank needs, in bytes."""
+    work = prediction.work
+    console.print(_stages(config, work, memory))
     if config.pipeline.cuts:
-        console.print(_cuts(config.specs, prediction.messages, network, "messages at each cut"))
+        title = "messages at each cut"
+        console.print(_cuts(config.specs, prediction.messages, network, work, title))
     console.print(
         f"predicted step {format_duration(prediction.step_s)}, bubble {prediction.bubble:.0%}; "
         f"{format_duration(prediction.unlimited_s)} with unlimited links"
@@ -73,7 +80,7 @@ def show_recommendation(
     console: Console, advice: Recommendation, prediction: Prediction, network: Network
 ) -> None:
     """The recommended settings, and the predicted step with them."""
-    console.print(_cuts(advice.specs, advice.messages, network, "recommended"))
+    console.print(_cuts(advice.specs, advice.messages, network, prediction.work, "recommended"))
     if not advice.overlaps:
         console.print(
             "even with the fewest bits, transfers take longer than the "
@@ -85,17 +92,20 @@ def show_recommendation(
     )
 
 
-def _stages(prediction: Prediction) -> Table:
-    table = Table(title="per microbatch", title_justify="left")
-    for head in ("stage", "blocks", "forward", "backward", "memory"):
+def _stages(config: RunConfig, work: Workload, memory: Sequence[int]) -> Table:
+    table = Table(title="per microbatch; memory of the whole rank", title_justify="left")
+    for head in ("stage", "rank", "blocks", "forward", "backward", "memory"):
         table.add_column(head, justify="left" if head in ("stage", "blocks") else "right")
-    for number, stage in enumerate(prediction.stages):
+    bounds = pairwise((0, *config.pipeline.cuts, config.model.layers))
+    for stage, (first, stop) in enumerate(bounds):
+        rank = work.position_of[stage]
         table.add_row(
-            str(number),
-            f"{stage.first}-{stage.stop - 1}",
-            f"{stage.forward_s * 1e3:.3g} ms",
-            f"{stage.backward_s * 1e3:.3g} ms",
-            format_bytes(stage.memory),
+            str(stage),
+            str(rank),
+            f"{first}-{stop - 1}",
+            f"{work.forward_s[stage] * 1e3:.3g} ms",
+            f"{work.backward_s[stage] * 1e3:.3g} ms",
+            format_bytes(memory[rank]),
         )
     return table
 
@@ -104,6 +114,7 @@ def _cuts(
     specs: Mapping[WireKey, Spec],
     messages: Mapping[WireKey, Message],
     network: Network,
+    work: Workload,
     title: str,
 ) -> Table:
     table = Table(title=title, title_justify="left")
@@ -113,12 +124,16 @@ def _cuts(
     cuts = sorted({cut for cut, _ in specs})
     for (cut, direction), spec in specs.items():
         upper = cuts.index(cut)
-        source, target = (upper, upper + 1) if direction == "forward" else (upper + 1, upper)
+        above, below = work.position_of[upper], work.position_of[upper + 1]
+        if above == below:
+            table.add_row(str(cut), direction, "within a rank", "", "", "", "")
+            continue
+        source, target = (above, below) if direction == "forward" else (below, above)
         message = messages[cut, direction]
         table.add_row(
             str(cut),
             direction,
-            describe(spec),
+            spec.words(),
             format_bytes(message.nbytes),
             f"{payload.link_s(source, target, message.nbytes) * 1e3:.3g} ms",
             f"{(message.encode_s + message.decode_s) * 1e3:.3g} ms",

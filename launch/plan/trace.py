@@ -12,11 +12,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.host.links import format_rate
-from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.simulate import Message, SimulatedStep, StepModel, TransferEvent, simulate
+from thinpipe.launch.host.network import Network
+from thinpipe.launch.plan.placement.events import SimulatedStep, TransferEvent, simulate
+from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.report.timeline import Timeline, read_timeline
 from thinpipe.launch.words import format_duration
+from thinpipe.pipeline.schedule import stage_to_rank
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
@@ -62,11 +65,12 @@ def write_trace(
 ) -> None:
     """Write the measured step and, as further processes, the simulated one."""
     events = _processes("", 0, timeline.events)
-    if timeline.pipeline_ranks == len(timeline.cuts) + 1 and timeline.accumulate == 1:
-        events += _messages(transfers(timeline), 0)
+    ranks = _ranks(timeline)
+    if timeline.accumulate == 1:
+        events += _messages(transfers(timeline), ranks, 0)
     if simulated is not None:
         events += _processes("predicted: ", _SIMULATED, simulated.events)
-        events += _messages(simulated.transfers, _SIMULATED)
+        events += _messages(simulated.transfers, ranks, _SIMULATED)
     trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": title}}
     path.write_text(json.dumps(trace), encoding="utf-8")
 
@@ -75,7 +79,7 @@ def predict_step(timeline: Timeline, network: Network) -> SimulatedStep:
     """The best step of the schedule with the compute, codecs and bytes of the measured one.
 
     Raises:
-        ValueError: the schedule has several stages per rank, or the step accumulates.
+        ValueError: the step accumulates.
     """
     if timeline.accumulate > 1:
         raise ValueError(
@@ -84,21 +88,29 @@ def predict_step(timeline: Timeline, network: Network) -> SimulatedStep:
         )
     stages = range(len(timeline.cuts) + 1)
     seconds = _medians(timeline)
-    model = StepModel(
+    work = Workload(
+        replicas=1,
         schedule=timeline.schedule,
         microbatches=timeline.microbatches,
-        forward_s=[seconds["F", stage] for stage in stages],
-        backward_s=[seconds["B", stage] + seconds["W", stage] for stage in stages],
-        activations=[_message(timeline, seconds, cut, "forward") for cut in stages[:-1]],
-        gradients=[_message(timeline, seconds, cut, "backward") for cut in stages[:-1]],
-        network=network.payload(),
+        forward_s=tuple(seconds["F", stage] for stage in stages),
+        backward_s=tuple(seconds["B", stage] + seconds["W", stage] for stage in stages),
+        activations=tuple(_message(timeline, seconds, cut, "forward") for cut in stages[:-1]),
+        gradients=tuple(_message(timeline, seconds, cut, "backward") for cut in stages[:-1]),
         depth=timeline.depth,
+        ranks_per_pipeline=timeline.pipeline_ranks,
     )
-    return simulate(model)
+    return simulate(work, network)
+
+
+def _ranks(timeline: Timeline) -> list[int]:
+    """The rank of each stage."""
+    stages = len(timeline.cuts) + 1
+    found = stage_to_rank(timeline.schedule, stages=stages, ranks=timeline.pipeline_ranks)
+    return [found[stage] for stage in range(stages)]
 
 
 def transfers(timeline: Timeline) -> list[TransferEvent]:
-    """Transfers of the first replica, from sent to used; one stage per rank."""
+    """Transfers of the first replica, from sent to used."""
     sent = {key: event.end_s for key, event in _codec_events(timeline, "encode").items()}
     used = {key: event.start_s for key, event in _codec_events(timeline, "decode").items()}
     return [
@@ -113,9 +125,9 @@ def _message(
 ) -> Message:
     """Size and codec times of the messages over the cut after stage `cut`."""
     layer = timeline.cuts[cut]
-    (count,) = (w for w in timeline.wire if (w.cut, w.direction) == (layer, direction))
-    return Message(
-        count.nbytes // max(count.messages, 1),
+    counts = [w for w in timeline.wire if (w.cut, w.direction) == (layer, direction)]
+    return Message(  # none within a rank
+        sum(w.nbytes for w in counts) // max(sum(w.messages for w in counts), 1),
         encode_s=seconds[f"encode {direction}", cut],
         decode_s=seconds[f"decode {direction}", cut],
     )
@@ -136,18 +148,21 @@ def _medians(timeline: Timeline) -> dict[tuple[str, int], float]:
 def _codec_events(timeline: Timeline, kind: str) -> dict[tuple[int, Direction, int], ComputeEvent]:
     """Events of the first replica by (cut after this stage, direction, microbatch).
 
-    A stage in the middle has two events per microbatch: first of its activation, then its gradient.
+    A stage between two other ranks has two events per microbatch: first of its activation, then
+    its gradient.
     """
-    last, found = len(timeline.cuts), dict[tuple[int, Direction, int], ComputeEvent]()
-    seen: set[tuple[int, int]] = set()
+    found = dict[tuple[int, Direction, int], ComputeEvent]()
+    ranks, seen = _ranks(timeline), set[tuple[int, int]]()
     own = (e for e in timeline.events if e.rank < timeline.pipeline_ranks and e.kind == kind)
     for event in sorted(own, key=lambda event: event.start_s):
-        only_gradients = event.stage == (last if kind == "encode" else 0)
+        # where the activations of an encoding stage go, and those of a decoding one come from
+        cut = event.stage if kind == "encode" else event.stage - 1
+        local = not 0 <= cut < len(ranks) - 1 or ranks[cut] == ranks[cut + 1]
         again = (event.stage, event.microbatch) in seen
         seen.add((event.stage, event.microbatch))
-        direction = DIRECTIONS[1] if only_gradients or again else DIRECTIONS[0]
-        before = (kind == "encode") == (direction == "backward")
-        cut = event.stage - 1 if before else event.stage
+        direction = DIRECTIONS[1] if local or again else DIRECTIONS[0]
+        if direction == "backward":
+            cut = event.stage - 1 if kind == "encode" else event.stage
         found[cut, direction, event.microbatch] = event
     return found
 
@@ -202,12 +217,14 @@ def _span(event: ComputeEvent, process: int, track: int) -> dict[str, Any]:
     }
 
 
-def _messages(sent: Sequence[TransferEvent], first: int) -> list[dict[str, Any]]:
+def _messages(
+    sent: Sequence[TransferEvent], ranks: Sequence[int], first: int
+) -> list[dict[str, Any]]:
     """An async span (two events) for each message, at its sender."""
     marks = []
     for number, event in enumerate(sent):
         what = "activation" if event.direction == "forward" else "gradient"
-        sender = event.cut + (event.direction == "backward")
+        sender = ranks[event.cut + (event.direction == "backward")]
         common = {
             "name": f"{what} {event.microbatch}",
             "cat": "message",

@@ -17,7 +17,6 @@ from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.resources import BackgroundLoad, usable_cores
-from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.report.edges import edges_of, traces_of
 from thinpipe.launch.report.html import write_report
 from thinpipe.launch.report.metric_table import scalars
@@ -181,7 +180,7 @@ def describe_run(config: RunConfig, steps: int) -> RunInfo:
         schedule=config.pipeline.schedule,
         microbatches=config.pipeline.microbatches,
         cuts=config.pipeline.cuts,
-        methods={key: describe(spec) for key, spec in config.specs.items()},
+        methods={key: spec.words() for key, spec in config.specs.items()},
         total_steps=steps,
         parameters=parameter_count(config.model),
         exchanged=stage_counts(config.model, config.pipeline.cuts).trained,

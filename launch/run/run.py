@@ -21,8 +21,7 @@ from thinpipe.launch.distributed.handshake import HandshakeError, agree_now
 from thinpipe.launch.distributed.restarts import STOPPED, refuse_restarts
 from thinpipe.launch.distributed.session import Session, StopFlag, TerminatedError, join
 from thinpipe.launch.host.terminal import outlive_terminal
-from thinpipe.launch.memory.check import check_host
-from thinpipe.launch.plan.auto_cuts import decide_cuts
+from thinpipe.launch.memory.host import check_host
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.run.weights import save_model
@@ -215,7 +214,10 @@ class RankRun:
         digests = {"train": samples.digest, **self._facts.get("data", {})}
         agree_now(session.transport, {"config": config.shared(), "data": digests}, problem)
         shows = session.local_rank == self._show
-        config = decide_cuts(config, session, saved=self._resume.cuts, log=shows)
+        if config.pipeline.auto_cuts:
+            from thinpipe.launch.cuts.auto_cuts import decide_cuts  # what measures blocks
+
+            config = decide_cuts(config, session, len(samples), saved=self._resume.cuts, log=shows)
         config.check_model_cuts()
         training = Training(config, samples, session, digests, show=self._show, given=self._given)
         training.begin(self._stack, self._resume)

@@ -22,8 +22,8 @@ from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session, tell_stop
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
+from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memory
 from thinpipe.launch.overlay.ranks import carrier_status
-from thinpipe.launch.plan.memory_budget import memory_folder, memory_notices, plan_memory
 from thinpipe.launch.report.edge_trace import EdgeTrace
 from thinpipe.launch.report.metrics import StepRecord
 from thinpipe.launch.report.timeline import Timeline

@@ -138,7 +138,7 @@ def test_quick_commands_succeed_as_they_stand(
     Path("hosts.toml").write_text(hosts)
     Path("net.json").write_text(json.dumps({"rate_bps": [[None, 1e8], [1e8, None]]}))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    profile = "thinpipe.launch.plan.profile"
+    profile = "thinpipe.launch.cuts.profile"
     monkeypatch.setattr(f"{profile}._LEAST_S", 0.0)  # of measuring each block
     monkeypatch.setattr(f"{profile}._MOST_S", 0.0)
     monkeypatch.setattr(f"{profile}.interference_warning", lambda *_, **__: None)  # it is busy

@@ -15,7 +15,7 @@ from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.memory.check import check_host
+from thinpipe.launch.memory.host import check_host
 from thinpipe.launch.trained.model import check_start
 
 pytestmark = pytest.mark.dist

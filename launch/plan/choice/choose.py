@@ -10,25 +10,24 @@ the fidelity that their links can carry, and are placed again with that.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
-
-import numpy as np
 
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.cuts.message_cost import Message
+from thinpipe.launch.cuts.partition import Problem, best_cuts
+from thinpipe.launch.cuts.profile import BlockCost
+from thinpipe.launch.memory.host import added_nbytes
+from thinpipe.launch.memory.microbatches import microbatch_count, microbatch_shape
+from thinpipe.launch.memory.model import BlockRun, ModelMemory, block_memory
 from thinpipe.launch.plan.choice.fidelity import Ladders, Settings, raised
-from thinpipe.launch.plan.partition import Problem, best_cuts
 from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.solve import ROUNDS, Found, Placement, solve_step
 from thinpipe.launch.plan.placement.step import StepCost, StepModel
-from thinpipe.launch.plan.placement.workload import Exchange, Workload
-from thinpipe.launch.plan.predict import block_memory
-from thinpipe.launch.plan.profile import BlockCost, microbatch_count, microbatch_shape
-from thinpipe.launch.plan.simulate import Message, check_simulated
+from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.words import WireKey
-from thinpipe.pipeline.schedule import ScheduleName
+from thinpipe.pipeline.schedule import DEPTH, ScheduleName
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _TIMES = (1, 2, 4)
@@ -37,7 +36,6 @@ _REFINED = 3
 _SCHEDULES: tuple[ScheduleName, ...] = ("Deep1F1B", "1F1B", "GPipe")
 _WORTH = 0.99
 """The run file's schedule is kept unless another takes less than that of its step."""
-_NOTHING = Exchange(0.0, 0, False, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +66,14 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class _Variant:
-    """Stages, replicas, cuts, microbatches and schedule; blocks are those of its microbatches, of
-    which one is `share` of the run file's.
+    """Stages, replicas, cuts, microbatches and schedule of a run with so many samples; blocks are
+    those of its microbatches, of which one is `share` of the run file's.
     """
 
     config: RunConfig
+    sequences: int
     blocks: Sequence[BlockCost]
+    memory: Sequence[ModelMemory]
     share: float
     ladders: Ladders
 
@@ -84,50 +84,56 @@ class _Variant:
 
     def workload(self, settings: Settings) -> Workload | None:
         """What it asks of its devices; None if it cannot have those settings."""
-        exchange: Exchange | None = _NOTHING
+        exchange = None
         if self.config.pipeline.replicas > 1:
             exchange = self.ladders.exchange(self.config, settings.exchange)
-        if exchange is None:
+            if exchange is None:
+                return None
+        cuts = zip(self.config.pipeline.cuts, settings.cuts, strict=True)
+        messages: dict[WireKey, Message] = {
+            (cut, direction): self._message(way, levels[way])
+            for cut, levels in cuts
+            for way, direction in enumerate(DIRECTIONS)
+        }
+        work = Workload.of(self.config, [self.blocks] * self.config.pipeline.stages, messages)
+        try:
+            return work.replicated(self.config, self.sequences, self.memory, exchange)
+        except ValueError:  # memory.budget is too small for a sample at each of these cuts
             return None
-        bounds = (0, *self.config.pipeline.cuts, len(self.blocks))
-        messages = [
-            (self._message(0, forward), self._message(1, backward))
-            for forward, backward in settings.cuts
-        ]
-        of_stage = [self.blocks[first:stop] for first, stop in pairwise(bounds)]
-        return Workload.of_stages(self.config, of_stage, exchange, messages)
+
+    def _message(self, way: int, level: int) -> Message:
+        return self.ladders.cuts[way][level].message.of_microbatches(self.share)
 
     def scheduled(self, schedule: ScheduleName) -> "_Variant":
         """The same under another schedule."""
-        return replace(self, config=_with(self.config, {"schedule": schedule}))
-
-    def _message(self, way: int, level: int) -> Message:
-        message = self.ladders.cuts[way][level].message
-        return Message(
-            int(np.ceil(self.share * message.nbytes)),
-            self.share * message.encode_s,
-            self.share * message.decode_s,
-        )
+        depth = self.config.pipeline.depth if schedule == "Deep1F1B" else DEPTH  # of no other
+        return replace(self, config=_with(self.config, {"schedule": schedule, "depth": depth}))
 
 
 def choose(
     config: RunConfig,
     blocks: Sequence[BlockCost],
     cluster: Cluster,
+    sequences: int = 0,
     *,
+    memory: Sequence[ModelMemory] | None = None,
     seed: int = 0,
     seconds: float | None = None,
 ) -> list[Choice]:
-    """Variants by their predicted step, the shortest first.
+    """Variants of a run with so many samples by their predicted step, the shortest first.
 
-    `seconds` bounds the search of the best variants, instead of a number of rounds.
+    All have one stage per rank. `memory` is that of each block, by default as counted; `seconds`
+    bounds the search of the best variants, instead of a number of rounds.
 
     Raises:
-        ValueError: the schedule has several stages per rank, or nothing fits the devices.
+        ValueError: nothing fits the devices.
     """
-    check_simulated(config.pipeline.schedule)
-    ladders = Ladders(config)
-    bounded = sorted(_variants(config, blocks, cluster, ladders), key=lambda found: found[0])
+    if config.pipeline.schedule not in _SCHEDULES:
+        config = _with(config, {"schedule": _SCHEDULES[0], "ranks": None})
+    if memory is None:
+        memory = [block for block, count in block_memory(config) for _ in range(count)]
+    whole = _Variant(config, sequences, blocks, memory, 1.0, Ladders(config))
+    bounded = sorted(_variants(whole, cluster), key=lambda found: found[0])
     found: list[tuple[float, _Variant, Settings]] = []
     refused = "the devices are too few"
     for bound_s, variant in bounded:
@@ -209,12 +215,11 @@ def _choice(
     return Choice(variant.config, work, placement, cost, specs, gradcomp)
 
 
-def _variants(
-    config: RunConfig, blocks: Sequence[BlockCost], cluster: Cluster, ladders: Ladders
-) -> Iterator[tuple[float, _Variant]]:
+def _variants(whole: _Variant, cluster: Cluster) -> Iterator[tuple[float, _Variant]]:
     """Each with the lower bound of its step."""
+    config = whole.config
     base = microbatch_shape(config)[0]
-    for stages in range(1, min(len(blocks), cluster.devices) + 1):
+    for stages in range(1, min(len(whole.blocks), cluster.devices) + 1):
         for replicas in range(1, cluster.devices // stages + 1):
             if config.train.batch_size % (replicas * config.train.accumulate):
                 continue
@@ -234,11 +239,17 @@ def _variants(
                     continue
                 seen.add(count)
                 share = microbatch_shape(shape)[0] / base
-                scaled = [_scaled(block, share) for block in blocks]
-                cuts = _cuts(shape, scaled, cluster)
+                variant = replace(
+                    whole,
+                    config=shape,
+                    blocks=[block.of_microbatches(share) for block in whole.blocks],
+                    memory=[block.of_microbatches(share) for block in whole.memory],
+                    share=share,
+                )
+                cuts = _cuts(variant, cluster)
                 if cuts is None:
                     continue
-                variant = _Variant(_with(shape, {"cuts": cuts}), scaled, share, ladders)
+                variant = replace(variant, config=_with(shape, {"cuts": cuts}))
                 work = variant.workload(variant.lean)
                 yield step_bound(cluster, work) if work else 0.0, variant
 
@@ -248,32 +259,27 @@ def _with(config: RunConfig, change: dict[str, object]) -> RunConfig:
     return config.model_copy(update={"pipeline": pipeline})
 
 
-def _cuts(
-    config: RunConfig, blocks: Sequence[BlockCost], cluster: Cluster
-) -> tuple[int, ...] | None:
+def _cuts(variant: _Variant, cluster: Cluster) -> tuple[int, ...] | None:
     """The best cuts for equal devices; None if no device has the memory for its stage."""
-    stages = config.pipeline.stages
+    stages, blocks = variant.config.pipeline.stages, variant.blocks
     if stages == 1:
         return ()
     seconds = [block.forward_s + block.backward_s for block in blocks]
+    runs = [BlockRun(block, 1) for block in variant.memory]
+    try:
+        # without what replicas keep, which depends on the method
+        added, without = added_nbytes(variant.config, variant.sequences, runs, None)
+    except ValueError:
+        return None
     problem = Problem(
         compute_s=[seconds] * stages,
         cut_s=[[0.0] * len(blocks)] * (stages - 1),
         fixed_s=[0.0] * stages,
-        memory=[[block_memory(config, s, block) for block in blocks] for s in range(stages)],
+        memory=added,
         memory_limit=[float(cluster.memory_D.max())] * stages,
+        fixed_memory=without,
     )
     try:
         return best_cuts(problem)
     except ValueError:
         return None
-
-
-def _scaled(block: BlockCost, share: float) -> BlockCost:
-    """The same block with microbatches of another size."""
-    return replace(
-        block,
-        forward_s=share * block.forward_s,
-        backward_s=share * block.backward_s,
-        activations=round(share * block.activations),
-    )

@@ -18,9 +18,10 @@ from itertools import product
 from typing import Any
 
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.cuts.message_cost import message_meter
+from thinpipe.launch.memory.exchange import ExchangeCost
 from thinpipe.launch.plan.bits import AS_FAST, Candidate, fidelity, levels
-from thinpipe.launch.plan.message_cost import message_meter
-from thinpipe.launch.plan.placement.workload import Exchange, count_exchange
+from thinpipe.launch.plan.placement.workload import count_exchange
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _FRACTIONS = (0.015, 0.06, 0.25)
@@ -56,9 +57,9 @@ class Ladders:
             specs = levels(config, own, way) if own.kind in _REPLACEABLE[way] else [own]
             self.cuts.append([Candidate(spec, measure(spec, way)) for spec in specs])
         self.exchanges = exchanges(config)
-        self._costs: dict[tuple[int, int, bool], Exchange | None] = {}
+        self._costs: dict[tuple[int, int, bool], ExchangeCost | None] = {}
 
-    def exchange(self, variant: RunConfig, level: int) -> Exchange | None:
+    def exchange(self, variant: RunConfig, level: int) -> ExchangeCost | None:
         """What a variant's replicas send; None where the run cannot have that method."""
         pipeline = variant.pipeline
         key = level, pipeline.replicas, pipeline.stages > 1

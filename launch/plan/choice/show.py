@@ -8,7 +8,6 @@ from rich.console import Console
 from rich.table import Table
 
 from thinpipe.launch.plan.choice.choose import Choice
-from thinpipe.launch.plan.message_cost import describe
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats
 from thinpipe.launch.plan.placement.step import link_nbytes
 from thinpipe.launch.words import format_bytes, format_duration
@@ -62,7 +61,7 @@ def _sent(choice: Choice) -> str:
     texts: list[str] = []
     before = ""
     for cut in choice.config.pipeline.cuts:
-        text = " / ".join(describe(choice.specs[cut, way]) for way in DIRECTIONS)
+        text = " / ".join(choice.specs[cut, way].words() for way in DIRECTIONS)
         texts.append(f"{cut}: {'the same' if text == before else text}")
         before = text
     return ", ".join(texts)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from thinpipe.launch.memory.microbatches import most_held
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats, Ints
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
@@ -70,7 +71,7 @@ def plan_of(work: Workload) -> Plan:
         np.array([[down.nbytes, up.nbytes] for down, up in cuts], dtype=np.float64).reshape(-1, 2),
         np.array([[m.encode_s + m.decode_s for m in pair] for pair in cuts]).reshape(-1, 2),
         np.array(in_flight),
-        np.array(work.by_rank(work.memory or [0.0] * work.stages)),
+        np.array(work.memory or [0.0] * work.ranks),
         np.array(work.peer_nbytes),
         (work.microbatches, work.accumulate, work.rounds),
         work.overlaps,
@@ -82,10 +83,7 @@ def _in_flight(work: Workload, stage: int) -> int:
     """Most microbatches of a stage under way; no limit where all are, or ranks have several."""
     if work.ranks < work.stages:
         return _NO_LIMIT
-    held = most = 0
-    for kind, _, _ in work.orders[stage]:
-        held += 1 if kind == "F" else -1
-        most = max(most, held)
+    most = most_held(work.orders[stage], stage)
     return most if most < work.microbatches else _NO_LIMIT
 
 

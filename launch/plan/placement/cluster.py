@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinpipe.launch.host.links import PAYLOAD_SHARE
-from thinpipe.launch.plan.network import Network
+from thinpipe.launch.host.network import Network
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -27,8 +26,6 @@ from thinpipe.launch.plan.placement.dtfm import DtfmCost, DtfmSizes, check_enoug
 from thinpipe.launch.plan.placement.starts import greedy_layout, tiled_layouts
 from thinpipe.launch.plan.placement.step import StepModel
 from thinpipe.launch.plan.placement.workload import Workload
-
-Objective = Literal["dtfm", "step"]
 
 ROUNDS = 8
 _MOVES_PER_DEVICE = 3000

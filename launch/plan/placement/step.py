@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats, Ints
-from thinpipe.launch.plan.placement.events import step_of
+from thinpipe.launch.plan.placement.events import Simulation
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.launch.plan.simulate import Message
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,9 @@ class StepModel:
     def __init__(self, cluster: Cluster, workload: Workload) -> None:
         self._cluster, self._workload = cluster, workload
         together = not workload.overlaps
-        self._simulated = step_of(workload, exchange=together)
-        self._need_P = np.array(workload.by_rank(workload.memory or [0.0] * workload.stages))
-        self._alone = None if together else step_of(_exchange_only(workload))
+        self._simulated = Simulation(workload, exchange=together)
+        self._need_P = np.array(workload.memory or [0.0] * workload.ranks)
+        self._alone = None if together else Simulation(_exchange_only(workload))
 
     @property
     def need(self) -> Floats:
@@ -72,12 +72,11 @@ class StepModel:
         if self._alone is not None:
             _, exchange_s = self._alone(cluster, grid_RP)
             busy_s = max(passes_s, exchange_s, self._wires_s(grid_RP))
-        optimizer_P = np.array(work.by_rank(work.optimizer_s or [0.0] * work.stages))
+        optimizer_P = np.array(work.by_rank(work.optimizer_s))
         optimizer_s = float((optimizer_P / speed_RP).max())
         used = grid_RP.ravel()
         latency_s = float(cluster.latency_DD[np.ix_(used, used)].max())
-        per_microbatch = [a + b for a, b in zip(work.forward_s, work.backward_s, strict=True)]
-        compute_P = np.array(work.by_rank(per_microbatch)) * work.microbatches * work.accumulate
+        compute_P = np.array(work.microbatch_s) * work.microbatches * work.accumulate
         compute_s = float((compute_P / speed_RP).max())
         step_s = busy_s + latency_s + optimizer_s
         return StepCost(step_s, passes_s, exchange_s, compute_s, optimizer_s, latency_s)

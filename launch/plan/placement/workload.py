@@ -1,36 +1,27 @@
 """What a run asks of its devices in a step: seconds, bytes after compression, and memory.
 
-All of it is measured or counted from a run file: blocks (`launch/plan/profile.py`), messages
-(`message_cost.py`) and what a method exchanges (`replicas.py`); nothing is typed in by hand.
+All of it is measured or counted from a run file: blocks and messages (`launch/cuts/`), memory and
+what a method exchanges (`launch/memory/`); nothing is typed in by hand.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.cuts.message_cost import Message
+from thinpipe.launch.cuts.profile import BlockCost
+from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
+from thinpipe.launch.memory.host import device_nbytes
+from thinpipe.launch.memory.microbatches import microbatch_count
+from thinpipe.launch.memory.model import BlockRun, ModelMemory, rank_memory
 from thinpipe.launch.plan.placement.dtfm import DtfmSizes
-from thinpipe.launch.plan.predict import block_memory, measure_messages
-from thinpipe.launch.plan.profile import BlockCost, microbatch_count
-from thinpipe.launch.plan.replicas import measure_exchange
-from thinpipe.launch.plan.simulate import Message
+from thinpipe.launch.words import WireKey
 from thinpipe.pipeline.schedule import DEPTH, ScheduleName, rank_orders, stage_to_rank
 
 _MEASURED_REPLICAS = 8
 """What a method sends is counted among at most twice as many; for more it is extrapolated."""
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """Per trained parameter: bytes to each peer in a step, and what a replica keeps beside weights,
-    gradients and Adam. It takes `rounds` rounds; `overlaps`: beside the next step's compute.
-    """
-
-    peer_nbytes: float
-    rounds: int
-    overlaps: bool
-    state_nbytes: float
 
 
 @dataclass(frozen=True)
@@ -39,7 +30,10 @@ class Workload:
 
     Seconds are per microbatch on a device of speed 1, one for each stage; `activations` and
     `gradients` hold one message per cut; `exchange_nbytes` what a replica sends each peer in a
-    step, `memory` what a stage needs, `optimizer_s` what its update takes.
+    step, `optimizer_s` what the update of a stage takes, `memory` what a rank needs.
+
+    Raises:
+        ValueError: a sequence does not fit the number of stages.
     """
 
     replicas: int
@@ -47,8 +41,8 @@ class Workload:
     backward_s: tuple[float, ...]
     activations: tuple[Message, ...]
     gradients: tuple[Message, ...]
-    exchange_nbytes: tuple[float, ...]
     microbatches: int
+    exchange_nbytes: tuple[float, ...] = ()
     schedule: ScheduleName = "Deep1F1B"
     depth: int = DEPTH
     ranks_per_pipeline: int | None = None
@@ -57,6 +51,17 @@ class Workload:
     accumulate: int = 1
     optimizer_s: tuple[float, ...] = ()
     memory: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        cuts = self.stages - 1
+        expected = {"backward_s": self.stages, "activations": cuts, "gradients": cuts}
+        for name, length in expected.items():
+            found = len(getattr(self, name))
+            if found != length:
+                raise ValueError(
+                    f"{name} has {found} entries, but forward_s has {self.stages} stages: "
+                    f"pass {length}"
+                )
 
     @property
     def stages(self) -> int:
@@ -93,10 +98,15 @@ class Workload:
         return tuple(sums)
 
     @property
+    def microbatch_s(self) -> tuple[float, ...]:
+        """Seconds that each rank computes for a microbatch."""
+        return self.by_rank([a + b for a, b in zip(self.forward_s, self.backward_s, strict=True)])
+
+    @property
     def peer_nbytes(self) -> tuple[float, ...]:
         """Bytes to each peer in one round of the exchange, by rank."""
-        per_round = [nbytes / max(1, self.rounds) for nbytes in self.exchange_nbytes]
-        return self.by_rank(per_round if self.replicas > 1 else [0.0] * self.stages)
+        alone = self.replicas == 1
+        return self.by_rank([n / max(1, self.rounds) * (not alone) for n in self.exchange_nbytes])
 
     @property
     def sizes(self) -> DtfmSizes:
@@ -111,62 +121,70 @@ class Workload:
 
     @classmethod
     def of(
-        cls, config: RunConfig, blocks: Sequence[BlockCost], exchange: Exchange | None = None
-    ) -> "Workload":
-        """The workload of a run file, whose `blocks` were measured."""
-        pipeline = config.pipeline
-        messages = measure_messages(config)
-        bounds = [0, *pipeline.cuts, len(blocks)]
-        return cls.of_stages(
-            config,
-            [blocks[a:b] for a, b in pairwise(bounds)],
-            exchange or count_exchange(config),
-            [(messages[cut, "forward"], messages[cut, "backward"]) for cut in pipeline.cuts],
-        )
-
-    @classmethod
-    def of_stages(
         cls,
         config: RunConfig,
-        of_stage: Sequence[Sequence[BlockCost]],
-        exchange: Exchange,
-        messages: Sequence[tuple[Message, Message]],
+        blocks: Sequence[Sequence[BlockCost]],
+        messages: Mapping[WireKey, Message],
     ) -> "Workload":
-        """The same from the blocks of each stage, and the messages of each cut, down and up."""
+        """One pipeline of a run file; `blocks` has them all, on the device of each stage."""
         pipeline = config.pipeline
-        trained = [sum(block.trained for block in own) for own in of_stage]
+        bounds = enumerate(pairwise((0, *pipeline.cuts, len(blocks[0]))))
+        of_stage = [blocks[stage][first:stop] for stage, (first, stop) in bounds]
         return cls(
-            replicas=pipeline.replicas,
+            replicas=1,
             forward_s=tuple(sum(block.forward_s for block in own) for own in of_stage),
             backward_s=tuple(sum(block.backward_s for block in own) for own in of_stage),
-            activations=tuple(down for down, _ in messages),
-            gradients=tuple(up for _, up in messages),
-            exchange_nbytes=tuple(exchange.peer_nbytes * count for count in trained),
+            activations=tuple(messages[cut, "forward"] for cut in pipeline.cuts),
+            gradients=tuple(messages[cut, "backward"] for cut in pipeline.cuts),
             microbatches=microbatch_count(config),
             schedule=pipeline.schedule,
             depth=pipeline.depth,
             ranks_per_pipeline=pipeline.pipeline_ranks,
-            rounds=exchange.rounds,
-            overlaps=exchange.overlaps,
             accumulate=config.train.accumulate,
             optimizer_s=tuple(sum(block.optimizer_s for block in own) for own in of_stage),
-            memory=tuple(
-                sum(block_memory(config, stage, block) for block in own)
-                + exchange.state_nbytes * trained[stage] * (pipeline.replicas > 1)
-                for stage, own in enumerate(of_stage)
-            ),
+        )
+
+    def replicated(
+        self,
+        config: RunConfig,
+        sequences: int,
+        blocks: Sequence[ModelMemory],
+        exchange: ExchangeCost | None,
+    ) -> "Workload":
+        """All replicas of a run with so many samples, whose blocks take this memory.
+
+        Raises:
+            ValueError: a rank's memory cannot be counted.
+        """
+        replicas = config.pipeline.replicas
+        bounds = pairwise((0, *config.pipeline.cuts, len(blocks)))
+        trained = [sum(block.trained for block in blocks[first:stop]) for first, stop in bounds]
+        models = rank_memory(config, [BlockRun(block, 1) for block in blocks], exchange)
+        whole = replace(
+            self,
+            replicas=replicas,
+            memory=tuple(device_nbytes(config, sequences, models)),
+        )
+        if exchange is None:
+            return whole
+        peer_nbytes = exchange.nbytes / (replicas - 1)
+        return replace(
+            whole,
+            exchange_nbytes=tuple(peer_nbytes * count for count in trained),
+            rounds=exchange.rounds,
+            overlaps=exchange.overlaps,
         )
 
 
-def count_exchange(config: RunConfig) -> Exchange:
-    """What the run's method sends, counted on real messages.
+def count_exchange(config: RunConfig) -> ExchangeCost | None:
+    """What the run's method sends, counted on real messages; None without replicas.
 
     With more replicas than can be run here it is extrapolated from two sizes: what goes to a peer
     is a part that is the same for any number of replicas, and one that they share.
     """
     replicas, options = config.pipeline.replicas, config.method_options.model_dump()
     if replicas == 1:
-        return Exchange(0.0, 0, False, 0.0)
+        return None
     sizes = [replicas]
     if replicas > 2 * _MEASURED_REPLICAS:
         sizes = [_MEASURED_REPLICAS, 2 * _MEASURED_REPLICAS]
@@ -180,5 +198,4 @@ def count_exchange(config: RunConfig) -> Exchange:
     if len(sizes) == 2:
         shared = (to_peer[0] - to_peer[1]) / (1 / sizes[0] - 1 / sizes[1])
         to_peer = [to_peer[1] - shared / sizes[1] + shared / replicas]
-    first = found[0]
-    return Exchange(max(0.0, to_peer[0]), first.rounds, first.overlaps, first.state_nbytes)
+    return replace(found[0], nbytes=max(0.0, to_peer[0]) * (replicas - 1))

@@ -18,8 +18,8 @@ from benchmarks.links.run import _arguments, _plan
 from benchmarks.links.runners import METHODS, Method, ThinPipeRunner
 from benchmarks.links.workloads import PaperShape, SleptStage, Training, Workload
 from tests.ranks import Ranks
+from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.host.links import PAYLOAD_SHARE
-from thinpipe.launch.plan.simulate import Message
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.wire.header import HEADER_NBYTES
 

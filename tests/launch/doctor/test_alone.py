@@ -1,6 +1,7 @@
 """Checks of one host, and errors before it waits for others."""
 
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from typer.testing import CliRunner
 from tests.huggingface import saved_model, section
 from tests.ports import free_port
 from thinpipe.launch.cli import app
+from thinpipe.launch.doctor.host import _check_own_name
+from thinpipe.launch.host.interfaces import Interface
 from thinpipe.pipeline.models.build import stage_counts
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 
@@ -34,6 +37,19 @@ def test_wrong_numbers_of_hosts_are_refused_without_waiting(run_file: Path) -> N
     code, output = doctor(run_file, "--nnodes", "3")
     assert code == 2
     assert "--nnodes = 3: give one of the machines: --rdzv host0:29500" in output
+
+
+@pytest.mark.parametrize(
+    ("address", "level"), [("2001:db8::5", "ok"), ("::1", "warning"), ("127.0.1.1", "warning")]
+)
+def test_a_host_is_known_by_its_own_name_over_ipv6_too(
+    monkeypatch: pytest.MonkeyPatch, address: str, level: str
+) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    entries = [(family, socket.SOCK_STREAM, 6, "", (address, 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: entries)
+    (found,) = _check_own_name("host0", Interface("eth0", "2001:db8::5", 1500), "export it")
+    assert found.level == level
 
 
 def test_needed_memory_is_reported_with_its_parts(run_file: Path, tmp_path: Path) -> None:

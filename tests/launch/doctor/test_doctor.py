@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.network import KEY_FILE
 from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.host.network import Network
 from thinpipe.launch.overlay import keys
-from thinpipe.launch.plan.network import Network
 from thinpipe.launch.plan.placement.cluster_files import read_cluster
 from thinpipe.launch.shaped.linux import ShapedError
 from thinpipe.launch.shaped.names import host_address

@@ -1,9 +1,12 @@
 """A stage's memory is counted without building it, and equals what the built one keeps."""
 
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -11,16 +14,34 @@ from tests.training import config
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.cuts.profile import _Bench
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.memory.check import check_host, host_needs
-from thinpipe.launch.memory.model import rank_memory
-from thinpipe.launch.plan.predict import in_flight
-from thinpipe.launch.plan.profile import _Bench, training_nbytes
+from thinpipe.launch.memory.host import added_nbytes, check_host, device_nbytes, host_needs
+from thinpipe.launch.memory.microbatches import in_flight
+from thinpipe.launch.memory.model import BlockRun, ModelMemory, block_memory, rank_memory
+from thinpipe.pipeline.schedule import ScheduleName
 
 
 def run_config(**model: Any) -> RunConfig:
     shape = {"layers": 4, "width": 32, "heads": 2, "context": 16} | model
     return config(model=shape, pipeline={"cuts": [1, 3], "microbatches": 2})
+
+
+def kept_nbytes(bench: _Bench) -> int:
+    """Bytes of distinct storages that one microbatch keeps for its backward, and its input."""
+    own = {p.untyped_storage().data_ptr() for p in bench._block.parameters()}
+    kept = {bench._x.untyped_storage().data_ptr(): bench._x.nbytes}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = bench._forward()
+    del output
+    return sum(kept.values())
 
 
 @pytest.mark.parametrize(
@@ -32,11 +53,10 @@ def test_counted_bytes_are_those_that_real_blocks_keep(model: dict[str, Any]) ->
     bounds = (0, 1, 3, 4)
     for stage, counted in enumerate(rank_memory(run)):
         benches = [_Bench(run, block) for block in range(bounds[stage], bounds[stage + 1])]
-        numel = sum(parameter.numel() for bench in benches for parameter in bench._parameters)
-        kept = sum(bench._activations() for bench in benches)
-        assert counted.activations == in_flight(run, stage) * kept
+        numel = sum(p.numel() for bench in benches for p in bench._block.parameters())
+        assert counted.activations == in_flight(run)[stage] * sum(map(kept_nbytes, benches))
         state = counted.weights + counted.gradients + counted.optimizer
-        assert state == training_nbytes(numel, numel)
+        assert state == 4 * 4 * numel
         again = rank_memory(run_config(**(model | {"activation_checkpointing": False})))[stage]
         checkpointed = "activation_checkpointing" in model
         assert counted.activations <= again.activations
@@ -74,6 +94,44 @@ def test_a_dry_run_prints_the_notes_of_a_start(tmp_path: Path) -> None:
     assert "is not UTF-8 text; it is read as plain bytes" in shown.output
 
 
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+def test_a_stage_keeps_the_activations_of_what_is_in_flight(schedule: ScheduleName) -> None:
+    single = schedule in ("GPipe", "1F1B", "Deep1F1B")
+    cuts = [1, 3] if single else [1, 2, 3]
+    run = config(pipeline={"schedule": schedule, "microbatches": 4, "cuts": cuts})
+    expected = {
+        "GPipe": [4, 4, 4],
+        "1F1B": [3, 2, 1],
+        "Deep1F1B": [4, 4, 1],
+        "LoopedBFS": [4, 4, 4, 4],
+    }
+    held = in_flight(run)
+    assert held == expected.get(schedule, held)
+    assert all(1 <= count <= 4 for count in held)
+    block = ModelMemory.of(20, 5, 7)
+    bounds = pairwise((0, *cuts, 4))
+    by_stage = [
+        (b - a) * (4 * 20 + 12 * 5 + 7 * count) for (a, b), count in zip(bounds, held, strict=True)
+    ]
+    by_rank = [0] * run.pipeline.pipeline_ranks
+    for stage, rank in run.stage_ranks.items():
+        by_rank[rank] += by_stage[stage]
+    assert [memory.total for memory in rank_memory(run, [BlockRun(block, 4)])] == by_rank
+
+
+def test_what_blocks_add_to_a_stage_makes_up_what_it_needs() -> None:
+    """The parts that `cuts = "auto"` divides, for the host's whole account."""
+    run = run_config(activation_checkpointing=True)
+    blocks = block_memory(run)
+    added, without = added_nbytes(run, 8, blocks, None)
+    bounds = ((0, 1), (1, 3), (3, 4))
+    for stage, needed in enumerate(device_nbytes(run, 8)):
+        parts = without[stage] + sum(added[stage][slice(*bounds[stage])])
+        largest = max(block.recomputed for block, _ in blocks)
+        assert needed <= parts + 4 <= needed + 1.2 * largest + 8
+        assert needed == host_needs(run, 8, [stage]).total
+
+
 def test_shards_divide_what_they_keep_and_hold_what_is_under_way() -> None:
     def memory(shards: int, gather: str) -> Any:
         pipeline = {"cuts": [], "microbatches": 2, "shards": shards}
@@ -87,6 +145,8 @@ def test_shards_divide_what_they_keep_and_hold_what_is_under_way() -> None:
         assert two.gathered == four.gathered
         assert two.gathered == whole.weights if gather == "step" else two.gathered > 0
         assert two.gradients - whole.gradients // 2 == (gather == "step") * whole.gradients
+    heaviest = max(block.weights for block, _ in block_memory(config(pipeline={"cuts": []})))
+    assert memory(2, "microbatch").gathered == 7 * heaviest
 
 
 def test_shards_that_send_differences_hold_all_weights_once_more_and_save_their_part() -> None:
@@ -142,7 +202,7 @@ def test_blocks_of_hugging_face_models_are_counted_as_they_are(
     )
     first, second = rank_memory(run)
     for counted, blocks, stage in ((first, [0], 0), (second, [1, 2], 1)):
-        kept = sum(_Bench(run, block)._activations() for block in blocks)
-        held = in_flight(run, stage)
+        kept = sum(kept_nbytes(_Bench(run, block)) for block in blocks)
+        held = in_flight(run)[stage]
         assert counted.activations + held * counted.casts == pytest.approx(held * kept, rel=0.1)
         assert (counted.casts > 0) == (precision == "bf16")

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from tests.launch.test_train import run_file, thinpipe
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import load_config
-from thinpipe.launch.plan.predict import measure_messages
+from thinpipe.launch.cuts.message_cost import measure_messages
 from thinpipe.launch.report.metrics import read_metrics
 
 __all__ = ["run_file"]
@@ -21,7 +21,7 @@ def test_coded_settings_are_applied_and_have_the_predicted_sizes(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # two compete on a busy machine
-    monkeypatch.setattr("thinpipe.launch.plan.profile.interference_warning", lambda *_, **__: None)
+    monkeypatch.setattr("thinpipe.launch.cuts.profile.interference_warning", lambda *_, **__: None)
     monkeypatch.setenv("COLUMNS", "100")
     text = run_file.read_text(encoding="utf-8").replace("width = 16", "width = 64")
     text = text.replace("batch_size = 5", "batch_size = 6").replace("bits = 3", "bits = 8")

@@ -19,7 +19,7 @@ FAMILIES = [
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are timed once: it is not their seconds that are of interest."""
     for name, value in {"_LEAST_ROUNDS": 2, "_LEAST_S": 0.0, "_MOST_S": 0.0}.items():
-        monkeypatch.setattr(f"thinpipe.launch.plan.profile.{name}", value)
+        monkeypatch.setattr(f"thinpipe.launch.cuts.profile.{name}", value)
     monkeypatch.setattr("thinpipe.launch.plan.cli.keep_freed_memory", lambda: None)
     monkeypatch.setattr("thinpipe.launch.plan.cli.rank_threads", lambda ranks: ranks)
 
@@ -42,3 +42,30 @@ def test_every_family_can_be_planned(name: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(run)], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "predicted step" in result.output
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("schedule", ["LoopedBFS", "ZBVZeroBubble"])
+def test_schedules_with_several_stages_per_rank_are_planned(schedule: str, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(
+        "[model]\nlayers = 4\nwidth = 16\nheads = 2\ncontext = 16\n[data]\nsequence_length = 8\n"
+        f'[pipeline]\ncuts = [1, 2, 3]\nschedule = "{schedule}"\nmicrobatches = 4\n'
+        "[train]\nbatch_size = 8\n"
+    )
+    links = ["--rate", "1mbit", "--delay", "20ms"]
+    result = CliRunner().invoke(app, ["plan", str(run), *links], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "predicted step" in result.output
+    assert "the same machines as 2 replicas" in result.output
+    assert ("within a rank" in result.output) == (schedule == "ZBVZeroBubble")
+    auto = [
+        "--set",
+        "pipeline.cuts=auto",
+        "--set",
+        "pipeline.stages=4",
+        "--set",
+        "pipeline.ranks=2",
+    ]
+    result = CliRunner().invoke(app, ["plan", str(run), *auto], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output

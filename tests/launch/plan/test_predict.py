@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from io import StringIO
-from typing import Any
+from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +11,11 @@ from rich.console import Console
 from tests.training import config
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.cuts.message_cost import Message, measure_message, measure_messages
+from thinpipe.launch.cuts.profile import BlockCost, measure_blocks
 from thinpipe.launch.host.links import PAYLOAD_SHARE
+from thinpipe.launch.host.network import Network
+from thinpipe.launch.memory.microbatches import microbatch_shape
 from thinpipe.launch.plan.bits import (
     Candidate,
     Candidates,
@@ -20,25 +24,16 @@ from thinpipe.launch.plan.bits import (
     measure_candidates,
     recommend,
 )
-from thinpipe.launch.plan.message_cost import describe, measure_message
-from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.predict import measure_messages, predict, stage_costs
-from thinpipe.launch.plan.profile import (
-    BlockCost,
-    measure_blocks,
-    microbatch_shape,
-    shard_traffic,
-)
-from thinpipe.launch.plan.simulate import Message
+from thinpipe.launch.plan.predict import predict, shard_traffic
 from thinpipe.launch.plan.suggestions import show_suggestions
 from thinpipe.launch.words import WireKey, format_duration
 from thinpipe.pipeline.config import DirectConfig, RawConfig
-from thinpipe.pipeline.models.transformer import build_layers
+from thinpipe.pipeline.schedule import ScheduleName
 from thinpipe.pipeline.wire.header import DIRECTIONS, HEADER_NBYTES
 
 MBIT = 1e6 / PAYLOAD_SHARE  # on the wire, so that a megabit of payload goes through
 RUN = config(pipeline={"schedule": "GPipe", "microbatches": 4, "cuts": [1, 3]})
-BLOCK = BlockCost(1.0, 2.0, optimizer_s=0.5, parameters=20, trained=5, activations=7)
+BLOCK = BlockCost(1.0, 2.0, optimizer_s=0.5)
 KEYS: list[WireKey] = [(1, "forward"), (1, "backward"), (3, "forward"), (3, "backward")]
 
 
@@ -91,44 +86,42 @@ def test_a_step_has_the_microbatches_that_training_fits_to_its_batch(
     )
     assert microbatch_shape(run)[0] == largest
     found = predict(run, [[BLOCK] * 4] * 3, dict.fromkeys(KEYS, Message(0)), Network.uniform(3))
-    assert {event.microbatch for event in found.simulated.events} == set(range(count))
+    assert found.work.microbatches == count
     assert found.bubble == pytest.approx(1 - accumulate * count * 12.0 / (3 * found.step_s))
-    assert stage_costs(run, [[BLOCK] * 4] * 3)[0].memory == 4 * 20 + 12 * 5 + 7 * count
 
 
-def test_shards_that_gather_for_every_microbatch_hold_seven_blocks_on_their_way() -> None:
-    def memory(**shards: Any) -> int:
-        pipeline = {"cuts": [], "shards": 2, "microbatches": 4, "schedule": "GPipe"}
-        run = config(pipeline=pipeline, shards=shards)
-        heavier = replace(BLOCK, parameters=40)
-        return stage_costs(run, [[BLOCK, heavier, BLOCK, BLOCK]])[0].memory
-
-    held = (4 * 100 + 12 * 20) // 2 + 4 * 4 * 7
-    assert memory(gather="step") == held + 4 * 100 + 4 * 20
-    assert memory(gather="microbatch") == held + 7 * 4 * 40
-
-
-def test_memory_counts_parameters_and_what_is_in_flight() -> None:
-    by_schedule = {"GPipe": [4, 4, 4], "1F1B": [3, 2, 1], "Deep1F1B": [4, 4, 1]}
-    for schedule, in_flight in by_schedule.items():
-        run = config(pipeline={"schedule": schedule, "microbatches": 4, "cuts": [1, 3]})
-        found = [stage.memory for stage in stage_costs(run, [[BLOCK] * 4] * 3)]
-        blocks = (1, 2, 1)
-        assert found == [
-            n * (4 * 20 + 12 * 5 + 7 * m) for n, m in zip(blocks, in_flight, strict=True)
-        ]
-
-
-def test_blocks_are_measured_with_their_parameters() -> None:
+def test_blocks_that_are_alike_are_measured_once() -> None:
     costs = measure_blocks(RUN).costs
-    whole = build_layers(RUN.model, 0, 4, seed=0, device="meta")
-    assert sum(cost.parameters for cost in costs) == sum(p.numel() for p in whole.parameters())
-    assert all(cost.trained == cost.parameters for cost in costs)
-    assert costs[1] == costs[2]  # alike: measured once
-    assert costs[0].parameters > costs[1].parameters  # the embedding
+    assert costs[1] == costs[2]
+    assert len(costs) == 4
     assert all(c.forward_s > 0 and c.backward_s > 0 and c.optimizer_s > 0 for c in costs)
-    samples, tokens, width = microbatch_shape(RUN)
-    assert costs[1].activations >= 4 * samples * tokens * width * 8  # of a block's tensors
+
+
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+def test_every_schedule_is_predicted(schedule: ScheduleName) -> None:
+    single = schedule in ("GPipe", "1F1B", "Deep1F1B")
+    run = config(pipeline={"schedule": schedule, "microbatches": 4, "cuts": [1, 2, 3]})
+    ranks, blocks = (4 if single else 2), [[BLOCK] * 4] * 4
+    assert run.pipeline.pipeline_ranks == ranks
+    keys: list[WireKey] = [(cut, direction) for cut in (1, 2, 3) for direction in DIRECTIONS]
+    messages = dict.fromkeys(keys, Message(0))
+    free = predict(run, blocks, messages, Network.uniform(ranks))
+    busy_s = 4 * 4 * 3.0 / ranks  # of each rank
+    assert busy_s < free.step_s == free.unlimited_s < busy_s + 4 * 3.0
+    assert free.bubble == pytest.approx(1 - busy_s / free.step_s)
+    far = predict(run, blocks, messages, Network.uniform(ranks, None, 0.1))
+    assert far.step_s > free.step_s
+    assert far.slot_s == 4 * 3.0 / ranks
+    path = allocate_bits(
+        (1, 2, 3),
+        {key: DOWN if key[1] == "forward" else UP for key in keys},
+        Network.uniform(ranks, 8 * MBIT),
+        slot_s=0.25,
+        ranks=far.work.position_of,
+    )
+    sent = {key: message.nbytes for key, message in path[-1].messages.items()}
+    within = [cut for cut in (1, 2, 3) if len({*far.work.position_of[cut - 1 : cut + 1]}) == 1]
+    assert all(sent[cut, direction] == 320_000 for cut in within for direction in DIRECTIONS)
 
 
 def test_messages_are_those_of_a_known_sample() -> None:
@@ -157,7 +150,7 @@ def test_in_one_epoch_no_change_is_recommended() -> None:
 def test_in_one_epoch_activations_get_bits_before_gradients() -> None:
     found = measure_candidates(config(train={"epochs": 1}))
     path = allocate_bits((2,), found, Network.uniform(2), slot_s=1.0)
-    names = [[describe(advice.specs[2, d]) for d in DIRECTIONS] for advice in path]
+    names = [[advice.specs[2, d].words() for d in DIRECTIONS] for advice in path]
     assert names[:5] == [
         ["stateless 4-bit", "direct rate 0.7"],
         ["stateless 5-bit", "direct rate 0.7"],

@@ -1,18 +1,22 @@
 import json
-from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.simulate import Message, StepModel, simulate
+from thinpipe.launch.cuts.message_cost import Message
+from thinpipe.launch.host.network import Network
+from thinpipe.launch.plan.placement.events import simulate
+from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.plan.trace import predict_step, trace_run, transfers, write_trace
 from thinpipe.launch.report.timeline import Timeline, read_timeline
+from thinpipe.pipeline.schedule import ScheduleName
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
-MODEL = StepModel(
+MODEL = Workload(
+    replicas=1,
     schedule="GPipe",
     microbatches=2,
     forward_s=(1.0, 2.0, 1.0),
@@ -48,8 +52,52 @@ def measured() -> Timeline:
 
 @pytest.mark.parametrize("network", [Network.uniform(3), Network.uniform(3, 1e4, 0.5)])
 def test_predicted_step_has_the_times_and_sizes_of_the_measured_one(network: Network) -> None:
-    expected = simulate(replace(MODEL, network=network.payload()))
+    expected = simulate(MODEL, network)
     assert predict_step(measured(), network).step_s == pytest.approx(expected.step_s)
+
+
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+def test_every_schedule_is_predicted_and_drawn(schedule: ScheduleName, tmp_path: Path) -> None:
+    """A measured step that equals a simulated one is predicted to take as long."""
+    single = schedule in ("GPipe", "1F1B", "Deep1F1B")
+    ranks, cuts = (4 if single else 2), (2, 4, 6)
+    message = Message(1000, 0.1, 0.2)
+    work = Workload(
+        replicas=1,
+        schedule=schedule,
+        microbatches=4,
+        forward_s=(1.0, 2.0, 1.0, 1.5),
+        backward_s=(2.0, 4.0, 2.0, 3.0),
+        activations=(message,) * 3,
+        gradients=(message,) * 3,
+        ranks_per_pipeline=ranks,
+    )
+    network = Network.uniform(ranks, 1e6, 0.05)
+    step = simulate(work, network)
+    crossed = {(transfer.cut, transfer.direction) for transfer in step.transfers}
+    assert len(crossed) == (4 if schedule == "ZBVZeroBubble" else 6)  # two stages of a V meet
+    wire = [
+        WireTotal(cut=cuts[cut], direction=direction, nbytes=4000, messages=4, values=4)
+        for cut, direction in sorted(crossed)
+    ]
+    timeline = measured().model_copy(
+        update={
+            "schedule": schedule,
+            "microbatches": 4,
+            "depth": work.depth,
+            "pipeline_ranks": ranks,
+            "cuts": cuts,
+            "wire": tuple(wire),
+            "events": step.events,
+        }
+    )
+    found = predict_step(timeline, network)
+    assert found.step_s == pytest.approx(step.step_s, rel=1e-6)
+    assert len(transfers(timeline)) == len(step.transfers)
+    write_trace(tmp_path / "trace.json", timeline, found, title="")
+    drawn = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    assert sum(event["ph"] == "b" for event in drawn) == 2 * len(step.transfers)
+    assert {event["pid"] for event in drawn} == {*range(ranks), *range(1000, 1000 + ranks)}
 
 
 def test_messages_are_joined_from_sender_to_receiver() -> None:
@@ -90,8 +138,8 @@ def test_concurrent_codecs_are_drawn_on_separate_tracks(tmp_path: Path) -> None:
     assert names == {0: "compute", 2: "codec", 3: "codec"}
 
 
-def test_schedules_that_cannot_be_simulated_still_have_a_trace(tmp_path: Path) -> None:
-    measured().model_copy(update={"schedule": "Interleaved1F1B"}).write(tmp_path)
+def test_steps_that_cannot_be_simulated_still_have_a_trace(tmp_path: Path) -> None:
+    measured().model_copy(update={"accumulate": 2}).write(tmp_path)
     summary = trace_run(tmp_path, tmp_path / "trace.json", rate_bps=None, delay_s=0.0)
     assert "not predicted" in summary
     events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]

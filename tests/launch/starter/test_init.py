@@ -147,7 +147,7 @@ def test_what_cannot_be_cut_as_wished_is_not_written(folder: Path) -> None:
 def test_a_file_is_written_although_this_machine_has_no_room_now(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("thinpipe.launch.plan.memory_budget.free_memory", lambda: 10**6)
+    monkeypatch.setattr("thinpipe.launch.memory.rows.free_memory", lambda: 10**6)
     output = init("new.toml", "--data", "book.txt")
     assert "note: it cannot start here now: " in output
     assert "1.00 MB" in output

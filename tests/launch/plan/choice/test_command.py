@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import load_config
-from thinpipe.launch.plan.message_cost import describe
 
 RUN = """[model]
 layers = 4
@@ -33,10 +32,15 @@ def plan(path: Path, *options: str) -> tuple[int, str]:
     return done.exit_code, " ".join(done.output.split())
 
 
-def test_what_is_applied_is_a_valid_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinpipe.launch.plan.profile.interference_warning", lambda *_, **__: None)
+@pytest.mark.parametrize(
+    "schedule", ['"1F1B"', '"LoopedBFS"\nranks = 1', '"Deep1F1B"\nranks = 2\ndepth = 4']
+)
+def test_what_is_applied_is_a_valid_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    monkeypatch.setattr("thinpipe.launch.cuts.profile.interference_warning", lambda *_, **__: None)
     run, net = tmp_path / "run.toml", tmp_path / "net.json"
-    run.write_text(RUN)
+    run.write_text(RUN.replace('"1F1B"', schedule))
     regions = {"regions": {"Ohio": 2, "Tokyo": 2}, "inside": {"latency_ms": 1, "gbps": 1}}
     net.write_text(json.dumps(regions | {"links": [["Ohio", "Tokyo", 60, 0.05]]}))
     code, output = plan(run, "--network", str(net), "--place", "--apply", "--seconds", "1")
@@ -53,7 +57,7 @@ def test_what_is_applied_is_a_valid_run(tmp_path: Path, monkeypatch: pytest.Monk
     if pipeline.replicas > 1:
         assert f"exchange: {written.method}" in output
     for spec in written.specs.values():
-        assert describe(spec) in output
+        assert spec.words() in output
 
 
 def test_seconds_without_place_are_refused(tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Small random clusters and workloads."""
 
+import itertools
 import math
 
 import numpy as np
 
+from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.plan.placement.cluster import Cluster, Host
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.launch.plan.simulate import Message
 
 
 def random_cluster(
@@ -46,3 +47,15 @@ def small_workload(stages: int, replicas: int, seed: int, *, overlaps: bool = Fa
         overlaps=overlaps,
         optimizer_s=(0.01,) * stages,
     )
+
+
+def partitions(devices: list[int], size: int) -> list[list[list[int]]]:
+    """All ways to divide devices into groups of that size."""
+    if not devices:
+        return [[]]
+    first, rest = devices[0], devices[1:]
+    return [
+        [[first, *others], *more]
+        for others in itertools.combinations(rest, size - 1)
+        for more in partitions([d for d in rest if d not in others], size)
+    ]

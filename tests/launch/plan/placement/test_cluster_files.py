@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from thinpipe.launch.host.links import PAYLOAD_SHARE
-from thinpipe.launch.plan.network import Network
+from thinpipe.launch.host.network import Network
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster, read_cluster
 

@@ -6,12 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from tests.launch.plan.placement.networks import random_cluster
-from thinpipe.launch.plan.placement.bounds import dtfm_bound
+from tests.launch.plan.placement.networks import partitions, random_cluster
 from thinpipe.launch.plan.placement.cluster import Cluster, Ints
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
 from thinpipe.launch.plan.placement.dtfm import CASE_STUDY, DtfmCost, DtfmSizes
-from thinpipe.launch.plan.placement.dtfm_search import genetic_search
 from thinpipe.launch.plan.placement.matching import bottleneck_matching
 from thinpipe.launch.plan.placement.paths import open_path
 from thinpipe.launch.plan.placement.solve import solve_dtfm
@@ -46,17 +44,6 @@ def released(groups: Ints, latency_ms: np.ndarray, gbps: np.ndarray, sizes: Dtfm
         for order in itertools.permutations(range(len(groups)))
     )
     return max(map(data, groups)) + 2 * path
-
-
-def partitions(devices: list[int], size: int) -> list[list[list[int]]]:
-    if not devices:
-        return [[]]
-    first, rest = devices[0], devices[1:]
-    return [
-        [[first, *others], *more]
-        for others in itertools.combinations(rest, size - 1)
-        for more in partitions([d for d in rest if d not in others], size)
-    ]
 
 
 def matrices(cluster: Cluster) -> tuple[np.ndarray, np.ndarray]:
@@ -116,7 +103,6 @@ def test_the_best_layout_of_a_small_network_is_found(seed: int) -> None:
     found = solve_dtfm(cluster, sizes, seed=seed, rounds=4)
     assert found.cost == pytest.approx(best, rel=1e-12)
     assert cost.grid_cost(found.grid_RP.T) == pytest.approx(best, rel=1e-12)
-    assert dtfm_bound(cost) <= best * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -166,16 +152,6 @@ def test_twice_the_rate_and_half_the_latency_are_half_the_cost() -> None:
     sizes, grid = DtfmSizes(3, 4, 0.3, 0.2), np.arange(12).reshape(3, 4)
     costs = [DtfmCost.of(one, sizes).grid_cost(grid) for one in (cluster, fast)]
     assert costs[0] == pytest.approx(2 * costs[1], rel=1e-12)
-
-
-def test_the_genetic_search_is_reproducible_and_its_children_are_better() -> None:
-    cost = DtfmCost.of(random_cluster(20, 3), DtfmSizes(4, 5, 0.3, 0.2))
-    runs = [genetic_search(cost, seed=5, candidates=400) for _ in range(2)]
-    assert (runs[0][0] == runs[1][0]).all()
-    assert (runs[0][1] == runs[1][1]).all()
-    assert runs[0][1][100:].mean() < runs[0][1][:100].mean()
-    assert cost.grid_cost(runs[0][0]) == pytest.approx(runs[0][1].min())
-    assert sorted(runs[0][0].ravel()) == list(range(20))
 
 
 def test_too_few_devices_are_refused() -> None:

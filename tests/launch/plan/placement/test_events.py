@@ -1,16 +1,15 @@
-"""The fast simulation against the readable one, and exchanges small enough to solve by hand."""
+"""Layouts and exchanges small enough to solve by hand; test_simulate.py has single pipelines."""
 
 import dataclasses
 import math
-import random
 
 import numpy as np
 import pytest
 
+from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.plan.placement.cluster import Cluster, Host
-from thinpipe.launch.plan.placement.events import simulate_layout
+from thinpipe.launch.plan.placement.events import Simulation
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.launch.plan.simulate import Message, StepModel, simulate
 from thinpipe.pipeline.schedule import ScheduleName
 
 
@@ -41,54 +40,17 @@ def column(devices: int) -> np.ndarray:
     return np.arange(devices)[None]
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Deep1F1B"])
-@pytest.mark.parametrize("seed", range(15))
-def test_one_pipeline_takes_as_long_as_in_the_readable_simulation(
-    schedule: ScheduleName, seed: int
-) -> None:
-    draw = random.Random(seed)
-    stages, microbatches = draw.randint(2, 5), draw.randint(1, 6)
-
-    def messages() -> tuple[Message, ...]:
-        return tuple(
-            Message(draw.randint(1, 10**6), draw.random() / 9, draw.random() / 9)
-            for _ in range(stages - 1)
-        )
-
-    work = workload(
-        stages,
-        forward_s=tuple(draw.random() for _ in range(stages)),
-        backward_s=tuple(draw.random() for _ in range(stages)),
-        activations=messages(),
-        gradients=messages(),
-        microbatches=microbatches,
-        schedule=schedule,
-    )
-    found = cluster([[draw.uniform(2e6, 3e7) for _ in range(stages)] for _ in range(stages)], 0.1)
-    model = StepModel(
-        schedule,
-        microbatches,
-        work.forward_s,
-        work.backward_s,
-        work.activations,
-        work.gradients,
-        found.network(range(stages)).payload(),
-    )
-    expected = simulate(model).step_s
-    assert simulate_layout(found, work, column(stages))[0] == pytest.approx(expected, rel=1e-12)
-
-
 def test_a_faster_device_computes_in_less_time() -> None:
     work = workload(1)
     slow, fast = (cluster([[1.0]], speed=speed) for speed in (1.0, 2.0))
-    assert simulate_layout(slow, work, column(1))[0] == 12
-    assert simulate_layout(fast, work, column(1))[0] == 6
+    assert Simulation(work)(slow, column(1))[0] == 12
+    assert Simulation(work)(fast, column(1))[0] == 6
 
 
 def test_replicas_exchange_in_rounds_after_their_last_backward() -> None:
     work = workload(1, replicas=3, exchange_nbytes=(2e6,), rounds=2)  # 1 MB to each peer a round
     equal = cluster([[8e6] * 3] * 3, 0.5)
-    passed_s, done_s = simulate_layout(equal, work, np.arange(3)[:, None])
+    passed_s, done_s = Simulation(work)(equal, np.arange(3)[:, None])
     assert passed_s == 12
     assert done_s == 12 + 2 * (2 * 1.0 + 0.5)  # an uplink carries one message after the other
 
@@ -98,7 +60,7 @@ def test_an_exchange_does_not_hold_up_the_last_gradient() -> None:
     gradient = (Message(10**6, encode_s=0.5),)  # a second
     work = workload(2, replicas=2, gradients=gradient, exchange_nbytes=(0.0, 8e6), microbatches=1)
     equal = cluster([[8e6] * 4] * 4)
-    passed_s, done_s = simulate_layout(equal, work, np.arange(4).reshape(2, 2))
+    passed_s, done_s = Simulation(work)(equal, np.arange(4).reshape(2, 2))
     assert passed_s == 1 + 1 + 2 + 0.5 + 1 + 2
     assert done_s == 4.5 + 1 + 2 * 4  # the exchange follows on the same uplink
 
@@ -110,8 +72,8 @@ def test_two_devices_of_a_host_share_its_uplink() -> None:
     work = workload(2, replicas=2, activations=message, gradients=silent, microbatches=1)
     hosts = (Host("a", devices=2), Host("b", devices=2))
     shared = Cluster(hosts, np.array([[np.inf, 8e6], [8e6, np.inf]]), np.zeros((2, 2)))
-    alone = simulate_layout(shared, dataclasses.replace(work, replicas=1), np.array([[0, 2]]))[0]
-    both = simulate_layout(shared, work, np.array([[0, 2], [1, 3]]))[0]
+    alone = Simulation(dataclasses.replace(work, replicas=1))(shared, np.array([[0, 2]]))[0]
+    both = Simulation(work)(shared, np.array([[0, 2], [1, 3]]))[0]
     assert alone == 6 + 1
     assert both == pytest.approx(6 + 2)
 
@@ -119,7 +81,7 @@ def test_two_devices_of_a_host_share_its_uplink() -> None:
 def test_devices_of_a_host_have_unlimited_links() -> None:
     work = workload(2, activations=(Message(10**9),), gradients=(Message(10**9),), microbatches=1)
     one = Cluster((Host("a", devices=2),), np.full((1, 1), np.inf), np.zeros((1, 1)))
-    assert simulate_layout(one, work, column(2))[0] == 6
+    assert Simulation(work)(one, column(2))[0] == 6
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", "LoopedBFS"])
@@ -129,19 +91,19 @@ def test_an_interleaved_schedule_has_a_smaller_bubble(schedule: ScheduleName) ->
     plain = workload(2, microbatches=4, forward_s=(2.0, 2.0), backward_s=(4.0, 4.0))
     looped = workload(4, microbatches=4, schedule=schedule, ranks_per_pipeline=2)
     busy_s = 4 * 6.0
-    assert simulate_layout(free, plain, column(2))[0] == busy_s + 6
-    assert simulate_layout(free, looped, column(2))[0] == busy_s + 3
+    assert Simulation(plain)(free, column(2))[0] == busy_s + 6
+    assert Simulation(looped)(free, column(2))[0] == busy_s + 3
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_zero_bubble_schedules_run_to_the_end(schedule: ScheduleName) -> None:
     free = cluster([[8e9] * 2] * 2)
     work = workload(4, microbatches=4, schedule=schedule, ranks_per_pipeline=2)
-    assert 4 * 6 <= simulate_layout(free, work, column(2))[0] <= 4 * 6 + 6
+    assert 4 * 6 <= Simulation(work)(free, column(2))[0] <= 4 * 6 + 6
 
 
 def test_a_thousand_devices_are_simulated() -> None:
     work = workload(8, replicas=125, microbatches=8, exchange_nbytes=(1e3,) * 8)
     many = cluster([[8e6] * 1000] * 1000)
-    passed_s, done_s = simulate_layout(many, work, np.arange(1000).reshape(125, 8))
+    passed_s, done_s = Simulation(work)(many, np.arange(1000).reshape(125, 8))
     assert done_s > passed_s >= (8 + 7) * 3

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from tests.launch.plan.placement.networks import random_cluster, small_workload
+from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.plan.placement.anneal_step import devices_of, estimate_step, plan_of
 from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster, Host
 from thinpipe.launch.plan.placement.dtfm import DtfmSizes
 from thinpipe.launch.plan.placement.solve import Placement, solve_dtfm, solve_step
 from thinpipe.launch.plan.placement.step import StepModel, link_nbytes
-from thinpipe.launch.plan.simulate import Message
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

@@ -6,7 +6,7 @@ import torch
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
 from thinpipe.launch.config.boundary import Spec
-from thinpipe.launch.plan.message_cost import describe, measure_message
+from thinpipe.launch.cuts.message_cost import measure_message
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 
 
@@ -24,7 +24,7 @@ from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
     ],
 )
 def test_settings_have_names(spec: Spec, name: str) -> None:
-    assert describe(spec) == name
+    assert spec.words() == name
 
 
 @pytest.mark.parametrize(

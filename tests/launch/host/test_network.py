@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec
-from thinpipe.launch.plan.network import Network
+from thinpipe.launch.host.network import Network
 
 MBIT = 1e6
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchgpipe.balance import balance_cost
 
-from thinpipe.launch.plan.partition import Problem, best_cuts
+from thinpipe.launch.cuts.partition import Problem, best_cuts
 
 COST = st.integers(0, 9)
 

@@ -11,11 +11,11 @@ released code assigns to `random.seed` instead of calling it), and ties go to th
 """
 
 import numpy as np
+from numba import njit
 
 from thinpipe.launch.plan.placement.cluster import Floats, Ints
 from thinpipe.launch.plan.placement.dtfm import DtfmCost, group_costs, matched_hops
 from thinpipe.launch.plan.placement.paths import EXACT, _placement_exact, _placement_improved
-from thinpipe.pipeline.wire.kernels.cpu.compilation import compiled
 
 POOL, CANDIDATES = 100, 5000
 """Of the released code."""
@@ -34,7 +34,7 @@ def genetic_search(
     return cost.arrange(groups_SR)[1], costs
 
 
-@compiled
+@njit(error_model="numpy")
 def _placement_score(reduce_DD, hop_DD, group_D, stages):
     groups = np.argsort(group_D, kind="mergesort").reshape(stages, len(group_D) // stages)
     between = matched_hops(hop_DD, groups)
@@ -45,7 +45,7 @@ def _placement_score(reduce_DD, hop_DD, group_D, stages):
     return total
 
 
-@compiled
+@njit(error_model="numpy")
 def _placement_child(first_D, second_D, stages):
     """The second parent with some groups of the first; sizes are made equal again."""
     child = second_D.copy()
@@ -62,7 +62,7 @@ def _placement_child(first_D, second_D, stages):
     return child
 
 
-@compiled
+@njit(error_model="numpy")
 def _placement_gains(hop_DD, group_D, locked_D, group, gain_S):
     """The device of a group to move, -1 if all are locked; fills the gain of each other group."""
     chosen, least = -1, np.inf
@@ -88,7 +88,7 @@ def _placement_gains(hop_DD, group_D, locked_D, group, gain_S):
     return chosen
 
 
-@compiled
+@njit(error_model="numpy")
 def _placement_cycle(hop_DD, group_D, locked_D, stages):
     """Move devices along a chain of groups that ends where it began; the sum of the gains."""
     gain_S = np.empty(stages)
@@ -119,7 +119,7 @@ def _placement_cycle(hop_DD, group_D, locked_D, stages):
     return -np.inf
 
 
-@compiled
+@njit(error_model="numpy")
 def _placement_cycles(hop_DD, group_D, stages):
     """Up to as many cycles as there are groups; those up to the highest total are kept."""
     best = group_D.copy()
@@ -136,7 +136,7 @@ def _placement_cycles(hop_DD, group_D, stages):
     return best
 
 
-@compiled
+@njit(error_model="numpy")
 def _placement_genetic(reduce_DD, hop_DD, devices, stages, seed, pool, candidates):
     np.random.seed(seed)
     members = np.empty((pool, len(devices)), np.int64)

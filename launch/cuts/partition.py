@@ -23,7 +23,8 @@ class Problem:
 
     `compute_s[s][k]` is block k on the device of stage s, `fixed_s[s]` what the stage computes
     in any case. `cut_s[s][k]` is the transfer time of the link after stage s if stage s + 1 begins
-    with block k (entry 0 is not used). `memory[s][k]` bytes count against `memory_limit[s]`.
+    with block k (entry 0 is not used). `memory[s][k]` bytes count against `memory_limit[s]`, as do
+    `fixed_memory[s]`, which the stage takes in any case.
 
     Raises:
         ValueError: there are fewer blocks than stages.
@@ -34,6 +35,7 @@ class Problem:
     fixed_s: Sequence[float]
     memory: Sequence[Sequence[float]]
     memory_limit: Sequence[float]
+    fixed_memory: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         if self.blocks < self.stages:
@@ -61,7 +63,7 @@ def best_cuts(problem: Problem) -> tuple[int, ...]:
     """
     least_s, _ = _search(problem, max, ceiling_s=math.inf)
     if least_s == math.inf:
-        need = min(sum(row) for row in problem.memory)
+        need = min(sum(row) for row in problem.memory) + sum(problem.fixed_memory)
         raise ValueError(
             f"the {problem.blocks} blocks need {need / 1e9:.3g} GB in total, which do not fit "
             f"{problem.stages} stages with {', '.join(_gigabytes(problem.memory_limit))} GB in "
@@ -78,6 +80,8 @@ class _Loads:
         self._compute_s = [0.0, *accumulate(problem.compute_s[stage])]
         self._memory = [0.0, *accumulate(problem.memory[stage])]
         self._limit, self._fixed_s = problem.memory_limit[stage], problem.fixed_s[stage]
+        if problem.fixed_memory:
+            self._limit -= problem.fixed_memory[stage]
 
     def __call__(self, first: int, stop: int) -> float:
         if self._memory[stop] - self._memory[first] > self._limit:

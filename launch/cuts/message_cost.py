@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -12,8 +14,8 @@ from thinpipe.aqsgd.transform.config import TransformConfig
 from thinpipe.aqsgd.transform.proposals import settled
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.plan.profile import microbatch_shape
-from thinpipe.launch.plan.simulate import Message
+from thinpipe.launch.memory.microbatches import microbatch_shape
+from thinpipe.launch.words import WireKey
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
@@ -28,9 +30,23 @@ transform takes the bits that it was measured to take at GPT-2's shape
 (benchmarks/results/transform_cpu_202611.md)."""
 
 
-def describe(spec: Spec) -> str:
-    """A few words for tables."""
-    return spec.words()
+@dataclass(frozen=True)
+class Message:
+    """A microbatch's message in one direction of a cut: its size, and the seconds of its codec."""
+
+    nbytes: int
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+    def of_microbatches(self, share: float) -> "Message":
+        """The same with microbatches of another size."""
+        return Message(ceil(share * self.nbytes), share * self.encode_s, share * self.decode_s)
+
+
+def measure_messages(config: RunConfig) -> dict[WireKey, Message]:
+    """Messages of every cut and direction."""
+    measure = message_meter(config)
+    return {key: measure(spec, key[1]) for key, spec in config.specs.items()}
 
 
 def message_meter(config: RunConfig) -> Callable[[Spec, Direction], Message]:

@@ -3,7 +3,7 @@
 import functools
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
@@ -12,9 +12,19 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.device import cache_notice, device_type, gpu_count
-from thinpipe.launch.memory.model import ModelMemory, rank_memory
-from thinpipe.launch.plan.memory_budget import (
+from thinpipe.launch.memory.exchange import ExchangeCost
+from thinpipe.launch.memory.microbatches import in_flight
+from thinpipe.launch.memory.model import (
+    BlockRun,
+    ModelMemory,
+    on_rank,
+    rank_memory,
+)
+from thinpipe.launch.memory.rows import (
+    End,
+    Needs,
     check_memory,
+    free,
     memory_folder,
     name_ranks,
     needs,
@@ -34,7 +44,7 @@ _UNUSED_SHARE = 0.2
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """Bytes of RAM that some ranks need on one host, and those that are free.
+    """Bytes of RAM that some ranks need on one host.
 
     `copies` is what a save copies before it is written beside training; `parts` are the bytes that
     each rank saves.
@@ -42,23 +52,23 @@ class HostNeeds:
 
     model: ModelMemory
     copies: int
-    memories: int
+    memories: Needs
     processes: int
-    free: int
     parts: tuple[int, ...]
 
     @property
     def total(self) -> int:
         """All of it."""
         held = self.model.total + self.copies
-        return held + self.unused + self.memories + self.processes
+        return held + self.unused + self.memories.ram + self.processes
 
     @property
     def unused(self) -> int:
         """What malloc keeps between tensors."""
         return int(_UNUSED_SHARE * (self.model.total + self.copies))
 
-    def __str__(self) -> str:
+    def compared(self, available: int) -> str:
+        """All of it in words, and how much is free."""
         parts = {
             "weights": self.model.weights,
             "gradients": self.model.gradients,
@@ -69,15 +79,17 @@ class HostNeeds:
             "remembered weights": self.model.remembered,
             "the exchange of replicas": self.model.exchange + self.model.exchanged,
             "a copy while a checkpoint is written": self.copies,
-            "AQ-SGD's memories": self.memories,
+            "AQ-SGD's memories": self.memories.ram,
             "gaps between tensors": self.unused,
             "processes": self.processes,
         }
         listed = ", ".join(f"{format_bytes(n)} of {name}" for name, n in parts.items() if n)
         unknown = self.model.uncounted
         if unknown:
-            listed += f"; activations of layer {unknown[0]} look at values and are not counted"
-        return f"RAM {format_bytes(self.total)} of {format_bytes(self.free)} free ({listed})"
+            listed += (
+                f"; activations of layer {unknown[0]} are not counted: shapes do not determine them"
+            )
+        return f"RAM {format_bytes(self.total)} of {format_bytes(available)} free ({listed})"
 
 
 def host_needs(
@@ -93,18 +105,83 @@ def host_needs(
     Raises:
         ConfigError: the budget of memories is too small for a single sample.
     """
-    ends = plan_memory(config, sequences) if sequences else []
-    memories = needs(config, ends, ranks)
-    by_position = models or rank_memory(config)
-    held = [by_position[config.mesh(rank).position] for rank in ranks]
+    positions = [config.mesh(rank).position for rank in ranks]
+    models = models or rank_memory(config)
+    held = [(position, models[position]) for position in positions]
+    return _counted(config, _ends(config, sequences), held, reports=0 in ranks)
+
+
+def device_nbytes(
+    config: RunConfig, sequences: int, models: Sequence[ModelMemory] | None = None
+) -> list[int]:
+    """Bytes that each rank of a pipeline needs of its GPU or, on a CPU, of RAM.
+
+    Raises:
+        ConfigError: the budget of memories is too small for a single sample.
+    """
+    models, ends = models or rank_memory(config), _ends(config, sequences)
+    return [_on_device(config, ends, *one) for one in enumerate(models)]
+
+
+def added_nbytes(
+    config: RunConfig,
+    sequences: int,
+    blocks: Sequence[BlockRun],
+    exchange: ExchangeCost | None,
+) -> tuple[list[list[int]], list[int]]:
+    """Bytes that each block adds to each stage, and those that a stage takes without any.
+
+    Raises:
+        ConfigError: the budget of memories is too small for a single sample.
+    """
+    heaviest = max(block.weights for block, _ in blocks)
+    empty = ModelMemory(recomputed=max(block.recomputed for block, _ in blocks))
+    ends = _ends(config, sequences)
+
+    def need(position: int, whole: ModelMemory) -> int:
+        return _on_device(config, ends, position, on_rank(config, whole, heaviest, exchange))
+
+    added, without = [], []
+    for stage, held in enumerate(in_flight(config)):
+        position = config.stage_ranks[stage]
+        without.append(need(position, empty))
+        each = {
+            block: need(position, empty.plus(replace(block, recomputed=0), held=held))
+            for block in {block for block, _ in blocks}
+        }
+        added.append([each[block] - without[-1] for block, count in blocks for _ in range(count)])
+    return added, without
+
+
+def _ends(config: RunConfig, sequences: int) -> list[End]:
+    return plan_memory(config, sequences) if sequences else []
+
+
+def _on_device(config: RunConfig, ends: Sequence[End], position: int, model: ModelMemory) -> int:
+    found = _counted(config, ends, [(position, model)], reports=position == 0)
+    if device_type(config.pipeline.device) == "cpu":
+        return found.total
+    gaps = int(_UNUSED_SHARE * model.total)  # as on a CPU: no GPU has been measured
+    return model.total + gaps + found.memories.device
+
+
+def _counted(
+    config: RunConfig,
+    ends: Sequence[End],
+    ranks: Sequence[tuple[int, ModelMemory]],
+    *,
+    reports: bool,
+) -> HostNeeds:
+    """What ranks need, by position in their pipelines; one of them may write the report."""
+    positions, held = [position for position, _ in ranks], [model for _, model in ranks]
     model, copies = ModelMemory(), 0
     if device_type(config.pipeline.device) == "cpu":
         model = functools.reduce(ModelMemory.plus, held, model)
         copies = 0 if config.memory.tier == "disk" else sum(own.saved for own in held)
-    rows = [needs(config, ends, [rank]).rows for rank in ranks]
+    rows = [needs(config, ends, [position]).rows for position in positions]
     parts = tuple(own.saved + n for own, n in zip(held, rows, strict=True))
-    processes = _PROCESS_NBYTES * len(ranks) + _REPORTING_NBYTES * (0 in ranks)
-    return HostNeeds(model, copies, memories.ram, processes, memories.ram_free, parts)
+    processes = _PROCESS_NBYTES * len(ranks) + _REPORTING_NBYTES * reports
+    return HostNeeds(model, copies, needs(config, ends, positions), processes, parts)
 
 
 def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[str]:
@@ -114,18 +191,17 @@ def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[
         ConfigError, ValueError: naming what is too small or missing, and the remedy.
     """
     check_memory(config, sequences, ranks)
-    found = host_needs(config, sequences, ranks)
-    if found.total > found.free:
+    found, here = host_needs(config, sequences, ranks), free(config).ram
+    if found.total > here:
         raise ConfigError(
-            f"the {len(ranks)} ranks on this host do not fit: {found}; use more machines or "
-            "stages, a smaller model, smaller microbatches (pipeline.microbatches), or "
+            f"the {len(ranks)} ranks on this host do not fit: {found.compared(here)}; use more "
+            "machines or stages, a smaller model, smaller microbatches (pipeline.microbatches), or "
             'memory.tier = "disk"'
         )
     places = {
         disk.existing(path).stat().st_dev for path in (memory_folder(config), config.run.path)
     }
-    memories = needs(config, plan_memory(config, sequences), ranks).disk
-    check_space(config, found.parts, memories if len(places) == 1 else 0)
+    check_space(config, found.parts, found.memories.disk if len(places) == 1 else 0)
     notices = (space_notice(config, found.parts), cache_notice(config.pipeline.device))
     return [notice for notice in notices if notice]
 
@@ -135,7 +211,8 @@ def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequen
     models = rank_memory(config)
     found = host_needs(config, sequences, ranks, models)
     which = name_ranks(config, ranks)
-    console.print(f"model, activations and memories of {which} together: {found}")
+    held = found.compared(free(config).ram)
+    console.print(f"model, activations and memories of {which} together: {held}")
     folder = disk.existing(config.run.path)
     console.print(
         f"a checkpoint: {format_bytes(sum(found.parts))} on disk; {folder} has "

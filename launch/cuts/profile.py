@@ -1,6 +1,6 @@
-"""What each block costs on this machine's device: seconds, parameters, memory per microbatch.
+"""How long each block takes on this machine's device.
 
-Blocks with the same parameters' shapes are measured once. Axes: B samples, T tokens, D width.
+Blocks with the same parameters' shapes are measured once.
 """
 
 import math
@@ -12,16 +12,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from thinpipe.gradcomp.sharded.traffic import sent_nbytes, units_of
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.device import choose_device, free_gpu_memory
 from thinpipe.launch.host.resources import BackgroundLoad, free_memory, usable_cores
+from thinpipe.launch.memory.microbatches import microbatch_shape
+from thinpipe.launch.memory.model import ModelMemory, made_up
 from thinpipe.launch.words import format_duration
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
-from thinpipe.pipeline.models.own.config import OwnModelConfig
-from thinpipe.pipeline.models.own.stage import OwnStage
-from thinpipe.pipeline.schedule import fit_microbatches
 from thinpipe.pipeline.timing import Stopwatch
 
 _LEAST_ROUNDS, _LEAST_S = 5, 0.5  # of each block
@@ -33,10 +31,6 @@ _IDLE_CORES = 0.25
 """What other processes keep busy on an idle machine, at most."""
 _ALIKE = 1.15
 """Rounds up to this many times the shortest ran without interference."""
-_WEIGHT_NBYTES, _GRADIENT_NBYTES, _ADAM_NBYTES = 4, 4, 8  # of a parameter; Adam: two moments
-_BLOCKS_UNDER_WAY = 7
-"""Whose weights a shard holds as messages, gathered, copied and as gradients; measured by
-`benchmarks.shards.memory`."""
 
 _Shapes = tuple[torch.Size, ...]
 """Of a block's parameters."""
@@ -44,89 +38,25 @@ _Shapes = tuple[torch.Size, ...]
 
 @dataclass(frozen=True)
 class BlockCost:
-    """A block on one device: the first includes the embedding, the last the head and the loss.
-
-    `forward_s`, `backward_s` and `activations` (bytes kept for the backward) are per microbatch,
-    `optimizer_s` is per step; `parameters` counts them, `trained` those that are not frozen.
+    """Seconds of a block on one device: the first includes the embedding, the last the head and
+    the loss. `forward_s` and `backward_s` are per microbatch, `optimizer_s` is per step.
     """
 
     forward_s: float
     backward_s: float
     optimizer_s: float = 0.0
-    parameters: int = 0
-    trained: int = 0
-    activations: int = 0
 
     def on(self, speed: float) -> "BlockCost":
         """The same on a device that is `speed` times as fast."""
-        seconds = (self.forward_s / speed, self.backward_s / speed, self.optimizer_s / speed)
-        return BlockCost(*seconds, self.parameters, self.trained, self.activations)
+        return BlockCost(self.forward_s / speed, self.backward_s / speed, self.optimizer_s / speed)
+
+    def of_microbatches(self, share: float) -> "BlockCost":
+        """The same with microbatches of another size."""
+        return BlockCost(share * self.forward_s, share * self.backward_s, self.optimizer_s)
 
 
-def training_nbytes(parameters: int, trained: int) -> int:
-    """Bytes of fp32 weights, and of gradients and Adam's moments for those that are trained."""
-    return checkpoint_nbytes(parameters, trained) + _GRADIENT_NBYTES * trained
-
-
-def rank_nbytes(config: RunConfig, parameters: int, trained: int) -> int:
-    """The same of one rank that holds these parameters, or its shard of them.
-
-    Shards that gather once per step hold all weights and their gradients beside it, and once more
-    all weights if they remember them.
-    """
-    whole = training_nbytes(parameters, trained)
-    if config.pipeline.shards == 1:
-        return whole
-    gathers = config.shards.gather == "step"
-    gathered = _WEIGHT_NBYTES * parameters + _GRADIENT_NBYTES * trained if gathers else 0
-    remembered = _WEIGHT_NBYTES * parameters * (config.shards.weights == "differences")
-    return whole // config.pipeline.shards + gathered + remembered
-
-
-def under_way_nbytes(config: RunConfig, weights: int) -> int:
-    """Bytes of blocks that a shard holds for a while if it gathers for every microbatch.
-
-    `weights`: bytes of the heaviest block's.
-    """
-    each = config.pipeline.shards > 1 and config.shards.gather == "microbatch"
-    return _BLOCKS_UNDER_WAY * weights * each
-
-
-def shard_traffic(config: RunConfig) -> list[tuple[int, int]]:
-    """Bytes of weights that a shard of each stage sends to gather them once, and of gradients."""
-    sent = []
-    for first, stop in pairwise((0, *config.pipeline.cuts, config.model.layers)):
-        stage = config.model.build(first, stop, seed=0, device="meta")
-        assert not isinstance(stage, OwnStage), "refused by the config"
-        units = units_of(stage, stage.parts())
-        sent.append(sent_nbytes(units, config.shards, config.pipeline.shards))
-    return sent
-
-
-def checkpoint_nbytes(parameters: int, trained: int) -> int:
-    """The same without gradients, which no checkpoint holds."""
-    return _WEIGHT_NBYTES * parameters + _ADAM_NBYTES * trained
-
-
-def samples_at_once(config: RunConfig) -> int:
-    """Samples in one pass of a pipeline, before it accumulates or steps."""
-    return config.train.batch_size // (config.pipeline.lanes * config.train.accumulate)
-
-
-def microbatch_count(config: RunConfig) -> int:
-    """Microbatches that those samples are divided into."""
-    return fit_microbatches(
-        config.pipeline.schedule,
-        wanted=config.pipeline.microbatches,
-        samples=samples_at_once(config),
-        ranks=config.pipeline.pipeline_ranks,
-    )
-
-
-def microbatch_shape(config: RunConfig) -> torch.Size:
-    """Shape [B, T, D] of the largest microbatch at a cut."""
-    per_microbatch = -(-samples_at_once(config) // microbatch_count(config))
-    return torch.Size((per_microbatch, *config.message_shape))
+Blocks = Sequence[Sequence[BlockCost]]
+"""[stage][block]: every block on the device of that stage."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +111,7 @@ def _groups(config: RunConfig, kinds: list[_Shapes]) -> list[list[_Shapes]]:
     on_cpu = choose_device(config.pipeline.device).type == "cpu"
     free = free_memory() if on_cpu else free_gpu_memory() or 0
     numel = sum(math.prod(shape) for kind in kinds for shape in kind)
-    return [kinds] if training_nbytes(numel, numel) < free / 2 else [[kind] for kind in kinds]
+    return [kinds] if ModelMemory.of(numel, numel).total < free / 2 else [[kind] for kind in kinds]
 
 
 def _time_in_rotation(benches: Sequence["_Bench"]) -> str | None:
@@ -227,25 +157,6 @@ def interference_warning(
     )
 
 
-def made_up(
-    config: RunConfig, first: int, shape: torch.Size, *, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Inputs of a block, and targets, for a microbatch of that shape."""
-    model, (samples, tokens, _) = config.model, shape
-    if isinstance(model, OwnModelConfig):
-        x, target = model.example
-        x = x if first == 0 else model.outputs[first - 1][0]
-        inputs, targets = (
-            torch.zeros(samples, *part.shape, dtype=part.dtype, device=device)
-            for part in (x, target)
-        )
-        return (inputs.normal_() if inputs.is_floating_point() else inputs), targets
-    tokens_BT = torch.randint(min(256, model.vocab), (samples, tokens), device=device)
-    labels_B = torch.zeros(samples, dtype=torch.int64, device=device)
-    x = tokens_BT if first == 0 else torch.randn(shape, device=device)
-    return x, tokens_BT if model.classes is None else labels_B
-
-
 class _Bench:
     """One block with an optimizer of its own and random inputs of the right shape."""
 
@@ -254,7 +165,6 @@ class _Bench:
         self._device = device = choose_device(config.pipeline.device)
         self._watch = Stopwatch(device)
         self._block = config.model.build(first, first + 1, seed=config.run.seed, device=device)
-        self._parameters = list(self._block.parameters())
         trained = list(trainable(self._block))  # with adapters, a block may have none
         self._optimizer = torch.optim.AdamW(trained, lr=1e-9) if trained else None
         shape = microbatch_shape(config)
@@ -265,12 +175,7 @@ class _Bench:
         self.rounds: list[tuple[float, float, float]] = []
 
     def cost(self, typical: Callable[[Sequence[float]], float]) -> BlockCost:
-        forward_s, backward_s, optimizer_s = map(typical, zip(*self.rounds, strict=True))
-        parameters = sum(p.numel() for p in self._parameters)
-        trained = sum(p.numel() for p in trainable(self._block))
-        return BlockCost(
-            forward_s, backward_s, optimizer_s, parameters, trained, self._activations()
-        )
+        return BlockCost(*map(typical, zip(*self.rounds, strict=True)))
 
     def run_round(self) -> None:
         marks = [self._watch.mark()]
@@ -295,19 +200,3 @@ class _Bench:
             wants = getattr(self._block, "wants_samples", False)
             output: Tensor = self._block(x, self._samples) if wants else self._block(x)
         return self._objective.loss_sum(output, self._targets) if self._is_last else output
-
-    def _activations(self) -> int:
-        """Bytes of distinct storages that one microbatch keeps for its backward, and its input."""
-        own = {p.untyped_storage().data_ptr() for p in self._parameters}
-        kept = {self._x.untyped_storage().data_ptr(): self._x.nbytes}
-
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in own:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = self._forward()
-        del output
-        return sum(kept.values())

@@ -18,6 +18,7 @@ from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.device import device_type, free_gpu_memory, gpu_count
+from thinpipe.launch.host.disk import existing
 from thinpipe.launch.host.resources import free_memory
 from thinpipe.launch.words import format_bytes
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
@@ -49,7 +50,7 @@ class End:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that memories need on one host, and those that are free there.
+    """Bytes that memories need on one host.
 
     `ram` includes the copy of the `rows` that a checkpoint makes if they are in RAM or on a GPU.
     `device` is for the GPU that needs most.
@@ -59,9 +60,15 @@ class Needs:
     ram: int
     disk: int
     device: int
-    ram_free: int
-    disk_free: int
-    device_free: int | None
+
+
+@dataclass(frozen=True)
+class Free:
+    """Bytes that a host has free for them; None for a GPU that it lacks."""
+
+    ram: int
+    disk: int
+    device: int | None
 
 
 def row_nbytes(config: RunConfig, spec: Spec) -> int:
@@ -109,11 +116,10 @@ def plan_memory(config: RunConfig, sequences: int) -> list[End]:
     return planned
 
 
-def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs:
-    """What the memories of these ranks need, all on this host."""
+def needs(config: RunConfig, ends: Iterable[End], positions: Iterable[int]) -> Needs:
+    """What the memories of ranks at these positions in their pipelines need, all on one host."""
     rows, written = [], []
-    for rank in ranks:
-        position = config.mesh(rank).position
+    for position in positions:
         here = [end for end in ends if end.position == position]
         rows.append(sum(end.nbytes for end in here))
         written.append(_batch(config) * sum(end.row_nbytes for end in here))
@@ -126,9 +132,16 @@ def needs(config: RunConfig, ends: Iterable[End], ranks: Iterable[int]) -> Needs
         ram=ram,
         disk=held if tier == "disk" else 0,
         device=_busiest(at_once, config.pipeline.devices_per_rank) if tier == "device" else 0,
-        ram_free=free_memory(),
-        disk_free=shutil.disk_usage(_existing(memory_folder(config))).free,
-        device_free=free_gpu_memory(config.pipeline.devices_per_rank) if tier == "device" else None,
+    )
+
+
+def free(config: RunConfig) -> Free:
+    """What this host has free."""
+    on_gpu = config.memory.tier == "device"
+    return Free(
+        ram=free_memory(),
+        disk=shutil.disk_usage(existing(memory_folder(config))).free,
+        device=free_gpu_memory(config.pipeline.devices_per_rank) if on_gpu else None,
     )
 
 
@@ -150,23 +163,24 @@ def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> Non
         ConfigError, ValueError: naming what is too small or missing, and the remedy.
     """
     _check_device(config)
-    found = needs(config, plan_memory(config, sequences), ranks)
-    if found.device_free is not None and found.device > found.device_free:
+    positions = [config.mesh(rank).position for rank in ranks]
+    found, here = needs(config, plan_memory(config, sequences), positions), free(config)
+    if here.device is not None and found.device > here.device:
         raise ConfigError(
             f"memories take {format_bytes(found.device)} of a GPU's memory, but "
-            f'{format_bytes(found.device_free)} are free; use memory.tier = "pinned" or "disk", '
+            f'{format_bytes(here.device)} are free; use memory.tier = "pinned" or "disk", '
             "set memory.budget to less, or the boundaries' memory to 8 or 4"
         )
-    if found.disk > found.disk_free:
+    if found.disk > here.disk:
         raise ConfigError(
             f"memories take {format_bytes(found.disk)} on disk, but {memory_folder(config)} has "
-            f"{format_bytes(found.disk_free)} free; set memory.folder to a larger disk, "
+            f"{format_bytes(here.disk)} free; set memory.folder to a larger disk, "
             "memory.budget to less, or the boundaries' memory to 8 or 4"
         )
-    if found.ram > found.ram_free:
+    if found.ram > here.ram:
         raise ConfigError(
             f"memories take {format_bytes(found.ram)} of RAM on this host, a copy for checkpoints "
-            f'included, but {format_bytes(found.ram_free)} are free; use memory.tier = "disk", '
+            f'included, but {format_bytes(here.ram)} are free; use memory.tier = "disk", '
             "set memory.budget to less, or the boundaries' memory to 8 or 4"
         )
 
@@ -222,19 +236,20 @@ def name_ranks(config: RunConfig, ranks: Sequence[int]) -> str:
 
 
 def _totals(config: RunConfig, ends: list[End], ranks: Sequence[int]) -> Iterator[str]:
-    found = needs(config, ends, ranks)
+    positions = [config.mesh(rank).position for rank in ranks]
+    found, here = needs(config, ends, positions), free(config)
     if config.memory.tier == "disk":
-        yield f"disk {format_bytes(found.disk)} of {format_bytes(found.disk_free)} free;"
+        yield f"disk {format_bytes(found.disk)} of {format_bytes(here.disk)} free;"
         parts = "rows being read and written"
     elif config.memory.tier == "device":
-        gpu = "unknown" if found.device_free is None else format_bytes(found.device_free)
+        gpu = "unknown" if here.device is None else format_bytes(here.device)
         yield f"GPU {format_bytes(found.device)} of {gpu} free;"
         parts = "a copy of the rows while a checkpoint is saved"
     else:
         rows, written = format_bytes(found.rows), format_bytes(found.ram - 2 * found.rows)
         parts = f"{rows} of rows, {rows} for a copy while a checkpoint is saved, {written} of "
         parts += "rows written during a step"
-    yield f"RAM {format_bytes(found.ram)} of {format_bytes(found.ram_free)} free ({parts})"
+    yield f"RAM {format_bytes(found.ram)} of {format_bytes(here.ram)} free ({parts})"
 
 
 def memory_folder(config: RunConfig) -> Path:
@@ -277,7 +292,3 @@ def _busiest(nbytes: Sequence[int], per_rank: int) -> int:
     """Bytes on the busiest GPU: local ranks are assigned to GPUs round-robin."""
     gpus = max(1, gpu_count() // per_rank)
     return max((sum(nbytes[gpu::gpus]) for gpu in range(gpus)), default=0)
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())

@@ -9,37 +9,43 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.cuts.message_cost import Message, measure_messages
+from thinpipe.launch.cuts.partition import Problem, best_cuts
+from thinpipe.launch.cuts.profile import BlockCost, Blocks, measure_blocks
 from thinpipe.launch.distributed.elastic import has_spare_core
 from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.host.device import choose_device, free_gpu_memory, gpu_count
+from thinpipe.launch.host.network import Network
 from thinpipe.launch.host.resources import free_memory, usable_cores
-from thinpipe.launch.plan.network import Network
-from thinpipe.launch.plan.partition import Problem, best_cuts
-from thinpipe.launch.plan.predict import Blocks, block_memory, measure_messages, stage_costs
-from thinpipe.launch.plan.profile import BlockCost, measure_blocks
+from thinpipe.launch.memory.host import added_nbytes
+from thinpipe.launch.memory.model import block_memory, exchange_cost
 from thinpipe.launch.words import format_duration
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 _log = logging.getLogger(__name__)
-_MEMORY_SHARE = 0.9
-"""Share of the memory that is free now that stages may use."""
-
 _NOISE = 1.15
 """Costs within this factor count as equal: a busy machine varies as much."""
 
 
 def decide_cuts(
-    config: RunConfig, session: Session, *, saved: Sequence[int] | None, log: bool
+    config: RunConfig,
+    session: Session,
+    sequences: int,
+    *,
+    saved: Sequence[int] | None,
+    log: bool,
 ) -> RunConfig:
     """The config with its cuts; a collective with the same result on all ranks.
 
-    With `log` this rank logs them. A resumed run keeps the `saved` ones. Links are not
+    With `log` this rank logs them. A run of so many `sequences` that is resumed keeps the `saved`
+    ones. Links are not
     measured here: messages are equally long at every cut of these models, so a link is equally
     slow wherever the cut is.
 
@@ -56,7 +62,8 @@ def decide_cuts(
     cuts, problem = None, None
     if session.mesh.rank == 0:  # the only one that measures the codecs
         try:
-            cuts = find_cuts(config, smooth_noise(measured), memory_limit=limits, spare_cores=spare)
+            blocks = smooth_noise(measured)
+            cuts = find_cuts(config, blocks, sequences, memory_limit=limits, spare_cores=spare)
         except ValueError as error:
             problem = str(error)
     cuts, problem = gather_json(session.transport, [cuts, problem])[0]
@@ -64,10 +71,10 @@ def decide_cuts(
         raise ValueError(problem)
     decided = config.with_cuts(cuts)
     if log:
-        stages = stage_costs(decided, measured)
-        times = ", ".join(format_duration(s.forward_s + s.backward_s) for s in stages)
-        cuts_now = list(decided.pipeline.cuts)
-        _log.warning('pipeline.cuts = "auto": %s; stages take %s per microbatch', cuts_now, times)
+        bounds = pairwise((0, *cuts, config.model.layers))
+        times_s = [sum(map(_seconds, measured[s][a:b])) for s, (a, b) in enumerate(bounds)]
+        times = ", ".join(map(format_duration, times_s))
+        _log.warning('pipeline.cuts = "auto": %s; stages take %s per microbatch', cuts, times)
     return decided
 
 
@@ -131,6 +138,7 @@ def spare_core(ranks: int) -> bool:
 def find_cuts(
     config: RunConfig,
     blocks: Blocks,
+    sequences: int = 0,
     *,
     network: Network | None = None,
     memory_limit: Sequence[float] | None = None,
@@ -138,6 +146,7 @@ def find_cuts(
 ) -> tuple[int, ...]:
     """The best cuts for `config.pipeline.stages`; its own cuts do not count.
 
+    `memory_limit` has the bytes of each stage's machine, for a run of so many `sequences`.
     `spare_cores`: for each stage, whether its codecs have cores of their own; by default as on
     this machine.
 
@@ -150,24 +159,37 @@ def find_cuts(
     spare = [spare_core(1)] * stages if spare_cores is None else spare_cores
     messages, first = measure_messages(config), config.pipeline.cuts[0]
     down, up = messages[first, "forward"], messages[first, "backward"]
-    payload = (network or Network.uniform(stages)).payload()
-    cut_s = [  # the slower direction
-        max(payload.link_s(s, s + 1, down.nbytes), payload.link_s(s + 1, s, up.nbytes))
-        for s in range(stages - 1)
-    ]
     # without a spare core, a stage in the middle encodes and decodes twice on top of its compute
     above_s, below_s = down.decode_s + up.encode_s, down.encode_s + up.decode_s
-    allowed = set(_places(config))
+    allowed, link_s = set(_places(config)), _link_seconds(config, down, up, network)
+    added, without = [[0] * count] * stages, [0] * stages
+    if memory_limit is not None:
+        added, without = added_nbytes(
+            config, sequences, block_memory(config), exchange_cost(config)
+        )
     problem = Problem(
         compute_s=[list(map(_seconds, row)) for row in blocks],
-        cut_s=[[s if k in allowed else math.inf for k in range(count)] for s in cut_s],
+        cut_s=[[s if k in allowed else math.inf for k in range(count)] for s in link_s],
         fixed_s=[
             (above_s * (s > 0) + below_s * (s < stages - 1)) * (not spare[s]) for s in range(stages)
         ],
-        memory=[[block_memory(config, s, block) for block in row] for s, row in enumerate(blocks)],
+        memory=added,
         memory_limit=memory_limit or [math.inf] * stages,
+        fixed_memory=without,
     )
     return best_cuts(problem)
+
+
+def _link_seconds(
+    config: RunConfig, down: Message, up: Message, network: Network | None
+) -> list[float]:
+    """Seconds of a microbatch's messages over the link after each stage: the slower direction."""
+    payload = (network or Network.uniform(config.pipeline.pipeline_ranks)).payload()
+    ranks = [config.stage_ranks[stage] for stage in range(config.pipeline.stages)]
+    return [
+        max(payload.link_s(a, b, down.nbytes), payload.link_s(b, a, up.nbytes)) * (a != b)
+        for a, b in pairwise(ranks)
+    ]
 
 
 def _places(config: RunConfig) -> Sequence[int]:
@@ -199,7 +221,7 @@ def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[
             max((row for row, *_ in of_replicas), key=lambda row: sum(map(_seconds, row)))
         )
         on_rank = list(ranks.values()).count(ranks[stage])
-        limits.append(_MEMORY_SHARE * min(memory for _, memory, _ in of_replicas) / on_rank)
+        limits.append(min(memory for _, memory, _ in of_replicas) / on_rank)
         spare.append(all(has_spare for *_, has_spare in of_replicas))
     return blocks, limits, spare
 

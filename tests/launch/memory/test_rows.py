@@ -17,9 +17,9 @@ from thinpipe.launch.cli import app
 from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.plan import memory_budget as planned
-from thinpipe.launch.plan.memory_budget import (
-    Needs,
+from thinpipe.launch.memory import rows as planned
+from thinpipe.launch.memory.rows import (
+    Free,
     check_memory,
     memory_notices,
     needs,
@@ -125,13 +125,13 @@ def test_cuts_without_memories_need_nothing() -> None:
     [
         (
             "disk",
-            {"disk_free": 10**9, "ram_free": 10**12},
+            {"disk": 10**9, "ram": 10**12},
             r"memories take 7.70 GB on disk, but .* 1",
         ),
-        ("ram", {"disk_free": 0, "ram_free": 10**9}, r'memories take 15.4 GB of RAM.* "disk"'),
-        ("pinned", {"ram_free": 10**9}, r'memories take 15.4 GB of RAM.* "disk"'),
-        ("device", {"device_free": 10**9}, r"memories take 3.86 GB of a GPU's memory.* 1.00 GB"),
-        ("device", {"ram_free": 10**9}, "memories take 7.70 GB of RAM"),  # a checkpoint's copy
+        ("ram", {"disk": 0, "ram": 10**9}, r'memories take 15.4 GB of RAM.* "disk"'),
+        ("pinned", {"ram": 10**9}, r'memories take 15.4 GB of RAM.* "disk"'),
+        ("device", {"device": 10**9}, r"memories take 3.86 GB of a GPU's memory.* 1.00 GB"),
+        ("device", {"ram": 10**9}, "memories take 7.70 GB of RAM"),  # a checkpoint's copy
     ],
 )
 def test_memories_that_do_not_fit_are_refused(
@@ -141,10 +141,11 @@ def test_memories_that_do_not_fit_are_refused(
     monkeypatch.setattr(planned, "device_type", lambda _: "cuda")
     monkeypatch.setattr(planned, "free_gpu_memory", lambda _: 10**12)
 
-    def on_a_small_host(*args: Any) -> Needs:
-        return replace(needs(*args), **free)
+    def on_a_small_host(run: RunConfig) -> Free:
+        return replace(planned_free(run), **free)
 
-    monkeypatch.setattr(planned, "needs", on_a_small_host)
+    planned_free = planned.free
+    monkeypatch.setattr(planned, "free", on_a_small_host)
     with pytest.raises(ConfigError, match=message):
         check_memory(xl(4, tier=tier), 2344, range(3))
 

@@ -1,0 +1,94 @@
+"""What replicas send and keep to exchange, counted on real messages of a method."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinpipe.gradcomp.local_peers import local_peers
+from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
+from thinpipe.launch.config.sections import TrainConfig
+from thinpipe.pipeline.replica_sync import ReplicaSync
+
+_SHAPES = ((1024, 256), (1024,), (256, 512))
+_STEPS = 4
+_TRAIN = TrainConfig()
+
+
+@dataclass(frozen=True)
+class ExchangeCost:
+    """Of one method with its defaults or a run's options, per trained parameter.
+
+    `nbytes` is what a replica sends in a step, on average, `state_nbytes` what it keeps beside
+    weights, gradients and Adam's moments, `rounds` how often it waits for its peers' messages
+    in an exchange. With `overlaps` that is done in parallel with the next step's compute.
+    """
+
+    method: str
+    nbytes: float
+    state_nbytes: float
+    overlaps: bool
+    rounds: int = 1
+
+
+def measure_exchange(method: str, options: dict[str, Any], replicas: int) -> ExchangeCost:
+    """Count what a method sends between replicas in this process, with random moves."""
+    config = parse_options(method, options)
+    learning = int(getattr(config, "warmup_steps", 0)) and 1
+    if learning:
+        config = config.model_copy(update={"warmup_steps": learning})
+    built = []
+    peers = local_peers(replicas)
+    for peer in peers:
+        parameters = [nn.Parameter(torch.zeros(shape)) for shape in _SHAPES]
+        sync = load_method(method).build(config, parameters, peer)
+        own = build_optimizer(method, config, parameters, _TRAIN, sync)
+        generator = torch.Generator().manual_seed(peer.rank)
+        built.append((sync, parameters, own or torch.optim.SGD(parameters, _TRAIN.lr), generator))
+    period = int(getattr(config, "interval", 1))
+    warmup = learning + period + 1
+    steps = period * ceil(_STEPS / period)
+    sent, before = [], 0
+    with ThreadPoolExecutor(replicas) as pool:
+        for step in range(warmup + steps):
+            if step == warmup:
+                sent.append(sum(sync.bytes_sent for sync, *_ in built))
+                before = peers[0].exchanges
+            list(pool.map(lambda one, step=step: _step(step, *one), built))
+        states = list(pool.map(lambda one: held_nbytes(one[0].state_dict()), built))
+        sent.append(sum(sync.bytes_sent for sync, *_ in built))
+    numel = sum(parameter.numel() for parameter in built[0][1])
+    nbytes = (sent[1] - sent[0]) / steps / replicas / numel
+    rounds = max(1, round((peers[0].exchanges - before) * period / steps))
+    return ExchangeCost(method, nbytes, states[0] / numel, built[0][0].overlaps, rounds)
+
+
+def _step(
+    step: int,
+    sync: ReplicaSync,
+    parameters: list[nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    generator: torch.Generator,
+) -> None:
+    moves = [torch.randn(shape, generator=generator) for shape in _SHAPES]
+    sync.begin_step(step, 0)
+    for parameter, move in zip(parameters, moves, strict=True):
+        parameter.grad = move.clone()
+    sync.before_step()
+    optimizer.step()
+    sync.after_step()
+
+
+def held_nbytes(held: Any) -> int:
+    """Bytes of all tensors in nested containers."""
+    if isinstance(held, Tensor):
+        return held.nbytes
+    if isinstance(held, Mapping):
+        held = held.values()
+    elif not isinstance(held, list | tuple):
+        return 0
+    return sum(map(held_nbytes, held))

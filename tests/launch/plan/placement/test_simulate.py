@@ -1,0 +1,230 @@
+"""Recorded steps: small ones solved by hand, and what holds in all of them."""
+
+import random
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from thinpipe.launch.cuts.message_cost import Message
+from thinpipe.launch.host.links import PAYLOAD_SHARE
+from thinpipe.launch.host.network import Network
+from thinpipe.launch.plan.placement.events import SimulatedStep, simulate
+from thinpipe.launch.plan.placement.workload import Workload
+from thinpipe.pipeline.schedule import ScheduleName
+from thinpipe.pipeline.wire.header import DIRECTIONS
+
+FREE = Message(0)
+ONE_SECOND = Message(125_000)  # at 1 Mbit/s
+MBIT = 1e6 / PAYLOAD_SHARE  # on the wire, so that a megabit of payload goes through
+
+
+def two_stages(message: Message = FREE, *, microbatches: int = 2, **options: object) -> Workload:
+    work = Workload(
+        replicas=1,
+        schedule="GPipe",
+        microbatches=microbatches,
+        forward_s=(1.0, 1.0),
+        backward_s=(1.0, 1.0),
+        activations=(message,),
+        gradients=(message,),
+    )
+    return replace(work, **options)
+
+
+def work(step: SimulatedStep, rank: int) -> list[tuple[str, float, float]]:
+    return [
+        (f"{event.kind}{event.microbatch}", event.start_s, event.end_s)
+        for event in step.events
+        if event.rank == rank and event.computes
+    ]
+
+
+def test_without_a_network_only_the_bubble_costs_time() -> None:
+    model = two_stages(backward_s=(2.0, 2.0))
+    assert work(simulate(model), 0) == [("F0", 0, 1), ("F1", 1, 2), ("B0", 5, 7), ("B1", 7, 9)]
+    assert work(simulate(model), 1) == [("F0", 1, 2), ("F1", 2, 3), ("B0", 3, 5), ("B1", 5, 7)]
+    assert simulate(model).step_s == 9
+
+
+def test_a_slow_link_carries_one_message_after_the_other() -> None:
+    model = two_stages(Message(500_000), microbatches=3)  # 4 s each
+    step = simulate(model, Network.uniform(2, MBIT))
+    times = [(t.direction, t.microbatch, t.start_s, t.end_s) for t in step.transfers]
+    assert times == [
+        ("forward", 0, 1, 5),
+        ("forward", 1, 5, 9),
+        ("forward", 2, 9, 13),
+        ("backward", 0, 15, 19),
+        ("backward", 1, 19, 23),
+        ("backward", 2, 23, 27),
+    ]
+    assert step.step_s == 28
+
+
+def test_a_delay_is_paid_once_when_enough_microbatches_are_in_flight() -> None:
+    model, far = two_stages(microbatches=3), Network.uniform(2, None, 10.0)
+    assert simulate(replace(model, schedule="1F1B"), far).step_s == 48  # the third waits
+    assert simulate(replace(model, schedule="Deep1F1B"), far).step_s == 28
+
+
+def test_codecs_delay_messages_but_not_compute() -> None:
+    step = simulate(two_stages(Message(0, encode_s=0.5, decode_s=0.25)))
+    assert work(step, 0) == [
+        ("F0", 0, 1),
+        ("F1", 1, 2),
+        ("B0", 5.5, 6.5),
+        ("B1", 6.5, 7.5),
+    ]
+    assert work(step, 1) == [
+        ("F0", 1.75, 2.75),
+        ("F1", 2.75, 3.75),
+        ("B0", 3.75, 4.75),
+        ("B1", 4.75, 5.75),
+    ]
+
+
+def test_the_codec_of_a_direction_handles_one_message_at_a_time() -> None:
+    step = simulate(two_stages(Message(0, encode_s=3.0, decode_s=4.0)))
+    codec = [
+        (f"{event.kind}{event.microbatch}", event.rank, event.start_s, event.end_s)
+        for event in step.events
+        if event.kind in ("encode", "decode") and event.start_s < 12
+    ]
+    assert sorted(codec, key=lambda event: event[2]) == [
+        ("encode0", 0, 1, 4),
+        ("encode1", 0, 4, 7),
+        ("decode0", 1, 4, 8),
+        ("decode1", 1, 8, 12),
+    ]
+    assert work(step, 1) == [
+        ("F0", 8, 9),
+        ("F1", 12, 13),
+        ("B0", 13, 14),
+        ("B1", 14, 15),
+    ]
+    assert work(step, 0)[2:] == [("B0", 21, 22), ("B1", 25, 26)]
+
+
+def test_codecs_of_the_two_directions_run_concurrently() -> None:
+    model = two_stages(Message(0, encode_s=2.0, decode_s=2.0), schedule="1F1B")
+    spans = {
+        (event.kind, event.rank, event.microbatch): event.start_s
+        for event in simulate(model).events
+        if event.rank == 1 and event.kind in ("encode", "decode")
+    }
+    assert spans == {
+        ("decode", 1, 0): 3,
+        ("decode", 1, 1): 5,
+        ("encode", 1, 0): 7,
+        ("encode", 1, 1): 9,
+    }
+
+
+def test_both_directions_of_a_cut_are_used_at_once() -> None:
+    fast = {"forward_s": (0.0, 0.0), "backward_s": (0.0, 0.0), "schedule": "1F1B"}
+    step = simulate(two_stages(ONE_SECOND, microbatches=2, **fast), Network.uniform(2, MBIT))
+    spans = {(t.direction, t.microbatch): (t.start_s, t.end_s) for t in step.transfers}
+    assert spans["backward", 0] == spans["forward", 1] == (1, 2)
+
+
+def test_a_stage_in_the_middle_sends_both_ways_through_one_uplink() -> None:
+    model = Workload(
+        replicas=1,
+        schedule="1F1B",
+        microbatches=8,
+        forward_s=(0.0,) * 3,
+        backward_s=(0.0,) * 3,
+        activations=(ONE_SECOND,) * 2,
+        gradients=(ONE_SECOND,) * 2,
+    )
+    assert simulate(model, Network.uniform(3, MBIT)).step_s >= 16  # 8 activations and 8 gradients
+
+
+def test_a_slow_link_delays_its_own_messages_and_no_others() -> None:
+    rates = ((None, 2 * MBIT, None), (2 * MBIT, None, MBIT), (None, 2 * MBIT, None))
+    model = Workload(
+        replicas=1,
+        schedule="GPipe",
+        microbatches=2,
+        forward_s=(0.0,) * 3,
+        backward_s=(0.0,) * 3,
+        activations=(ONE_SECOND,) * 2,
+        gradients=(FREE,) * 2,
+    )
+    step = simulate(model, Network(rates, ((0.0,) * 3,) * 3))
+    spans = {(t.cut, t.microbatch): (t.start_s, t.end_s) for t in step.transfers[:4]}
+    assert spans == {(0, 0): (0, 0.5), (0, 1): (0.5, 1), (1, 0): (0.5, 1.5), (1, 1): (1.5, 2.5)}
+
+
+def test_inconsistent_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="activations has 2 entries"):
+        two_stages(activations=(FREE, FREE))
+    with pytest.raises(ValueError, match="3 hosts for 2 ranks"):
+        simulate(two_stages(), Network.uniform(3))
+
+
+def test_a_rank_begins_when_its_weights_are_there() -> None:
+    step = simulate(two_stages(), ready_s=(0.5, 4.0))
+    assert work(step, 0)[:2] == [("F0", 0.5, 1.5), ("F1", 1.5, 2.5)]
+    assert work(step, 1)[:2] == [("F0", 4, 5), ("F1", 5, 6)]
+
+
+def random_work(schedule: ScheduleName, seed: int) -> tuple[Workload, Network]:
+    draw = random.Random(seed)
+    single = schedule in ("GPipe", "1F1B", "Deep1F1B")
+    ranks = draw.randint(2, 4)
+    stages, microbatches = ranks * (1 if single else 2), draw.choice((1, 2)) * ranks
+
+    def messages() -> tuple[Message, ...]:
+        return tuple(
+            Message(draw.randint(1, 10**6), draw.random() / 9, draw.random() / 9)
+            for _ in range(stages - 1)
+        )
+
+    found = Workload(
+        replicas=1,
+        forward_s=tuple(draw.random() for _ in range(stages)),
+        backward_s=tuple(draw.random() for _ in range(stages)),
+        activations=messages(),
+        gradients=messages(),
+        microbatches=microbatches,
+        schedule=schedule,
+        ranks_per_pipeline=ranks,
+    )
+    rates = tuple(tuple(draw.uniform(2e6, 3e7) for _ in range(ranks)) for _ in range(ranks))
+    return found, Network(rates, ((0.1,) * ranks,) * ranks)
+
+
+@pytest.mark.parametrize("schedule", get_args(ScheduleName))
+@pytest.mark.parametrize("seed", range(4))
+def test_everything_starts_as_soon_as_it_can(schedule: ScheduleName, seed: int) -> None:
+    """Compute after the rank's last action and its input, codecs after their last message."""
+    found, network = random_work(schedule, seed)
+    step, payload = simulate(found, network), network.payload()
+    assert step.step_s == max(event.end_s for event in step.events if event.computes)
+    left = {(t.cut, t.direction, t.microbatch): t for t in step.transfers}
+    for rank, order in enumerate(found.orders):
+        own = [event for event in step.events if event.rank == rank and event.computes]
+        kinds = [(kind.replace("I", "B"), stage, m) for kind, stage, m in order]
+        assert [(event.kind, event.stage, event.microbatch) for event in own] == kinds
+        for (kind, stage, m), event, before in zip(order, own, [None, *own], strict=False):
+            free_s = 0.0 if before is None else before.end_s
+            other = stage - 1 if kind == "F" else stage + 1
+            if kind == "W" or not 0 <= other < found.stages or found.position_of[other] == rank:
+                assert event.start_s == free_s
+                continue
+            direction = DIRECTIONS[0] if kind == "F" else DIRECTIONS[1]
+            transfer = left[min(stage, other), direction, m]
+            way = found.activations if kind == "F" else found.gradients
+            message = way[min(stage, other)]
+            decoded_s = min(
+                e.end_s
+                for e in step.events
+                if (e.kind, e.stage, e.microbatch) == ("decode", stage, m)
+                if e.end_s >= transfer.end_s + message.decode_s - 1e-9
+            )
+            assert event.start_s == pytest.approx(max(free_s, decoded_s), abs=1e-9)
+            link = found.position_of[other], rank
+            least_s = payload.link_s(*link, message.nbytes) + 0.1
+            assert transfer.end_s - transfer.start_s >= least_s - 1e-9
