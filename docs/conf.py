@@ -18,4 +18,4 @@ exclude_patterns: list[str] = []
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 
-reference.write(HERE / "generated", pages=HERE)
+reference.write(HERE / "generated")

@@ -104,7 +104,7 @@ def _page(rows: list[str]) -> str:
             f"Written by `python docs/families.py` with transformers {transformers.__version__}, "
             f"torch {torch.__version__}: {equal} of {len(rows)} families are cut bit for bit, "
             f"{same} come back to disk byte for byte. Tried on random weights, {LAYERS} layers, "
-            "on a CPU. `refused`: before training, with this reason.\n",
+            "on a CPU. `rejected`: before training, with this reason.\n",
             "| model_type | a step, cut | weights, read and exported | |",
             "|---|---|---|---|",
             *rows,
@@ -126,7 +126,7 @@ def _try(kind: str) -> tuple[str, str, str]:
                     continue
                 _ = config.family
             except ValueError as error:
-                return "refused", "", _short(error, folder)
+                return "rejected", "", _short(error, folder)
             except Exception as error:  # sizes that do not go together
                 problem = problem or _short(error, folder)
                 continue

@@ -1,7 +1,7 @@
-"""Writes generated pages: every command and setting, and the list of algorithm pages.
+"""Writes the generated pages: every command and every setting.
 
-They are made at every build. Settings and commands are also kept in the repository, for those who
-read them there; a test compares them with the code.
+They are made at every build, and kept in the repository for those who read them there; a test
+compares them with the code.
 """
 
 import typing
@@ -40,19 +40,11 @@ to `""` is as if the other file did not set it, and `--set section.key=` as if n
 """
 
 
-def write(folder: Path, *, pages: Path) -> None:
-    """Write into `folder`; pages that the index does not list are about algorithms."""
+def write(folder: Path) -> None:
+    """Write the pages into `folder`."""
     folder.mkdir(exist_ok=True)
     (folder / "settings.md").write_text(_settings(), encoding="utf-8")
     (folder / "commands.md").write_text(_commands(), encoding="utf-8")
-    listed = {"index", *(pages / "index.md").read_text(encoding="utf-8").splitlines()}
-    others = sorted(page.stem for page in pages.glob("*.md") if page.stem not in listed)
-    entries = "\n".join(f"/{name}" for name in others)
-    (folder / "algorithms.md").write_text(
-        f"# Algorithms\n\nOne page each: the equations, and the files that hold them.\n\n"
-        f"```{{toctree}}\n:maxdepth: 1\n\n{entries}\n```\n",
-        encoding="utf-8",
-    )
 
 
 def _commands() -> str:
@@ -83,9 +75,9 @@ def _command(name: str, command: Any) -> str:
 def _settings() -> str:
     parts = [
         "# Settings\n",
-        "Every key of a run file, generated from the code. Unknown keys and impossible values are "
-        "refused before anything starts, with the place and a remedy. `--set section.key=value` "
-        "overrides one of them.\n",
+        "Every key of a run file, generated from the code. Invalid settings are rejected before "
+        "anything starts, with file, line and a suggested fix. `--set section.key=value` overrides "
+        "one of them.\n",
         _TOP,
     ]
     for name, field in RunConfig.model_fields.items():

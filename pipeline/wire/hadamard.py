@@ -15,7 +15,7 @@ thresholds to tune and leave the size of a message to its shape:
   more than what is cut off. From 3 bits on it does not.
 
 On the activations of a small language model rotation saves 5 to 8 % of the error at any number of
-bits, on gradients trading another 20 to 25 %; `docs/stateless.md` has the numbers, and why
+bits, on gradients trading another 20 to 25 %; `docs/activations.md` has the numbers, and why
 there is no pivot swap. Rounding is to nearest.
 
 A row of N values has K = ceil(N / tile) tiles, the last one padded with zeros, and becomes: three
