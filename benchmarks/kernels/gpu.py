@@ -103,7 +103,6 @@ def rows(numel: int, bits: int, dtype: torch.dtype, repetitions: int) -> Iterato
                 gb_s=round(numel * timed.nbytes / taken / 1e6, 2),
                 floor_melem_s=round(numel / at_floor / 1e3, 1),
                 share=round(at_floor / taken, 3),
-                peer=False,
             )
 
 

@@ -49,7 +49,7 @@ def own_table(rows: Sequence[Row]) -> str:
     return format_table(["kernel", *heads], lines)
 
 
-def peer_table(rows: Sequence[Row], elements: int, bits: int) -> str:
+def backend_table(rows: Sequence[Row], elements: int, bits: int) -> str:
     """All backends at one size, on one thread: million values per second."""
     shown = [
         row
@@ -69,7 +69,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     shown = [row for row in rows if row.threads == 1 and row.bits == 4]
     largest = max(row.elements for row in shown)
     shown = [row for row in shown if row.elements == largest and row.backend != "reference"]
-    shown.sort(key=lambda row: row.peer)
     names = list(dict.fromkeys((row.kernel, row.rounding) for row in shown))
     backends = list(dict.fromkeys(row.backend for row in shown))
     figure = Figure(figsize=(10, 0.5 * len(names) + 1), layout="constrained")
@@ -101,9 +100,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = load(options.rows)
     print(own_table(rows))
-    compared = {(row.elements, row.bits) for row in rows if row.peer and row.bits <= 8}
+    compared = {(row.elements, row.bits) for row in rows if row.backend == "reference"}
     for elements, bits in sorted(compared):
-        print(f"\n{elements} values, {bits} bits\n\n{peer_table(rows, elements, bits)}")
+        print(f"\n{elements} values, {bits} bits\n\n{backend_table(rows, elements, bits)}")
     if options.figure:
         draw(rows, options.figure)
 

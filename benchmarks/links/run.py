@@ -2,8 +2,8 @@
 
 On an emulated network (`thinpipe shaped`), in one of two forms (`benchmarks.links.workloads`):
 paper-shaped, with slept compute, or real training of a small decoder on links slowed down as much
-as its stages are slower than the paper's. Methods are our stage with several boundaries, AC-SGD's
-runtime, and torch's own pipelining. Every row has the measured step, the best step of the schedule
+as its stages are slower than the paper's. Methods are our stage with several boundaries, and
+torch's own pipelining. Every row has the measured step, the best step of the schedule
 on that link (`launch/plan/simulate.py`), and the measured rate of an idle link.
 """
 
@@ -46,7 +46,7 @@ _FULL_RATES = ["10mbit", "100mbit", "300mbit", "500mbit", "1gbit"]
 _FULL_DELAYS = ["0ms", "10ms", "50ms"]
 _DEFAULT = (
     *("fp32", "bf16", "direct fw3/bw6", "aqsgd fw3/bw6", "aqsgd fw2/bw4"),
-    *("AC-SGD aqsgd fw3/bw6", "torch GPipe fp32", "torch GPipe bf16", "torch 1F1B bf16"),
+    *("torch GPipe fp32", "torch GPipe bf16", "torch 1F1B bf16"),
 )
 _HEADS = (
     *("method", "stages", "rate", "delay ms", "step s", "bound s", "bound/step", "tokens/s"),

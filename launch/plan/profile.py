@@ -37,7 +37,7 @@ _ALIKE = 1.15
 _WEIGHT_NBYTES, _GRADIENT_NBYTES, _ADAM_NBYTES = 4, 4, 8  # of a parameter; Adam: two moments
 _BLOCKS_UNDER_WAY = 7
 """Whose weights a shard holds as messages, gathered, copied and as gradients; measured by
-`benchmarks.shards.memory`."""
+`benchmarks/results/qsdp_cpu_202611.md`."""
 
 _Shapes = tuple[torch.Size, ...]
 """Of a block's parameters."""

@@ -11,13 +11,12 @@ import torch
 from benchmarks.kernels import report as kernels_report
 from benchmarks.kernels import run as kernels
 from benchmarks.kernels.cases import Buffers
-from benchmarks.kernels.peers import peers
 from thinpipe.pipeline.wire.kernels import Codes
 from thinpipe.pipeline.wire.kernels.cpu import uniform as numba_cpu
 
 KEYS = (
     *("kernel", "backend", "bits", "dtype", "rounding", "elements", "threads"),
-    *("melem_s", "gb_s", "floor_melem_s", "share", "peer"),
+    *("melem_s", "gb_s", "floor_melem_s", "share"),
 )
 
 
@@ -34,7 +33,7 @@ def test_rows_hold_exactly_the_agreed_keys_and_make_a_report(tmp_path: Path) -> 
     assert len(found) == len(rows)
     table = kernels_report.own_table(found)
     assert "packed_delta_decode, nearest" in table
-    assert "top_1%, none" in kernels_report.peer_table(found, 1 << 14, 4)
+    assert "top_1%, none" in kernels_report.backend_table(found, 1 << 14, 4)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 8])
@@ -49,12 +48,3 @@ def test_a_kernel_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(numba_cpu, "dequantize", wrong)
     with pytest.raises(RuntimeError, match="dequantize, 4 bits, nearest: not the reference's"):
         kernels.check(4)
-
-
-def test_what_ships_with_torch_is_always_a_peer() -> None:
-    x = torch.randn(1, 1 << 12)
-    found = [peer for peer in peers(x, 4) if peer.name == "fbgemm"]
-    assert [peer.kernel for peer in found] == ["quantize", "dequantize"]
-    values = found[1].call()
-    assert isinstance(values, torch.Tensor)
-    assert (values.flatten() - x.flatten()).abs().max() < 0.4
