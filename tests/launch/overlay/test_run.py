@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.overlay.hosts import PORT, HostsRun
 from tests.commands import PATIENCE_S
+from tests.faults.hosts import PORT, HostsRun
 from tests.launch.test_train import RUN, thinpipe, wait_until
 from tests.processes import signal_all
 from thinpipe.launch.checkpoint import files
@@ -226,6 +226,6 @@ def test_a_machine_whose_launcher_died_comes_back(net: ShapedNetwork, tmp_path: 
     net.run(kill, hosts=[1])
     os.waitpid(run.pids.pop(1), 0)
     time.sleep(1)
-    run.pids[1] = run.start(1)
+    run.start(1)
     assert run.done() == dict.fromkeys(range(HOSTS), 0), run.text()
     assert run.losses() == alone(tmp_path, *settings)
