@@ -4,24 +4,22 @@ python -m benchmarks.kernels.report kernels.jsonl --figure kernels.png
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks.harness import format_table
+from benchmarks.harness import format_table, read_results
 from benchmarks.kernels.run import SIZES, Row
 
 _SIZE_NAMES = {values: name for name, values in SIZES.items()}
 
 
-def load(path: Path) -> list[Row]:
-    """The measurements of a file; several of one kind become their median by speed."""
+def load(paths: Sequence[Path]) -> list[Row]:
+    """The measurements of files; several of one kind become their median by speed."""
     found: dict[tuple[object, ...], list[Row]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = Row(**json.loads(line))
+    for row in (Row(**result) for path in paths for result in read_results(path)):
         key = (row.kernel, row.backend, row.bits, row.rounding, row.elements, row.threads)
         found.setdefault(key, []).append(row)
     middle = statistics.median_low
@@ -95,7 +93,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("rows", type=Path)
+    parser.add_argument("rows", type=Path, nargs="+", help="files that --json wrote")
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     rows = load(options.rows)

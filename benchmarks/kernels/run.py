@@ -11,19 +11,17 @@ several threads each has a row. On a GPU, floors are copies of as many bytes on 
 """
 
 import argparse
-import json
 import platform
 import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.harness import parse_options
+from benchmarks.harness import Records, command_line, parse_options
 from benchmarks.kernels import floors
 from benchmarks.kernels.cases import CPU, Buffers, Case, Work, cases, words
 from thinpipe.pipeline.wire.kernels import Backend, load_kernels
@@ -164,35 +162,32 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
         yield from top(Buffers(1, SIZES[name], 1), slow)
 
 
-def publish(row: Row, path: Path | None) -> None:
-    """Print a measurement as a line, and append it to a file."""
+def publish(row: Row, records: Records) -> None:
+    """Print a measurement as a line, and record it."""
     print(
         f"{row.kernel:19} {row.backend:14} {row.bits:2} bits {row.dtype} {row.rounding:10} "
         f"{row.elements:>9} values {row.threads} threads "
         f"{row.melem_s:8.0f} M/s {row.gb_s:7.1f} GB/s  {row.share:5.2f} of the floor",
         flush=True,
     )
-    if path is not None:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(row)) + "\n")
+    records.add({}, asdict(row))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--bits", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="a few rows, in less than 3 minutes")
-    return parse_options(parser, arguments, "quick", lambda _: QUICK)
+    command = command_line("benchmarks.kernels", __doc__)
+    command.add_argument("--bits", type=int, nargs="+", default=[2, 4, 8])
+    command.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    command.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    command.add_argument("--repetitions", type=int, default=9)
+    return parse_options(command, arguments, "quick", QUICK)
 
 
 def main() -> None:
     """Measure, print, append."""
     options = parse()
     torch.set_num_threads(1)
+    records = Records(options.json)
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
     for row in run(options):
-        publish(row, options.json)
+        publish(row, records)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torchgpipe.balance import balance_cost
 
-from benchmarks.harness import Records, format_table
+from benchmarks.harness import Records, command_line, format_table
 from benchmarks.links.ranks import Plan, RankResult, run_host
 from benchmarks.links.runners import Method
 from benchmarks.links.workloads import PaperShape
@@ -214,13 +214,12 @@ def partitions() -> list[tuple[str, str, str, str]]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m benchmarks.links.planner", description=__doc__)
+    command = command_line("benchmarks.links.planner", __doc__)
     names = [case.name for case in CASES]
-    parser.add_argument("--cases", nargs="+", default=names, choices=names, metavar="NAME")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each case")
-    parser.add_argument("--small", action="store_true", help="short sequences, for a quick try")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args()
+    command.add_argument("--cases", nargs="+", default=names, choices=names, metavar="NAME")
+    command.add_argument("--steps", type=int, default=5, help="measured steps of each case")
+    command.add_argument("--small", action="store_true", help="short sequences, for a quick try")
+    return command.parse_args()
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import Records, format_table
+from benchmarks.harness import Records, command_line, format_table
 from benchmarks.links.runners import METHODS as CUTS
 from benchmarks.links.workloads import PaperShape
 from benchmarks.replicas.rank import Method, Plan, RankResult, run_host
@@ -200,15 +200,14 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Predict, measure, print."""
-    parser = argparse.ArgumentParser("python -m benchmarks.placement.measured", description=__doc__)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--steps", type=int, default=5, help="measured steps; 0: predict only")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--parameters", type=int, default=400_000, help="of a stage")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="new file for one JSON line per row")
-    options = parser.parse_args(arguments)
+    command = command_line("benchmarks.placement.measured", __doc__)
+    command.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    command.add_argument("--steps", type=int, default=5, help="measured steps; 0: predict only")
+    command.add_argument("--tokens", type=int, default=64)
+    command.add_argument("--microbatches", type=int, default=8)
+    command.add_argument("--parameters", type=int, default=400_000, help="of a stage")
+    command.add_argument("--seed", type=int, default=0)
+    options = command.parse_args(arguments)
     torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
     records, cells = Records(options.json), []
     for row in rows(options):

@@ -188,6 +188,9 @@ def on_hosts(function: Callable[[], object]) -> object:
     def call() -> object:
         linux.mount_tmpfs("/dev/shm")
         os.environ["TMPDIR"] = tempfile.tempdir = "/mnt"
+        os.environ.pop(
+            "TORCHINDUCTOR_CACHE_DIR", None
+        )  # torch set it, in the folder that is hidden
         try:
             return function()
         except ShapedError as error:

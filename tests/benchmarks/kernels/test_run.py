@@ -1,6 +1,5 @@
 """The kernel benchmark measures what it says, refuses wrong kernels, and its rows make tables."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.harness import Records
 from benchmarks.kernels import report as kernels_report
 from benchmarks.kernels import run as kernels
 from benchmarks.kernels.cases import Buffers
@@ -28,8 +28,10 @@ def test_rows_hold_exactly_the_agreed_keys_and_make_a_report(tmp_path: Path) -> 
     assert all(row.melem_s > 0 and row.floor_melem_s > 0 for row in rows)
     assert {row.threads for row in rows if row.backend == "numba" and row.bits == 4} == {2}
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    found = kernels_report.load(path)
+    records = Records(path)
+    for row in rows:
+        kernels.publish(row, records)
+    found = kernels_report.load([path])
     assert len(found) == len(rows)
     table = kernels_report.own_table(found)
     assert "packed_delta_decode, nearest" in table
