@@ -30,12 +30,8 @@ class Judge:
 
     def __init__(self, scene: Scene, fault: Fault, losses: Sequence[float]) -> None:
         """`losses` are those of the undisturbed run."""
-        self._scene, self._machines, self._fault, self._losses = (
-            scene,
-            scene.machines,
-            fault,
-            losses,
-        )
+        self._scene, self._machines = scene, scene.machines
+        self._fault, self._losses = fault, losses
         self._refused, self._hangs, self._problem = False, False, ""
         self._ended_s: dict[int, float] = {}
         self._back: set[int] = set()
