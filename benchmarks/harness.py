@@ -136,6 +136,16 @@ def summary(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
     return format_table(["method", *conditions, "seeds", *names], lines)
 
 
+PREDICTED = {"predicted s": ".3f", "measured s": ".3f", "error": "+.1%"}
+
+
+def prediction_numbers(predicted_s: float, steps_s: Sequence[float]) -> dict[str, float | None]:
+    """A predicted step beside the median of measured ones, if there are any: `PREDICTED`."""
+    measured_s = statistics.median(steps_s) if steps_s else None
+    error = predicted_s / measured_s - 1 if measured_s else None
+    return {"predicted s": predicted_s, "measured s": measured_s, "error": error}
+
+
 def _spread(numbers: Sequence[float | None], form: str) -> str:
     values = [number for number in numbers if number is not None]
     if not values:

@@ -138,7 +138,6 @@ class Epoch:
 
     @property
     def nbytes(self) -> int:
-        """Both directions."""
         return self.forward_bytes + self.backward_bytes
 
 

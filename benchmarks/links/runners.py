@@ -200,7 +200,6 @@ class TorchRunner:
         self._step_nbytes, self._sent = numel * method.dtype.itemsize, 0
 
     def step(self, number: int, ids_S: Tensor) -> None:
-        """Run one step."""
         _run_schedule(self._schedule, self._mesh, self._workload.batch(ids_S))
         _update(self._optimizer)
         self._sent += self._step_nbytes
@@ -211,7 +210,6 @@ class TorchRunner:
         return sent
 
     def take_compute(self) -> None:
-        """Not measured."""
         return
 
 

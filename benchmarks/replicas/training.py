@@ -142,7 +142,6 @@ class Replicas:
         return held_nbytes(held) / sum(p.numel() for p in replica.model.parameters())
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown()
 
     def _backward(self, replica: _Replica, sequences: SampleSet, step: int) -> float:
