@@ -10,7 +10,7 @@ TESTS := --numprocesses $(JOBS) --dist worksteal
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install train test test-all bench chaos docs check lint format clean
+.PHONY: install train test test-all bench faults docs check lint format clean
 
 install: .venv/run.stamp
 
@@ -26,8 +26,8 @@ test-all: .venv/dev.stamp
 bench: .venv/run.stamp
 	$(BIN)/python -m benchmarks.links
 
-chaos: .venv/run.stamp  # faults on purpose; a few minutes
-	$(BIN)/python -m benchmarks.chaos
+faults: .venv/dev.stamp  # on purpose, some as root; FAULTS has options of tests/faults/conftest.py
+	$(BIN)/python -m pytest -rP tests/faults $(FAULTS)
 
 docs: .venv/docs.stamp
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs

@@ -6,7 +6,8 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,24 +35,124 @@ def environment() -> dict[str, Any]:
     }
 
 
+def command_line(module: str, description: str | None) -> argparse.ArgumentParser:
+    """A command line of `python -m module`, with `--json`."""
+    found = argparse.ArgumentParser(
+        f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.add_argument("--json", type=Path, metavar="FILE", help="new file: a JSON line per row")
+    return found
+
+
 def parse_options(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str] | None,
     switch: str,
-    defaults: Callable[[argparse.Namespace], Mapping[str, Any]],
+    defaults: Mapping[str, Any],
 ) -> argparse.Namespace:
     """Parse a command line with a switch that stands for other defaults, and say which.
 
     What is given beside the switch holds.
     """
+    flags = ", ".join(f"--{name} {_words(value)}" for name, value in defaults.items())
+    parser.add_argument(f"--{switch}", action="store_true", help=f"{flags}, but for what is given")
     options = parser.parse_args(arguments)
     if getattr(options, switch):
-        chosen = defaults(options)
-        parser.set_defaults(**chosen)
+        usual = {name: parser.get_default(name) for name in defaults}
+        parser.set_defaults(**defaults)
         options = parser.parse_args(arguments)
-        values = ", ".join(f"{name} = {getattr(options, name)}" for name in chosen)
-        print(f"--{switch}: {values}", flush=True)
+        for name in defaults:
+            value = getattr(options, name)
+            instead = "" if usual[name] in (None, value) else f" instead of {_words(usual[name])}"
+            print(f"--{switch}: {name} = {_words(value)}{instead}", flush=True)
     return options
+
+
+def _words(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def with_baseline(methods: Iterable[str], baseline: str) -> list[str]:
+    """What is measured: the methods that were asked for, behind the one that they are compared to.
+
+    Says so if that was not asked for.
+    """
+    wanted = list(dict.fromkeys(methods))
+    if baseline not in wanted:
+        print(f"{baseline} is measured too: the others are compared with it", flush=True)
+    return list(dict.fromkeys([baseline, *wanted]))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement of a method. Rows of the same method and conditions differ by their seed.
+
+    `numbers` are None where they do not apply. `detail` is for JSON lines alone.
+    """
+
+    method: str
+    numbers: Mapping[str, float | None]
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        about = {**self.conditions, "seed": self.seed}
+        measured = {name: f"{x:.6g}" for name, x in self.numbers.items() if x is not None}
+        words = [f"{name} {value}" for name, value in {**about, **measured}.items()]
+        return f"{self.method}: {', '.join(words)}"
+
+
+def with_gaps(row: Row, rows: Iterable[Row], baseline: str, names: Sequence[str]) -> Row:
+    """The row with `<name> gap`: differences to the baseline's, like it in conditions and seed."""
+    base = next(
+        other
+        for other in (*rows, row)
+        if (other.method, other.seed, other.conditions) == (baseline, row.seed, row.conditions)
+    )
+    gaps: dict[str, float | None] = {}
+    for name in names:
+        own, its = row.numbers[name], base.numbers[name]
+        gaps[f"{name} gap"] = None if own is None or its is None else own - its
+    return replace(row, numbers={**row.numbers, **gaps})
+
+
+def summary(rows: Sequence[Row], columns: Mapping[str, str]) -> str:
+    """A line per method and conditions: medians over seeds, and the range of what may be negative.
+
+    `columns` are numbers and how they are written, as in format(); None of all rows: no column.
+    """
+    names = [name for name in columns if any(row.numbers.get(name) is not None for row in rows)]
+    conditions = list(rows[0].conditions)
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.method, *row.conditions.values()), []).append(row)
+    lines = []
+    for (method, *about), found in groups.items():
+        cells = [_spread([row.numbers.get(name) for row in found], columns[name]) for name in names]
+        lines.append([method, *map(str, about), str(len(found)), *cells])
+    return format_table(["method", *conditions, "seeds", *names], lines)
+
+
+PREDICTED = {"predicted s": ".3f", "measured s": ".3f", "error": "+.1%"}
+
+
+def prediction_numbers(predicted_s: float, steps_s: Sequence[float]) -> dict[str, float | None]:
+    """A predicted step beside the median of measured ones, if there are any: `PREDICTED`."""
+    measured_s = statistics.median(steps_s) if steps_s else None
+    error = predicted_s / measured_s - 1 if measured_s else None
+    return {"predicted s": predicted_s, "measured s": measured_s, "error": error}
+
+
+def _spread(numbers: Sequence[float | None], form: str) -> str:
+    values = [number for number in numbers if number is not None]
+    if not values:
+        return "-"
+    ends = [format(value, form) for value in (min(values), max(values))]
+    middle = format(statistics.median(values), form)
+    return f"{middle} ({ends[0]} to {ends[1]})" if "+" in form and ends[0] != ends[1] else middle
 
 
 class Records:
@@ -70,13 +171,19 @@ class Records:
             raise ValueError(f"{path} already holds results; remove it or name another file")
         self._path, self._environment = path, environment()
 
-    def add(self, config: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+    def add(self, config: Mapping[str, Any], result: Mapping[str, Any] | Row) -> None:
         """Append one result; the file is complete after every call."""
         if self._path is None:
             return
-        record = {"config": config, "environment": self._environment, "result": result}
+        found = asdict(result) if isinstance(result, Row) else result
+        record = {"config": config, "environment": self._environment, "result": found}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The results in a file that `Records` wrote."""
+    return [json.loads(line)["result"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:

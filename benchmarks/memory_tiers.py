@@ -10,7 +10,6 @@ same visits. Takes less than two minutes on an idle core. Sizes at GPT2-XL's sha
 without allocating them.
 """
 
-import argparse
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.harness import Records, format_table, quantiles
+from benchmarks.harness import Records, command_line, format_table, quantiles
 from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.sampler import EpochSampler
@@ -177,14 +176,11 @@ def _count_hits(sampler: EpochSampler, epochs: int, capacity: int) -> tuple[int,
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run both from the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory_tiers", description="Memories in RAM and on disk"
-    )
+    command = command_line("benchmarks.memory_tiers", __doc__)
     for name in ("samples", "batch", "epochs", "width", "tokens", "rounds"):
-        parser.add_argument(f"--{name}", type=int, default=getattr(Scale, name))
-    parser.add_argument("--folder", type=Path, default=Path(), help="where the disk tier writes")
-    parser.add_argument("--json", type=Path, help="new file for one JSON line per result")
-    options = vars(parser.parse_args(arguments))
+        command.add_argument(f"--{name}", type=int, default=getattr(Scale, name))
+    command.add_argument("--folder", type=Path, default=Path(), help="where the disk tier writes")
+    options = vars(command.parse_args(arguments))
     folder, records = options.pop("folder").resolve(), Records(options.pop("json"))
     torch.set_num_threads(1)
     print(compare_tiers(Scale(**options), folder, records))

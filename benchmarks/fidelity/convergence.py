@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks.fidelity.finetuning import Corpus, Scale, fine_tune, pretrain, read_corpus
-from benchmarks.fidelity.report import BASELINE, Outcome, draw, make_row, tables
-from benchmarks.harness import Records, parse_options
+from benchmarks.fidelity.report import BASELINE, LOSSES, draw, table
+from benchmarks.harness import Records, Row, command_line, parse_options, with_baseline, with_gaps
 
 
 def _method(
@@ -184,28 +184,24 @@ def compare(
     seeds: Iterable[int],
     records: Records,
     rates: Sequence[float] = (),
-) -> list[Outcome]:
+) -> list[Row]:
     """Fine-tune with every method for every seed and rate, the baseline first.
 
     Prints one line for each. By default the scale's own rate is the only one.
     """
-    outcomes: list[Outcome] = []
+    rows: list[Row] = []
     for seed in seeds:
         start = time.perf_counter()
         weights = pretrain(corpus, scale, seed=seed)
         print(f"seed {seed}: pretrained in {time.perf_counter() - start:.0f} s", flush=True)
         for at in [replace(scale, lr=rate) for rate in rates or [scale.lr]]:
-            done: list[Outcome] = []
-            for method in dict.fromkeys([BASELINE, *methods]):
+            for method in methods:
                 config = at.run(METHODS[method], seed)
-                done.append(fine_tune(corpus, config, weights, method=method))
-                row = make_row(done[-1], done[0])
-                result = asdict(row) | {"outcome": asdict(done[-1])}
-                records.add({"scale": asdict(at), "run": config.shared()}, result)
-                scores = "".join(f", {k} {v:.3f}" for k, v in done[-1].scores.items())
-                print(f"{row}{scores}, {done[-1].seconds:.0f} s", flush=True)
-            outcomes += done
-    return outcomes
+                found = fine_tune(corpus, config, weights, method=method)
+                rows.append(with_gaps(found, rows, BASELINE, LOSSES))
+                records.add({"scale": asdict(at), "run": config.shared()}, rows[-1])
+                print(rows[-1], flush=True)
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -213,46 +209,39 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parse(arguments)
     torch.set_num_threads(1)
     given = {name: getattr(options, name) for name in _SIZES if getattr(options, name) is not None}
+    setting = SETTINGS[options.setting]
+    given["sequences"] = int(options.share * given.get("sequences", setting.sequences))
     scale = replace(
-        SETTINGS[options.setting],
+        setting,
         **given,
         dropout=options.dropout,
         dropout_masks=options.dropout_masks,
         task="language" if options.labelled is None else "classification",
     )
-    methods = [m for name in options.methods for m in GROUPS.get(name, [name])]
-    outcomes = compare(
+    named = [m for name in options.methods for m in GROUPS.get(name, [name])]
+    rows = compare(
         read_corpus(options.train, options.eval, scale, labelled=options.labelled),
         scale,
-        methods=methods,
+        methods=with_baseline(named, BASELINE),
         seeds=range(options.first_seed, options.first_seed + options.seeds),
         records=Records(options.json),
         rates=options.lr or (),
     )
-    for rate in dict.fromkeys(outcome.lr for outcome in outcomes):
-        print(f"\n{tables([outcome for outcome in outcomes if outcome.lr == rate])}")
+    print(f"\n{table(rows)}")
     if options.plot is not None:
-        draw(outcomes, options.plot)
+        draw(rows, options.plot)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fidelity.convergence",
-        description="Fine-tune across compressed cuts: AQ-SGD, direct quantization, no compression",
-    )
-    parser.add_argument("--train", type=Path, required=True, help="text to train on")
-    parser.add_argument("--eval", type=Path, required=True, help="held-out text")
-    parser.add_argument(
+    command = command_line("benchmarks.fidelity.convergence", __doc__)
+    command.add_argument("--train", type=Path, required=True, help="text to train on")
+    command.add_argument("--eval", type=Path, required=True, help="held-out text")
+    command.add_argument(
         "--setting", choices=sorted(SETTINGS), default="bytes", help="a small decoder, or GPT-2's"
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="four methods, one seed, half of the sequences, 4 epochs, but for what is given",
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
-    parser.add_argument("--first-seed", type=int, default=0, help="of the repetitions (default 0)")
-    parser.add_argument(
+    command.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
+    command.add_argument("--first-seed", type=int, default=0, help="of the repetitions (default 0)")
+    command.add_argument(
         "--methods",
         nargs="+",
         choices=[*GROUPS, *METHODS],
@@ -261,25 +250,21 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     for name, meaning in _SIZES.items():
         flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=int, help=f"{meaning} (default: the setting's)")
-    parser.add_argument("--lr", type=float, nargs="+", help="peak rates of fine-tuning")
-    parser.add_argument(
+        command.add_argument(flag, type=int, help=f"{meaning} (default: the setting's)")
+    command.add_argument("--lr", type=float, nargs="+", help="peak rates of fine-tuning")
+    command.add_argument(
         "--labelled",
         nargs=2,
         type=Path,
         metavar=("TRAIN.TSV", "DEV.TSV"),
         help="fine-tune as a classifier of sentences in CoLA's columns",
     )
-    parser.add_argument("--dropout", type=float, default=0.0, help="of fine-tuning")
-    parser.add_argument("--dropout-masks", choices=("random", "repeated"), default="random")
-    parser.add_argument("--json", type=Path, help="new file for one JSON line per run")
-    parser.add_argument("--plot", type=Path, help="PNG of the training loss by epoch")
-    return parse_options(parser, arguments, "quick", _quick)
-
-
-def _quick(options: argparse.Namespace) -> dict[str, Any]:
-    sequences = SETTINGS[options.setting].sequences // 2
-    return {"methods": list(_QUICK), "seeds": 1, "sequences": sequences, "epochs": 4}
+    command.add_argument("--dropout", type=float, default=0.0, help="of fine-tuning")
+    command.add_argument("--dropout-masks", choices=("random", "repeated"), default="random")
+    command.add_argument("--plot", type=Path, help="PNG of the training loss by epoch")
+    command.add_argument("--share", type=float, default=1.0, help="of --sequences (default 1)")
+    quick = {"methods": list(_QUICK), "seeds": 1, "share": 0.5, "epochs": 4}
+    return parse_options(command, arguments, "quick", quick)
 
 
 if __name__ == "__main__":

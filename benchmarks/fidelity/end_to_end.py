@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -25,7 +25,8 @@ from typing import Any
 import tomlkit
 from matplotlib.figure import Figure
 
-from benchmarks.harness import environment, format_table
+from benchmarks.fidelity.report import LOSSES, epoch_losses
+from benchmarks.harness import Records, Row, command_line, summary, with_baseline, with_gaps
 from benchmarks.theme import GRID, INK, MUTED, SERIES
 from thinpipe.launch.report.metrics import StepRecord, read_metrics
 
@@ -94,27 +95,6 @@ class Texts:
     out: Path
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """Losses in nats per token: of training as it went, and of held-out text after the epoch."""
-
-    loss: float
-    held_out: float
-    held_out_compressed: float
-    cut_nbytes: int
-    cut_values: int
-    sync_nbytes: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One fine-tuning run."""
-
-    method: str
-    seed: int
-    epochs: tuple[Epoch, ...]
-
-
 def prepare(texts: Texts, scale: Scale) -> Path:
     """Divide the training text and pretrain on its first part; returns the model's folder."""
     model, config = texts.out / "model", texts.out / "config"
@@ -145,7 +125,7 @@ def prepare(texts: Texts, scale: Scale) -> Path:
     return model
 
 
-def fine_tune(texts: Texts, scale: Scale, model: Path, *, method: str, seed: int) -> Outcome:
+def fine_tune(texts: Texts, scale: Scale, model: Path, *, method: str, seed: int) -> Row:
     """Train a copy of the model in 4 processes, 2 stages by 2 replicas, and read its metrics."""
     settings = dict(METHODS[method])
     run = {
@@ -164,7 +144,7 @@ def fine_tune(texts: Texts, scale: Scale, model: Path, *, method: str, seed: int
     }
     name = f"{re.sub('[^a-z0-9]+', '-', method.lower())}-{seed}"
     records = read_metrics(_train(texts.out, name, run) / "metrics.jsonl")
-    return Outcome(method, seed, _epochs(records))
+    return make_row(method, seed, _epochs(records))
 
 
 def _architecture(folder: Path, scale: Scale) -> dict[str, Any]:
@@ -221,8 +201,8 @@ def _thinpipe(*arguments: str) -> None:
     )
 
 
-def _epochs(records: Sequence[StepRecord]) -> tuple[Epoch, ...]:
-    """Sum up the steps of every epoch.
+def _epochs(records: Sequence[StepRecord]) -> list[dict[str, float]]:
+    """Sum up the steps of every epoch: losses in nats per token, bytes, values over the cut.
 
     Raises:
         RuntimeError: a step was skipped, so the run is not comparable.
@@ -237,56 +217,78 @@ def _epochs(records: Sequence[StepRecord]) -> tuple[Epoch, ...]:
         held_out = steps[-1].eval
         assert held_out is not None, "every epoch ends with an evaluation"
         found.append(
-            Epoch(
-                loss=fmean([s.loss for s in steps], [s.tokens for s in steps]),
-                held_out=held_out["loss"],
-                held_out_compressed=held_out["loss_compressed"],
-                cut_nbytes=sum(count.nbytes for count in wire),
-                cut_values=sum(count.values for count in wire),
-                sync_nbytes=sum(step.sync_bytes for step in steps),
-            )
+            {
+                "loss": fmean([s.loss for s in steps], [s.tokens for s in steps]),
+                "held out": held_out["loss"],
+                "held out, compressed": held_out["loss_compressed"],
+                "cut bytes": sum(count.nbytes for count in wire),
+                "cut values": sum(count.values for count in wire),
+                "sync bytes": sum(step.sync_bytes for step in steps),
+            }
         )
-    return tuple(found)
+    return found
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """One row per method: losses of the last epoch, differences to the same seed's baseline.
-
-    Bytes are medians over seeds: those of coded messages differ.
-    """
-    heads = (
-        *("method", "train loss", "to uncompressed, by seed", "held out", "held out, compressed"),
-        *("MB across the cut", "to fp32", "MB between replicas", "to fp32", "together"),
+def make_row(method: str, seed: int, epochs: Sequence[Mapping[str, float]]) -> Row:
+    """Losses of the last epoch; bytes of all."""
+    cut, values, sync = (
+        sum(epoch[name] for epoch in epochs) for name in ("cut bytes", "cut values", "sync bytes")
     )
-    return format_table(heads, [_row(outcomes, method) for method in _methods(outcomes)])
+    numbers = {
+        **{name: epochs[-1][name] for name in LOSSES},
+        "MB across the cut": cut / 1e6,
+        "cut x fp32": 4 * values / cut,
+        "MB between replicas": sync / 1e6,
+    }
+    detail = {"epochs": epochs, "raw": 4 * values / 1e6}
+    return Row(method, numbers, seed=seed, detail=detail)
 
 
-def epoch_table(outcomes: Sequence[Outcome]) -> str:
-    """Training and held-out loss of every epoch, medians over seeds."""
-    count = range(len(outcomes[0].epochs))
-    rows = []
-    for method in _methods(outcomes):
-        for kind in ("loss", "held_out"):
-            label = f"{method}, {'train' if kind == 'loss' else 'held out'}"
-            rows.append([label, *(f"{_median(outcomes, method, kind, e):.4f}" for e in count)])
-    return format_table(("method", *(f"epoch {e + 1}" for e in count)), rows)
+def beside(row: Row, rows: Sequence[Row]) -> Row:
+    """The row with its gaps to the baseline with the same seed, and its ratios of bytes."""
+    found = with_gaps(row, rows, BASELINE, LOSSES)
+    base = next(r for r in (*rows, row) if (r.method, r.seed) == (BASELINE, row.seed))
+    cut, sync, raw_sync = (
+        number or 0.0
+        for number in (
+            row.numbers["MB across the cut"],
+            row.numbers["MB between replicas"],
+            base.numbers["MB between replicas"],
+        )
+    )
+    ratios = {
+        "replicas x fp32": raw_sync / sync,
+        "together": (row.detail["raw"] + raw_sync) / (cut + sync),
+    }
+    return replace(found, numbers={**found.numbers, **ratios})
 
 
-def draw(outcomes: Sequence[Outcome], path: Path) -> None:
+def table(rows: Sequence[Row]) -> str:
+    """One row per method: losses of the last epoch, differences to the same seed's baseline."""
+    columns = {"loss": ".4f", **{f"{name} gap": "+.4f" for name in LOSSES}}
+    columns |= {"MB across the cut": ".1f", "cut x fp32": ".1f"}
+    columns |= {"MB between replicas": ".1f", "replicas x fp32": ".1f", "together": ".1f"}
+    return summary(rows, columns)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
     """Losses by epoch, and the difference of training loss to the baseline."""
     figure = Figure(figsize=(10.0, 3.8), dpi=110, layout="constrained")
     losses, above = figure.subplots(1, 2)
-    methods, colors = _methods(outcomes), (INK, *SERIES, MUTED)
+    colors = (INK, *SERIES, MUTED)
     widths = (4.5, 3.0, 2.0, *[1.0] * 5)  # curves that coincide stay visible
+    methods = dict.fromkeys(row.method for row in rows)
+    base = epoch_losses(rows, BASELINE)
+    places = range(1, len(base) + 1)
     for color, width, method in zip(colors, widths, methods, strict=False):
-        epochs = range(len(outcomes[0].epochs))
-        places = [e + 1 for e in epochs]
-        train = [_median(outcomes, method, "loss", e) for e in epochs]
-        held_out = [_median(outcomes, method, "held_out", e) for e in epochs]
-        losses.plot(places, train, color=color, linewidth=width, label=method)
-        losses.plot(places, held_out, "--", color=color, linewidth=width)
-        for outcome in (o for o in outcomes if o.method == method and method != BASELINE):
-            above.plot(places, _excess(outcomes, outcome), color=color, linewidth=width)
+        train = epoch_losses(rows, method)
+        held_out = epoch_losses(rows, method, "held out")
+        losses.plot(places, [*map(median, train)], color=color, linewidth=width, label=method)
+        losses.plot(places, [*map(median, held_out)], "--", color=color, linewidth=width)
+        for own, its in zip(zip(*train, strict=True), zip(*base, strict=True), strict=False):
+            gaps = [a - b for a, b in zip(own, its, strict=True)]
+            if method != BASELINE:
+                above.plot(places, gaps, color=color, linewidth=width)
     losses.set_ylabel("loss [nats/token]; dashed: held out")
     above.set_ylabel("training loss above uncompressed")
     for axes in (losses, above):
@@ -294,45 +296,6 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
         axes.grid(color=GRID)
     figure.legend(*losses.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     figure.savefig(path)
-
-
-def _row(outcomes: Sequence[Outcome], method: str) -> list[str]:
-    found = [outcome for outcome in outcomes if outcome.method == method]
-    raw = next(outcome for outcome in outcomes if outcome.method == BASELINE)
-    cut, sync = (median(_total(o, field) for o in found) for field in ("cut_nbytes", "sync_nbytes"))
-    raw_cut, raw_sync = 4 * _total(found[0], "cut_values"), _total(raw, "sync_nbytes")
-    last = len(raw.epochs) - 1
-    excess = [_excess(outcomes, outcome)[-1] for outcome in found]
-    return [
-        method,
-        f"{_median(outcomes, method, 'loss', last):.4f}",
-        ", ".join(f"{value:+.4f}" for value in excess),
-        f"{_median(outcomes, method, 'held_out', last):.4f}",
-        f"{_median(outcomes, method, 'held_out_compressed', last):.4f}",
-        f"{cut / 1e6:.1f}",
-        f"{raw_cut / cut:.1f}x",
-        f"{sync / 1e6:,.0f}",
-        f"{raw_sync / sync:.1f}x",
-        f"{(raw_cut + raw_sync) / (cut + sync):.1f}x",
-    ]
-
-
-def _methods(outcomes: Sequence[Outcome]) -> list[str]:
-    return list(dict.fromkeys(outcome.method for outcome in outcomes))
-
-
-def _median(outcomes: Sequence[Outcome], method: str, field: str, epoch: int) -> float:
-    return float(median(getattr(o.epochs[epoch], field) for o in outcomes if o.method == method))
-
-
-def _excess(outcomes: Sequence[Outcome], outcome: Outcome) -> list[float]:
-    """Training loss above the baseline with the same seed, by epoch."""
-    base = next(o for o in outcomes if o.method == BASELINE and o.seed == outcome.seed)
-    return [own.loss - raw.loss for own, raw in zip(outcome.epochs, base.epochs, strict=True)]
-
-
-def _total(outcome: Outcome, field: str) -> int:
-    return sum(int(getattr(epoch, field)) for epoch in outcome.epochs)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -343,37 +306,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         pretrain_epochs=options.pretrain_epochs, sequences=options.sequences, epochs=options.epochs
     )
     model = prepare(texts, scale)
-    outcomes = []
+    records, rows = Records(options.json), list[Row]()
     for seed in range(options.seeds):
-        for method in dict.fromkeys([BASELINE, *options.methods]):
-            outcome = fine_tune(texts, scale, model, method=method, seed=seed)
-            outcomes.append(outcome)
-            last = outcome.epochs[-1]
-            print(
-                f"seed {seed}: {method}: train {last.loss:.4f}, held out {last.held_out:.4f}",
-                flush=True,
-            )
-    print(f"\n{table(outcomes)}\n\n{epoch_table(outcomes)}\n\n{json.dumps(environment())}")
+        for method in with_baseline(options.methods, BASELINE):
+            rows.append(beside(fine_tune(texts, scale, model, method=method, seed=seed), rows))
+            records.add({"scale": asdict(scale), "settings": METHODS[method]}, rows[-1])
+            print(rows[-1], flush=True)
+    print(f"\n{table(rows)}")
     if options.plot is not None:
-        draw(outcomes, options.plot)
+        draw(rows, options.plot)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.fidelity.end_to_end",
-        description="Fine-tune a Hugging Face GPT-2 with every link compressed, and without",
-    )
-    parser.add_argument("--train", type=Path, required=True, help="text to train on")
-    parser.add_argument("--eval", type=Path, required=True, help="held-out text")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="vocab.json and merges.txt")
-    parser.add_argument("--out", type=Path, required=True, help="folder for models and runs")
-    parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
-    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
-    parser.add_argument("--pretrain-epochs", type=int, default=Scale.pretrain_epochs)
-    parser.add_argument("--sequences", type=int, default=Scale.sequences, help="to fine-tune on")
-    parser.add_argument("--epochs", type=int, default=Scale.epochs, help="of fine-tuning")
-    parser.add_argument("--plot", type=Path, help="PNG of the losses")
-    return parser.parse_args(arguments)
+    command = command_line("benchmarks.fidelity.end_to_end", __doc__)
+    command.add_argument("--train", type=Path, required=True, help="text to train on")
+    command.add_argument("--eval", type=Path, required=True, help="held-out text")
+    command.add_argument("--tokenizer", type=Path, required=True, help="vocab.json and merges.txt")
+    command.add_argument("--out", type=Path, required=True, help="folder for models and runs")
+    command.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
+    command.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    command.add_argument("--pretrain-epochs", type=int, default=Scale.pretrain_epochs)
+    command.add_argument("--sequences", type=int, default=Scale.sequences, help="to fine-tune on")
+    command.add_argument("--epochs", type=int, default=Scale.epochs, help="of fine-tuning")
+    command.add_argument("--plot", type=Path, help="PNG of the losses")
+    return command.parse_args(arguments)
 
 
 if __name__ == "__main__":

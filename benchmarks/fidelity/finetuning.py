@@ -8,7 +8,7 @@ Axes: B samples, T tokens.
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.fidelity.report import Epoch, Outcome
 from benchmarks.fidelity.sentences import write_text, write_tokenizer
+from benchmarks.harness import Row
 from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.aqsgd.memory import SampleMemory
 from thinpipe.launch.components import Built
@@ -124,6 +124,25 @@ class Scale:
 
 
 @dataclass(frozen=True)
+class Epoch:
+    """One epoch of fine-tuning. `loss` is the mean over its tokens, in nats, compression on.
+
+    Bytes are counted at the links, headers included; `values` is how many numbers they stand for.
+    `change` is |m' - m| / |m'| of AQ-SGD's memories m before and m' after, the mean over cuts.
+    """
+
+    loss: float
+    forward_bytes: int
+    backward_bytes: int
+    values: int
+    change: float | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.forward_bytes + self.backward_bytes
+
+
+@dataclass(frozen=True)
 class Corpus:
     """Three sets of samples that do not overlap, made of sequences or of labelled sentences."""
 
@@ -203,7 +222,7 @@ def pretrain(corpus: Corpus, scale: Scale, *, seed: int) -> Weights:
     return {name: weight.detach() for name, weight in model.state_dict().items()}
 
 
-def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: str) -> Outcome:
+def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: str) -> Row:
     """Train a copy of `weights` as `config` says and evaluate it.
 
     Raises:
@@ -235,18 +254,45 @@ def fine_tune(corpus: Corpus, config: RunConfig, weights: Weights, *, method: st
         after, compressed = (
             _evaluate(built, corpus.held_out, compressed=which) for which in (False, True)
         )
-        return Outcome(
-            method=method,
-            seed=config.run.seed,
-            epochs=tuple(epochs),
-            held_out_before=before["loss"],
-            held_out=after["loss"],
-            held_out_compressed=compressed["loss"],
-            seconds=time.perf_counter() - start,
-            lr=config.train.lr,
-            scores=_scores(after),
-            scores_compressed=_scores(compressed),
+        losses = {
+            "before": before["loss"],
+            "loss": epochs[-1].loss,
+            "held out": after["loss"],
+            "held out, compressed": compressed["loss"],
+        }
+        scores = {name: value for name, value in after.items() if name != "loss"}
+        scores |= {f"{name}, compressed": compressed[name] for name in scores}
+        return Row(
+            method,
+            {**losses, **sizes(epochs), **scores},
+            {"lr": config.train.lr},
+            config.run.seed,
+            {
+                "epochs": [asdict(epoch) for epoch in epochs],
+                "seconds": time.perf_counter() - start,
+            },
         )
+
+
+def sizes(epochs: Sequence[Epoch]) -> dict[str, float | None]:
+    """Bits per value in all epochs but the first, how much less than fp32 that is, and MB."""
+    later = epochs[1:] or epochs
+    each = sum(epoch.values for epoch in later) / 2
+    changes = [epoch.change for epoch in epochs if epoch.change is not None]
+    return {
+        "bits forward": 8 * sum(epoch.forward_bytes for epoch in later) / each,
+        "bits backward": 8 * sum(epoch.backward_bytes for epoch in later) / each,
+        "x fp32": _ratio(later),
+        "x fp32, whole run": _ratio(epochs),
+        "MB of epoch 1": epochs[0].nbytes / 1e6,
+        "MB of the last": epochs[-1].nbytes / 1e6,
+        "change, epoch 2": changes[0] if changes else None,
+        "change, last": changes[-1] if changes else None,
+    }
+
+
+def _ratio(epochs: Sequence[Epoch]) -> float:
+    return 4 * sum(epoch.values for epoch in epochs) / sum(epoch.nbytes for epoch in epochs)
 
 
 def _load(built: Built, weights: Weights) -> None:
@@ -283,10 +329,6 @@ def _evaluate(built: Built, samples: SampleSet, *, compressed: bool) -> dict[str
         for ids_B in torch.split(torch.arange(len(samples)), _EVAL_BATCH)
     ]
     return built.engine.objective.metrics([sum(part) for part in zip(*tallies, strict=True)])
-
-
-def _scores(metrics: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if name != "loss"}
 
 
 def _memories(built: Built, *, samples: int, numel: int) -> list[Tensor]:

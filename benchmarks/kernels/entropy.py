@@ -7,17 +7,15 @@ or each from one of many, as coefficients are. zstd gets two symbols to a byte. 
 encodes, decodes, and copies as many bytes as there are values; reported are medians.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Records, format_table
+from benchmarks.harness import Records, command_line, format_table
 from thinpipe.aqsgd.transform import logistic
 from thinpipe.pipeline.wire.coding import rans
 from thinpipe.pipeline.wire.coding.entropy import compress
@@ -112,11 +110,10 @@ def _zstd_bits(symbol_N: Tensor) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser("python -m benchmarks.kernels.entropy", description=__doc__)
-    parser.add_argument("--values", type=int, nargs="+", default=[1 << 20, 1 << 16, 1 << 12])
-    parser.add_argument("--repetitions", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args(arguments)
+    command = command_line("benchmarks.kernels.entropy", __doc__)
+    command.add_argument("--values", type=int, nargs="+", default=[1 << 20, 1 << 16, 1 << 12])
+    command.add_argument("--repetitions", type=int, default=15)
+    options = command.parse_args(arguments)
     torch.set_num_threads(1)
     records, rows = Records(options.json), []
     for values in options.values:

@@ -7,16 +7,15 @@ and scales to pinned memory: what a stage does before its link can send. A floor
 device as many bytes as the kernel must move. Selection on a GPU is torch.topk: no kernel of ours.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.harness import Records, command_line
 from benchmarks.kernels.run import Row, publish
 from thinpipe.pipeline.wire.codec import Noise
 from thinpipe.pipeline.wire.kernels import Backend, Codes, KernelSet, load_kernels
@@ -103,26 +102,25 @@ def rows(numel: int, bits: int, dtype: torch.dtype, repetitions: int) -> Iterato
                 gb_s=round(numel * timed.nbytes / taken / 1e6, 2),
                 floor_melem_s=round(numel / at_floor / 1e3, 1),
                 share=round(at_floor / taken, 3),
-                peer=False,
             )
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--bits", type=int, nargs="+", default=[2, 4, 8], choices=range(2, 9))
-    parser.add_argument("--millions", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--repetitions", type=int, default=20)
-    options = parser.parse_args()
+    command = command_line("benchmarks.kernels.gpu", __doc__)
+    command.add_argument("--bits", type=int, nargs="+", default=[2, 4, 8], choices=range(2, 9))
+    command.add_argument("--millions", type=int, nargs="+", default=[1, 16, 64])
+    command.add_argument("--repetitions", type=int, default=20)
+    options = command.parse_args()
     if not torch.cuda.is_available():
-        parser.error("there is no CUDA device; benchmarks.kernels.run measures the CPU")
+        command.error("there is no CUDA device; benchmarks.kernels.run measures the CPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    records = Records(options.json)
     for millions in options.millions:
         for bits in options.bits:
             for dtype in (torch.float32, torch.bfloat16):
                 for row in rows(millions << 20, bits, dtype, options.repetitions):
-                    publish(row, options.json)
+                    publish(row, records)
 
 
 if __name__ == "__main__":

@@ -4,24 +4,22 @@ python -m benchmarks.kernels.report kernels.jsonl --figure kernels.png
 """
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from benchmarks.harness import format_table
+from benchmarks.harness import format_table, read_results
 from benchmarks.kernels.run import SIZES, Row
 
 _SIZE_NAMES = {values: name for name, values in SIZES.items()}
 
 
-def load(path: Path) -> list[Row]:
-    """The measurements of a file; several of one kind become their median by speed."""
+def load(paths: Sequence[Path]) -> list[Row]:
+    """The measurements of files; several of one kind become their median by speed."""
     found: dict[tuple[object, ...], list[Row]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = Row(**json.loads(line))
+    for row in (Row(**result) for path in paths for result in read_results(path)):
         key = (row.kernel, row.backend, row.bits, row.rounding, row.elements, row.threads)
         found.setdefault(key, []).append(row)
     middle = statistics.median_low
@@ -49,7 +47,7 @@ def own_table(rows: Sequence[Row]) -> str:
     return format_table(["kernel", *heads], lines)
 
 
-def peer_table(rows: Sequence[Row], elements: int, bits: int) -> str:
+def backend_table(rows: Sequence[Row], elements: int, bits: int) -> str:
     """All backends at one size, on one thread: million values per second."""
     shown = [
         row
@@ -69,7 +67,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     shown = [row for row in rows if row.threads == 1 and row.bits == 4]
     largest = max(row.elements for row in shown)
     shown = [row for row in shown if row.elements == largest and row.backend != "reference"]
-    shown.sort(key=lambda row: row.peer)
     names = list(dict.fromkeys((row.kernel, row.rounding) for row in shown))
     backends = list(dict.fromkeys(row.backend for row in shown))
     figure = Figure(figsize=(10, 0.5 * len(names) + 1), layout="constrained")
@@ -96,14 +93,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("rows", type=Path)
+    parser.add_argument("rows", type=Path, nargs="+", help="files that --json wrote")
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     rows = load(options.rows)
     print(own_table(rows))
-    compared = {(row.elements, row.bits) for row in rows if row.peer and row.bits <= 8}
+    compared = {(row.elements, row.bits) for row in rows if row.backend == "reference"}
     for elements, bits in sorted(compared):
-        print(f"\n{elements} values, {bits} bits\n\n{peer_table(rows, elements, bits)}")
+        print(f"\n{elements} values, {bits} bits\n\n{backend_table(rows, elements, bits)}")
     if options.figure:
         draw(rows, options.figure)
 

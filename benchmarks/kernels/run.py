@@ -1,4 +1,4 @@
-"""Speed of the wire kernels against the memory floor and against others, on this machine.
+"""Speed of the wire kernels against the memory floor and against torch eager, on this machine.
 
     python -m benchmarks.kernels --json kernels.jsonl [--quick]
     python -m benchmarks.kernels.report kernels.jsonl --figure kernels.png
@@ -11,23 +11,19 @@ several threads each has a row. On a GPU, floors are copies of as many bytes on 
 """
 
 import argparse
-import json
 import platform
 import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.harness import parse_options
+from benchmarks.harness import Records, command_line, parse_options
 from benchmarks.kernels import floors
 from benchmarks.kernels.cases import CPU, Buffers, Case, Work, cases, words
-from benchmarks.kernels.peers import Peer, peers
 from thinpipe.pipeline.wire.kernels import Backend, load_kernels
 from thinpipe.pipeline.wire.kernels.cpu import topk as topk_cpu
 
@@ -51,7 +47,6 @@ class Row:
     gb_s: float
     floor_melem_s: float
     share: float
-    peer: bool
 
 
 def seconds(work: Work, rows: int, pool: ThreadPoolExecutor) -> float:
@@ -91,7 +86,6 @@ def row_of(case: Case, backend: str, buffers: Buffers, taken: tuple[float, float
         gb_s=round(values * case.nbytes / at_work / 1e9, 2),
         floor_melem_s=round(values / at_floor / 1e6, 1),
         share=round(at_floor / at_work, 3),
-        peer=backend not in ("numba", "reference", "triton"),
     )
 
 
@@ -101,25 +95,6 @@ def ours(buffers: Buffers, backend: Backend, repetitions: int) -> Iterator[Row]:
         work = case.run(load_kernels(backend, CPU))
         taken = medians(case.floor, work, buffers.rows, repetitions=repetitions)
         yield row_of(case, backend, buffers, taken)
-
-
-def theirs(buffers: Buffers, repetitions: int) -> Iterator[Row]:
-    """The peers, and the reference through torch.compile, on one thread."""
-    by_name = {(case.kernel, case.rounding): case for case in cases(buffers)}
-    for peer in peers(buffers.x, buffers.bits):
-        case = by_name[peer.kernel, "nearest"]
-        taken = medians(case.floor, partial(_call, peer), 1, repetitions=repetitions)
-        yield row_of(case, peer.name, buffers, taken)
-    reference = load_kernels("reference", CPU)
-    for name in ("quantize", "delta_encode"):
-        case = by_name[name, "nearest"]
-        compiled = torch.compile(case.run(reference))
-        taken = medians(case.floor, compiled, 1, repetitions=repetitions)
-        yield row_of(case, "torch.compile", buffers, taken)
-
-
-def _call(peer: Peer, _: int) -> object:
-    return peer.call()
 
 
 def copy(buffers: Buffers, repetitions: int) -> Row:
@@ -182,44 +157,37 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
                 buffers = Buffers(threads, SIZES[name] // threads, bits)
                 yield copy(buffers, options.repetitions)
                 yield from ours(buffers, "numba", options.repetitions)
-            if options.peers:
-                buffers = Buffers(1, SIZES[name], bits)
-                if name != "DRAM":
-                    yield from ours(buffers, "reference", slow)
-                yield from theirs(buffers, slow)
+            if name != "DRAM":  # seconds per call there
+                yield from ours(Buffers(1, SIZES[name], bits), "reference", slow)
         yield from top(Buffers(1, SIZES[name], 1), slow)
 
 
-def publish(row: Row, path: Path | None) -> None:
-    """Print a measurement as a line, and append it to a file."""
+def publish(row: Row, records: Records) -> None:
+    """Print a measurement as a line, and record it."""
     print(
         f"{row.kernel:19} {row.backend:14} {row.bits:2} bits {row.dtype} {row.rounding:10} "
         f"{row.elements:>9} values {row.threads} threads "
         f"{row.melem_s:8.0f} M/s {row.gb_s:7.1f} GB/s  {row.share:5.2f} of the floor",
         flush=True,
     )
-    if path is not None:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(row)) + "\n")
+    records.add({}, asdict(row))
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="append JSON lines to this file")
-    parser.add_argument("--bits", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repetitions", type=int, default=9)
-    parser.add_argument("--no-peers", dest="peers", action="store_false")
-    parser.add_argument("--quick", action="store_true", help="a few rows, in less than 3 minutes")
-    return parse_options(parser, arguments, "quick", lambda _: QUICK)
+    command = command_line("benchmarks.kernels", __doc__)
+    command.add_argument("--bits", type=int, nargs="+", default=[2, 4, 8])
+    command.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    command.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    command.add_argument("--repetitions", type=int, default=9)
+    return parse_options(command, arguments, "quick", QUICK)
 
 
 def main() -> None:
     """Measure, print, append."""
     options = parse()
     torch.set_num_threads(1)
+    records = Records(options.json)
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
     for row in run(options):
-        publish(row, options.json)
+        publish(row, records)

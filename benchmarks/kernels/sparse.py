@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Records, format_table, quantiles
+from benchmarks.harness import Records, command_line, format_table, quantiles
 from thinpipe.pipeline.wire.sparse import SparseCodec
 from thinpipe.pipeline.wire.subset import Subset, largest_size, random_subset
 
@@ -212,15 +211,14 @@ def table(rows: Sequence[Row], numel: int) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, help="JSON lines go to this new file")
-    parser.add_argument("--numel", type=int, default=20_971_520)
-    parser.add_argument("--fraction", type=float, default=0.1)
-    parser.add_argument("--keep", type=float, default=0.2)
-    parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--repeat", type=int, default=15)
-    options = parser.parse_args()
+    command = command_line("benchmarks.kernels.sparse", __doc__)
+    command.add_argument("--numel", type=int, default=20_971_520)
+    command.add_argument("--fraction", type=float, default=0.1)
+    command.add_argument("--keep", type=float, default=0.2)
+    command.add_argument("--bits", type=int, default=4)
+    command.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8])
+    command.add_argument("--repeat", type=int, default=15)
+    options = command.parse_args()
     torch.set_num_threads(1)
     records = Records(options.json)
     config = {name: value for name, value in vars(options).items() if name != "json"}

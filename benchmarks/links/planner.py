@@ -11,7 +11,6 @@ import argparse
 import itertools
 import math
 import os
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +22,15 @@ import torch
 import torch.distributed as dist
 from torchgpipe.balance import balance_cost
 
-from benchmarks.harness import Records, format_table
+from benchmarks.harness import (
+    PREDICTED,
+    Records,
+    Row,
+    command_line,
+    format_table,
+    prediction_numbers,
+    summary,
+)
 from benchmarks.links.ranks import Plan, RankResult, run_host
 from benchmarks.links.runners import Method
 from benchmarks.links.workloads import PaperShape
@@ -63,7 +70,6 @@ class Case:
 
     @property
     def stages(self) -> int:
-        """Number of hosts."""
         return len(self.stage_s) or 2
 
 
@@ -89,28 +95,13 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Seconds: predicted, and the median of the measured steps."""
-
-    predicted_s: float
-    measured_s: float
-    steps_s: tuple[float, ...]
-    bubble: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, minus one."""
-        return self.predicted_s / self.measured_s - 1
-
-
-def measure(case: Case, shape: PaperShape, steps: int) -> Outcome:
+def measure(case: Case, shape: PaperShape, steps: int) -> Row:
     """Predict and measure one case."""
     spec = NetworkSpec.of(case.stages, case.rate, delay=f"{case.delay_s}s")
     links = Network.uniform(case.stages, parse_rate(case.rate), case.delay_s)
     config = _run_config(case, shape)
     if not case.stage_s:
-        return _measure_real(config, spec, links, steps)
+        return _measure_real(case, config, spec, links, steps)
     blocks = [BlockCost(seconds, 2 * seconds) for seconds in case.stage_s]
     predicted = predict(config, [blocks] * case.stages, measure_messages(config), links)
     method = Method(case.name, "thinpipe", case.schedule, case.forward, case.backward)
@@ -120,7 +111,7 @@ def measure(case: Case, shape: PaperShape, steps: int) -> Outcome:
         )
     all_steps = [rank[0].steps_s for rank in ranks]
     # these stages have no weights and share no losses: only the pipeline itself is compared
-    return _outcome(predicted, predicted.passes_s, all_steps)
+    return _row(case, predicted, predicted.passes_s, all_steps)
 
 
 def _slept(
@@ -135,11 +126,13 @@ def _keep_rate(_: float | None) -> None:
     """The network is created with its rate."""
 
 
-def _measure_real(config: RunConfig, spec: NetworkSpec, links: Network, steps: int) -> Outcome:
+def _measure_real(
+    case: Case, config: RunConfig, spec: NetworkSpec, links: Network, steps: int
+) -> Row:
     with ShapedNetwork(spec) as network:
         hosts = network.run(partial(_real, config=config, steps=steps), timeout_s=_LIMIT_S)
     predicted = predict(config, [blocks for blocks, _ in hosts], measure_messages(config), links)
-    return _outcome(predicted, predicted.step_s, [steps_s for _, steps_s in hosts])
+    return _row(case, predicted, predicted.step_s, [steps_s for _, steps_s in hosts])
 
 
 def _real(host: int, config: RunConfig, steps: int) -> tuple[list[BlockCost], tuple[float, ...]]:
@@ -164,11 +157,16 @@ def _real(host: int, config: RunConfig, steps: int) -> tuple[list[BlockCost], tu
     return blocks, tuple(times_s[2:])
 
 
-def _outcome(
-    prediction: Prediction, predicted_s: float, ranks_s: Sequence[Sequence[float]]
-) -> Outcome:
-    steps_s = tuple(max(times_s) for times_s in zip(*ranks_s, strict=True))
-    return Outcome(predicted_s, statistics.median(steps_s), steps_s, prediction.bubble)
+def _row(
+    case: Case, prediction: Prediction, predicted_s: float, ranks_s: Sequence[Sequence[float]]
+) -> Row:
+    steps_s = [max(times_s) for times_s in zip(*ranks_s, strict=True)]
+    return Row(
+        f"{case.name}, {case.schedule}",
+        prediction_numbers(predicted_s, steps_s),
+        {"rate": format_rate(parse_rate(case.rate)), "delay ms": f"{case.delay_s * 1e3:g}"},
+        detail={"steps_s": steps_s, "bubble": prediction.bubble},
+    )
 
 
 def _run_config(case: Case, shape: PaperShape) -> RunConfig:
@@ -215,13 +213,12 @@ def partitions() -> list[tuple[str, str, str, str]]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m benchmarks.links.planner", description=__doc__)
+    command = command_line("benchmarks.links.planner", __doc__)
     names = [case.name for case in CASES]
-    parser.add_argument("--cases", nargs="+", default=names, choices=names, metavar="NAME")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each case")
-    parser.add_argument("--small", action="store_true", help="short sequences, for a quick try")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args()
+    command.add_argument("--cases", nargs="+", default=names, choices=names, metavar="NAME")
+    command.add_argument("--steps", type=int, default=5, help="measured steps of each case")
+    command.add_argument("--small", action="store_true", help="short sequences, for a quick try")
+    return command.parse_args()
 
 
 def main() -> None:
@@ -229,24 +226,14 @@ def main() -> None:
     arguments = _arguments()
     torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
     shape = PaperShape(tokens=128, width=256, microbatches=4) if arguments.small else PaperShape()
-    records, rows = Records(arguments.json), []
+    records, rows = Records(arguments.json), list[Row]()
     for case in (case for case in CASES if case.name in arguments.cases):
         load = os.getloadavg()[0]
-        outcome = measure(case, shape, arguments.steps)
+        rows.append(measure(case, shape, arguments.steps))
         facts = {**asdict(case), "shape": asdict(shape), "load": load}
         facts |= {"forward": case.forward.model_dump(), "backward": case.backward.model_dump()}
-        records.add(facts, asdict(outcome) | {"error": outcome.error})
-        rows.append(
-            (
-                f"{case.name}, {case.schedule}",
-                format_rate(parse_rate(case.rate)),
-                f"{case.delay_s * 1e3:g}",
-                f"{outcome.predicted_s:.3f}",
-                f"{outcome.measured_s:.3f}",
-                f"{outcome.error:+.1%}",
-            )
-        )
-    print(format_table(("case", "rate", "delay ms", "predicted s", "measured s", "error"), rows))
+        records.add(facts, rows[-1])
+    print(summary(rows, PREDICTED))
     print(format_table(("largest load of", "ours", "torchgpipe", "ratio"), partitions()))
 
 

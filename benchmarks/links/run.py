@@ -2,13 +2,12 @@
 
 On an emulated network (`thinpipe shaped`), in one of two forms (`benchmarks.links.workloads`):
 paper-shaped, with slept compute, or real training of a small decoder on links slowed down as much
-as its stages are slower than the paper's. Methods are our stage with several boundaries, AC-SGD's
-runtime, and torch's own pipelining. Every row has the measured step, the best step of the schedule
+as its stages are slower than the paper's. Methods are our stage with several boundaries, and
+torch's own pipelining. Every row has the measured step, the best step of the schedule
 on that link (`launch/plan/placement/events.py`), and the measured rate of an idle link.
 """
 
 import argparse
-import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import environment, format_table, parse_options
+from benchmarks.harness import Records, command_line, format_table, parse_options
 from benchmarks.links.figure import draw
 from benchmarks.links.ranks import Plan, RankResult, run_host, set_rate
 from benchmarks.links.rows import (
@@ -46,7 +45,7 @@ _FULL_RATES = ["10mbit", "100mbit", "300mbit", "500mbit", "1gbit"]
 _FULL_DELAYS = ["0ms", "10ms", "50ms"]
 _DEFAULT = (
     *("fp32", "bf16", "direct fw3/bw6", "aqsgd fw3/bw6", "aqsgd fw2/bw4"),
-    *("AC-SGD aqsgd fw3/bw6", "torch GPipe fp32", "torch GPipe bf16", "torch 1F1B bf16"),
+    *("torch GPipe fp32", "torch GPipe bf16", "torch 1F1B bf16"),
 )
 _HEADS = (
     *("method", "stages", "rate", "delay ms", "step s", "bound s", "bound/step", "tokens/s"),
@@ -118,47 +117,34 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _write(path: Path, rows: Sequence[Row]) -> None:
-    """One JSON object per line."""
-    facts = environment()
-    lines = [json.dumps(asdict(row) | {"environment": facts}) for row in rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m benchmarks.links", description=__doc__)
-    parser.add_argument("--form", choices=["paper-shaped", "training"], default="paper-shaped")
-    parser.add_argument("--stages", type=int, nargs="+", default=[4])
-    parser.add_argument("--rates", nargs="+", default=["100mbit", "500mbit"])
-    parser.add_argument("--delays", nargs="+", default=["0ms"], help="one way, such as 50ms")
+    command = command_line("benchmarks.links", __doc__)
+    command.add_argument("--form", choices=["paper-shaped", "training"], default="paper-shaped")
+    command.add_argument("--stages", type=int, nargs="+", default=[4])
+    command.add_argument("--rates", nargs="+", default=["100mbit", "500mbit"])
+    command.add_argument("--delays", nargs="+", default=["0ms"], help="one way, such as 50ms")
     names = [method.name for method in METHODS]
-    parser.add_argument("--methods", nargs="+", choices=names, default=_DEFAULT, metavar="NAME")
-    parser.add_argument(
+    command.add_argument("--methods", nargs="+", choices=names, default=_DEFAULT, metavar="NAME")
+    command.add_argument(
         "--microbatches", type=int, default=8, help="of a step (default 8; the paper's batch: 32)"
     )
-    parser.add_argument(
+    command.add_argument(
         "--depth", type=int, default=DEPTH, help=f"of Deep1F1B (default {DEPTH}, as in training)"
     )
-    parser.add_argument("--steps", type=int, default=3, help="measured steps of each row")
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="2, 4, 8 stages, all rates, delays, methods, but for what is given",
-    )
-    parser.add_argument(
+    command.add_argument("--steps", type=int, default=3, help="measured steps of each row")
+    command.add_argument(
         "--keep-window",
         action="store_true",
         help="set net.ipv4.tcp_slow_start_after_idle = 0 on the hosts; matters with a delay",
     )
-    parser.add_argument(
+    command.add_argument(
         "--open", action="store_true", help="without the overlay: plain connections between hosts"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--figure", type=Path, metavar="FILE")
+    command.add_argument("--figure", type=Path, metavar="FILE")
     full = {"stages": _FULL_STAGES, "rates": _FULL_RATES, "delays": _FULL_DELAYS, "methods": names}
-    options = parse_options(parser, arguments, "full", lambda _: full)
+    options = parse_options(command, arguments, "full", full)
     if options.depth < 0:
-        parser.error(f"--depth = {options.depth}: use 0 (which is 1F1B) or more")
+        command.error(f"--depth = {options.depth}: use 0 (which is 1F1B) or more")
     return options
 
 
@@ -197,14 +183,13 @@ def main() -> None:
         keys.new(key)
         plan = replace(plan, key=key)
     messages = {method: measure_messages(method, plan.workload) for method in plan.methods}
-    rows: list[Row] = []
+    records, rows = Records(arguments.json), list[Row]()
     for delay in arguments.delays:
         delayed = replace(plan, delay_s=parse_time(delay) * plan.dilation)
         for stages in arguments.stages:
-            rows += measure_network(delayed, stages, messages)
-            if arguments.json is not None:
-                _write(arguments.json, with_references(rows))
-    rows = with_references(rows)
+            for row in with_references(measure_network(delayed, stages, messages)):
+                rows.append(row)
+                records.add({}, asdict(row))
     print(
         f"Deep1F1B at depth {arguments.depth}; {plan.workload.microbatches} microbatches per step"
     )

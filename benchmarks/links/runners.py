@@ -1,13 +1,12 @@
 """The methods of the link benchmark, and one rank's part of each.
 
-Ours is set up as in `launch/build.py`; torch's own pipelining is used unchanged; AC-SGD's runtime
-is in `benchmarks.links.acsgd_step`.
+Ours is set up as in `launch/build.py`; torch's own pipelining is used unchanged.
 
 Axes: B samples of a microbatch, T tokens, D channels, S samples of a step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, Protocol
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from benchmarks.links.acsgd_step import AcSgdStep
 from benchmarks.links.workloads import Workload
 from thinpipe.aqsgd.config import AqsgdConfig
 from thinpipe.aqsgd.transform.config import GradientTransformConfig, TransformConfig
@@ -45,7 +43,7 @@ class Method:
     """
 
     name: str
-    runtime: Literal["thinpipe", "acsgd", "torch"]
+    runtime: Literal["thinpipe", "torch"]
     schedule: ScheduleName
     forward: ForwardConfig = _RAW
     backward: BackwardConfig = _RAW
@@ -85,21 +83,10 @@ def _transform(step: float, dimensions: tuple[float, float] = (1.0, 1.0)) -> Met
     return _ours(f"transform {step}/{step}{left_out}", forward, backward)
 
 
-def _acsgd(method: Method) -> Method:
-    forward = method.forward
-    if isinstance(forward, AqsgdConfig):
-        forward = forward.model_copy(update={"first_visit": "fp32"})
-    return replace(
-        method, name=f"AC-SGD {method.name}", runtime="acsgd", schedule="GPipe", forward=forward
-    )
-
-
-_DIRECT = _ours("direct fw3/bw6", DirectConfig(bits=3), DirectConfig(bits=6))
-
 METHODS = (
     _ours("fp32", RawConfig(), RawConfig()),
     _ours("bf16", RawConfig(format="bf16"), RawConfig(format="bf16")),
-    _DIRECT,
+    _ours("direct fw3/bw6", DirectConfig(bits=3), DirectConfig(bits=6)),
     _ours("stateless fw4/bw6", StatelessConfig(bits=4), StatelessConfig(bits=6)),
     _delta(4, 8),
     _delta(3, 6),
@@ -108,9 +95,6 @@ METHODS = (
     _transform(0.6),
     _transform(0.8),
     _transform(0.7, (0.875, 0.6)),
-    _acsgd(_DIRECT),
-    _acsgd(_delta(3, 6)),
-    _acsgd(_delta(2, 4)),
     Method("torch GPipe fp32", "torch", "GPipe"),
     Method("torch GPipe bf16", "torch", "GPipe", dtype=torch.bfloat16),
     Method("torch 1F1B fp32", "torch", "1F1B"),
@@ -133,10 +117,8 @@ class Runner(Protocol):
 
 def make_runner(method: Method, workload: Workload, transport: GlooTransport) -> Runner:
     """This rank's end of a method; all ranks call it alike."""
-    if method.runtime == "torch":
-        return TorchRunner(method, workload, transport)
-    ours = method.runtime == "thinpipe"
-    return (ThinPipeRunner if ours else AcSgdRunner)(method, workload, transport)
+    kind = TorchRunner if method.runtime == "torch" else ThinPipeRunner
+    return kind(method, workload, transport)
 
 
 class ThinPipeRunner:
@@ -198,30 +180,6 @@ class ThinPipeRunner:
         return (median(spans["F"]), median(spans["B"])) if events else None
 
 
-class AcSgdRunner:
-    """AC-SGD's runtime with our messages."""
-
-    def __init__(self, method: Method, workload: Workload, transport: GlooTransport) -> None:
-        rank, stages = transport.mesh.position, transport.mesh.pipeline_ranks
-        module = workload.module(rank, stages, torch.float32)
-        wires = [_wire(method, workload, transport, *place) for place in _places(rank, stages)]
-        self._step = AcSgdStep(module, wires, workload, transport)
-        self._optimizer = workload.optimizer(module)
-
-    def step(self, number: int, ids_S: Tensor) -> None:
-        """Run one step."""
-        self._step.run(number, ids_S)
-        _update(self._optimizer)
-
-    def take_sent(self) -> int:
-        """Bytes sent since the last call, headers included."""
-        return self._step.take_sent()
-
-    def take_compute(self) -> None:
-        """Not measured."""
-        return
-
-
 class TorchRunner:
     """torch.distributed.pipelining, unchanged."""
 
@@ -241,7 +199,6 @@ class TorchRunner:
         self._step_nbytes, self._sent = numel * method.dtype.itemsize, 0
 
     def step(self, number: int, ids_S: Tensor) -> None:
-        """Run one step."""
         _run_schedule(self._schedule, self._mesh, self._workload.batch(ids_S))
         _update(self._optimizer)
         self._sent += self._step_nbytes
@@ -252,7 +209,6 @@ class TorchRunner:
         return sent
 
     def take_compute(self) -> None:
-        """Not measured."""
         return
 
 

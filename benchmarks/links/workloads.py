@@ -86,7 +86,6 @@ class SleptStage(nn.Module):
         self._gradients = _visits(shape.boundary, BACKWARD, dtype)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Sleep and return an activation."""
         y_BTD: Tensor = _Sleep.apply(self.weight, x_BTD, self)  # type: ignore[no-untyped-call]
         return y_BTD
 
@@ -125,23 +124,18 @@ class PaperShape:
 
     @property
     def boundary(self) -> torch.Size:
-        """One sample."""
         return torch.Size((1, self.tokens, self.width))
 
     def module(self, stage: int, stages: int, wire: torch.dtype) -> nn.Module:
-        """A slept stage."""
         return SleptStage(self, is_last=stage == stages - 1, dtype=wire)
 
     def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Unused values."""
         return torch.zeros(len(ids_S), 1), torch.zeros(len(ids_S), 1)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """A loss without compute."""
         return (output.float() - target).sum()
 
     def optimizer(self, module: nn.Module) -> None:
-        """There is nothing to train."""
         return
 
 
@@ -153,7 +147,6 @@ class _CastEnds(nn.Module):
         self.stage, self._wire, self._first, self._last = stage, wire, first, last
 
     def forward(self, x: Tensor) -> Tensor:
-        """Cast, compute, cast."""
         y: Tensor = self.stage(x if self._first else x.float())
         return y if self._last else y.to(self._wire)
 
@@ -179,11 +172,9 @@ class Training:
 
     @property
     def boundary(self) -> torch.Size:
-        """Samples of a microbatch."""
         return torch.Size((self.samples, self.tokens, self.width))
 
     def module(self, stage: int, stages: int, wire: torch.dtype) -> nn.Module:
-        """Some blocks of the decoder."""
         config = TransformerConfig(
             layers=self.blocks * stages, width=self.width, heads=self.heads, context=self.tokens
         )
@@ -194,16 +185,13 @@ class Training:
         return _CastEnds(layers, wire, first=stage == 0, last=stage == stages - 1)
 
     def batch(self, ids_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Sequences of text."""
         batch = self._text.batch(ids_S % len(self._text))
         return batch.inputs_BT, batch.targets
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
-        """Cross entropy."""
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """AdamW."""
         return torch.optim.AdamW(module.parameters(), lr=self.lr)
 
     def dilation(self) -> float:

@@ -6,11 +6,9 @@ compression a random layout, the one of DT-FM's search and ours are predicted an
 """
 
 import argparse
-import math
 import os
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import Records, format_table
+from benchmarks.harness import (
+    PREDICTED,
+    Records,
+    Row,
+    command_line,
+    prediction_numbers,
+    summary,
+)
 from benchmarks.links.runners import METHODS as CUTS
 from benchmarks.links.workloads import PaperShape
 from benchmarks.placement.dtfm_search import genetic_search
@@ -84,25 +89,6 @@ NETWORKS: dict[str, dict[str, Any]] = {
 """Slow on purpose: with delays, packets of all links pass one process of the emulator, which all
 eight hosts together can keep busy at a few hundred Mbit/s. Messages and models are as small.
 """
-
-
-@dataclass(frozen=True)
-class Row:
-    """Seconds of a step of one layout: predicted, and the median of those measured."""
-
-    network: str
-    method: str
-    layout: str
-    grid: list[list[int]]
-    predicted_s: float
-    measured_s: float
-    steps_s: tuple[float, ...]
-    load: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, minus one."""
-        return self.predicted_s / self.measured_s - 1
 
 
 def workload(shape: PaperShape, parameters: int, method: Method) -> Workload:
@@ -185,49 +171,33 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
                 [method], [None], options.steps, options.parameters, 0.0, shape, _REPLICAS, _STAGES
             )
             for layout, grid_RP in layouts(cluster, work, options.seed).items():
-                steps_s = measure(cluster, grid_RP, plan) if options.steps else (math.nan,)
+                steps_s = measure(cluster, grid_RP, plan) if options.steps else ()
                 yield Row(
-                    name,
-                    method.label,
                     layout,
-                    grid_RP.tolist(),
-                    model(grid_RP).step_s,
-                    statistics.median(steps_s),
-                    steps_s,
-                    os.getloadavg()[0],
+                    prediction_numbers(model(grid_RP).step_s, steps_s),
+                    {"network": name, "compression": method.label},
+                    options.seed,
+                    {"grid": grid_RP.tolist(), "steps_s": steps_s, "load": os.getloadavg()[0]},
                 )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Predict, measure, print."""
-    parser = argparse.ArgumentParser("python -m benchmarks.placement.measured", description=__doc__)
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
-    parser.add_argument("--steps", type=int, default=5, help="measured steps; 0: predict only")
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--parameters", type=int, default=400_000, help="of a stage")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="new file for one JSON line per row")
-    options = parser.parse_args(arguments)
+    command = command_line("benchmarks.placement.measured", __doc__)
+    command.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    command.add_argument("--steps", type=int, default=5, help="measured steps; 0: predict only")
+    command.add_argument("--tokens", type=int, default=64)
+    command.add_argument("--microbatches", type=int, default=8)
+    command.add_argument("--parameters", type=int, default=400_000, help="of a stage")
+    command.add_argument("--seed", type=int, default=0)
+    options = command.parse_args(arguments)
     torch.set_num_threads(1)  # the ranks are forked from here, and share the cores
-    records, cells = Records(options.json), []
+    records, found = Records(options.json), list[Row]()
     for row in rows(options):
-        records.add({"case": row.network}, asdict(row) | {"error": row.error})
-        cells.append(
-            (
-                f"{row.network}, {row.method}",
-                row.layout,
-                f"{row.predicted_s:.3f}",
-                f"{row.measured_s:.3f}",
-                f"{row.error:+.1%}",
-            )
-        )
-        print(*cells[-1], flush=True)
-    print(
-        format_table(
-            ("network, compression", "layout", "predicted s", "measured s", "error"), cells
-        )
-    )
+        found.append(row)
+        records.add({}, row)
+        print(row, flush=True)
+    print(summary(found, PREDICTED))
 
 
 if __name__ == "__main__":

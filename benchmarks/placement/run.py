@@ -5,7 +5,6 @@ the released case study under DT-FM's cost, several seeds; under predicted steps
 changes; and how time and quality grow with the number of devices, on a network made here.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness import Records, format_table
+from benchmarks.harness import Records, command_line, format_table
 from benchmarks.placement.dtfm_bound import dtfm_bound
 from benchmarks.placement.dtfm_search import genetic_search
 from thinpipe.launch.cuts.message_cost import Message
@@ -173,12 +172,11 @@ def scale_rows(sizes: list[int]) -> Iterator[Row]:
 
 def main() -> None:
     """Run all parts, print a table, append rows."""
-    parser = argparse.ArgumentParser(prog="benchmarks.placement", description=__doc__)
-    parser.add_argument("--networks", type=Path, help="JSON: name -> labels, latency_ms, gbps")
-    parser.add_argument("--json", type=Path, help="new file for the rows, one per line")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--devices", type=int, nargs="*", default=[8, 64, 256, 1000])
-    options = parser.parse_args()
+    command = command_line("benchmarks.placement", __doc__)
+    command.add_argument("--networks", type=Path, help="JSON: name -> labels, latency_ms, gbps")
+    command.add_argument("--seeds", type=int, default=5)
+    command.add_argument("--devices", type=int, nargs="*", default=[8, 64, 256, 1000])
+    options = command.parse_args()
     records, rows = Records(options.json), []
     networks = json.loads(options.networks.read_text(encoding="utf-8")) if options.networks else {}
     clusters = {name: parse_cluster(content) for name, content in networks.items()}

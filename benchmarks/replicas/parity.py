@@ -12,10 +12,9 @@ import argparse
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
@@ -23,10 +22,18 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks.fidelity.finetuning import pretrain
-from benchmarks.harness import Records, format_table, parse_options
+from benchmarks.harness import (
+    Records,
+    Row,
+    command_line,
+    parse_options,
+    summary,
+    with_baseline,
+    with_gaps,
+)
 from benchmarks.replicas.cost import cpu_ns
-from benchmarks.replicas.settings import GPT2, SETTINGS, Setting, quick, read_corpus
-from benchmarks.replicas.training import Method, Outcome, train
+from benchmarks.replicas.settings import GPT2, SETTINGS, Setting, read_corpus, shortened
+from benchmarks.replicas.training import Method, train
 from benchmarks.theme import GRID, INK, SERIES
 
 BASELINE = "all-reduce fp32"
@@ -75,6 +82,15 @@ METHODS = (
 )
 METHOD_LABELS = tuple(method.label for method in METHODS)
 _QUICK = METHOD_LABELS[:19]
+LOSSES = ("held out", "last quarter", "tuned text")
+_COLUMNS = {
+    "x fp32 ring": ".1f",
+    "x bf16 ring": ".1f",
+    "held out": ".4f",
+    **{f"{name} gap": "+.4f" for name in LOSSES},
+    "B/parameter": ".1f",
+    "ns/parameter": ".1f",
+}
 
 
 class Case(NamedTuple):
@@ -89,40 +105,15 @@ class Case(NamedTuple):
     seed: int
 
 
-@dataclass(frozen=True)
-class Row:
-    """One method with one seed; gaps are losses above all-reduce's, at its learning rate.
-
-    `train_gap` is that of the last quarter of the steps, in which every replica's loss is that of
-    its own parameters; `tuned_gap` that of the global model on the text it was tuned on, where that
-    is evaluated. State is in bytes per parameter beside weights and gradients, time in nanoseconds
-    of processor time per parameter, step and replica, without the optimizer.
-    """
-
-    method: str
-    replicas: int
-    lr: float
-    seed: int
-    ratio_fp32: float
-    ratio_bf16: float
-    held_out: float
-    held_out_gap: float
-    train_gap: float
-    tuned_gap: float | None
-    state_bytes: float
-    cpu_ns: float
-
-
-def chosen_methods(labels: Sequence[str] | None) -> list[Method]:
-    """Those of the labels, by default all; the baseline, which they are compared with, is first."""
-    wanted = [BASELINE, *(labels or METHOD_LABELS)]
-    return [method for method in METHODS if method.label in wanted]
-
-
 def compare(
     cases: Sequence[Case], methods: Sequence[Method], *, jobs: int, records: Records
 ) -> list[Row]:
-    """Run the methods in every case, `jobs` at a time; prints and records a row for each."""
+    """Run the methods in every case, `jobs` at a time; prints and records a row for each.
+
+    Gaps are losses above all-reduce's: of the global model, of every replica's own parameters in
+    the last quarter of the steps, and of the global model on the text that it was tuned on. Time is
+    in nanoseconds of processor time per parameter, step and replica, without the optimizer.
+    """
     runs = [case._replace(method=method) for case in cases for method in methods]
     costs = {
         (method.label, size): cpu_ns(method, size)
@@ -130,19 +121,18 @@ def compare(
         for method in methods
     }
     rows: list[Row] = []
-    first: dict[tuple[int, float, int], Outcome] = {}
     with ProcessPoolExecutor(jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        for case, outcome in zip(runs, pool.map(run_case, runs), strict=True):
-            baseline = first.setdefault((case.replicas, case.lr, case.seed), outcome)
-            row = _row(outcome, baseline, costs[case.method.label, case.replicas])
-            rows.append(row)
-            setting = {"setting": asdict(case.setting), "method": asdict(case.method)}
-            records.add(setting, asdict(row) | {"outcome": asdict(outcome)})
-            print(row, f"{outcome.seconds:.0f} s", flush=True)
+        for case, row in zip(runs, pool.map(run_case, runs), strict=True):
+            cost = costs[case.method.label, case.replicas]
+            full = replace(row, numbers={**row.numbers, "ns/parameter": cost})
+            rows.append(with_gaps(full, rows, BASELINE, LOSSES))
+            settings = {"setting": asdict(case.setting), "method": asdict(case.method)}
+            records.add(settings, rows[-1])
+            print(rows[-1], flush=True)
     return rows
 
 
-def run_case(case: Case) -> Outcome:
+def run_case(case: Case) -> Row:
     """Train."""
     return train(
         read_corpus(case.setting, case.texts),
@@ -154,60 +144,6 @@ def run_case(case: Case) -> Outcome:
     )
 
 
-def _row(outcome: Outcome, baseline: Outcome, nanoseconds: float) -> Row:
-    last, other = outcome.epochs[-1], baseline.epochs[-1]
-    tuned = None
-    if last.tuned is not None and other.tuned is not None:
-        tuned = last.tuned - other.tuned
-    return Row(
-        method=outcome.method,
-        replicas=outcome.replicas,
-        lr=outcome.lr,
-        seed=outcome.seed,
-        ratio_fp32=outcome.ratio,
-        ratio_bf16=outcome.ratio / 2,
-        held_out=last.held_out,
-        held_out_gap=last.held_out - other.held_out,
-        train_gap=last.last_quarter - other.last_quarter,
-        tuned_gap=tuned,
-        state_bytes=outcome.state_nbytes,
-        cpu_ns=nanoseconds,
-    )
-
-
-def table(rows: Sequence[Row]) -> str:
-    """A line per method, number of replicas and rate: medians over seeds, and the range of gaps."""
-    heads = (
-        *("method", "replicas", "lr", "vs fp32 ring", "vs bf16 ring", "held out"),
-        *("to all-reduce", "last quarter", "tuned text", "B/parameter", "ns/parameter"),
-    )
-    lines = []
-    for group in dict.fromkeys((row.method, row.replicas, row.lr) for row in rows):
-        found = [row for row in rows if (row.method, row.replicas, row.lr) == group]
-        tuned = [row.tuned_gap for row in found if row.tuned_gap is not None]
-        lines.append(
-            [
-                group[0],
-                str(group[1]),
-                f"{group[2]:g}",
-                f"{median(row.ratio_fp32 for row in found):.1f}x",
-                f"{median(row.ratio_bf16 for row in found):.1f}x",
-                f"{median(row.held_out for row in found):.4f}",
-                _spread([row.held_out_gap for row in found]),
-                _spread([row.train_gap for row in found]),
-                _spread(tuned) if tuned else "-",
-                f"{median(row.state_bytes for row in found):.1f}",
-                f"{median(row.cpu_ns for row in found):.1f}",
-            ]
-        )
-    return format_table(heads, lines)
-
-
-def _spread(gaps: Sequence[float]) -> str:
-    spread = f" ({min(gaps):+.4f} to {max(gaps):+.4f})" if len(gaps) > 1 else ""
-    return f"{median(gaps):+.4f}{spread}"
-
-
 def draw(rows: Sequence[Row], path: Path) -> None:
     """How far the global model ends above all-reduce's, by ratio; a mark for each run."""
     labels = dict.fromkeys(row.method for row in rows)
@@ -217,9 +153,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     colors = [INK, *SERIES]
     for index, label in enumerate(labels):
         found = [row for row in rows if row.method == label]
+        places = [
+            (row.numbers["x fp32 ring"] or 0.0, row.numbers["held out gap"] or 0.0) for row in found
+        ]
         axes.plot(
-            [row.ratio_fp32 for row in found],
-            [row.held_out_gap for row in found],
+            *map(list, zip(*places, strict=True)),
             "osD^v"[index // len(colors) % 5],
             color=colors[index % len(colors)],
             label=label,
@@ -235,12 +173,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the comparison from the command line."""
     options = _parse(arguments)
-    setting = SETTINGS[options.setting]
-    methods = chosen_methods(options.methods)
+    labels = with_baseline(options.methods, BASELINE)
+    methods = [method for label in labels for method in METHODS if method.label == label]
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    if options.quick:
-        setting = quick(setting)
-        print(f"--quick: {setting.steps} steps instead of {SETTINGS[options.setting].steps}")
+    setting = shortened(SETTINGS[options.setting], options.share)
     with TemporaryDirectory() as folder:
         base = options.base or Path(folder) / "base.pt"
         if not base.exists():
@@ -253,7 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
         torch.set_num_threads(1)
         rows = compare(cases, methods, jobs=options.jobs, records=Records(options.json))
-    print(f"\n{table(rows)}")
+    print(f"\n{summary(rows, _COLUMNS)}")
     if options.plot is not None:
         draw(rows, options.plot)
 
@@ -265,37 +201,28 @@ def _pretrain(setting: Setting, texts: Sequence[Path], base: Path) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.replicas.parity",
-        description="Train replicas that exchange little: loss of the global model by bytes",
-    )
-    parser.add_argument(
+    command = command_line("benchmarks.replicas.parity", __doc__)
+    command.add_argument(
         "--text",
         type=Path,
         nargs="*",
         default=[],
         help="two files; without them, sources of Python's standard library",
     )
-    parser.add_argument("--base", type=Path, help="pretrained weights; saved there if it is new")
-    parser.add_argument("--setting", choices=sorted(SETTINGS), default=GPT2.name)
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="a quarter of the steps; fewer methods, one seed, but for what is given",
+    command.add_argument("--base", type=Path, help="pretrained weights; saved there if it is new")
+    command.add_argument("--setting", choices=sorted(SETTINGS), default=GPT2.name)
+    command.add_argument("--share", type=float, default=1.0, help="of the steps (default 1)")
+    command.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
+    command.add_argument("--first-seed", type=int, default=0, help="of the repetitions (default 0)")
+    command.add_argument("--replicas", type=int, nargs="+", default=[4])
+    command.add_argument("--lr", type=float, nargs="+", help="peak learning rates of all-reduce")
+    command.add_argument(
+        "--methods", nargs="+", choices=METHOD_LABELS, default=METHOD_LABELS, metavar="NAME"
     )
-    parser.add_argument("--seeds", type=int, default=3, help="repetitions (default 3)")
-    parser.add_argument("--first-seed", type=int, default=0, help="of the repetitions (default 0)")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[4])
-    parser.add_argument("--lr", type=float, nargs="+", help="peak learning rates of all-reduce")
-    parser.add_argument(
-        "--methods", nargs="+", choices=METHOD_LABELS, help=f"default: all; {BASELINE} always"
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
-    parser.add_argument("--json", type=Path, help="new file for one JSON line per run")
-    parser.add_argument("--plot", type=Path, help="PNG of losses by ratio")
-    return parse_options(
-        parser, arguments, "quick", lambda _: {"methods": list(_QUICK), "seeds": 1}
-    )
+    command.add_argument("--jobs", type=int, default=2, help="runs at a time (default 2)")
+    command.add_argument("--plot", type=Path, help="PNG of losses by ratio")
+    quick = {"methods": list(_QUICK), "seeds": 1, "share": 0.25}
+    return parse_options(command, arguments, "quick", quick)
 
 
 if __name__ == "__main__":

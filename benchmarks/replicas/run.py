@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import Records, format_table
+from benchmarks.harness import Records, command_line, format_table
 from benchmarks.links.ranks import set_rate
 from benchmarks.links.runners import METHODS as CUTS
 from benchmarks.links.workloads import PaperShape
@@ -201,15 +201,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m benchmarks.replicas", description=__doc__)
+    command = command_line("benchmarks.replicas", __doc__)
     parts = ("replicas", "overlapped", "uplinks", "end-to-end", "priority")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--mbps", type=float, nargs="+", default=[500.0, 100.0])
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--parameters", type=int, default=3_200_000, help="of a replica")
-    parser.add_argument("--compute", type=float, default=0.26, help="seconds of a step")
-    parser.add_argument("--stage-parameters", type=int, default=16_000_000, help="end to end")
-    parser.add_argument("--microbatches", type=int, default=8, help="end to end, per replica")
-    parser.add_argument("--pings", type=int, default=20)
-    parser.add_argument("--json", type=Path, help="new file for one JSON line per row")
-    return parser.parse_args(arguments)
+    command.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    command.add_argument("--mbps", type=float, nargs="+", default=[500.0, 100.0])
+    command.add_argument("--steps", type=int, default=3)
+    command.add_argument("--parameters", type=int, default=3_200_000, help="of a replica")
+    command.add_argument("--compute", type=float, default=0.26, help="seconds of a step")
+    command.add_argument("--stage-parameters", type=int, default=16_000_000, help="end to end")
+    command.add_argument("--microbatches", type=int, default=8, help="end to end, per replica")
+    command.add_argument("--pings", type=int, default=20)
+    return command.parse_args(arguments)

@@ -25,11 +25,6 @@ class Setting:
     evaluate_tuned: bool = True
     bf16: bool = False
 
-    @property
-    def steps(self) -> int:
-        """Of tuning."""
-        return self.scale.epochs * -(-self.scale.sequences // self.scale.batch)
-
 
 GPT2 = Setting(
     "gpt2",
@@ -65,14 +60,16 @@ BYTES = Setting(
 SETTINGS = {setting.name: setting for setting in (GPT2, WIDE, BYTES)}
 
 
-def quick(setting: Setting) -> Setting:
-    """The same with a quarter of the steps."""
+def shortened(setting: Setting, share: float) -> Setting:
+    """The same with a share of the steps; fewer than all are evaluated on half of the text."""
+    if share == 1:
+        return setting
     scale = setting.scale
     fewer = replace(
         scale,
-        sequences=scale.sequences // 4,
+        sequences=int(scale.sequences * share),
         held_out=scale.held_out // 2,
-        pretrain_steps=scale.pretrain_steps // 4,
+        pretrain_steps=int(scale.pretrain_steps * share),
     )
     return replace(setting, scale=fewer)
 

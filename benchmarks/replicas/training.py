@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.fidelity.finetuning import Corpus, Weights
+from benchmarks.harness import Row
 from benchmarks.replicas.settings import Setting
 from thinpipe.gradcomp.local_peers import local_peers
 from thinpipe.gradcomp.registry import build_optimizer, load_method, parse_options
@@ -66,30 +67,6 @@ class Epoch:
     last_quarter: float
     held_out: float
     tuned: float | None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One method with one seed. `step_nbytes` is what a replica sends per step, headers included.
-
-    `ring_nbytes` is what an fp32 ring all-reduce of the same parameters sends, and `state_nbytes`
-    what a replica holds per parameter beside it: the optimizer's state and the method's.
-    """
-
-    method: str
-    replicas: int
-    lr: float
-    seed: int
-    epochs: tuple[Epoch, ...]
-    step_nbytes: float
-    ring_nbytes: float
-    state_nbytes: float
-    seconds: float
-
-    @property
-    def ratio(self) -> float:
-        """How many times fewer bytes than an fp32 ring."""
-        return self.ring_nbytes / self.step_nbytes
 
 
 @dataclass(frozen=True)
@@ -165,7 +142,6 @@ class Replicas:
         return held_nbytes(held) / sum(p.numel() for p in replica.model.parameters())
 
     def close(self) -> None:
-        """End the threads."""
         self._pool.shutdown()
 
     def _backward(self, replica: _Replica, sequences: SampleSet, step: int) -> float:
@@ -184,8 +160,12 @@ class Replicas:
 
 def train(
     corpus: Corpus, method: Method, setting: Setting, *, replicas: int, weights: Weights, seed: int
-) -> Outcome:
+) -> Row:
     """Train from `weights` and follow the global model.
+
+    Numbers are how many times fewer bytes than in a ring all-reduce of the same parameters a
+    replica sends, headers included; losses after the last epoch; and the bytes per parameter that
+    a replica holds beside it: the optimizer's state and the method's.
 
     Raises:
         RuntimeError: a loss is not finite.
@@ -202,20 +182,29 @@ def train(
         if epoch == scale.epochs - 1:
             group.finish()
         held_out, *tuned = group.global_losses(texts)
-        last = losses[-max(1, len(losses) // 4) :]
-        epochs.append(Epoch(mean(losses), mean(last), held_out, tuned[0] if tuned else None))
+        quarter = losses[-max(1, len(losses) // 4) :]
+        epochs.append(Epoch(mean(losses), mean(quarter), held_out, tuned[0] if tuned else None))
     group.close()
     steps = scale.epochs * group.steps_per_epoch
-    return Outcome(
-        method=method.label,
-        replicas=replicas,
-        lr=scale.lr * method.rate,
-        seed=seed,
-        epochs=tuple(epochs),
-        step_nbytes=group.sent() / steps / replicas,
-        ring_nbytes=8 * group.numel * (replicas - 1) / replicas,
-        state_nbytes=group.state_nbytes(),
-        seconds=time.perf_counter() - start,
+    sent = group.sent() / steps / replicas
+    ring = 8 * group.numel * (replicas - 1) / replicas
+    last = epochs[-1]
+    return Row(
+        method.label,
+        {
+            "x fp32 ring": ring / sent,
+            "x bf16 ring": ring / 2 / sent,
+            "held out": last.held_out,
+            "last quarter": last.last_quarter,
+            "tuned text": last.tuned,
+            "B/parameter": group.state_nbytes(),
+        },
+        {"replicas": replicas, "lr": scale.lr},
+        seed,
+        {
+            "epochs": [asdict(epoch) for epoch in epochs],
+            "seconds": time.perf_counter() - start,
+        },
     )
 
 
@@ -245,8 +234,3 @@ def _loss(model: TransformerStage, sequences: SampleSet) -> float:
 def _warm_then_linear(steps: int) -> Callable[[int], float]:
     warmup = max(1, steps // 20)
     return lambda step: min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
-
-
-def labels(outcomes: Sequence[Outcome]) -> list[str]:
-    """Methods, in the order in which they were run."""
-    return list(dict.fromkeys(outcome.method for outcome in outcomes))

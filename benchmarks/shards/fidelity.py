@@ -6,10 +6,8 @@ Every run trains from scratch on a text and is evaluated, with exact weights, on
 method is FSDP2 in 32 bits; others are compared with it at the same seed and number of shards.
 """
 
-import argparse
 import os
 import statistics
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +18,7 @@ import torch.distributed as dist
 
 from benchmarks.fidelity.finetuning import Scale, sequences
 from benchmarks.fidelity.sentences import write_tokenizer
-from benchmarks.harness import Records, format_table
+from benchmarks.harness import Records, Row, command_line, summary, with_baseline, with_gaps
 from benchmarks.replicas.settings import SETTINGS
 from thinpipe.launch.build import build
 from thinpipe.launch.config.run import RunConfig
@@ -29,8 +27,9 @@ from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
 _BYTES = 256
+BASELINE = "fsdp 32"
 METHODS: dict[str, dict[str, Any]] = {
-    "fsdp 32": {"method": "fsdp"},
+    BASELINE: {"method": "fsdp"},
     "W8G8": {"method": "qsdp"},
     "W6G4 shift": {"method": "qsdp", "weight_bits": 6, "gradient_bits": 4},
     "W6G4 learned": {
@@ -72,16 +71,6 @@ class Case:
     label: str
     shards: int
     seed: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What it ended with; bytes are those of a step, over all ranks."""
-
-    loss: float
-    train_loss: float
-    weight_bytes: int
-    gradient_bytes: int
 
 
 def run_config(case: Case, scale: Scale) -> RunConfig:
@@ -140,20 +129,25 @@ def _train(
         tallies.append(built.engine.eval_step(held_out.batch(own), 0, compressed=False))
     loss_sum, count = (sum(column) for column in zip(*tallies, strict=True))
     if rank == 0:
-        last = statistics.fmean(losses[-20:])
-        found = Outcome(loss_sum / count, last, totals.weight_bytes, totals.gradient_bytes)
-        torch.save(asdict(found), f"{folder}/found")
+        numbers = {
+            "loss": loss_sum / count,
+            "training loss": statistics.fmean(losses[-20:]),
+            "MB weights": totals.weight_bytes / 1e6,
+            "MB gradients": totals.gradient_bytes / 1e6,
+        }
+        torch.save(numbers, f"{folder}/found")
     transport.close()
     dist.destroy_process_group()
 
 
-def measure(case: Case, scale: Scale, sets: tuple[SampleSet, SampleSet]) -> Outcome:
-    """Train in processes of its own."""
+def measure(case: Case, scale: Scale, sets: tuple[SampleSet, SampleSet]) -> Row:
+    """Train in processes of its own; bytes are those of a step, over all ranks."""
     with TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(  # type: ignore[attr-defined, no-untyped-call]
             _train, args=(case, scale, sets, folder), nprocs=case.shards
         )
-        return Outcome(**torch.load(f"{folder}/found"))
+        found = torch.load(f"{folder}/found")
+        return Row(case.label, found, {"shards": case.shards}, case.seed)
 
 
 def read_text(text: Path, scale: Scale) -> tuple[SampleSet, SampleSet]:
@@ -166,58 +160,35 @@ def read_text(text: Path, scale: Scale) -> tuple[SampleSet, SampleSet]:
         return sequences(text, scale, "all", scale.held_out, **options)
 
 
-def table(found: Sequence[tuple[Case, Outcome]]) -> str:
-    """Means over the seeds, and the mean difference to the first method at the same seed."""
-    base = {(c.shards, c.seed): o.loss for c, o in found if c.label == next(iter(METHODS))}
-    rows = []
-    for label, shards in dict.fromkeys((c.label, c.shards) for c, _ in found):
-        same = [(c, o) for c, o in found if (c.label, c.shards) == (label, shards)]
-        gaps = [o.loss - base[c.shards, c.seed] for c, o in same if (c.shards, c.seed) in base]
-        rows.append(
-            [
-                label,
-                str(shards),
-                f"{statistics.fmean(o.loss for _, o in same):.4f}",
-                f"{statistics.fmean(gaps):+.4f}" if gaps else "",
-                f"{max(gaps) - min(gaps):.4f}" if gaps else "",
-                f"{same[0][1].weight_bytes / 1e6:.2f}",
-                f"{same[0][1].gradient_bytes / 1e6:.2f}",
-            ]
-        )
-    heads = ("method", "shards", "loss", "gap", "spread", "MB weights", "MB gradients")
-    return format_table(heads, rows)
-
-
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser("python -m benchmarks.shards.fidelity", description=__doc__)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--setting", choices=SETTINGS, default="gpt2")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--shards", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    scale = SETTINGS[options.setting].scale
+    command = command_line("benchmarks.shards.fidelity", __doc__)
+    command.add_argument("--text", type=Path, required=True)
+    command.add_argument("--setting", choices=SETTINGS, default="gpt2")
+    command.add_argument("--seeds", type=int, default=3)
+    command.add_argument("--first-seed", type=int, default=0)
+    command.add_argument("--shards", type=int, nargs="+", default=[2, 4])
+    command.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    command.add_argument("--steps", type=int)
+    command.add_argument("--lr", type=float)
+    options = command.parse_args()
+    methods, scale = with_baseline(options.methods, BASELINE), SETTINGS[options.setting].scale
     scale = replace(
         scale,
         pretrain_steps=options.steps or scale.pretrain_steps,
         pretrain_lr=options.lr or scale.pretrain_lr,
     )
     sets, records = read_text(options.text, scale), Records(options.json)
-    found = []
+    rows: list[Row] = []
     for seed in range(options.first_seed, options.first_seed + options.seeds):
         for shards in options.shards:
-            for label in options.methods:
-                case = Case(label, shards, seed)
-                outcome = measure(case, scale, sets)
-                found.append((case, outcome))
-                records.add({**asdict(case), "scale": asdict(scale)}, asdict(outcome))
-                print(f"{case}: {outcome}", flush=True)
-    print(table(found))
+            for label in methods:
+                row = measure(Case(label, shards, seed), scale, sets)
+                rows.append(with_gaps(row, rows, BASELINE, ["loss"]))
+                records.add({"scale": asdict(scale)}, rows[-1])
+                print(rows[-1], flush=True)
+    columns = {"loss": ".4f", "loss gap": "+.4f", "MB weights": ".2f", "MB gradients": ".2f"}
+    print(summary(rows, columns))
 
 
 if __name__ == "__main__":

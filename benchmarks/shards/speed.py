@@ -10,7 +10,6 @@ the step without a limit if that is longer. Where both are measured, losses of 3
 with torch's: of a wrong implementation nothing is reported.
 """
 
-import argparse
 import os
 import pickle
 import statistics
@@ -30,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.harness import Records, format_table
+from benchmarks.harness import Records, command_line, format_table
 from benchmarks.links.ranks import SetRate, default_group, set_rate, when_all_arrived
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
@@ -232,22 +231,21 @@ def table(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Command line; needs root, for network namespaces."""
     methods = (*TORCHS, *OURS)
-    parser = argparse.ArgumentParser("python -m benchmarks.shards.speed", description=__doc__)
-    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"])
-    parser.add_argument("--shards", type=int, default=2)
-    parser.add_argument("--ranks-per-site", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--vocab", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--methods", nargs="+", choices=methods, default=methods)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    command = command_line("benchmarks.shards.speed", __doc__)
+    command.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"])
+    command.add_argument("--shards", type=int, default=2)
+    command.add_argument("--ranks-per-site", type=int, default=1)
+    command.add_argument("--layers", type=int, default=4)
+    command.add_argument("--width", type=int, default=768)
+    command.add_argument("--vocab", type=int, default=1024)
+    command.add_argument("--tokens", type=int, default=64)
+    command.add_argument("--batch", type=int, default=1)
+    command.add_argument("--steps", type=int, default=5)
+    command.add_argument("--methods", nargs="+", choices=methods, default=methods)
+    options = command.parse_args()
     hosts, left = divmod(options.shards, options.ranks_per_site)
     if left:
-        parser.error(f"--shards {options.shards}: no multiple of --ranks-per-site")
+        command.error(f"--shards {options.shards}: no multiple of --ranks-per-site")
     model = TransformerConfig(
         layers=options.layers,
         width=options.width,

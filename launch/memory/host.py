@@ -38,7 +38,7 @@ _REPORTING_NBYTES = 45 * 2**20
 """What the first rank holds for metrics, display and report."""
 _UNUSED_SHARE = 0.2
 """What malloc cannot use again between tensors of many sizes, of what it has given out; measured by
-`benchmarks.memory_count`, 0.1 to 0.25 at 2 GB per rank, and up to 0.5 at 0.5 GB.
+`memory_count_cpu_202611.md`, 0.1 to 0.25 at 2 GB per rank, and up to 0.5 at 0.5 GB.
 """
 
 

@@ -7,7 +7,17 @@ from typing import Any
 import pytest
 
 from benchmarks.fidelity import convergence
-from benchmarks.harness import Records, environment, format_table, quantiles
+from benchmarks.harness import (
+    Records,
+    Row,
+    environment,
+    format_table,
+    quantiles,
+    read_results,
+    summary,
+    with_baseline,
+    with_gaps,
+)
 from benchmarks.kernels import run as kernels
 from benchmarks.links import run as links
 from benchmarks.replicas import parity
@@ -73,6 +83,39 @@ def test_a_row_of_another_length_is_refused() -> None:
         format_table(["name", "MB"], [["raw"]])
 
 
+def row(method: str, seed: int, loss: float, **conditions: Any) -> Row:
+    return Row(method, {"loss": loss, "bytes": 1e6, "score": None}, conditions, seed)
+
+
+def test_gaps_are_to_the_baseline_of_the_same_conditions_and_seed(tmp_path: Path) -> None:
+    path, rows = tmp_path / "rows.jsonl", list[Row]()
+    records = Records(path)
+    for lr, seed, base in ((1, 0, 3.0), (1, 1, 4.0), (2, 0, 5.0)):
+        for method, above in (("fp32", 0.0), ("x", 0.25 * (1 + seed))):
+            found = row(method, seed, base + above, lr=lr)
+            rows.append(with_gaps(found, rows, "fp32", ["loss", "score"]))
+            records.add({}, rows[-1])
+    assert [each.numbers["loss gap"] for each in rows] == [0, 0.25, 0, 0.5, 0, 0.25]
+    assert rows[1].numbers["score gap"] is None
+    assert [Row(**result) for result in read_results(path)] == rows
+    columns = {"loss": ".1f", "loss gap": "+.2f", "score": ".3f"}
+    assert summary(rows, columns).splitlines()[2:] == [
+        "| fp32   |  1 |     2 |  3.5 |                  +0.00 |",
+        "| x      |  1 |     2 |  3.9 | +0.38 (+0.25 to +0.50) |",
+        "| fp32   |  2 |     1 |  5.0 |                  +0.00 |",
+        "| x      |  2 |     1 |  5.2 |                  +0.25 |",
+    ]
+
+
+def test_what_all_are_compared_with_is_measured_too_and_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert with_baseline(["b", "a"], "a") == ["a", "b"]
+    assert not capsys.readouterr().out
+    assert with_baseline(["b", "b"], "a") == ["a", "b"]
+    assert capsys.readouterr().out == "a is measured too: the others are compared with it\n"
+
+
 @pytest.mark.parametrize(
     ("parser", "first", "switch", "given"),
     [
@@ -95,7 +138,7 @@ def test_a_switch_changes_defaults_and_nothing_that_was_given(
     changed = {name for name in plain if plain[name] != switched[name]} - {switch}
     assert changed >= set(given)
     said = capsys.readouterr().out
-    assert all(f"{name} = {switched[name]}" in said for name in changed)
+    assert all(f"--{switch}: {name} = " in said for name in changed)
     beside = [f"--{switch}"]
     for name, value in given.items():
         beside += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]

@@ -1,6 +1,5 @@
 """The kernel benchmark measures what it says, refuses wrong kernels, and its rows make tables."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.harness import Records
 from benchmarks.kernels import report as kernels_report
 from benchmarks.kernels import run as kernels
 from benchmarks.kernels.cases import Buffers
-from benchmarks.kernels.peers import peers
 from thinpipe.pipeline.wire.kernels import Codes
 from thinpipe.pipeline.wire.kernels.cpu import uniform as numba_cpu
 
 KEYS = (
     *("kernel", "backend", "bits", "dtype", "rounding", "elements", "threads"),
-    *("melem_s", "gb_s", "floor_melem_s", "share", "peer"),
+    *("melem_s", "gb_s", "floor_melem_s", "share"),
 )
 
 
@@ -29,12 +28,14 @@ def test_rows_hold_exactly_the_agreed_keys_and_make_a_report(tmp_path: Path) -> 
     assert all(row.melem_s > 0 and row.floor_melem_s > 0 for row in rows)
     assert {row.threads for row in rows if row.backend == "numba" and row.bits == 4} == {2}
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
-    found = kernels_report.load(path)
+    records = Records(path)
+    for row in rows:
+        kernels.publish(row, records)
+    found = kernels_report.load([path])
     assert len(found) == len(rows)
     table = kernels_report.own_table(found)
     assert "delta_decode, nearest" in table
-    assert "top_1%, none" in kernels_report.peer_table(found, 1 << 14, 4)
+    assert "top_1%, none" in kernels_report.backend_table(found, 1 << 14, 4)
 
 
 @pytest.mark.parametrize("bits", [1, 3, 8])
@@ -49,12 +50,3 @@ def test_a_kernel_that_differs_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(numba_cpu, "dequantize", wrong)
     with pytest.raises(RuntimeError, match="dequantize, 4 bits, nearest: not the reference's"):
         kernels.check(4)
-
-
-def test_what_ships_with_torch_is_always_a_peer() -> None:
-    x = torch.randn(1, 1 << 12)
-    found = [peer for peer in peers(x, 4) if peer.name == "fbgemm"]
-    assert [peer.kernel for peer in found] == ["quantize", "dequantize"]
-    values = found[1].call()
-    assert isinstance(values, torch.Tensor)
-    assert (values.flatten() - x.flatten()).abs().max() < 0.4

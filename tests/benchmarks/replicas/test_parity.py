@@ -1,29 +1,26 @@
 """The parity benchmark on models of toy size: what it compares, its table and picture."""
 
-import json
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.fidelity.finetuning import Scale, pretrain
-from benchmarks.harness import Records
+from benchmarks.harness import Records, Row, read_results, with_gaps
 from benchmarks.replicas.cost import cpu_ns
 from benchmarks.replicas.parity import (
     BASELINE,
+    LOSSES,
     METHOD_LABELS,
     METHODS,
     Case,
-    Row,
-    chosen_methods,
     compare,
     draw,
     run_case,
-    table,
 )
-from benchmarks.replicas.settings import GPT2, Setting, quick, read_corpus
+from benchmarks.replicas.settings import GPT2, Setting, read_corpus, shortened
 from benchmarks.replicas.training import Method, train
 
 TINY = Scale(
@@ -67,31 +64,23 @@ def test_exact_averages_of_parameters_and_of_gradients_both_learn(
     path = tmp_path / "out.jsonl"
     case = Case(TUNED, texts, pretrained(TUNED, texts), METHODS[0], 2, 5e-4, 0)
     plain, cocktail = compare([case], methods, jobs=1, records=Records(path))
-    assert plain.ratio_fp32 == pytest.approx(1.0, abs=0.1)  # headers alone
-    assert 0.9 < cocktail.ratio_fp32 < 3  # what does not occur does not move: zstd finds that
-    assert plain.held_out_gap == plain.train_gap == plain.tuned_gap == 0
-    assert cocktail.tuned_gap == pytest.approx(0, abs=0.05)
-    lines = [json.loads(line)["result"] for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [line["method"] for line in lines] == [BASELINE, "cocktail exact"]
-    assert {field.name for field in fields(Row)} < set(lines[0])
-    first, last = lines[0]["outcome"]["epochs"]
+    assert plain.numbers["x fp32 ring"] == pytest.approx(1.0, abs=0.1)  # headers alone
+    assert 0.9 < cocktail.numbers["x fp32 ring"] < 3  # what does not move: zstd finds that
+    assert {plain.numbers[f"{name} gap"] for name in LOSSES} == {0}
+    assert cocktail.numbers["tuned text gap"] == pytest.approx(0, abs=0.05)
+    assert [Row(**line) for line in read_results(path)] == [plain, cocktail]
+    first, last = plain.detail["epochs"]
     assert last["tuned"] < first["local"]
 
 
 @pytest.mark.parametrize("method", METHODS, ids=METHOD_LABELS)
 def test_every_method_trains(method: Method, texts: tuple[Path, ...]) -> None:
     base = pretrained(SUBWORDS, texts)
-    outcome = run_case(Case(SUBWORDS, texts, base, method, 2, 1e-3, 0))
-    assert outcome.epochs[-1].held_out < 5  # a uniform guess of 300: 5.7
-    assert outcome.epochs[-1].tuned is None
-    assert outcome.ratio > 0
-    assert outcome.lr == 1e-3 * method.rate
-
-
-def test_methods_are_compared_with_exact_averages_whatever_was_asked_for() -> None:
-    labels = [method.label for method in chosen_methods(["quantize 1 bit"])]
-    assert labels == [BASELINE, "quantize 1 bit"]
-    assert [method.label for method in chosen_methods(None)] == list(METHOD_LABELS)
+    row = run_case(Case(SUBWORDS, texts, base, method, 2, 1e-3, 0))
+    assert row.numbers["held out"] < 5  # a uniform guess of 300: 5.7
+    assert row.numbers["tuned text"] is None
+    assert row.numbers["x fp32 ring"] > 0
+    assert row.conditions == {"replicas": 2, "lr": 1e-3}
 
 
 def test_a_loss_that_is_not_finite_ends_the_comparison(texts: tuple[Path, ...]) -> None:
@@ -110,7 +99,7 @@ def test_the_large_model_is_as_large_as_it_says() -> None:
     scale = GPT2.scale
     per_layer = 12 * scale.width**2
     assert scale.layers * per_layer + 2 * scale.vocab * scale.width > 11e6
-    assert quick(GPT2).scale.sequences == scale.sequences // 4
+    assert shortened(GPT2, 0.25).scale.sequences == scale.sequences // 4
 
 
 def test_texts_of_a_wrong_number_are_refused(texts: tuple[Path, ...]) -> None:
@@ -129,14 +118,11 @@ def test_processor_time_of_a_method_that_follows_its_optimizer() -> None:
     assert cpu_ns(ahead, 2) > 0
 
 
-def row(method: str, seed: int, gap: float) -> Row:
-    return Row(method, 4, 1e-3, seed, 100.0, 50.0, 3.0 + gap, gap, gap, None, 8.0, 5.0)
-
-
-def test_the_table_has_medians_and_ranges(tmp_path: Path) -> None:
-    rows = [row(m, s, s * d) for s in (0, 1, 2) for m, d in ((BASELINE, 0), ("x", 0.25))]
-    cells = [cell.strip() for cell in table(rows).splitlines()[-1].split("|")[1:-1]]
-    assert cells[:5] == ["x", "4", "0.001", "100.0x", "50.0x"]
-    assert cells[5:9] == ["3.2500", *["+0.2500 (+0.0000 to +0.5000)"] * 2, "-"]
+def test_the_picture_has_a_mark_for_each_run(tmp_path: Path) -> None:
+    rows = list[Row]()
+    for seed in (0, 1, 2):
+        for method, gap in ((BASELINE, 0), ("x", 0.25)):
+            numbers = {"x fp32 ring": 100.0, "held out": 3.0 + seed * gap}
+            rows.append(with_gaps(Row(method, numbers, seed=seed), rows, BASELINE, ["held out"]))
     draw(rows, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.overlay.hosts import PORT, HostsRun
 from tests.commands import PATIENCE_S
+from tests.faults.hosts import PORT, HostsRun
 from tests.launch.test_train import RUN, thinpipe, wait_until
 from tests.processes import lives, named, running, signal_all, started_with
 from tests.waiting import until
@@ -229,6 +229,6 @@ def test_a_machine_whose_launcher_died_comes_back(net: ShapedNetwork, tmp_path: 
     launcher.kill()
     os.waitpid(run.pids.pop(1), 0)
     until(lambda: not any(map(lives, tree)))
-    run.pids[1] = run.start(1)
+    run.start(1)
     assert run.done() == dict.fromkeys(range(HOSTS), 0), run.text()
     assert run.losses() == alone(tmp_path, *settings)

@@ -15,16 +15,16 @@ from pathlib import Path
 from thinpipe.launch.shaped.network import ShapedNetwork
 
 PORT = 29400
+WIRE = f"127.0.0.1:{PORT}"
 _CHUNK = 65536
 
 
 class FaultyWire:
-    """What `host` reaches at 127.0.0.1:PORT is `target`; `flip` damages the next bytes."""
+    """What `host` reaches at WIRE is `target`; the forwarder lives as long as the network."""
 
     def __init__(
         self, net: ShapedNetwork, host: int, target: tuple[str, int], folder: Path
     ) -> None:
-        """The forwarder lives as long as the network; `folder` is where orders are left."""
         self._order = folder / "flip"
         net.start(host, partial(_serve, target, self._order))
 

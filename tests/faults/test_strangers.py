@@ -1,6 +1,6 @@
-"""Strangers at the ports of a run: what they try, one kind after another, and what it does.
+"""Strangers at the port of a run, and networks that break: no loss changes.
 
-They sit on a host of their own, without the run's key.
+Strangers sit on a host of their own, without the run's key.
 """
 
 import contextlib
@@ -9,69 +9,127 @@ import random
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
+import pytest
+from torch.distributed import TCPStore
 
-from benchmarks.overlay.hosts import PORT, HostsRun
+from benchmarks.harness import format_table
+from tests.faults.hosts import PORT, HostsRun, cut_off, pause, reset
+from tests.launch.overlay.test_run import HOSTS, alone, start
+from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.overlay import keys
 from thinpipe.launch.overlay.links.handshake import Hello
+from thinpipe.launch.shaped.linux import ShapedError
+from thinpipe.launch.shaped.network import ShapedNetwork
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(0)]
 
 TARGET = ("10.77.0.1", PORT)
-_WAIT_S = 1.0
-_SECONDS = 3.0
+_WAIT_S, _VISIT_S = 1.0, 3.0
 _SETTLE_S = 7.0
 """Unproven connections are closed after 5 s."""
+_LONG = ("train.epochs=99999", 'train.decay="none"', "checkpoint.every_steps=99999")
+"""Trains until it is killed."""
 
 
-@dataclass(frozen=True)
-class Visit:
-    """One kind of stranger: how often it tried, what it did to the run.
-
-    `longest_s` is the longest step meanwhile; `refused` counts the host's refusals.
-    """
-
-    kind: str
-    tries: int
-    refused: int
-    steps: int
-    longest_s: float
-    descriptors: int
-    """Left over at the host a few seconds later."""
+@pytest.fixture
+def net() -> Iterator[ShapedNetwork]:
+    try:
+        network = ShapedNetwork(NetworkSpec.of(HOSTS + 1, "100mbit", delay="1ms"))
+    except ShapedError as error:
+        pytest.skip(str(error))
+    with network:
+        yield network
 
 
-def visits(run: HostsRun) -> Iterator[Visit]:
-    """Let every kind try for some seconds, beginning while the run trains."""
-    other = run.folder / "other.key"
+def table(run: HostsRun, heads: list[str], rows: Iterator[tuple[str, int, int, list[str]]]) -> None:
+    """Rows, with the longest step between two steps; all losses are then those of one machine."""
+    lines = []
+    for kind, first, last, cells in rows:
+        steps = [record.step_s for record in run.records()][first : last + 1]
+        lines.append([kind, *cells, f"{max(steps, default=float('nan')):.2f}"])
+    print(format_table([*heads, "longest step s"], lines))
+    run.kill()
+    losses = run.losses()
+    epochs = run.records()[-1].epoch
+    assert losses == alone(run.folder, f"train.epochs={epochs}", *_LONG[1:])[: len(losses)]
+
+
+def test_strangers_change_nothing(net: ShapedNetwork, tmp_path: Path) -> None:
+    """From before the start: all kinds in turn, then each by itself."""
+    other = tmp_path / "other.key"
     keys.new(other)
-    recorded = _record_member(run)
-    for kind, attempt in _kinds(other, recorded).items():
-        before, descriptors = _refused(run), run.carrier(0).num_fds()
-        first = run.steps()
-        tries = run.on(run.hosts, partial(_repeat, attempt))
+    started = tmp_path / "started"
+    knocking = threading.Thread(
+        target=net.run, args=(lambda _: _knock(started, other),), kwargs={"hosts": [HOSTS]}
+    )
+    knocking.start()
+    run = start(net, tmp_path, *_LONG)
+    run.wait_for_step(3)
+    started.touch()
+    knocking.join()
+    table(run, ["stranger", "tries", "refused", "left over"], _visits(run, other))
+
+
+def _visits(run: HostsRun, other: Path) -> Iterator[tuple[str, int, int, list[str]]]:
+    for kind, attempt in _kinds(other, _record_member(run)).items():
+        before, held, first = _refused(run), run.carrier(0).num_fds(), run.steps()
+        tries = run.on(HOSTS, partial(_repeat, attempt))
         last = run.steps()
         time.sleep(_SETTLE_S)
-        steps = [record.step_s for record in run.records()][first:last]
-        yield Visit(
-            kind,
-            tries,
-            _refused(run) - before,
-            last - first,
-            max(steps, default=float("nan")),
-            run.carrier(0).num_fds() - descriptors,
-        )
+        left = run.carrier(0).num_fds() - held
+        assert left <= 1, kind  # one is the question's own
+        yield kind, first, last, [f"{tries:,}", f"{_refused(run) - before:,}", str(left)]
 
 
-def knock_until(limit: Callable[[], bool], other: Path) -> None:
-    """All kinds in turn, without a pause: for the time in which a run starts."""
+def test_outages_change_nothing(net: ShapedNetwork, tmp_path: Path) -> None:
+    run = start(net, tmp_path, *_LONG)
+    run.wait_for_step(5)
+    table(run, ["disturbance", "resumed"], _outages(run))
+
+
+def _outages(run: HostsRun) -> Iterator[tuple[str, int, int, list[str]]]:
+    def slower(slow: bool) -> None:
+        run.net.set_rates("10mbit" if slow else "100mbit")
+
+    cut = partial(cut_off, run)
+    disturbances: dict[str, Callable[[], None]] = {
+        "20 resets at random moments": partial(_resets, run),
+        "host 2 cut off for 3 s": partial(pause, 3, partial(cut, 2)),
+        "host 2 cut off for 10 s": partial(pause, 10, partial(cut, 2)),
+        "host 2 cut off for 25 s": partial(pause, 25, partial(cut, 2)),
+        "host 2 is heard but hears nothing, 5 s": partial(pause, 5, partial(cut, 2, ways="in")),
+        "host 2 hears but is not heard, 5 s": partial(pause, 5, partial(cut, 2, ways="out")),
+        "host 0, where all meet, cut off for 10 s": partial(pause, 10, partial(cut, 0)),
+        "rate cut tenfold for 8 s": partial(pause, 8, slower),
+    }
+    for kind, disturb in disturbances.items():
+        before, first = run.resumed(), run.steps()
+        disturb()
+        run.wait_for_step(run.steps() + 20)
+        resumed = run.resumed() - before
+        assert resumed or "rate" in kind
+        yield kind, first, run.steps(), [str(resumed)]
+
+
+def _resets(run: HostsRun) -> None:
+    chance = random.Random(0)
+    for _ in range(20):
+        time.sleep(chance.uniform(0.1, 1.0))
+        reset(run, chance.randrange(run.hosts))
+
+
+def _knock(started: Path, other: Path) -> None:
+    """All kinds in turn, without a pause, while a run starts."""
     _be_quiet()
     kinds = list(_kinds(other, b"").values())
-    while not limit():
+    while not started.exists():
         for attempt in kinds:
             with contextlib.suppress(OSError, RuntimeError):
                 attempt()
@@ -84,7 +142,7 @@ def _refused(run: HostsRun) -> int:
 def _repeat(attempt: Callable[[], int]) -> int:
     """How many tries there were in a few seconds."""
     _be_quiet()
-    tries, limit_s = 0, time.monotonic() + _SECONDS
+    tries, limit_s = 0, time.monotonic() + _VISIT_S
     while time.monotonic() < limit_s:
         with contextlib.suppress(OSError, RuntimeError):
             tries += attempt()

@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.chaos import ram
-from benchmarks.chaos.machines import HOSTS
-from benchmarks.chaos.scene import BATCH, SAMPLES, NoMomentError, Scene, kill
+import psutil
+
+from tests.faults import ram
+from tests.faults.machines import HOSTS
+from tests.faults.scene import BATCH, SAMPLES, NoMomentError, Scene, kill
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.reshard import part_name
 from thinpipe.launch.config.run import load_config
@@ -22,7 +24,7 @@ def fill(scene: Scene) -> None:
     """A host's disk is full until a save has failed."""
     host = scene.host()
     scene.any_time(host)
-    scene.begin()
+    scene.machines.mark()
     filler = _fill(scene, host)
     scene.wait(lambda: "was not saved" in scene.machines.said())
     filler.unlink()
@@ -32,7 +34,7 @@ def fill_and_kill(scene: Scene) -> None:
     """A rank dies while the disk is full; there is room again soon after."""
     host = scene.host()
     victim = scene.victim("rank", scene.host())
-    scene.begin()
+    scene.machines.mark()
     filler = _fill(scene, host)
     scene.wait(lambda: "was not saved" in scene.machines.said())
     kill(victim)
@@ -42,15 +44,9 @@ def fill_and_kill(scene: Scene) -> None:
 
 def harm_and_kill(harm: Harm, scene: Scene) -> None:
     """A host's newest checkpoint is damaged, then a rank is killed."""
-    machines, host = scene.machines, scene.host()
-    victim = scene.victim("rank", scene.host())
-    scene.wait(lambda: len(files.steps(machines.checkpoints(host))) > 1)
-    victim.suspend()
-    machines.wait(lambda: False, 0.3)  # a save under way ends, or waits for the victim
-    _keep(scene, host)
-    scene.begin()
-    harm(machines.checkpoints(host), scene.chance)
-    kill(victim)
+    host = scene.host()
+    scene.wait(lambda: len(files.steps(scene.machines.checkpoints(host))) > 1)
+    _harm(scene, host, scene.victim("rank", scene.host()), harm)
 
 
 def harm_all(scene: Scene) -> None:
@@ -58,13 +54,15 @@ def harm_all(scene: Scene) -> None:
     machines = scene.machines
     scene.wait(lambda: all(files.steps(machines.checkpoints(host)) for host in range(HOSTS)))
     host = scene.host()
-    victim, root = scene.victim("rank", host), machines.checkpoints(host)
+    _harm(scene, host, scene.victim("rank", host), _flip_all)
+
+
+def _harm(scene: Scene, host: int, victim: psutil.Process, harm: Harm) -> None:
     victim.suspend()
-    machines.wait(lambda: False, 0.3)
+    time.sleep(0.3)  # a save under way ends, or waits for the victim
     _keep(scene, host)
-    scene.begin()
-    for part in root.glob("*/*.safetensors"):
-        _flip(part, scene.chance)
+    scene.machines.mark()
+    harm(scene.machines.checkpoints(host), scene.chance)
     kill(victim)
 
 
@@ -92,7 +90,7 @@ def flip_ram(scene: Scene) -> None:
         victim.suspend()
         try:
             saved, done = files.newest(root) or 0, machines.steps() + 2
-            scene.begin()
+            scene.machines.mark()
             part = part_name(load_config(machines.run_folder(0) / "config.toml").mesh(host))
             if ram.flip_row(victim, root, part, _visited(saved, done), scene.chance):
                 return
@@ -128,6 +126,11 @@ def _flip(path: Path, chance: random.Random) -> None:
     data = bytearray(path.read_bytes())
     data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
     path.write_bytes(data)
+
+
+def _flip_all(root: Path, chance: random.Random) -> None:
+    for part in root.glob("*/*.safetensors"):
+        _flip(part, chance)
 
 
 def _newest(root: Path) -> Path:

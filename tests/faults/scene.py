@@ -1,5 +1,6 @@
 """A run that is disturbed: what faults need to know to strike at the right place and moment."""
 
+import contextlib
 import random
 import time
 from collections.abc import Callable
@@ -8,8 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.chaos.machines import HOSTS, Machines
-from benchmarks.chaos.wire import FaultyWire
+from tests.faults.machines import HOSTS, Machines
 from thinpipe.launch.checkpoint import files
 
 AIM_S = 60.0
@@ -25,25 +25,15 @@ class NoMomentError(Exception):
 
 @dataclass
 class Scene:
-    """`total` is the last step of the run."""
+    """`total` is the last step of the run; `heals` undo what must not be broken at a new start."""
 
     machines: Machines
     chance: random.Random
     total: int
-    wire: FaultyWire | None = None
-    began_s: float = 0.0
-    """When the fault struck (monotonic)."""
     heals: list[Callable[[], None]] = field(default_factory=list)
-    """What to undo before a run that ended is started again."""
 
-    def host(self, *, first: int = 0) -> int:
-        """Any host, from `first` on."""
-        return self.chance.randrange(first, HOSTS)
-
-    def begin(self) -> None:
-        """The fault strikes now."""
-        self.machines.mark()
-        self.began_s = time.monotonic()
+    def host(self) -> int:
+        return self.chance.randrange(HOSTS)
 
     def wait(self, true: Callable[[], object]) -> None:
         """Wait for the right moment.
@@ -68,10 +58,17 @@ class Scene:
         self.wait(look)
         return found[0]
 
-    # Moments -------------------------------------------------------------------------------------
+    def power_cut(self) -> None:
+        """Every process of every host is killed, and what is in RAM is gone."""
+        for _, process in self.machines.processes():
+            kill(process)
+        self.machines.wait(self.machines.has_ended, AIM_S)
+        for path in Path("/dev/shm").iterdir():  # of this namespace
+            path.unlink()
+
+    # Moments
 
     def any_time(self, _host: int) -> None:
-        """Within the next few steps."""
         time.sleep(self.chance.random() * 0.4)
 
     def while_preparing(self, host: int) -> None:
@@ -82,11 +79,11 @@ class Scene:
     def while_publishing(self, host: int) -> None:
         """The second phase: the manifest is there, or the step has its name on this host."""
         root = self.machines.checkpoints(host)
-        before = files.newest(root)
+        before = files.newest(root) or 0
         self.wait(
             lambda: (
                 any((p / "manifest.json").exists() for p in _partial(root))
-                or _newest_name(root) > (before or 0)
+                or _newest_name(root) > before
             )
         )
 
@@ -119,21 +116,10 @@ class Scene:
         self.machines.start_all()
         time.sleep(self.chance.random() * 8)
 
-    def power_cut(self) -> None:
-        """Every process of every host is killed, and what is in RAM is gone."""
-        for _, process in self.machines.processes():
-            kill(process)
-        self.machines.wait(self.machines.has_ended, AIM_S)
-        for path in Path("/dev/shm").iterdir():  # this benchmark's own: `machines.isolate`
-            path.unlink()
-
 
 def kill(process: psutil.Process) -> None:
-    """SIGKILL, unless it has ended."""
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         process.kill()
-    except psutil.NoSuchProcess:
-        return
 
 
 def _partial(root: Path) -> list[Path]:

@@ -1,1 +1,0 @@
-"""Mistakes of a new user, tried one by one: `python -m benchmarks.mistakes`."""

@@ -1,5 +1,0 @@
-"""`python -m benchmarks.overlay`."""
-
-from benchmarks.overlay.run import main
-
-main()
