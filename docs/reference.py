@@ -19,7 +19,7 @@ from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.cli import all_commands
 from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.run import RunConfig
-from thinpipe.launch.shaped.cli import set_app
+from thinpipe.launch.lab.cli import set_app
 from thinpipe.pipeline.config import PipelineConfig
 from thinpipe.pipeline.wire.header import DIRECTIONS
 

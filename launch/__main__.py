@@ -7,11 +7,11 @@ import tomllib
 from pathlib import Path
 
 from thinpipe.launch import completion
-from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.scratch import use_scratch_folder
 from thinpipe.launch.host.signals import leave_first_process
 from thinpipe.launch.host.terminal import outlive_terminal, print_error
+from thinpipe.launch.net.ranks import fork_server
 
 INTERRUPTED = 130
 _SPINS = "10000"

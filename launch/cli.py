@@ -30,20 +30,20 @@ from thinpipe.launch.config.cli_options import (
     run_app,
 )
 from thinpipe.launch.config.toml import ConfigError, files_of
-from thinpipe.launch.distributed import fork_server
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.scratch import use_scratch_folder
+from thinpipe.launch.net.ranks import fork_server
 
 _TABLE = {
-    "key": "overlay.cli:key",
+    "key": "net.overlay.cli:key",
     "export": "trained.cli:export_model",
     "generate": "trained.cli:generate_text",
     "init": "starter.cli:init",
-    "launch": "remote.cli:launch_on_hosts",
+    "launch": "start_hosts:launch_on_hosts",
     "report": "run.report:report",
     "plan": "plan.cli:plan",
     "doctor": "doctor.cli:doctor",
-    "shaped": "shaped.cli:shaped",
+    "shaped": "lab.cli:shaped",
 }
 """Commands that are imported when they are called."""
 _OWN_OPTIONS_FIRST: Any = {"allow_interspersed_args": False}

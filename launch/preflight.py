@@ -14,7 +14,7 @@ from thinpipe.launch.host.device import check_gpus, choose_device
 from thinpipe.launch.memory.host import check_host
 from thinpipe.launch.optimizer import check_optimizer
 from thinpipe.launch.trained.model import check_start
-from thinpipe.launch.writers.writer import check_writers
+from thinpipe.launch.view.writers.writer import check_writers
 
 Share = Sequence[int]
 """Ranks that one machine has."""

@@ -16,18 +16,18 @@ from thinpipe.launch.config.cli_options import Machines, refuse, share_of
 from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.distributed.elastic import (
+from thinpipe.launch.memory.host import show_host
+from thinpipe.launch.memory.rows import memory_notices, plan_memory, show_memory
+from thinpipe.launch.net.ranks.elastic import (
     Nodes,
     keep_freed_memory,
     run_local,
     run_node,
     started_by_launcher,
 )
-from thinpipe.launch.distributed.fork_server import end_with_parent
-from thinpipe.launch.distributed.handshake import HandshakeError
-from thinpipe.launch.distributed.session import SHOW
-from thinpipe.launch.memory.host import show_host
-from thinpipe.launch.memory.rows import memory_notices, plan_memory, show_memory
+from thinpipe.launch.net.ranks.fork_server import end_with_parent
+from thinpipe.launch.net.ranks.handshake import HandshakeError
+from thinpipe.launch.net.ranks.session import SHOW
 from thinpipe.launch.run.ending import end_done, end_failed
 from thinpipe.launch.run.script import look_at, run_as_rank
 from thinpipe.launch.train import train_rank

@@ -2,8 +2,8 @@
 
 What it forks does what `thinpipe train` does, from the arguments to the exit code; only the ranks
 are forked by it, not by torch's agent, so they are not started again. And pictures are empty: to
-draw them took a third of a run, and `tests/launch/report` draws them. `tests/launch/test_train.py`
-also starts true commands.
+draw them took a third of a run, and `tests/launch/view/report` draws them.
+`tests/launch/test_train.py` also starts true commands.
 """
 
 import os
@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from tests.ports import free_port
 from tests.ranks import CONTEXT
 from tests.waiting import PATIENCE_S
-from thinpipe.launch.distributed.fork_server import PARENT, name_process
+from thinpipe.launch.net.ranks.fork_server import PARENT, name_process
 
 
 class Command:
@@ -60,7 +60,7 @@ class Command:
 
 def _be(arguments: list[str], paths: list[str], folder: str, environment: dict[str, str]) -> None:
     from thinpipe.launch import __main__, start
-    from thinpipe.launch.distributed import fork_server
+    from thinpipe.launch.net.ranks import fork_server
     from thinpipe.launch.run import script
 
     for fd, path in enumerate(paths, start=1):

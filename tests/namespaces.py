@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import pytest
 
-from thinpipe.launch.shaped import linux
+from thinpipe.launch.lab import linux
 
 _T = TypeVar("_T")
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from thinpipe.launch.distributed.fork_server import PRELOADED
+from thinpipe.launch.net.ranks.fork_server import PRELOADED
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(  # what each rank would import: pytest alone is half its time

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from thinpipe.launch.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS
 

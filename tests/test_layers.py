@@ -119,7 +119,7 @@ def test_closures_of_imports_stay_below_their_ceilings() -> None:
         assert len(found) <= most, f"{start} imports {len(found)} of our modules"
 
 
-LEAVES = ("plan", "doctor", "starter", "shaped", "remote")
+LEAVES = ("plan", "doctor", "starter", "lab", "start_hosts")
 
 
 def test_leaves_are_imported_by_the_command_table_alone() -> None:
@@ -139,8 +139,8 @@ SETTINGS = tuple(
 )
 ROOMS = {
     ("words",): (),
-    ("report", "display", "writers"): (*SHOWN, "pipeline.wire.header"),
-    ("overlay", "distributed", "remote"): (*MESSAGES, *SETTINGS, "gradcomp.methods"),
+    ("view",): (*SHOWN, "pipeline.wire.header"),
+    ("net",): (*MESSAGES, *SETTINGS, "gradcomp.methods"),
 }
 """Rooms of launch, and what they may import beside themselves, `words` and `host`."""
 
@@ -213,8 +213,8 @@ def _hazards(path: Path) -> list[str]:
 def test_no_kernel_starts_threads_and_nothing_forks() -> None:
     # their children are made before any thread
     fork_first = (
-        "thinpipe.launch.shaped",
-        "thinpipe.launch.distributed.supervisor",
+        "thinpipe.launch.lab",
+        "thinpipe.launch.net.ranks.supervisor",
         "thinpipe.launch.host.signals",
     )
     checked = {m: path for m, path in modules().items() if not m.startswith(fork_first)}

@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from benchmarks.fidelity.report import LOSSES, epoch_losses
 from benchmarks.harness import Records, Row, command_line, summary, with_baseline, with_gaps
 from benchmarks.theme import GRID, INK, MUTED, SERIES
-from thinpipe.launch.report.metrics import StepRecord, read_metrics
+from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
 
 _RAW = {way: {"kind": "raw", "format": "fp32"} for way in ("forward", "backward")}
 _AQ = {"forward": {"kind": "aqsgd", "bits": 3}, "backward": {"kind": "direct", "bits": 6}}

@@ -1,6 +1,6 @@
 """`python -m benchmarks.links.planner`: the step `thinpipe plan` predicts beside the measured one.
 
-Two forms on emulated networks (`launch/shaped/`). "slept": the paper-shaped stages of
+Two forms on emulated networks (`launch/lab/`). "slept": the paper-shaped stages of
 `benchmarks.links.workloads` with chosen times, real codecs and links. "real": a small transformer
 on one core per stage, whose blocks the hosts measure themselves. Also compares the cuts of `cuts =
 "auto"` with those of torchgpipe's balancer. With a delay, hosts run with
@@ -43,8 +43,8 @@ from thinpipe.launch.cuts.partition import Problem, best_cuts
 from thinpipe.launch.cuts.profile import BlockCost, measure_blocks
 from thinpipe.launch.host.links import NetworkSpec, format_rate, parse_rate
 from thinpipe.launch.host.network import Network
+from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.plan.predict import Prediction, predict
-from thinpipe.launch.shaped.network import ShapedNetwork
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.config import DirectConfig, RawConfig

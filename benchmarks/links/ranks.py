@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.links.runners import Method, Runner, make_runner
 from benchmarks.links.workloads import Workload
 from thinpipe.launch.config.network import NetworkConfig
-from thinpipe.launch.distributed.group import meet, open_group
-from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.net.ranks.group import meet, open_group
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
 _TIMEOUT_S = 120.0

@@ -30,6 +30,8 @@ from benchmarks.placement.dtfm_search import genetic_search
 from benchmarks.replicas.rank import Method, Plan, RankResult, run_host
 from thinpipe.launch.cuts.message_cost import measure_message
 from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec
+from thinpipe.launch.lab.names import host_address
+from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.memory.exchange import measure_exchange
 from thinpipe.launch.plan.placement.cluster import Cluster, Ints
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
@@ -37,8 +39,6 @@ from thinpipe.launch.plan.placement.dtfm import DtfmCost
 from thinpipe.launch.plan.placement.solve import solve_step
 from thinpipe.launch.plan.placement.step import StepModel
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.launch.shaped.names import host_address
-from thinpipe.launch.shaped.network import ShapedNetwork
 from thinpipe.pipeline.wire.header import BACKWARD, FORWARD
 
 _LIMIT_S = 600.0

@@ -30,8 +30,8 @@ from benchmarks.links.runners import METHODS as CUTS
 from benchmarks.links.workloads import PaperShape
 from benchmarks.replicas.rank import Method, Plan, RankResult, ping_host, run_host
 from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec, format_rate
-from thinpipe.launch.overlay import keys
-from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.net.overlay import keys
 
 _LIMIT_S = 3600.0
 _FP16_TO_COMPUTE, _AT_BPS = 22.0, 500e6

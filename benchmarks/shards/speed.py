@@ -34,7 +34,7 @@ from benchmarks.links.ranks import SetRate, default_group, set_rate, when_all_ar
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
 from thinpipe.launch.host.links import NetworkSpec, parse_rate
-from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
 

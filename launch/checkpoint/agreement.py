@@ -15,7 +15,7 @@ from itertools import count
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from thinpipe.launch.distributed.store import await_key
+from thinpipe.launch.net.ranks.store import await_key
 from thinpipe.pipeline.comm.errors import TransportError
 
 

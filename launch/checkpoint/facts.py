@@ -9,7 +9,7 @@ from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.config.diff import changed_settings, describe_changes, epochs_hint
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.data.load import files
-from thinpipe.launch.distributed.handshake import differences
+from thinpipe.launch.net.ranks.handshake import differences
 
 
 def check_facts(

@@ -11,9 +11,9 @@ from thinpipe.launch.checkpoint.choice import Choice, Chosen
 from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest
 from thinpipe.launch.checkpoint.reshard import Layout, part_name
 from thinpipe.launch.checkpoint.transaction import Place
-from thinpipe.launch.distributed.gather import gather_json
-from thinpipe.launch.distributed.network import ROUND
-from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.network import ROUND
+from thinpipe.launch.net.ranks.session import Session
 
 _log = logging.getLogger(__name__)
 

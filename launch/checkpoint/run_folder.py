@@ -14,9 +14,9 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.distributed.gather import gather_json
-from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.host import disk
+from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.session import Session
 
 _log = logging.getLogger(__name__)
 _LOCK = ".lock"

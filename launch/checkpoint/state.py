@@ -26,9 +26,9 @@ from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.data.config import DataConfig
-from thinpipe.launch.distributed.gather import gather_json
-from thinpipe.launch.distributed.session import Session
-from thinpipe.launch.overlay.ranks import gone_for_good
+from thinpipe.launch.net.overlay.ranks import gone_for_good
+from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.comm.transport import Peers
 
 _log = logging.getLogger(__name__)

@@ -4,12 +4,12 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from thinpipe.launch.distributed.handshake import differences
 from thinpipe.launch.doctor.host import HostInfo
 from thinpipe.launch.doctor.links import LinkInfo
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host.links import format_rate
-from thinpipe.launch.overlay.membership import Roster
+from thinpipe.launch.net.overlay.membership import Roster
+from thinpipe.launch.net.ranks.handshake import differences
 
 _SLOW_SHARE = 1 / 3
 _CLOCK_S = 1.0

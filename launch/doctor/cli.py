@@ -19,7 +19,6 @@ from thinpipe.launch.config.cli_options import (
     refuse,
 )
 from thinpipe.launch.config.run import RunConfig, load_config
-from thinpipe.launch.distributed.network import HostNetwork, several_machines
 from thinpipe.launch.doctor.checks import check_all, check_reachable, names_of
 from thinpipe.launch.doctor.devices import MEASURING_S, as_hosts, own_devices, untimed
 from thinpipe.launch.doctor.group import DoctorError, join_group
@@ -40,7 +39,8 @@ from thinpipe.launch.host.interfaces import (
     reachable_address,
 )
 from thinpipe.launch.host.packages import explain
-from thinpipe.launch.overlay.control import OverlayError
+from thinpipe.launch.net.overlay.control import OverlayError
+from thinpipe.launch.net.ranks.network import HostNetwork, several_machines
 
 EXIT_OK, EXIT_PROBLEM = 0, 1
 

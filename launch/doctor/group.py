@@ -11,9 +11,9 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not re-exported
 
-from thinpipe.launch.distributed.network import HostNetwork
-from thinpipe.launch.distributed.store import connect_store, hold_store
 from thinpipe.launch.host.interfaces import format_endpoint
+from thinpipe.launch.net.ranks.network import HostNetwork
+from thinpipe.launch.net.ranks.store import connect_store, hold_store
 
 
 class DoctorError(RuntimeError):

@@ -24,7 +24,7 @@ from thinpipe.launch.host.resources import usable_cores
 from thinpipe.launch.memory.host import host_needs
 from thinpipe.launch.memory.model import rank_memory
 from thinpipe.launch.memory.rows import free
-from thinpipe.launch.overlay import keys
+from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.preflight import Ready, Share
 
 _SOON_DAYS = 14

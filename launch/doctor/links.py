@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from thinpipe.launch.distributed.network import HostNetwork
 from thinpipe.launch.doctor.group import DoctorError, HostGroup
 from thinpipe.launch.doctor.host import HostInfo
 from thinpipe.launch.doctor.rounds import Progress, own_links
 from thinpipe.launch.host.interfaces import serve
 from thinpipe.launch.host.links import Pair
 from thinpipe.launch.host.tcp_probe import answer_pings, flood, payload_bps, ping
-from thinpipe.launch.overlay.process import Overlay
+from thinpipe.launch.net.overlay.process import Overlay
+from thinpipe.launch.net.ranks.network import HostNetwork
 
 _CONNECT_S = 3.0
 _POLL_S = 0.05

@@ -1,6 +1,6 @@
 """glibc's malloc, where blocks of a stage come and go.
 
-Every rank keeps freed memory (`launch/distributed/elastic.py`): that is quicker. With shards it
+Every rank keeps freed memory (`launch/net/ranks/elastic.py`): that is quicker. With shards it
 grew with the number of blocks, by half of what shards save: blocks differ in size, and what malloc
 keeps of one does not fit the next. So ranks with shards give it back.
 """

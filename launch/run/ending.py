@@ -16,11 +16,11 @@ from thinpipe.launch.config.cli_options import USAGE_ERROR, refuse
 from thinpipe.launch.config.errors import remedy
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.distributed.handshake import HandshakeError
-from thinpipe.launch.distributed.restarts import refuse_restarts
-from thinpipe.launch.distributed.session import PeerError, TerminatedError, speaks
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.terminal import end_now, print_error
+from thinpipe.launch.net.ranks.handshake import HandshakeError
+from thinpipe.launch.net.ranks.restarts import refuse_restarts
+from thinpipe.launch.net.ranks.session import PeerError, TerminatedError, speaks
 
 FAILED, INTERRUPTED = 1, 130
 

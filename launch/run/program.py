@@ -25,7 +25,7 @@ from thinpipe.launch.config.errors import explain
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.own import Dataset, OwnSet
-from thinpipe.launch.distributed.session import SHOW
+from thinpipe.launch.net.ranks.session import SHOW
 from thinpipe.launch.optimizer import rebind
 from thinpipe.launch.run.ending import end_done, end_failed
 from thinpipe.launch.run.run import RankRun

@@ -18,8 +18,8 @@ from torch import Tensor
 from thinpipe.launch.checkpoint.reshard import channel_name, module_of
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.host.resources import arithmetic
+from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.pipeline.comm.transport import Transport
 
 _log = logging.getLogger(__name__)

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from thinpipe.launch.config.run import RunConfig, write_config
-from thinpipe.launch.display.display import Display
-from thinpipe.launch.display.final import what_is_left
-from thinpipe.launch.distributed.clock import seconds_ahead
-from thinpipe.launch.distributed.gather import gather_json
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.packages import versions
 from thinpipe.launch.host.resources import BackgroundLoad, usable_cores
-from thinpipe.launch.report.edges import edges_of, traces_of
-from thinpipe.launch.report.html import write_report
-from thinpipe.launch.report.metric_table import scalars
-from thinpipe.launch.report.metrics import MetricsWriter, RunInfo, StepRecord, read_metrics
-from thinpipe.launch.report.summary import Summary, summarize
-from thinpipe.launch.report.timeline import Timeline
-from thinpipe.launch.writers.outlet import Outlet
-from thinpipe.launch.writers.writer import destination, open_writer
+from thinpipe.launch.net.ranks.clock import seconds_ahead
+from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.view.report.edges import edges_of, traces_of
+from thinpipe.launch.view.report.html import write_report
+from thinpipe.launch.view.report.metric_table import scalars
+from thinpipe.launch.view.report.metrics import MetricsWriter, RunInfo, StepRecord, read_metrics
+from thinpipe.launch.view.report.summary import Summary, summarize
+from thinpipe.launch.view.report.timeline import Timeline
+from thinpipe.launch.view.terminal.display import Display
+from thinpipe.launch.view.terminal.final import what_is_left
+from thinpipe.launch.view.writers.outlet import Outlet
+from thinpipe.launch.view.writers.writer import destination, open_writer
 from thinpipe.pipeline.comm.transport import Transport
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.stage import ComputeEvent

@@ -8,13 +8,13 @@ import typer
 from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.report.compare import ReportedRun, write_comparison
-from thinpipe.launch.report.edges import read_edges
-from thinpipe.launch.report.html import write_report
-from thinpipe.launch.report.metrics import read_metrics
-from thinpipe.launch.report.summary import summarize
-from thinpipe.launch.report.timeline import FILE_NAME, read_timeline
 from thinpipe.launch.run.records import describe_run
+from thinpipe.launch.view.report.compare import ReportedRun, write_comparison
+from thinpipe.launch.view.report.edges import read_edges
+from thinpipe.launch.view.report.html import write_report
+from thinpipe.launch.view.report.metrics import read_metrics
+from thinpipe.launch.view.report.summary import summarize
+from thinpipe.launch.view.report.timeline import FILE_NAME, read_timeline
 
 
 def report(

@@ -16,16 +16,16 @@ from thinpipe.launch.checkpoint.run_folder import RunFolder
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_batch_size, sized_for
 from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.launch.distributed.elastic import rank_threads, ranks_here
-from thinpipe.launch.distributed.handshake import HandshakeError, agree_now
-from thinpipe.launch.distributed.restarts import STOPPED, refuse_restarts
-from thinpipe.launch.distributed.session import Session, StopFlag, TerminatedError, join
 from thinpipe.launch.host.terminal import outlive_terminal
 from thinpipe.launch.memory.host import check_host
-from thinpipe.launch.report.metrics import StepRecord
+from thinpipe.launch.net.ranks.elastic import rank_threads, ranks_here
+from thinpipe.launch.net.ranks.handshake import HandshakeError, agree_now
+from thinpipe.launch.net.ranks.restarts import STOPPED, refuse_restarts
+from thinpipe.launch.net.ranks.session import Session, StopFlag, TerminatedError, join
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.run.weights import save_model
-from thinpipe.launch.writers.writer import problem_if_writing
+from thinpipe.launch.view.report.metrics import StepRecord
+from thinpipe.launch.view.writers.writer import problem_if_writing
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 

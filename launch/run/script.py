@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.distributed.fork_server import START_METHOD
+from thinpipe.launch.net.ranks.fork_server import START_METHOD
 from thinpipe.launch.run.ending import end_failed
 from thinpipe.launch.run.program import Wanted, run_program
 from thinpipe.pipeline.models.own.program import LOOKING

@@ -17,21 +17,21 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.sample_set import SampleSet
 from thinpipe.launch.data.sampler import EpochSampler
-from thinpipe.launch.display.display import Display
-from thinpipe.launch.distributed.gather import gather_json
-from thinpipe.launch.distributed.session import Session, tell_stop
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memory
-from thinpipe.launch.overlay.ranks import carrier_status
-from thinpipe.launch.report.edge_trace import EdgeTrace
-from thinpipe.launch.report.metrics import StepRecord
-from thinpipe.launch.report.timeline import Timeline
+from thinpipe.launch.net.overlay.ranks import carrier_status
+from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.session import Session, tell_stop
 from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
 from thinpipe.launch.run.skips import Skips
 from thinpipe.launch.trained.model import start_from_run
+from thinpipe.launch.view.report.edge_trace import EdgeTrace
+from thinpipe.launch.view.report.metrics import StepRecord
+from thinpipe.launch.view.report.timeline import Timeline
+from thinpipe.launch.view.terminal.display import Display
 from thinpipe.pipeline.batch import Batch
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from thinpipe.launch.checkpoint.reshard import module_of
 from thinpipe.launch.components import Built
-from thinpipe.launch.distributed.gather import gather_json
-from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.comm.errors import TransportError
 from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.transport import WEIGHTS, Transport

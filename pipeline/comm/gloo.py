@@ -21,7 +21,7 @@ from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES, digest_of, opened, 
 from thinpipe.pipeline.wire.header import DesyncError
 
 Traffic = Literal["control", "pipeline", "exchange"]
-"""What a group carries, for a backend that tells them apart (`launch/distributed/gloo_backend.py`);
+"""What a group carries, for a backend that tells them apart (`launch/net/ranks/gloo_backend.py`);
 torch's own takes no notice."""
 
 

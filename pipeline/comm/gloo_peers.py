@@ -1,7 +1,7 @@
 """Exchanges between ranks over torch process groups (gloo): a header, then the payload.
 
 The links are shared with the pipeline, whose messages are on the critical path while an exchange
-has a whole step of slack. The network lets them overtake (`launch/overlay`).
+has a whole step of slack. The network lets them overtake (`launch/net/overlay`).
 """
 
 from collections.abc import Collection, Mapping

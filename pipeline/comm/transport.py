@@ -43,7 +43,7 @@ class Peers(Protocol):
 
 
 class Transport(Protocol):
-    """Moves bytes between ranks. Made once, by `launch/distributed/session.py`.
+    """Moves bytes between ranks. Made once, by `launch/net/ranks/session.py`.
 
     No other module calls torch's point-to-point or control functions. Every failure is a
     `TransportError` that names the edge. All ranks concerned make the same calls in the same order.

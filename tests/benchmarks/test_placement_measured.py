@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.placement import measured
 from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec
+from thinpipe.launch.lab.linux import ShapedError
+from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
-from thinpipe.launch.shaped.linux import ShapedError
-from thinpipe.launch.shaped.network import ShapedNetwork
 
 
 @pytest.mark.parametrize("name", list(measured.NETWORKS))

@@ -12,9 +12,9 @@ import pytest
 
 from tests.launch.test_train import RUN
 from thinpipe.launch.host.links import NetworkSpec
-from thinpipe.launch.shaped.commands import run_command
-from thinpipe.launch.shaped.linux import ShapedError
-from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.launch.lab.commands import run_command
+from thinpipe.launch.lab.linux import ShapedError
+from thinpipe.launch.lab.network import ShapedNetwork
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

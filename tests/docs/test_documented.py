@@ -14,7 +14,7 @@ from typer.main import get_command
 from tests.launch.test_train import RUN
 from thinpipe.launch.cli import all_commands, app
 from thinpipe.launch.config.cli_options import run_app
-from thinpipe.launch.shaped.cli import set_app
+from thinpipe.launch.lab.cli import set_app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -43,10 +43,10 @@ RUN_ELSEWHERE = {  # by their beginnings: where, or why not
     "thinpipe generate ": "tests/launch/trained/test_model.py",
     "thinpipe init": "tests/launch/starter",
     "thinpipe --install-completion": "tests/launch/test_completion.py",
-    "thinpipe key ": "tests/launch/overlay/test_keys.py",
+    "thinpipe key ": "tests/launch/net/overlay/test_keys.py",
     "thinpipe doctor ": "tests/launch/doctor",
-    "thinpipe launch hosts.toml": "tests/launch/remote",
-    "thinpipe shaped ": "tests/launch/shaped",
+    "thinpipe launch hosts.toml": "tests/launch/net/ssh",
+    "thinpipe shaped ": "tests/launch/lab",
     "torchrun --nnodes 8": "needs the machines",
     "python -m benchmarks.": "tests/benchmarks",
     "make ": "installs, and runs all tests",

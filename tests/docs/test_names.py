@@ -15,16 +15,6 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "benchmarks").rglob("*.md")),
 ]
-MOVING = {  # pages name these folders already; delete this when they have moved
-    "launch/net/overlay": "launch/overlay",
-    "launch/net/ranks": "launch/distributed",
-    "launch/net/ssh": "launch/remote",
-    "launch/view/report": "launch/report",
-    "launch/view/terminal": "launch/display",
-    "launch/view/writers": "launch/writers",
-    "launch/lab": "launch/shaped",
-    "tests/faults": "benchmarks/chaos",
-}
 FILES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 CODE = "\n".join(
     path.read_text(encoding="utf-8")
@@ -50,9 +40,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     for name in quoted(page):
         if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./<>*-]*", name):
             pattern = re.sub("<.*?>", "*", name).rstrip("/")
-            moved = next((new for new in MOVING if pattern.startswith(new)), "")
-            before = MOVING.get(moved, "") + pattern.removeprefix(moved)
-            assert any((*ROOT.glob(pattern), *ROOT.glob(before))), name
+            assert any(ROOT.glob(pattern)), name
         elif re.fullmatch(r"[\w/]+\.py", name):
             assert name in FILES, f"{name}: write its path from the top of the repository"
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import psutil
 
 from tests.waiting import PATIENCE_S, until
-from thinpipe.launch.overlay import keys
-from thinpipe.launch.overlay.control import Client
-from thinpipe.launch.report.metrics import StepRecord, read_metrics
-from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.net.overlay import keys
+from thinpipe.launch.net.overlay.control import Client
+from thinpipe.launch.view.report.metrics import StepRecord, read_metrics
 
 PORT = 29500
 _LONGEST_S = 900.0
@@ -118,7 +118,7 @@ class HostsRun:
         """The process that carries a host's traffic."""
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if "thinpipe.launch.overlay.carrier" in words:
+            if "thinpipe.launch.net.overlay.carrier" in words:
                 settings = json.loads(words[-1])
                 if settings["name"] == f"host{host}" and settings["key_file"] == str(self.key):
                     return psutil.Process(process.pid)  # the one found may be of an older process

@@ -19,8 +19,8 @@ from tests.faults.wire import WIRE, FaultyWire
 from tests.waiting import until
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.host.links import NetworkSpec
-from thinpipe.launch.shaped import linux
-from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.launch.lab import linux
+from thinpipe.launch.lab.network import ShapedNetwork
 
 HOSTS = 4
 DISK_NBYTES = 24 << 20
@@ -140,7 +140,7 @@ def _kind(line: str, name: str) -> str:
         return "rank"
     names = {"thinpipe wait": "supervisor", "thinpipe server": "fork server"}
     words = {
-        "thinpipe.launch.overlay.carrier": "carrier",
+        "thinpipe.launch.net.overlay.carrier": "carrier",
         "resource_tracker": "resource tracker",
         "-m thinpipe.launch train": "agent",
         "forkserver": "fork server",

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import format_table
-from thinpipe.launch.overlay import keys
-from thinpipe.launch.overlay.links.frames import HEADER, Kind, Traffic
-from thinpipe.launch.overlay.links.session import Session
+from thinpipe.launch.net.overlay import keys
+from thinpipe.launch.net.overlay.links.frames import HEADER, Kind, Traffic
+from thinpipe.launch.net.overlay.links.session import Session
 from thinpipe.pipeline.wire.checksum import opened, sealed
 from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES, ExchangeHeader
 from thinpipe.pipeline.wire.header import HEADER_NBYTES, DesyncError, Header

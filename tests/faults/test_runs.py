@@ -25,9 +25,9 @@ from tests.faults.outcomes import Outcome, check
 from tests.faults.scene import BATCH, EVAL_STEPS, SAMPLES, STEPS_PER_EPOCH, NoMomentError, Scene
 from tests.namespaces import in_namespace
 from thinpipe.launch.checkpoint.files import read_manifest
-from thinpipe.launch.report.metrics import read_metrics
-from thinpipe.launch.shaped import linux
-from thinpipe.launch.shaped.linux import ShapedError
+from thinpipe.launch.lab import linux
+from thinpipe.launch.lab.linux import ShapedError
+from thinpipe.launch.view.report.metrics import read_metrics
 
 LAYOUTS = {
     "4 stages": ["pipeline.cuts=[1,2,3]"],

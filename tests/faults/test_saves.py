@@ -27,7 +27,7 @@ from thinpipe.launch.checkpoint.board import Board
 from thinpipe.launch.checkpoint.choice import Choice
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.transaction import Place, Save, Transaction
-from thinpipe.launch.distributed.store import connect_store, hold_store
+from thinpipe.launch.net.ranks.store import connect_store, hold_store
 
 MACHINES = 2
 STEPS = (10, 20, 30)

@@ -21,12 +21,12 @@ from torch.distributed import TCPStore
 
 from benchmarks.harness import format_table
 from tests.faults.hosts import PORT, HostsRun, cut_off, pause, reset
-from tests.launch.overlay.test_run import HOSTS, alone, start
+from tests.launch.net.overlay.test_run import HOSTS, alone, start
 from thinpipe.launch.host.links import NetworkSpec
-from thinpipe.launch.overlay import keys
-from thinpipe.launch.overlay.links.handshake import Hello
-from thinpipe.launch.shaped.linux import ShapedError
-from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.launch.lab.linux import ShapedError
+from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.net.overlay import keys
+from thinpipe.launch.net.overlay.links.handshake import Hello
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.timeout(0)]
 

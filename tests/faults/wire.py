@@ -12,7 +12,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from thinpipe.launch.shaped.network import ShapedNetwork
+from thinpipe.launch.lab.network import ShapedNetwork
 
 PORT = 29400
 WIRE = f"127.0.0.1:{PORT}"

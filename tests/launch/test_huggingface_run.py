@@ -13,7 +13,7 @@ from tests.training import RAW, config, share, start, weights
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.single_process import in_process
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.pipeline.batch import Batch

@@ -19,7 +19,7 @@ from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.corpus import check_data
 from thinpipe.launch.data.sampler import EpochSampler
-from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.trained.export_hf import export
 
 STEPS, SAVED = 8, 5  # an epoch has 4 steps: memories are warm when the run is saved

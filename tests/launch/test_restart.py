@@ -15,8 +15,8 @@ from tests.launch.test_train import ranks_of, run_file, thinpipe, wait_until
 from tests.ports import free_port
 from tests.processes import named
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
-from thinpipe.launch.distributed.network import ROUND
-from thinpipe.launch.report.metrics import read_metrics
+from thinpipe.launch.net.ranks.network import ROUND
+from thinpipe.launch.view.report.metrics import read_metrics
 
 __all__ = ["run_file"]
 

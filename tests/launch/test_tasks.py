@@ -10,7 +10,7 @@ import pytest
 from tests.commands import Command
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.corpus import check_data
-from thinpipe.launch.report.metrics import read_metrics
+from thinpipe.launch.view.report.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 CLASSIFICATION = ROOT / "examples/classification.toml"

@@ -15,8 +15,8 @@ import torch
 
 from tests.commands import PATIENCE_S, Command
 from thinpipe.launch.checkpoint.files import read_manifest
-from thinpipe.launch.report.metrics import read_metrics
-from thinpipe.launch.report.timeline import read_timeline
+from thinpipe.launch.view.report.metrics import read_metrics
+from thinpipe.launch.view.report.timeline import read_timeline
 
 pytestmark = pytest.mark.dist
 

@@ -17,7 +17,7 @@ from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.comm.errors import TransportError
 
 pytestmark = pytest.mark.dist

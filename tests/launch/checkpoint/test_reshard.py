@@ -24,7 +24,7 @@ from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.net.ranks.session import Session
 
 BATCHES = [batch([8 * step + sample for sample in range(8)]) for step in range(5)]
 AQSGD = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "aqsgd", "bits": 6}}]

@@ -16,8 +16,8 @@ from thinpipe.launch.checkpoint.reshard import module_of, parameter_names
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.distributed.session import Session
-from thinpipe.launch.report.metrics import read_metrics
+from thinpipe.launch.net.ranks.session import Session
+from thinpipe.launch.view.report.metrics import read_metrics
 
 pytestmark = pytest.mark.dist
 

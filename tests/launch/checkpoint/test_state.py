@@ -16,7 +16,7 @@ from thinpipe.launch.checkpoint import files, state
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.net.ranks.session import Session
 
 pytestmark = pytest.mark.dist
 

@@ -16,7 +16,7 @@ from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.choice import Choice
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.transaction import Place, Save, Transaction
-from thinpipe.launch.distributed.gather import gather_json
+from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
 pytestmark = pytest.mark.dist

@@ -12,8 +12,8 @@ from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.resume import Resume, common_resume, place_of
 from thinpipe.launch.checkpoint.transaction import Save, Transaction
-from thinpipe.launch.distributed.gather import gather_json
-from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
 pytestmark = pytest.mark.dist

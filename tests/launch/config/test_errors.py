@@ -12,7 +12,7 @@ from thinpipe.gradcomp.registry import load_method, method_names
 from thinpipe.launch.config.errors import written_keys
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError, load_as
-from thinpipe.launch.remote.hosts import HostsConfig
+from thinpipe.launch.net.ssh.hosts import HostsConfig
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 

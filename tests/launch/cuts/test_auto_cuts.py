@@ -20,8 +20,8 @@ from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.cuts.auto_cuts import decide_cuts, find_cuts, smooth_noise
 from thinpipe.launch.cuts.profile import BlockCost
-from thinpipe.launch.distributed.session import Session
 from thinpipe.launch.memory.host import device_nbytes
+from thinpipe.launch.net.ranks.session import Session
 from thinpipe.pipeline.comm.gloo import GlooTransport
 
 __all__ = ["run_file"]
@@ -210,7 +210,7 @@ def test_plan_measures_with_the_threads_of_a_rank_alone_on_its_machine(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if setting is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", setting)
-    monkeypatch.setattr("thinpipe.launch.distributed.elastic.usable_cores", lambda: 8)
+    monkeypatch.setattr("thinpipe.launch.net.ranks.elastic.usable_cores", lambda: 8)
     done = CliRunner().invoke(app, ["plan", str(run_file)])
     assert done.exit_code == 0, done.output
     assert torch.get_num_threads() == threads

@@ -82,7 +82,7 @@ def test_a_disk_that_fails_is_an_error(faults: Path, tmp_path: Path, fault: str)
 KEYS = """
 import sys
 from pathlib import Path
-from thinpipe.launch.overlay import keys
+from thinpipe.launch.net.overlay import keys
 path = Path(sys.argv[1], "run.key")
 try:
     keys.new(path)

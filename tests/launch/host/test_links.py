@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from thinpipe.launch.host.links import NetworkSpec, format_rate, parse_rate, parse_time
-from thinpipe.launch.shaped.control import describe
-from thinpipe.launch.shaped.names import environment, substitute
-from thinpipe.launch.shaped.shaping import gso_bytes
+from thinpipe.launch.lab.control import describe
+from thinpipe.launch.lab.names import environment, substitute
+from thinpipe.launch.lab.shaping import gso_bytes
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.launch.test_train import run_file, thinpipe
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.cuts.message_cost import measure_messages
-from thinpipe.launch.report.metrics import read_metrics
+from thinpipe.launch.view.report.metrics import read_metrics
 
 __all__ = ["run_file"]
 

@@ -9,7 +9,7 @@ from thinpipe.launch.host.network import Network
 from thinpipe.launch.plan.placement.events import simulate
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.plan.trace import predict_step, trace_run, transfers, write_trace
-from thinpipe.launch.report.timeline import Timeline, read_timeline
+from thinpipe.launch.view.report.timeline import Timeline, read_timeline
 from thinpipe.pipeline.schedule import ScheduleName
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.step_stats import WireTotal

@@ -10,7 +10,7 @@ import pytest
 from tests import commands
 from tests.launch.test_train import run_file
 from tests.waiting import until
-from thinpipe.launch.report import html
+from thinpipe.launch.view.report import html
 
 __all__ = ["run_file"]
 

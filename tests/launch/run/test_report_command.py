@@ -12,9 +12,9 @@ from tests.records import step_record
 from tests.training import config
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, write_config
-from thinpipe.launch.display.display import Display
-from thinpipe.launch.report.metrics import MetricsWriter
 from thinpipe.launch.run.records import Records, describe_run
+from thinpipe.launch.view.report.metrics import MetricsWriter
+from thinpipe.launch.view.terminal.display import Display
 
 RECORD = step_record(1, loss=3.0)
 

@@ -12,7 +12,7 @@ from tests.huggingface import saved_model
 from tests.ports import free_port
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import RunConfig, load_config
-from thinpipe.launch.report.metrics import read_metrics
+from thinpipe.launch.view.report.metrics import read_metrics
 
 MODULE = """
 import torch

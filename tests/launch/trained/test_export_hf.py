@@ -18,7 +18,7 @@ from thinpipe.launch.components import Built
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.single_process import in_process
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.pipeline.batch import Batch, Samples

@@ -14,7 +14,7 @@ from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.config.sections import CheckpointConfig
-from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.trained.model import read_trained, start_from_run
 
 pytestmark = pytest.mark.dist

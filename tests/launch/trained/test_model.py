@@ -15,7 +15,7 @@ from thinpipe.launch.checkpoint.state import Checkpoints
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.run import CheckpointConfig, RunConfig, write_config
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.distributed.session import Session
+from thinpipe.launch.net.ranks.session import Session
 from thinpipe.launch.single_process import in_process
 from thinpipe.launch.trained.export_hf import export
 from thinpipe.launch.trained.generate import Sampling, generate, sample_lines

@@ -1,0 +1,138 @@
+"""Changes rates during a run: a small server in the sandbox, and its client.
+
+The server listens on abstract Unix sockets, which leave no files behind and exist per network
+namespace: one where the run was started, and one of the same name inside every host. Clients find
+the run in /proc/net/unix, from another terminal as well as from a script on a host.
+"""
+
+import errno
+import json
+import os
+import re
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypedDict
+
+from thinpipe.launch.host.links import NetworkSpec, format_rate
+from thinpipe.launch.lab.linux import ShapedError
+
+_NAME = "thinpipe-shaped-"
+_LISTENS = "00010000"  # the kernel's __SO_ACCEPTCON, among the flags of /proc/net/unix
+_LARGEST = 65536
+_TIMEOUT_S = 60.0
+"""Guards against hanging: a run may still be building its network, on a busy machine."""
+_CLIENT_S = 5.0
+"""How long other clients wait for one that has connected and sends nothing."""
+_MOST_PAIRS = 6
+
+
+class Change(TypedDict):
+    """Arguments of `NetworkSpec.changed`, as the user wrote them."""
+
+    rate: str | None
+    up: str | None
+    down: str | None
+    pairs: list[str]
+
+
+def listen(run: int) -> socket.socket:
+    """Listen for changes to a run, in the network namespace this process is in."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.bind(f"\0{_NAME}{run}")
+    server.listen()
+    return server
+
+
+def answer(server: socket.socket, apply: Callable[[Change], NetworkSpec]) -> None:
+    """Serve one client of `server`: pass its change to `apply`, reply with the outcome."""
+    client, _ = server.accept()
+    with client:
+        client.settimeout(_CLIENT_S)
+        size = struct.calcsize("3i")
+        _, uid, _ = struct.unpack(
+            "3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        )
+        try:
+            message = client.recv(_LARGEST)
+            client.send(json.dumps(_reply(message, uid, apply)).encode())
+        except (TimeoutError, ConnectionError):  # the client disconnected; the run continues
+            return
+
+
+def _reply(message: bytes, uid: int, apply: Callable[[Change], NetworkSpec]) -> dict[str, str]:
+    if uid != os.geteuid():
+        return {"error": "this run belongs to another user"}
+    try:
+        return {"done": describe(apply(_read(message)))}
+    except (ValueError, ShapedError) as error:
+        return {"error": str(error)}
+
+
+def _read(message: bytes) -> Change:
+    content = json.loads(message)
+    if not isinstance(content, dict):
+        raise ValueError("a change is an object with rate, up, down or pairs")
+    texts = [content.get(key) for key in ("rate", "up", "down")]
+    pairs = content.get("pairs", [])
+    if not all(text is None or isinstance(text, str) for text in texts):
+        raise ValueError("rates must be text, such as 100mbit")
+    if not isinstance(pairs, list) or not all(isinstance(pair, str) for pair in pairs):
+        raise ValueError("pairs must be a list of text, such as 0,1=20mbit")
+    return Change(rate=texts[0], up=texts[1], down=texts[2], pairs=pairs)
+
+
+def describe(spec: NetworkSpec) -> str:
+    """The rates of a network in one line."""
+    up, down = (
+        format_rate(rates[0]) if len(set(rates)) == 1 else ", ".join(map(format_rate, rates))
+        for rates in (spec.up_bps, spec.down_bps)
+    )
+    pairs = "".join(f"; {i}->{j} {format_rate(bps)}" for (i, j), bps in spec.pair_bps.items())
+    if len(spec.pair_bps) > _MOST_PAIRS:
+        pairs = f"; limits of their own for {len(spec.pair_bps)} pairs"
+    return (f"{up} each way" if up == down else f"up {up}; down {down}") + pairs
+
+
+def runs() -> list[int]:
+    """The runs that can be reached from this network namespace: their sockets listen."""
+    listening = rf"^\S+ \S+ \S+ {_LISTENS} .* @{_NAME}(\d+)$"
+    names = re.findall(listening, Path("/proc/net/unix").read_text(encoding="utf-8"), re.MULTILINE)
+    return sorted({int(name) for name in names})
+
+
+def request(change: Change, run: int | None = None) -> str:
+    """Change the rates of a run (the only one if `run` is None); return a description of the rates.
+
+    Raises:
+        ValueError: no such run, several without `run`, or the change is refused.
+    """
+    known = runs()
+    if run is None and len(known) != 1:
+        found = f"runs {', '.join(map(str, known))}; choose one with --run" if known else "no run"
+        raise ValueError(f"thinpipe shaped: found {found}")
+    if run is not None and run not in known:
+        found = ", ".join(map(str, known)) or "none"
+        raise ValueError(f"--run = {run}: no such run; running: {found}")
+    chosen = known[0] if run is None else run
+    try:
+        reply = _send(chosen, json.dumps(change).encode())
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"--run = {chosen}: did not answer: {reason}; has it ended?") from None
+    if "error" in reply:
+        raise ValueError(reply["error"])
+    return str(reply["done"])
+
+
+def _send(run: int, message: bytes) -> dict[str, str]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.settimeout(_TIMEOUT_S)
+        client.connect(f"\0{_NAME}{run}")
+        client.send(message)
+        answer = client.recv(_LARGEST)
+    if not answer:
+        raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+    reply: dict[str, str] = json.loads(answer)
+    return reply

@@ -1,0 +1,140 @@
+"""Creates emulated hosts: each has network and host-name namespaces and a link to a switch."""
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+
+from thinpipe.launch.host.links import MTU, NetworkSpec
+from thinpipe.launch.lab import linux
+from thinpipe.launch.lab.linux import ShapedError
+from thinpipe.launch.lab.names import host_address, host_mac, host_name
+from thinpipe.launch.lab.shaping import Shaper, downlink, uplink
+
+BUFFER_BYTES = 64 << 20
+"""Limit of a TCP connection's data in flight; the default 4 MB allow 320 Mbit/s at 100 ms."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Descriptors of a host's namespaces and of netlink inside it; the shapers of its link."""
+
+    net_fd: int
+    uts_fd: int
+    ip: IPRoute
+    up: Shaper
+    down: Shaper
+
+
+def build_hosts(spec: NetworkSpec) -> list[Host]:
+    """Create the hosts with shaped links to this network namespace; they end with this process."""
+    switch_fd, switch = linux.namespace("net"), IPRoute()
+    _no_ipv6()
+    switch.link("set", index=1, state="up")
+    bridge = None if spec.delay_s else _bridge(switch)
+    hosts = [
+        _build_host(spec, host, switch=switch, switch_fd=switch_fd, bridge=bridge)
+        for host in range(spec.hosts)
+    ]
+    refused = shape_hosts(spec, hosts)
+    if refused:
+        raise ShapedError(f"the kernel refuses these rates ({refused})")
+    return hosts
+
+
+def shape_hosts(spec: NetworkSpec, hosts: list[Host]) -> str:
+    """Set every link to the rates of `spec`; return errors of the kernel, "" if none."""
+    refused = []
+    for index, host in enumerate(hosts):
+        for direction, shaper, shape in (
+            ("uplink", host.up, uplink(spec, index)),
+            ("downlink", host.down, downlink(spec, index)),
+        ):
+            try:
+                shaper.apply(shape)
+            except (NetlinkError, OSError) as error:
+                refused.append(f"{direction} of {host_name(index)}: {error.args[-1]}")
+    return "; ".join(refused)
+
+
+def _no_ipv6() -> None:
+    """Keep new interfaces from sending unsolicited packets."""
+    switch = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
+    if switch.exists():
+        switch.write_text("1", encoding="utf-8")
+
+
+def _bridge(switch: IPRoute) -> int:
+    switch.link("add", ifname="switch", kind="bridge", mtu=MTU)
+    index: int = switch.link_lookup(ifname="switch")[0]
+    switch.link("set", index=index, state="up")
+    return index
+
+
+def _build_host(
+    spec: NetworkSpec, host: int, *, switch: IPRoute, switch_fd: int, bridge: int | None
+) -> Host:
+    linux.unshare(linux.NEW_NET | linux.NEW_UTS)
+    try:
+        socket.sethostname(host_name(host))
+        net_fd, uts_fd, ip = linux.namespace("net"), linux.namespace("uts"), IPRoute()
+        _no_ipv6()
+        port = _connect(host, switch, net_fd)
+        if bridge is not None:
+            switch.link("set", index=port, master=bridge)
+        interface = _configure(spec, host, ip)
+    finally:
+        linux.setns(switch_fd, linux.NEW_NET)
+    return Host(net_fd, uts_fd, ip, Shaper(ip, interface), Shaper(switch, port))
+
+
+def _connect(host: int, switch: IPRoute, net_fd: int) -> int:
+    """Connect the switch's port `h0` to the host's `eth0`."""
+    end = {"ifname": "eth0", "address": host_mac(host), "mtu": MTU, "net_ns_fd": net_fd}
+    switch.link("add", ifname=f"h{host}", kind="veth", mtu=MTU, peer=end)
+    port: int = switch.link_lookup(ifname=f"h{host}")[0]
+    switch.link("set", index=port, state="up")
+    return port
+
+
+def _configure(spec: NetworkSpec, host: int, ip: IPRoute) -> int:
+    """Set address, route and neighbors; called inside the host's namespace."""
+    interface: int = ip.link_lookup(ifname="eth0")[0]
+    ip.link("set", index=1, state="up")
+    ip.addr("add", index=interface, address=host_address(host), prefixlen=24)
+    ip.link("set", index=interface, state="up")
+    _use_cubic(host, ip, interface)
+    if spec.delay_s:
+        for name in ("tcp_wmem", "tcp_rmem"):
+            Path(f"/proc/sys/net/ipv4/{name}").write_text(
+                f"4096 131072 {BUFFER_BYTES}", encoding="utf-8"
+            )
+    for other in range(spec.hosts):
+        if other != host:  # static, so that no link carries address resolution
+            ip.neigh(
+                "replace",
+                dst=host_address(other),
+                lladdr=host_mac(other),
+                ifindex=interface,
+                state="permanent",
+            )
+    return interface
+
+
+def _use_cubic(host: int, ip: IPRoute, interface: int) -> None:
+    """The same congestion control on every host; by route, as the sysctl may be read-only."""
+    if "cubic" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(
+        encoding="utf-8"
+    ):
+        return
+    ip.route(
+        "replace",
+        dst=host_address(-1) + "/24",
+        oif=interface,
+        prefsrc=host_address(host),
+        scope=253,
+        proto=2,
+        metrics={"cc_algo": "cubic"},
+    )

@@ -1,0 +1,176 @@
+"""The process that owns an emulated network; `network.py` starts it.
+
+Everything is in unnamed namespaces: runs cannot collide, and the kernel removes them with their
+last process. A supervisor outside waits for the owner of the run; the first process inside (pid 1
+of the namespace) creates the network and serves rate changes. When that exits, the kernel kills
+every process of every host. It exits when the owner closes its socket or the supervisor exits, and
+the supervisor kills it when the owner has exited for any reason.
+"""
+
+import os
+import pickle
+import select
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.lab import control, linux, requirements
+from thinpipe.launch.lab.links import Host, build_hosts, shape_hosts
+from thinpipe.launch.lab.linux import ShapedError
+from thinpipe.launch.lab.names import mount_names
+from thinpipe.launch.lab.relay import Relay, open_port
+
+
+def main() -> None:
+    """Supervise a network for the parent process: spec on stdin, replies on a socket."""
+    owner, owner_socket = int(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
+    spec: NetworkSpec = pickle.load(sys.stdin.buffer)
+    owner_pidfd, own_pidfd = os.pidfd_open(owner), os.pidfd_open(os.getpid())
+    if os.getppid() != owner:
+        sys.exit(1)
+    run = os.getpid()
+    server = control.listen(run)
+    try:
+        with_user = _isolate()
+    except ShapedError as error:
+        owner_socket.send(str(error).encode())
+        sys.exit(1)
+    inside = os.fork()
+    if inside == 0:
+        linux.die_with_parent(own_pidfd)
+        _run_inside(spec, owner_socket, server=server, run=run, with_user=with_user)
+    owner_socket.close()
+    select.select([owner_pidfd, os.pidfd_open(inside)], [], [])
+    os.kill(inside, signal.SIGKILL)
+    os.waitpid(inside, 0)
+
+
+def _isolate() -> bool:
+    """Create namespaces for our children; return whether that needed a user namespace."""
+    kinds = linux.NEW_MOUNT | linux.NEW_NET | linux.NEW_UTS | linux.NEW_IPC | linux.NEW_PID
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        linux.unshare(kinds)
+        return False
+    except PermissionError:
+        pass
+    try:
+        linux.unshare(kinds | linux.NEW_USER)
+        Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
+        Path("/proc/self/uid_map").write_text(f"0 {uid} 1", encoding="utf-8")
+        Path("/proc/self/gid_map").write_text(f"0 {gid} 1", encoding="utf-8")
+    except OSError as error:
+        raise ShapedError(requirements.NO_NAMESPACES.format(reason=error)) from error
+    return True
+
+
+def _run_inside(
+    spec: NetworkSpec, owner: socket.socket, *, server: socket.socket, run: int, with_user: bool
+) -> NoReturn:
+    """Process 1 of the sandbox: create the network, report, serve changes until the owner exits."""
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # orphans become our children; the kernel reaps them
+    try:
+        hosts = _build(spec)
+        servers = [server, *_listen_on(hosts, run)]
+        relay = [_start_relay(spec)] if spec.delay_s else []
+    except ShapedError as error:
+        owner.send(str(error).encode())
+        os._exit(1)
+    except BaseException:
+        owner.send(f"cannot create the network:\n{traceback.format_exc()}".encode())
+        os._exit(1)
+    kinds = [kind for kind, _ in linux.SHARED if with_user or kind != "user"]
+    descriptors = [linux.namespace(kind) for kind in kinds]
+    descriptors += [fd for host in hosts for fd in (host.net_fd, host.uts_fd)]
+    socket.send_fds(owner, [b"ready"], descriptors)
+    _serve(spec, hosts, servers, until=[owner.fileno(), *relay])
+    os._exit(0)
+
+
+def _build(spec: NetworkSpec) -> list[Host]:
+    try:
+        linux.make_mounts_private()
+        linux.mount_proc()
+        mount_names(spec.hosts)
+    except OSError as error:
+        raise ShapedError(requirements.NO_MOUNTS.format(reason=error)) from error
+    with IPRoute() as ip:
+        requirements.check(requirements.needs(spec), ip)
+    return build_hosts(spec)
+
+
+def _listen_on(hosts: list[Host], run: int) -> list[socket.socket]:
+    switch, servers = linux.namespace("net"), []
+    for host in hosts:
+        linux.setns(host.net_fd, linux.NEW_NET)
+        servers.append(control.listen(run))
+    linux.setns(switch, linux.NEW_NET)
+    return servers
+
+
+def _start_relay(spec: NetworkSpec) -> int:
+    ports = [open_port(f"h{host}") for host in range(spec.hosts)]
+    relay = os.fork()
+    if relay == 0:
+        try:
+            Relay(spec, ports).run()
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    for port in ports:
+        port.close()
+    return os.pidfd_open(relay)
+
+
+def _serve(
+    spec: NetworkSpec, hosts: list[Host], servers: list[socket.socket], *, until: list[int]
+) -> None:
+    """Serve changes until one of the descriptors `until` becomes readable, at its end."""
+    by_descriptor = {server.fileno(): server for server in servers}
+
+    def apply(change: control.Change) -> NetworkSpec:
+        nonlocal spec
+        changed = spec.changed(**change)
+        _change(spec, changed, hosts)
+        spec = changed
+        return spec
+
+    while True:
+        ready = select.select([*until, *by_descriptor], [], [])[0]
+        if not by_descriptor.keys() >= set(ready):
+            return
+        for descriptor in ready:
+            control.answer(by_descriptor[descriptor], apply)
+
+
+def _change(before: NetworkSpec, changed: NetworkSpec, hosts: list[Host]) -> None:
+    """Switch to the rates of `changed`; if some are refused, back to those of `before`.
+
+    Raises:
+        ShapedError: names the refused rates and those in force.
+    """
+    try:
+        with IPRoute() as ip:
+            requirements.check(requirements.needs(changed), ip)
+    except (NetlinkError, OSError) as error:
+        raise ShapedError(
+            f"cannot query the kernel's features: {error}; no rate was changed"
+        ) from error
+    refused = shape_hosts(changed, hosts)
+    if refused:
+        stuck = shape_hosts(before, hosts)
+        now = f"and also the previous ones ({stuck})" if stuck else "the previous ones are in force"
+        raise ShapedError(f"the kernel refuses these rates ({refused}); {now}")
+
+
+if __name__ == "__main__":
+    main()

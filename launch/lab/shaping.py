@@ -1,0 +1,189 @@
+"""Rate limits: queueing disciplines (token buckets) on the two ends of a host's link."""
+
+import errno
+import socket
+import time
+from dataclasses import dataclass
+
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+
+from thinpipe.launch.host.links import FRAME_BYTES, MAX_RATE_BPS, NetworkSpec
+from thinpipe.launch.lab.names import host_address
+
+QUEUE_S = 0.05
+"""Length of a full queue in seconds; further packets are dropped."""
+_BURST_S, _LARGEST_BURST = 0.0004, 16384
+_DEFAULT_GSO = 65536
+_HANDLE, _TOP, _FIRST, _REST = 0x10000, 0x1, 0x2, 0xFFF
+"""htb's handle; its classes: the whole host, towards host 0, everything else."""
+_BASE_BPS = 8_000.0
+"""Rate of a class without borrowing: almost nothing, so that the host's own rate limits the sum."""
+
+_BUSY = (errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ENOBUFS, errno.ENOMEM)
+_PAUSES_S = (0.0, 0.05, 0.2, 0.5)
+"""Pauses before retries while the kernel is busy."""
+_NOTHING_THERE = (errno.ENOENT, errno.EINVAL)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Limits of one interface in bit/s: of all traffic, and of traffic to some hosts."""
+
+    rate_bps: float | None = None
+    towards_bps: tuple[tuple[int, float], ...] = ()
+
+    def slowest_bps(self) -> float | None:
+        limits = [bps for _, bps in self.towards_bps]
+        return min([*limits, self.rate_bps] if self.rate_bps else limits, default=None)
+
+
+def uplink(spec: NetworkSpec, host: int) -> Shape:
+    """Limits of a host's own interface."""
+    towards = sorted((j, bps) for (i, j), bps in spec.pair_bps.items() if i == host)
+    return Shape(spec.up_bps[host], tuple(towards))
+
+
+def downlink(spec: NetworkSpec, host: int) -> Shape:
+    """Limits of the switch's end of a host's link."""
+    return Shape(spec.down_bps[host])
+
+
+class Shaper:
+    """Limits one interface to a `Shape`, which may change while traffic flows."""
+
+    def __init__(self, ip: IPRoute, interface: int) -> None:
+        self._ip = ip
+        self._interface = interface
+        self._shape: Shape | None = Shape()
+        """None after a failed change: the state of the kernel is unknown."""
+
+    def apply(self, shape: Shape) -> None:
+        """Change the limits; without losing packets unless limits are added or removed.
+
+        If that fails, set them up from scratch, and retry while the kernel is busy.
+
+        Raises:
+            NetlinkError: the kernel refuses; the next call sets up its limits from scratch.
+        """
+        if shape == self._shape:
+            return
+        old, self._shape = self._shape, None
+        for pause_s in _PAUSES_S:
+            try:
+                self._switch(old, shape)
+                break
+            except NetlinkError as error:
+                if old is None and error.code not in _BUSY:
+                    raise
+                old = None
+                time.sleep(pause_s)
+        else:
+            self._switch(None, shape)
+        self._shape = shape
+
+    def _switch(self, old: Shape | None, shape: Shape) -> None:
+        size = gso_bytes(shape.slowest_bps())
+        self._ip.link("set", index=self._interface, gso_max_size=size)
+        before = None if old is None else _structure(old)
+        same_kind = before == _structure(shape)
+        if before != "open" and not same_kind:
+            self._clear()
+        if shape.towards_bps:
+            self._tree(shape, "replace" if same_kind else "add")
+        elif shape.rate_bps is not None:
+            self._bucket(shape.rate_bps)
+
+    def _clear(self) -> None:
+        try:
+            self._ip.tc("del", index=self._interface, root=True)
+        except NetlinkError as error:
+            if error.code not in _NOTHING_THERE:
+                raise
+
+    def _bucket(self, bps: float) -> None:
+        burst, queue = burst_bytes(bps), f"{QUEUE_S * 1e3:.0f}ms"
+        self._ip.tc(
+            "replace",
+            "tbf",
+            self._interface,
+            root=True,
+            rate=int(bps / 8),
+            burst=burst,
+            latency=queue,
+        )
+
+    def _tree(self, shape: Shape, verb: str) -> None:
+        """A class per limited destination and one for all others, within the host's own rate."""
+        top_bps = shape.rate_bps or MAX_RATE_BPS
+        if verb == "add":
+            self._ip.tc("add", "htb", self._interface, _HANDLE, root=True, default=_REST)
+        self._class(verb, _TOP, rate_bps=top_bps, ceil_bps=top_bps)
+        self._leaf(verb, _REST, top_bps)
+        for host, bps in shape.towards_bps:
+            minor = _FIRST + host
+            self._leaf(verb, minor, min(bps, top_bps))
+            if verb == "add":
+                self._filter(host, minor)
+
+    def _class(self, verb: str, minor: int, *, rate_bps: float, ceil_bps: float) -> None:
+        self._ip.tc(
+            f"{verb}-class",
+            "htb",
+            self._interface,
+            _HANDLE | minor,
+            parent=_HANDLE if minor == _TOP else _HANDLE | _TOP,
+            rate=int(rate_bps / 8),
+            ceil=int(ceil_bps / 8),
+            burst=FRAME_BYTES if rate_bps < ceil_bps else burst_bytes(ceil_bps),
+            cburst=burst_bytes(ceil_bps),
+            quantum=_LARGEST_BURST,
+        )
+
+    def _leaf(self, verb: str, minor: int, bps: float) -> None:
+        self._class(verb, minor, rate_bps=min(_BASE_BPS, bps), ceil_bps=bps)
+        self._ip.tc(
+            "replace",
+            "tbf",  # only as a queue with a length in bytes: its rate never delays a packet
+            self._interface,
+            (0x1000 | minor) << 16,
+            parent=_HANDLE | minor,
+            rate=int(MAX_RATE_BPS / 8),
+            burst=2 * _DEFAULT_GSO,
+            limit=int(bps / 8 * QUEUE_S) + burst_bytes(bps),
+        )
+
+    def _filter(self, host: int, minor: int) -> None:
+        self._ip.tc(
+            "add-filter",
+            "u32",
+            self._interface,
+            parent=_HANDLE,
+            prio=10,
+            protocol=0x0800,
+            target=_HANDLE | minor,
+            keys=[f"0x{socket.inet_aton(host_address(host)).hex()}/0xffffffff+16"],
+        )
+
+
+def gso_bytes(bps: float | None) -> int:
+    """The largest segment that TCP may build (GSO): 0.4 ms of the rate.
+
+    A bucket smaller than a segment makes the kernel split it in software, at ten times the cost; a
+    larger bucket would let that much pass unlimited after every pause.
+    """
+    if bps is None:
+        return _DEFAULT_GSO
+    return int(min(_LARGEST_BURST, max(FRAME_BYTES, bps / 8 * _BURST_S)))
+
+
+def burst_bytes(bps: float) -> int:
+    """The size of a token bucket: one segment as TCP builds it, and a frame."""
+    return gso_bytes(bps) + FRAME_BYTES + 86
+
+
+def _structure(shape: Shape) -> str:
+    """Structure of the queues: if it differs, they are set up from scratch."""
+    if shape.towards_bps:
+        return "tree " + " ".join(str(host) for host, _ in shape.towards_bps)
+    return "open" if shape.rate_bps is None else "bucket"

@@ -1,0 +1,413 @@
+"""The process that carries everything between this host and the others of a run.
+
+`python -m thinpipe.launch.net.overlay.carrier`, started by `process.py`. It ends with its parent.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import secrets
+import shutil
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from thinpipe.launch.host.interfaces import format_endpoint
+from thinpipe.launch.net.overlay import keys
+from thinpipe.launch.net.overlay.control import OverlayError, Server
+from thinpipe.launch.net.overlay.coordinator import Coordinator
+from thinpipe.launch.net.overlay.forwards import Forwards
+from thinpipe.launch.net.overlay.joining import Joiner, explain_key
+from thinpipe.launch.net.overlay.links.dialer import Dialer
+from thinpipe.launch.net.overlay.links.frames import FrameError, Traffic
+from thinpipe.launch.net.overlay.links.handshake import LIMIT_S, Hello, Welcome, peer_name, send
+from thinpipe.launch.net.overlay.links.link import Link
+from thinpipe.launch.net.overlay.links.listener import Listener
+from thinpipe.launch.net.overlay.links.loop import READ, Loop
+from thinpipe.launch.net.overlay.membership import Host, Membership, Roster
+from thinpipe.launch.net.overlay.settings import Settings
+
+_LEAVE_S = 2.0
+_MOST_TOLD = 10
+
+
+class Carrier:
+    """Links to all other hosts, and the local ports that lead to them."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Listen.
+
+        Raises:
+            ValueError: the key cannot be used, or the port is taken.
+        """
+        self._settings, self._loop = settings, Loop()
+        accepting, self._context = keys.contexts(settings.key_file)
+        _check_clock(self._context, settings)
+        self._incarnation = secrets.token_hex(8)
+        self._roster: Roster | None = None
+        self._links: dict[str, Link] = {}
+        self._dialers: list[Dialer] = []
+        self._forwards = Forwards(self._loop, settings.name, settings.store_port)
+        self._refused: Counter[str] = Counter()
+        self._told: set[str] = set()
+        self._listener = self._listen(accepting)
+        self._coordinator: Coordinator | None = None
+        self._membership = Membership(settings.name, settings.needed)
+        self._requests: dict[str, Callable[[dict[str, Any]], Any]] = {
+            "own_number": lambda _: self._own_number(),
+            "store_port": lambda _: self._forwards.store_port(self._links.__getitem__),
+            "expose": lambda given: self._forwards.expose(int(given["port"]), int(given["pid"])),
+            "forward": self._forward,
+            "status": lambda _: self._status(),
+        }
+        self._loop.ticks.append(self._tick)
+
+    def run(self) -> None:
+        """Serve until the parent has ended."""
+        parent = socket.socket(fileno=os.dup(0))
+        self._loop.watch(parent, READ, lambda _: self._leave(parent))
+        Server(self._loop, self._handle).listen(self._settings.socket)
+        if self._settings.coordinator is None:
+            self._coordinator = Coordinator(
+                self._loop,
+                self._context,
+                self._membership,
+                lambda: self._take_roster(self._membership.roster),
+            )
+            self._membership.join(self._self())
+            self._take_roster(self._membership.roster)
+        else:
+            self._join(self._settings.coordinator)
+        try:
+            self._loop.run()
+        finally:
+            shutil.rmtree(Path(self._settings.socket).parent, ignore_errors=True)
+
+    def _tick(self, now_s: float) -> None:
+        for link in self._links.values():
+            link.tick(now_s, self._loop.late_s)
+        for dialer in self._dialers:
+            dialer.tick(now_s)
+        self._forwards.tick(now_s)
+        if self._coordinator is not None:
+            self._coordinator.tick()
+
+    def _leave(self, parent: socket.socket) -> None:
+        """What this host's processes sent still goes out."""
+        self._loop.close(parent)
+        for link in self._links.values():
+            link.say_goodbye()
+        limit_s = time.monotonic() + _LEAVE_S
+
+        def tick(now_s: float) -> None:
+            if now_s > limit_s or all(link.is_idle for link in self._links.values()):
+                self._loop.stop()
+
+        self._loop.ticks.append(tick)
+
+    def _self(self) -> Host:
+        return Host(
+            name=self._settings.name,
+            address="",
+            port=self._port,
+            reachable=True,
+            incarnation=self._incarnation,
+        )
+
+    @property
+    def _port(self) -> int:
+        return self._listener.port if self._listener is not None else 0
+
+    def _join(self, coordinator: tuple[str, int]) -> None:
+        hello = Hello(
+            purpose="join",
+            name=self._settings.name,
+            incarnation=self._incarnation,
+            hosts=self._settings.needed,
+            port=self._port,
+        )
+
+        Joiner(
+            self._loop,
+            self._context,
+            coordinator,
+            hello,
+            joined=self._take_roster,
+            report=_report,
+        ).start()
+
+    def _take_roster(self, roster: Roster) -> None:
+        """The hosts are known, or one of them has been started again."""
+        before = self._roster
+        if not roster.is_complete or roster == before:
+            _report("waiting", joined=[host.name for host in roster.hosts])
+            return
+        self._roster = self._forwards.roster = roster
+        for number, host in enumerate(roster.hosts):
+            if host.name == self._settings.name:
+                continue
+            if host.name not in self._links:
+                self._add_link(roster, number)
+            elif before is not None and before.hosts[number].incarnation != host.incarnation:
+                self._links[host.name].give_up("was started again")
+                self._links[host.name].attempt = 0
+        _report("joined", roster=roster.model_dump())
+        if self._coordinator is not None and before is not None:
+            for link in self._links.values():
+                link.send_roster(roster.model_dump_json().encode())
+
+    def _take_roster_from(self, peer: str, data: bytes) -> None:
+        """The coordinator says where the hosts are now; nobody else may."""
+        assert self._roster is not None
+        try:
+            roster = Roster.model_validate_json(data)
+        except ValueError:
+            raise FrameError("a list of hosts that is none") from None
+        names = [host.name for host in roster.hosts]
+        if peer != self._roster.coordinator or (
+            (roster.run, roster.coordinator, roster.needed, names)
+            != (
+                self._roster.run,
+                self._roster.coordinator,
+                self._roster.needed,
+                [host.name for host in self._roster.hosts],
+            )
+        ):
+            raise FrameError("a list of hosts that is not its to give")
+        self._take_roster(roster)
+
+    def _add_link(self, roster: Roster, number: int) -> None:
+        peer, own = roster.hosts[number].name, self._settings.name
+        link = self._links[peer] = Link(
+            self._loop,
+            peer,
+            first_stream=int(roster.index(own) > number),
+            patience_s=self._settings.patience_s,
+            exposed=self._forwards.exposed,
+            on_roster=lambda data: self._take_roster_from(peer, data),
+            on_change=lambda link, state, reason: _report(
+                "link", peer=link.peer, state=state, reason=reason
+            ),
+        )
+        dialer = Dialer(
+            self._loop,
+            self._context,
+            link,
+            address=lambda: self._address(peer),
+            hello=lambda attempt: self._hello(link, attempt),
+        )
+        self._dialers.append(dialer)
+
+    def _address(self, peer: str) -> tuple[str, int]:
+        assert self._roster is not None
+        if peer in self._settings.peers:
+            return self._settings.peers[peer]
+        if peer == self._roster.coordinator and self._settings.coordinator is not None:
+            return self._settings.coordinator
+        host = self._roster.hosts[self._roster.index(peer)]
+        return host.address, host.port
+
+    def _hello(self, link: Link, attempt: int) -> Hello | None:
+        """What to say to a peer; nothing if it cannot be reached from here."""
+        assert self._roster is not None
+        own = self._settings.name
+        if not self._roster.dials(own, link.peer):
+            reachable = self._roster.hosts[self._roster.index(link.peer)].reachable
+            return Hello(purpose="probe", name=own) if reachable else None
+        return Hello(
+            purpose="link",
+            name=own,
+            incarnation=self._incarnation,
+            attempt=attempt,
+            to=link.peer,
+            run=self._roster.run,
+            session=link.session.identity,
+            fresh=link.session.is_fresh,
+            received=link.session.received,
+        )
+
+    def _listen(self, context: ssl.SSLContext) -> Listener | None:
+        if self._settings.listen is None:
+            return None
+        try:
+            return Listener(
+                self._loop,
+                self._settings.listen,
+                context,
+                self._welcome,
+                is_member=self._is_member,
+                on_stranger=self._on_stranger,
+            )
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+            raise ValueError(
+                f"network.listen = {format_endpoint(*self._settings.listen)}, on "
+                f"{self._settings.name}: {reason}; was the run started twice here? "
+                "Otherwise stop the program that uses the port, or name another one"
+            ) from None
+
+    def _is_member(self, address: str) -> bool:
+        hosts = self._roster.hosts if self._roster is not None else ()
+        named = [*self._settings.peers.values()]
+        if self._settings.coordinator is not None:
+            named.append(self._settings.coordinator)
+        return address in [host.address for host in hosts] + [other for other, _ in named]
+
+    def _welcome(self, connection: ssl.SSLSocket, hello: Hello, source: str) -> None:
+        refusal = self._refusal(connection, hello)
+        if refusal is not None:
+            self._refused[refusal.refused] += 1
+            self._tell_refusal(f"{hello.name} ({source}): {refusal.refused}")
+        if refusal is not None or hello.purpose == "probe":
+            self._answer(connection, refusal or Welcome(), self._loop.close)
+        elif hello.purpose == "join":
+            assert self._coordinator is not None
+            self._coordinator.admit(connection, hello, source)
+        else:
+            self._resume(connection, hello)
+
+    def _on_stranger(self, source: str, error: Exception) -> None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            self._tell_refusal(f"{source}: {explain_key(error)}")
+
+    def _tell_refusal(self, message: str) -> None:
+        """The launcher shows each once while it waits; a run that goes on is not disturbed."""
+        waiting = self._roster is None and len(self._told) < _MOST_TOLD
+        if waiting and message not in self._told:
+            self._told.add(message)
+            _report("refused", message=message)
+
+    def _resume(self, connection: ssl.SSLSocket, hello: Hello) -> None:
+        link = self._links[hello.name]
+        link.attempt = hello.attempt
+        known = link.prepare(hello.session, fresh=hello.fresh)
+
+        def use(connection: ssl.SSLSocket) -> None:
+            if not known or link.connected or link.session.identity != hello.session:
+                self._loop.close(connection)
+                return
+            try:
+                link.use(connection, hello.received)
+            except FrameError as error:
+                self._loop.close(connection)
+                link.give_up(f"sent {error}")
+
+        self._answer(connection, Welcome(known=known, received=link.session.received), use)
+
+    def _refusal(self, connection: ssl.SSLSocket, hello: Hello) -> Welcome | None:
+        proven, link = peer_name(connection), self._links.get(hello.name)
+        if proven not in (None, hello.name):
+            text = f"the key is that of {proven!r}, not of {hello.name!r}; correct network.name"
+            return Welcome(refused=text)
+        if hello.purpose == "probe":
+            return None
+        if hello.purpose == "join" and self._coordinator is not None:
+            connected = link is not None and link.connected
+            return self._coordinator.refusal(hello, connected=connected)
+        if hello.purpose == "join":
+            return Welcome(
+                refused=f"{self._settings.name} is not the machine of --rdzv; correct --rdzv"
+            )
+        roster = self._roster
+        if (
+            link is None
+            or roster is None
+            or (hello.run, hello.to) != (roster.run, self._settings.name)
+        ):
+            return Welcome(refused="another run")
+        if roster.hosts[roster.index(hello.name)].incarnation != hello.incarnation:
+            return Welcome(refused="of before a restart, or the restart is not known here yet")
+        if hello.attempt <= link.attempt:
+            return Welcome(refused="overtaken by a later connection")
+        return None
+
+    def _answer(
+        self, connection: ssl.SSLSocket, welcome: Welcome, then: Callable[[ssl.SSLSocket], None]
+    ) -> None:
+        self._loop.spawn(
+            send(connection, welcome),
+            LIMIT_S,
+            done=lambda _: then(connection),
+            failed=lambda _: self._loop.close(connection),
+        )
+
+    def _handle(self, what: str, given: dict[str, Any]) -> Any:
+        if what not in self._requests:
+            raise OverlayError(f"no such request: {what!r}")
+        return self._requests[what](given)
+
+    def _own_number(self) -> int:
+        if self._roster is None:
+            raise OverlayError("the hosts have not all joined")
+        return self._roster.index(self._settings.name)
+
+    def _forward(self, given: dict[str, Any]) -> None:
+        traffic = Traffic[str(given["traffic"]).upper()]
+        index, port = int(given["host"]), int(given["port"])
+        link, owner = self._links.__getitem__, int(given["pid"])
+        self._forwards.forward(index, port, traffic, link, owner=owner)
+
+    def _status(self) -> dict[str, Any]:
+        strangers = self._listener.refused if self._listener is not None else Counter()
+        links = {
+            name: {
+                **asdict(link.stats),
+                "connected": link.connected,
+                "lost": link.is_lost,
+                "left": link.has_left,
+                "silence_s": link.silence_s,
+                "resent": link.session.resent,
+            }
+            for name, link in self._links.items()
+        }
+        refused = {**strangers, **self._refused}
+        return {"name": self._settings.name, "links": links, "refused": refused}
+
+
+def _check_clock(context: ssl.SSLContext, settings: Settings) -> None:
+    """Refuse a key that is not valid by this host's clock.
+
+    Raises:
+        ValueError: naming both dates.
+    """
+    (key,) = context.get_ca_certs()
+    first_s, last_s = (ssl.cert_time_to_seconds(str(key[end])) for end in ("notBefore", "notAfter"))
+    if not first_s <= time.time() <= last_s:
+        first, last, now = (f"{date.fromtimestamp(s)}" for s in (first_s, last_s, time.time()))
+        raise ValueError(
+            f"network.key_file = {settings.key_file}: valid from {first} to {last}, and the clock "
+            f"of {settings.name} says {now}; correct the clock (timedatectl set-ntp true) or, if "
+            "it is right, make a new key (thinpipe key new) and copy it to all machines"
+        )
+
+
+def _report(event: str, **fields: Any) -> None:
+    os.set_blocking(1, event != "link")  # the launcher may be gone, or stopped
+    with contextlib.suppress(OSError):
+        os.write(1, json.dumps({"event": event, **fields}).encode() + b"\n")
+
+
+def main() -> None:
+    """Serve as `sys.argv[1]`, JSON, says."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # it ends with its parent
+        signal.signal(number, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    try:
+        Carrier(Settings.model_validate_json(sys.argv[1])).run()
+    except ValueError as error:
+        _report("failed", message=str(error))
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""How processes of this host talk to its carrier: a line of JSON each way, over a Unix socket.
+
+The socket lies in a folder that only this user can enter.
+"""
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from thinpipe.launch.net.overlay.links.loop import READ, WRITE, Loop, rest_if_full
+
+ADDRESS = "THINPIPE_OVERLAY"
+"""Environment variable: where ranks find the carrier's socket."""
+_LONGEST = 1 << 20
+
+
+class OverlayError(RuntimeError):
+    """The carrier could not do what it was asked, or is gone."""
+
+
+class Client:
+    """How a process asks the carrier; a connection per question."""
+
+    def __init__(self, path: str, *, wait_s: float = 10.0) -> None:
+        self._path, self._wait_s = path, wait_s
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        """Have the carrier do something for this process; return its answer.
+
+        Raises:
+            OverlayError: it cannot, or is gone.
+        """
+        line = json.dumps({"do": what, "pid": os.getpid(), **arguments}).encode() + b"\n"
+        try:
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.settimeout(self._wait_s)
+                sock.connect(self._path)
+                sock.sendall(line)
+                with sock.makefile("rb") as lines:
+                    line = lines.readline()
+        except TimeoutError:
+            raise OverlayError("this machine's carrier does not answer") from None
+        except OSError as error:
+            raise OverlayError(f"this machine's carrier is gone ({error.strerror})") from None
+        if not line:
+            raise OverlayError("this machine's carrier is gone")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise OverlayError(answer["error"])
+        return answer["answer"]
+
+
+class Server:
+    """The carrier's side: `handle` returns the answer to a request, or raises OverlayError."""
+
+    def __init__(self, loop: Loop, handle: Callable[[str, dict[str, Any]], Any]) -> None:
+        self._loop, self._handle = loop, handle
+
+    def listen(self, path: str) -> None:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(path)
+        server.listen()
+        server.setblocking(False)
+        self._loop.watch(server, READ, lambda _: self._accept(server))
+
+    def _accept(self, server: socket.socket) -> None:
+        try:
+            _Connection(self._loop, server.accept()[0], self._handle)
+        except OSError as error:
+            rest_if_full(error)
+
+
+class _Connection:
+    def __init__(
+        self, loop: Loop, sock: socket.socket, handle: Callable[[str, dict[str, Any]], Any]
+    ) -> None:
+        self._loop, self._sock, self._handle = loop, sock, handle
+        self._in, self._out = b"", b""
+        sock.setblocking(False)
+        self._watch()
+
+    def _watch(self) -> None:
+        self._loop.watch(self._sock, READ | (WRITE if self._out else 0), self._on_event)
+
+    def _on_event(self, events: int) -> None:
+        try:
+            if events & READ:
+                data = self._sock.recv(65536)
+                self._in += data
+                if not data or len(self._in) > _LONGEST:
+                    self._loop.close(self._sock)
+                    return
+                *lines, self._in = self._in.split(b"\n")
+                for line in lines:
+                    self._out += self._answer(line)
+            if self._out:
+                self._out = self._out[self._sock.send(self._out) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._loop.close(self._sock)
+            return
+        self._watch()
+
+    def _answer(self, line: bytes) -> bytes:
+        try:
+            request = json.loads(line)
+            answer = {"answer": self._handle(request.pop("do"), request)}
+        except OverlayError as error:
+            answer = {"error": str(error)}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            answer = {"error": f"not a request: {error!r}"}
+        return json.dumps(answer).encode() + b"\n"

@@ -1,0 +1,136 @@
+"""Where the hosts of a run join: each learns the others when all have come."""
+
+import ssl
+import time
+from collections.abc import Callable
+
+from thinpipe.launch.net.overlay.joining import REPEAT_S
+from thinpipe.launch.net.overlay.links.handshake import LIMIT_S, Hello, Welcome, connect, send
+from thinpipe.launch.net.overlay.links.loop import Loop
+from thinpipe.launch.net.overlay.links.tcp import Segments
+from thinpipe.launch.net.overlay.membership import Host, Membership, Roster
+
+_PROBE_S = 3.0
+
+
+class Coordinator:
+    """Admits hosts to `membership`; `on_change` is called when that has changed."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        context: ssl.SSLContext,
+        membership: Membership,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._loop, self._context = loop, context
+        self._membership, self._on_change = membership, on_change
+        self._joining: dict[str, _Joining] = {}
+
+    def refusal(self, hello: Hello, *, connected: bool) -> Welcome | None:
+        """Why a host cannot join; `connected`: one of its name is in the run and well."""
+        joining = self._joining.get(hello.name)
+        other = joining is not None and joining.incarnation != hello.incarnation
+        if connected or (other and joining is not None and not joining.has_left()):
+            text = (
+                f"another machine is named {hello.name!r}, or this one was started twice; give "
+                "each a name of its own: network.name"
+            )
+            return Welcome(refused=text, again=True)  # or its connection broke a moment ago
+        text = self._membership.refusal(hello)
+        return Welcome(refused=text) if text else None
+
+    def admit(self, connection: ssl.SSLSocket, hello: Hello, source: str) -> None:
+        """A host joins: see whether it can be reached, then enter it."""
+
+        def enter(*, reachable: bool) -> None:
+            self._enter(connection, hello, source, reachable=reachable)
+
+        if not hello.port:
+            enter(reachable=False)
+            return
+        probe = Hello(purpose="probe", name=self._membership.name)
+        steps = connect((source, hello.port), self._context, lambda: probe, Segments(level=-1))
+
+        def reached(found: tuple[ssl.SSLSocket, Hello]) -> None:
+            self._loop.close(found[0])
+            enter(reachable=True)
+
+        def failed(_error: Exception) -> None:
+            enter(reachable=False)
+
+        self._loop.spawn(steps, _PROBE_S, done=reached, failed=failed)
+
+    def tick(self) -> None:
+        """Tell hosts that wait who else has joined; they leave when they know all."""
+        roster = self._membership.roster
+        for name, joining in list(self._joining.items()):
+            if joining.sending:
+                continue
+            complete = joining.sent is not None and joining.sent.is_complete
+            if complete or joining.has_left():
+                self._loop.close(joining.connection)
+                del self._joining[name]
+                self._membership.leave(name, joining.incarnation)
+                self._on_change()
+            elif joining.sent != roster or time.monotonic() - joining.sent_s > REPEAT_S:
+                joining.send(self._loop, roster)
+
+    def _enter(
+        self, connection: ssl.SSLSocket, hello: Hello, source: str, *, reachable: bool
+    ) -> None:
+        host = Host(
+            name=hello.name,
+            address=source,
+            port=hello.port,
+            reachable=reachable,
+            incarnation=hello.incarnation,
+        )
+        joining = _Joining(connection, hello.incarnation)
+        refusal = self._membership.refusal(hello)  # others may have come meanwhile
+        if refusal:
+            joining.send(self._loop, Welcome(refused=refusal))
+            return
+        hidden = self._membership.join(host)
+        if hidden is None:
+            before = self._joining.pop(hello.name, None)
+            if before is not None:
+                self._loop.close(before.connection)
+            self._joining[hello.name] = joining
+            joining.send(self._loop, Welcome())
+            self._on_change()
+            return
+        message = (
+            f"neither of {hidden} and {hello.name} can be reached by the other; open a port on one "
+            "of them (network.listen; see `thinpipe doctor`)"
+        )
+        joining.send(self._loop, Welcome(refused=message))
+
+
+class _Joining:
+    """A host that waits for the others."""
+
+    def __init__(self, connection: ssl.SSLSocket, incarnation: str) -> None:
+        self.connection, self.incarnation = connection, incarnation
+        self.sent: Roster | None = None
+        self.sent_s = time.monotonic()
+        self.sending = False
+
+    def send(self, loop: Loop, message: Roster | Welcome) -> None:
+        def over(_: object) -> None:
+            self.sending, self.sent_s = False, time.monotonic()
+            self.sent = message if isinstance(message, Roster) else None
+            if isinstance(message, Welcome) and message.refused:
+                loop.close(self.connection)
+
+        self.sending = True
+        loop.spawn(send(self.connection, message), LIMIT_S, done=over, failed=over)
+
+    def has_left(self) -> bool:
+        """Whether its connection is closed; it sends nothing."""
+        try:
+            return self.connection.recv(1) == b""
+        except ssl.SSLWantReadError:
+            return False
+        except OSError:
+            return True

@@ -1,0 +1,122 @@
+"""Local addresses that stand for ports of other hosts, and own ports that others may reach."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from thinpipe.launch.net.overlay.control import OverlayError
+from thinpipe.launch.net.overlay.links.frames import Traffic
+from thinpipe.launch.net.overlay.links.link import Link
+from thinpipe.launch.net.overlay.links.loop import READ, Loop, rest_if_full
+from thinpipe.launch.net.overlay.membership import Roster, loopback_address
+
+LOOPBACK = "127.0.0.1"
+_STORE = 0
+"""The port that stands for the store's on the coordinator's host."""
+_SWEEP_S = 5.0
+
+
+@dataclass
+class _Forwarded:
+    """A listening socket, and the processes that asked for it."""
+
+    server: socket.socket
+    owners: set[int]
+
+
+class Forwards:
+    """What this host's processes and its peers may connect to.
+
+    A peer reaches nothing but the ports that processes here have exposed. What a process asked for
+    ends with it: ranks that are started again ask for other ports.
+    """
+
+    def __init__(self, loop: Loop, own: str, store_port: int | None) -> None:
+        self.roster: Roster | None = None
+        self._loop, self._own, self._store_port = loop, own, store_port
+        self._exposed: dict[int, set[int]] = {}
+        self._forwarded: dict[tuple[int, int], _Forwarded] = {}
+        self._swept_s = 0.0
+
+    def tick(self, now_s: float) -> None:
+        """Close, now and then, what processes that have ended had asked for."""
+        if now_s < self._swept_s + _SWEEP_S:
+            return
+        self._swept_s = now_s
+        for port, owners in list(self._exposed.items()):
+            if not any(map(psutil.pid_exists, owners)):
+                del self._exposed[port]
+        for key, forwarded in list(self._forwarded.items()):
+            if not any(map(psutil.pid_exists, forwarded.owners)):
+                self._loop.close(forwarded.server)
+                del self._forwarded[key]
+
+    def expose(self, port: int, owner: int) -> None:
+        """Let peers connect to a port at this host's address, as long as that process lives."""
+        self._exposed.setdefault(port, set()).add(owner)
+
+    def exposed(self, port: int) -> tuple[str, int] | None:
+        """Where a peer's connection to a port goes."""
+        if port == _STORE and self._store_port is not None:
+            return LOOPBACK, self._store_port
+        if port not in self._exposed or self.roster is None:
+            return None
+        return loopback_address(self.roster.run, self.roster.index(self._own)), port
+
+    def store_port(self, link: Callable[[str], Link]) -> int:
+        """The local port at which this host's processes find the store."""
+        if self._store_port is None:
+            holder = self._known().coordinator
+            server = self._listen((LOOPBACK, 0), link(holder), _STORE, Traffic.CONTROL)
+            self._store_port = int(server.getsockname()[1])
+        return self._store_port
+
+    def forward(
+        self, index: int, port: int, traffic: Traffic, link: Callable[[str], Link], *, owner: int
+    ) -> None:
+        """Have a host's address lead to it, at a port, as long as that process lives.
+
+        Raises:
+            OverlayError: there is no such host, or the port is in use here.
+        """
+        roster = self._known()
+        if not 0 <= index < len(roster.hosts):
+            raise OverlayError(f"no host {index} in the run")
+        name = roster.hosts[index].name
+        if name == self._own:
+            return
+        if (index, port) in self._forwarded:
+            self._forwarded[index, port].owners.add(owner)
+            return
+        address = loopback_address(roster.run, index), port
+        try:
+            server = self._listen(address, link(name), port, traffic)
+        except OSError as error:
+            raise OverlayError(
+                f"{address[0]}:{port}, which stands for {name} here, cannot be used: "
+                f"{error.strerror}; does a program on this machine listen at that port on all "
+                "addresses?"
+            ) from None
+        self._forwarded[index, port] = _Forwarded(server, {owner})
+
+    def _listen(
+        self, address: tuple[str, int], link: Link, port: int, traffic: Traffic
+    ) -> socket.socket:
+        server = socket.create_server(address, backlog=128)
+        server.setblocking(False)
+
+        def on_event(_: int) -> None:
+            try:
+                link.open(server.accept()[0], port, traffic)
+            except OSError as error:
+                rest_if_full(error)
+
+        self._loop.watch(server, READ, on_event)
+        return server
+
+    def _known(self) -> Roster:
+        if self.roster is None:
+            raise OverlayError("the hosts have not all joined")
+        return self.roster

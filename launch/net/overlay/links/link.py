@@ -1,0 +1,391 @@
+"""Everything between this host and one other: streams, over whichever connection there is."""
+
+import heapq
+import socket
+import ssl
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from thinpipe.launch.net.overlay.links.frames import (
+    HEADER,
+    LARGEST,
+    FrameError,
+    Header,
+    Kind,
+    Traffic,
+    unpack,
+)
+from thinpipe.launch.net.overlay.links.loop import READ, WRITE, Loop
+from thinpipe.launch.net.overlay.links.session import Buffer, Session
+from thinpipe.launch.net.overlay.links.stream import Stream
+from thinpipe.launch.net.overlay.links.tcp import (
+    choose_congestion_control,
+    limit_unsent,
+    read_state,
+)
+
+BEAT_S = 0.5
+SILENT_S = 2.5
+"""After that long without a byte the connection is given up, and another one is made."""
+_PORT = struct.Struct("!H")
+_MOST_STREAMS = 4096
+_MOST_UNACKNOWLEDGED = 64 << 20
+_READ_BUDGET = 512 * 1024
+_LONG_S = 0.005
+_PADDING_S, _BUSY_S = 0.1, 10.0
+
+
+@dataclass
+class LinkStats:
+    """What a link did so far; also what the display shows of an edge."""
+
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+    resumed: int = 0
+    """How often a new connection took over."""
+    longest_silence_s: float = 0.0
+    retransmitted: int = 0
+    """TCP segments that were sent again."""
+    round_trip_s: float = 0.0
+    bbr: bool = False
+    path_mtu: int = 0
+
+
+class Link:
+    """Frames to and from one peer.
+
+    `exposed` says where a peer's stream may end here. `on_change` is called with the link,
+    "silent", "back", "left" or "lost" (no connection for `patience_s`), and the reason.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        peer: str,
+        *,
+        first_stream: int,
+        patience_s: float,
+        exposed: Callable[[int], tuple[str, int] | None],
+        on_roster: Callable[[bytes], None],
+        on_change: Callable[["Link", str, str], None],
+    ) -> None:
+        self.peer, self.session, self.stats = peer, Session(), LinkStats()
+        self.connected = self.is_lost = False
+        self.has_left = False
+        """Whether the peer has said that it leaves; it may come back as another incarnation."""
+        self.attempt = 0
+        """Number of the peer's latest attempt to connect."""
+        self._loop, self._patience_s, self._first_stream = loop, patience_s, first_stream
+        self._exposed, self._on_roster, self._on_change = exposed, on_roster, on_change
+        self._connection: ssl.SSLSocket | None = None
+        self._heard_s = self._wrote_s = self._data_s = time.monotonic()
+        self._retransmitted, self._rate_Bps = 0, 0
+        self._silent = False
+        self._scratch = bytearray(LARGEST)
+        self._frame_nbytes = LARGEST
+        self._missing = memoryview(b"")
+        self._begin()
+
+    def _begin(self) -> None:
+        """A session without a past."""
+        self.has_left = False
+        self.streams: dict[int, Stream] = {}
+        self._next_stream = self._first_stream
+        self._posted: deque[tuple[Kind, Traffic, int, bytes]] = deque()
+        self._ready: list[tuple[Traffic, int, Stream]] = []
+        self._order = 0
+        self._again: Iterator[Buffer] = iter(())
+        self._expect(None)
+        self._partial: Buffer | None = None
+
+    @property
+    def silence_s(self) -> float:
+        return time.monotonic() - self._heard_s
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was to be sent has come to the peer, as far as it can."""
+        sent = not (self._ready or self._posted or self.session.unacknowledged_nbytes)
+        return sent or not self.connected
+
+    def open(self, sock: socket.socket, port: int, traffic: Traffic) -> None:
+        """Carry a local connection to a port of the peer's; a lost one is waited for once more."""
+        if len(self.streams) >= _MOST_STREAMS:
+            self._loop.close(sock)
+            return
+        if self.is_lost:
+            self.is_lost, self._heard_s = False, time.monotonic()
+        stream = self._stream(sock, self._next_stream, traffic)
+        self._next_stream += 2
+        self.post(Kind.OPEN, stream, _PORT.pack(port))
+        stream.start()
+
+    def say_goodbye(self) -> None:
+        """Tell the peer that this host leaves, so that it does not look for it."""
+        self._posted.append((Kind.BYE, Traffic.CONTROL, 0, b""))
+        self._watch()
+
+    def send_roster(self, data: bytes) -> None:
+        """Tell the peer where the hosts of the run are."""
+        self._posted.append((Kind.ROSTER, Traffic.CONTROL, 0, data))
+        self._watch()
+
+    def ready(self, stream: Stream) -> None:
+        """A stream has bytes to send; urgent traffic goes first, and streams take turns."""
+        self._order += 1
+        heapq.heappush(self._ready, (stream.traffic, self._order, stream))
+        self._watch()
+
+    def post(self, kind: Kind, stream: Stream, payload: bytes = b"") -> None:
+        self._posted.append((kind, stream.traffic, stream.number, payload))
+        self._watch()
+
+    def gone(self, stream: Stream) -> None:
+        """A stream is over."""
+        self.streams.pop(stream.number, None)
+
+    def _stream(self, sock: socket.socket, number: int, traffic: Traffic) -> Stream:
+        stream = self.streams[number] = Stream(self, self._loop, sock, number, traffic)
+        return stream
+
+    def prepare(self, identity: str, *, fresh: bool) -> bool:
+        """The peer makes a new connection for a session; return whether it can go on here."""
+        self._disconnect()
+        if identity == self.session.identity:
+            return True
+        if fresh and self.session.is_fresh:  # streams that wait here for the first connection stay
+            self.session.identity = identity
+        elif fresh:
+            self.restart(identity)
+        return fresh
+
+    def use(self, connection: ssl.SSLSocket, received: int) -> None:
+        """Go on over a new connection; the peer has `received` frames of this session.
+
+        Raises:
+            FrameError: it cannot have.
+        """
+        self._again = self.session.resume(received)
+        self.stats.resumed += not self.session.is_fresh
+        self._expect(None)
+        now_s = time.monotonic()
+        self._note_silence(now_s)
+        self._connection, self.connected, self.is_lost = connection, True, False
+        self._heard_s = self._wrote_s = now_s
+        self._retransmitted, self.stats.bbr = 0, False
+        if self._silent:
+            self._silent = False
+            self._on_change(self, "back", "")
+        self._loop.watch(connection, READ | WRITE, self._on_event)
+
+    def restart(self, identity: str | None = None) -> None:
+        """Forget the session with all its streams; begin another, the peer's if it names one."""
+        for stream in list(self.streams.values()):
+            stream.reset(tell=False)
+        self.session = Session()
+        if identity is not None:
+            self.session.identity = identity
+        self._begin()
+
+    def drop(self, reason: str) -> None:
+        """The connection is of no use any more; if the peer has left, neither are its streams."""
+        if self.connected and not self._silent and not self.has_left:
+            self._silent = True
+            self._on_change(self, "silent", reason)
+        self._disconnect()
+        if self.has_left:
+            self._on_change(self, "left", "")
+            self.restart()
+            self.has_left = True
+
+    def give_up(self, reason: str) -> None:
+        """Break all streams: who uses them learns at once."""
+        self._disconnect()
+        self.is_lost = True
+        self._on_change(self, "lost", reason)
+        self.restart()
+
+    def tick(self, now_s: float, late_s: float) -> None:
+        """Heartbeats and time limits."""
+        if late_s > 2 * BEAT_S:  # it was this process that paused
+            self._heard_s = min(now_s, self._heard_s + late_s)
+        silence_s = now_s - self._heard_s
+        if self._connection is not None:
+            self._read_kernel()
+            if silence_s > SILENT_S:
+                self.drop(f"nothing heard for {silence_s:.1f} s{self._diagnosis()}")
+            elif now_s - self._wrote_s >= self._pause_s(now_s):
+                self._watch(beat=True)
+        elif silence_s > self._patience_s and not (self.is_lost or self.has_left):
+            self.give_up(f"no connection for {silence_s:.0f} s (network.patience_s)")
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._loop.close(self._connection)
+        self._connection, self.connected, self._partial = None, False, None
+
+    def _note_silence(self, now_s: float) -> None:
+        silence_s = now_s - self._heard_s
+        self.stats.longest_silence_s = max(self.stats.longest_silence_s, silence_s)
+
+    def _read_kernel(self) -> None:
+        assert self._connection is not None
+        state = read_state(self._connection)
+        if state is None:
+            return
+        self.stats.round_trip_s, self._rate_Bps = state.round_trip_s, state.rate_Bps
+        self.stats.path_mtu = state.path_mtu
+        self._frame_nbytes = limit_unsent(self._connection, state.rate_Bps)
+        self.stats.retransmitted += max(0, state.retransmitted - self._retransmitted)
+        self._retransmitted = state.retransmitted
+        if not self.stats.bbr:
+            self.stats.bbr = choose_congestion_control(self._connection)
+
+    def _diagnosis(self) -> str:
+        """Whether the other kernel still answers: then its process hangs, not the network."""
+        state = read_state(self._connection) if self._connection is not None else None
+        if state is None or state.last_answer_s > SILENT_S:
+            return ""
+        return "; its machine answers, so its process is stopped or starved"
+
+    def _pause_s(self, now_s: float) -> float:
+        """Pause after which a frame is sent for its own sake."""
+        return _PADDING_S if self._pads(now_s) else BEAT_S
+
+    def _pads(self, now_s: float) -> bool:
+        """Whether padding keeps TCP from forgetting the rate between two steps of training."""
+        long = self.stats.round_trip_s >= _LONG_S and not self.stats.bbr
+        return long and now_s - self._data_s < _BUSY_S
+
+    def _on_event(self, events: int) -> None:
+        try:
+            if events & READ:
+                self._read()
+            if events & WRITE and self._connection is not None:
+                self._write()
+        except (OSError, ValueError) as error:
+            self.drop(str(error) or type(error).__name__)
+        except FrameError as error:
+            self.give_up(f"sent {error}")
+
+    def _watch(self, *, beat: bool = False) -> None:
+        if self._connection is None:
+            return
+        if beat and self._partial is None:
+            padding = int(self._rate_Bps * _PADDING_S / 10) if self._pads(time.monotonic()) else 0
+            self._partial = self.session.beat(min(LARGEST, padding))
+        self._loop.watch(self._connection, READ | WRITE, self._on_event)
+
+    def _write(self) -> None:
+        """At most one frame: the kernel asks for more when it has sent enough of it."""
+        assert self._connection is not None
+        if self._partial is None:
+            self._partial = self._next()
+        if self._partial is None:
+            self._loop.watch(self._connection, READ, self._on_event)
+            return
+        try:
+            sent = self._connection.send(self._partial)
+        except ssl.SSLWantWriteError:
+            return
+        self._wrote_s = time.monotonic()
+        self.stats.sent_nbytes += sent
+        rest = memoryview(self._partial)[sent:]
+        self._partial = rest if rest else None
+
+    def _next(self) -> Buffer | None:
+        again = next(self._again, None)
+        if again is not None:
+            return again
+        if self._posted:
+            kind, traffic, number, payload = self._posted.popleft()
+            buffer = bytearray(HEADER.size) + payload
+            return self.session.number(buffer, kind, traffic, number)
+        while self._ready and self.session.unacknowledged_nbytes < _MOST_UNACKNOWLEDGED:
+            stream = heapq.heappop(self._ready)[2]
+            if self.streams.get(stream.number) is not stream:
+                continue
+            pulled = stream.pull(memoryview(self._scratch)[: self._frame_nbytes])
+            if pulled is not None:
+                self._data_s = time.monotonic()
+                return self.session.number(pulled[1], pulled[0], stream.traffic, stream.number)
+        return self.session.beat() if self.session.owes_acknowledgement else None
+
+    def _read(self) -> None:
+        connection, budget = self._connection, _READ_BUDGET
+        assert connection is not None
+        while self._connection is connection and (budget > 0 or connection.pending()):
+            try:
+                count = connection.recv_into(self._missing)
+            except ssl.SSLWantReadError:
+                return
+            if count == 0:
+                raise ConnectionResetError("closed by the other host")
+            budget -= count
+            self.stats.received_nbytes += count
+            now_s = time.monotonic()
+            self._note_silence(now_s)
+            self._heard_s = now_s
+            self._missing = self._missing[count:]
+            if not self._missing:
+                self._on_part()
+
+    def _expect(self, header: Header | None) -> None:
+        """Next comes this header's payload, or else a header."""
+        self._header = header
+        self._part = bytearray(HEADER.size if header is None else header.length)
+        self._missing = memoryview(self._part)
+
+    def _on_part(self) -> None:
+        header = self._header
+        if header is None:
+            header = unpack(self._part)
+            self._expect(header)
+        if not self._missing:
+            payload = memoryview(self._part)
+            self._expect(None)
+            self.session.accept(header)
+            self._handle(header, payload)
+        if self.session.owes_acknowledgement or self._ready:
+            self._watch()
+
+    def _handle(self, header: Header, payload: memoryview) -> None:
+        if header.kind is Kind.OPEN:
+            self._open_here(header, payload)
+        elif header.kind is Kind.ROSTER:
+            self._on_roster(bytes(payload))
+        elif header.kind is Kind.BYE:
+            self.has_left = True
+        stream = self.streams.get(header.stream)
+        if stream is None:  # closed here, while this was on its way
+            return
+        if header.kind is Kind.DATA:
+            stream.deliver(payload)
+        elif header.kind is Kind.CREDIT:
+            stream.credit(int.from_bytes(payload, "big"))
+        elif header.kind is Kind.END:
+            stream.end()
+        elif header.kind is Kind.RESET:
+            stream.reset(tell=False)
+
+    def _open_here(self, header: Header, payload: memoryview) -> None:
+        """A stream that begins at the peer ends at a port of this host, if that is exposed."""
+        own = header.stream % 2 == self._first_stream % 2
+        if own or header.stream in self.streams or len(self.streams) >= _MOST_STREAMS:
+            raise FrameError(f"a stream {header.stream} that it cannot open")
+        if len(payload) != _PORT.size:
+            raise FrameError(f"an OPEN frame of {len(payload)} bytes")
+        address = self._exposed(_PORT.unpack(payload)[0])
+        try:
+            sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        except OSError:  # no descriptor is left; the frame counts
+            self._posted.append((Kind.RESET, header.traffic, header.stream, b""))
+            return
+        stream = self._stream(sock, header.stream, header.traffic)
+        if address is None:
+            stream.reset()
+        else:
+            stream.start(address)

@@ -1,0 +1,119 @@
+"""Which hosts a run has: they join at the coordinator, which numbers them by name."""
+
+import re
+import secrets
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+
+from pydantic import BaseModel, ConfigDict
+
+from thinpipe.launch.net.overlay.links.handshake import Hello, Name
+
+MOST_HOSTS = 4095
+"""As many addresses has a run on loopback."""
+_FIRST_ADDRESS = IPv4Address("127.64.0.0")
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Host(BaseModel):
+    """A host of the run; `address` is where the coordinator saw it, and the others reach it."""
+
+    model_config = _STRICT
+
+    name: Name
+    address: str
+    port: int
+    reachable: bool
+    incarnation: str
+
+
+class Roster(BaseModel):
+    """All hosts in the order of their names; those that a run still waits for are not in it."""
+
+    model_config = _STRICT
+
+    run: str
+    coordinator: str
+    needed: int
+    hosts: tuple[Host, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.hosts) == self.needed
+
+    def index(self, name: str) -> int:
+        return [host.name for host in self.hosts].index(name)
+
+    def dials(self, one: str, other: str) -> bool:
+        """Whether `one` makes the connections between two hosts: only one need be reachable."""
+        first, second = sorted((one, other), key=self.index)
+        if self.coordinator in (one, other):
+            return other == self.coordinator
+        return one == (second if self.hosts[self.index(first)].reachable else first)
+
+
+def loopback_address(run: str, index: int) -> str:
+    """The address of a host, on the loopback of every host; runs that share a machine differ.
+
+    From 127.64.0.0 on: 10 bits for the run, 12 for the host.
+    """
+    return str(_FIRST_ADDRESS + (int(run[:3], 16) % 1024 << 12) + index + 1)
+
+
+@dataclass
+class Membership:
+    """The coordinator's part."""
+
+    name: str
+    needed: int
+
+    def __post_init__(self) -> None:
+        self.run = secrets.token_hex(8)
+        self._hosts: dict[str, Host] = {}
+
+    @property
+    def roster(self) -> Roster:
+        hosts = tuple(sorted(self._hosts.values(), key=lambda host: natural(host.name)))
+        return Roster(run=self.run, coordinator=self.name, needed=self.needed, hosts=hosts)
+
+    def refusal(self, hello: Hello) -> str:
+        """Why a host cannot join; nothing if it can."""
+        if hello.hosts != self.needed:
+            return (
+                f"this run has --nnodes = {self.needed}, and {hello.name} was started with "
+                f"{hello.hosts}; start all machines with the same"
+            )
+        known = self._hosts.get(hello.name)
+        if known is None and len(self._hosts) == self.needed:
+            names = ", ".join(host.name for host in self.roster.hosts)
+            return f"the run has its {self.needed} machines already ({names})"
+        if hello.name == self.name:
+            return (
+                f"another machine is named {hello.name!r}; give each a name of its own: "
+                "network.name"
+            )
+        return ""
+
+    def join(self, host: Host) -> str | None:
+        """Enter a host, in the place of the one that had its name.
+
+        Returns the name of a host, if neither can reach the other: then it is not entered.
+        """
+        hidden = [h.name for h in self._hosts.values() if not (h.reachable or h.name == host.name)]
+        if hidden and not host.reachable:
+            return hidden[0]
+        self._hosts[host.name] = host
+        return None
+
+    def leave(self, name: str, incarnation: str) -> None:
+        """A host that joined has gone before the run started."""
+        known = self._hosts.get(name)
+        if known is not None and known.incarnation == incarnation and not self.roster.is_complete:
+            del self._hosts[name]
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """host2 before host10."""
+    return [
+        (int(part or 0), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)
+    ]

@@ -1,0 +1,116 @@
+"""Starts this host's carrier, and waits until all hosts of the run have joined."""
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Any
+
+from thinpipe.launch.net.overlay.control import Client, OverlayError
+from thinpipe.launch.net.overlay.membership import Roster, loopback_address
+from thinpipe.launch.net.overlay.settings import Settings
+
+_END_S = 4.0
+
+
+class Overlay:
+    """The carrier of this host, and what is known of the run's hosts."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Start the process; `join` waits for the others."""
+        self.name = settings.name
+        self.roster = Roster(run="00", coordinator="", needed=settings.needed)
+        self.on_link: Callable[[str, str, str], None] | None = None
+        """Called with the peer's name, "silent", "back" or "lost", and the reason."""
+        self._folder = Path(tempfile.mkdtemp(prefix="thinpipe-"))
+        self.socket = str(self._folder / "carrier")
+        self._events: SimpleQueue[dict[str, Any]] = SimpleQueue()
+        ours, theirs = socket.socketpair()
+        self._alive = ours
+        text = settings.model_copy(update={"socket": self.socket}).model_dump_json()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "thinpipe.launch.net.overlay.carrier", text],
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the launcher
+            )
+        self._reader = threading.Thread(target=self._listen, daemon=True)
+        self._reader.start()
+
+    def address(self, name: str) -> str:
+        """What stands for a host on the loopback of every host."""
+        return loopback_address(self.roster.run, self.roster.index(name))
+
+    def join(
+        self, limit_s: float, log: Callable[[str], None], *, expected: Sequence[str] = ()
+    ) -> None:
+        """Wait until all hosts have joined; `expected` are their names, where they are known.
+
+        Raises:
+            OverlayError: they did not in time, or this one was refused.
+        """
+        limit, reason, joined, refused = monotonic() + limit_s, "", [self.name], ""
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, limit - monotonic()))
+            except Empty:
+                missing = [name for name in expected if name not in joined]
+                raise OverlayError(
+                    f"{self.roster.needed} machines did not join within {limit_s:.0f} s: "
+                    + (reason or f"only {', '.join(joined)} did")
+                    + (f"; missing: {', '.join(missing)}" if missing else "")
+                    + (f"; refused: {refused}" if refused else "")
+                ) from None
+            if event["event"] == "joined":
+                return
+            if event["event"] == "failed":
+                raise OverlayError(event["message"])
+            if event["event"] == "unreachable" and event["message"] != reason:
+                reason = event["message"]
+                log(f"{reason}; trying again")
+            if event["event"] == "refused":
+                refused = event["message"]
+                log(f"refused: {refused}")
+            if event["event"] == "waiting":
+                come = [name for name in event["joined"] if name not in joined]
+                reason, joined = "", event["joined"]
+                if come:
+                    log(f"{', '.join(come)} joined, {len(joined)} of {self.roster.needed} machines")
+
+    def client(self) -> Client:
+        return Client(self.socket)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def close(self) -> None:
+        self._alive.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(_END_S)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                event = json.loads(line)
+                if event["event"] == "joined":
+                    self.roster = Roster.model_validate_json(json.dumps(event["roster"]))
+                if event["event"] != "link":
+                    self._events.put(event)
+                elif self.on_link is not None:
+                    self.on_link(event["peer"], event["state"], event["reason"])
+        self._events.put({"event": "failed", "message": "the carrier ended unexpectedly"})

@@ -1,0 +1,77 @@
+"""What a rank does before gloo connects: others may reach its ports, and it can reach theirs."""
+
+import json
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, cast
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.net.overlay.control import ADDRESS, Client, OverlayError
+from thinpipe.launch.net.overlay.links.link import SILENT_S
+
+
+def open_ports(
+    client: Client, store: Store, ports: Mapping[str, int], *, rank: int, world: int, wait_s: float
+) -> None:
+    """Expose this rank's `ports`, by kind of traffic, and forward those of all ranks elsewhere.
+
+    Raises:
+        OverlayError: the carrier is gone, or a port that stands for another host is in use here.
+        RuntimeError: a rank did not say its ports in time.
+    """
+    store = PrefixStore("ports", store)
+    number = client.ask("own_number")
+    for port in ports.values():
+        client.ask("expose", port=port)
+    store.set(str(rank), json.dumps([number, ports]))
+    others = [str(other) for other in range(world) if other != rank]
+    if others:
+        store.wait(others, timedelta(seconds=wait_s))
+    for other in others:
+        host, theirs = json.loads(store.get(other))
+        for traffic, port in theirs.items():
+            client.ask("forward", host=host, port=port, traffic=traffic)
+
+
+def carrier_status() -> dict[str, Any] | None:
+    """What this host's carrier knows of its links; None if there is no carrier."""
+    carrier = os.environ.get(ADDRESS)
+    status = None if carrier is None else Client(carrier).ask("status")
+    return cast("dict[str, Any] | None", status)
+
+
+def broken_links() -> str:
+    """What this host's carrier knows of machines that it does not reach, as the end of a message.
+
+    Nothing if all is well, or there is no carrier.
+    """
+    try:
+        links = _links()
+    except OverlayError as error:
+        return f" [{error}]"
+    broken = [
+        f"{name} for {link['silence_s']:.1f} s"
+        for name, link in links.items()
+        if link["silence_s"] > SILENT_S
+    ]
+    left = [f"{name} has left the run" for name, link in links.items() if link["left"]]
+    found = [f"no connection to {', '.join(broken)}"] if broken else []
+    return f" [{'; '.join(found + left)}]" if found or left else ""
+
+
+def gone_for_good() -> str:
+    """Machines that will not answer this rank any more, in words; nothing if all may."""
+    try:
+        links = _links()
+    except OverlayError as error:
+        return str(error)
+    gone = [name for name, link in links.items() if link["left"] or link["lost"]]
+    return f"{', '.join(gone)} left the run, or cannot be reached" if gone else ""
+
+
+def _links() -> dict[str, Any]:
+    """Of this host's carrier, by host; none without a carrier."""
+    carrier = os.environ.get(ADDRESS)
+    return {} if carrier is None else dict(Client(carrier, wait_s=1.0).ask("status")["links"])

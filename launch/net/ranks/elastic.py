@@ -1,0 +1,264 @@
+"""Starts a run's ranks on this machine, all or its share, with torchrun's elastic agent."""
+
+import ctypes
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from thinpipe.launch.config.cli_options import USAGE_ERROR
+from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.host.resources import usable_cores
+from thinpipe.launch.host.terminal import print_error
+from thinpipe.launch.net.overlay.control import OverlayError
+from thinpipe.launch.net.ranks import fork_server, rendezvous
+from thinpipe.launch.net.ranks.failures import death_by
+from thinpipe.launch.net.ranks.network import (
+    PLACED,
+    HostNetwork,
+    one_machine,
+    several_machines,
+)
+from thinpipe.launch.net.ranks.restarts import STOPPED
+from thinpipe.launch.net.ranks.stopping import Stop
+
+_LOCAL_JOIN_S = 60.0
+_MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+
+
+def started_by_launcher() -> bool:
+    """Whether this process is a rank: torchrun and `run_local` set its environment."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run: how many, and the `host:port` of their rendezvous.
+
+    After a failure all ranks are restarted up to `max_restarts` times; machines wait `join_s`
+    seconds for each other. `placed` names the host of each rank; without it, hosts are numbered.
+    """
+
+    count: int
+    endpoint: str
+    max_restarts: int
+    join_s: float
+    placed: tuple[str, ...] = ()
+
+
+def run_local(
+    main: Callable[[], None], arguments: Sequence[str], processes: int, *, max_restarts: int = 0
+) -> int:
+    """Call `main` with a command line's arguments as that many ranks; return the exit code.
+
+    The ranks talk over loopback. If one fails, the others are ended, and all are restarted up to
+    `max_restarts` times; if this process is killed, they end too.
+    """
+    nodes = Nodes(1, "", max_restarts, _LOCAL_JOIN_S)
+    with Stop() as stop:
+        return _launch(one_machine(), nodes, processes, main, arguments, stop)
+
+
+def run_node(
+    main: Callable[[], None],
+    arguments: Sequence[str],
+    processes: int,
+    nodes: Nodes,
+    config: NetworkConfig,
+) -> int:
+    """Like `run_local`, for this machine's `processes` ranks of a run on several.
+
+    Raises:
+        ValueError: there is no key, the rendezvous host cannot be resolved or reached, or this
+            machine has no place in the run.
+    """
+    own = config.own_name()
+    if nodes.placed and own not in nodes.placed:
+        raise ValueError(
+            f"pipeline.placement: this machine is {own!r} (network.name), which it does not name; "
+            f"it has {', '.join(dict.fromkeys(nodes.placed))}: correct one of the two"
+        )
+    fork_server.start()  # imports while the others join
+    with Stop() as stop:
+        try:
+            network = several_machines(
+                config,
+                nodes.endpoint,
+                nodes.count,
+                limit_s=nodes.join_s,
+                log=print_error,
+                expected=list(dict.fromkeys(nodes.placed)),
+            )
+        except OverlayError as error:
+            print_error(f"error: {error}; run `thinpipe doctor` on each")
+            return 1
+        except SignalException as stopped:
+            return 128 + int(stopped.sigval)
+        network = replace(network, host=own, placed=nodes.placed)
+        try:
+            return _launch(network, nodes, processes, main, arguments, stop)
+        finally:
+            network.close()
+
+
+def _launch(
+    network: HostNetwork,
+    nodes: Nodes,
+    processes: int,
+    main: Callable[[], None],
+    arguments: Sequence[str],
+    stop: Stop,
+) -> int:
+    os.environ["OMP_NUM_THREADS"] = str(rank_threads(processes))
+    killed: list[str] = []
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        _silence(logging.getLogger(name), _Killed(network.host or socket.gethostname(), killed))
+    fork_server.start()
+    rendezvous.register()
+    environment = dict(network.environment)  # of ranks; each rendezvous adds its number
+    meeting = partial(
+        rendezvous.Rendezvous,
+        network,
+        nodes.count,
+        environment,
+        limit_s=nodes.join_s,
+        killed=killed,
+        stop=stop,
+        restarts=nodes.max_restarts,
+    )
+    config = LaunchConfig(
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        nproc_per_node=processes,
+        run_id="thinpipe",
+        rdzv_backend=rendezvous.BACKEND,
+        rdzv_configs={"make": meeting},
+        max_restarts=nodes.max_restarts,
+        start_method=fork_server.START_METHOD,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks write none; no folder in /tmp
+        signals_to_handle="",  # `stop` handles them; torch's would catch what nohup ignores
+    )
+    try:
+        elastic_launch(config, _run_rank)(main, environment, *arguments)
+    except ChildFailedError as error:
+        if fork_server.is_gone():
+            print_error(f"error: {fork_server.GONE}; --resume goes on from the last checkpoint")
+        codes = [failure.exitcode for failure in error.failures.values()]
+        return next((code for code in codes if code > 0), 1)
+    except rendezvous.RefusedError as refused:
+        print_error(f"not restarted: {refused}")
+        return 1 if str(refused) == STOPPED else USAGE_ERROR
+    except RendezvousClosedError:
+        print_error("error: another machine ended the run; see its output")
+        return 1
+    except RendezvousError as error:
+        print_error(f"error: {_why_not_met(error, nodes, network)}")
+        return 1
+    except SignalException as stopped:
+        return 128 + int(stopped.sigval)
+    return 0
+
+
+def _why_not_met(error: RendezvousError, nodes: Nodes, network: HostNetwork) -> str:
+    if network.is_gone:
+        return (
+            "the process that connects this machine with the others has ended: it was killed, or "
+            "this machine ran out of memory (dmesg shows it); run the command again"
+        )
+    failed = f"{nodes.count} machines did not all join at {nodes.endpoint}"
+    if isinstance(error, RendezvousConnectionError):  # at the start, or after its host ended
+        failed = f"{nodes.endpoint} cannot be reached, or the machine there ended the run"
+    reason = (str(error.__cause__ or error) or type(error).__name__).splitlines()[0]
+    return f"{failed}: {reason}; run `thinpipe doctor` on each"
+
+
+def _run_rank(main: Callable[[], None], environment: Mapping[str, str], *arguments: str) -> None:
+    from thinpipe.launch.net.ranks.forked import run_rank  # only ranks and their server may
+
+    run_rank(main, environment, *arguments)
+
+
+class _Killed(logging.Handler):
+    """Keeps which of this host's processes were killed; what else agents log, ranks say better."""
+
+    def __init__(self, host: str, found: list[str]) -> None:
+        super().__init__()
+        self._host, self._found = host, found
+
+    def emit(self, record: logging.LogRecord) -> None:
+        code, rank = (*(record.args or ()), None, None)[:2]
+        if isinstance(code, int) and code < 0:
+            how = death_by(-code, out_of_memory=False)
+            self._found.append(f"the supervisor of local rank {rank} on {self._host}: {how}")
+
+
+def _silence(logger: logging.Logger, handler: logging.Handler) -> None:
+    """Child loggers too, whatever their level."""
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
+def ranks_here() -> Sequence[int]:
+    """The ranks on this host, which launchers number consecutively unless the run places them."""
+    if PLACED in os.environ:
+        return [int(rank) for rank in os.environ[PLACED].split(",")]
+    first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def rank_threads(processes: int) -> int:
+    """Compute threads of each of `processes` ranks on this machine: OMP_NUM_THREADS if set to a
+    number, else `threads_per_rank`.
+    """
+    setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # more: nested levels
+    return (
+        int(setting)
+        if re.fullmatch(r" *0*[1-9]\d* *", setting)
+        else threads_per_rank(usable_cores(), processes)
+    )
+
+
+def threads_per_rank(cores: int, processes: int) -> int:
+    """Compute threads of each rank.
+
+    With four cores per rank or more, one is reserved for codec and transfer threads: a compute
+    thread that shares its core delays all others.
+    """
+    share = cores // processes
+    return share - 1 if share >= 4 else max(1, share)
+
+
+def has_spare_core(cores: int, processes: int, threads: int) -> bool:
+    """Whether every rank has a core for codec and transfer threads beside its compute threads."""
+    return cores >= processes * (threads + 1)
+
+
+def keep_freed_memory() -> bool:
+    """Have this process reuse freed memory, up to 1 GiB, instead of returning it.
+
+    By default glibc maps every tensor above 32 MB separately, and the kernel clears it page by
+    page: a step took 1.26 times as long (benchmarks/results/kernels_xeon_202611.md). Call before
+    the first large allocation. Returns False without any change if the user has set malloc's
+    thresholds, or the C library lacks these settings.
+    """
+    chosen = any(name in os.environ for name in _MALLOC_VARIABLES)
+    if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or not sys.platform.startswith("linux"):
+        return False
+    trim_threshold, mmap_threshold, kept = -1, -3, 1 << 30
+    return bool(mallopt(mmap_threshold, kept) and mallopt(trim_threshold, kept))

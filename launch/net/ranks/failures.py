@@ -1,0 +1,123 @@
+"""What failed first: every rank of a run learns it within moments, whoever it was."""
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.host.terminal import end_now
+from thinpipe.launch.net.ranks.store import await_key
+
+_GRACE_S = 1.0
+"""For the cause to be reported: its consequences are often noticed before it."""
+_OWN_ACCOUNT_S = 0.2
+"""For the main thread to say more, if it has noticed too."""
+_STUCK_S = 10.0
+_FIRST = "1"
+
+
+class Failures:
+    """The failures of a run, in its store, in the order in which they were reported."""
+
+    def __init__(self, store: Store, who: str) -> None:
+        self._store, self._who = PrefixStore("failures", store), who
+
+    def report(self, message: str, *, cause: bool) -> None:
+        """Publish what failed here. A connection that broke is seldom the cause, an error is.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        number = self._store.add("count", 1)
+        self._store.set(str(number), json.dumps([not cause, number, self._who, message]))
+
+    def first(self, since_s: float) -> str:
+        """The first cause, or else the first failure, and whose it is.
+
+        Waits for it until a moment after `since_s`, when this rank learnt of a failure (monotonic).
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        time.sleep(max(0.0, since_s + _GRACE_S - time.monotonic()))
+        return self.known() or "nothing was reported"
+
+    def known(self) -> str | None:
+        """The same as far as it was reported by now."""
+        _, words = self._first()
+        return words
+
+    def cause(self) -> str | None:
+        """The first cause that was reported by now; no connection that broke."""
+        is_cause, words = self._first()
+        return words if is_cause else None
+
+    def _first(self) -> tuple[bool, str | None]:
+        numbers = range(1, self._store.add("count", 0) + 1)
+        keys = [str(number) for number in numbers if self._store.check([str(number)])]
+        if not keys:
+            return False, None
+        no_cause, _, who, message = min(json.loads(self._store.get(key)) for key in keys)
+        return not no_cause, f"{who}: {message}"
+
+    def wait(self) -> None:
+        """Wait for a failure.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        await_key(self._store, _FIRST)
+
+
+class Watch:
+    """Ends this process when another rank fails, wherever it waits meanwhile.
+
+    `failures` must have a store connection of its own: it is blocked all the time. `describe` says
+    what this host knows of the connections to others.
+    """
+
+    def __init__(self, failures: Failures, who: str, describe: Callable[[], str]) -> None:
+        self._failures, self._who, self._describe = failures, who, describe
+        self._handled = threading.Event()
+        self._noticed_s: float | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def stand_down(self) -> float:
+        """The run is over, or this rank reports a failure itself; return when the first was known.
+
+        That is now, if this knows of none.
+        """
+        self._handled.set()
+        return time.monotonic() if self._noticed_s is None else self._noticed_s
+
+    def _run(self) -> None:
+        try:
+            self._failures.wait()
+            self._noticed_s = time.monotonic()
+            account = f"ended because of another rank: {self._failures.first(self._noticed_s)}"
+        except RuntimeError:
+            account = "the machine that holds the run's store is gone"
+            time.sleep(_GRACE_S)
+        if self._handled.wait(_OWN_ACCOUNT_S):
+            return
+        end_now(1, f"{self._who}: {account}{self._describe()}")
+
+
+def end_soon() -> None:
+    """End this process in ten seconds, even if its main thread hangs."""
+    timer = threading.Timer(_STUCK_S, lambda: end_now(1))
+    timer.daemon = True
+    timer.start()
+
+
+def death_by(number: int, *, out_of_memory: bool) -> str:
+    """A signal that ended a rank, in words."""
+    text = f"killed by signal {number} ({signal.Signals(number).name})"
+    if number != signal.SIGKILL:
+        return text
+    if out_of_memory:
+        return f"{text}: this machine ran out of memory (dmesg shows it)"
+    return f"{text}: if nobody did that, this machine ran out of memory (dmesg shows it)"

@@ -1,0 +1,126 @@
+"""Ranks are forked from one process that has imported all they need, once for all of them.
+
+The launcher starts it as its first act, so that both import at the same time. It computes nothing
+and starts no threads, which ranks could not inherit. It is the standard library's; when the
+launcher dies it dies too, however that happens, and then its ranks.
+"""
+
+import contextlib
+import ctypes
+import os
+import pkgutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from multiprocessing import forkserver, resource_tracker
+
+import psutil
+
+from thinpipe.gradcomp import methods
+from thinpipe.launch.host.signals import ENDING_SIGNALS
+from thinpipe.launch.host.terminal import end_now, print_error
+
+PARENT = "THINPIPE_PARENT"
+"""Environment variable that tells a process which one it must not outlive."""
+
+START_METHOD = "forkserver" if sys.platform.startswith("linux") else "spawn"
+
+_FORKED = "thinpipe.launch.net.ranks.forked"
+
+PRELOADED = (
+    "thinpipe.launch.start",
+    "thinpipe.pipeline.wire.kernels.cpu.uniform",
+    "thinpipe.pipeline.wire.kernels.cpu.rows",
+    *(f"{methods.__name__}.{method.name}" for method in pkgutil.iter_modules(methods.__path__)),
+)
+"""What ranks need, whatever they train."""
+
+
+def start() -> None:
+    """Start the server, unless it runs already; call it before there are threads."""
+    if START_METHOD != "forkserver":
+        return
+    # What the launcher left behind when it was killed is cleared away without a word.
+    sys.warnoptions.append("ignore:resource_tracker")
+    forkserver.set_forkserver_preload([_FORKED, *PRELOADED])  # it sees to the server's end
+    settings = {PARENT: str(os.getpid()), "PYTHONSAFEPATH": "1"}  # as python -P
+    settings["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # each rank sets its own
+    # they end the launcher, which ends the ranks in order: what is between them blocks them
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        resource_tracker.ensure_running()  # which ends at SIGHUP otherwise
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)  # it has lifted a part
+        with _environment(settings):
+            resource_tracker.ensure_running()
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+GONE = (
+    "the process that starts this machine's ranks is gone: it was killed, or this machine ran out "
+    "of memory (dmesg shows it)"
+)
+
+
+def is_gone() -> bool:
+    """Whether the server was killed, and with it the ranks."""
+    try:
+        return START_METHOD == "forkserver" and not _servers()
+    except OSError:  # /proc is hidden, and nobody can tell
+        return False
+
+
+def signal_ranks(number: int) -> None:
+    """Send a signal to the server and all that it has forked: they are one process group."""
+    with contextlib.suppress(OSError):  # it has not made one yet, or has ended; or /proc is hidden
+        for server in _servers():
+            os.killpg(server.pid, number)
+
+
+def revive() -> None:
+    """Start the server again, and say so, if it was killed."""
+    if is_gone():
+        print_error(f"{GONE}; starting it again")
+        start()
+
+
+def _servers() -> list[psutil.Process]:
+    return list(filter(_is_server, psutil.Process().children()))
+
+
+def _is_server(child: psutil.Process) -> bool:
+    try:
+        return forkserver.__name__ in " ".join(child.cmdline())  # empty if it has ended
+    except psutil.Error:
+        return False
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    yield
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+def end_with_parent() -> None:
+    """Ask Linux to end this process when the one that started it dies, however it dies."""
+    parent = os.environ.get(PARENT)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != int(parent):  # it died before we asked
+        end_now(1)
+
+
+def name_process(name: str) -> None:
+    """What `top` and `ps -o comm` show of this process; at most 15 letters."""
+    if sys.platform.startswith("linux"):
+        pr_set_name = 15
+        ctypes.CDLL(None).prctl(pr_set_name, name.encode())

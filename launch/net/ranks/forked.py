@@ -1,0 +1,60 @@
+"""What runs in the fork server when it starts, and in each rank that it forks.
+
+Only the fork server imports this before there are ranks: importing it ties the process to its
+parent.
+"""
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+
+from numba.core.registry import cpu_target
+
+from thinpipe.launch.host.signals import ENDING_SIGNALS
+from thinpipe.launch.host.terminal import end_now
+from thinpipe.launch.net.ranks.fork_server import (
+    PARENT,
+    START_METHOD,
+    end_with_parent,
+    name_process,
+)
+from thinpipe.launch.net.ranks.network import PLACED
+from thinpipe.launch.net.ranks.supervisor import supervise
+
+if START_METHOD == "forkserver":
+    end_with_parent()
+    os.setsid()  # Ctrl-C in a terminal reaches the launcher alone
+    name_process("thinpipe server")
+    os.environ[PARENT] = str(os.getpid())  # for the ranks
+cpu_target.target_context.refresh()  # what each rank's first kernel would load
+_PATH = tuple(sys.path)
+
+
+def run_rank(main: Callable[[], None], environment: Mapping[str, str], *arguments: str) -> None:
+    """Call the command line's `main` with these arguments, and these variables changed."""
+    gc.freeze()  # what is imported stays: collections need not look at it
+    os.environ.update(environment)
+    if PLACED in environment:  # torch's agents number hosts as they come
+        ranks = environment[PLACED].split(",")
+        os.environ["RANK"] = ranks[int(os.environ["LOCAL_RANK"])]
+    sys.path[:] = _PATH  # not the launcher's, which may hold the user's folder
+    sys.argv = ["thinpipe", *arguments]
+    name_process("thinpipe wait")
+    end_with_parent()
+    os.environ[PARENT] = str(os.getpid())
+    supervise(lambda: _be_rank(main))
+
+
+def _be_rank(main: Callable[[], None]) -> None:
+    name_process(f"thinpipe {os.environ['RANK']}")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+    code: object = 1
+    try:
+        main()
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    finally:
+        end_now(code if isinstance(code, int) else int(code is not None))

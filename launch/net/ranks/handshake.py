@@ -1,0 +1,215 @@
+"""Before step 0 all ranks agree on config, data, versions and a run id, in the run's store."""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.host.interfaces import format_endpoint, resolve, serve
+from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.store import connect_store, hold_store
+from thinpipe.pipeline.comm.transport import Transport
+
+_READ_WAIT_S = 60.0
+"""For ranks to read what others sent before: a busy machine may stall one."""
+_POLL_S = 0.02
+
+
+class HandshakeError(RuntimeError):
+    """Ranks were started with different settings, or one did not join."""
+
+
+def store_address() -> tuple[str, int]:
+    """Where the ranks' environment says that the store is.
+
+    Raises:
+        ValueError: MASTER_ADDR or MASTER_PORT is not set.
+    """
+    return _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
+
+
+def open_store(rank: int, *, wait_s: float, server: socket.socket | None = None) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT, which rank 0 holds unless torchrun's agents do.
+
+    `server` listens there already, if given.
+
+    Raises:
+        HandshakeError: nobody answers there, or rank 0 cannot hold it there.
+        ValueError: MASTER_ADDR or MASTER_PORT is not set.
+    """
+    host, port = store_address()
+    if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        try:
+            return connect_store((host, port), wait_s=wait_s)
+        except RuntimeError:
+            raise HandshakeError(_absent([0], wait_s)) from None
+    try:
+        return hold_store(server or serve((resolve(host), port)), wait_s=wait_s)
+    except OSError as error:
+        raise HandshakeError(
+            f"rank 0 cannot listen at {_address()}: {error.strerror}; give all ranks a MASTER_ADDR "
+            "of its machine and a MASTER_PORT that nothing uses there"
+        ) from None
+
+
+def fresh_name(store: Store, rank: int, world: int, *, wait_s: float) -> str:
+    """The name of a part of the store in which nothing was written before all these ranks came.
+
+    torchrun's agents keep one store over restarts, in which the addresses of ranks that are gone
+    would be found. So rank 0 draws a name, and sends it to each rank that presents a fresh random
+    number.
+
+    Raises:
+        HandshakeError: ranks did not join; the error of those that did names them.
+    """
+    lobby = PrefixStore("lobby", store)
+    if rank == 0:
+        name, absent = _receive(lobby, world, wait_s)
+    else:
+        number = secrets.token_hex(8)
+        lobby.set(f"hello/{rank}", number)
+        name = _get(lobby, f"welcome/{rank}/{number}", 0, wait_s)
+        lobby.set(f"here/{rank}/{name}", "")
+        absent = json.loads(_get(lobby, f"absent/{name}", 0, wait_s + _READ_WAIT_S))
+        lobby.set(f"read/{rank}/{name}", "")
+    if absent:
+        raise HandshakeError(_absent(absent, wait_s))
+    return name
+
+
+def _receive(lobby: Store, world: int, wait_s: float) -> tuple[str, list[int]]:
+    """Rank 0's part: the name it drew, and the ranks that did not join, as sent to all others."""
+    name, answered = secrets.token_hex(8), dict.fromkeys(range(1, world), "")
+    limit_s = time.monotonic() + wait_s
+    while answered and time.monotonic() < limit_s:
+        for other, last in list(answered.items()):
+            if lobby.check([f"here/{other}/{name}"]):
+                del answered[other]
+            elif lobby.check([f"hello/{other}"]):
+                number = lobby.get(f"hello/{other}").decode()
+                if number != last:
+                    lobby.set(f"welcome/{other}/{number}", name)
+                    answered[other] = number
+        time.sleep(_POLL_S)
+    lobby.set(f"absent/{name}", json.dumps(list(answered)))
+    if answered:
+        came = set(range(1, world)) - answered.keys()
+        _let_read(lobby, [f"read/{other}/{name}" for other in came])
+    return name, list(answered)
+
+
+def agree(
+    store: Store,
+    rank: int,
+    world: int,
+    facts: Mapping[str, Any],
+    *,
+    problem: str | None,
+    wait_s: float,
+) -> int:
+    """Compare every rank's `facts` (JSON-able, nested) with rank 0's; return the run id.
+
+    `problem` is what keeps this rank from starting, if anything does.
+
+    Raises:
+        HandshakeError: a rank has a problem, differs (its values and rank 0's are named), or did
+            not come.
+    """
+    store = PrefixStore("handshake", store)
+    if rank == 0:
+        store.set("run_id", secrets.token_hex(8))
+    store.set(f"facts/{rank}", json.dumps([problem, facts], sort_keys=True, default=str))
+    everyone = [json.loads(_get(store, f"facts/{r}", r, wait_s)) for r in range(world)]
+    store.set(f"read/{rank}", "")
+    problems = _problems(everyone)
+    if problems and rank == 0:
+        _let_read(store, [f"read/{r}" for r in range(world)])
+    if problems:
+        raise HandshakeError(problems)
+    return int(_get(store, "run_id", 0, wait_s), 16)
+
+
+def agree_now(transport: Transport, facts: Mapping[str, Any], problem: str | None) -> None:
+    """Compare what became known after the start.
+
+    Raises:
+        HandshakeError: a rank has a problem, or differs.
+    """
+    own = json.loads(json.dumps([problem, facts], default=str))
+    problems = _problems([(text, found) for text, found in gather_json(transport, own)])
+    if problems:
+        raise HandshakeError(problems)
+
+
+def _problems(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
+    """What keeps ranks from starting, by (problem, facts) of each; nothing if nothing does."""
+    own = {text: f"rank {r}" for r, (text, _) in reversed(list(enumerate(everyone))) if text}
+    if own:
+        return "; ".join(f"{who}: {text}" for text, who in own.items())
+    different = [
+        f"rank {other} has {name.removeprefix('config.')} = {theirs}, rank 0 has {ours}"
+        for other, (_, theirs_all) in enumerate(everyone)
+        for name, theirs, ours in differences(theirs_all, everyone[0][1])
+    ]
+    if not different:
+        return ""
+    shown = different[:8] + ([f"and {len(different) - 8} more"] if len(different) > 8 else [])
+    return "ranks were started with different settings: " + "; ".join(shown)
+
+
+def _let_read(store: Store, keys: list[str]) -> None:
+    """Wait until all others have read: the store may end with this process."""
+    with contextlib.suppress(RuntimeError):
+        store.wait(keys, timedelta(seconds=_READ_WAIT_S))
+
+
+def _get(store: Store, key: str, rank: int, wait_s: float) -> str:
+    try:
+        store.wait([key], timedelta(seconds=wait_s))
+        return str(store.get(key).decode())
+    except RuntimeError as error:  # torch's DistStoreError
+        if "timeout" not in str(error).lower():
+            raise HandshakeError(
+                "the rendezvous store is gone: the process or machine that holds it has ended; "
+                "see its own output for the reason"
+            ) from None
+        raise HandshakeError(_absent([rank], wait_s)) from None
+
+
+def _absent(ranks: Collection[int], wait_s: float) -> str:
+    many = len(ranks) > 1
+    return (
+        f"{'ranks' if many else 'rank'} {', '.join(map(str, ranks))} did not join within "
+        f"{wait_s:.0f} s; {'are they' if many else 'is it'} started, and can "
+        f"{'they' if many else 'it'} reach {_address()}? (run `thinpipe doctor` on each machine)"
+    )
+
+
+def _address() -> str:
+    host, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    return format_endpoint(host, int(port)) if host and port else "the rendezvous host"
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise ValueError(f"{name} is not set, and a rank needs it; start ranks with torchrun")
+    return value
+
+
+def differences(theirs: Any, ours: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    """(dotted name, their value, our value) of every leaf in which two nested dicts differ."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        found: list[tuple[str, Any, Any]] = []
+        for key in sorted(theirs.keys() | ours.keys()):
+            place = f"{name}.{key}" if name else key
+            found += differences(theirs.get(key), ours.get(key), place)
+        return found
+    return [] if theirs == ours else [(name, theirs, ours)]

@@ -1,0 +1,293 @@
+"""Hosts meet in a store: torchrun's agents learn their numbers there, at the start and at restarts.
+
+torch's own c10d rendezvous unpickles what it finds in the store; here are only numbers and JSON.
+Each host posts that it has come. The one that holds the store waits for as many as the run has,
+and tells each its number and the round. A host that was started again after its launcher had died
+posts like the others, which have posted for the next round and wait for it.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
+
+from thinpipe.launch.config.placement import check_hosts
+from thinpipe.launch.host.terminal import end_now, print_error
+from thinpipe.launch.net.ranks import fork_server
+from thinpipe.launch.net.ranks.network import ROUND, HostNetwork
+from thinpipe.launch.net.ranks.restarts import name_killed, refused_restarts
+from thinpipe.launch.net.ranks.stopping import Stop
+from thinpipe.launch.net.ranks.store import connect_store, hold_store
+
+BACKEND = "thinpipe"
+"""The name that `register` gives it in torch's launcher."""
+_Come = tuple[Any, int, str]
+"""What sorts a host, the number of its post, and its name."""
+_POLL_S = 0.05
+_LEAVE_S = 5.0
+_SAY_FIRST_S, _SAY_EVERY_S = 2.0, 10.0
+"""When hosts that wait at a restart say for whom: others come within a moment."""
+_LOOK_S = 1.0
+"""How often a running host looks whether another one has come anew."""
+
+
+def register() -> None:
+    """Register it with torch's launcher; "make" in its settings makes the host's `Rendezvous`."""
+    rendezvous_handler_registry.register(BACKEND, _make)
+
+
+def _make(parameters: RendezvousParameters) -> RendezvousHandler:
+    made: RendezvousHandler = parameters.get("make")()
+    return made
+
+
+class RefusedError(RendezvousClosedError):
+    """A rank wants no restart; the message says why."""
+
+
+class Rendezvous(RendezvousHandler):
+    """This host's part in it."""
+
+    def __init__(
+        self,
+        network: HostNetwork,
+        hosts: int,
+        environment: dict[str, str],
+        *,
+        limit_s: float,
+        killed: list[str],
+        stop: Stop,
+        restarts: int,
+    ) -> None:
+        """Open the store, or connect to it. `environment` of ranks gets the number of the round;
+        `killed` is filled elsewhere with what was killed in a round, and emptied here. `stop`
+        learns when there are no ranks to answer signals. Without `restarts` nobody comes later.
+        """
+        self._network, self._hosts, self._limit_s = network, hosts, limit_s
+        self._environment, self._killed, self._stop = environment, killed, stop
+        self._restarts = restarts
+        self._wait = None
+        if hosts > 1:
+            self._wait = _Wait(hosts, network.endpoint, limit_s, silent=network.overlay is not None)
+        self._holds = network.server is not None
+        self._tcp = (
+            connect_store(network.store, wait_s=limit_s)
+            if network.server is None
+            else hold_store(network.server, wait_s=limit_s)
+        )
+        self._store = PrefixStore("rendezvous", self._tcp)
+        self._posts = self._handled = self._round = 0
+        self._come: dict[str, _Come] = {}
+        self._names: list[str] = []  # of the round before
+        self._looked_s = 0.0
+        if self._wait is not None:
+            self._wait.store, self._wait.missing = self._store, self._missing
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return "thinpipe"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks use this store too: they look for it where `next_rendezvous` says."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until all hosts have come.
+
+        Raises:
+            RendezvousTimeoutError: they did not in time.
+            RendezvousClosedError: another host has ended the run.
+            RefusedError: a rank says that a restart would not help.
+            RendezvousConnectionError: the host that holds the store is gone.
+            SignalException: this host was asked to stop.
+        """
+        if self._round:
+            self._stop.waits()
+        try:
+            if self._round and self._killed:
+                name_killed(self._tcp, self._round, self._killed)
+            rank, self._round, self._posts = self._meet()
+        except SignalException:  # of which torch tells nobody
+            self._stop.say()
+            with contextlib.suppress(RuntimeError):
+                self.set_closed()
+            raise
+        except (RendezvousTimeoutError, RendezvousClosedError):
+            raise
+        except RuntimeError as error:
+            raise RendezvousConnectionError(str(error).splitlines()[0]) from None
+        self._stop.runs()
+        self._killed.clear()
+        fork_server.revive()
+        if self._wait is not None:
+            self._wait.over()
+        self._environment[ROUND] = str(self._round)
+        host, port = self._network.store
+        store = PrefixStore(f"round{self._round}", self._tcp)
+        return RendezvousInfo(store, rank, self._hosts, RendezvousStoreInfo(host, port))
+
+    def num_nodes_waiting(self) -> int:
+        """Whether a host has come again, which all join then.
+
+        Raises:
+            RendezvousConnectionError: this host's carrier has ended, or the store is gone.
+        """
+        if self._network.is_gone:
+            raise RendezvousConnectionError("this machine's carrier has ended")
+        if self._hosts == 1 or time.monotonic() - self._looked_s < _LOOK_S:
+            return 0
+        self._looked_s = time.monotonic()
+        try:
+            return int(self._store.add("posts", 0) > self._posts and self._restarts > 0)
+        except RuntimeError as error:
+            raise RendezvousConnectionError(str(error).splitlines()[0]) from None
+
+    def is_closed(self) -> bool:
+        return bool(self._store.check(["closed"]))
+
+    def set_closed(self) -> None:
+        self._store.set("closed", "")
+
+    def shutdown(self) -> bool:
+        """The run has ended, for all hosts.
+
+        The one that holds the store leaves last: the others still learn there what failed.
+        """
+        with contextlib.suppress(RuntimeError):
+            self.set_closed()
+            left = self._store.add("left", 1)
+            staying = self._hosts - self._network.lost_hosts() if self._holds else 0
+            limit_s = time.monotonic() + _LEAVE_S
+            while left < staying and time.monotonic() < limit_s:
+                time.sleep(_POLL_S)
+                left = self._store.add("left", 0)
+        return True
+
+    def _meet(self) -> tuple[int, int, int]:
+        """This host's number, the round's, and how many posts there were then."""
+        number = self._store.add("posts", 1)
+        network = self._network
+        entry = {"name": network.name, "order": network.order, "host": network.host}
+        self._store.set(f"post/{number}", json.dumps(entry))
+        start_s = time.monotonic()
+        limit_s, say_s = start_s + self._limit_s, start_s + _SAY_FIRST_S
+        self._come = {}
+        while time.monotonic() < limit_s:
+            full = self._store.check(["full"])  # set after the last "go"
+            if self._store.check([f"go/{number}"]):
+                found = json.loads(self._store.get(f"go/{number}"))
+                rank, round_, posts, self._names = found
+                return rank, round_, posts
+            if full:
+                raise RendezvousTimeoutError(self._store.get("full").decode())
+            if self._store.check(["refused"]):
+                raise RendezvousTimeoutError(self._store.get("refused").decode())
+            if self._round and (why := refused_restarts(self._tcp)) is not None:
+                raise RefusedError(why)
+            if self.is_closed():
+                raise RendezvousClosedError
+            if network.is_gone:
+                raise RendezvousConnectionError("this machine's carrier has ended")
+            if self._holds:
+                self._receive()
+            if time.monotonic() > say_s and (absent := self._absent()):
+                left_s = limit_s - time.monotonic()
+                print_error(f"waiting for {absent}, {left_s:.0f} s left")
+                say_s = time.monotonic() + _SAY_EVERY_S
+            time.sleep(_POLL_S)
+        absent = self._absent() or "they"
+        raise RendezvousTimeoutError(
+            f"{absent} did not come within {self._limit_s:.0f} s (pipeline.peer_timeout_s)"
+        )
+
+    def _absent(self) -> str:
+        """Hosts of the round before that have not posted since."""
+        posts = range(self._posts + 1, self._store.add("posts", 0) + 1)
+        keys = [f"post/{number}" for number in posts]
+        come = [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+        left = Counter(self._names)
+        left.subtract({entry["name"]: entry["host"] for entry in come}.values())
+        names = sorted(left.elements())
+        return f"machine{'s' * (len(names) > 1)} {', '.join(names)}" if names else ""
+
+    def _receive(self) -> None:
+        """Look who has come; when all have, number them."""
+        come = self._come
+        posts = self._store.add("posts", 0)
+        while self._handled < posts and self._store.check([f"post/{self._handled + 1}"]):
+            self._handled += 1
+            entry = json.loads(self._store.get(f"post/{self._handled}"))
+            come[entry["name"]] = (entry["order"], self._handled, entry["host"])
+        if len(come) < self._hosts:
+            return
+        if self._network.placed:
+            try:
+                names = [host for *_, host in come.values()]
+                check_hosts(self._network.placed, names, "the machines that joined")
+            except ValueError as error:
+                self._store.set("refused", str(error))
+                return
+        going = sorted(come.values())[: self._hosts]
+        names = [host for *_, host in going]
+        for rank, (_, number, _) in enumerate(going):
+            go = [rank, self._round + 1, self._handled, names]
+            self._store.set(f"go/{number}", json.dumps(go))
+        if not self._restarts:
+            listed = ", ".join(name or "unnamed" for name in names)
+            text = f"the run there has its {self._hosts} machines already ({listed})"
+            self._store.set("full", f"{text}; was one of them started twice?")
+
+    def _missing(self) -> str:
+        """The hosts that have not come, as far as they are known here."""
+        come = {host for *_, host in self._come.values()}
+        names = [host for host in dict.fromkeys(self._network.placed) if host not in come]
+        return f"; missing: {', '.join(names)}" if self._holds and names else ""
+
+
+class _Wait:
+    """Logs the wait for other machines, and ends the process on timeout."""
+
+    def __init__(self, hosts: int, endpoint: str, limit_s: float, *, silent: bool) -> None:
+        """`silent`: it was said before."""
+        self.store: PrefixStore | None = None
+        self.missing: Callable[[], str] = str
+        self._what = f"{hosts} machines at {endpoint}"
+        self._limit = f"{limit_s:.0f} s (pipeline.peer_timeout_s)"
+        if not silent:
+            print_error(f"waiting for {self._what}, at most {self._limit}")
+        self._timer = threading.Timer(limit_s, self._time_out)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def over(self) -> None:
+        """All machines have joined."""
+        self._timer.cancel()
+
+    def _time_out(self) -> None:
+        joined = "no run answers there (is the port in use by another program?)"
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None:
+                joined = f"only {self.store.add('posts', 0)} joined{self.missing()}"
+        failed = f"error: {self._what} did not join within {self._limit}: {joined}"
+        end_now(1, f"{failed}; run `thinpipe doctor` on each")

@@ -1,0 +1,70 @@
+"""What a restarted run says: which restart it is, and what ended the attempt before.
+
+torchrun's agents keep their store over restarts, so what failed is still there.
+"""
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.net.ranks.failures import Failures
+from thinpipe.launch.net.ranks.handshake import store_address
+from thinpipe.launch.net.ranks.network import ROUND
+from thinpipe.launch.net.ranks.store import connect_store
+
+STOPPED = "the run was asked to stop"
+"""Why restarts are refused after that."""
+_REFUSED = "refused for good"
+_STORE_S = 5.0
+_LAST = "last session"
+_NO_RANK = "no rank said why: a machine was started again, or its ranks ended before they joined"
+
+
+def last_failure(met: Store, name: str, who: str) -> str:
+    """What failed first in the session before, if there was one; `name` is that of this one.
+
+    Only rank 0 calls it.
+    """
+    text = ""
+    if met.check([_LAST]):
+        failures = Failures(PrefixStore(met.get(_LAST).decode(), met), who)
+        key = _killed_in(int(os.environ.get(ROUND, "1")) - 1)
+        # a killed supervisor's rank is killed with it: what other ranks then met is no cause
+        killed = met.get(key).decode() if met.check([key]) else ""
+        text = failures.cause() or killed or failures.known() or _NO_RANK
+    met.set(_LAST, name)
+    return text
+
+
+def name_killed(store: Store, number: int, killed: Sequence[str]) -> None:
+    """Called by an agent: what it found killed in a round, as ranks could not say it themselves."""
+    store.set(_killed_in(number), "; ".join(killed))
+
+
+def _killed_in(number: int) -> str:
+    return f"killed in round {number}"
+
+
+def restart_words(failure: str) -> str | None:
+    """Announces a restart, as torchrun's agent counts them; None if it is none."""
+    if not failure:
+        return None
+    count, most = (
+        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    which = "" if count == "0" else f", {count} of {most}"
+    return f"restarting{which}: {failure}"
+
+
+def refuse_restarts(why: str = "a restart would end the same way") -> None:
+    """Called by a rank that ends, and why the agents are to end the run."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        with contextlib.suppress(RuntimeError):  # the store is gone: so is the run
+            connect_store(store_address(), wait_s=_STORE_S).set(_REFUSED, why)
+
+
+def refused_restarts(store: Store) -> str | None:
+    """Why, if a rank has done so; `store` is that of the agents, without a prefix."""
+    return store.get(_REFUSED).decode() if store.check([_REFUSED]) else None

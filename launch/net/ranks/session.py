@@ -1,0 +1,231 @@
+"""One rank's place in a run: rendezvous, handshake, process groups; and how it ends."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.host.packages import versions
+from thinpipe.launch.host.signals import handled
+from thinpipe.launch.host.terminal import end_now, print_error
+from thinpipe.launch.net.overlay.ranks import broken_links
+from thinpipe.launch.net.ranks.failures import Failures, Watch, end_soon
+from thinpipe.launch.net.ranks.group import meet, open_group
+from thinpipe.launch.net.ranks.handshake import agree, fresh_name, store_address
+from thinpipe.launch.net.ranks.restarts import last_failure, restart_words
+from thinpipe.launch.net.ranks.stopping import wakeup_pipe
+from thinpipe.launch.net.ranks.store import connect_store
+from thinpipe.launch.net.ranks.supervisor import announce
+from thinpipe.pipeline.comm.errors import TransportError
+from thinpipe.pipeline.comm.gloo import GlooTransport
+from thinpipe.pipeline.comm.transport import Transport
+from thinpipe.pipeline.mesh import Mesh
+from thinpipe.pipeline.wire.header import DesyncError
+
+_TERMINATION_GRACE_S = 5.0
+_BEFORE = "before"
+_ANSWER_S = 2.0
+"""After the failure of a peer, of which SIGTERM is the echo, this process does not live as long."""
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+SHOW = "THINPIPE_SHOW"
+"""Environment variable: the local rank that shows progress, -1 for none."""
+
+
+def speaks() -> bool:
+    """Whether this rank tells the user of its host what goes on, if it is no failure."""
+    return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get(SHOW) != "-1"
+
+
+def tell(text: str) -> None:
+    """Say something to the user of this host, if this rank speaks."""
+    if speaks():
+        print_error(text)
+
+
+def tell_stop(step: int) -> None:
+    """Say after which step all ranks stop."""
+    tell(f"asked to stop: step {step} is saved, then the run ends")
+
+
+@dataclass(frozen=True)
+class Session:
+    """A rank's connection to the others."""
+
+    store: Store
+    transport: Transport
+    run_id: int
+    local_rank: int
+    restart: str | None = None
+    """Which restart this is, and what ended the attempt before, in words."""
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.transport.mesh
+
+    @property
+    def writes_run_folder(self) -> bool:
+        """Whether this rank writes metrics and report."""
+        return self.mesh.rank == 0
+
+
+class PeerError(RuntimeError):
+    """The run cannot continue; the message names the edge that failed, here and on other ranks."""
+
+
+class TerminatedError(Exception):
+    """The run was asked to stop; `code` is what this process exits with."""
+
+    def __init__(self, number: int | None) -> None:
+        """`number` is the signal that came here, None if it came to another rank."""
+        super().__init__("asked to stop" if number else "another rank was asked to stop")
+        self.code = 1 if number is None else 128 + number
+
+
+class StopFlag:
+    """Set by SIGTERM and SIGHUP, and by Ctrl-C while training, unless they are ignored.
+
+    All ranks then agree on the step after which they stop. One that does not end in time is ended.
+    Raising from the handler would hide the failure of a peer, of which SIGTERM is often the echo.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        """The signal, once it has come."""
+        self._stop_all: Callable[[], threading.Event] | None = None
+        self._grace_s = _TERMINATION_GRACE_S
+        numbers, _ = wakeup_pipe()
+        for number in handled(_STOPS):
+            signal.signal(number, self._on_signal)
+        threading.Thread(target=self._watch, args=(numbers,), daemon=True).start()
+
+    def begin_training(self, grace_s: float, stop_all: Callable[[], threading.Event]) -> None:
+        """From here on there is something to save, for which there is so much time.
+
+        `stop_all` asks all ranks to stop; its event is set once they know when.
+        """
+        self._grace_s, self._stop_all = grace_s, stop_all
+        if self.number is not None:
+            stop_all()
+
+    def check(self) -> None:
+        """Stop here if asked to, as long as there is nothing to save.
+
+        Raises:
+            TerminatedError: the flag is set.
+        """
+        if self.number is not None and self._stop_all is None:
+            raise TerminatedError(self.number)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._stop_all is None:
+            raise KeyboardInterrupt
+        self.number = number
+
+    def _watch(self, numbers: int) -> None:
+        """End the process if the main thread has not done so in time."""
+        while not (asked := [n for n in os.read(numbers, 64) if self._counts(n)]):
+            pass
+        self.number, limit_s = self.number or asked[0], time.monotonic() + self._grace_s
+        if self._stop_all is not None and not self._stop_all().wait(_ANSWER_S):
+            tell(f"asked to stop: waiting for the other ranks, at most {self._grace_s:.0f} s")
+        time.sleep(max(0.0, limit_s - time.monotonic()))
+        late = (
+            f"ended after {self._grace_s:.0f} s (checkpoint.grace_s), before all was done: the "
+            "run is as it was saved last"
+        )
+        end_now(128 + self.number, late if self._stop_all is not None and speaks() else "")
+
+    def _counts(self, number: int) -> bool:
+        return number in _STOPS and (number != signal.SIGINT or self._stop_all is not None)
+
+
+@contextmanager
+def join(
+    network_config: NetworkConfig,
+    mesh: Mesh,
+    facts: Mapping[str, Any],
+    problem: str | None,
+    *,
+    wait_s: float,
+) -> Iterator[Session]:
+    """Meet the other ranks (environment as set by torchrun) and leave them again.
+
+    `facts` must be equal on all; `problem` is what keeps this rank from starting; every rank raises
+    it.
+
+    Raises:
+        HandshakeError: ranks differ in config, data or version, one has a problem or did not join.
+        PeerError: a peer failed while the session was in use.
+    """
+    world = int(os.environ["WORLD_SIZE"])
+    rank, needed = int(os.environ["RANK"]), mesh.world_size
+    if world != needed and problem is None:
+        shards = f" and pipeline.shards = {mesh.shards}" if mesh.shards > 1 else ""
+        problem = (
+            f"{world} processes were started, but {mesh.pipeline_ranks} ranks per pipeline "
+            f"(pipeline.cuts) with pipeline.replicas = {mesh.replicas}{shards} need {needed}; "
+            f"start {needed} (--ranks of all machines together; torchrun: nnodes x nproc-per-node)"
+        )
+    met, network = meet(network_config, rank, world, wait_s=wait_s)
+    name, place = fresh_name(met, rank, world, wait_s=wait_s), store_address()
+    store = PrefixStore(name, met)
+    who = f"rank {rank} on {network_config.own_name()}"
+    announce(place, name, who)
+    if rank == 0:
+        store.set(_BEFORE, last_failure(met, name, who))
+    facts = {"versions": versions(), **facts}
+    run_id = agree(store, rank, world, facts, problem=problem, wait_s=wait_s)
+    failures = Failures(store, who)
+    own_connection = PrefixStore(name, connect_store(place, wait_s=wait_s))
+    watch = Watch(Failures(own_connection, who), f"rank {rank}", broken_links)
+    try:
+        open_group(store, rank, world, wait_s=wait_s)
+        transport = GlooTransport(
+            mesh.pipeline_ranks, mesh.replicas, timeout_s=wait_s, shards=mesh.shards
+        )
+        restart = restart_words(store.get(_BEFORE).decode())
+        yield Session(store, transport, run_id, int(os.environ.get("LOCAL_RANK", "0")), restart)
+        transport.close()
+    except Exception as error:
+        since_s = watch.stand_down()
+        end_soon()
+        if isinstance(error, DesyncError | TransportError):
+            raise PeerError(_report(failures, who, rank, error, since_s)) from error
+        if not isinstance(error, TerminatedError):  # which is often the echo of a failure
+            with contextlib.suppress(RuntimeError):
+                failures.report(_in_words(error), cause=True)
+        raise
+    watch.stand_down()
+    dist.destroy_process_group()
+    if network is not None:
+        network.close()
+
+
+def _in_words(error: Exception) -> str:
+    """The message, with the kind of error where that says more."""
+    text, kind = str(error).strip(), type(error).__name__
+    says_it = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
+    return text if text and says_it else f"{kind}: {text}" if text else kind
+
+
+def _report(failures: Failures, who: str, rank: int, error: Exception, since_s: float) -> str:
+    """Say what failed here, then tell the other ranks; return what failed before."""
+    own = f"{str(error).strip()}{broken_links()}"
+    print_error(f"rank {rank}: {own}")
+    try:
+        failures.report(own, cause=not isinstance(error, TransportError))
+        first = failures.first(since_s)
+    except RuntimeError:
+        return "the run's store is gone as well, so what failed first is not known here"
+    return "" if first == f"{who}: {own}" else f"first failure: {first}"

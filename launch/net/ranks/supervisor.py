@@ -1,0 +1,76 @@
+"""A process that waits for a rank, and says what ended it if the rank no longer can."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from thinpipe.launch.host.signals import pass_on_signals
+from thinpipe.launch.host.terminal import print_error
+from thinpipe.launch.net.ranks.failures import Failures, death_by
+from thinpipe.launch.net.ranks.store import connect_store
+
+DESCRIPTOR = "THINPIPE_SUPERVISOR"
+"""Environment variable: where a rank says how its supervisor finds the run's failures."""
+_REPORT_S = 5.0
+_VMSTAT = Path("/proc/vmstat")
+
+
+def announce(address: tuple[str, int], name: str, who: str) -> None:
+    """Called by a rank: its run's failures are in this store, under this name, and who it is."""
+    descriptor = os.environ.get(DESCRIPTOR)
+    if descriptor is not None:
+        os.write(int(descriptor), json.dumps([*address, name, who]).encode())
+
+
+def supervise(be_rank: Callable[[], None]) -> None:
+    """Fork a rank, pass signals on to it, and exit as it does.
+
+    A rank that a signal ended is reported to all others, with the likely reason.
+    """
+    reading, writing = os.pipe()
+    kills = _memory_kills()
+    rank = os.fork()
+    if rank == 0:
+        os.close(reading)
+        os.environ[DESCRIPTOR] = str(writing)
+        be_rank()
+        return
+    os.close(writing)
+    asked = pass_on_signals(rank)
+    code = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    if code >= 0:
+        sys.exit(code)
+    if not asked:
+        _report(death_by(-code, out_of_memory=_memory_kills() > kills), reading)
+    if -code != signal.SIGKILL:  # which cannot be handled
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+
+
+def _report(message: str, reading: int) -> None:
+    os.set_blocking(reading, False)  # a child of the rank's may hold the other end
+    try:
+        host, port, name, who = json.loads(os.read(reading, 4096))
+    except (BlockingIOError, ValueError):  # it died before there were others
+        print_error(f"rank {os.environ['RANK']}: {message}")
+        return
+    print_error(f"{who}: {message}")
+    try:
+        store = PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S))
+        Failures(store, who).report(message, cause=True)
+    except RuntimeError:
+        print_error(f"{who}: the run's store is gone, so the others do not learn it")
+
+
+def _memory_kills() -> int:
+    """How many processes this machine has killed for want of memory."""
+    try:
+        lines = _VMSTAT.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -1,0 +1,1 @@
+"""What a run shows: in the terminal, as a report, and to other tools (`writers/`)."""

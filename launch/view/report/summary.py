@@ -1,0 +1,214 @@
+"""Summary of a run, from its step records."""
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import TypedDict
+
+from thinpipe.launch.view.report.edges import Edge
+from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
+from thinpipe.launch.words import WireKey, format_bytes, format_ratio
+from thinpipe.pipeline.wire.header import Direction
+
+
+class Traffic(TypedDict):
+    """Bytes sent, headers included, and the size of the same values uncompressed.
+
+    A ratio is uncompressed size over bytes sent; None if nothing was sent.
+    """
+
+    bytes: int
+    messages: int
+    bf16_bytes: int
+    fp32_bytes: int
+    ratio_bf16: float | None
+    ratio_fp32: float | None
+
+
+class WireTraffic(Traffic):
+    """The traffic of one cut in one direction over the whole run.
+
+    What was measured of its values (`ErrorStats`) are means over the last epoch.
+    """
+
+    cut: int
+    direction: Direction
+    method: str
+    error: float | None
+    change: float | None
+    cosine: float | None
+    gain: float | None
+    dimensions: float | None
+
+
+class Summary(TypedDict):
+    """Summary of a run as JSON values: None stands for NaN and infinity.
+
+    `final_loss` is the mean over the last epoch's steps, `first_loss` that of the first step that
+    has one. `eval` is the last evaluation. `sync_ratio_fp32` compares the bytes between
+    replicas with one fp32 ring all-reduce of the gradients per step. `repaired` counts, by cut,
+    samples whose memories were reset. `wall_s` is the sum of step times, without start-up and
+    evaluations. `unit` is what `tokens` counts: tokens, or samples in classification.
+    `weight_bytes` and `gradient_bytes` went between the shards of stages. `edges` are the
+    connections between hosts, of the present start only.
+    """
+
+    name: str
+    stages: int
+    replicas: int
+    shards: int
+    schedule: str
+    microbatches: int
+    parameters: int
+    steps: int
+    epochs: int
+    tokens: int
+    unit: str
+    first_loss: float | None
+    final_loss: float | None
+    eval: dict[str, float | None] | None
+    median_tokens_per_s: float
+    median_step_s: float
+    mean_bubble: float
+    wire: list[WireTraffic]
+    totals: Traffic
+    sync_bytes: int
+    sync_ratio_fp32: float | None
+    control_bytes: int
+    weight_bytes: int
+    gradient_bytes: int
+    edges: list[Edge]
+    repaired: dict[str, int]
+    skipped: int
+    wall_s: float
+    machine: str
+    versions: dict[str, str]
+    config_digest: str
+
+
+def summarize(info: RunInfo, records: Sequence[StepRecord], edges: Sequence[Edge] = ()) -> Summary:
+    """Condense the steps of a run, also those before its cuts moved.
+
+    Raises:
+        ValueError: there are no steps.
+    """
+    if not records:
+        raise ValueError(f"{info.folder}: no step was recorded; train at least one step to report")
+    wire = [_wire_traffic(info, records, key) for key in info.wire_keys(records)]
+    last_epoch = [record.loss for record in records if record.epoch == records[-1].epoch]
+    evaluations = [record.eval for record in records if record.eval is not None]
+    return Summary(
+        name=info.name,
+        stages=info.stages,
+        replicas=info.replicas,
+        shards=info.shards,
+        schedule=info.schedule,
+        microbatches=info.microbatches,
+        parameters=info.parameters,
+        steps=len(records),
+        epochs=len({record.epoch for record in records}),
+        tokens=sum(record.tokens for record in records),
+        unit=info.unit,
+        first_loss=next((r.loss for r in records if math.isfinite(r.loss)), None),
+        final_loss=_mean_of_finite(last_epoch),
+        eval={k: _finite(v) for k, v in evaluations[-1].items()} if evaluations else None,
+        median_tokens_per_s=median(record.tokens_per_s for record in records),
+        median_step_s=median(record.step_s for record in records),
+        mean_bubble=fmean(record.bubble for record in records),
+        wire=wire,
+        totals=_traffic(
+            sum(row["bytes"] for row in wire),
+            messages=sum(row["messages"] for row in wire),
+            values=sum(row["bf16_bytes"] for row in wire) // 2,
+        ),
+        sync_bytes=sum(record.sync_bytes for record in records),
+        sync_ratio_fp32=_sync_ratio(info, records),
+        control_bytes=sum(record.control_bytes for record in records),
+        weight_bytes=sum(record.weight_bytes for record in records),
+        gradient_bytes=sum(record.gradient_bytes for record in records),
+        edges=list(edges),
+        repaired={
+            str(cut): sum(record.repaired.get(cut, 0) for record in records)
+            for cut in sorted({cut for record in records for cut in record.repaired})
+        },
+        skipped=sum(record.skipped for record in records),
+        wall_s=sum(record.step_s for record in records),
+        machine=info.machine,
+        versions=dict(info.versions),
+        config_digest=info.config_digest,
+    )
+
+
+def direction_bytes(summary: Summary, direction: Direction) -> int:
+    """Activations (forward) or their gradients (backward) of all cuts, in bytes."""
+    return sum(row["bytes"] for row in summary["wire"] if row["direction"] == direction)
+
+
+def traffic_cells(row: Traffic, show_bytes: Callable[[int], str] = format_bytes) -> list[str]:
+    """Columns of a traffic table: messages, sent, bf16, ratio, fp32, ratio."""
+    return [
+        f"{row['messages']:,}",
+        show_bytes(row["bytes"]),
+        show_bytes(row["bf16_bytes"]),
+        format_ratio(row["ratio_bf16"]),
+        show_bytes(row["fp32_bytes"]),
+        format_ratio(row["ratio_fp32"]),
+    ]
+
+
+def _sync_ratio(info: RunInfo, records: Sequence[StepRecord]) -> float | None:
+    sent = sum(record.sync_bytes for record in records)
+    ring = 4 * 2 * (info.replicas - 1) * info.exchanged * len(records)
+    return ring / sent if sent and ring else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _mean_of_finite(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return fmean(finite) if finite else None
+
+
+def _wire_traffic(info: RunInfo, records: Sequence[StepRecord], key: WireKey) -> WireTraffic:
+    counts = {
+        record.step: count
+        for record in records
+        for count in record.wire
+        if (count.cut, count.direction) == key
+    }
+    last = [r.step for r in records if r.epoch == records[-1].epoch]
+    measured = [counts[step] for step in last if step in counts]
+    traffic = _traffic(
+        sum(count.nbytes for count in counts.values()),
+        messages=sum(count.messages for count in counts.values()),
+        values=sum(count.values for count in counts.values()),
+    )
+    return WireTraffic(
+        cut=key[0],
+        direction=key[1],
+        method=info.method(key),
+        error=_mean_of_known([count.error for count in measured]),
+        change=_mean_of_known([count.change for count in measured]),
+        cosine=_mean_of_known([count.cosine for count in measured]),
+        gain=_mean_of_known([count.gain for count in measured]),
+        dimensions=_mean_of_known([count.dimensions for count in measured]),
+        **traffic,
+    )
+
+
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def _traffic(nbytes: int, *, messages: int, values: int) -> Traffic:
+    return Traffic(
+        bytes=nbytes,
+        messages=messages,
+        bf16_bytes=2 * values,
+        fp32_bytes=4 * values,
+        ratio_bf16=2 * values / nbytes if nbytes else None,
+        ratio_fp32=4 * values / nbytes if nbytes else None,
+    )

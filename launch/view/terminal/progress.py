@@ -1,0 +1,62 @@
+"""What the display remembers of the steps so far."""
+
+from collections.abc import Mapping
+
+from thinpipe.launch.view.report.metrics import RecentMean, StepRecord
+
+LOSS_STEPS = 10
+
+_SPARK_CELLS = 60
+_SPARK = "▁▂▃▄▅▆▇█"
+
+
+class RunningValues:
+    """Running values over the steps so far."""
+
+    def __init__(self) -> None:
+        self.record: StepRecord | None = None
+        self.mean_loss = float("nan")
+        self.eval: Mapping[str, float] | None = None
+        self.skipped = 0
+        self.spark = Sparkline(_SPARK_CELLS)
+        self._mean = RecentMean(LOSS_STEPS)
+
+    def update(self, record: StepRecord) -> None:
+        self.mean_loss = self._mean.update(record.loss)
+        self.spark.add(self.mean_loss)
+        self.skipped += record.skipped
+        self.record = record
+
+
+class Sparkline:
+    """A curve of any length in fewer than `cells` (an even number) characters.
+
+    When the cells are full, neighbours are merged, and from then on each holds twice the values.
+    """
+
+    def __init__(self, cells: int) -> None:
+        self._limit = cells
+        self._per_cell = 1
+        self._means: list[float] = []
+        self._open: list[float] = []
+
+    def add(self, value: float) -> None:
+        """Append a value; NaN is left out."""
+        if value != value:
+            return
+        self._open.append(value)
+        if len(self._open) == self._per_cell:
+            self._means.append(sum(self._open) / self._per_cell)
+            self._open = []
+        if len(self._means) == self._limit:
+            pairs = zip(self._means[::2], self._means[1::2], strict=True)
+            self._means = [(a + b) / 2 for a, b in pairs]
+            self._per_cell *= 2
+
+    def __str__(self) -> str:
+        means = list(self._means)
+        if not means:
+            return ""
+        low, high = min(means), max(means)
+        scale = (len(_SPARK) - 1) / (high - low) if high > low else 0.0
+        return "".join(_SPARK[round((mean - low) * scale)] for mean in means)

@@ -1,0 +1,25 @@
+"""Fixtures of the emulated network's tests."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from thinpipe.launch.host.links import NetworkSpec
+from thinpipe.launch.lab.linux import ShapedError
+from thinpipe.launch.lab.network import ShapedNetwork
+
+
+@pytest.fixture(scope="session")
+def net() -> Iterator[ShapedNetwork]:
+    """Three hosts without limits; tests set the rates they need. Skips without namespaces."""
+    try:
+        network = ShapedNetwork(NetworkSpec.of(3))
+    except ShapedError as error:
+        pytest.skip(str(error))
+    with network:
+        yield network
+
+
+@pytest.fixture
+def namespaces(net: ShapedNetwork) -> None:
+    """For tests that make networks of their own: skips like `net`."""

@@ -1,0 +1,67 @@
+import pytest
+
+from thinpipe.launch.lab.commands import run_command
+from thinpipe.launch.lab.network import ShapedNetwork
+
+Capture = pytest.CaptureFixture[str]
+
+
+def test_every_host_runs_the_command_as_itself(net: ShapedNetwork, capfd: Capture) -> None:
+    script = "echo {rank} {addr} $RANK $SHAPED_MASTER; hostname >&2"
+    assert run_command(net, ["sh", "-c", script]) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == [
+        "host0| 0 10.77.0.1 0 10.77.0.1",
+        "host1| 1 10.77.0.2 1 10.77.0.1",
+        "host2| 2 10.77.0.3 2 10.77.0.1",
+    ]
+    assert sorted(err.splitlines()) == ["host0| host0", "host1| host1", "host2| host2"]
+
+
+def test_the_code_of_the_host_that_fails_is_returned_and_the_others_end(
+    net: ShapedNetwork, capfd: Capture
+) -> None:
+    assert run_command(net, ["sh", "-c", "test {rank} != 1 || exit 7; exec sleep 60"]) == 7
+    assert "host1 exited with code 7; the others were stopped" in capfd.readouterr().err
+
+
+def test_a_signal_gives_the_exit_code_of_a_shell(net: ShapedNetwork) -> None:
+    assert run_command(net, ["sh", "-c", "test {rank} = 2 && kill -9 $$; sleep 60"]) == 137
+
+
+def test_a_missing_command_is_named(net: ShapedNetwork, capfd: Capture) -> None:
+    assert run_command(net, ["no-such-program"]) == 127
+    assert "| no-such-program: No such file" in capfd.readouterr().err
+
+
+def test_only_the_output_of_the_shown_host_is_printed(net: ShapedNetwork, capfd: Capture) -> None:
+    assert run_command(net, ["echo", "{host}"], show=1) == 0
+    assert capfd.readouterr() == ("host1\n", "")
+
+
+def test_the_last_lines_of_a_failed_hidden_host_are_shown(
+    net: ShapedNetwork, capfd: Capture
+) -> None:
+    script = "test {rank} = 0 && exec sleep 60; echo the last line >&2; exit 3"
+    assert run_command(net, ["sh", "-c", script], show=0) == 3
+    assert "| the last line" in capfd.readouterr().err
+
+
+def test_long_output_and_an_unfinished_line_are_complete(
+    net: ShapedNetwork, capfd: Capture
+) -> None:
+    assert run_command(net, ["sh", "-c", "seq 20000; printf end"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 3 * 20001
+    mine = [line.removeprefix("host2| ") for line in lines if line.startswith("host2| ")]
+    assert mine == [*map(str, range(1, 20001)), "end"]
+
+
+def test_processes_left_running_by_a_command_are_not_waited_for(net: ShapedNetwork) -> None:
+    assert run_command(net, ["sh", "-c", "sleep 60 & exit 0"]) == 0
+    assert run_command(net, ["sh", "-c", "test {rank} != 0 || yes & exit 0"]) == 0
+
+
+def test_a_host_that_does_not_exist_cannot_be_shown(net: ShapedNetwork) -> None:
+    with pytest.raises(ValueError, match="--show = 3: use a host from 0 to 2"):
+        run_command(net, ["true"], show=3)

@@ -1,0 +1,82 @@
+"""Keys are the user's alone; machines with keys of their own keep their names."""
+
+import os
+import ssl
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from thinpipe.launch.cli import app
+from thinpipe.launch.net.overlay import keys
+
+
+def test_only_the_user_reads_a_key_and_it_is_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    keys.new(path, days=3)
+    assert path.stat().st_mode & 0o777 == 0o600
+    info = keys.read(path)
+    assert info.name is None
+    assert (info.not_after - info.not_before).days == 3 + 2  # clocks may differ by two days
+    with pytest.raises(ValueError, match="exists; a key is never overwritten"):
+        keys.new(path)
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match=r"other users of this machine can read it; chmod 600"):
+        keys.contexts(path)
+
+
+def test_a_machines_key_has_its_name(tmp_path: Path) -> None:
+    run, own = tmp_path / "run.key", tmp_path / "b.key"
+    keys.new(run)
+    keys.add(run, "b", own)
+    assert keys.read(own).name == "b"
+    with pytest.raises(ValueError, match="the key of one machine; sign with the run's key"):
+        keys.add(own, "c", tmp_path / "c.key")
+    with pytest.raises(ValueError, match="use letters, digits"):
+        keys.add(run, "no name", tmp_path / "c.key")
+
+
+@pytest.mark.parametrize("text", ["", "no key", "-----BEGIN CERTIFICATE-----\nAAAA\n"])
+def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.key"
+    path.write_text(text)
+    path.chmod(0o600)
+    for use in (keys.contexts, keys.read):
+        with pytest.raises(ValueError, match=r"not a key of ThinPipe's"):
+            use(path)
+
+
+def test_a_missing_file_names_the_command_that_makes_one(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no such file in .*; copy it from the machine where"):
+        keys.contexts(tmp_path / "run.key")
+
+
+def test_both_sides_must_prove_themselves_with_tls_1_3(tmp_path: Path) -> None:
+    keys.new(tmp_path / "run.key")
+    for context in keys.contexts(tmp_path / "run.key"):
+        assert context.verify_mode is ssl.CERT_REQUIRED
+        assert context.minimum_version is ssl.TLSVersion.TLSv1_3
+
+
+def test_the_commands_say_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = CliRunner().invoke(app, ["key", "new", "run.key"])
+    assert made.exit_code == 0
+    assert 'key_file = "run.key"' in made.output
+    added = CliRunner().invoke(app, ["key", "add", "b"])
+    assert 'network.name = "b"' in added.output
+    again = CliRunner().invoke(app, ["key", "new", "run.key"])
+    assert again.exit_code == 2
+
+
+def test_a_full_disk_leaves_no_half_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = open
+
+    def fdopen(descriptor: int, mode: str) -> object:
+        os.close(descriptor)
+        return full("/dev/full", mode, buffering=0)
+
+    monkeypatch.setattr(os, "fdopen", fdopen)
+    with pytest.raises(ValueError, match=r"run\.key: not written: No space left on device"):
+        keys.new(tmp_path / "run.key")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,94 @@
+"""All ranks learn what failed first, and end, whatever they are doing."""
+
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from tests.commands import PATIENCE_S
+from tests.ranks import Ranks
+from thinpipe.launch.net.ranks.failures import Failures, death_by
+
+
+def fail(rank: int) -> str:
+    """A connection of rank 1's breaks, because rank 0 has an error, which it reports later."""
+    failures = Failures(_get_default_store(), f"rank {rank}")
+    if rank == 1:
+        failures.report("connection broke", cause=False)
+    dist.barrier()
+    if rank == 0:
+        failures.report("no space left", cause=True)
+    dist.barrier()
+    return failures.first(time.monotonic())
+
+
+@pytest.mark.dist
+def test_a_cause_comes_before_its_consequences(ranks: Ranks) -> None:
+    assert ranks(3, fail) == ["rank 0: no space left"] * 3
+
+
+def test_without_a_cause_the_first_report_counts() -> None:
+    store = dist.HashStore()
+    for who in ("b", "a"):
+        Failures(store, who).report("connection broke", cause=False)
+    assert Failures(store, "c").first(0.0) == "b: connection broke"
+
+
+WATCHED = """
+    import os, sys, time
+    from thinpipe.launch.net.ranks.failures import Failures, Watch
+    from thinpipe.launch.net.ranks.store import connect_store
+
+    store = connect_store(("127.0.0.1", int(sys.argv[1])), wait_s=120)
+    watch = Watch(Failures(store, "rank 1"), "rank 1", lambda: " [described]")
+    print("waits", flush=True)
+    if sys.argv[2] == "handled":
+        watch.stand_down()
+        time.sleep(4)
+        os._exit(7)
+    while True:
+        time.sleep(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["reported", "handled", "store gone"])
+def test_a_rank_that_waits_is_ended_with_the_reason(how: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-c", textwrap.dedent(WATCHED), str(store.port), how]
+    rank = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "waits\n"
+        if how == "store gone":
+            del store
+        else:
+            Failures(store, "rank 0").report("no space left", cause=True)
+        _, error = rank.communicate(timeout=PATIENCE_S)
+    finally:
+        rank.kill()
+    if how == "handled":
+        assert (rank.returncode, error) == (7, "")
+        return
+    assert rank.returncode == 1
+    expected = {
+        "reported": "rank 1: ended because of another rank: rank 0: no space left [described]\n",
+        "store gone": "rank 1: the machine that holds the run's store is gone [described]\n",
+    }
+    assert error.endswith(expected[how])
+
+
+@pytest.mark.parametrize(
+    ("number", "memory", "text"),
+    [
+        (9, True, "killed by signal 9 (SIGKILL): this machine ran out of memory"),
+        (9, False, "killed by signal 9 (SIGKILL): if nobody did that, this machine ran out"),
+        (11, False, "killed by signal 11 (SIGSEGV)"),
+    ],
+)
+def test_signals_are_explained(number: int, memory: bool, text: str) -> None:
+    assert death_by(number, out_of_memory=memory).startswith(text)

@@ -1,0 +1,196 @@
+"""Ranks agree before step 0, or refuse and say who differs in what."""
+
+import json
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from tests.ports import free_port
+from tests.ranks import Ranks
+from tests.waiting import PATIENCE_S, until
+from thinpipe.launch.host.packages import versions
+from thinpipe.launch.net.ranks import handshake
+from thinpipe.launch.net.ranks.gather import gather_json
+from thinpipe.launch.net.ranks.handshake import (
+    HandshakeError,
+    agree,
+    fresh_name,
+    open_store,
+)
+from thinpipe.pipeline.comm.gloo import GlooTransport
+
+pytestmark = pytest.mark.dist
+
+
+def meet(rank: int, world: int, facts: list[dict[str, object]], wait_s: float = 60) -> object:
+    try:
+        return agree(_get_default_store(), rank, world, facts[rank], problem=None, wait_s=wait_s)
+    except HandshakeError as error:
+        return str(error)
+
+
+def test_equal_ranks_get_one_run_id(ranks: Ranks) -> None:
+    first, second, third = ranks(3, meet, 3, [{"config": {"a": [1, 2]}}] * 3)
+    assert first == second == third
+    assert isinstance(first, int)
+
+
+def test_every_rank_names_the_one_that_differs(ranks: Ranks) -> None:
+    facts = [{"config": {"lr": 1, "x": {"y": 2}}}, {"config": {"lr": 1, "x": {"y": 3}}}]
+    for reported in ranks(2, meet, 2, facts):
+        assert reported.endswith("rank 1 has x.y = 3, rank 0 has 2")
+
+
+@pytest.mark.slow
+def test_whoever_holds_the_store_leaves_after_the_slowest_has_read() -> None:
+    """The ranks are threads: rank 1 has published its facts and stops before it reads others'."""
+    store = dist.HashStore()
+    board = PrefixStore("handshake", store)
+    board.set("facts/1", json.dumps([None, {"lr": 2}]))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(agree, store, 0, 2, {"lr": 1}, problem=None, wait_s=60)
+        assert first in wait([first], timeout=7).not_done
+        board.set("read/1", "")
+        with pytest.raises(HandshakeError, match="rank 1 has lr = 2, rank 0 has 1"):
+            first.result()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_come_is_named(rank: int) -> None:
+    store = dist.HashStore()
+    PrefixStore("handshake", store).set(f"facts/{1 - rank}", json.dumps([None, {}]))
+    with pytest.raises(HandshakeError, match=r"^rank 2 did not join within 0 s"):
+        agree(store, rank, 3, {}, problem=None, wait_s=0.1)
+
+
+class Patience:
+    """The first rank's clock: its wait is over when it has looked for all that come."""
+
+    def __init__(self, come: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._missing, self._looks, self._get = come - 1, 0, handshake._get
+        monkeypatch.setattr(handshake, "time", self)
+        monkeypatch.setattr(handshake, "_get", self._answered)
+
+    sleep = staticmethod(time.sleep)
+
+    def monotonic(self) -> float:
+        self._looks += not self._missing
+        return 2.0 * PATIENCE_S * (self._looks > 1)
+
+    def _answered(self, store: dist.Store, key: str, rank: int, wait_s: float) -> str:
+        self._missing -= key.startswith("absent/")
+        return self._get(store, key, rank, wait_s)
+
+
+def come(rank: int, world: int) -> tuple[str, dist.Store]:
+    """What a rank says, and the store, which ends with the first rank's."""
+    store = open_store(rank, wait_s=PATIENCE_S)
+    try:
+        fresh_name(store, rank, world, wait_s=PATIENCE_S)
+    except HandshakeError as error:
+        return str(error), store
+    return "all came", store
+
+
+@pytest.mark.parametrize(
+    ("came", "world", "reported"),
+    [
+        ([0, 1], 2, "all came"),
+        ([0, 1], 3, "rank 2 did not join within 240 s; is it started, and can it reach {where}?"),
+        ([2, 0], 4, "ranks 1, 3 did not join within 240 s; are they started, and can they reach "),
+    ],
+)
+def test_whoever_came_names_all_that_did_not(
+    monkeypatch: pytest.MonkeyPatch, came: list[int], world: int, reported: str
+) -> None:
+    """The ranks are threads."""
+    where = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", where.split(":")[1])
+    Patience(len(came), monkeypatch)
+    with ThreadPoolExecutor(2) as ranks:
+        for message, _ in list(ranks.map(come, came, [world] * 2)):
+            assert message.startswith(reported.format(where=where))
+
+
+def test_a_first_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, start_s = free_port(), time.monotonic()
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    said = f"^rank 0 did not join within 0 s; is it started, and can it reach 127.0.0.1:{port}"
+    with pytest.raises(HandshakeError, match=said):
+        open_store(1, wait_s=0.1)
+    assert time.monotonic() - start_s < 60  # the store's own patience is 300 s
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(taken.port))
+    place = re.escape(f"rank 0 cannot listen at 127.0.0.1:{taken.port}: ")
+    with pytest.raises(HandshakeError, match=f"{place}.*MASTER_PORT that nothing uses there"):
+        open_store(0, wait_s=3)
+
+
+def test_a_place_that_is_not_set_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(ValueError, match=r"MASTER_PORT is not set.*torchrun"):
+        open_store(1, wait_s=3)
+
+
+def test_a_restart_does_not_see_what_was_written_before() -> None:
+    store = dist.HashStore()
+    lobby = PrefixStore("lobby", store)
+
+    def answer() -> bytes:
+        """What rank 0 told rank 1 last."""
+        return lobby.get(f"welcome/1/{lobby.get('hello/1').decode()}")
+
+    def life(number: int) -> list[tuple[str, bool]]:
+        """Two ranks in turns of a restarted run; the first takes the second of before for one."""
+        before = answer() if number else b""
+
+        def come(rank: int) -> tuple[str, bool]:
+            if rank == 1 and number:
+                until(lambda: answer() != before)
+            fresh = PrefixStore(fresh_name(store, rank, 2, wait_s=60), store)
+            clean = not fresh.check([f"address of {rank}"])
+            fresh.set(f"address of {rank}", f"{number}")
+            return fresh.get(f"address of {1 - rank}").decode(), clean
+
+        with ThreadPoolExecutor(2) as ranks:
+            return list(ranks.map(come, range(2)))
+
+    for number in range(3):
+        assert life(number) == [(str(number), True)] * 2
+    with pytest.raises(HandshakeError, match="rank 1 did not join within 0 s"):
+        fresh_name(store, 0, 2, wait_s=0.2)
+
+
+def tell(rank: int) -> list[object]:
+    transport = GlooTransport(3, 1, timeout_s=120)
+    return gather_json(transport, {"rank": rank, "text": "ä" * 10 * rank})
+
+
+def test_json_of_any_length_reaches_everyone(ranks: Ranks) -> None:
+    for found in ranks(3, tell):
+        assert found == [{"rank": r, "text": "ä" * 10 * r} for r in range(3)]
+
+
+def wrong_world(rank: int) -> str:
+    with pytest.raises(ValueError, match="2 processes were started") as caught:
+        GlooTransport(3, 1, timeout_s=120)
+    return str(caught.value)
+
+
+def test_a_world_of_the_wrong_size_is_refused(ranks: Ranks) -> None:
+    assert "start that many" in ranks(2, wrong_world)[0]
+
+
+def test_versions_are_those_of_the_packages() -> None:
+    assert set(versions()) == {"thinpipe", "torch", "python"}

@@ -1,0 +1,150 @@
+"""Machines log that they wait for others, and time out as announced."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+
+from tests.launch.test_train import run_file, thinpipe
+from tests.ports import free_port
+from tests.waiting import PATIENCE_S, until
+from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.net.ranks import fork_server
+from thinpipe.launch.net.ranks.network import several_machines
+from thinpipe.launch.net.ranks.rendezvous import Rendezvous
+from thinpipe.launch.net.ranks.stopping import Stop
+
+__all__ = ["run_file"]
+
+LIMIT_S = 3
+START_S = 45.0
+"""Much more than a process takes to start, much less than torch waits for an answer."""
+
+
+@pytest.fixture
+def foreign_port() -> Iterator[int]:
+    """Of a program that takes connections and never answers."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+        yield server.getsockname()[1]
+
+
+def waited(run_file: Path, port: int) -> str:
+    """Output of a machine that waits for two others at a port."""
+    limit = ["--set", f"pipeline.peer_timeout_s={LIMIT_S}"]
+    start_s = time.monotonic()
+    done = thinpipe(run_file, *limit, "--nnodes", "3", "--rdzv", f"127.0.0.1:{port}")
+    assert time.monotonic() - start_s < LIMIT_S + START_S
+    assert done.returncode == 1
+    limits = f"{LIMIT_S} s (pipeline.peer_timeout_s)"
+    first, last = done.stderr.splitlines()
+    assert first == f"waiting for 3 machines at 127.0.0.1:{port}, at most {limits}"
+    assert last.startswith(f"error: 3 machines at 127.0.0.1:{port} did not join within {limits}: ")
+    return last
+
+
+def come(name: str, port: int, restarts: int) -> Rendezvous:
+    network = several_machines(NetworkConfig(), f"127.0.0.1:{port}", 2, limit_s=60, log=str)
+    given: dict[str, Any] = {"limit_s": 1e6, "killed": [], "stop": Stop(), "restarts": restarts}
+    return Rendezvous(replace(network, host=name), 2, {}, **given)
+
+
+def join(hosts: list[Rendezvous]) -> None:
+    joined: list[int] = []
+
+    def wait(host: Rendezvous) -> None:
+        joined.append(host.next_rendezvous().rank)
+
+    threads = [threading.Thread(target=wait, args=[host], daemon=True) for host in hosts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(joined) == [0, 1]
+
+
+class Slow:
+    """A store for which all others are through with letting in while somebody looks."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.looks = store, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        found: bool = self._store.check(keys)
+        if keys[0].startswith("go/") and not found:
+            self.looks.set()
+            until(lambda: self._store.check(["full"]))
+        return found
+
+
+def test_a_machine_that_is_let_in_while_it_looks_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
+    port = free_port()
+    here, there = (come(name, port, restarts=0) for name in ("h0", "h1"))
+    slow: Any = Slow(there._store)
+    there._store = slow
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(there.next_rendezvous)
+        assert slow.looks.wait(PATIENCE_S)
+        assert here.next_rendezvous().rank + joining.result().rank == 1
+    for host in (here, there):
+        assert host._wait is not None
+        host._wait.over()
+
+
+def test_a_machine_that_does_not_come_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
+    port = free_port()
+    here, _ = hosts = [come(name, port, restarts=1) for name in ("h0", "h1")]
+    join(hosts)
+    here._limit_s = 0.1  # the first round's was long enough for any start
+    with pytest.raises(RendezvousTimeoutError, match="machine h1 did not come within 0 s"):
+        here.next_rendezvous()
+    for host in hosts:
+        assert host._wait is not None
+        host._wait.over()
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_machine_that_is_started_twice_does_not_harm_the_run(
+    restarts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where the run starts again after failures it may be one that has come back."""
+    monkeypatch.setattr(fork_server, "revive", lambda: None)  # there are no ranks
+    port = free_port()
+    hosts = [come(name, port, restarts) for name in ("h0", "h1")]
+    join(hosts)
+    again = come("h1", port, restarts)
+    if restarts == 0:
+        with pytest.raises(RendezvousTimeoutError, match="has its 2 machines already"):
+            again.next_rendezvous()
+    else:
+        again._store.add("posts", 1)
+    for host in hosts:
+        host._looked_s = 0.0
+        assert host.num_nodes_waiting() == restarts
+    for host in (*hosts, again):
+        assert host._wait is not None
+        host._wait.over()
+
+
+def test_a_single_machine_times_out(run_file: Path) -> None:
+    assert "only 1 joined; run `thinpipe doctor`" in waited(run_file, free_port())
+
+
+def test_another_program_at_the_port_does_not_extend_the_timeout(
+    run_file: Path, foreign_port: int
+) -> None:
+    assert "(is the port in use by another program?)" in waited(run_file, foreign_port)

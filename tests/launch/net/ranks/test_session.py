@@ -1,0 +1,85 @@
+"""How a rank ends when it is asked to."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.commands import PATIENCE_S
+from thinpipe.launch.net.ranks.session import _TERMINATION_GRACE_S
+
+pytestmark = pytest.mark.dist
+
+BLOCKED = """
+    import os, sys, torch
+    import torch.distributed as dist
+    from thinpipe.launch.net.ranks.session import StopFlag
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store, rank = dist.FileStore(sys.argv[1], 2), int(sys.argv[2])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    stop = StopFlag()
+    work = dist.irecv(torch.empty(1), src=1 - rank)
+    print("waits", flush=True)
+    work.wait()  # for what nobody sends
+"""
+
+LOOPS = """
+    import time
+    from thinpipe.launch.net.ranks.session import StopFlag, TerminatedError
+
+    stop = StopFlag()
+    print("waits", flush=True)
+    while True:
+        time.sleep(0.05)
+        try:
+            stop.check()
+        except TerminatedError:
+            raise SystemExit("stopped in order")
+"""
+
+
+def start(program: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_its_peer_ends_after_the_grace(tmp_path: Path) -> None:
+    ranks = [start(BLOCKED, tmp_path / "store", rank) for rank in range(2)]
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None
+            assert rank.stdout.readline() == "waits\n"
+        time.sleep(0.5)  # from the line to the wait
+        ranks[0].send_signal(signal.SIGTERM)
+        start_s = time.monotonic()
+        assert ranks[0].wait(PATIENCE_S) == 128 + signal.SIGTERM
+        assert time.monotonic() - start_s > _TERMINATION_GRACE_S - 1
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.mark.slow
+def test_a_rank_that_looks_ends_in_order_also_when_asked_twice() -> None:
+    rank = start(LOOPS)
+    try:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "waits\n"
+        for _ in range(2):
+            rank.send_signal(signal.SIGTERM)
+        reported, _ = rank.communicate(timeout=PATIENCE_S)
+    finally:
+        rank.kill()
+        rank.wait()
+    assert (rank.returncode, reported) == (1, "stopped in order\n")

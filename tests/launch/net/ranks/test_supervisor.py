@@ -1,0 +1,65 @@
+"""A rank's supervisor ends as the rank did, and says so where the rank no longer can."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.commands import PATIENCE_S
+
+pytestmark = pytest.mark.slow
+
+SUPERVISED = """
+import os, signal, sys, time
+from thinpipe.launch.net.ranks.supervisor import supervise
+
+def be_rank():
+    print("runs", flush=True)
+    {body}
+    os._exit(0)
+
+supervise(be_rank)
+"""
+
+
+def start(body: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SUPERVISED.format(body=body)],
+        env={**os.environ, "RANK": "3"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("os._exit(7)", 7, ""),
+        ("os.kill(os.getpid(), 9)", -9, ": killed by signal 9 (SIGKILL): "),
+        ("os.kill(os.getpid(), 6)", -6, ": killed by signal 6 (SIGABRT)\n"),
+        # a child of the rank's still holds the pipe by which the rank would have announced itself
+        ("os.fork() and os.kill(os.getpid(), 9) or input()", -9, ": killed by signal 9 "),
+    ],
+)
+def test_the_end_of_a_rank_is_passed_on(body: str, code: int, said: str) -> None:
+    supervisor = start(body)
+    assert supervisor.wait(PATIENCE_S) == code
+    assert supervisor.stderr is not None
+    line = supervisor.stderr.readline()
+    assert line.startswith(f"rank 3{said}") or not said
+    for pipe in (supervisor.stdin, supervisor.stdout, supervisor.stderr):
+        assert pipe is not None
+        pipe.close()
+
+
+def test_signals_reach_the_rank_and_are_not_reported() -> None:
+    supervisor = start("time.sleep(60)")
+    assert supervisor.stdout is not None
+    assert supervisor.stdout.readline() == "runs\n"
+    supervisor.send_signal(signal.SIGTERM)
+    _, error = supervisor.communicate(timeout=PATIENCE_S)
+    assert (supervisor.returncode, error) == (-signal.SIGTERM, "")
