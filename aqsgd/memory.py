@@ -51,7 +51,7 @@ UNSEEN = History(0, 0)
 """That of samples that were never committed."""
 
 
-class Beside(Protocol):
+class SharedState(Protocol):
     """What both ends of a direction know beside their samples, and what rows are read with."""
 
     def digest(self) -> int:
@@ -70,7 +70,7 @@ class SampleMemory:
         store: Store | None = None,
         *,
         capacity: int | None = None,
-        beside: Beside | None = None,
+        beside: SharedState | None = None,
     ) -> None:
         """`row_nbytes` are those of a sample of so many values.
 

@@ -52,7 +52,7 @@ class Wiring:
 
 
 @dataclass(frozen=True)
-class Given:
+class ProgramParts:
     """What a program gives that a run file only names.
 
     `optimizer` makes the optimizer of a rank's parameters; `schedule` is what its learning rates
@@ -70,7 +70,7 @@ def build(
     run_id: int,
     total_steps: int,
     wiring: Wiring | None = None,
-    given: Given | None = None,
+    given: ProgramParts | None = None,
 ) -> Built:
     """Make this rank's part of the run; every rank calls it alike.
 
@@ -79,7 +79,7 @@ def build(
     """
     if config.pipeline.auto_cuts:
         raise ValueError('pipeline.cuts = "auto": not decided here; give the cuts')
-    wiring, given = wiring or _rank_wiring(config, transport), given or Given()
+    wiring, given = wiring or _rank_wiring(config, transport), given or ProgramParts()
     devices = _devices(config)
     device = devices[0]
     make_repeatable(device)

@@ -64,14 +64,14 @@ class Spectrum(NamedTuple):
     dimensions: int
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """Of a search: a basis that pays, and what is known of what is sent, if it was looked at."""
 
     proposal: Proposal | None
     spectrum: Spectrum | None
 
 
-NOTHING = Found(None, None)
+NOTHING = SearchResult(None, None)
 
 
 class BasisSearch:
@@ -97,7 +97,9 @@ class BasisSearch:
         steps = min(1 << max(0, (self._steps + 1).bit_length() - 1), _OFTEN)
         return max(_MOST_TOKENS, _ENOUGH * max(self._width, 1024) // steps)
 
-    def end_step(self, seen: Sequence[Seen], tokens: int, basis: Basis, *, first: bool) -> Found:
+    def end_step(
+        self, seen: Sequence[Seen], tokens: int, basis: Basis, *, first: bool
+    ) -> SearchResult:
         """Count a step that sent so many tokens; a better basis, if it is time to look and there is
         one, or the first.
         """
@@ -137,7 +139,7 @@ class BasisSearch:
         self._sent_MDD, self._value_DD = state["sent"].clone(), state["value"].clone()
         self._count_M, self._values = list(state["count"]), state["values"]
 
-    def _search(self, basis: Basis, *, first: bool) -> Found:
+    def _search(self, basis: Basis, *, first: bool) -> SearchResult:
         sent_DD = self._sent_MDD.sum(0) / sum(self._count_M)
         if not bool(torch.isfinite(sent_DD).all()):
             return NOTHING
@@ -149,12 +151,12 @@ class BasisSearch:
         spectrum = _spectrum(self._expected(kind, v_DK), self._width)
         if spectrum.gain < _LEAST_GAIN:
             stays = basis.order_D is not None and not first
-            return Found(None if stays else self._channels(), spectrum)
+            return SearchResult(None if stays else self._channels(), spectrum)
         newer_K = _expected(_variances(sent_DD, v_DK), sum(self._count_M), self._width)
         saved = _bits(_variances(sent_DD, basis.matrix)) - _bits(newer_K)
         pays = saved * self._tokens >= _ENTRY_BITS * self._width * kept
         other = basis.dimensions != kept or self._leaves_out_more(basis)
-        return Found(self._proposal(v_DK) if first or pays or other else None, spectrum)
+        return SearchResult(self._proposal(v_DK) if first or pays or other else None, spectrum)
 
     def _directions(self, sent_DD: Tensor, kept: int) -> Tensor:
         """Those in which values are largest, turned to eigenvectors of what is sent in them."""

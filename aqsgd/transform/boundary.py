@@ -31,7 +31,7 @@ from thinpipe.aqsgd.transform.coefficients import LARGEST, Coded
 from thinpipe.aqsgd.transform.learned import CHANGE, FIRST, KINDS, Kind, Learned
 from thinpipe.aqsgd.transform.proposal import proposal_capacity
 from thinpipe.aqsgd.transform.proposals import PIECE_NBYTES, Piece, Proposals
-from thinpipe.aqsgd.transform.rows import Held, Rows
+from thinpipe.aqsgd.transform.rows import Rows, StoredSample
 from thinpipe.aqsgd.transform.steps import STEP_RANGE, Steps
 from thinpipe.pipeline.comm.boundary import MessagePlan
 from thinpipe.pipeline.comm.error_stats import ErrorMeter
@@ -53,7 +53,7 @@ class _Part(NamedTuple):
 
     kind: Kind
     rows: list[int]
-    held: list[Held]
+    held: list[StoredSample]
 
     def at(self, step: int, tokens: int, dimensions: int) -> Tensor:
         """What is remembered (int32 [N, K]), in steps of this index; nothing of first visits."""
@@ -278,7 +278,7 @@ class TransformBoundary:
                 continue  # nobody knows how large coefficients of channels are
             total_BTK = done.total_NK.view(-1, tokens, done.total_NK.shape[1])
             for row, q_TK in zip(done.part.rows, total_BTK, strict=True):
-                self._rows.stage(int(plan.ids_B[row]), Held(version, done.step, q_TK))
+                self._rows.stage(int(plan.ids_B[row]), StoredSample(version, done.step, q_TK))
 
     def _learn(self) -> None:
         """Take in what a step that counts brought, and drop bases that nobody needs any more."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from thinpipe.aqsgd.transform.basis import Basis
-from thinpipe.aqsgd.transform.basis_search import NOTHING, BasisSearch, Found, Seen, Spectrum
+from thinpipe.aqsgd.transform.basis_search import NOTHING, BasisSearch, SearchResult, Seen, Spectrum
 from thinpipe.aqsgd.transform.learned import CHANGE, Kind, Learned
 from thinpipe.aqsgd.transform.proposal import Proposal
 from thinpipe.pipeline.wire.thread import Worker
@@ -42,7 +42,7 @@ class Proposals:
         """Of tokens of `width` channels, of whose directions this share is sent."""
         self._width, self._search = width, BasisSearch(width, share)
         self._worker = Worker("basis search")
-        self._job: Future[Found] | Found = NOTHING
+        self._job: Future[SearchResult] | SearchResult = NOTHING
         # a process must not end while a thread is inside torch: it would abort
         weakref.finalize(self, self._worker.stop, _LONGEST_SEARCH_S)
         self._pieces: list[Piece] = []
@@ -107,7 +107,7 @@ class Proposals:
         found = state["found"]
         if found is not None:
             found = Proposal.unpacked(found.numpy().tobytes(), self._width)
-        self._job = Found(found, last)
+        self._job = SearchResult(found, last)
         self._forget_step()
 
     def _look(self, learned: Learned) -> None:
@@ -123,13 +123,13 @@ class Proposals:
         if found.proposal is not None:
             self._pieces = _cut(found.proposal.packed())
 
-    def _taken(self) -> Found:
+    def _taken(self) -> SearchResult:
         """The result of the last search, once."""
         found, self._job = self._waited(), NOTHING
         self.spectrum = found.spectrum or self.spectrum
         return found
 
-    def _waited(self) -> Found:
+    def _waited(self) -> SearchResult:
         if isinstance(self._job, Future):
             self._job = self._job.result()
         return self._job

@@ -21,7 +21,7 @@ from thinpipe.aqsgd.transform.learned import Learned
 _HEAD = struct.Struct("<Ii")
 
 
-class Held(NamedTuple):
+class StoredSample(NamedTuple):
     """What is remembered of a sample: whole numbers (int32) of steps in a basis."""
 
     version: int
@@ -34,7 +34,7 @@ def row_nbytes(numel: int) -> int:
     return _HEAD.size + numel
 
 
-def pack(held: Held, basis: Basis, numel: int) -> Tensor:
+def pack(held: StoredSample, basis: Basis, numel: int) -> Tensor:
     """A row, with what the basis remembers of the numbers."""
     row = torch.zeros(row_nbytes(numel), dtype=torch.uint8)
     head = _HEAD.pack(held.version, held.step)
@@ -44,13 +44,13 @@ def pack(held: Held, basis: Basis, numel: int) -> Tensor:
     return row
 
 
-def unpack(row: Tensor, bases: Mapping[int, Basis], tokens: int) -> Held:
+def unpack(row: Tensor, bases: Mapping[int, Basis], tokens: int) -> StoredSample:
     """What is remembered of what `pack` was given."""
     version, step = _HEAD.unpack(row[: _HEAD.size].numpy().tobytes())
     basis = bases[version]
     end = _HEAD.size + tokens * basis.dimensions
     stored_TK = row[_HEAD.size : end].view(tokens, -1)
-    return Held(version, step, basis.recalled(stored_TK))
+    return StoredSample(version, step, basis.recalled(stored_TK))
 
 
 class Rows:
@@ -68,7 +68,7 @@ class Rows:
         """Those of bases that rows are in, and maybe of more."""
         return self._count.keys()
 
-    def held(self, sample: int, tokens: int) -> Held:
+    def held(self, sample: int, tokens: int) -> StoredSample:
         """What is remembered of a sample, in the current basis."""
         learned = self._learned
         row = self.memory.row(sample, tokens * learned.width).cpu()
@@ -78,7 +78,7 @@ class Rows:
         q_TK = turned(held.q_TK, learned.turn_from(held.version))
         return held._replace(version=learned.version, q_TK=q_TK)
 
-    def stage(self, sample: int, held: Held) -> None:
+    def stage(self, sample: int, held: StoredSample) -> None:
         """Remember this at the end of the step, in the current basis."""
         numel = len(held.q_TK) * self._learned.width
         self.memory.renew(sample, pack(held, self._learned.basis, numel), numel)

@@ -37,17 +37,17 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenCheckpoint:
     """A checkpoint that every rank has what it needs of, and why newer ones are not used.
 
-    `mended` are its parts that were damaged or missing, and now come from another machine.
+    `repaired` are its parts that were damaged or missing, and now come from another machine.
     """
 
     folder: Path
     manifest: Manifest
     refused: tuple[str, ...]
     last_serial: int
-    mended: tuple[str, ...] = ()
+    repaired: tuple[str, ...] = ()
 
 
 def candidates(offers: Sequence[Sequence[Offer]], step: int | None) -> list[Candidate]:
@@ -76,15 +76,17 @@ def conflict(candidate: Candidate, offers: Sequence[Sequence[Offer]]) -> str | N
     return None
 
 
-class Choice:
+class CheckpointChoice:
     """The choice of one rank among all; every method is a collective."""
 
     def __init__(self, place: Place, gather: Gather, peers: Callable[[], Peers]) -> None:
         """`peers` makes links between all ranks, when they are needed."""
         self._place, self._gather, self._make_peers = place, gather, peers
-        self._mended: tuple[str, ...] = ()
+        self._repaired: tuple[str, ...] = ()
 
-    def newest(self, step: int | None, needed: Callable[[Manifest], Sequence[str]]) -> Chosen:
+    def newest(
+        self, step: int | None, needed: Callable[[Manifest], Sequence[str]]
+    ) -> ChosenCheckpoint:
         """The newest whole step, or `step`; `needed` are the parts that this rank will read.
 
         Raises:
@@ -102,7 +104,7 @@ class Choice:
             if isinstance(problem, Manifest):
                 reasons = self._reasons(refused, candidate, [broken for _, broken in answers])
                 folder = root / step_name(candidate.step)
-                return Chosen(folder, problem, reasons, max(serials), self._mended)
+                return ChosenCheckpoint(folder, problem, reasons, max(serials), self._repaired)
             refused.append(f"{step_name(candidate.step)} cannot be used: {problem}")
         raise CheckpointError(self._none(step, refused, [broken for _, broken in answers]))
 
@@ -144,7 +146,7 @@ class Choice:
         found = self._plan(manifest, answers)
         if isinstance(found, str):
             return found
-        self._mended = tuple(
+        self._repaired = tuple(
             f"rank {rank}: {text}"
             for rank, (wrong, _) in enumerate(answers)
             for text in wrong.values()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from thinpipe.launch.checkpoint import files
-from thinpipe.launch.checkpoint.choice import Choice, Chosen
+from thinpipe.launch.checkpoint.choice import CheckpointChoice, ChosenCheckpoint
 from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest
 from thinpipe.launch.checkpoint.reshard import Layout, part_name
 from thinpipe.launch.checkpoint.transaction import Place
@@ -27,7 +27,7 @@ class Resume(NamedTuple):
     wanted: bool
     step: int | None = None
     required: bool = True
-    chosen: Chosen | None = None
+    chosen: ChosenCheckpoint | None = None
 
     @property
     def epochs(self) -> int:
@@ -84,7 +84,9 @@ def common_resume(session: Session, root: Path, resume: Resume, layout: Layout |
     return Resume(True, chosen.manifest.step, required, chosen)
 
 
-def choose(session: Session, root: Path, step: int | None, layout: Layout | None) -> Chosen:
+def choose(
+    session: Session, root: Path, step: int | None, layout: Layout | None
+) -> ChosenCheckpoint:
     """`step`, or the newest that is whole for this layout on all machines.
 
     Raises:
@@ -98,7 +100,7 @@ def choose(session: Session, root: Path, step: int | None, layout: Layout | None
         return [place.part] if layout in (saved, None) else [part.name for part in manifest.parts]
 
     world = range(session.mesh.world_size)
-    choice = Choice(
+    choice = CheckpointChoice(
         place,
         lambda value: gather_json(session.transport, value),
         lambda: session.transport.peers(world),
@@ -110,11 +112,11 @@ def choose(session: Session, root: Path, step: int | None, layout: Layout | None
             "; ".join(chosen.refused),
             chosen.manifest.step,
         )
-    if chosen.mended and session.mesh.rank == 0:
+    if chosen.repaired and session.mesh.rank == 0:
         _log.warning(
-            "warning: step-%d was mended from second copies: %s",
+            "warning: step-%d was repaired from second copies: %s",
             chosen.manifest.step,
-            "; ".join(chosen.mended),
+            "; ".join(chosen.repaired),
         )
     return chosen
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files
-from thinpipe.launch.checkpoint.board import Board
-from thinpipe.launch.checkpoint.choice import Chosen
+from thinpipe.launch.checkpoint.choice import ChosenCheckpoint
 from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot, without_rows
 from thinpipe.launch.checkpoint.facts import check_facts
 from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, through_json
 from thinpipe.launch.checkpoint.reshard import Layout, restore
 from thinpipe.launch.checkpoint.resume import choose, place_of
+from thinpipe.launch.checkpoint.store_gather import StoreGather
 from thinpipe.launch.checkpoint.transaction import (
     Gather,
     Place,
@@ -72,7 +72,7 @@ class Checkpoints:
         self._serial = 0
         self._last_step: int | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._board: Board | None = None
+        self._board: StoreGather | None = None
         self._under_way: Future[bool] | None = None
         self._place: Place | None = None
         self._made_peers: Peers | None = None
@@ -160,7 +160,7 @@ class Checkpoints:
         layout = Layout.of(self._facts["config"]["pipeline"])
         return self.resume(choose(self._session, self._root, step, layout))
 
-    def resume(self, chosen: Chosen) -> int:
+    def resume(self, chosen: ChosenCheckpoint) -> int:
         """Restore what was chosen; return the steps done.
 
         Raises:
@@ -224,7 +224,7 @@ class Checkpoints:
         """As `_gather`, for the thread that writes."""
         if self._board is None:
             mesh, store = self._session.mesh, self._session.store
-            self._board = Board(
+            self._board = StoreGather(
                 store,
                 mesh.rank,
                 mesh.world_size,

@@ -8,7 +8,7 @@ from thinpipe.launch.doctor.host import HostInfo
 from thinpipe.launch.doctor.links import LinkInfo
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
 from thinpipe.launch.host.links import format_rate
-from thinpipe.launch.net.overlay.membership import Roster
+from thinpipe.launch.net.overlay.membership import PeerList
 from thinpipe.launch.net.ranks.handshake import differences
 
 _SLOW_SHARE = 1 / 3
@@ -78,7 +78,7 @@ def _open(
     return results
 
 
-def check_reachable(roster: Roster) -> list[CheckResult]:
+def check_reachable(peer_list: PeerList) -> list[CheckResult]:
     """Hosts that no other can connect to: they connect themselves, so a run may have one."""
     return [
         ok(
@@ -86,7 +86,7 @@ def check_reachable(roster: Roster) -> list[CheckResult]:
             "no other machine can connect to it (NAT, a firewall or network.listen); it connects "
             "to all others itself, which a run can have one machine do",
         )
-        for host in roster.hosts
+        for host in peer_list.hosts
         if not host.reachable
     ]
 

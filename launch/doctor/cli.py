@@ -123,7 +123,7 @@ class _Diagnosis:
             own_device = own_devices(sized) if wanted and sized else {}
             devices = group.gather("device", own_device, MEASURING_S) if wanted else []
             group.close()
-            hidden = check_reachable(network.overlay.roster) if network.overlay else []
+            hidden = check_reachable(network.overlay.peer_list) if network.overlay else []
         names = names_of(hosts)
         if links:
             show_links(console, names, links)

@@ -179,7 +179,7 @@ def _with_state(link: LinkInfo, host: int, overlay: Overlay) -> LinkInfo:
     """What the overlay knows of a link from this host."""
     if link.source != host or link.closed is not None:
         return link
-    state = overlay.client().ask("status")["links"][overlay.roster.hosts[link.target].name]
+    state = overlay.client().ask("status")["links"][overlay.peer_list.hosts[link.target].name]
     return replace(link, path_mtu=state["path_mtu"], bbr=state["bbr"])
 
 
@@ -189,7 +189,7 @@ def _await_link(overlay: Overlay, target: int, port: int) -> None:
     Raises:
         TimeoutError: they are not.
     """
-    client, name = overlay.client(), overlay.roster.hosts[target].name
+    client, name = overlay.client(), overlay.peer_list.hosts[target].name
     client.ask("forward", host=target, port=port, traffic="pipeline")
     limit_s = time.monotonic() + _CONNECT_S
     while not client.ask("status")["links"][name]["connected"]:

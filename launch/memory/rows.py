@@ -49,7 +49,7 @@ class End:
 
 
 @dataclass(frozen=True)
-class Needs:
+class HostBytes:
     """Bytes that memories need on one host.
 
     `ram` includes the copy of the `rows` that a checkpoint makes if they are in RAM or on a GPU.
@@ -116,7 +116,7 @@ def plan_memory(config: RunConfig, sequences: int) -> list[End]:
     return planned
 
 
-def needs(config: RunConfig, ends: Iterable[End], positions: Iterable[int]) -> Needs:
+def needs(config: RunConfig, ends: Iterable[End], positions: Iterable[int]) -> HostBytes:
     """What the memories of ranks at these positions in their pipelines need, all on one host."""
     rows, written = [], []
     for position in positions:
@@ -127,7 +127,7 @@ def needs(config: RunConfig, ends: Iterable[End], positions: Iterable[int]) -> N
     tier = config.memory.tier
     ram = {"disk": _ROWS_IN_FLIGHT * batch, "device": held}.get(tier, 2 * held + batch)
     at_once = [sum(both) for both in zip(rows, written, strict=True)]
-    return Needs(
+    return HostBytes(
         rows=held,
         ram=ram,
         disk=held if tier == "disk" else 0,

@@ -18,7 +18,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from thinpipe.launch.build import Given
+from thinpipe.launch.build import ProgramParts
 from thinpipe.launch.checkpoint.resume import Resume, after_restart
 from thinpipe.launch.config.boundary import BoundaryConfig
 from thinpipe.launch.config.errors import explain
@@ -163,7 +163,7 @@ class Run(RankRun):
         config = _config(folder, pipeline, seed, train | _described(optimizer), chosen)
         _found(config)
         self._hook = sys.excepthook  # the program's, before torch puts its own around it
-        given = Given(_factory(optimizer, pipeline), schedule)
+        given = ProgramParts(_factory(optimizer, pipeline), schedule)
         super().__init__(config, _resume(resume), show=_shown(), given=given)
         running = _RUNNING.get()
         if running is not None:
@@ -189,7 +189,7 @@ class Run(RankRun):
         return self.evaluate_on(OwnSet(samples, name_of(type(samples))))
 
 
-class Wanted(NotRun):
+class RunRequested(NotRun):
     """Raised where a run would begin, with what the program wants it to be."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -248,7 +248,7 @@ def _config(
 
 def _found(config: RunConfig) -> None:
     if LOOKING.get():
-        raise Wanted(config)
+        raise RunRequested(config)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         program = getattr(sys.modules["__main__"], "__file__", None)
         start = f"start it with `thinpipe run {Path(program or '').name}`, or under torchrun"

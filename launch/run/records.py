@@ -23,8 +23,8 @@ from thinpipe.launch.view.report.summary import Summary, summarize
 from thinpipe.launch.view.report.timeline import Timeline
 from thinpipe.launch.view.terminal.display import Display
 from thinpipe.launch.view.terminal.final import what_is_left
-from thinpipe.launch.view.writers.outlet import Outlet
 from thinpipe.launch.view.writers.writer import destination, open_writer
+from thinpipe.launch.view.writers.writer_thread import WriterThread
 from thinpipe.pipeline.comm.transport import Transport
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.stage import ComputeEvent
@@ -58,7 +58,7 @@ class Records:
         self._config, self._info, self._display, self._writes = config, info, display, writes
         self._records: list[StepRecord] = []
         self._writer: MetricsWriter | None = None
-        self._outlets: list[Outlet] = []
+        self._outlets: list[WriterThread] = []
         self._pending: StepRecord | None = None
         self._reported = False
         self._load: BackgroundLoad | None = BackgroundLoad(family=True)
@@ -80,7 +80,7 @@ class Records:
             run, project = self._config.run, self._config.report.project
             settings = self._config.model_dump(mode="json")
             place = destination(run.path, run.name, project, settings, resume_step)
-            outlets = (Outlet(tool, partial(open_writer, tool, place)) for tool in tools)
+            outlets = (WriterThread(tool, partial(open_writer, tool, place)) for tool in tools)
             self._outlets = [stack.enter_context(outlet) for outlet in outlets]
         stack.callback(self._report_so_far)  # at the end, on Ctrl-C, after a failure
         stack.callback(self.flush)

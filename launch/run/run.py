@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import torch
 
-from thinpipe.launch.build import Given
+from thinpipe.launch.build import ProgramParts
 from thinpipe.launch.checkpoint.reshard import Layout
 from thinpipe.launch.checkpoint.resume import Resume, common_resume
 from thinpipe.launch.checkpoint.run_folder import RunFolder
@@ -51,14 +51,14 @@ class RankRun:
         show: int = 0,
         facts: Mapping[str, Any] | None = None,
         problem: str | None = None,
-        given: Given | None = None,
+        given: ProgramParts | None = None,
     ) -> None:
         """The rank with local rank `show` shows progress on each host.
 
         `facts` must be equal on all ranks; `problem` is what keeps this rank from starting.
         """
         self.config, self._resume, self._show = config, resume, show
-        self._facts, self._given = facts or {}, given or Given()
+        self._facts, self._given = facts or {}, given or ProgramParts()
         self._problem = problem or problem_if_writing(config.report.writers)
         outlive_terminal()
         self._stack, self._joined, self._stop = ExitStack(), ExitStack(), StopFlag()

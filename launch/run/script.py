@@ -13,14 +13,14 @@ from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.net.ranks.fork_server import START_METHOD
 from thinpipe.launch.run.ending import end_failed
-from thinpipe.launch.run.program import Wanted, run_program
+from thinpipe.launch.run.program import RunRequested, run_program
 from thinpipe.pipeline.models.own.program import LOOKING
 
 _LOOK_S = 600.0
 """For a program to reach its `Run`."""
 
 
-class Needs(NamedTuple):
+class LaunchSpec(NamedTuple):
     """What a program wants to be started with."""
 
     world_size: int
@@ -28,7 +28,7 @@ class Needs(NamedTuple):
     network: NetworkConfig
 
 
-def look_at(script: Path, arguments: Sequence[str]) -> Needs:
+def look_at(script: Path, arguments: Sequence[str]) -> LaunchSpec:
     """Run a program, in a process of its own, up to where its `Run` is made.
 
     Raises:
@@ -60,7 +60,7 @@ def look_at(script: Path, arguments: Sequence[str]) -> Needs:
     process.join()
     if isinstance(found, str):
         raise ConfigError(f"{script}: {found}")
-    return Needs(found["world_size"], found["join_s"], NetworkConfig(**found["network"]))
+    return LaunchSpec(found["world_size"], found["join_s"], NetworkConfig(**found["network"]))
 
 
 def run_as_rank(script: Path, arguments: Sequence[str]) -> NoReturn:
@@ -72,7 +72,7 @@ def _look(script: str, arguments: Sequence[str], sender: Connection) -> None:
     LOOKING.set(True)
     try:
         _execute(script, arguments)
-    except Wanted as wanted:
+    except RunRequested as wanted:
         config = wanted.config
         network = config.network.model_dump()
         join_s = config.pipeline.peer_timeout_s

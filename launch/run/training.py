@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from thinpipe.launch.build import Given, build
+from thinpipe.launch.build import ProgramParts, build
 from thinpipe.launch.checkpoint.agreement import Agreement, Ask
 from thinpipe.launch.checkpoint.resume import Resume
 from thinpipe.launch.checkpoint.state import Checkpoints
@@ -20,7 +20,7 @@ from thinpipe.launch.data.sampler import EpochSampler
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.resources import arithmetic
 from thinpipe.launch.memory.rows import memory_folder, memory_notices, plan_memory
-from thinpipe.launch.net.overlay.ranks import carrier_status
+from thinpipe.launch.net.overlay.ranks import relay_status
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session, tell_stop
 from thinpipe.launch.run.first_weights import begin_alike
@@ -46,15 +46,13 @@ class Training:
         digests: Mapping[str, str],
         *,
         show: int,
-        given: Given,
+        given: ProgramParts,
     ) -> None:
         """Build this rank's stages; `digests` are those of the samples, by set."""
         self._config, self._samples, self._session = config, samples, session
         self.shows = session.local_rank == show
         speaks = session.local_rank == max(0, show)
-        self._carrier: Callable[[], dict[str, Any] | None] = (
-            carrier_status if speaks else lambda: None
-        )
+        self._relay: Callable[[], dict[str, Any] | None] = relay_status if speaks else lambda: None
         self._sampler = EpochSampler(
             len(samples),
             batch_size=config.train.batch_size,
@@ -121,7 +119,7 @@ class Training:
         # after the first epoch, when AQ-SGD sends changes
         first = max(self.start, self._sampler.steps_per_epoch)
         self._timeline_step = self._full_step(min(self.steps - 1, first + 2))
-        self._trace = stack.enter_context(EdgeTrace(self._carrier))
+        self._trace = stack.enter_context(EdgeTrace(self._relay))
         device = self.built.stages[0].device
         kinds = dict.fromkeys(gather_json(self._session.transport, arithmetic(device)))
         info = replace(describe_run(config, self.steps), machine="; ".join(kinds))
@@ -253,9 +251,9 @@ class Training:
             self.records.report(self._hosts, self._timeline, shows=self.shows)
 
     def _own_host(self) -> dict[str, Any] | None:
-        """What this host's connections did so far; None without a carrier, as after its end."""
+        """What this host's connections did so far; None without a relay, as after its end."""
         try:
-            mine = self._carrier()
+            mine = self._relay()
         except RuntimeError:
             return None
         return None if mine is None else {**mine, "trace": self._trace.samples}

@@ -11,7 +11,7 @@ from thinpipe.launch.config.cli_options import refuse
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host.resources import usable_cores
-from thinpipe.launch.starter.found import look
+from thinpipe.launch.starter.draft import look
 from thinpipe.launch.starter.template import render
 
 _MOST_STAGES = 4

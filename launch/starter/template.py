@@ -3,7 +3,7 @@
 from typing import Any
 
 from thinpipe.launch.config.toml import toml_value
-from thinpipe.launch.starter.found import Found
+from thinpipe.launch.starter.draft import Draft
 
 _COMMENTS = {
     "pretrained": "folder of a Hugging Face model, whose weights training starts from",
@@ -31,7 +31,7 @@ forward = { kind = "aqsgd", bits = 4 }     # how a sample's activations changed 
 backward = { kind = "direct", bits = 8 }   # gradients"""
 
 
-def render(found: Found, name: str, file: str) -> str:
+def render(found: Draft, name: str, file: str) -> str:
     """A run file for what was found; `name` is the run's, `file` its own."""
     head = [
         f"# thinpipe train {file}            # on this machine, all stages",

@@ -16,7 +16,7 @@ from tests.faults.hosts import cut_off, reset, unplug
 from tests.faults.scene import STEPS_PER_EPOCH, Scene, kill
 
 After = Literal["goes on", "restarts", "either"]
-_KILLED = r"killed by signal 9|carrier ended|is gone|has left the run|lost while|lost in an"
+_KILLED = r"killed by signal 9|relay ended|is gone|has left the run|lost while|lost in an"
 _UNMET = _KILLED + r"|did not (all )?join"
 _LOST = r"connection to host\d lost|no connection to host\d|host\d is given up"
 
@@ -45,7 +45,7 @@ def catalogue() -> list[Fault]:
 
 def at_the_end() -> list[Fault]:
     """Faults when nothing is left to train."""
-    kinds = ("rank", "agent", "carrier")
+    kinds = ("rank", "agent", "relay")
     return [_kill(kind, "at the end", Scene.at_the_end, must_say=False) for kind in kinds]
 
 
@@ -68,7 +68,7 @@ _PHASES = {
 
 
 def _kills() -> Iterator[Fault]:
-    for kind in ("rank", "supervisor", "fork server", "agent", "carrier"):
+    for kind in ("rank", "supervisor", "fork server", "agent", "relay"):
         for name, moment in _PHASES.items():
             yield _kill(kind, name, moment)
         yield _kill(kind, "at the start", Scene.while_starting, must_say=False, says=_UNMET)
@@ -102,11 +102,11 @@ def _power_cut(scene: Scene) -> None:
 
 
 def _pauses() -> Iterator[Fault]:
-    for kind in ("rank", "agent", "carrier", "fork server", "supervisor"):
+    for kind in ("rank", "agent", "relay", "fork server", "supervisor"):
         strike = partial(_pause, kind, 0.3, 2.0)
         yield Fault(f"stop: {kind}, 0.3 to 2 s", strike, _LOST, "goes on", must_say=False)
-    long = partial(_pause, "carrier", 9.0, 10.0)
-    yield Fault("stop: carrier, longer than patience_s", long, _LOST, "either")
+    long = partial(_pause, "relay", 9.0, 10.0)
+    yield Fault("stop: relay, longer than patience_s", long, _LOST, "either")
 
 
 def _pause(kind: str, least_s: float, most_s: float, scene: Scene) -> None:
@@ -210,5 +210,5 @@ def _disks() -> Iterator[Fault]:
         strike = partial(damage.harm_and_kill, harm)
         must = kind not in ("latest missing", "latest wrong")
         yield Fault(f"files: {kind}, then a restart", strike, says, must_say=must)
-    says = "no step is whole|missing|mended"
+    says = "no step is whole|missing|repaired"
     yield Fault("files: no step left, then a restart", damage.harm_all, says)

@@ -1,4 +1,4 @@
-"""A run over emulated hosts, each with a launcher, a carrier and a rank of its own."""
+"""A run over emulated hosts, each with a launcher, a relay and a rank of its own."""
 
 import json
 import os
@@ -114,19 +114,19 @@ class HostsRun:
         until(self.has_ended, _LONGEST_S)
         return self.codes
 
-    def carrier(self, host: int) -> psutil.Process:
+    def relay(self, host: int) -> psutil.Process:
         """The process that carries a host's traffic."""
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
-            if "thinpipe.launch.net.overlay.carrier" in words:
+            if "thinpipe.launch.net.overlay.relay" in words:
                 settings = json.loads(words[-1])
                 if settings["name"] == f"host{host}" and settings["key_file"] == str(self.key):
                     return psutil.Process(process.pid)  # the one found may be of an older process
-        raise ProcessLookupError(f"host{host} has no carrier")
+        raise ProcessLookupError(f"host{host} has no relay")
 
     def status(self, host: int) -> Mapping[str, Any]:
-        """What a host's carrier knows."""
-        settings = json.loads(self.carrier(host).cmdline()[-1])
+        """What a host's relay knows."""
+        settings = json.loads(self.relay(host).cmdline()[-1])
         answer: Mapping[str, Any] = Client(settings["socket"]).ask("status")
         return answer
 

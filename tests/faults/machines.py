@@ -140,7 +140,7 @@ def _kind(line: str, name: str) -> str:
         return "rank"
     names = {"thinpipe wait": "supervisor", "thinpipe server": "fork server"}
     words = {
-        "thinpipe.launch.net.overlay.carrier": "carrier",
+        "thinpipe.launch.net.overlay.relay": "relay",
         "resource_tracker": "resource tracker",
         "-m thinpipe.launch train": "agent",
         "forkserver": "fork server",

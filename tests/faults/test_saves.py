@@ -23,9 +23,9 @@ import torch
 
 from tests.faults.outcomes import Outcome, check, restored
 from thinpipe.launch.checkpoint import files
-from thinpipe.launch.checkpoint.board import Board
-from thinpipe.launch.checkpoint.choice import Choice
+from thinpipe.launch.checkpoint.choice import CheckpointChoice
 from thinpipe.launch.checkpoint.manifest import CheckpointError
+from thinpipe.launch.checkpoint.store_gather import StoreGather
 from thinpipe.launch.checkpoint.transaction import Place, Save, Transaction
 from thinpipe.launch.net.ranks.store import connect_store, hold_store
 
@@ -49,7 +49,7 @@ def _save(place: Place, gather: Gather, step: int, *, serial: int, run: int, kee
 def _restore(place: Place, gather: Gather, run: int | None = None) -> tuple[int, bool] | str:
     """Step, and whether the state is what was saved; or the error."""
     try:
-        chosen = Choice(place, gather, _no_peers).newest(None, lambda _: [place.part])
+        chosen = CheckpointChoice(place, gather, _no_peers).newest(None, lambda _: [place.part])
     except CheckpointError as error:
         return str(error)
     state, step = files.read_part(chosen.folder, place.part), chosen.manifest.step
@@ -173,7 +173,7 @@ def test_damaged_missing_and_mixed_files(tmp_path: Path, option: Callable[[str],
 
 def _board(port: int, rank: int, name: str) -> Gather:
     store = connect_store(("127.0.0.1", port), wait_s=LIMIT_S)
-    return Board(store, rank, MACHINES, name=name, limit_s=LIMIT_S).gather
+    return StoreGather(store, rank, MACHINES, name=name, limit_s=LIMIT_S).gather
 
 
 def _save_on(rank: int, folder: Path, port: int, number: int, at: int, pipe: Connection) -> None:

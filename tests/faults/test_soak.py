@@ -22,7 +22,7 @@ EVERY_STEPS, SAVE_EVERY = 250, 10
 SAMPLE_S, SETTLED_S = 2.0, 10.0
 """A process younger than the second is still growing to its size."""
 KINDS = (
-    *(f"kill: {kind}, at any time" for kind in ("rank", "supervisor", "fork server", "carrier")),
+    *(f"kill: {kind}, at any time" for kind in ("rank", "supervisor", "fork server", "relay")),
     "stop: rank, 0.3 to 2 s",
     "link: cut, 0.2 to 1 s",
     "link: cut, 2 to 4 s",
@@ -67,7 +67,7 @@ def _sample(machines: Machines, stop: threading.Event, samples: list[Sample]) ->
     """Only of hosts whose rank lives: others share nothing."""
     while not stop.wait(SAMPLE_S):
         step, training = machines.steps(), {host for host, _ in machines.processes("rank")}
-        for kind in ("agent", "rank", "supervisor", "fork server", "carrier"):
+        for kind in ("agent", "rank", "supervisor", "fork server", "relay"):
             for host, process in machines.processes(kind):
                 try:
                     if host in training and time.time() - process.create_time() > SETTLED_S:

@@ -79,11 +79,11 @@ def test_strangers_change_nothing(net: ShapedNetwork, tmp_path: Path) -> None:
 
 def _visits(run: HostsRun, other: Path) -> Iterator[tuple[str, int, int, list[str]]]:
     for kind, attempt in _kinds(other, _record_member(run)).items():
-        before, held, first = _refused(run), run.carrier(0).num_fds(), run.steps()
+        before, held, first = _refused(run), run.relay(0).num_fds(), run.steps()
         tries = run.on(HOSTS, partial(_repeat, attempt))
         last = run.steps()
         time.sleep(_SETTLE_S)
-        left = run.carrier(0).num_fds() - held
+        left = run.relay(0).num_fds() - held
         assert left <= 1, kind  # one is the question's own
         yield kind, first, last, [f"{tries:,}", f"{_refused(run) - before:,}", str(left)]
 

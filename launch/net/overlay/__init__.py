@@ -1,4 +1,4 @@
 """The private network of a run: one authenticated port per host, and loopback for all the rest.
 
-`carrier.py` is a process of its own on every host; `process.py` starts it.
+`relay.py` is a process of its own on every host; `process.py` starts it.
 """

@@ -1,4 +1,4 @@
-"""How processes of this host talk to its carrier: a line of JSON each way, over a Unix socket.
+"""How processes of this host talk to its relay: a line of JSON each way, over a Unix socket.
 
 The socket lies in a folder that only this user can enter.
 """
@@ -12,22 +12,22 @@ from typing import Any
 from thinpipe.launch.net.overlay.links.loop import READ, WRITE, Loop, rest_if_full
 
 ADDRESS = "THINPIPE_OVERLAY"
-"""Environment variable: where ranks find the carrier's socket."""
+"""Environment variable: where ranks find the relay's socket."""
 _LONGEST = 1 << 20
 
 
 class OverlayError(RuntimeError):
-    """The carrier could not do what it was asked, or is gone."""
+    """The relay could not do what it was asked, or is gone."""
 
 
 class Client:
-    """How a process asks the carrier; a connection per question."""
+    """How a process asks the relay; a connection per question."""
 
     def __init__(self, path: str, *, wait_s: float = 10.0) -> None:
         self._path, self._wait_s = path, wait_s
 
     def ask(self, what: str, **arguments: Any) -> Any:
-        """Have the carrier do something for this process; return its answer.
+        """Have the relay do something for this process; return its answer.
 
         Raises:
             OverlayError: it cannot, or is gone.
@@ -41,11 +41,11 @@ class Client:
                 with sock.makefile("rb") as lines:
                     line = lines.readline()
         except TimeoutError:
-            raise OverlayError("this machine's carrier does not answer") from None
+            raise OverlayError("this machine's relay does not answer") from None
         except OSError as error:
-            raise OverlayError(f"this machine's carrier is gone ({error.strerror})") from None
+            raise OverlayError(f"this machine's relay is gone ({error.strerror})") from None
         if not line:
-            raise OverlayError("this machine's carrier is gone")
+            raise OverlayError("this machine's relay is gone")
         answer = json.loads(line)
         if "error" in answer:
             raise OverlayError(answer["error"])
@@ -53,7 +53,7 @@ class Client:
 
 
 class Server:
-    """The carrier's side: `handle` returns the answer to a request, or raises OverlayError."""
+    """The relay's side: `handle` returns the answer to a request, or raises OverlayError."""
 
     def __init__(self, loop: Loop, handle: Callable[[str, dict[str, Any]], Any]) -> None:
         self._loop, self._handle = loop, handle

@@ -8,7 +8,7 @@ from thinpipe.launch.net.overlay.joining import REPEAT_S
 from thinpipe.launch.net.overlay.links.handshake import LIMIT_S, Hello, Welcome, connect, send
 from thinpipe.launch.net.overlay.links.loop import Loop
 from thinpipe.launch.net.overlay.links.tcp import Segments
-from thinpipe.launch.net.overlay.membership import Host, Membership, Roster
+from thinpipe.launch.net.overlay.membership import Host, Membership, PeerList
 
 _PROBE_S = 3.0
 
@@ -30,7 +30,7 @@ class Coordinator:
     def refusal(self, hello: Hello, *, connected: bool) -> Welcome | None:
         """Why a host cannot join; `connected`: one of its name is in the run and well."""
         joining = self._joining.get(hello.name)
-        other = joining is not None and joining.incarnation != hello.incarnation
+        other = joining is not None and joining.instance != hello.instance
         if connected or (other and joining is not None and not joining.has_left()):
             text = (
                 f"another machine is named {hello.name!r}, or this one was started twice; give "
@@ -63,7 +63,7 @@ class Coordinator:
 
     def tick(self) -> None:
         """Tell hosts that wait who else has joined; they leave when they know all."""
-        roster = self._membership.roster
+        peer_list = self._membership.peer_list
         for name, joining in list(self._joining.items()):
             if joining.sending:
                 continue
@@ -71,10 +71,10 @@ class Coordinator:
             if complete or joining.has_left():
                 self._loop.close(joining.connection)
                 del self._joining[name]
-                self._membership.leave(name, joining.incarnation)
+                self._membership.leave(name, joining.instance)
                 self._on_change()
-            elif joining.sent != roster or time.monotonic() - joining.sent_s > REPEAT_S:
-                joining.send(self._loop, roster)
+            elif joining.sent != peer_list or time.monotonic() - joining.sent_s > REPEAT_S:
+                joining.send(self._loop, peer_list)
 
     def _enter(
         self, connection: ssl.SSLSocket, hello: Hello, source: str, *, reachable: bool
@@ -84,9 +84,9 @@ class Coordinator:
             address=source,
             port=hello.port,
             reachable=reachable,
-            incarnation=hello.incarnation,
+            instance=hello.instance,
         )
-        joining = _Joining(connection, hello.incarnation)
+        joining = _Joining(connection, hello.instance)
         refusal = self._membership.refusal(hello)  # others may have come meanwhile
         if refusal:
             joining.send(self._loop, Welcome(refused=refusal))
@@ -110,16 +110,16 @@ class Coordinator:
 class _Joining:
     """A host that waits for the others."""
 
-    def __init__(self, connection: ssl.SSLSocket, incarnation: str) -> None:
-        self.connection, self.incarnation = connection, incarnation
-        self.sent: Roster | None = None
+    def __init__(self, connection: ssl.SSLSocket, instance: str) -> None:
+        self.connection, self.instance = connection, instance
+        self.sent: PeerList | None = None
         self.sent_s = time.monotonic()
         self.sending = False
 
-    def send(self, loop: Loop, message: Roster | Welcome) -> None:
+    def send(self, loop: Loop, message: PeerList | Welcome) -> None:
         def over(_: object) -> None:
             self.sending, self.sent_s = False, time.monotonic()
-            self.sent = message if isinstance(message, Roster) else None
+            self.sent = message if isinstance(message, PeerList) else None
             if isinstance(message, Welcome) and message.refused:
                 loop.close(self.connection)
 

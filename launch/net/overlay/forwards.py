@@ -10,7 +10,7 @@ from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.overlay.links.frames import Traffic
 from thinpipe.launch.net.overlay.links.link import Link
 from thinpipe.launch.net.overlay.links.loop import READ, Loop, rest_if_full
-from thinpipe.launch.net.overlay.membership import Roster, loopback_address
+from thinpipe.launch.net.overlay.membership import PeerList, loopback_address
 
 LOOPBACK = "127.0.0.1"
 _STORE = 0
@@ -34,7 +34,7 @@ class Forwards:
     """
 
     def __init__(self, loop: Loop, own: str, store_port: int | None) -> None:
-        self.roster: Roster | None = None
+        self.peer_list: PeerList | None = None
         self._loop, self._own, self._store_port = loop, own, store_port
         self._exposed: dict[int, set[int]] = {}
         self._forwarded: dict[tuple[int, int], _Forwarded] = {}
@@ -61,9 +61,9 @@ class Forwards:
         """Where a peer's connection to a port goes."""
         if port == _STORE and self._store_port is not None:
             return LOOPBACK, self._store_port
-        if port not in self._exposed or self.roster is None:
+        if port not in self._exposed or self.peer_list is None:
             return None
-        return loopback_address(self.roster.run, self.roster.index(self._own)), port
+        return loopback_address(self.peer_list.run, self.peer_list.index(self._own)), port
 
     def store_port(self, link: Callable[[str], Link]) -> int:
         """The local port at which this host's processes find the store."""
@@ -81,16 +81,16 @@ class Forwards:
         Raises:
             OverlayError: there is no such host, or the port is in use here.
         """
-        roster = self._known()
-        if not 0 <= index < len(roster.hosts):
+        peer_list = self._known()
+        if not 0 <= index < len(peer_list.hosts):
             raise OverlayError(f"no host {index} in the run")
-        name = roster.hosts[index].name
+        name = peer_list.hosts[index].name
         if name == self._own:
             return
         if (index, port) in self._forwarded:
             self._forwarded[index, port].owners.add(owner)
             return
-        address = loopback_address(roster.run, index), port
+        address = loopback_address(peer_list.run, index), port
         try:
             server = self._listen(address, link(name), port, traffic)
         except OSError as error:
@@ -116,7 +116,7 @@ class Forwards:
         self._loop.watch(server, READ, on_event)
         return server
 
-    def _known(self) -> Roster:
-        if self.roster is None:
+    def _known(self) -> PeerList:
+        if self.peer_list is None:
             raise OverlayError("the hosts have not all joined")
-        return self.roster
+        return self.peer_list

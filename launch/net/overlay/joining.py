@@ -16,7 +16,7 @@ from thinpipe.launch.net.overlay.links.handshake import (
 )
 from thinpipe.launch.net.overlay.links.loop import Loop, Steps
 from thinpipe.launch.net.overlay.links.tcp import Segments
-from thinpipe.launch.net.overlay.membership import Roster
+from thinpipe.launch.net.overlay.membership import PeerList
 
 REPEAT_S = 2.0
 """How often the coordinator says who has come, news or not."""
@@ -47,7 +47,7 @@ class Joiner:
         coordinator: tuple[str, int],
         hello: Hello,
         *,
-        joined: Callable[[Roster], None],
+        joined: Callable[[PeerList], None],
         report: Report,
     ) -> None:
         self._loop, self._context, self._coordinator = loop, context, coordinator
@@ -61,13 +61,13 @@ class Joiner:
     def _wait(self, connection: ssl.SSLSocket) -> None:
         """Take the next list of hosts; the coordinator sends one every few seconds."""
 
-        def done(roster: Roster) -> None:
-            self._report("waiting", joined=[host.name for host in roster.hosts])
-            if not roster.is_complete:
+        def done(peer_list: PeerList) -> None:
+            self._report("waiting", joined=[host.name for host in peer_list.hosts])
+            if not peer_list.is_complete:
                 self._wait(connection)
                 return
             self._loop.close(connection)
-            self._joined(roster)
+            self._joined(peer_list)
 
         self._spawn(self._next(connection), done=done)
 
@@ -84,18 +84,18 @@ class Joiner:
             raise
         return connection
 
-    def _next(self, connection: ssl.SSLSocket) -> Steps[Roster]:
+    def _next(self, connection: ssl.SSLSocket) -> Steps[PeerList]:
         try:
-            roster = yield from receive(connection, Roster)
-            names = [host.name for host in roster.hosts]
-            if peer_name(connection) not in (None, roster.coordinator) or (
-                roster.is_complete and self._hello.name not in names
+            peer_list = yield from receive(connection, PeerList)
+            names = [host.name for host in peer_list.hosts]
+            if peer_name(connection) not in (None, peer_list.coordinator) or (
+                peer_list.is_complete and self._hello.name not in names
             ):
                 raise ValueError("it is not the machine where this run meets")
         except BaseException:
             self._loop.close(connection)
             raise
-        return roster
+        return peer_list
 
     def _spawn(self, steps: Steps[Any], *, done: Callable[[Any], None]) -> None:
         self._loop.spawn(steps, _WELCOME_S, done=done, failed=self._failed)

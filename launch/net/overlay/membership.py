@@ -24,10 +24,10 @@ class Host(BaseModel):
     address: str
     port: int
     reachable: bool
-    incarnation: str
+    instance: str
 
 
-class Roster(BaseModel):
+class PeerList(BaseModel):
     """All hosts in the order of their names; those that a run still waits for are not in it."""
 
     model_config = _STRICT
@@ -72,9 +72,9 @@ class Membership:
         self._hosts: dict[str, Host] = {}
 
     @property
-    def roster(self) -> Roster:
+    def peer_list(self) -> PeerList:
         hosts = tuple(sorted(self._hosts.values(), key=lambda host: natural(host.name)))
-        return Roster(run=self.run, coordinator=self.name, needed=self.needed, hosts=hosts)
+        return PeerList(run=self.run, coordinator=self.name, needed=self.needed, hosts=hosts)
 
     def refusal(self, hello: Hello) -> str:
         """Why a host cannot join; nothing if it can."""
@@ -85,7 +85,7 @@ class Membership:
             )
         known = self._hosts.get(hello.name)
         if known is None and len(self._hosts) == self.needed:
-            names = ", ".join(host.name for host in self.roster.hosts)
+            names = ", ".join(host.name for host in self.peer_list.hosts)
             return f"the run has its {self.needed} machines already ({names})"
         if hello.name == self.name:
             return (
@@ -105,10 +105,10 @@ class Membership:
         self._hosts[host.name] = host
         return None
 
-    def leave(self, name: str, incarnation: str) -> None:
+    def leave(self, name: str, instance: str) -> None:
         """A host that joined has gone before the run started."""
         known = self._hosts.get(name)
-        if known is not None and known.incarnation == incarnation and not self.roster.is_complete:
+        if known is not None and known.instance == instance and not self.peer_list.is_complete:
             del self._hosts[name]
 
 

@@ -1,4 +1,4 @@
-"""Starts this host's carrier, and waits until all hosts of the run have joined."""
+"""Starts this host's relay, and waits until all hosts of the run have joined."""
 
 import json
 import shutil
@@ -14,30 +14,30 @@ from time import monotonic
 from typing import Any
 
 from thinpipe.launch.net.overlay.control import Client, OverlayError
-from thinpipe.launch.net.overlay.membership import Roster, loopback_address
+from thinpipe.launch.net.overlay.membership import PeerList, loopback_address
 from thinpipe.launch.net.overlay.settings import Settings
 
 _END_S = 4.0
 
 
 class Overlay:
-    """The carrier of this host, and what is known of the run's hosts."""
+    """The relay of this host, and what is known of the run's hosts."""
 
     def __init__(self, settings: Settings) -> None:
         """Start the process; `join` waits for the others."""
         self.name = settings.name
-        self.roster = Roster(run="00", coordinator="", needed=settings.needed)
+        self.peer_list = PeerList(run="00", coordinator="", needed=settings.needed)
         self.on_link: Callable[[str, str, str], None] | None = None
         """Called with the peer's name, "silent", "back" or "lost", and the reason."""
         self._folder = Path(tempfile.mkdtemp(prefix="thinpipe-"))
-        self.socket = str(self._folder / "carrier")
+        self.socket = str(self._folder / "relay")
         self._events: SimpleQueue[dict[str, Any]] = SimpleQueue()
         ours, theirs = socket.socketpair()
         self._alive = ours
         text = settings.model_copy(update={"socket": self.socket}).model_dump_json()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "thinpipe.launch.net.overlay.carrier", text],
+                [sys.executable, "-P", "-m", "thinpipe.launch.net.overlay.relay", text],
                 stdin=theirs.fileno(),
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for the launcher
@@ -47,7 +47,7 @@ class Overlay:
 
     def address(self, name: str) -> str:
         """What stands for a host on the loopback of every host."""
-        return loopback_address(self.roster.run, self.roster.index(name))
+        return loopback_address(self.peer_list.run, self.peer_list.index(name))
 
     def join(
         self, limit_s: float, log: Callable[[str], None], *, expected: Sequence[str] = ()
@@ -64,7 +64,7 @@ class Overlay:
             except Empty:
                 missing = [name for name in expected if name not in joined]
                 raise OverlayError(
-                    f"{self.roster.needed} machines did not join within {limit_s:.0f} s: "
+                    f"{self.peer_list.needed} machines did not join within {limit_s:.0f} s: "
                     + (reason or f"only {', '.join(joined)} did")
                     + (f"; missing: {', '.join(missing)}" if missing else "")
                     + (f"; refused: {refused}" if refused else "")
@@ -83,7 +83,8 @@ class Overlay:
                 come = [name for name in event["joined"] if name not in joined]
                 reason, joined = "", event["joined"]
                 if come:
-                    log(f"{', '.join(come)} joined, {len(joined)} of {self.roster.needed} machines")
+                    of = f"{len(joined)} of {self.peer_list.needed} machines"
+                    log(f"{', '.join(come)} joined, {of}")
 
     def client(self) -> Client:
         return Client(self.socket)
@@ -108,9 +109,9 @@ class Overlay:
             for line in lines:
                 event = json.loads(line)
                 if event["event"] == "joined":
-                    self.roster = Roster.model_validate_json(json.dumps(event["roster"]))
+                    self.peer_list = PeerList.model_validate_json(json.dumps(event["peer list"]))
                 if event["event"] != "link":
                     self._events.put(event)
                 elif self.on_link is not None:
                     self.on_link(event["peer"], event["state"], event["reason"])
-        self._events.put({"event": "failed", "message": "the carrier ended unexpectedly"})
+        self._events.put({"event": "failed", "message": "the relay ended unexpectedly"})

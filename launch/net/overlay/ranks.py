@@ -18,7 +18,7 @@ def open_ports(
     """Expose this rank's `ports`, by kind of traffic, and forward those of all ranks elsewhere.
 
     Raises:
-        OverlayError: the carrier is gone, or a port that stands for another host is in use here.
+        OverlayError: the relay is gone, or a port that stands for another host is in use here.
         RuntimeError: a rank did not say its ports in time.
     """
     store = PrefixStore("ports", store)
@@ -35,17 +35,17 @@ def open_ports(
             client.ask("forward", host=host, port=port, traffic=traffic)
 
 
-def carrier_status() -> dict[str, Any] | None:
-    """What this host's carrier knows of its links; None if there is no carrier."""
-    carrier = os.environ.get(ADDRESS)
-    status = None if carrier is None else Client(carrier).ask("status")
+def relay_status() -> dict[str, Any] | None:
+    """What this host's relay knows of its links; None if there is no relay."""
+    relay = os.environ.get(ADDRESS)
+    status = None if relay is None else Client(relay).ask("status")
     return cast("dict[str, Any] | None", status)
 
 
 def broken_links() -> str:
-    """What this host's carrier knows of machines that it does not reach, as the end of a message.
+    """What this host's relay knows of machines that it does not reach, as the end of a message.
 
-    Nothing if all is well, or there is no carrier.
+    Nothing if all is well, or there is no relay.
     """
     try:
         links = _links()
@@ -72,6 +72,6 @@ def gone_for_good() -> str:
 
 
 def _links() -> dict[str, Any]:
-    """Of this host's carrier, by host; none without a carrier."""
-    carrier = os.environ.get(ADDRESS)
-    return {} if carrier is None else dict(Client(carrier, wait_s=1.0).ask("status")["links"])
+    """Of this host's relay, by host; none without a relay."""
+    relay = os.environ.get(ADDRESS)
+    return {} if relay is None else dict(Client(relay, wait_s=1.0).ask("status")["links"])

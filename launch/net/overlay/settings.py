@@ -1,4 +1,4 @@
-"""What a launcher tells its carrier."""
+"""What a launcher tells its relay."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ class Settings(BaseModel):
     """`coordinator` is where the hosts join; None on that host, whose `store_port` is a local port.
 
     `needed` hosts make the run. `peers` says where hosts are reached, if not where the coordinator
-    sees them. `socket` is where processes of this host find the carrier.
+    sees them. `socket` is where processes of this host find the relay.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

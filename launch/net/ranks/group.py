@@ -36,16 +36,16 @@ def meet(
 
 
 def open_group(store: Store, rank: int, world: int, *, wait_s: float) -> None:
-    """Make torch's default group, through this host's carrier if there is one.
+    """Make torch's default group, through this host's relay if there is one.
 
     Raises:
         TransportError: a rank did not come, or a local port is taken.
     """
     ports = gloo_backend.register(os.environ.get(LISTENS_AT))
-    carrier = os.environ.get(ADDRESS)
+    relay = os.environ.get(ADDRESS)
     try:
-        if carrier is not None:
-            open_ports(Client(carrier), store, ports, rank=rank, world=world, wait_s=wait_s)
+        if relay is not None:
+            open_ports(Client(relay), store, ports, rank=rank, world=world, wait_s=wait_s)
         timeout = timedelta(seconds=wait_s)
         dist.init_process_group(
             gloo_backend.BACKEND, store=store, rank=rank, world_size=world, timeout=timeout

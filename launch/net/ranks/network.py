@@ -73,7 +73,7 @@ class HostNetwork:
 
     @property
     def is_gone(self) -> bool:
-        """Whether this host has lost its carrier, and with it all others."""
+        """Whether this host has lost its relay, and with it all others."""
         return self.overlay is not None and self.overlay.has_ended
 
     def lost_hosts(self) -> int:
@@ -82,7 +82,7 @@ class HostNetwork:
         try:
             links = self.overlay.client().ask("status")["links"].values()
         except OverlayError:
-            return len(self.overlay.roster.hosts) - 1
+            return len(self.overlay.peer_list.hosts) - 1
         return sum(link["lost"] for link in links)
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ def several_machines(
     except BaseException:
         overlay.close()
         raise
-    own, order = overlay.address(overlay.name), [overlay.roster.index(overlay.name)]
+    own, order = overlay.address(overlay.name), [overlay.peer_list.index(overlay.name)]
     return HostNetwork(endpoint, own, store, server, [*order], overlay.name, overlay)
 
 
@@ -211,7 +211,7 @@ def _limit_lookups() -> None:
 
 
 def _resolved(where: tuple[str, int], setting: str) -> tuple[str, int]:
-    """With an address for the name: the carrier must not wait for a name server."""
+    """With an address for the name: the relay must not wait for a name server."""
     try:
         return resolve(where[0]), where[1]
     except ValueError as error:

@@ -151,10 +151,10 @@ class Rendezvous(RendezvousHandler):
         """Whether a host has come again, which all join then.
 
         Raises:
-            RendezvousConnectionError: this host's carrier has ended, or the store is gone.
+            RendezvousConnectionError: this host's relay has ended, or the store is gone.
         """
         if self._network.is_gone:
-            raise RendezvousConnectionError("this machine's carrier has ended")
+            raise RendezvousConnectionError("this machine's relay has ended")
         if self._hosts == 1 or time.monotonic() - self._looked_s < _LOOK_S:
             return 0
         self._looked_s = time.monotonic()
@@ -208,7 +208,7 @@ class Rendezvous(RendezvousHandler):
             if self.is_closed():
                 raise RendezvousClosedError
             if network.is_gone:
-                raise RendezvousConnectionError("this machine's carrier has ended")
+                raise RendezvousConnectionError("this machine's relay has ended")
             if self._holds:
                 self._receive()
             if time.monotonic() > say_s and (absent := self._absent()):

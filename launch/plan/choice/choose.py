@@ -20,10 +20,10 @@ from thinpipe.launch.cuts.profile import BlockCost
 from thinpipe.launch.memory.host import added_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count, microbatch_shape
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, block_memory
-from thinpipe.launch.plan.choice.fidelity import Ladders, Settings, raised
+from thinpipe.launch.plan.choice.fidelity import CompressionLevels, Settings, raised
 from thinpipe.launch.plan.placement.bounds import step_bound
 from thinpipe.launch.plan.placement.cluster import Cluster
-from thinpipe.launch.plan.placement.solve import ROUNDS, Found, Placement, solve_step
+from thinpipe.launch.plan.placement.solve import ROUNDS, BestCost, Placement, solve_step
 from thinpipe.launch.plan.placement.step import StepCost, StepModel
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.words import WireKey
@@ -39,7 +39,7 @@ _WORTH = 0.99
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class PlannedRun:
     """A variant of the run with its layout; `specs` and `gradcomp` are what it sends."""
 
     config: RunConfig
@@ -75,7 +75,7 @@ class _Variant:
     blocks: Sequence[BlockCost]
     memory: Sequence[ModelMemory]
     share: float
-    ladders: Ladders
+    ladders: CompressionLevels
 
     @property
     def lean(self) -> Settings:
@@ -119,7 +119,7 @@ def choose(
     memory: Sequence[ModelMemory] | None = None,
     seed: int = 0,
     seconds: float | None = None,
-) -> list[Choice]:
+) -> list[PlannedRun]:
     """Variants of a run with so many samples by their predicted step, the shortest first.
 
     All have one stage per rank. `memory` is that of each block, by default as counted; `seconds`
@@ -132,7 +132,7 @@ def choose(
         config = _with(config, {"schedule": _SCHEDULES[0], "ranks": None})
     if memory is None:
         memory = [block for block, count in block_memory(config) for _ in range(count)]
-    whole = _Variant(config, sequences, blocks, memory, 1.0, Ladders(config))
+    whole = _Variant(config, sequences, blocks, memory, 1.0, CompressionLevels(config))
     bounded = sorted(_variants(whole, cluster), key=lambda found: found[0])
     found: list[tuple[float, _Variant, Settings]] = []
     refused = "the devices are too few"
@@ -175,7 +175,7 @@ def _fitting(variant: _Variant, cluster: Cluster, seed: int) -> tuple[float, _Va
 
 def _refined(
     variant: _Variant, start: Settings, cluster: Cluster, seed: int, seconds: float | None
-) -> Choice:
+) -> PlannedRun:
     """Search, choose the schedule, raise fidelity, and search again."""
 
     def searched(work: Workload) -> Placement:
@@ -198,21 +198,21 @@ def _refined(
     model, again = StepModel(cluster, work), searched(work)
     kept = model(first.grid_RP).step_s
     if kept < again.cost:  # the search before, for fewer bytes, was the luckier one
-        found = Found(ROUNDS, again.curve[-1].seconds, kept)
+        found = BestCost(ROUNDS, again.curve[-1].seconds, kept)
         again = Placement(first.grid_RP, kept, (*again.curve, found))
     return _choice(variant, settings, work, again, model(again.grid_RP))
 
 
 def _choice(
     variant: _Variant, settings: Settings, work: Workload, placement: Placement, cost: StepCost
-) -> Choice:
+) -> PlannedRun:
     specs: dict[WireKey, Spec] = {
         (cut, direction): variant.ladders.cuts[way][levels[way]].spec
         for cut, levels in zip(variant.config.pipeline.cuts, settings.cuts, strict=True)
         for way, direction in enumerate(DIRECTIONS)
     }
     gradcomp = variant.ladders.exchanges[settings.exchange]
-    return Choice(variant.config, work, placement, cost, specs, gradcomp)
+    return PlannedRun(variant.config, work, placement, cost, specs, gradcomp)
 
 
 def _variants(whole: _Variant, cluster: Cluster) -> Iterator[tuple[float, _Variant]]:

@@ -45,7 +45,7 @@ class Settings:
         return replace(self, cuts=(*self.cuts[:cut], (pair[0], pair[1]), *self.cuts[cut + 1 :]))
 
 
-class Ladders:
+class CompressionLevels:
     """What may be sent instead of what a run file says; costs are measured once."""
 
     def __init__(self, config: RunConfig) -> None:
@@ -104,7 +104,9 @@ def _budgets(method: str, own: dict[str, Any], options: Any) -> list[dict[str, A
     return [{"method": method, method: {**own, **sent}} for sent in more]
 
 
-def raised(step_s: Callable[[Settings], float], start: Settings, ladders: Ladders) -> Settings:
+def raised(
+    step_s: Callable[[Settings], float], start: Settings, ladders: CompressionLevels
+) -> Settings:
     """Raise fidelity as far as the step is at most 5 % longer than `start`'s.
 
     `step_s` is infinite for settings that a layout cannot have.

@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from thinpipe.launch.plan.choice.choose import Choice
+from thinpipe.launch.plan.choice.choose import PlannedRun
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats
 from thinpipe.launch.plan.placement.step import link_nbytes
 from thinpipe.launch.words import format_bytes, format_duration
@@ -16,7 +16,7 @@ from thinpipe.pipeline.wire.header import DIRECTIONS
 _SHOWN = 5
 
 
-def show_choice(console: Console, cluster: Cluster, choices: Sequence[Choice]) -> None:
+def show_choice(console: Console, cluster: Cluster, choices: Sequence[PlannedRun]) -> None:
     """Print the layout, what limits the step, and what the next best would cost."""
     best = choices[0]
     table = Table(title="which device runs what", title_justify="left")
@@ -56,7 +56,7 @@ def show_choice(console: Console, cluster: Cluster, choices: Sequence[Choice]) -
         )
 
 
-def _sent(choice: Choice) -> str:
+def _sent(choice: PlannedRun) -> str:
     """`2 aqsgd 4-bit / direct 8-bit, 4 the same`: each cut, forward and backward."""
     texts: list[str] = []
     before = ""
@@ -67,7 +67,7 @@ def _sent(choice: Choice) -> str:
     return ", ".join(texts)
 
 
-def draw_choice(path: Path, cluster: Cluster, choice: Choice) -> None:
+def draw_choice(path: Path, cluster: Cluster, choice: PlannedRun) -> None:
     """Left the devices in their sites with the pipelines, right the bytes between sites."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Circle
@@ -126,7 +126,7 @@ def _places(cluster: Cluster, sites: Sequence[str], used: Mapping[int, tuple[int
     return place
 
 
-def _busy(cluster: Cluster, choice: Choice, sites: Sequence[str]) -> Floats:
+def _busy(cluster: Cluster, choice: PlannedRun, sites: Sequence[str]) -> Floats:
     sent_HH = link_nbytes(cluster, choice.workload, choice.placement.grid_RP)
     of = np.array([sites.index(site) for site in cluster.sites])
     busy = np.zeros((len(sites), len(sites)))

@@ -48,7 +48,7 @@ _HEATS = (0.03, 0.003, 0.1)
 
 
 @dataclass(frozen=True)
-class Found:
+class BestCost:
     """The best cost after so many rounds, and when that was."""
 
     rounds: int
@@ -62,7 +62,7 @@ class Placement:
 
     grid_RP: Ints
     cost: float
-    curve: tuple[Found, ...]
+    curve: tuple[BestCost, ...]
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,11 @@ def _refined(
 
 def _search(
     problem: _Problem, moves: int, seed: int, rounds: int, seconds: float | None
-) -> tuple[Ints, tuple[Found, ...]]:
+) -> tuple[Ints, tuple[BestCost, ...]]:
     """The best places, and the cost after each round that improved it, and after the last."""
     begin_s = time.perf_counter()
     best, best_D = problem.scored(problem.starts[0], seed)
-    curve = [Found(0, time.perf_counter() - begin_s, best)]
+    curve = [BestCost(0, time.perf_counter() - begin_s, best)]
     counted = itertools.count(1) if seconds is not None else range(1, rounds + 1)
     done = 0
     for number in counted:
@@ -205,8 +205,8 @@ def _search(
         cost, place_D = problem.scored(problem.annealed(start_D, moves, draw, heat), draw)
         if cost < best:
             best, best_D = cost, place_D
-            curve.append(Found(number, time.perf_counter() - begin_s, best))
-    curve.append(Found(done, time.perf_counter() - begin_s, best))
+            curve.append(BestCost(number, time.perf_counter() - begin_s, best))
+    curve.append(BestCost(done, time.perf_counter() - begin_s, best))
     return best_D, tuple(curve)
 
 

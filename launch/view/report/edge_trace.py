@@ -10,7 +10,7 @@ _PERIOD_S = 1.0
 _MOST_READINGS = 240  # an even number
 
 Status = Mapping[str, Any]
-"""What the carrier knows: this host's name, and counts so far of the link to each other."""
+"""What the relay knows: this host's name, and counts so far of the link to each other."""
 _Reading = tuple[float, Mapping[str, Any]]  # (time, links)
 
 
@@ -45,15 +45,15 @@ class EdgeNow(NamedTuple):
 
 
 class EdgeTrace:
-    """Asks the carrier every second, in a thread; a context manager around training.
+    """Asks the relay every second, in a thread; a context manager around training.
 
-    `read` returns what the carrier knows (`overlay.ranks.carrier_status`), or None if there is
+    `read` returns what the relay knows (`overlay.ranks.relay_status`), or None if there is
     none: then this does nothing.
     """
 
     def __init__(self, read: Callable[[], Status | None]) -> None:
         self.host = ""
-        """The name of this host, if there is a carrier."""
+        """The name of this host, if there is a relay."""
         self._read = read
         self._readings: list[_Reading] = []
         self._now: list[_Reading] = []  # the last two
@@ -102,7 +102,7 @@ class EdgeTrace:
         ]
 
     def add(self, status: Status, now_s: float | None = None) -> None:
-        """Take in what the carrier says."""
+        """Take in what the relay says."""
         reading = (time.monotonic() if now_s is None else now_s, status["links"])
         self.host = status["name"]
         self._now = [*self._now[-1:], reading]
@@ -114,7 +114,7 @@ class EdgeTrace:
         while not self._over.wait(_PERIOD_S):
             try:
                 status = self._read()
-            except RuntimeError:  # the carrier is gone, and the run ends
+            except RuntimeError:  # the relay is gone, and the run ends
                 return
             assert status is not None
             self.add(status)

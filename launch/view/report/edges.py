@@ -36,7 +36,7 @@ class Edge(TypedDict):
 
 
 def traces_of(hosts: Sequence[Mapping[str, Any] | None]) -> Traces:
-    """From what every host's carrier says, with the samples of its `EdgeTrace` as "trace"."""
+    """From what every host's relay says, with the samples of its `EdgeTrace` as "trace"."""
     return {host["name"]: host["trace"] for host in hosts if host is not None}
 
 
@@ -46,7 +46,7 @@ def write_traces(folder: Path, traces: Traces) -> None:
 
 
 def edges_of(hosts: Sequence[Mapping[str, Any] | None]) -> list[Edge]:
-    """From what every host's carrier says of its links (`overlay.ranks.carrier_status`)."""
+    """From what every host's relay says of its links (`overlay.ranks.relay_status`)."""
     return [
         Edge(
             source=host["name"],

@@ -26,7 +26,7 @@ from thinpipe.aqsgd.transform.config import (
     TransformConfig,
 )
 from thinpipe.aqsgd.transform.evaluation import FirstVisits
-from thinpipe.aqsgd.transform.rows import Held, pack, unpack
+from thinpipe.aqsgd.transform.rows import StoredSample, pack, unpack
 from thinpipe.aqsgd.transform.steps import Steps
 from thinpipe.pipeline.wire.coding.entropy import CodingError
 
@@ -244,7 +244,7 @@ def test_evaluation_learns_nothing_and_is_like_a_first_visit() -> None:
 def test_a_row_holds_a_byte_per_value() -> None:
     basis = Basis(torch.zeros(WIDTH, WIDTH - 4, dtype=torch.int16))
     q_TK = torch.randint(-127, 128, (TOKENS, WIDTH - 4), dtype=torch.int32)
-    row = pack(Held(3, -17, q_TK), basis, TOKENS * WIDTH)
+    row = pack(StoredSample(3, -17, q_TK), basis, TOKENS * WIDTH)
     assert row.numel() == 8 + TOKENS * WIDTH
     version, step, found_TK = unpack(row, {3: basis}, TOKENS)
     assert (version, step) == (3, -17)

@@ -13,7 +13,7 @@ import torch
 from tests.disk import full_disk
 from tests.ranks import Ranks
 from thinpipe.launch.checkpoint import files
-from thinpipe.launch.checkpoint.choice import Choice
+from thinpipe.launch.checkpoint.choice import CheckpointChoice
 from thinpipe.launch.checkpoint.manifest import CheckpointError
 from thinpipe.launch.checkpoint.transaction import Place, Save, Transaction
 from thinpipe.launch.net.ranks.gather import gather_json
@@ -42,13 +42,13 @@ class Machine:
         return Transaction(self.place, what, self.gather, self.peers).run(state)
 
     def restore(self, step: int | None = None) -> tuple[Any, ...] | str:
-        """Step, run and refused steps; or the error. `mended` has what second copies replaced."""
-        choice = Choice(self.place, self.gather, lambda: self.peers)
+        """Step, run and refused steps; or the error. `repaired` has what second copies replaced."""
+        choice = CheckpointChoice(self.place, self.gather, lambda: self.peers)
         try:
             chosen = choice.newest(step, lambda _: [self.place.part])
         except CheckpointError as error:
             return str(error)
-        self.mended = chosen.mended
+        self.repaired = chosen.repaired
         state = files.read_part(chosen.folder, self.place.part)
         weight = float(state["w"][0])
         assert weight == chosen.manifest.step * 10 + self.rank
@@ -146,7 +146,7 @@ def _burnt_disk(machine: Machine) -> Any:
         file.write(bytes([last ^ 1]))
     if machine.rank == 0:
         (machine.root / "step-20" / "manifest.json").write_text("{")
-    healed = (*machine.restore(), machine.mended)
+    healed = (*machine.restore(), machine.repaired)
     if machine.rank == 1:
         shutil.rmtree(machine.root)
     restored = machine.restore()
@@ -157,9 +157,9 @@ def test_second_copies_replace_a_burnt_disk_and_damaged_parts(ranks: Ranks, tmp_
     results = on_machines(ranks, tmp_path, _burnt_disk, count=3)
     for rank, (healed, restored, names) in enumerate(results):
         assert healed[:2] == restored[:2] == (20, 1), (healed, restored)
-        mended = healed[-1]
-        assert [text.partition(":")[0] for text in mended] == ["rank 0", "rank 1", "rank 2"]
-        assert all("sha256" in text for text in mended[1:]), mended
+        repaired = healed[-1]
+        assert [text.partition(":")[0] for text in repaired] == ["rank 0", "rank 1", "rank 2"]
+        assert all("sha256" in text for text in repaired[1:]), repaired
         assert {f"rank-{rank}.safetensors", "manifest.json"} <= set(names)
 
 

@@ -1,7 +1,7 @@
 """Makes the connections of links, again and again while they have none.
 
 The end that the connections do not start from looks meanwhile whether its peer is still there. A
-machine that refuses connections has no carrier any more: its link is given up without patience.
+machine that refuses connections has no relay any more: its link is given up without patience.
 """
 
 import ssl
@@ -26,7 +26,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _LOOK_S = 20.0
 _SHORT_S = 2 * SILENT_S
 _REFUSED_S = 1.2
-"""A carrier that is only busy refuses nobody."""
+"""A relay that is only busy refuses nobody."""
 
 
 class Dialer:
@@ -134,7 +134,7 @@ class Dialer:
         elif now_s - self._refused_s > _REFUSED_S and not (
             self._link.connected or self._link.is_lost
         ):
-            self._link.give_up("its carrier has ended: that machine refuses connections")
+            self._link.give_up("its relay has ended: that machine refuses connections")
 
     def _wait(self, pause_s: float) -> None:
         self._due_s = time.monotonic() + pause_s

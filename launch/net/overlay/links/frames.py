@@ -1,4 +1,4 @@
-"""What two carriers send each other inside TLS: frames, each a header and at most 128 KiB."""
+"""What two relays send each other inside TLS: frames, each a header and at most 128 KiB."""
 
 import struct
 from enum import IntEnum
@@ -7,7 +7,7 @@ from typing import NamedTuple
 HEADER = struct.Struct("!BBxxIQQI")
 LARGEST = 128 * 1024
 """Bytes of a frame's payload; small enough that an urgent frame waits little behind another."""
-_LARGEST_ROSTER = 1 << 20
+_LARGEST_PEER_LIST = 1 << 20
 """Of thousands of hosts; seldom sent."""
 
 
@@ -20,7 +20,7 @@ class Kind(IntEnum):
     CREDIT = 3  # payload: how many bytes more may be sent
     END = 4  # nothing more comes; the other direction goes on
     RESET = 5  # the stream is broken
-    ROSTER = 6  # payload: the hosts of the run, as JSON
+    PEER_LIST = 6  # payload: the hosts of the run, as JSON
     BYE = 7  # the host leaves the run in order
 
 
@@ -45,7 +45,7 @@ class Header(NamedTuple):
 
 
 class FrameError(Exception):
-    """The peer sent what no carrier sends; the connection is of no use any more."""
+    """The peer sent what no relay sends; the connection is of no use any more."""
 
 
 def pack(header: Header) -> bytes:
@@ -64,7 +64,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
         header = Header(Kind(kind), Traffic(traffic), stream, number, acknowledged, length)
     except ValueError:
         raise FrameError(f"a frame of kind {kind} and priority {traffic}") from None
-    most = _LARGEST_ROSTER if header.kind is Kind.ROSTER else LARGEST
+    most = _LARGEST_PEER_LIST if header.kind is Kind.PEER_LIST else LARGEST
     if length > most:
         raise FrameError(f"a frame of {length} bytes, where {most} are the most")
     if (number == 0) != (header.kind is Kind.BEAT):

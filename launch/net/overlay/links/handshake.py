@@ -40,7 +40,7 @@ class Hello(BaseModel):
     protocol: Literal[1] = 1
     purpose: Literal["join", "probe", "link"]
     name: Name
-    incarnation: str = ""
+    instance: str = ""
     hosts: int = 0
     port: _Port = 0
     run: str = ""

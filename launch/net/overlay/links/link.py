@@ -69,17 +69,17 @@ class Link:
         first_stream: int,
         patience_s: float,
         exposed: Callable[[int], tuple[str, int] | None],
-        on_roster: Callable[[bytes], None],
+        on_peer_list: Callable[[bytes], None],
         on_change: Callable[["Link", str, str], None],
     ) -> None:
         self.peer, self.session, self.stats = peer, Session(), LinkStats()
         self.connected = self.is_lost = False
         self.has_left = False
-        """Whether the peer has said that it leaves; it may come back as another incarnation."""
+        """Whether the peer has said that it leaves; it may come back as another instance."""
         self.attempt = 0
         """Number of the peer's latest attempt to connect."""
         self._loop, self._patience_s, self._first_stream = loop, patience_s, first_stream
-        self._exposed, self._on_roster, self._on_change = exposed, on_roster, on_change
+        self._exposed, self._on_peer_list, self._on_change = exposed, on_peer_list, on_change
         self._connection: ssl.SSLSocket | None = None
         self._heard_s = self._wrote_s = self._data_s = time.monotonic()
         self._retransmitted, self._rate_Bps = 0, 0
@@ -128,9 +128,9 @@ class Link:
         self._posted.append((Kind.BYE, Traffic.CONTROL, 0, b""))
         self._watch()
 
-    def send_roster(self, data: bytes) -> None:
+    def send_peer_list(self, data: bytes) -> None:
         """Tell the peer where the hosts of the run are."""
-        self._posted.append((Kind.ROSTER, Traffic.CONTROL, 0, data))
+        self._posted.append((Kind.PEER_LIST, Traffic.CONTROL, 0, data))
         self._watch()
 
     def ready(self, stream: Stream) -> None:
@@ -355,8 +355,8 @@ class Link:
     def _handle(self, header: Header, payload: memoryview) -> None:
         if header.kind is Kind.OPEN:
             self._open_here(header, payload)
-        elif header.kind is Kind.ROSTER:
-            self._on_roster(bytes(payload))
+        elif header.kind is Kind.PEER_LIST:
+            self._on_peer_list(bytes(payload))
         elif header.kind is Kind.BYE:
             self.has_left = True
         stream = self.streams.get(header.stream)

@@ -1,4 +1,4 @@
-"""One thread that waits for all sockets of a carrier, and runs what they are ready for."""
+"""One thread that waits for all sockets of a relay, and runs what they are ready for."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""Real carriers on one machine: how they come into a run, and whom they do not believe."""
+"""Real relays on one machine: how they come into a run, and whom they do not believe."""
 
 import contextlib
 import socket
@@ -100,12 +100,12 @@ def test_connections_of_the_past_are_not_believed(run: Run) -> None:
     one = run.host("h1")
     one.join(PATIENCE_S, ignore)
     run.hosts[0].join(PATIENCE_S, ignore)
-    incarnations = {host.name: host.incarnation for host in one.roster.hosts}
-    known = {"purpose": "link", "name": "h1", "to": "h0", "run": one.roster.run, "session": "x"}
+    instances = {host.name: host.instance for host in one.peer_list.hosts}
+    known = {"purpose": "link", "name": "h1", "to": "h0", "run": one.peer_list.run, "session": "x"}
     for wrong, reason in (
-        ({"incarnation": incarnations["h1"], "attempt": 0}, "overtaken by a later connection"),
-        ({"incarnation": "earlier", "attempt": 99}, "of before a restart"),
-        ({"incarnation": incarnations["h1"], "attempt": 99, "run": "other"}, "another run"),
+        ({"instance": instances["h1"], "attempt": 0}, "overtaken by a later connection"),
+        ({"instance": "earlier", "attempt": 99}, "of before a restart"),
+        ({"instance": instances["h1"], "attempt": 99, "run": "other"}, "another run"),
     ):
         assert reason in say(run, Hello.model_validate({**known, **wrong})).refused
     links = run.hosts[0].client().ask("status")["links"]
@@ -124,7 +124,7 @@ def test_a_host_whose_connection_breaks_while_it_waits_comes_in_again(tmp_path: 
     assert said.get(timeout=PATIENCE_S).endswith("; trying again")
     run.host("h2").join(PATIENCE_S, ignore)
     thread.join(PATIENCE_S)
-    assert [host.name for host in one.roster.hosts] == ["h0", "h1", "h2"]
+    assert [host.name for host in one.peer_list.hosts] == ["h0", "h1", "h2"]
     wire.close()
     run.close()
 
@@ -155,9 +155,9 @@ def test_one_that_is_started_twice_is_refused_and_the_run_goes_on(run: Run) -> N
         host.join(30, ignore)
     client = here.client()
     wait_until(lambda: client.ask("status")["links"]["h1"]["connected"], PATIENCE_S)
-    again = Hello(purpose="join", name="h1", hosts=2, incarnation="another")
+    again = Hello(purpose="join", name="h1", hosts=2, instance="another")
     assert "another machine is named 'h1', or this one was started twice" in say(run, again).refused
-    itself = Hello(purpose="join", name="h0", hosts=2, incarnation="another")
+    itself = Hello(purpose="join", name="h0", hosts=2, instance="another")
     assert "another machine is named 'h0'" in say(run, itself).refused
     link = client.ask("status")["links"]["h1"]
     assert (link["connected"], link["resumed"], link["lost"]) == (True, 0, False)
@@ -195,7 +195,7 @@ def test_hosts_meet_over_ipv6(tmp_path: Path) -> None:
     hosts = [*run.hosts, run.host("h1"), run.host("h2")]
     for host in hosts:
         host.join(60, ignore)
-    addresses = {host.name: host.address for host in hosts[1].roster.hosts}
+    addresses = {host.name: host.address for host in hosts[1].peer_list.hosts}
     assert addresses == {"h0": "", "h1": "::1", "h2": "::1"}
     clients = [host.client() for host in hosts]
 

@@ -8,10 +8,8 @@ from thinpipe.launch.net.overlay.links.handshake import Hello
 from thinpipe.launch.net.overlay.membership import MOST_HOSTS, Host, Membership, loopback_address
 
 
-def host(name: str, *, reachable: bool = True, incarnation: str = "1") -> Host:
-    return Host(
-        name=name, address="10.0.0.9", port=29500, reachable=reachable, incarnation=incarnation
-    )
+def host(name: str, *, reachable: bool = True, instance: str = "1") -> Host:
+    return Host(name=name, address="10.0.0.9", port=29500, reachable=reachable, instance=instance)
 
 
 def members(coordinator: str, *hosts: Host) -> Membership:
@@ -23,40 +21,40 @@ def members(coordinator: str, *hosts: Host) -> Membership:
 
 def test_hosts_are_in_the_order_of_their_names_as_people_count() -> None:
     names = ["host10", "host2", "host1", "lab-b", "lab-a"]
-    roster = members("host2", *map(host, names)).roster
-    assert roster.is_complete
-    assert [h.name for h in roster.hosts] == ["host1", "host2", "host10", "lab-a", "lab-b"]
+    peer_list = members("host2", *map(host, names)).peer_list
+    assert peer_list.is_complete
+    assert [h.name for h in peer_list.hosts] == ["host1", "host2", "host10", "lab-a", "lab-b"]
 
 
 def test_of_two_hosts_exactly_one_dials_and_it_can_reach_the_other() -> None:
-    roster = members("b", host("a"), host("b"), host("c", reachable=False), host("d")).roster
+    peer_list = members("b", host("a"), host("b"), host("c", reachable=False), host("d")).peer_list
     for one, other in itertools.combinations("abcd", 2):
-        assert roster.dials(one, other) != roster.dials(other, one)
+        assert peer_list.dials(one, other) != peer_list.dials(other, one)
     for other in "abd":
-        assert roster.dials("c", other)
-    assert all(roster.dials(other, "b") for other in "acd")
+        assert peer_list.dials("c", other)
+    assert all(peer_list.dials(other, "b") for other in "acd")
 
 
 def test_two_hosts_that_cannot_reach_each_other_are_named() -> None:
     membership = Membership("a", 3)
     assert membership.join(host("a")) is None
     assert membership.join(host("b", reachable=False)) is None
-    assert membership.join(host("b", reachable=False, incarnation="2")) is None  # comes again
+    assert membership.join(host("b", reachable=False, instance="2")) is None  # comes again
     assert membership.join(host("c", reachable=False)) == "b"
-    assert [h.name for h in membership.roster.hosts] == ["a", "b"]
+    assert [h.name for h in membership.peer_list.hosts] == ["a", "b"]
 
 
 def test_a_host_that_leaves_before_the_start_is_waited_for_again() -> None:
     membership = Membership("a", 3)
     for name in "ab":
         membership.join(host(name))
-    membership.leave("b", "another incarnation")
-    assert len(membership.roster.hosts) == 2
+    membership.leave("b", "another instance")
+    assert len(membership.peer_list.hosts) == 2
     membership.leave("b", "1")
-    assert [h.name for h in membership.roster.hosts] == ["a"]
+    assert [h.name for h in membership.peer_list.hosts] == ["a"]
     full = members("a", host("a"), host("b"))
     full.leave("b", "1")  # it only learnt who is in the run
-    assert full.roster.is_complete
+    assert full.peer_list.is_complete
 
 
 def test_refusals_have_reasons() -> None:

@@ -170,12 +170,12 @@ def test_a_killed_rank_is_known_everywhere(net: ShapedNetwork, tmp_path: Path) -
         assert any(account in said for account in accounts), run.text()
 
 
-def test_where_all_meet_a_lost_carrier_ends_the_run_at_once(
+def test_where_all_meet_a_lost_relay_ends_the_run_at_once(
     net: ShapedNetwork, tmp_path: Path
 ) -> None:
     run = start(net, tmp_path, "train.epochs=500", options=("--max-restarts", "3"))
     run.wait_for_step(3)
-    run.carrier(0).kill()
+    run.relay(0).kill()
     start_s = time.monotonic()
     codes = run.done()
     assert time.monotonic() - start_s < PATIENCE_S  # the others give it up at once
@@ -193,7 +193,7 @@ def launcher_of(folder: Path, host: int) -> psutil.Process:
 def test_sigterm_to_every_process_of_a_machine_saves_on_all(
     net: ShapedNetwork, tmp_path: Path
 ) -> None:
-    """Its carrier among them; nobody waits for the machine to come back."""
+    """Its relay among them; nobody waits for the machine to come back."""
     settings = ("train.epochs=500", "checkpoint.every_steps=99999")
     run = start(net, tmp_path, *settings, options=("--max-restarts", "1"))
     run.wait_for_step(3)

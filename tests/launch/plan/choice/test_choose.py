@@ -10,7 +10,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.profile import BlockCost
 from thinpipe.launch.memory.model import ModelMemory
 from thinpipe.launch.plan.bits import fidelity
-from thinpipe.launch.plan.choice.choose import Choice, choose
+from thinpipe.launch.plan.choice.choose import PlannedRun, choose
 from thinpipe.launch.plan.choice.fidelity import exchanges
 from thinpipe.launch.plan.choice.show import draw_choice, show_choice
 from thinpipe.launch.plan.placement.cluster import Cluster
@@ -40,17 +40,17 @@ def cluster(*, gbps: float = 1.0, memory_gb: float | None = None) -> Cluster:
     )
 
 
-def chosen(found: Cluster, *, run: dict[str, object] = CONFIG) -> list[Choice]:
+def chosen(found: Cluster, *, run: dict[str, object] = CONFIG) -> list[PlannedRun]:
     blocks, memory = [BLOCK] * 4, [MEMORY] * 4
     return choose(RunConfig.model_validate(run), blocks, found, memory=memory, seconds=SECONDS)
 
 
 @pytest.fixture(scope="module")
-def choices() -> list[Choice]:
+def choices() -> list[PlannedRun]:
     return chosen(cluster())
 
 
-def test_the_shortest_step_comes_first_and_is_valid(choices: list[Choice]) -> None:
+def test_the_shortest_step_comes_first_and_is_valid(choices: list[PlannedRun]) -> None:
     steps = [choice.cost.step_s for choice in choices]
     assert steps == sorted(steps)
     pipeline = choices[0].config.pipeline
@@ -58,7 +58,9 @@ def test_the_shortest_step_comes_first_and_is_valid(choices: list[Choice]) -> No
     check_placement(placed)
 
 
-def test_far_machines_stay_idle_behind_a_link_that_would_cost_more(choices: list[Choice]) -> None:
+def test_far_machines_stay_idle_behind_a_link_that_would_cost_more(
+    choices: list[PlannedRun],
+) -> None:
     used = {host for row in chosen(cluster(gbps=1e-4))[0].hosts(cluster()) for host in row}
     assert used in ({"Ohio-0", "Ohio-1"}, {"Tokyo-0", "Tokyo-1"})
 
@@ -72,7 +74,7 @@ def test_a_model_that_fits_no_machine_is_cut() -> None:
 
 
 def test_the_choice_is_printed_with_its_reasons_and_drawn(
-    choices: list[Choice], tmp_path: Path
+    choices: list[PlannedRun], tmp_path: Path
 ) -> None:
     console = Console(record=True, width=200)
     show_choice(console, cluster(), choices)
@@ -84,7 +86,7 @@ def test_the_choice_is_printed_with_its_reasons_and_drawn(
     assert (tmp_path / "picture.svg").stat().st_size > 10_000
 
 
-def slow(config: dict[str, object], gbps: float) -> Choice:
+def slow(config: dict[str, object], gbps: float) -> PlannedRun:
     """Equal links between two machines of a run with two replicas."""
     regions = {"regions": {"here": 2}, "inside": {"latency_ms": 1, "gbps": gbps}}
     train = {"train": {"batch_size": 16, "epochs": 4}}

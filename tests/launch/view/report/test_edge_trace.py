@@ -14,8 +14,8 @@ from thinpipe.launch.view.report.edge_trace import EdgeTrace
 from thinpipe.launch.view.report.edges import traces_of
 
 
-def carrier(limit: int) -> Callable[[], dict[str, Any]]:
-    """A carrier that has sent 1 MB and resumed once more whenever it is asked."""
+def relay(limit: int) -> Callable[[], dict[str, Any]]:
+    """A relay that has sent 1 MB and resumed once more whenever it is asked."""
     asked = count()
 
     def status() -> dict[str, Any]:
@@ -37,7 +37,7 @@ def carrier(limit: int) -> Callable[[], dict[str, Any]]:
 
 def traced(limit: int, monkeypatch: pytest.MonkeyPatch) -> EdgeTrace:
     monkeypatch.setattr(edge_trace, "_PERIOD_S", 0.01)
-    with EdgeTrace(carrier(limit)) as trace:
+    with EdgeTrace(relay(limit)) as trace:
         thread = trace._thread
         assert thread is not None
         until(lambda: not thread.is_alive())
@@ -69,7 +69,7 @@ def test_long_runs_are_merged_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatc
     assert ends == sorted(ends)
 
 
-def test_without_a_carrier_there_is_nothing() -> None:
+def test_without_a_relay_there_is_nothing() -> None:
     with EdgeTrace(lambda: None) as trace:
         pass
     assert trace.samples == trace.edges() == []

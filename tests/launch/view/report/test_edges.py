@@ -25,7 +25,7 @@ LINK = {
 }
 
 
-def test_every_host_says_what_it_sent_and_ranks_without_a_carrier_nothing() -> None:
+def test_every_host_says_what_it_sent_and_ranks_without_a_relay_nothing() -> None:
     quiet = {**LINK, "resumed": 0}
     hosts = [{"name": "a", "links": {"b": LINK}}, None, {"name": "b", "links": {"a": quiet}}]
     edges = edges_of(hosts)

@@ -21,8 +21,8 @@ from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.view.report.metric_table import scalars
 from thinpipe.launch.view.report.metrics import StepRecord
-from thinpipe.launch.view.writers.outlet import Outlet
 from thinpipe.launch.view.writers.writer import Destination, check_writers, destination, open_writer
+from thinpipe.launch.view.writers.writer_thread import WriterThread
 
 
 def record(step: int, **changes: Any) -> StepRecord:
@@ -92,7 +92,10 @@ def test_tensorboard_on_a_full_disk_is_a_warning(
 ) -> None:
     pytest.importorskip("tensorboard")
     where = place(tmp_path)
-    with Outlet("tensorboard", partial(open_writer, "tensorboard", where)) as outlet, full_disk():
+    with (
+        WriterThread("tensorboard", partial(open_writer, "tensorboard", where)) as outlet,
+        full_disk(),
+    ):
         for step in range(1, 200):
             outlet.add(step, scalars(record(step)))
         outlet.__exit__()

@@ -225,7 +225,7 @@ class Pair:
             first_stream=number,
             patience_s=patience_s,
             exposed=lambda port: self._local.getsockname() if port == PORT else None,
-            on_roster=lambda data: None,
+            on_peer_list=lambda data: None,
             on_change=lambda link, state, why: self.events.append((link.peer, state, why)),
         )
 

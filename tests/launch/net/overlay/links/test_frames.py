@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch.net.overlay.links.pair import Connection, Pair, Wire, noise, transfer
 from thinpipe.launch.net.overlay import keys
-from thinpipe.launch.net.overlay.membership import Host, Roster
+from thinpipe.launch.net.overlay.membership import Host, PeerList
 
 pytestmark = pytest.mark.dist
 
@@ -21,17 +21,17 @@ def test_the_list_of_thousands_of_hosts_reaches_a_peer(tmp_path: Path) -> None:
             address=f"2001:db8:1234:5678:9abc:def0:1234:{number:x}",
             port=29500,
             reachable=True,
-            incarnation="0123456789abcdef",
+            instance="0123456789abcdef",
         )
         for number in range(3000)
     )
-    sent = Roster(run="0a", coordinator="a", needed=len(hosts), hosts=hosts)
+    sent = PeerList(run="0a", coordinator="a", needed=len(hosts), hosts=hosts)
     keys.new(tmp_path / "run.key")
     received = SimpleQueue[bytes]()
     with Pair(tmp_path / "run.key") as pair:
-        pair.b._on_roster = received.put
-        pair.call(lambda: pair.a.send_roster(sent.model_dump_json().encode()))
-        assert Roster.model_validate_json(received.get(timeout=60)) == sent
+        pair.b._on_peer_list = received.put
+        pair.call(lambda: pair.a.send_peer_list(sent.model_dump_json().encode()))
+        assert PeerList.model_validate_json(received.get(timeout=60)) == sent
 
 
 class Tunnel(Wire):

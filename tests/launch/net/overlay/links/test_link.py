@@ -264,12 +264,12 @@ def test_after_its_patience_a_link_breaks_its_streams_and_can_begin_anew(key: Pa
         assert pair.accept().recv(5) == b"again"
 
 
-def test_a_machine_without_its_carrier_is_given_up_at_once(key: Path) -> None:
+def test_a_machine_without_its_relay_is_given_up_at_once(key: Path) -> None:
     with Pair(key, patience_s=3600) as pair:
         near, _ = pair.pipe()
         pair.wire.close()  # as when the process was killed: connections end, and new ones fail
         assert near.recv(1) == b""
-        assert "its carrier has ended: that machine refuses connections" in pair.events[-1]
+        assert "its relay has ended: that machine refuses connections" in pair.events[-1]
 
 
 def test_a_host_that_leaves_in_order_is_not_missed(key: Path) -> None:

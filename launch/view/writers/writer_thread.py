@@ -15,7 +15,7 @@ _MOST_WAITING = 10_000
 _log = logging.getLogger(__name__)
 
 
-class Outlet:
+class WriterThread:
     """A tool, opened and fed by a thread of its own; a context manager around the training.
 
     A tool that fails, does not keep up, or does not finish within `close_s` seconds is a warning,

@@ -1,6 +1,6 @@
 """The process that carries everything between this host and the others of a run.
 
-`python -m thinpipe.launch.net.overlay.carrier`, started by `process.py`. It ends with its parent.
+`python -m thinpipe.launch.net.overlay.relay`, started by `process.py`. It ends with its parent.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ from thinpipe.launch.net.overlay.links.handshake import LIMIT_S, Hello, Welcome,
 from thinpipe.launch.net.overlay.links.link import Link
 from thinpipe.launch.net.overlay.links.listener import Listener
 from thinpipe.launch.net.overlay.links.loop import READ, Loop
-from thinpipe.launch.net.overlay.membership import Host, Membership, Roster
+from thinpipe.launch.net.overlay.membership import Host, Membership, PeerList
 from thinpipe.launch.net.overlay.settings import Settings
 
 _LEAVE_S = 2.0
 _MOST_TOLD = 10
 
 
-class Carrier:
+class Relay:
     """Links to all other hosts, and the local ports that lead to them."""
 
     def __init__(self, settings: Settings) -> None:
@@ -52,8 +52,8 @@ class Carrier:
         self._settings, self._loop = settings, Loop()
         accepting, self._context = keys.contexts(settings.key_file)
         _check_clock(self._context, settings)
-        self._incarnation = secrets.token_hex(8)
-        self._roster: Roster | None = None
+        self._instance = secrets.token_hex(8)
+        self._peer_list: PeerList | None = None
         self._links: dict[str, Link] = {}
         self._dialers: list[Dialer] = []
         self._forwards = Forwards(self._loop, settings.name, settings.store_port)
@@ -81,10 +81,10 @@ class Carrier:
                 self._loop,
                 self._context,
                 self._membership,
-                lambda: self._take_roster(self._membership.roster),
+                lambda: self._take_peer_list(self._membership.peer_list),
             )
             self._membership.join(self._self())
-            self._take_roster(self._membership.roster)
+            self._take_peer_list(self._membership.peer_list)
         else:
             self._join(self._settings.coordinator)
         try:
@@ -120,7 +120,7 @@ class Carrier:
             address="",
             port=self._port,
             reachable=True,
-            incarnation=self._incarnation,
+            instance=self._instance,
         )
 
     @property
@@ -131,7 +131,7 @@ class Carrier:
         hello = Hello(
             purpose="join",
             name=self._settings.name,
-            incarnation=self._incarnation,
+            instance=self._instance,
             hosts=self._settings.needed,
             port=self._port,
         )
@@ -141,59 +141,59 @@ class Carrier:
             self._context,
             coordinator,
             hello,
-            joined=self._take_roster,
+            joined=self._take_peer_list,
             report=_report,
         ).start()
 
-    def _take_roster(self, roster: Roster) -> None:
+    def _take_peer_list(self, peer_list: PeerList) -> None:
         """The hosts are known, or one of them has been started again."""
-        before = self._roster
-        if not roster.is_complete or roster == before:
-            _report("waiting", joined=[host.name for host in roster.hosts])
+        before = self._peer_list
+        if not peer_list.is_complete or peer_list == before:
+            _report("waiting", joined=[host.name for host in peer_list.hosts])
             return
-        self._roster = self._forwards.roster = roster
-        for number, host in enumerate(roster.hosts):
+        self._peer_list = self._forwards.peer_list = peer_list
+        for number, host in enumerate(peer_list.hosts):
             if host.name == self._settings.name:
                 continue
             if host.name not in self._links:
-                self._add_link(roster, number)
-            elif before is not None and before.hosts[number].incarnation != host.incarnation:
+                self._add_link(peer_list, number)
+            elif before is not None and before.hosts[number].instance != host.instance:
                 self._links[host.name].give_up("was started again")
                 self._links[host.name].attempt = 0
-        _report("joined", roster=roster.model_dump())
+        _report("joined", peer_list=peer_list.model_dump())
         if self._coordinator is not None and before is not None:
             for link in self._links.values():
-                link.send_roster(roster.model_dump_json().encode())
+                link.send_peer_list(peer_list.model_dump_json().encode())
 
-    def _take_roster_from(self, peer: str, data: bytes) -> None:
+    def _take_peer_list_from(self, peer: str, data: bytes) -> None:
         """The coordinator says where the hosts are now; nobody else may."""
-        assert self._roster is not None
+        assert self._peer_list is not None
         try:
-            roster = Roster.model_validate_json(data)
+            peer_list = PeerList.model_validate_json(data)
         except ValueError:
             raise FrameError("a list of hosts that is none") from None
-        names = [host.name for host in roster.hosts]
-        if peer != self._roster.coordinator or (
-            (roster.run, roster.coordinator, roster.needed, names)
+        names = [host.name for host in peer_list.hosts]
+        if peer != self._peer_list.coordinator or (
+            (peer_list.run, peer_list.coordinator, peer_list.needed, names)
             != (
-                self._roster.run,
-                self._roster.coordinator,
-                self._roster.needed,
-                [host.name for host in self._roster.hosts],
+                self._peer_list.run,
+                self._peer_list.coordinator,
+                self._peer_list.needed,
+                [host.name for host in self._peer_list.hosts],
             )
         ):
             raise FrameError("a list of hosts that is not its to give")
-        self._take_roster(roster)
+        self._take_peer_list(peer_list)
 
-    def _add_link(self, roster: Roster, number: int) -> None:
-        peer, own = roster.hosts[number].name, self._settings.name
+    def _add_link(self, peer_list: PeerList, number: int) -> None:
+        peer, own = peer_list.hosts[number].name, self._settings.name
         link = self._links[peer] = Link(
             self._loop,
             peer,
-            first_stream=int(roster.index(own) > number),
+            first_stream=int(peer_list.index(own) > number),
             patience_s=self._settings.patience_s,
             exposed=self._forwards.exposed,
-            on_roster=lambda data: self._take_roster_from(peer, data),
+            on_peer_list=lambda data: self._take_peer_list_from(peer, data),
             on_change=lambda link, state, reason: _report(
                 "link", peer=link.peer, state=state, reason=reason
             ),
@@ -208,28 +208,28 @@ class Carrier:
         self._dialers.append(dialer)
 
     def _address(self, peer: str) -> tuple[str, int]:
-        assert self._roster is not None
+        assert self._peer_list is not None
         if peer in self._settings.peers:
             return self._settings.peers[peer]
-        if peer == self._roster.coordinator and self._settings.coordinator is not None:
+        if peer == self._peer_list.coordinator and self._settings.coordinator is not None:
             return self._settings.coordinator
-        host = self._roster.hosts[self._roster.index(peer)]
+        host = self._peer_list.hosts[self._peer_list.index(peer)]
         return host.address, host.port
 
     def _hello(self, link: Link, attempt: int) -> Hello | None:
         """What to say to a peer; nothing if it cannot be reached from here."""
-        assert self._roster is not None
+        assert self._peer_list is not None
         own = self._settings.name
-        if not self._roster.dials(own, link.peer):
-            reachable = self._roster.hosts[self._roster.index(link.peer)].reachable
+        if not self._peer_list.dials(own, link.peer):
+            reachable = self._peer_list.hosts[self._peer_list.index(link.peer)].reachable
             return Hello(purpose="probe", name=own) if reachable else None
         return Hello(
             purpose="link",
             name=own,
-            incarnation=self._incarnation,
+            instance=self._instance,
             attempt=attempt,
             to=link.peer,
-            run=self._roster.run,
+            run=self._peer_list.run,
             session=link.session.identity,
             fresh=link.session.is_fresh,
             received=link.session.received,
@@ -256,7 +256,7 @@ class Carrier:
             ) from None
 
     def _is_member(self, address: str) -> bool:
-        hosts = self._roster.hosts if self._roster is not None else ()
+        hosts = self._peer_list.hosts if self._peer_list is not None else ()
         named = [*self._settings.peers.values()]
         if self._settings.coordinator is not None:
             named.append(self._settings.coordinator)
@@ -281,7 +281,7 @@ class Carrier:
 
     def _tell_refusal(self, message: str) -> None:
         """The launcher shows each once while it waits; a run that goes on is not disturbed."""
-        waiting = self._roster is None and len(self._told) < _MOST_TOLD
+        waiting = self._peer_list is None and len(self._told) < _MOST_TOLD
         if waiting and message not in self._told:
             self._told.add(message)
             _report("refused", message=message)
@@ -317,14 +317,14 @@ class Carrier:
             return Welcome(
                 refused=f"{self._settings.name} is not the machine of --rdzv; correct --rdzv"
             )
-        roster = self._roster
+        peer_list = self._peer_list
         if (
             link is None
-            or roster is None
-            or (hello.run, hello.to) != (roster.run, self._settings.name)
+            or peer_list is None
+            or (hello.run, hello.to) != (peer_list.run, self._settings.name)
         ):
             return Welcome(refused="another run")
-        if roster.hosts[roster.index(hello.name)].incarnation != hello.incarnation:
+        if peer_list.hosts[peer_list.index(hello.name)].instance != hello.instance:
             return Welcome(refused="of before a restart, or the restart is not known here yet")
         if hello.attempt <= link.attempt:
             return Welcome(refused="overtaken by a later connection")
@@ -346,9 +346,9 @@ class Carrier:
         return self._requests[what](given)
 
     def _own_number(self) -> int:
-        if self._roster is None:
+        if self._peer_list is None:
             raise OverlayError("the hosts have not all joined")
-        return self._roster.index(self._settings.name)
+        return self._peer_list.index(self._settings.name)
 
     def _forward(self, given: dict[str, Any]) -> None:
         traffic = Traffic[str(given["traffic"]).upper()]
@@ -403,7 +403,7 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
-        Carrier(Settings.model_validate_json(sys.argv[1])).run()
+        Relay(Settings.model_validate_json(sys.argv[1])).run()
     except ValueError as error:
         _report("failed", message=str(error))
         raise SystemExit(1) from None

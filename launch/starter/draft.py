@@ -33,7 +33,7 @@ _BATCH = 16
 
 
 @dataclass
-class Found:
+class Draft:
     """Sections of a run file, by name; the notes are comments of it."""
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Found:
         return found | ({"eval": {"samples": 3}} if "layers" in self.model else {})
 
 
-def look(model: str | None, data: str | None, stages: int) -> Found:
+def look(model: str | None, data: str | None, stages: int) -> Draft:
     """Find out what there is; `model` is a folder or "module:function", `data` a path or the same.
 
     Raises:
@@ -64,7 +64,7 @@ def look(model: str | None, data: str | None, stages: int) -> Found:
             f"--model = {model}, --data = {data}: a model of your own takes samples of your own, "
             "and no other does; give both as module:function"
         )
-    found = Found(train={"epochs": 3, "batch_size": _BATCH, "lr": 1e-3})
+    found = Draft(train={"epochs": 3, "batch_size": _BATCH, "lr": 1e-3})
     if own:
         assert model is not None
         assert data is not None
@@ -82,7 +82,7 @@ def is_function(text: str) -> bool:
     return bool(colon) and module.replace(".", "").isidentifier() and function.isidentifier()
 
 
-def _look_at_functions(found: Found, model: str, data: str) -> None:
+def _look_at_functions(found: Draft, model: str, data: str) -> None:
     found.model = {"factory": model}
     module = model.partition(":")[0]
     load_function(model, "--model")  # imports it
@@ -94,7 +94,7 @@ def _look_at_functions(found: Found, model: str, data: str) -> None:
     found.data = {"factory": data}
 
 
-def _look_at_model(found: Found, model: str | None) -> None:
+def _look_at_model(found: Draft, model: str | None) -> None:
     if model is None:
         found.model = {"layers": 8, "width": 128, "heads": 4, "context": 128}
         return
@@ -121,7 +121,7 @@ def _look_at_model(found: Found, model: str | None) -> None:
         )
 
 
-def _look_at_data(found: Found, data: str | None) -> None:
+def _look_at_data(found: Draft, data: str | None) -> None:
     if data is None:
         found.notes.append("no --data: the text is the source code of Python's standard library")
         found.data |= {"train_sequences": 512}
@@ -152,7 +152,7 @@ def _fields(row: Row, data: str) -> dict[str, Any]:
     )
 
 
-def _fit(found: Found, stages: int) -> None:
+def _fit(found: Draft, stages: int) -> None:
     """Choose lengths, counts and cuts that the model and the data allow.
 
     Raises:
@@ -174,7 +174,7 @@ def _fit(found: Found, stages: int) -> None:
         found.cuts = [round(layers * cut / found.stages) for cut in range(1, found.stages)]
 
 
-def _longest(found: Found) -> tuple[int, int]:
+def _longest(found: Draft) -> tuple[int, int]:
     """The longest sequences for which there is text, and how many there are."""
     model = _config(found, data={"sequence_length": 1}).model
     assert not isinstance(model, OwnModelConfig), "it has samples of its own"
@@ -194,7 +194,7 @@ def _longest(found: Found) -> tuple[int, int]:
     raise last
 
 
-def _config(found: Found, **changes: dict[str, Any]) -> RunConfig:
+def _config(found: Draft, **changes: dict[str, Any]) -> RunConfig:
     """The config without cuts, for a look at model and data."""
     sections = found.sections() | {"pipeline": {}}
     changed = {name: {**sections[name], **more} for name, more in changes.items()}

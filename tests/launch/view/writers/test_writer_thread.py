@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from thinpipe.launch.view.writers.outlet import Outlet
+from thinpipe.launch.view.writers.writer_thread import WriterThread
 
 
 class Recorder:
@@ -29,7 +29,7 @@ class Recorder:
 
 def test_all_steps_arrive_in_order_and_the_writer_is_closed() -> None:
     recorder = Recorder()
-    with Outlet("tool", lambda: recorder) as outlet:
+    with WriterThread("tool", lambda: recorder) as outlet:
         for step in range(100):
             outlet.add(step, {"loss": 1.0})
     assert recorder.steps == list(range(100))
@@ -38,7 +38,7 @@ def test_all_steps_arrive_in_order_and_the_writer_is_closed() -> None:
 
 def test_a_failure_is_one_warning_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(fails_at=3)
-    with caplog.at_level(logging.WARNING), Outlet("tool", lambda: recorder) as outlet:
+    with caplog.at_level(logging.WARNING), WriterThread("tool", lambda: recorder) as outlet:
         for step in range(1, 50):
             outlet.add(step, {})
     assert recorder.steps == [1, 2]
@@ -50,7 +50,7 @@ def test_a_tool_that_cannot_be_opened_is_one_warning(caplog: pytest.LogCaptureFi
     def fail() -> Recorder:
         raise RuntimeError("no such server\nand more")
 
-    with Outlet("tool", fail) as outlet:
+    with WriterThread("tool", fail) as outlet:
         outlet.add(1, {})
     assert len(caplog.messages) == 1
     assert "no such server; it gets" in caplog.messages[0]
@@ -60,7 +60,7 @@ def test_a_tool_that_hangs_holds_up_neither_steps_nor_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     hangs, began_s = threading.Event(), time.monotonic()
-    with Outlet("tool", lambda: Recorder(waits=hangs), close_s=0.1) as outlet:
+    with WriterThread("tool", lambda: Recorder(waits=hangs), close_s=0.1) as outlet:
         for step in range(20_000):  # more than may wait
             outlet.add(step, {})
     assert time.monotonic() - began_s < 10
@@ -71,7 +71,7 @@ def test_a_tool_that_hangs_holds_up_neither_steps_nor_the_end(
 
 def test_an_end_that_takes_too_long_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     hangs = threading.Event()
-    with Outlet("tool", lambda: Recorder(waits=hangs), close_s=0.1) as outlet:
+    with WriterThread("tool", lambda: Recorder(waits=hangs), close_s=0.1) as outlet:
         outlet.add(1, {})
     hangs.set()
     assert "did not finish within 0 s" in caplog.text

@@ -20,7 +20,7 @@ _SOON_S = 2.0
 _LOOK_S = 1.0
 
 
-class Board:
+class StoreGather:
     """Gathers JSON values of all ranks, which all make the same calls in the same order."""
 
     def __init__(

@@ -5,12 +5,12 @@ from threading import Thread
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
-from thinpipe.launch.checkpoint.board import Board
+from thinpipe.launch.checkpoint.store_gather import StoreGather
 from thinpipe.pipeline.comm.errors import TransportError
 
 
-def board(store: Store, rank: int, reason: str = "", *, limit_s: float = 30) -> Board:
-    return Board(store, rank, 2, name="saves", limit_s=limit_s, gone=lambda: reason)
+def board(store: Store, rank: int, reason: str = "", *, limit_s: float = 30) -> StoreGather:
+    return StoreGather(store, rank, 2, name="saves", limit_s=limit_s, gone=lambda: reason)
 
 
 def test_all_values_arrive_in_rank_order() -> None:
