@@ -6,7 +6,7 @@ one more exchange, which names the samples; both ends forget them, and their nex
 visit. Nothing else is ever sent. Samples of the step that is ending are left out: their messages
 proved both ends equal.
 
-Axes: R lanes (replicas, or shards of them), P ranks of a pipeline, C directions of cuts, E = 2 ends
+Axes: R DP ranks (`pipeline/mesh.py`), P ranks of a pipeline, C directions of cuts, E = 2 ends
 (sender, receiver), B samples.
 """
 
@@ -59,7 +59,7 @@ class CacheConsistency:
     def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:
         """Agree, before the first step, on how much is held, and of `ids_B`, on what.
 
-        `ids_B` are all samples of this lane, `first_ids_B` those of the first step.
+        `ids_B` are all samples of this DP rank, `first_ids_B` those of the first step.
 
         Raises:
             OSError: this rank has no space for what was agreed.
@@ -102,9 +102,9 @@ class CacheConsistency:
         shared_WN = self._transport.share(prints_CEB.flatten(), scope)
         wrong_RCB = _differ(self._per_end(shared_WN, count))
         mesh = self._transport.mesh
-        lane = mesh.lane if scope == "world" else mesh.shard
+        dp_rank = mesh.dp_rank if scope == "world" else mesh.shard
         for i, place in enumerate(places):
-            self._forget(place, ids_B[wrong_RCB[lane, i, : len(ids_B)]])
+            self._forget(place, ids_B[wrong_RCB[dp_rank, i, : len(ids_B)]])
         counts = wrong_RCB.sum((0, 2)).tolist()
         found = [((self._places[place][0], n),) for place, n in zip(places, counts, strict=True)]
         return Repair(_sum(*found), shared_nbytes(shared_WN))
@@ -134,7 +134,7 @@ class CacheConsistency:
         for end, memory in self._memories.items():
             if memory.capacity is not None:
                 rooms_CE[end] = memory.capacity
-        shared_PN = self._transport.share(rooms_CE.flatten(), "lane")
+        shared_PN = self._transport.share(rooms_CE.flatten(), "pipeline")
         own_CE = shared_PN.view(len(shared_PN), *rooms_CE.shape).amin(0)
         for (place, _), memory in self._memories.items():
             memory.restrict(ids_B, int(min(float(own_CE[place].min()), len(ids_B))))
@@ -144,7 +144,7 @@ class CacheConsistency:
         known_CE = torch.zeros(len(self._places), 2, dtype=torch.float64)
         for key, memory in self._memories.items():
             known_CE[key] = memory.learned()
-        shared_PN = self._transport.share(known_CE.flatten(), "lane")
+        shared_PN = self._transport.share(known_CE.flatten(), "pipeline")
         all_CE = shared_PN.view(len(shared_PN), *known_CE.shape).sum(0)
         for (place, end), memory in self._memories.items():
             if all_CE[place, 0] == all_CE[place, 1]:
@@ -161,8 +161,8 @@ class CacheConsistency:
     def _per_end(self, all_WN: Tensor, count: int = 1) -> Tensor:
         """[R, C, E, B]: of the ranks of a pipeline, only one holds any given end."""
         pipeline_ranks = self._transport.mesh.pipeline_ranks
-        lanes, places = all_WN.shape[0] // pipeline_ranks, all_WN.shape[1] // (2 * count)
-        return all_WN.reshape(lanes, pipeline_ranks, places, 2, count).sum(1)
+        dp_size, places = all_WN.shape[0] // pipeline_ranks, all_WN.shape[1] // (2 * count)
+        return all_WN.reshape(dp_size, pipeline_ranks, places, 2, count).sum(1)
 
 
 def _differ(prints_RCEB: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class PipelineConfig(BaseModel):
         return len(self.cuts) + 1
 
     @property
-    def lanes(self) -> int:
+    def dp_size(self) -> int:
         """Pipelines that run samples of their own: replicas, or the shards of each."""
         return self.replicas * self.shards
 

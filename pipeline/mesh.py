@@ -1,8 +1,9 @@
 """Ranks as replicas x pipeline positions x shards of a stage.
 
 rank = (replica * pipeline_ranks + position) * shards + shard: the shards of a stage, which exchange
-most, are neighbours. The ranks of one replica and one shard number are a *lane*: a pipeline that
-runs samples of its own. Without shards, lanes are replicas.
+most, are neighbours. Ranks of one replica and one shard number share a data-parallel
+rank (*DP rank*): they are a pipeline that runs samples of its own. Without shards, DP ranks are
+replicas.
 """
 
 from dataclasses import dataclass
@@ -19,11 +20,11 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        return self.pipeline_ranks * self.lanes
+        return self.pipeline_ranks * self.dp_size
 
     @property
-    def lanes(self) -> int:
-        """Number of lanes, which share the samples of a step."""
+    def dp_size(self) -> int:
+        """Number of DP ranks, which share the samples of a step."""
         return self.replicas * self.shards
 
     @property
@@ -41,13 +42,13 @@ class Mesh:
         return self.rank % self.shards
 
     @property
-    def lane(self) -> int:
+    def dp_rank(self) -> int:
         """Which samples this rank works on."""
         return self.replica * self.shards + self.shard
 
     def rank_at(self, position: int) -> int:
         """The rank at a position of this rank's pipeline."""
-        return self._rank(self.lane, position)
+        return self._rank(self.dp_rank, position)
 
     @property
     def pipeline(self) -> list[int]:
@@ -57,37 +58,37 @@ class Mesh:
     @property
     def same_stage(self) -> list[int]:
         """Ranks that hold the same weights as this one, by replica."""
-        lanes = range(self.shard, self.lanes, self.shards)
-        return [self._rank(lane, self.position) for lane in lanes]
+        own = range(self.shard, self.dp_size, self.shards)
+        return [self._rank(dp_rank, self.position) for dp_rank in own]
 
     @property
     def stage_shards(self) -> list[int]:
         """Ranks that hold this rank's stages together, by shard."""
         first = self.replica * self.shards
-        return [self._rank(lane, self.position) for lane in range(first, first + self.shards)]
+        return [self._rank(dp_rank, self.position) for dp_rank in range(first, first + self.shards)]
 
     @property
     def all_at_position(self) -> list[int]:
-        """Ranks at this rank's position, by lane."""
-        return [self._rank(lane, self.position) for lane in range(self.lanes)]
+        """Ranks at this rank's position, by DP rank."""
+        return [self._rank(dp_rank, self.position) for dp_rank in range(self.dp_size)]
 
     @property
     def whole_replica(self) -> list[int]:
-        """Ranks of this rank's replica, by lane and position."""
+        """Ranks of this rank's replica, by DP rank and position."""
         first = self.replica * self.shards
-        return self._by_lane(range(first, first + self.shards))
+        return self._by_dp_rank(range(first, first + self.shards))
 
     @property
     def world(self) -> list[int]:
-        """All ranks, by lane and position."""
-        return self._by_lane(range(self.lanes))
+        """All ranks, by DP rank and position."""
+        return self._by_dp_rank(range(self.dp_size))
 
-    def _by_lane(self, lanes: range) -> list[int]:
+    def _by_dp_rank(self, dp_ranks: range) -> list[int]:
         positions = range(self.pipeline_ranks)
-        return [self._rank(lane, position) for lane in lanes for position in positions]
+        return [self._rank(dp_rank, position) for dp_rank in dp_ranks for position in positions]
 
-    def _rank(self, lane: int, position: int) -> int:
-        replica, shard = divmod(lane, self.shards)
+    def _rank(self, dp_rank: int, position: int) -> int:
+        replica, shard = divmod(dp_rank, self.shards)
         return (replica * self.pipeline_ranks + position) * self.shards + shard
 
 

@@ -74,10 +74,10 @@ def train_steps(
 ) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
     """Losses, final weights of this rank, and what `check` said after every step."""
     built = start(run)
-    lane = built.engine.transport.mesh.lane
+    dp_rank = built.engine.transport.mesh.dp_rank
     losses, seen = [], []
     for step, whole in enumerate(batches):
-        totals = built.engine.train_step(share(whole, lane, run.pipeline.lanes), step)
+        totals = built.engine.train_step(share(whole, dp_rank, run.pipeline.dp_size), step)
         losses.append(totals.loss)
         seen.append(check(built, totals) if check else None)
     return losses, weights(built), seen

@@ -47,7 +47,7 @@ class Layout(NamedTuple):
         return cls(config.cuts, holders, config.replicas, config.shards)
 
     @property
-    def lanes(self) -> int:
+    def dp_size(self) -> int:
         """Among how many pipelines samples are divided."""
         return self.replicas * self.shards
 
@@ -116,7 +116,7 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
     for stage in built.stages:
         load_module(module_of(stage), saved.model, folder, own_rows)
     stateless = _load_optimizer(built, saved, own_rows)
-    boundaries = _boundaries(folder, before, lane=mesh.lane % before.lanes)
+    boundaries = _boundaries(folder, before, dp_rank=mesh.dp_rank % before.dp_size)
     _load_boundaries(built, boundaries)
     built.lr_schedule.last_epoch = saved.first_part["lr_schedule"]["last_epoch"]
     built.engine.load_state_dict(saved.first_part["engine"])
@@ -256,9 +256,9 @@ def _load_optimizer(built: Built, saved: ReplicaState, own_rows: OwnRows) -> lis
     return stateless
 
 
-def _boundaries(folder: Path, before: Layout, *, lane: int) -> dict[str, Any]:
-    """Boundary states of a lane, by channel."""
-    replica, shard = divmod(lane, before.shards)
+def _boundaries(folder: Path, before: Layout, *, dp_rank: int) -> dict[str, Any]:
+    """Boundary states of a DP rank, by channel."""
+    replica, shard = divmod(dp_rank, before.shards)
     found: dict[str, Any] = {}
     for part in parts_of(folder, replica=replica):
         state = checkpoint.read_part(folder, part, mapped=ROWS)
@@ -294,7 +294,7 @@ def _changes(folder: Path, before: Layout, now: Layout, *, has_memories: bool) -
     moved = sorted(set(now.cuts) - set(before.cuts))
     if moved and has_memories:
         lines.append(f"memories at cuts {moved} start empty: these cuts are new")
-    new, of = moved_samples(before.lanes, now.lanes)
+    new, of = moved_samples(before.dp_size, now.dp_size)
     owner = "replica" if before.shards == now.shards else "pipeline"
     if has_memories and new:
         lines.append(

@@ -82,7 +82,7 @@ class RunConfig(BaseModel):
 
     @property
     def world_size(self) -> int:
-        return self.pipeline.pipeline_ranks * self.pipeline.lanes
+        return self.pipeline.pipeline_ranks * self.pipeline.dp_size
 
     def mesh(self, rank: int) -> Mesh:
         pipeline = self.pipeline
@@ -301,7 +301,7 @@ def _check_sizes(config: RunConfig) -> None:
     if data.factory is None:
         model.check_tokens(data.sequence_length, data.tokenizer)
     pipeline = config.pipeline
-    parts = pipeline.lanes * train.accumulate
+    parts = pipeline.dp_size * train.accumulate
     if train.batch_size % parts:
         factors = {
             "pipeline.replicas": pipeline.replicas,

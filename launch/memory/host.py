@@ -22,7 +22,7 @@ from thinpipe.launch.memory.model import (
 )
 from thinpipe.launch.memory.rows import (
     End,
-    Needs,
+    HostBytes,
     check_memory,
     free,
     memory_folder,
@@ -52,7 +52,7 @@ class HostNeeds:
 
     model: ModelMemory
     copies: int
-    memories: Needs
+    memories: HostBytes
     processes: int
     parts: tuple[int, ...]
 

@@ -10,7 +10,7 @@ from thinpipe.pipeline.schedule import fit_microbatches, rank_orders
 
 def samples_at_once(config: RunConfig) -> int:
     """Samples in one pass of a pipeline, before it accumulates or steps."""
-    return config.train.batch_size // (config.pipeline.lanes * config.train.accumulate)
+    return config.train.batch_size // (config.pipeline.dp_size * config.train.accumulate)
 
 
 def microbatch_count(config: RunConfig) -> int:

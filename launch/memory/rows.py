@@ -100,12 +100,12 @@ def sample_capacity(config: RunConfig, position: int) -> int | None:
 
 
 def plan_memory(config: RunConfig, sequences: int) -> list[End]:
-    """Every memory of one lane (`pipeline/mesh.py`); lanes are alike.
+    """Every memory of one DP rank (`pipeline/mesh.py`); DP ranks are alike.
 
     Raises:
         ConfigError: the budget is too small for a single sample.
     """
-    samples = sequences // config.pipeline.lanes
+    samples = sequences // config.pipeline.dp_size
     ends = _ends(config)
     capacities = {end.position: sample_capacity(config, end.position) for end in ends}
     planned = []
@@ -285,7 +285,7 @@ def _rounded_up(nbytes: int) -> str:
 
 
 def _batch(config: RunConfig) -> int:
-    return config.train.batch_size // config.pipeline.lanes
+    return config.train.batch_size // config.pipeline.dp_size
 
 
 def _busiest(nbytes: Sequence[int], per_rank: int) -> int:

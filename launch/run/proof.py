@@ -77,9 +77,9 @@ class Proof:
         return f", shard {mesh.shard}" if mesh.shards > 1 else ""
 
     def _memories(self) -> dict[str, int]:
-        """Summaries of this rank's ends of cuts, by lane and channel."""
+        """Summaries of this rank's ends of cuts, by DP rank and channel."""
         return {
-            f"{self._transport.mesh.lane}/{channel_name(channel)}": memory.summary()
+            f"{self._transport.mesh.dp_rank}/{channel_name(channel)}": memory.summary()
             for channel in self._built.engine.channels
             if (memory := channel.codec.memory) is not None
         }
@@ -117,12 +117,12 @@ class Proof:
         }
         forgotten = {}
         for channel in self._built.engine.channels:
-            name = f"{self._transport.mesh.lane}/{channel_name(channel)}"
+            name = f"{self._transport.mesh.dp_rank}/{channel_name(channel)}"
             memory: Any = channel.codec.memory
             if memory is not None and name in differing:
                 forgotten[channel_name(channel)] = len(memory)
                 memory.reset()
-        if forgotten and self._transport.mesh.lane == 0:
+        if forgotten and self._transport.mesh.dp_rank == 0:
             _log.warning(
                 "warning: the two ends of %s had come to hold different rows; both forget them, "
                 "and send their samples like new ones",

@@ -202,7 +202,7 @@ def timeline_of(config: RunConfig, record: StepRecord, events: Sequence[ComputeE
         microbatches=max((event.microbatch for event in events), default=0) + 1,
         accumulate=config.train.accumulate,
         pipeline_ranks=pipeline.pipeline_ranks,
-        replicas=pipeline.lanes,
+        replicas=pipeline.dp_size,
         cuts=pipeline.cuts,
         wire=record.wire,
         events=tuple(events),

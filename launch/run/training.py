@@ -56,8 +56,8 @@ class Training:
         self._sampler = EpochSampler(
             len(samples),
             batch_size=config.train.batch_size,
-            replicas=session.mesh.lanes,
-            replica=session.mesh.lane,
+            replicas=session.mesh.dp_size,
+            replica=session.mesh.dp_rank,
             seed=config.run.seed,
         )
         self.steps = config.train.epochs * self._sampler.steps_per_epoch
@@ -282,15 +282,15 @@ class Training:
         return engine.objective.metrics([sum(column) for column in zip(*tallies, strict=True)])
 
     def _eval_batches(self, samples: SampleSet) -> Iterator[Batch]:
-        """This lane's share of the held-out samples; all lanes get equally many batches.
+        """This DP rank's share of the held-out samples; all DP ranks get equally many batches.
 
         Those of shards are of one size, as shards run alike; a last sample may not count.
         """
         mesh, size = self._session.mesh, self._config.train.batch_size
         for first in range(0, len(samples), size):
             ids = torch.arange(first, min(first + size, len(samples)))
-            shares = ids.tensor_split(mesh.lanes)
-            own = shares[mesh.lane]
+            shares = ids.tensor_split(mesh.dp_size)
+            own = shares[mesh.dp_rank]
             missing = len(shares[0]) - len(own) if mesh.shards > 1 else 0
             batch = samples.batch(torch.cat([own, ids[:missing]]))
             yield batch.counting(len(own)) if missing else batch

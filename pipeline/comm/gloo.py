@@ -140,7 +140,7 @@ class GlooTransport:
     def _ranks(self, scope: Scope) -> Sequence[int]:
         mesh = self.mesh
         return {
-            "lane": mesh.pipeline,
+            "pipeline": mesh.pipeline,
             "replica": mesh.whole_replica,
             "shards": mesh.stage_shards,
             "stage": mesh.all_at_position,

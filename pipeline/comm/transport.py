@@ -11,7 +11,7 @@ from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.mesh import Mesh
 from thinpipe.pipeline.wire.checksum import CHECKSUM_NBYTES
 
-Scope = Literal["lane", "replica", "shards", "stage", "world"]
+Scope = Literal["pipeline", "replica", "shards", "stage", "world"]
 """Ranks that share a vector: those of this rank's pipeline; of its replica, which without shards
 are the same; the shards of its stages; all at its position; or all."""
 
@@ -74,7 +74,7 @@ class Transport(Protocol):
     def share(self, values: Tensor, scope: Scope) -> Tensor:
         """The vectors (float64) of all ranks in the scope: [ranks, values].
 
-        They are in the order of lanes, and in each of positions.
+        They are in the order of DP ranks, and in each of positions.
 
         Takes one hop, and proves by a checksum that each came as it was sent, and by a digest that
         all ranks got the same ones the last time.

@@ -56,7 +56,7 @@ def _train(rank: int, runs: list[RunConfig]) -> list[tuple[list[float], dict[str
         built = start(run)
         mesh = built.engine.transport.mesh
         losses = [
-            built.engine.train_step(share(whole, mesh.lane, mesh.lanes), step).loss
+            built.engine.train_step(share(whole, mesh.dp_rank, mesh.dp_size), step).loss
             for step, whole in enumerate(batches(classes=run.model.classes))
         ]
         store: Any = None

@@ -62,9 +62,9 @@ def train(rank: int, runs: Sequence[tuple[str, RunConfig]]) -> None:
     for name, run in runs:
         try:
             built = start(run)
-            lane = built.engine.transport.mesh.lane
+            dp_rank = built.engine.transport.mesh.dp_rank
             for step in range(STEPS):
-                item = share(batch([1, 2, 3, 4]), lane, run.pipeline.lanes)
+                item = share(batch([1, 2, 3, 4]), dp_rank, run.pipeline.dp_size)
                 assert not built.engine.train_step(item, step).skipped
             built.sync.state_dict()
             built.sync.finish()

@@ -111,13 +111,13 @@ def test_gathering_for_every_microbatch_changes_the_order_of_sums_alone(ranks: R
 def _evaluated(rank: int, run: RunConfig) -> Any:
     built = start(run)
     engine, mesh = built.engine, built.engine.transport.mesh
-    engine.train_step(share(BATCHES[0], mesh.lane, mesh.lanes), 0)
+    engine.train_step(share(BATCHES[0], mesh.dp_rank, mesh.dp_size), 0)
     held_out = batch([50, 51, 52])
-    own = share(held_out, mesh.lane, mesh.lanes)
-    if mesh.lane == 1:  # as launch/train.py does
+    own = share(held_out, mesh.dp_rank, mesh.dp_size)
+    if mesh.dp_rank == 1:  # as launch/train.py does
         own = batch([52, 50]).counting(1)
     tally = engine.eval_step(own, 0, compressed=False)
-    return tally, engine.train_step(share(BATCHES[1], mesh.lane, mesh.lanes), 1).loss
+    return tally, engine.train_step(share(BATCHES[1], mesh.dp_rank, mesh.dp_size), 1).loss
 
 
 def test_evaluation_is_of_the_weights_that_are_kept(ranks: Ranks) -> None:
@@ -144,7 +144,7 @@ QSDP = config(
 
 def _step(built: Built, number: int) -> StepTotals:
     mesh = built.engine.transport.mesh
-    return built.engine.train_step(share(BATCHES[number % 3], mesh.lane, mesh.lanes), number)
+    return built.engine.train_step(share(BATCHES[number % 3], mesh.dp_rank, mesh.dp_size), number)
 
 
 def _train(rank: int, run: RunConfig) -> tuple[list[StepTotals], bool]:
@@ -206,7 +206,7 @@ def _launched(rank: int, gather: str) -> list[tuple[int, int]]:
     sync.before_step = counted
     mesh = built.engine.transport.mesh
     for step, whole_batch in enumerate(BATCHES):
-        built.engine.train_step(share(whole_batch, mesh.lane, mesh.lanes), step)
+        built.engine.train_step(share(whole_batch, mesh.dp_rank, mesh.dp_size), step)
     return found
 
 

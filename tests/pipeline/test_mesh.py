@@ -5,11 +5,11 @@ import pytest
 from thinpipe.pipeline.mesh import Mesh, check_world
 
 
-def test_without_shards_lanes_are_replicas() -> None:
+def test_without_shards_dp_ranks_are_replicas() -> None:
     for rank in range(6):
         mesh = Mesh(3, 2, rank)
         assert (mesh.replica, mesh.position, mesh.shard) == (rank // 3, rank % 3, 0)
-        assert mesh.lane == mesh.replica
+        assert mesh.dp_rank == mesh.replica
         assert mesh.pipeline == mesh.whole_replica
         assert mesh.stage_shards == [rank]
         assert mesh.same_stage == mesh.all_at_position
@@ -28,10 +28,10 @@ def test_every_rank_has_one_place(shape: tuple[int, int, int]) -> None:
         assert mesh.pipeline[mesh.position] == mesh.rank
         assert mesh.stage_shards[mesh.shard] == mesh.rank
         assert mesh.same_stage[mesh.replica] == mesh.rank
-        assert mesh.all_at_position[mesh.lane] == mesh.rank
-        assert mesh.world.index(mesh.rank) == mesh.lane * positions + mesh.position
+        assert mesh.all_at_position[mesh.dp_rank] == mesh.rank
+        assert mesh.world.index(mesh.rank) == mesh.dp_rank * positions + mesh.position
         assert sorted(mesh.world) == list(ranks)
-        assert {meshes[rank].lane for rank in mesh.pipeline} == {mesh.lane}
+        assert {meshes[rank].dp_rank for rank in mesh.pipeline} == {mesh.dp_rank}
         assert {meshes[rank].replica for rank in mesh.whole_replica} == {mesh.replica}
 
 

@@ -40,9 +40,9 @@ def _losses(rank: int) -> dict[str, list[tuple[bool, float, int]]]:
     found = {}
     for method in method_names():
         built = start(_run(method, replicas=2))
-        lane = built.engine.transport.mesh.lane
+        dp_rank = built.engine.transport.mesh.dp_rank
         totals = [
-            built.engine.train_step(share(_uneven(step), lane, 2), step) for step in range(STEPS)
+            built.engine.train_step(share(_uneven(step), dp_rank, 2), step) for step in range(STEPS)
         ]
         met = [built.sync.due(step) for step in range(STEPS)]
         built.sync.finish()
@@ -61,8 +61,8 @@ def test_the_loss_is_the_mean_over_the_tokens_that_it_says(ranks: Ranks) -> None
             return total.loss, total.tokens
 
         whole = [loss(_uneven(step), step) for step in range(STEPS)]
-        own = [[loss(share(_uneven(s), lane, 2), s) for s in range(STEPS)] for lane in (0, 1)]
-    assert not torch.allclose(*(torch.tensor([each[0] for each in lane]) for lane in own))
+        own = [[loss(share(_uneven(s), dp_rank, 2), s) for s in range(STEPS)] for dp_rank in (0, 1)]
+    assert not torch.allclose(*(torch.tensor([each[0] for each in dp_rank]) for dp_rank in own))
     for rank, losses in enumerate(by_rank):
         for method, steps in losses.items():
             for step, (met, found, tokens) in enumerate(steps):

@@ -15,7 +15,7 @@ class Timeline(BaseModel):
     """One step: its events, in seconds since the first rank began it, and its traffic.
 
     `step` counts from 1, `wire` sums over the replicas. `pipeline_ranks` ranks make a replica, or
-    with shards a lane, in whose order (`pipeline/mesh.py`) events count ranks. A step runs the
+    with shards a DP rank, in whose order (`pipeline/mesh.py`) events count ranks. A step runs the
     schedule `accumulate` times.
     """
 

@@ -87,7 +87,7 @@ def _state(rank: int, run: RunConfig, root: str, *, resume: bool) -> Any:
     facts = {"config": run.shared(), "data": "same"}
     saved = Checkpoints(Path(root), CheckpointConfig(), built, session, facts)
     batches = [batch([6 * step + sample for sample in range(6)]) for step in range(3)]
-    own = [share(whole, mesh.lane, mesh.lanes) for whole in batches]
+    own = [share(whole, mesh.dp_rank, mesh.dp_size) for whole in batches]
     if resume:
         assert saved.restore(None) == 2
     else:

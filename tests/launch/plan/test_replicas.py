@@ -52,7 +52,7 @@ def test_the_slowest_machine_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_machines_of_all_shards_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each computes half of a stage's samples: six machines do the work of both lanes of three."""
+    """Each computes half of a stage: six machines do the work of two pipelines of three."""
     monkeypatch.setattr(replicas, "method_names", lambda: ["allreduce"])
     pipeline = {"schedule": "GPipe", "microbatches": 6, "cuts": [1, 3], "shards": 2}
     run = config(pipeline=pipeline, train={"batch_size": 12})

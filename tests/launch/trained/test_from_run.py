@@ -29,8 +29,10 @@ def train_and_save(rank: int, run: RunConfig, machines: bool) -> None:
     if machines:
         run = run.updated(run={"folder": f"{run.run.path}/host{rank}"})
     built = start(run)
-    lane = built.engine.transport.mesh.lane
-    built.engine.train_step(share(batch([0, 1, 2, 3, 4, 5, 6, 7]), lane, run.pipeline.lanes), 0)
+    dp_rank = built.engine.transport.mesh.dp_rank
+    built.engine.train_step(
+        share(batch([0, 1, 2, 3, 4, 5, 6, 7]), dp_rank, run.pipeline.dp_size), 0
+    )
     store: Any = None
     session = Session(store, built.engine.transport, 7, 0 if machines else rank)
     facts = {"config": run.shared()}
