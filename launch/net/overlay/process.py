@@ -109,7 +109,7 @@ class Overlay:
             for line in lines:
                 event = json.loads(line)
                 if event["event"] == "joined":
-                    self.peer_list = PeerList.model_validate_json(json.dumps(event["peer list"]))
+                    self.peer_list = PeerList.model_validate_json(json.dumps(event["peer_list"]))
                 if event["event"] != "link":
                     self._events.put(event)
                 elif self.on_link is not None:
