@@ -21,7 +21,7 @@ from thinpipe.launch.net.ssh.processes import run_commands
 
 __all__ = ["run_file"]
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 MARK = "THINPIPE_TEST_HOST"
 
 SSH = """#!/bin/sh

@@ -37,7 +37,7 @@ pickle.Unpickler = Unpickler
 """
 """Imported by every Python process when it starts: says which files unpickle anything."""
 
-LOCAL = ("/multiprocessing/", "/numba/")
+LOCAL = ("/multiprocessing/", "/numba/", "/wire/kernels/cpu/compilation.py")
 """Pipes between processes of one machine, by which torch and Python start ranks; our kernels."""
 
 

@@ -51,6 +51,7 @@ def test_ranks_are_where_the_run_file_puts_them(
     order = first + "ab".replace(first, "")
     started = [start(run_file, *settings(order[0], port, tmp_path, *where))]
     assert started[0].stdout is not None
+    assert started[0].stdout.readline().startswith("starting ")
     assert started[0].stdout.readline().startswith("waiting for 2 machines")
     started.append(start(run_file, *settings(order[1], port, tmp_path, *where)))
     outputs = [one.communicate(timeout=180)[0] for one in started]

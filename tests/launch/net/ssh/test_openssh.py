@@ -30,7 +30,7 @@ from thinpipe.launch.view.report.metrics import read_metrics
 
 pytestmark = [pytest.mark.dist, needs_sshd]
 
-PAGE = Path(__file__).parents[3] / "docs" / "own_code.md"
+PAGE = Path(__file__).parents[4] / "docs" / "own_code.md"
 HOST = """
 [[host]]
 name = "{name}"
