@@ -91,6 +91,15 @@ def test_there_are_no_cycles_between_folders(top: str) -> None:
     list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
+def test_what_tests_import_exists() -> None:
+    """A fork server leaves out, silently, what it is to load and cannot."""
+    known = modules()
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("thinpipe"):
+                assert node.module in known, f"{path} imports {node.module}"
+
+
 def test_folders_are_small() -> None:
     sizes: dict[Path, int] = {}
     for path in modules().values():
