@@ -23,9 +23,9 @@ from benchmarks.harness import Records, command_line, format_table, quantiles
 from thinpipe.aqsgd.coded_memory import CodedMemory
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.data.sampler import EpochSampler
+from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.memory.rows import plan_memory, row_nbytes
 from thinpipe.launch.single_process import in_process
-from thinpipe.launch.words import format_bytes
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.wire.cast import Cast
 

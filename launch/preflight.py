@@ -11,10 +11,10 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.corpus import Corpus, check_data, with_sizes
 from thinpipe.launch.host.device import check_gpus, choose_device
+from thinpipe.launch.host.packages import check_writers
 from thinpipe.launch.memory.host import check_host
 from thinpipe.launch.optimizer import check_optimizer
 from thinpipe.launch.trained.model import check_start
-from thinpipe.launch.view.writers.writer import check_writers
 
 Share = Sequence[int]
 """Ranks that one machine has."""

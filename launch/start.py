@@ -16,11 +16,11 @@ from thinpipe.launch.config.cli_options import Machines, refuse, share_of
 from thinpipe.launch.config.placement import hosts_by_rank
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host.allocator import keep_freed_memory
 from thinpipe.launch.memory.host import show_host
 from thinpipe.launch.memory.rows import memory_notices, plan_memory, show_memory
 from thinpipe.launch.net.ranks.elastic import (
     Nodes,
-    keep_freed_memory,
     run_local,
     run_node,
     started_by_launcher,

@@ -6,7 +6,7 @@ from numba.core.registry import cpu_target
 from PIL import Image
 
 from tests.training import config
-from thinpipe.launch.memory.check import check_host
+from thinpipe.launch.memory.host import check_host
 
 Image.init()
 cpu_target.target_context.refresh()  # as `forked.py` does in the product's

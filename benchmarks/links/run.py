@@ -32,11 +32,11 @@ from benchmarks.links.rows import (
 )
 from benchmarks.links.runners import METHODS, Method
 from benchmarks.links.workloads import PaperShape, Training
+from thinpipe.launch.host.allocator import keep_freed_memory
 from thinpipe.launch.host.links import NetworkSpec, format_rate, parse_rate, parse_time
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.probe import probe_link
 from thinpipe.launch.net.overlay import keys
-from thinpipe.launch.net.ranks.elastic import keep_freed_memory
 from thinpipe.pipeline.schedule import DEPTH
 
 _LIMIT_S = 3600.0

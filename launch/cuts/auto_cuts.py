@@ -20,13 +20,12 @@ from thinpipe.launch.cuts.partition import Problem, best_cuts
 from thinpipe.launch.cuts.profile import BlockCost, Blocks, measure_blocks
 from thinpipe.launch.host.device import choose_device, free_gpu_memory, gpu_count
 from thinpipe.launch.host.network import Network
-from thinpipe.launch.host.resources import free_memory, usable_cores
+from thinpipe.launch.host.resources import free_memory, has_spare_core, usable_cores
+from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.memory.host import added_nbytes
 from thinpipe.launch.memory.model import block_memory, exchange_cost
-from thinpipe.launch.net.ranks.elastic import has_spare_core
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session
-from thinpipe.launch.words import format_duration
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 _log = logging.getLogger(__name__)

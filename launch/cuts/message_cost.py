@@ -14,8 +14,8 @@ from thinpipe.aqsgd.transform.config import TransformConfig
 from thinpipe.aqsgd.transform.proposals import settled
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
+from thinpipe.launch.host.words import WireKey
 from thinpipe.launch.memory.microbatches import microbatch_shape
-from thinpipe.launch.words import WireKey
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 

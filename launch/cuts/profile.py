@@ -15,9 +15,9 @@ from torch import Tensor
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.host.device import choose_device, free_gpu_memory
 from thinpipe.launch.host.resources import BackgroundLoad, free_memory, usable_cores
+from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.memory.microbatches import microbatch_shape
 from thinpipe.launch.memory.model import ModelMemory, made_up
-from thinpipe.launch.words import format_duration
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
 from thinpipe.pipeline.timing import Stopwatch

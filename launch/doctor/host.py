@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from thinpipe.launch.checkpoint.space import check_space
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.doctor.result import CheckResult, ok, problem, warning
@@ -24,6 +23,7 @@ from thinpipe.launch.host.resources import usable_cores
 from thinpipe.launch.memory.host import host_needs
 from thinpipe.launch.memory.model import rank_memory
 from thinpipe.launch.memory.rows import free
+from thinpipe.launch.memory.space import check_space
 from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.preflight import Ready, Share
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from thinpipe.launch.host.links import Pair
-from thinpipe.launch.words import format_duration
+from thinpipe.launch.host.words import format_duration
 
 _PAUSE_S = 5.0
 

@@ -1,17 +1,37 @@
-"""glibc's malloc, where blocks of a stage come and go.
-
-Every rank keeps freed memory (`launch/net/ranks/elastic.py`): that is quicker. With shards it
-grew with the number of blocks, by half of what shards save: blocks differ in size, and what malloc
-keeps of one does not fit the next. So ranks with shards give it back.
-"""
+"""What glibc's malloc does with freed memory: ranks keep it, but for those with shards."""
 
 import ctypes
+import os
+import sys
 
-_M_MMAP_THRESHOLD, _NBYTES = -3, 1 << 20
+_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_KEPT_NBYTES, _RETURNED_NBYTES = 1 << 30, 1 << 20
+
+
+def keep_freed_memory() -> bool:
+    """Have this process reuse freed memory, up to 1 GiB, instead of returning it.
+
+    By default glibc maps every tensor above 32 MB separately, and the kernel clears it page by
+    page: a step took 1.26 times as long (benchmarks/results/kernels_xeon_202611.md). Call before
+    the first large allocation. Returns False without any change if the user has set malloc's
+    thresholds, or the C library lacks these settings.
+    """
+    chosen = any(name in os.environ for name in _VARIABLES)
+    if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or not sys.platform.startswith("linux"):
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _KEPT_NBYTES) and mallopt(_TRIM_THRESHOLD, _KEPT_NBYTES))
 
 
 def return_freed_memory() -> None:
-    """From now on, whatever takes a megabyte or more is mapped, and unmapped when it is freed."""
+    """From now on, whatever takes a megabyte or more is mapped, and unmapped when it is freed.
+
+    Blocks of a stage come and go with shards, and differ in size: what malloc keeps of one does not
+    fit the next. Kept memory grew with the number of blocks, by half of what shards save.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has it
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _NBYTES)
+        mallopt(_MMAP_THRESHOLD, _RETURNED_NBYTES)

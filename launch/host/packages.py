@@ -5,7 +5,7 @@ import importlib.util
 import platform
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
@@ -91,3 +91,16 @@ def require(package: str) -> None:
     """
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+
+def check_writers(tools: Iterable[str]) -> None:
+    """Check that the packages of `report.writers` are installed.
+
+    Raises:
+        ValueError: one is not; names its extra.
+    """
+    for tool in tools:
+        try:
+            require(tool)
+        except ModuleNotFoundError as error:
+            raise ValueError(f'report.writers has "{tool}": {explain(error)}') from None

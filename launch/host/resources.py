@@ -1,8 +1,9 @@
-"""Memory that this machine has free, what computes here, and how busy its cores are."""
+"""Memory that this machine has free, what computes here, its cores and how busy they are."""
 
 import contextlib
 import os
 import platform
+import re
 import sys
 import time
 from pathlib import Path
@@ -29,6 +30,33 @@ def usable_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     quotas = [max(1, int(quota)) for quota in map(_quota, cgroup_folders("cpu")) if quota]
     return min([cores, *quotas])
+
+
+def rank_threads(processes: int) -> int:
+    """Compute threads of each of `processes` ranks on this machine: OMP_NUM_THREADS if set to a
+    number, else `threads_per_rank`.
+    """
+    setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # more: nested levels
+    return (
+        int(setting)
+        if re.fullmatch(r" *0*[1-9]\d* *", setting)
+        else threads_per_rank(usable_cores(), processes)
+    )
+
+
+def threads_per_rank(cores: int, processes: int) -> int:
+    """Compute threads of each rank.
+
+    With four cores per rank or more, one is reserved for codec and transfer threads: a compute
+    thread that shares its core delays all others.
+    """
+    share = cores // processes
+    return share - 1 if share >= 4 else max(1, share)
+
+
+def has_spare_core(cores: int, processes: int, threads: int) -> bool:
+    """Whether every rank has a core for codec and transfer threads beside its compute threads."""
+    return cores >= processes * (threads + 1)
 
 
 def free_memory() -> int:

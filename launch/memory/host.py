@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from thinpipe.launch.checkpoint.space import check_space, space_notice
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.device import cache_notice, device_type, gpu_count
+from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.memory.exchange import ExchangeCost
 from thinpipe.launch.memory.microbatches import in_flight
 from thinpipe.launch.memory.model import (
@@ -30,7 +30,7 @@ from thinpipe.launch.memory.rows import (
     needs,
     plan_memory,
 )
-from thinpipe.launch.words import format_bytes
+from thinpipe.launch.memory.space import check_space, space_notice
 
 _PROCESS_NBYTES = 120 * 2**20
 """What a rank holds beside the rest: threads, buffers of links, imports that it changed."""

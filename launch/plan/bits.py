@@ -24,8 +24,8 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import Message, message_meter
 from thinpipe.launch.cuts.profile import Blocks
 from thinpipe.launch.host.network import Network
+from thinpipe.launch.host.words import WireKey
 from thinpipe.launch.plan.predict import Prediction, predict
-from thinpipe.launch.words import WireKey
 from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 

@@ -17,11 +17,13 @@ from thinpipe.launch.corpus import training_samples, with_sizes
 from thinpipe.launch.cuts.auto_cuts import find_cuts
 from thinpipe.launch.cuts.message_cost import measure_messages
 from thinpipe.launch.cuts.profile import Blocks, measure_blocks
+from thinpipe.launch.host.allocator import keep_freed_memory
 from thinpipe.launch.host.links import MIN_RATE_BPS, format_rate, parse_rate, parse_time
 from thinpipe.launch.host.network import Network
+from thinpipe.launch.host.resources import rank_threads
+from thinpipe.launch.host.words import WireKey
 from thinpipe.launch.memory.host import device_nbytes
 from thinpipe.launch.memory.model import BlockRun, block_memory, rank_memory
-from thinpipe.launch.net.ranks.elastic import keep_freed_memory, rank_threads
 from thinpipe.launch.plan.apply import apply_plan, boundary_text
 from thinpipe.launch.plan.bits import Recommendation, recommend
 from thinpipe.launch.plan.choice.choose import choose
@@ -31,7 +33,6 @@ from thinpipe.launch.plan.predict import predict
 from thinpipe.launch.plan.replicas import show_replicas
 from thinpipe.launch.plan.suggestions import show_suggestions
 from thinpipe.launch.plan.tables import show_plan, show_recommendation
-from thinpipe.launch.words import WireKey
 
 
 def plan(  # noqa: PLR0913  # one parameter per option

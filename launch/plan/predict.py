@@ -9,10 +9,10 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.cuts.profile import Blocks
 from thinpipe.launch.host.network import Network
+from thinpipe.launch.host.words import WireKey
 from thinpipe.launch.plan.placement.events import one_pipeline, simulate
 from thinpipe.launch.plan.placement.step import StepCost, StepModel
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.launch.words import WireKey
 from thinpipe.pipeline.models.own.stage import OwnStage
 
 

@@ -16,12 +16,12 @@ from thinpipe.gradcomp.registry import method_names
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.profile import Blocks
 from thinpipe.launch.host.network import Network, seconds
+from thinpipe.launch.host.words import format_bytes, format_duration
 from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.host import device_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count
 from thinpipe.launch.memory.model import BlockRun, rank_memory
 from thinpipe.launch.plan.predict import Prediction
-from thinpipe.launch.words import format_bytes, format_duration
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from rich.console import Console
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.profile import Blocks
 from thinpipe.launch.host.network import Network
+from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.memory.microbatches import microbatch_shape, samples_at_once
 from thinpipe.launch.plan.predict import Prediction, predict
-from thinpipe.launch.words import format_duration
 
 _LARGE_BUBBLE, _WORTH_IT, _SHOWN = 0.3, 0.95, 3
 

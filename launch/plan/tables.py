@@ -12,11 +12,11 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.host.links import format_rate
 from thinpipe.launch.host.network import Network
+from thinpipe.launch.host.words import WireKey, format_bytes, format_duration
 from thinpipe.launch.memory.microbatches import microbatch_count, samples_at_once
 from thinpipe.launch.plan.bits import Recommendation
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.plan.predict import Prediction, shard_traffic
-from thinpipe.launch.words import WireKey, format_bytes, format_duration
 
 
 def show_plan(

@@ -15,10 +15,10 @@ from typing import Any
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.host.links import format_rate
 from thinpipe.launch.host.network import Network
+from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.plan.placement.events import SimulatedStep, TransferEvent, simulate
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.launch.view.report.timeline import Timeline, read_timeline
-from thinpipe.launch.words import format_duration
 from thinpipe.pipeline.schedule import stage_to_rank
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction

@@ -16,9 +16,10 @@ from thinpipe.launch.checkpoint.run_folder import RunFolder
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_batch_size, sized_for
 from thinpipe.launch.data.sample_set import SampleSet
+from thinpipe.launch.host.resources import rank_threads
 from thinpipe.launch.host.terminal import outlive_terminal
 from thinpipe.launch.memory.host import check_host
-from thinpipe.launch.net.ranks.elastic import rank_threads, ranks_here
+from thinpipe.launch.net.ranks.elastic import ranks_here
 from thinpipe.launch.net.ranks.handshake import HandshakeError, agree_now
 from thinpipe.launch.net.ranks.restarts import STOPPED, refuse_restarts
 from thinpipe.launch.net.ranks.session import Session, StopFlag, TerminatedError, join

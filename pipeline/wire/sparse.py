@@ -37,7 +37,7 @@ from thinpipe.pipeline.wire.uniform import Uniform
 _HEAD, _LENGTH = 8, torch.int32
 _GAPS_BELOW = Fraction(1, 16)
 """The share of marked places from which on zstd is shorter: of a random mask with 1.5 % it makes
-12.4 bits per mark where the entropy is 7.5, of one with 20 % what it should (docs/cocktail.md)."""
+12.4 bits per mark where the entropy is 7.5, of one with 20 % what it should."""
 
 
 @dataclass(frozen=True)

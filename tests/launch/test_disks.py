@@ -11,9 +11,9 @@ import pytest
 from tests.commands import Command
 from tests.launch.test_train import run_file
 from thinpipe.launch.checkpoint import files
-from thinpipe.launch.checkpoint.space import check_space
 from thinpipe.launch.config.run import load_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.memory.space import check_space
 
 __all__ = ["run_file"]
 

@@ -1,11 +1,8 @@
 """Starts a run's ranks on this machine, all or its share, with torchrun's elastic agent."""
 
-import ctypes
 import logging
 import os
-import re
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from thinpipe.launch.config.cli_options import USAGE_ERROR
 from thinpipe.launch.config.network import NetworkConfig
-from thinpipe.launch.host.resources import usable_cores
+from thinpipe.launch.host.resources import rank_threads
 from thinpipe.launch.host.terminal import print_error
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks import fork_server, rendezvous
@@ -36,7 +33,6 @@ from thinpipe.launch.net.ranks.restarts import STOPPED
 from thinpipe.launch.net.ranks.stopping import Stop
 
 _LOCAL_JOIN_S = 60.0
-_MALLOC_VARIABLES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
 def started_by_launcher() -> bool:
@@ -217,48 +213,3 @@ def ranks_here() -> Sequence[int]:
         return [int(rank) for rank in os.environ[PLACED].split(",")]
     first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
     return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def rank_threads(processes: int) -> int:
-    """Compute threads of each of `processes` ranks on this machine: OMP_NUM_THREADS if set to a
-    number, else `threads_per_rank`.
-    """
-    setting = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # more: nested levels
-    return (
-        int(setting)
-        if re.fullmatch(r" *0*[1-9]\d* *", setting)
-        else threads_per_rank(usable_cores(), processes)
-    )
-
-
-def threads_per_rank(cores: int, processes: int) -> int:
-    """Compute threads of each rank.
-
-    With four cores per rank or more, one is reserved for codec and transfer threads: a compute
-    thread that shares its core delays all others.
-    """
-    share = cores // processes
-    return share - 1 if share >= 4 else max(1, share)
-
-
-def has_spare_core(cores: int, processes: int, threads: int) -> bool:
-    """Whether every rank has a core for codec and transfer threads beside its compute threads."""
-    return cores >= processes * (threads + 1)
-
-
-def keep_freed_memory() -> bool:
-    """Have this process reuse freed memory, up to 1 GiB, instead of returning it.
-
-    By default glibc maps every tensor above 32 MB separately, and the kernel clears it page by
-    page: a step took 1.26 times as long (benchmarks/results/kernels_xeon_202611.md). Call before
-    the first large allocation. Returns False without any change if the user has set malloc's
-    thresholds, or the C library lacks these settings.
-    """
-    chosen = any(name in os.environ for name in _MALLOC_VARIABLES)
-    if chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or not sys.platform.startswith("linux"):
-        return False
-    trim_threshold, mmap_threshold, kept = -1, -3, 1 << 30
-    return bool(mallopt(mmap_threshold, kept) and mallopt(trim_threshold, kept))

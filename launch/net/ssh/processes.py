@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import IO
 
 from thinpipe.launch.host.terminal import print_error
+from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.net.ssh.commands import CONNECTED, GRACE_S
 from thinpipe.launch.net.ssh.hosts import HostConfig, HostsConfig
-from thinpipe.launch.words import format_duration
 
 INTERRUPTED = 130
 SSH_FAILED, _NOT_FOUND = 255, 127

@@ -17,6 +17,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.cuts.partition import Problem, best_cuts
 from thinpipe.launch.cuts.profile import BlockCost
+from thinpipe.launch.host.words import WireKey
 from thinpipe.launch.memory.host import added_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count, microbatch_shape
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, block_memory
@@ -26,7 +27,6 @@ from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.solve import ROUNDS, BestCost, Placement, solve_step
 from thinpipe.launch.plan.placement.step import StepCost, StepModel
 from thinpipe.launch.plan.placement.workload import Workload
-from thinpipe.launch.words import WireKey
 from thinpipe.pipeline.schedule import DEPTH, ScheduleName
 from thinpipe.pipeline.wire.header import DIRECTIONS
 

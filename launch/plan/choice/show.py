@@ -7,10 +7,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from thinpipe.launch.host.words import format_bytes, format_duration
 from thinpipe.launch.plan.choice.choose import PlannedRun
 from thinpipe.launch.plan.placement.cluster import Cluster, Floats
 from thinpipe.launch.plan.placement.step import link_nbytes
-from thinpipe.launch.words import format_bytes, format_duration
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _SHOWN = 5

@@ -12,12 +12,12 @@ from itertools import pairwise
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import Message
 from thinpipe.launch.cuts.profile import BlockCost
+from thinpipe.launch.host.words import WireKey
 from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.host import device_nbytes
 from thinpipe.launch.memory.microbatches import microbatch_count
 from thinpipe.launch.memory.model import BlockRun, ModelMemory, rank_memory
 from thinpipe.launch.plan.placement.dtfm import DtfmSizes
-from thinpipe.launch.words import WireKey
 from thinpipe.pipeline.schedule import DEPTH, ScheduleName, rank_orders, stage_to_rank
 
 _MEASURED_REPLICAS = 8

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 
+from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.view.report.edges import Traces
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.smoothing import smoothed
 from thinpipe.launch.view.report.svg import Chart, Line, epoch_starts
-from thinpipe.launch.words import format_bytes
 from thinpipe.pipeline.wire.header import Direction
 
 

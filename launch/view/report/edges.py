@@ -8,8 +8,8 @@ from typing import Any, TypeAlias, TypedDict
 from rich import box
 from rich.table import Table
 
+from thinpipe.launch.host.words import NOTHING, format_bytes, format_round_trip
 from thinpipe.launch.view.report.edge_trace import EdgeSample
-from thinpipe.launch.words import NOTHING, format_bytes, format_round_trip
 
 FILE_NAME = "edges.json"
 Traces: TypeAlias = Mapping[str, Sequence[EdgeSample]]

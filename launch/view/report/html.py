@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 
 from thinpipe.launch.host import disk
+from thinpipe.launch.host.words import NOTHING, format_bytes
 from thinpipe.launch.view.report.charts import bytes_chart, edges_chart, error_chart, loss_chart
 from thinpipe.launch.view.report.edges import Traces, edge_cells, write_traces
 from thinpipe.launch.view.report.metric_table import (
@@ -23,7 +24,6 @@ from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.summary import Summary, Traffic, traffic_cells
 from thinpipe.launch.view.report.svg import SCRIPT, STYLE
 from thinpipe.launch.view.report.timeline_chart import timeline_svg
-from thinpipe.launch.words import NOTHING, format_bytes
 from thinpipe.pipeline.stage import ComputeEvent
 
 

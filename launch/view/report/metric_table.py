@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from thinpipe.launch.view.report.metrics import StepRecord
-from thinpipe.launch.view.report.summary import Summary, direction_bytes
-from thinpipe.launch.words import (
+from thinpipe.launch.host.words import (
     NOTHING,
     format_bytes,
     format_duration,
@@ -19,6 +17,8 @@ from thinpipe.launch.words import (
     format_share,
     format_speed,
 )
+from thinpipe.launch.view.report.metrics import StepRecord
+from thinpipe.launch.view.report.summary import Summary, direction_bytes
 
 
 @dataclass(frozen=True)

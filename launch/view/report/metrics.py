@@ -16,7 +16,7 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from thinpipe.launch.host import disk
-from thinpipe.launch.words import NOTHING, WireKey, format_count
+from thinpipe.launch.host.words import NOTHING, WireKey, format_count
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 

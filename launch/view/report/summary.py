@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import TypedDict
 
+from thinpipe.launch.host.words import WireKey, format_bytes, format_ratio
 from thinpipe.launch.view.report.edges import Edge
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
-from thinpipe.launch.words import WireKey, format_bytes, format_ratio
 from thinpipe.pipeline.wire.header import Direction
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from thinpipe.launch.host.words import format_round_trip
 from thinpipe.launch.view.report.edge_trace import EdgeNow
 from thinpipe.launch.view.terminal.grids import in_columns
-from thinpipe.launch.words import format_round_trip
 
 _SILENT_S = 1.0
 _FEW = 8

@@ -9,6 +9,7 @@ from typing import Self
 
 from rich.console import Console
 
+from thinpipe.launch.host.words import format_repaired
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.summary import Summary
@@ -16,7 +17,6 @@ from thinpipe.launch.view.terminal.final import Left, final_tables
 from thinpipe.launch.view.terminal.log import Log, print_line
 from thinpipe.launch.view.terminal.panel import LivePanel
 from thinpipe.launch.view.terminal.progress import RunningValues
-from thinpipe.launch.words import format_repaired
 
 
 class Display:

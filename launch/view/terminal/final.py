@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from thinpipe.launch.host.words import format_bytes, format_duration, format_ratio
 from thinpipe.launch.view.report.edges import edge_table
 from thinpipe.launch.view.report.metric_table import (
     LOSSES,
@@ -21,7 +22,6 @@ from thinpipe.launch.view.report.metrics import RunInfo
 from thinpipe.launch.view.report.summary import Summary
 from thinpipe.launch.view.terminal.grids import labelled
 from thinpipe.launch.view.terminal.traffic import run_traffic
-from thinpipe.launch.words import format_bytes, format_duration, format_ratio
 
 _LINK_BPS = 100e6
 _MOST_LOSS = 50.0

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
+from thinpipe.launch.host.words import format_loss
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
 from thinpipe.launch.view.report.metric_table import METRICS, other_scores
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.terminal.connections import ConnectionLines
 from thinpipe.launch.view.terminal.grids import shape_of
-from thinpipe.launch.words import format_loss
 
 LOG_INTERVAL_S = 5.0
 CONNECTIONS_INTERVAL_S = 30.0

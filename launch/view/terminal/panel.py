@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from rich.text import Text
 
+from thinpipe.launch.host.words import format_loss
 from thinpipe.launch.view.report.edge_trace import EdgeNow, EdgeTrace
 from thinpipe.launch.view.report.metric_table import LOSSES, SHARDS, SPEED, other_scores, shown
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
@@ -22,7 +23,6 @@ from thinpipe.launch.view.terminal.connections import connection_grid
 from thinpipe.launch.view.terminal.grids import labelled, shape_of
 from thinpipe.launch.view.terminal.progress import LOSS_STEPS, RunningValues
 from thinpipe.launch.view.terminal.traffic import step_traffic
-from thinpipe.launch.words import format_loss
 
 _LEAST = 8
 """As many connections, or all of fewer, are shown before cuts are left out."""

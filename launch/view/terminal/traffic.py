@@ -7,9 +7,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from thinpipe.launch.host.words import format_bytes, format_ratio, format_share
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.summary import Summary, traffic_cells
-from thinpipe.launch.words import format_bytes, format_ratio, format_share
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS
 

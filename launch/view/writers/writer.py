@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thinpipe.launch.host import disk
-from thinpipe.launch.host.packages import explain, require
+from thinpipe.launch.host.packages import check_writers
 
 _ID_FILE = "run_id"
 
@@ -59,19 +59,6 @@ def open_writer(tool: str, place: Destination) -> Writer:
     """Imports the tool; some take seconds."""
     writer: Writer = import_module(f"thinpipe.launch.view.writers.{tool}").open_writer(place)
     return writer
-
-
-def check_writers(tools: Iterable[str]) -> None:
-    """Check that the packages of `report.writers` are installed.
-
-    Raises:
-        ValueError: one is not; names its extra.
-    """
-    for tool in tools:
-        try:
-            require(tool)
-        except ModuleNotFoundError as error:
-            raise ValueError(f'report.writers has "{tool}": {explain(error)}') from None
 
 
 def problem_if_writing(tools: Iterable[str]) -> str | None:

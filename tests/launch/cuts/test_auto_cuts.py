@@ -210,7 +210,7 @@ def test_plan_measures_with_the_threads_of_a_rank_alone_on_its_machine(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if setting is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", setting)
-    monkeypatch.setattr("thinpipe.launch.net.ranks.elastic.usable_cores", lambda: 8)
+    monkeypatch.setattr("thinpipe.launch.host.resources.usable_cores", lambda: 8)
     done = CliRunner().invoke(app, ["plan", str(run_file)])
     assert done.exit_code == 0, done.output
     assert torch.get_num_threads() == threads

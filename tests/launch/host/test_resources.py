@@ -8,7 +8,13 @@ import psutil
 import pytest
 
 from thinpipe.launch.host import resources
-from thinpipe.launch.host.resources import free_memory, usable_cores
+from thinpipe.launch.host.resources import (
+    free_memory,
+    has_spare_core,
+    rank_threads,
+    threads_per_rank,
+    usable_cores,
+)
 
 MIB = 2**20
 ALL = len(os.sched_getaffinity(0))
@@ -132,3 +138,37 @@ def test_a_process_under_a_real_quota_counts_what_it_may_use(cgroups: list[Path]
     cores, free = map(int, os.read(receive, 100).split())
     assert cores == 1
     assert 100 * MIB < free <= 300 * MIB
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "threads"),
+    [(1, 3, 1), (2, 1, 2), (2, 2, 1), (8, 2, 3), (8, 3, 2), (16, 1, 15), (96, 8, 11)],
+)
+def test_ranks_leave_a_core_to_messages_where_there_are_enough(
+    cores: int, processes: int, threads: int
+) -> None:
+    assert threads_per_rank(cores, processes) == threads
+
+
+@pytest.mark.parametrize(
+    ("setting", "threads"),
+    [("3", 3), ("4,2", 4), (" 2 ", 2), ("", None), ("0", None), ("-1", None), ("many", None)],
+)
+def test_threads_are_those_that_openmp_is_told(
+    monkeypatch: pytest.MonkeyPatch, setting: str, threads: int | None
+) -> None:
+    """It ignores what is no number."""
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    assert rank_threads(1) == (threads or threads_per_rank(usable_cores(), 1))
+
+
+@pytest.mark.parametrize(
+    ("cores", "processes", "threads", "spare"),
+    [(1, 1, 1, False), (2, 1, 1, True), (3, 2, 1, False), (4, 2, 1, True), (2, 1, 2, False)],
+)
+def test_a_core_is_to_spare_where_compute_threads_leave_each_rank_one(
+    cores: int, processes: int, threads: int, spare: bool
+) -> None:
+    assert has_spare_core(cores, processes, threads) == spare
+    given = threads_per_rank(8 * cores, processes)
+    assert has_spare_core(8 * cores, processes, given)  # what ranks are given leaves one

@@ -15,6 +15,7 @@ from thinpipe.launch.cuts.message_cost import Message, measure_message, measure_
 from thinpipe.launch.cuts.profile import BlockCost, measure_blocks
 from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.launch.host.network import Network
+from thinpipe.launch.host.words import WireKey, format_duration
 from thinpipe.launch.memory.microbatches import microbatch_shape
 from thinpipe.launch.plan.bits import (
     Candidate,
@@ -26,7 +27,6 @@ from thinpipe.launch.plan.bits import (
 )
 from thinpipe.launch.plan.predict import predict, shard_traffic
 from thinpipe.launch.plan.suggestions import show_suggestions
-from thinpipe.launch.words import WireKey, format_duration
 from thinpipe.pipeline.config import DirectConfig, RawConfig
 from thinpipe.pipeline.schedule import ScheduleName
 from thinpipe.pipeline.wire.header import DIRECTIONS, HEADER_NBYTES

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.records import run_info, step_record
+from thinpipe.launch.host.words import format_bytes
 from thinpipe.launch.view.report.html import write_report
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.report.summary import summarize
 from thinpipe.launch.view.report.timeline_chart import KINDS, timeline_svg
-from thinpipe.launch.words import format_bytes
 from thinpipe.pipeline.stage import ComputeEvent
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction

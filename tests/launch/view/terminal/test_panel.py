@@ -9,11 +9,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from tests.records import run_info, step_record
+from thinpipe.launch.host.words import WireKey, format_bytes
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
 from thinpipe.launch.view.report.metrics import RunInfo, StepRecord
 from thinpipe.launch.view.terminal.panel import LivePanel
 from thinpipe.launch.view.terminal.progress import RunningValues
-from thinpipe.launch.words import WireKey, format_bytes
 from thinpipe.pipeline.step_stats import WireTotal
 from thinpipe.pipeline.wire.header import DIRECTIONS
 

@@ -19,9 +19,10 @@ from tests.launch.test_train import wait_until
 from tests.records import step_record, wire_totals
 from thinpipe.launch.config.run import RunConfig, load_config
 from thinpipe.launch.config.toml import ConfigError
+from thinpipe.launch.host.packages import check_writers
 from thinpipe.launch.view.report.metric_table import scalars
 from thinpipe.launch.view.report.metrics import StepRecord
-from thinpipe.launch.view.writers.writer import Destination, check_writers, destination, open_writer
+from thinpipe.launch.view.writers.writer import Destination, destination, open_writer
 from thinpipe.launch.view.writers.writer_thread import WriterThread
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from thinpipe.launch.words import (
+from thinpipe.launch.host.words import (
     format_bytes,
     format_count,
     format_duration,

@@ -7,7 +7,7 @@ from thinpipe.launch.checkpoint import files
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
-from thinpipe.launch.words import format_bytes
+from thinpipe.launch.host.words import format_bytes
 
 
 def check_space(config: RunConfig, parts: Sequence[int], memories: int = 0) -> None:

@@ -1,6 +1,6 @@
 """How numbers are written everywhere. Bytes are decimal (1 MB = 1e6 B), like the rates of links.
 
-The ground floor: this imports nothing of ours.
+This imports nothing of ours.
 """
 
 import math
