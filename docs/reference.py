@@ -76,7 +76,7 @@ def _settings() -> str:
     parts = [
         "# Settings\n",
         "Every key of a run file, generated from the code. Invalid settings are rejected before "
-        "anything starts, with file, line and a suggested fix. `--set section.key=value` overrides "
+        "anything starts, with file, setting and a suggested fix. `--set section.key=value` overrides "
         "one of them.\n",
         _TOP,
     ]

@@ -33,7 +33,7 @@ _GONE_VALUES: tuple[tuple[str, Any, str], ...] = (
         'kind = "stateless" for a single epoch',
     ),
     ("boundary.*.guard.mode", "act", 'use "warn", and more bits when it warns'),
-    ("boundary.*.*ward.coding", "auto", 'use "none", "zstd" or "rans"'),
+    ("boundary.*.*ward*.coding", "auto", 'use "zstd" or "none"'),
     ("boundary.*.*ward.scale_per", "channel", 'use "token", or how many values share a scale'),
     ("boundary.*.*ward.scale_per", "tensor", 'use "token", or how many values share a scale'),
 )

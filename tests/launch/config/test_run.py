@@ -95,7 +95,7 @@ def test_an_empty_file_is_a_run_of_one_stage(tmp_path: Path) -> None:
         ),
         (
             '[[boundary]]\nforward = {kind = "aqsgd", coding = "auto"}',
-            ['boundary.0.forward.coding = "auto": no longer offered; use "none", "zstd" or "rans"'],
+            ['boundary.0.forward.coding = "auto": no longer offered; use "zstd" or "none"'],
         ),
         (
             '[[boundary]]\n[[boundary]]\nbackward = {kind = "direct", scale_dtype = "fp32"}',
