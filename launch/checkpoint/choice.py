@@ -195,7 +195,6 @@ class CheckpointChoice:
     def _fetch(
         self, manifest: Manifest, folder: Path, transfers: Sequence[Transfer], *, held: bool
     ) -> str | None:
-        """Run the transfers, complete the folder, and give it its name."""
         root, problem = self._place.root, None
         comes_here = any(transfer.target == self._place.rank for transfer in transfers)
         if comes_here and not folder.is_dir():

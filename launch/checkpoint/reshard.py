@@ -40,7 +40,6 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, pipeline: Mapping[str, Any]) -> "Layout":
-        """The layout of a [pipeline] section."""
         config = PipelineConfig.model_validate(pipeline)
         ranks = stage_to_rank(config.schedule, stages=config.stages, ranks=config.pipeline_ranks)
         holders = tuple(ranks[stage] for stage in sorted(ranks))
@@ -48,7 +47,6 @@ class Layout(NamedTuple):
 
     @property
     def dp_size(self) -> int:
-        """Among how many pipelines samples are divided."""
         return self.replicas * self.shards
 
     def __str__(self) -> str:
@@ -257,7 +255,6 @@ def _load_optimizer(built: Built, saved: ReplicaState, own_rows: OwnRows) -> lis
 
 
 def _boundaries(folder: Path, before: Layout, *, dp_rank: int) -> dict[str, Any]:
-    """Boundary states of a DP rank, by channel."""
     replica, shard = divmod(dp_rank, before.shards)
     found: dict[str, Any] = {}
     for part in parts_of(folder, replica=replica):

@@ -38,7 +38,6 @@ class Resume(NamedTuple):
 
     @property
     def cuts(self) -> list[int] | None:
-        """Those of the chosen checkpoint."""
         if self.chosen is None:
             return None
         cuts: list[int] = self.chosen.manifest.meta["config"]["pipeline"]["cuts"]

@@ -44,8 +44,6 @@ def check_folder(path: Path, name: str = "run.folder") -> None:
 
 @dataclass(frozen=True)
 class _Owner:
-    """The owner of a lock, as written in its file."""
-
     run: int
     process: int
     host: str
@@ -148,7 +146,6 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
 
 
 def _owner(folder: Path) -> _Owner | None:
-    """The owner of the folder's lock, if it can be read."""
     try:
         return _Owner(**json.loads((folder / _LOCK).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -99,7 +99,6 @@ class Transaction:
         return True
 
     def _copy(self, parts: Sequence[Part]) -> bool:
-        """Second copies on other machines."""
         transfers = second_copies(parts, self._place.hosts, self._save.copies)
         if not transfers or self._peers is None:
             return True
@@ -117,7 +116,6 @@ class Transaction:
         return not texts
 
     def _attempt(self, act: Callable[[], object]) -> str | None:
-        """What a disk says against it."""
         try:
             act()
         except CheckpointError as error:

@@ -66,7 +66,6 @@ class Machines:
 
     @property
     def alone(self) -> bool:
-        """Whether all ranks are on this machine."""
         return self.count == 1 and self.rdzv is None
 
     def check(self, *, meet: bool = True) -> None:

@@ -138,12 +138,10 @@ class RunConfig(BaseModel):
             self.model.check_cuts(self.pipeline.cuts)
 
     def boundary_at(self, cut: int) -> BoundaryConfig:
-        """The boundary of a cut."""
         return boundary_at(self.boundary, cut)
 
     @property
     def specs(self) -> dict[tuple[int, Direction], Spec]:
-        """How each direction of each cut is compressed."""
         return {
             (cut, direction): getattr(self.boundary_at(cut), direction)
             for cut in self.pipeline.cuts
@@ -164,7 +162,6 @@ class RunConfig(BaseModel):
         return bool(self.model.from_run or getattr(self.model, "weights", None))
 
     def notices(self) -> list[str]:
-        """Notes and warnings to print before the run starts."""
         found = self.model.notices(
             cut=bool(self.pipeline.cuts), ties=_keeps_ties(self), tokenizer=self.data.tokenizer
         )

@@ -39,7 +39,6 @@ class Message:
     decode_s: float = 0.0
 
     def of_microbatches(self, share: float) -> "Message":
-        """The same with microbatches of another size."""
         return Message(ceil(share * self.nbytes), share * self.encode_s, share * self.decode_s)
 
 

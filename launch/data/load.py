@@ -79,7 +79,6 @@ def load(
 
 
 def _read_text(config: DataConfig) -> tuple[bytes, bytes]:
-    """Training and held-out text."""
     held_out: Iterable[bytes] | None = None
     if config.dataset is not None:
         rows, rest = read_dataset(config.dataset, [_text_field(config)])
@@ -112,7 +111,6 @@ def _text_field(config: DataConfig) -> RowField:
 
 
 def _read_rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows."""
     if config.dataset is not None:
         training, held_out = read_dataset(config.dataset, config.fields)
         if held_out is None:

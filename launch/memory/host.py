@@ -58,7 +58,6 @@ class HostNeeds:
 
     @property
     def total(self) -> int:
-        """All of it."""
         held = self.model.total + self.copies
         return held + self.unused + self.memories.ram + self.processes
 

@@ -65,7 +65,6 @@ class ModelMemory:
 
     @property
     def trained(self) -> int:
-        """Parameters that are trained."""
         return self.gradients // _WORD
 
     @property
@@ -86,7 +85,6 @@ class ModelMemory:
         return ModelMemory(**sums, uncounted=(*self.uncounted, *other.uncounted))
 
     def of_microbatches(self, share: float) -> "ModelMemory":
-        """A block with microbatches of another size."""
         return replace(
             self,
             activations=round(share * self.activations),

@@ -44,7 +44,6 @@ class End:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows held."""
         return self.held * self.row_nbytes
 
 

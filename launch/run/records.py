@@ -105,7 +105,6 @@ class Records:
                 self._report_so_far()
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add numbers of the user's own to the last step."""
         if self._pending is not None:
             self._pending = replace(self._pending, own={**self._pending.own, **metrics})
 

@@ -143,7 +143,6 @@ class RankRun:
         return self._opened("run.evaluate").evaluate(samples, self._done - 1)
 
     def log(self, **metrics: float) -> None:
-        """Add numbers of one's own to the last step's record."""
         self._opened("run.log").records.log(metrics)
 
     def save_model(self, path: str | Path) -> None:

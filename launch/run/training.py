@@ -163,7 +163,6 @@ class Training:
         return range(max(self.start, epoch * per_epoch), (epoch + 1) * per_epoch)
 
     def batch(self, step: int) -> Batch:
-        """This replica's samples of a step."""
         return self._samples.batch(self._sampler.ids(step))
 
     def step(self, batch: Batch, step: int) -> StepRecord:
@@ -224,7 +223,6 @@ class Training:
         return done == self.steps or done % every == 0 or self._save_again
 
     def save_now(self, done: int) -> None:
-        """Save because the run is to stop after `done` steps."""
         self.records.flush()
         self._checkpoints.save(done)
 

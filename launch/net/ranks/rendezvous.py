@@ -281,7 +281,6 @@ class _Wait:
         self._timer.start()
 
     def over(self) -> None:
-        """All machines have joined."""
         self._timer.cancel()
 
     def _time_out(self) -> None:

@@ -75,7 +75,6 @@ class Session:
 
     @property
     def writes_run_folder(self) -> bool:
-        """Whether this rank writes metrics and report."""
         return self.mesh.rank == 0
 
 

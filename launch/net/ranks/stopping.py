@@ -74,7 +74,6 @@ class Stop:
         self._words = _AGAIN
 
     def runs(self) -> None:
-        """All machines are there."""
         self._words = None
 
     def say(self) -> None:

@@ -56,7 +56,6 @@ class StepModel:
         return self._need_P
 
     def fits(self, grid_RP: Ints) -> bool:
-        """Whether every device has the memory."""
         return bool((self._need_P <= self._cluster.memory_D[grid_RP]).all())
 
     def __call__(self, grid_RP: Ints) -> StepCost:

@@ -90,7 +90,6 @@ class Link:
         self._begin()
 
     def _begin(self) -> None:
-        """A session without a past."""
         self.has_left = False
         self.streams: dict[int, Stream] = {}
         self._next_stream = self._first_stream
@@ -129,7 +128,6 @@ class Link:
         self._watch()
 
     def send_peer_list(self, data: bytes) -> None:
-        """Tell the peer where the hosts of the run are."""
         self._posted.append((Kind.PEER_LIST, Traffic.CONTROL, 0, data))
         self._watch()
 
@@ -144,7 +142,6 @@ class Link:
         self._watch()
 
     def gone(self, stream: Stream) -> None:
-        """A stream is over."""
         self.streams.pop(stream.number, None)
 
     def _stream(self, sock: socket.socket, number: int, traffic: Traffic) -> Stream:
@@ -209,7 +206,6 @@ class Link:
         self.restart()
 
     def tick(self, now_s: float, late_s: float) -> None:
-        """Heartbeats and time limits."""
         if late_s > 2 * BEAT_S:  # it was this process that paused
             self._heard_s = min(now_s, self._heard_s + late_s)
         silence_s = now_s - self._heard_s

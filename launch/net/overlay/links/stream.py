@@ -104,7 +104,6 @@ class Stream:
         self._update()
 
     def end(self) -> None:
-        """The other end sends nothing more."""
         self._no_more_in = True
         if not self._connecting and not self._waiting:
             self._write()
