@@ -21,7 +21,7 @@ _OUTSIDE = ("embed", "head", "wte", "wpe", "classifier", "score")
 
 _ONE_OF_THEM = (
     "one of them must set the rates: put it into Run(schedule=function of the step) alone, which "
-    "a resumed run goes on with, or leave out schedule, train.warmup_steps and train.decay"
+    "a resumed run continues, or leave out schedule, train.warmup_steps and train.decay"
 )
 
 

@@ -118,7 +118,7 @@ class CheckpointChoice:
             return f"{what}; {files.alternative(root / step_name(step))}"
         if not wrong:
             return f"{root}: no checkpoint to resume from"
-        return f"{root}: no step is whole: {'; '.join(wrong)}; train without --resume to start anew"
+        return f"{root}: no step is whole: {'; '.join(wrong)}; train without --resume to start over"
 
     def _reasons(
         self, refused: Sequence[str], used: Candidate, broken: Sequence[Mapping[str, str]]

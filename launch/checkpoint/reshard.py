@@ -1,7 +1,7 @@
 """Resume under other cuts, another schedule or another number of replicas.
 
 Parts are then read by parameter name: weights and optimizer state are exact. Memories are kept
-where cut and samples stayed. State tied to a position (memories of moved cuts, the replica
+where cut and samples stayed. State tied to a position (the cache of moved cuts, the replica
 exchange's state, random numbers of dropout) is reset, and that is logged.
 """
 
@@ -290,7 +290,7 @@ def _changes(folder: Path, before: Layout, now: Layout, *, has_memories: bool) -
     ]
     moved = sorted(set(now.cuts) - set(before.cuts))
     if moved and has_memories:
-        lines.append(f"memories at cuts {moved} start empty: these cuts are new")
+        lines.append(f"the activation cache of cuts {moved} starts empty: these cuts are new")
     new, of = moved_samples(before.dp_size, now.dp_size)
     owner = "replica" if before.shards == now.shards else "pipeline"
     if has_memories and new:
@@ -301,5 +301,5 @@ def _changes(folder: Path, before: Layout, now: Layout, *, has_memories: bool) -
         lines.append("the state of the replica exchange is reset")
         lines.append("all replicas start from the same weights")
     if before.shards > 1 and now.shards > 1:
-        lines.append("levels that shards learned, and weights that they remember, start anew")
+        lines.append("learned levels and cached weights of shards are reset")
     return lines

@@ -79,7 +79,7 @@ class RunFolder:
             self._lock.close()
 
     def put_back(self) -> None:
-        """Of a run that was refused: the earlier one gets its folder back, unless that fails.
+        """Undo `acquire` for a rejected run: the earlier one gets its folder back, if possible.
 
         Not where a restart would follow: it would resume the earlier run.
         """

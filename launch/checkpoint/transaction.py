@@ -5,7 +5,7 @@ when all have, each gives its folder its name (publish); only when all have done
 older steps (settle). Killed at any moment, every machine holds a whole step: before the last
 machine has prepared the older one, afterwards the new one too, which restoring completes.
 
-What a disk refuses is no error here but a vote: all machines then drop the step.
+A failed write is not an error here but a vote: all machines then drop the step.
 """
 
 import logging

@@ -127,7 +127,7 @@ class RunConfig(BaseModel):
         return self.model.sample_shape(self.data.sequence_length)
 
     def check_model_cuts(self) -> None:
-        """Check that a model of one's own can be cut where the cuts are.
+        """Check that a custom model can be cut where the cuts are.
 
         Raises:
             ValueError: it cannot; names layer and shape, or how many places there are.
@@ -225,7 +225,7 @@ class RunConfig(BaseModel):
             )
         given = model if isinstance(model, Mapping) else vars(model)
         folder = given.get("config") or given.get("pretrained")
-        if not isinstance(folder, str):  # which [model] itself is refused for
+        if not isinstance(folder, str):  # [model] itself is rejected for it
             return tree
         folder = str(Path(folder).expanduser().resolve())
         return {**tree, "data": {**tree["data"], "tokenizer": folder}}

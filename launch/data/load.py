@@ -139,7 +139,7 @@ def _file_rows(config: DataConfig, path: str | None, setting: str) -> list[Row]:
     source = f"{setting} = {path!r}"
     files = text.find_files(path, setting)
     kind = _format(config, files, source)
-    assert kind != "text", "_format refuses text with fields"
+    assert kind != "text", "_format rejects text with fields"
     header = not any(isinstance(field, int) for field in config.fields)
     if kind == "jsonl" and not header:
         raise ValueError(

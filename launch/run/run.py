@@ -195,8 +195,8 @@ class RankRun:
         same = samples is self._samples or samples.digest == self._samples.digest
         if not same or size != self.config.train.batch_size:
             raise ValueError(
-                "run.batches: other samples or another size than before; memories belong to the "
-                "samples of a run: make another run"
+                "run.batches: other samples or another size than before; cached "
+                "activations belong to the samples of a run: make another run"
             )
         return self._training
 

@@ -143,7 +143,7 @@ class Training:
             self.display.note(f"resumed from step {self.start} of {config.run.path}")
             if self.built.lr_schedule.has_scheduler:
                 self.display.note(
-                    "warning: the program's torch LR scheduler is not saved and starts anew; "
+                    "warning: the program's torch LR scheduler is not saved and starts over; "
                     f"let it go on from step {self.start}, or use Run(schedule=...), which does"
                 )
         held = memory_notices(plan_memory(config, len(self._samples)))
@@ -227,7 +227,7 @@ class Training:
         self._checkpoints.save(done)
 
     def finish(self, done: int) -> None:
-        """Save the end, free what samples are remembered in, and gather what the report needs.
+        """Save the end, free the activation cache, and gather what the report needs.
 
         Calling it again does nothing.
         """

@@ -250,7 +250,7 @@ def hop_seconds(cluster: Cluster, workload: Workload) -> Floats:
 
 
 def _check_memory(cluster: Cluster, need_P: Floats, replicas: int) -> None:
-    """Refuse stages for which there are not enough devices with the memory.
+    """Reject stages for which there are not enough devices with the memory.
 
     Raises:
         ValueError: names the stage, what it needs and what there is.

@@ -1,8 +1,8 @@
 """The `step` objective: predicted seconds of a step of a layout.
 
-A step is `accumulate` passes, the exchange between replicas after the last one (or beside the
+A step is `accumulate` passes, the exchange between replicas after the last one (or during the
 passes, for methods that overlap), one latency for what all ranks agree on, and the optimizer. The
-passes and the exchange are simulated (`events.py`). An exchange beside the passes takes no less
+passes and the exchange are simulated (`events.py`). An overlapped exchange takes no less
 than either, nor less than the busiest host's uplink or downlink takes for both.
 """
 

@@ -29,7 +29,7 @@ from thinpipe.launch.net.overlay.links.tcp import (
 
 BEAT_S = 0.5
 SILENT_S = 2.5
-"""After that long without a byte the connection is given up, and another one is made."""
+"""After this long without a byte (five heartbeats) the connection is replaced by a new one."""
 _PORT = struct.Struct("!H")
 _MOST_STREAMS = 4096
 _MOST_UNACKNOWLEDGED = 64 << 20
