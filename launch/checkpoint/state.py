@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _SLOWEST_DISK_S = 3600.0
 """How long ranks wait for each other's disks; a rank that is gone is noticed at once elsewhere."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 640.0
-"""Before a failed save is tried again; each failure in a row doubles it."""
+"""Wait before a failed save is retried; each failure in a row doubles it."""
 
 
 class Checkpoints:

@@ -30,9 +30,9 @@ from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.stage import ComputeEvent
 
 _LOAD_S = 20.0
-"""Over which the load by other processes is measured."""
+"""Window over which the load of other processes is measured."""
 _REPORT_SHARE = 0.01
-"""Of the time since the last report, which a report during the run may take: training waits."""
+"""Share of the time since the last report that the next may take: training waits for it."""
 
 
 class Records:

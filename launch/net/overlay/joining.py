@@ -24,7 +24,7 @@ _AGAIN_S = 0.5
 _WELCOME_S = 10.0
 """The coordinator looks whether it can reach a host before it answers."""
 _STALE_S = 8.0
-"""As long a name may seem to be in use because its connection of before has not been missed."""
+"""How long a name may look taken because its old connection has not been missed yet."""
 
 _NOT_NOW = (9, 10)
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""

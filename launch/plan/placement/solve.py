@@ -38,7 +38,7 @@ _MOST_SIMULATIONS = 400
 _SIMULATED_HEAT = 0.05
 """Of single swaps at first, as a share of the step."""
 _POOR = 1.5
-"""Swaps whose estimate is that many times the present step are not simulated."""
+"""Swaps whose estimate exceeds the present step by this factor are not simulated."""
 _KEPT = 4
 """Starts that are annealed, the best first."""
 _SIMULATED_STARTS = 12

@@ -8,7 +8,7 @@ HEADER = struct.Struct("!BBxxIQQI")
 LARGEST = 128 * 1024
 """Bytes of a frame's payload; small enough that an urgent frame waits little behind another."""
 _LARGEST_PEER_LIST = 1 << 20
-"""Of thousands of hosts; seldom sent."""
+"""Enough for thousands of hosts; seldom sent."""
 
 
 class Kind(IntEnum):
