@@ -76,8 +76,8 @@ def _settings() -> str:
     parts = [
         "# Settings\n",
         "Every key of a run file, generated from the code. Invalid settings are rejected before "
-        "anything starts, with file, setting and a suggested fix. `--set section.key=value` overrides "
-        "one of them.\n",
+        "anything starts, with file, setting and a suggested fix. `--set section.key=value` "
+        "overrides one of them.\n",
         _TOP,
     ]
     for name, field in RunConfig.model_fields.items():

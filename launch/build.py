@@ -106,7 +106,7 @@ def build(
     sync = _sync(config, exchanged, transport)
     if shards is not None and given.optimizer is not None:
         raise ValueError(
-            f"pipeline.shards = {config.pipeline.shards}: an optimizer of one's own would get some "
+            f"pipeline.shards = {config.pipeline.shards}: a custom optimizer would get only some "
             'rows of every parameter; use train.optimizer = "adamw"'
         )
     optimizer = make_optimizer(config, parameters, sync, given.optimizer)
@@ -173,7 +173,7 @@ def _tie(
     ends = [stage for stage in (first, last) if stage is not None]
     weights = [stage.tied_weight() for stage in ends]
     if len(ends) == 2 and weights[0] is not None:
-        assert not isinstance(ends[1], LocalPipeline), "refused by the config"
+        assert not isinstance(ends[1], LocalPipeline), "rejected by the config"
         ends[1].share_tied_weight(weights[0])
         return None
     trained = [weight for weight in weights if weight is not None and weight.requires_grad]
@@ -191,7 +191,7 @@ def _shard(
         return modules, None
     if devices[0].type != "cpu":
         raise ConfigError(
-            f"pipeline.shards = {config.pipeline.shards}: stages are held together on CPUs only; "
+            f"pipeline.shards = {config.pipeline.shards}: sharded stages run on CPUs only; "
             'set pipeline.device = "cpu"'
         )
     return_freed_memory()
@@ -199,7 +199,7 @@ def _shard(
     held = {
         stage: ShardedStage(module, module.parts(), group)
         for stage, module in modules.items()
-        if not isinstance(module, LocalPipeline | OwnStage)  # refused by the config
+        if not isinstance(module, LocalPipeline | OwnStage)  # rejected by the config
     }
     what = f"stage {'+'.join(map(str, held))} shard"
     peers = transport.peers(transport.mesh.stage_shards, what)

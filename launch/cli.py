@@ -96,7 +96,7 @@ def all_commands() -> dict[str, Any]:
 
 
 def _check_options(words: list[str], options: dict[str, Any]) -> None:
-    """Refuse an option that a command has not.
+    """Reject an option that a command does not have.
 
     Its parser would too, once the command is imported.
     """
@@ -214,7 +214,7 @@ def run_script(  # one parameter per option
     ranks: RanksOption = None,
     max_restarts: RestartsOption = 0,
 ) -> None:
-    """Run a Python program of one's own on all ranks. Options go before the program."""
+    """Run your own Python program on all ranks. Options go before the program."""
     machines = Machines(nnodes, rdzv, ranks, max_restarts)
     try:
         machines.check()

@@ -71,7 +71,7 @@ def _limit(config: RunConfig) -> str:
 
 
 def with_sizes(config: RunConfig) -> RunConfig:
-    """The config, complete for a model of one's own: its data say how long its messages are.
+    """The config, complete for a custom model, whose data determine the size of its messages.
 
     Raises:
         ValueError, OSError, ImportError: the data cannot be loaded, or do not fit the model.

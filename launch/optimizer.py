@@ -21,7 +21,7 @@ _OUTSIDE = ("embed", "head", "wte", "wpe", "classifier", "score")
 
 _ONE_OF_THEM = (
     "one of them must set the rates: put it into Run(schedule=function of the step) alone, which "
-    "a resumed run goes on with, or leave out schedule, train.warmup_steps and train.decay"
+    "a resumed run continues, or leave out schedule, train.warmup_steps and train.decay"
 )
 
 
@@ -225,13 +225,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._share()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let both take a step."""
         assert closure is None, "gradients are there already"
         for part in self._parts:
             part.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore both."""
         super().load_state_dict(state_dict)
         self._share()
 

@@ -69,7 +69,7 @@ def start_run(
 def start_program(
     main: Main, script: Path, own: Sequence[str], machines: Machines, *, show: int
 ) -> NoReturn:
-    """Run a program of one's own on all ranks of this machine, or under torchrun as one."""
+    """Run your own program on all ranks of this machine, or under torchrun as one."""
     if started_by_launcher():
         end_with_parent()
         keep_freed_memory()

@@ -1,6 +1,6 @@
 """ThinPipe: pipeline-parallel training over slow networks, with every link compressed.
 
-A program of one's own:
+Your own program:
 
     import thinpipe as tp
 

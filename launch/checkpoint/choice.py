@@ -118,7 +118,7 @@ class CheckpointChoice:
             return f"{what}; {files.alternative(root / step_name(step))}"
         if not wrong:
             return f"{root}: no checkpoint to resume from"
-        return f"{root}: no step is whole: {'; '.join(wrong)}; train without --resume to start anew"
+        return f"{root}: no step is whole: {'; '.join(wrong)}; train without --resume to start over"
 
     def _reasons(
         self, refused: Sequence[str], used: Candidate, broken: Sequence[Mapping[str, str]]
@@ -195,7 +195,6 @@ class CheckpointChoice:
     def _fetch(
         self, manifest: Manifest, folder: Path, transfers: Sequence[Transfer], *, held: bool
     ) -> str | None:
-        """Run the transfers, complete the folder, and give it its name."""
         root, problem = self._place.root, None
         comes_here = any(transfer.target == self._place.rank for transfer in transfers)
         if comes_here and not folder.is_dir():

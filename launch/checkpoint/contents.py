@@ -16,9 +16,9 @@ _log = logging.getLogger(__name__)
 
 
 def collect(built: Built, *, memories: bool = True) -> dict[str, Any]:
-    """The whole state; its tensors are mostly those that training goes on to change.
+    """The whole state; its tensors are mostly those that training changes next.
 
-    Without `memories`, a run cannot go on from it as if it had not stopped.
+    Without `memories` (the activation cache), a run cannot resume from it bit for bit.
     """
     gpu_rng = [torch.cuda.get_rng_state(device) for device in _gpus(built)]
     return {
@@ -47,7 +47,7 @@ def snapshot(state: Any, into: Any = None) -> Any:
     fit: new memory takes seven times as long, as the kernel clears it page by page.
 
     Rows of memories are copies already (`Store.pack`), unless they are on disk: a file's are not
-    copied here, so such a state must be written before training goes on.
+    copied here, so such a state must be written before training continues.
     """
     if isinstance(state, Tensor):
         fits = isinstance(into, Tensor) and (into.shape, into.dtype) == (state.shape, state.dtype)
@@ -66,7 +66,7 @@ def snapshot(state: Any, into: Any = None) -> Any:
 
 
 def without_rows(copied: Any) -> Any:
-    """A copy without the rows of memories, to be filled again."""
+    """A copy without the rows of the activation cache, to be filled again."""
     if isinstance(copied, Mapping):
         return {key: without_rows(value) for key, value in copied.items() if key != ROWS}
     if type(copied) in (list, tuple):
@@ -84,7 +84,7 @@ def distribute(built: Built, state: Mapping[str, Any]) -> None:
             channel.codec.training.load_state_dict(found)
         elif channel.codec.memory is not None:
             _log.warning(
-                "%s: no memory was saved; its samples are sent as first visits",
+                "%s: no activation cache was saved; its samples are sent as first visits",
                 channel_name(channel),
             )
     built.optimizer.load_state_dict(state["optimizer"])

@@ -120,7 +120,7 @@ def read_part(folder: Path, part: str, *, mapped: str | None = None, verify: boo
 
 
 def prepare(root: Path, manifest: Manifest) -> None:
-    """Write the manifest beside the parts and flush both: the step survives a crash from here on.
+    """Write the manifest next to the parts and flush both: the step survives a crash from here on.
 
     The manifest lists every part in the folder; those on other hosts' disks may be listed too.
 

@@ -39,7 +39,6 @@ class Part:
             )
 
     def path(self, folder: Path) -> Path:
-        """The part's file in a checkpoint's folder."""
         return folder / f"{self.name}.safetensors"
 
 

@@ -1,7 +1,7 @@
 """Resume under other cuts, another schedule or another number of replicas.
 
 Parts are then read by parameter name: weights and optimizer state are exact. Memories are kept
-where cut and samples stayed. State tied to a position (memories of moved cuts, the replica
+where cut and samples stayed. State tied to a position (the cache of moved cuts, the replica
 exchange's state, random numbers of dropout) is reset, and that is logged.
 """
 
@@ -40,7 +40,6 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, pipeline: Mapping[str, Any]) -> "Layout":
-        """The layout of a [pipeline] section."""
         config = PipelineConfig.model_validate(pipeline)
         ranks = stage_to_rank(config.schedule, stages=config.stages, ranks=config.pipeline_ranks)
         holders = tuple(ranks[stage] for stage in sorted(ranks))
@@ -48,7 +47,6 @@ class Layout(NamedTuple):
 
     @property
     def dp_size(self) -> int:
-        """Among how many pipelines samples are divided."""
         return self.replicas * self.shards
 
     def __str__(self) -> str:
@@ -257,7 +255,6 @@ def _load_optimizer(built: Built, saved: ReplicaState, own_rows: OwnRows) -> lis
 
 
 def _boundaries(folder: Path, before: Layout, *, dp_rank: int) -> dict[str, Any]:
-    """Boundary states of a DP rank, by channel."""
     replica, shard = divmod(dp_rank, before.shards)
     found: dict[str, Any] = {}
     for part in parts_of(folder, replica=replica):
@@ -293,7 +290,7 @@ def _changes(folder: Path, before: Layout, now: Layout, *, has_memories: bool) -
     ]
     moved = sorted(set(now.cuts) - set(before.cuts))
     if moved and has_memories:
-        lines.append(f"memories at cuts {moved} start empty: these cuts are new")
+        lines.append(f"the activation cache of cuts {moved} starts empty: these cuts are new")
     new, of = moved_samples(before.dp_size, now.dp_size)
     owner = "replica" if before.shards == now.shards else "pipeline"
     if has_memories and new:
@@ -304,5 +301,5 @@ def _changes(folder: Path, before: Layout, now: Layout, *, has_memories: bool) -
         lines.append("the state of the replica exchange is reset")
         lines.append("all replicas start from the same weights")
     if before.shards > 1 and now.shards > 1:
-        lines.append("levels that shards learned, and weights that they remember, start anew")
+        lines.append("learned levels and cached weights of shards are reset")
     return lines

@@ -1,4 +1,4 @@
-"""Whether a run goes on from a checkpoint, and from which: all ranks together, before building."""
+"""Whether a run resumes from a checkpoint, and from which: all ranks together, before building."""
 
 import logging
 import os
@@ -38,7 +38,6 @@ class Resume(NamedTuple):
 
     @property
     def cuts(self) -> list[int] | None:
-        """Those of the chosen checkpoint."""
         if self.chosen is None:
             return None
         cuts: list[int] = self.chosen.manifest.meta["config"]["pipeline"]["cuts"]
@@ -59,8 +58,8 @@ def common_resume(session: Session, root: Path, resume: Resume, layout: Layout |
     """The common decision, with the checkpoint that it means.
 
     Agents count restarts differently, so one request is enough. A step's folder that cannot be
-    used counts as one: a run does not silently start anew beside it. One that no machine had
-    published yet, and that is not whole, does not: restarted ranks start anew. `layout` is that of
+    used counts as one: a run does not silently start over next to it. One that no machine had
+    published yet, and that is not whole, does not: restarted ranks start over. `layout` is that of
     this run; None: that of the checkpoint.
 
     Raises:

@@ -44,8 +44,6 @@ def check_folder(path: Path, name: str = "run.folder") -> None:
 
 @dataclass(frozen=True)
 class _Owner:
-    """The owner of a lock, as written in its file."""
-
     run: int
     process: int
     host: str
@@ -81,7 +79,7 @@ class RunFolder:
             self._lock.close()
 
     def put_back(self) -> None:
-        """Of a run that was refused: the earlier one gets its folder back, unless that fails.
+        """Undo `acquire` for a rejected run: the earlier one gets its folder back, if possible.
 
         Not where a restart would follow: it would resume the earlier run.
         """
@@ -148,7 +146,6 @@ def _lock(folder: Path, me: _Owner) -> TextIOWrapper:
 
 
 def _owner(folder: Path) -> _Owner | None:
-    """The owner of the folder's lock, if it can be read."""
     try:
         return _Owner(**json.loads((folder / _LOCK).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

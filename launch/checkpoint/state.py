@@ -35,13 +35,13 @@ _log = logging.getLogger(__name__)
 _SLOWEST_DISK_S = 3600.0
 """How long ranks wait for each other's disks; a rank that is gone is noticed at once elsewhere."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10.0, 640.0
-"""Before a failed save is tried again; each failure in a row doubles it."""
+"""Wait before a failed save is retried; each failure in a row doubles it."""
 
 
 class Checkpoints:
     """Saves and restores the state of one run, all ranks together.
 
-    A save is begun with a copy of the state (`start`, after which training goes on) and written by
+    A save begins with a copy of the state (`start`, after which training continues), written by
     a thread; `save` waits for it. What cannot be saved is a warning, and is tried again soon
     (`retry_due`).
     """
@@ -62,7 +62,7 @@ class Checkpoints:
         `data` is used in the error message if they are not.
         """
         self.end: int | None = None
-        """The step that nothing can follow: it is saved without what samples are remembered by,
+        """The step that nothing can follow: it is saved without the activation cache,
         and replaces those before it unless the settings say how many to keep."""
         self._stall_s = 0.0
         self._root, self._options = root, options
@@ -82,7 +82,7 @@ class Checkpoints:
         self._problem: str | None = None
 
     def start(self, step: int, *, last: bool = False) -> None:
-        """Save as `root/step-<step>` while training goes on; `step` optimizer steps are done.
+        """Save as `root/step-<step>` while training continues; `step` optimizer steps are done.
 
         After the `last`, `save_last` tries again, and says it if that fails too.
 
@@ -91,7 +91,7 @@ class Checkpoints:
         """
         began_s = time.perf_counter()
         self.wait()
-        transaction = self._transaction(step, self._beside)
+        transaction = self._transaction(step, self._gather_in_background)
         state = collect(self._built, memories=step != self.end)
         self._thread = self._thread or ThreadPoolExecutor(1, "checkpoint")
         if self._memories_on_disk:
@@ -200,7 +200,7 @@ class Checkpoints:
             return True
         if self._session.local_rank == 0 and not last:
             _log.warning(
-                "step %d was not saved: %s; training goes on, saving is tried again in %.0f s (%s)",
+                "step %d was not saved: %s; training continues; saving is retried in %.0f s (%s)",
                 step,
                 problem,
                 self._pause_s,
@@ -220,7 +220,7 @@ class Checkpoints:
     def _gather(self, value: Any) -> list[Any]:
         return gather_json(self._session.transport, value)
 
-    def _beside(self, value: Any) -> list[Any]:
+    def _gather_in_background(self, value: Any) -> list[Any]:
         """As `_gather`, for the thread that writes."""
         if self._board is None:
             mesh, store = self._session.mesh, self._session.store
@@ -246,7 +246,7 @@ class Checkpoints:
 
     def _load(self, folder: Path, manifest: Manifest) -> None:
         before, now = self._layouts(manifest)
-        if before == now:  # memories may be larger than RAM
+        if before == now:  # the activation cache may be larger than RAM
             state = files.read_part(folder, self._where.part, mapped=ROWS, verify=False)
             distribute(self._built, state)
         else:

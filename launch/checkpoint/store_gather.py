@@ -1,6 +1,6 @@
-"""Small messages between all ranks from a thread of its own, beside training: in the run's store.
+"""Small messages between all ranks from a background thread, through the run's store.
 
-A rank's links and control messages belong to its main thread; whoever works beside it uses this.
+A rank's links and control messages belong to its main thread; background threads use this.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from thinpipe.pipeline.comm.errors import TransportError
 _POLL_S = 0.02
 _SLOW_POLL_S = 0.2
 _SOON_S = 2.0
+"""Polls are frequent at first, then rare, to spare the store while disks are slow."""
 _LOOK_S = 1.0
 
 

@@ -5,7 +5,7 @@ when all have, each gives its folder its name (publish); only when all have done
 older steps (settle). Killed at any moment, every machine holds a whole step: before the last
 machine has prepared the older one, afterwards the new one too, which restoring completes.
 
-What a disk refuses is no error here but a vote: all machines then drop the step.
+A failed write is not an error here but a vote: all machines then drop the step.
 """
 
 import logging
@@ -99,7 +99,6 @@ class Transaction:
         return True
 
     def _copy(self, parts: Sequence[Part]) -> bool:
-        """Second copies on other machines."""
         transfers = second_copies(parts, self._place.hosts, self._save.copies)
         if not transfers or self._peers is None:
             return True
@@ -117,7 +116,6 @@ class Transaction:
         return not texts
 
     def _attempt(self, act: Callable[[], object]) -> str | None:
-        """What a disk says against it."""
         try:
             act()
         except CheckpointError as error:

@@ -66,11 +66,10 @@ class Machines:
 
     @property
     def alone(self) -> bool:
-        """Whether all ranks are on this machine."""
         return self.count == 1 and self.rdzv is None
 
     def check(self, *, meet: bool = True) -> None:
-        """Refuse several machines without a place to `meet`, and shares of one.
+        """Reject several machines without a place to `meet`, and shares of one.
 
         Raises:
             ValueError: naming option and remedy.
@@ -88,7 +87,7 @@ class Machines:
 
 
 def check_environment() -> None:
-    """Refuse variables of launchers that are no numbers, which each rank would trip over.
+    """Reject launchers' variables that are not numbers, before every rank fails on them.
 
     Raises:
         ValueError: naming variable, value and remedy.
@@ -162,7 +161,7 @@ def _explain(error: Any) -> str:
         return f"{error.option_name}: no such option; did you mean {' or '.join(near)}?"
     if (extra := re.fullmatch(r"Got unexpected extra argument.*? \((.*)\)", message)) is not None:
         return (
-            f"{extra[1]}: more than is expected; put a text with spaces in quotes, and write "
+            f"{extra[1]}: unexpected argument; put text with spaces in quotes, and write "
             "--set a.b=c without spaces"
         )
     if (wrong_command := re.fullmatch(r"No such command '(.*)'", message)) is not None:

@@ -25,7 +25,7 @@ def _problem(pipeline: PipelineConfig, model: ModelSection) -> str | None:
     sizes = [stop - first for first, stop in pairwise(bounds)]
     ranks = stage_to_rank(pipeline.schedule, stages=pipeline.stages, ranks=pipeline.pipeline_ranks)
     if model.is_own:
-        return "not supported for a model of one's own (model.factory); use one device per rank"
+        return "not supported for a custom model (model.factory); use one device per rank"
     if pipeline.schedule in ZERO_BUBBLE:
         return (
             f'pipeline.schedule = "{pipeline.schedule}" splits the backward pass, which torchgpipe '

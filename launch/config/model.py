@@ -1,4 +1,4 @@
-"""The [model] section: ThinPipe's transformer, a Hugging Face model, or one of one's own."""
+"""The [model] section: ThinPipe's transformer, a Hugging Face model, or a custom one."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any

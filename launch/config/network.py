@@ -85,7 +85,6 @@ class NetworkConfig(BaseModel):
         return Path(path).expanduser()
 
     def own_name(self) -> str:
-        """This machine's name in the run."""
         return self.name or as_name(os.environ.get(NAME) or socket.gethostname()) or "host"
 
     def listens_at(self, address: str, port: int) -> tuple[str, int] | None:

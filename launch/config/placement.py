@@ -7,7 +7,7 @@ from thinpipe.pipeline.config import PipelineConfig
 
 
 def check_placement(pipeline: PipelineConfig) -> None:
-    """Refuse a placement that does not fit the replicas and ranks of the run.
+    """Reject a placement that does not fit the replicas and ranks of the run.
 
     Raises:
         ValueError: naming the setting, its value and the remedy.
@@ -39,7 +39,7 @@ def hosts_by_rank(placement: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def check_hosts(placed: Sequence[str], names: Sequence[str], where: str) -> None:
-    """Refuse machines that are not those of the placement.
+    """Reject machines that are not those of the placement.
 
     Raises:
         ValueError: names those that are missing, unknown or there twice.

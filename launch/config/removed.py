@@ -22,7 +22,11 @@ _GONE: tuple[tuple[str, Any, str], ...] = (
     ("gradcomp.*.local_steps", 1, 'use method = "diloco" or "sparse_loco", which have interval'),
     ("gradcomp.decentralized.format", "fp32", "remove it"),
     ("gradcomp.sparse_loco.divide", "replicas", "remove it"),
-    ("train.verify_share", 0.008, "memory is not watched between steps any more, remove it"),
+    (
+        "train.verify_share",
+        0.008,
+        "the activation cache is no longer verified between steps, remove it",
+    ),
 )
 """Dotted names, the value that always holds now, and what to do with another."""
 _GONE_VALUES: tuple[tuple[str, Any, str], ...] = (

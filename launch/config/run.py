@@ -127,7 +127,7 @@ class RunConfig(BaseModel):
         return self.model.sample_shape(self.data.sequence_length)
 
     def check_model_cuts(self) -> None:
-        """Check that a model of one's own can be cut where the cuts are.
+        """Check that a custom model can be cut where the cuts are.
 
         Raises:
             ValueError: it cannot; names layer and shape, or how many places there are.
@@ -138,12 +138,10 @@ class RunConfig(BaseModel):
             self.model.check_cuts(self.pipeline.cuts)
 
     def boundary_at(self, cut: int) -> BoundaryConfig:
-        """The boundary of a cut."""
         return boundary_at(self.boundary, cut)
 
     @property
     def specs(self) -> dict[tuple[int, Direction], Spec]:
-        """How each direction of each cut is compressed."""
         return {
             (cut, direction): getattr(self.boundary_at(cut), direction)
             for cut in self.pipeline.cuts
@@ -164,7 +162,6 @@ class RunConfig(BaseModel):
         return bool(self.model.from_run or getattr(self.model, "weights", None))
 
     def notices(self) -> list[str]:
-        """Notes and warnings to print before the run starts."""
         found = self.model.notices(
             cut=bool(self.pipeline.cuts), ties=_keeps_ties(self), tokenizer=self.data.tokenizer
         )
@@ -228,7 +225,7 @@ class RunConfig(BaseModel):
             )
         given = model if isinstance(model, Mapping) else vars(model)
         folder = given.get("config") or given.get("pretrained")
-        if not isinstance(folder, str):  # which [model] itself is refused for
+        if not isinstance(folder, str):  # [model] itself is rejected for it
             return tree
         folder = str(Path(folder).expanduser().resolve())
         return {**tree, "data": {**tree["data"], "tokenizer": folder}}

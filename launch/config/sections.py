@@ -37,7 +37,7 @@ class TrainConfig(BaseModel):
     """AdamW with linear warm-up, then decay to zero.
 
     `optimizer = "muon"` is Muon for the matrices of hidden layers and AdamW for the rest;
-    "module:function" is one's own, called as `function(named_parameters, lr=...)`.
+    "module:function" is a custom one, called as `function(named_parameters, lr=...)`.
 
     `batch_size` is over all replicas; `clip_norm` limits the global gradient norm, 0 turns it off.
     Every `verify_every` steps ranks compare digests of what they should hold alike; 0: never.
@@ -76,7 +76,7 @@ class CheckpointConfig(BaseModel):
     """Save every `every_epochs` epochs (or `every_steps` steps) and at the end; keep the newest.
 
     Once all epochs are done, the last alone is kept, unless `keep` is set or `train.decay = "none"`
-    lets the run be made longer; what samples are remembered by is left out of it.
+    lets the run be made longer; the activation cache is left out of it.
     With `copies = 2` each part is kept on a second machine too, so that a lost disk loses nothing.
     On SIGTERM and at the first Ctrl-C a run saves and ends, within `grace_s` seconds.
     """
@@ -91,7 +91,7 @@ class CheckpointConfig(BaseModel):
 
 
 class ReportConfig(BaseModel):
-    """Tools that get the numbers of every step too, beside `metrics.jsonl` and `report.html`.
+    """Trackers that get the numbers of every step, next to `metrics.jsonl` and `report.html`.
 
     Each needs a package, which the extra of its name installs. `project` is W&B's and Trackio's.
     """

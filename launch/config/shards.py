@@ -31,9 +31,7 @@ def check_shards(
 def shards_notices(shards: int, sent: ShardsConfig) -> list[str]:
     """Notes on settings of [shards] that do nothing, or harm, with so many shards."""
     if shards == 1 and sent != ShardsConfig():
-        return [
-            "note: [shards] is not used: pipeline.shards = 1, so no stage is held by several ranks"
-        ]
+        return ["note: [shards] is not used: pipeline.shards = 1, so no stage is sharded"]
     if 1 < shards == sent.ranks_per_site and sent.bits_of("weight") < 32:
         return [
             f"note: shards.ranks_per_site = {shards}: all shards of a stage are on one site, where "
@@ -46,7 +44,7 @@ def shards_notices(shards: int, sent: ShardsConfig) -> list[str]:
 def _needs_wholes(model: ModelSection, optimizer: str) -> str | None:
     """What works on whole layers or whole matrices."""
     if model.is_own:
-        return "a model of one's own (model.factory) is not divided; use pipeline.replicas"
+        return "a custom model (model.factory) cannot be sharded; use pipeline.replicas"
     if optimizer != "adamw":
         return (
             f'train.optimizer = "{optimizer}" may need whole matrices, and ranks have some rows '
@@ -60,7 +58,7 @@ def _problem(pipeline: PipelineConfig, model: ModelSection) -> str | None:
     if version < (2, 13):
         return f"needs torch >= 2.13 (this is {torch.__version__})"
     if pipeline.device == "cuda":
-        return 'stages are held together on CPUs only; use pipeline.device = "cpu"'
+        return 'sharded stages run on CPUs only; use pipeline.device = "cpu"'
     if pipeline.devices_per_rank > 1:
         return (
             f"not supported with pipeline.devices_per_rank = {pipeline.devices_per_rank}; use one "

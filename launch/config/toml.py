@@ -18,9 +18,9 @@ from pydantic import BaseModel, ValidationError
 from thinpipe.launch.config.errors import explain, first_misread
 
 _MOST_NBYTES = 16 << 20
-"""Of a run file; a longer one is something else."""
+"""Largest run file; a larger file is something else."""
 _SHOWN = 60
-"""Letters of a line that cannot be read."""
+"""Characters shown of a line that cannot be read."""
 _TOML_REMEDIES = (
     ("Expected '='", "write key = value"),
     ("Cannot overwrite|Cannot declare|Duplicate", "it is there twice; remove one of them"),

@@ -21,7 +21,7 @@ from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 _REPEATS = 5
 _CHANGE = 0.1
-"""Of a value, between two visits."""
+"""Relative change of a value between two visits."""
 _TOKENS = 8
 """Tokens per channel that a basis is found from."""
 _DECAY = (1.1, 1.2)
@@ -39,7 +39,6 @@ class Message:
     decode_s: float = 0.0
 
     def of_microbatches(self, share: float) -> "Message":
-        """The same with microbatches of another size."""
         return Message(ceil(share * self.nbytes), share * self.encode_s, share * self.decode_s)
 
 

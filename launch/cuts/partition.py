@@ -46,12 +46,10 @@ class Problem:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.compute_s)
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return len(self.compute_s[0])
 
 

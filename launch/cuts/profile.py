@@ -51,7 +51,6 @@ class BlockCost:
         return BlockCost(self.forward_s / speed, self.backward_s / speed, self.optimizer_s / speed)
 
     def of_microbatches(self, share: float) -> "BlockCost":
-        """The same with microbatches of another size."""
         return BlockCost(share * self.forward_s, share * self.backward_s, self.optimizer_s)
 
 

@@ -44,7 +44,7 @@ class RowFields(BaseModel):
             )
         if self.kind == "instructions":
             names = ("text_field", "pair_field", "label_field", "labels")
-            self._refuse(names, "prompts and responses are all that is read; remove it")
+            self._refuse(names, "only prompts and responses are read; remove it")
             return self
         if self.text_field is None:
             self._refuse(("label_field",), "labels belong to a text; set text_field")

@@ -26,7 +26,7 @@ class DataConfig(RowFields):
     is `hf:NAME/CONFIG` or `hf:OWNER/NAME/CONFIG`; `sources` are a mixture; without any, the text is
     the source code of Python's standard library. Evaluation data are in `eval_path`, or held out
     from the rest. `max_bytes` limits how much running text is read, `train_sequences = "all"` takes
-    all of it. `factory` and `eval_factory` ("module:function") return datasets of one's own, whose
+    all of it. `factory` and `eval_factory` ("module:function") return your own datasets, whose
     items are (input, target); without the second, the last `eval_sequences` samples are held out.
     """
 

@@ -1,7 +1,7 @@
 """Prompts with responses: loss on the response alone, mixtures of files, packing.
 
 Mixing and packing are drawn once, from the run's seed: a sample id must mean the same tokens in
-every epoch, as AQ-SGD's memories are kept by id.
+every epoch, as AQ-SGD caches activations by id.
 
 Axes: N sequences, T tokens.
 """

@@ -79,7 +79,6 @@ def load(
 
 
 def _read_text(config: DataConfig) -> tuple[bytes, bytes]:
-    """Training and held-out text."""
     held_out: Iterable[bytes] | None = None
     if config.dataset is not None:
         rows, rest = read_dataset(config.dataset, [_text_field(config)])
@@ -112,7 +111,6 @@ def _text_field(config: DataConfig) -> RowField:
 
 
 def _read_rows(config: DataConfig, seed: int) -> tuple[list[Row], list[Row]]:
-    """Training and held-out rows."""
     if config.dataset is not None:
         training, held_out = read_dataset(config.dataset, config.fields)
         if held_out is None:
@@ -141,7 +139,7 @@ def _file_rows(config: DataConfig, path: str | None, setting: str) -> list[Row]:
     source = f"{setting} = {path!r}"
     files = text.find_files(path, setting)
     kind = _format(config, files, source)
-    assert kind != "text", "_format refuses text with fields"
+    assert kind != "text", "_format rejects text with fields"
     header = not any(isinstance(field, int) for field in config.fields)
     if kind == "jsonl" and not header:
         raise ValueError(

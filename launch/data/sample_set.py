@@ -23,8 +23,7 @@ class SampleSet(Protocol):
     notes: tuple[str, ...]
     """Notes for the user on how the set was made."""
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
+    def __len__(self) -> int: ...
 
     def batch(self, ids: Ids) -> Batch:
         """Return samples on the CPU, in the order of `ids`; inputs and targets are int64.

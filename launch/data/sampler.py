@@ -13,7 +13,7 @@ class EpochSampler:
     """Chooses the samples of every optimizer step, for one replica.
 
     Each epoch visits every sample once, in an order drawn from the seed and the epoch. Sample i
-    always belongs to replica i % replicas, so a replica's memory of a sample stays valid.
+    always belongs to replica i % replicas, so cached activations stay valid.
     All replicas take equally many samples in each step; hence when the samples do not divide
     evenly, the last n % replicas of them are never used (`dropped`). `batch_size` counts the
     sequences of one step over all replicas; an epoch's last step may have fewer.

@@ -34,7 +34,7 @@ def find_files(path: str | None, setting: str) -> list[Path]:
     elif glob.has_magic(path):
         files = [Path(name) for name in glob.glob(str(place), recursive=True)]
     elif "://" in path:
-        raise ValueError(f"{setting} = {path!r}: addresses are not read; download the file first")
+        raise ValueError(f"{setting} = {path!r}: URLs are not supported; download the file first")
     elif place.is_symlink():
         raise ValueError(
             f"{setting} = {path!r}: a link to {place.readlink()}, which does not exist; correct it"

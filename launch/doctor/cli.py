@@ -145,7 +145,6 @@ class _Diagnosis:
         return ready.config
 
     def _join(self, endpoint: tuple[str, int]) -> HostNetwork:
-        """The hosts' network, as in a run."""
         host, port = endpoint
         config, address = self._config.network, reachable_address(host)
         patience_s = min(config.patience_s, self._wait_s / 2)

@@ -33,7 +33,7 @@ def own_devices(config: RunConfig) -> dict[str, Any]:
 
 def untimed(names: Sequence[str], devices: Sequence[dict[str, Any]]) -> list[CheckResult]:
     """A warning for each host whose speed is not known."""
-    remedy = "add its speed to `hosts` of the file, or doctor it again"
+    remedy = "add its speed to `hosts` of the file, or run doctor on it again"
     return [
         warning(name, f"a block of the model could not be timed ({own['failed']})", remedy)
         for name, own in zip(names, devices, strict=False)  # none where nobody saves

@@ -85,7 +85,7 @@ def check_key(config: NetworkConfig) -> CheckResult:
     """Whether this host's key can be used, and for how long.
 
     Raises:
-        ValueError: there is none, or it is no key.
+        ValueError: it does not exist, or is not a key.
     """
     path, name = config.find_key(), config.own_name()
     info, now = keys.read(path), datetime.now(UTC)

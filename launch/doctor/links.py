@@ -107,7 +107,6 @@ def _open(
     server: socket.socket,
     network: HostNetwork,
 ) -> _Open:
-    """Connect and measure the round trip."""
     source, target = pair
     if group.index == source:
         return _connect(group, hosts[target], LinkInfo(source, target), network)

@@ -44,7 +44,6 @@ class Progress:
         self._begin_s = self._said_s = time.monotonic()
 
     def advance(self, what: str) -> None:
-        """One more is done."""
         self._done += 1
         now_s = time.monotonic()
         if now_s - self._said_s < _PAUSE_S or self._done == self._total:

@@ -61,10 +61,10 @@ def cache_notice(name: DeviceName) -> str | None:
 
 
 def check_gpus(name: DeviceName, per_rank: int, ranks_here: int) -> None:
-    """Check that this host has as many GPUs as its ranks need.
+    """Check that this host has enough GPUs for its ranks.
 
     Raises:
-        ValueError: there are too few, or `choose_device` refuses.
+        ValueError: there are too few, or `choose_device` rejects the setting.
     """
     needed = per_rank * ranks_here
     if per_rank > 1 and choose_device(name).type == "cuda" and needed > gpu_count():

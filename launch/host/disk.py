@@ -91,7 +91,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename over a file; where that is refused, the old file goes first."""
+    """Rename over a file; where that fails, the old file is removed first."""
     try:
         os.replace(source, target)
     except OSError as error:

@@ -33,7 +33,6 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this host can reach its address."""
         return ipaddress.ip_address(self.address).is_loopback
 
 
@@ -54,7 +53,6 @@ def interfaces() -> dict[str, Interface]:
 
 
 def _mtu(name: str) -> int:
-    """Bytes of a packet."""
     try:
         return int(psutil.net_if_stats()[name].mtu)
     except (OSError, KeyError):  # without /proc/net: ask the kernel
@@ -190,7 +188,6 @@ def _is_link_local(address: str) -> bool:
 
 
 def _name_servers() -> str:
-    """Which this host asks."""
     try:
         lines = _RESOLVER.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -60,7 +60,6 @@ class Network:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts."""
         return len(self.rate_bps)
 
     def for_ranks(self, ranks: int) -> "Network":
@@ -94,11 +93,9 @@ class Network:
         return seconds(nbytes, self.rate_bps[source][target])
 
     def uplink_s(self, host: int, nbytes: int) -> float:
-        """Seconds to send `nbytes` through a host's uplink."""
         return seconds(nbytes, _fastest([self.rate_bps[host][j] for j in self._others(host)]))
 
     def downlink_s(self, host: int, nbytes: int) -> float:
-        """Seconds to receive `nbytes` through a host's downlink."""
         return seconds(nbytes, _fastest([self.rate_bps[i][host] for i in self._others(host)]))
 
     @property
@@ -108,7 +105,6 @@ class Network:
 
     @property
     def highest_latency_s(self) -> float:
-        """The highest latency between two hosts."""
         return max((self.latency_s[i][j] for i, j in links(self.hosts)), default=0.0)
 
     def _others(self, host: int) -> list[int]:

@@ -142,7 +142,6 @@ def _of_processor(field: str) -> str:
 
 
 def _lines(path: Path) -> list[str]:
-    """Of a file of the system; none if it has none such."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -161,7 +160,6 @@ class BackgroundLoad:
 
     @property
     def age_s(self) -> float:
-        """For how long it has measured."""
         return time.perf_counter() - self._start[0]
 
     def cores(self) -> float:

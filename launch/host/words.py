@@ -63,7 +63,7 @@ def format_loss(loss: float | None) -> str:
 
 
 def format_repaired(repaired: Mapping[int, int] | Mapping[str, int]) -> str:
-    """Samples whose memories were reset, by cut: 3 samples at cut 6; or "none"."""
+    """Samples whose cache entries were reset, by cut: 3 samples at cut 6; or "none"."""
     listed = (f"{n:,} sample{'s' * (n != 1)} at cut {cut}" for cut, n in repaired.items())
     return ", ".join(listed) or "none"
 

@@ -106,7 +106,7 @@ def request(change: Change, run: int | None = None) -> str:
     """Change the rates of a run (the only one if `run` is None); return a description of the rates.
 
     Raises:
-        ValueError: no such run, several without `run`, or the change is refused.
+        ValueError: no such run, several without `run`, or the change is rejected.
     """
     known = runs()
     if run is None and len(known) != 1:

@@ -40,7 +40,7 @@ def build_hosts(spec: NetworkSpec) -> list[Host]:
     ]
     refused = shape_hosts(spec, hosts)
     if refused:
-        raise ShapedError(f"the kernel refuses these rates ({refused})")
+        raise ShapedError(f"the kernel rejects these rates ({refused})")
     return hosts
 
 

@@ -153,10 +153,10 @@ def _serve(
 
 
 def _change(before: NetworkSpec, changed: NetworkSpec, hosts: list[Host]) -> None:
-    """Switch to the rates of `changed`; if some are refused, back to those of `before`.
+    """Switch to the rates of `changed`; if some are rejected, back to those of `before`.
 
     Raises:
-        ShapedError: names the refused rates and those in force.
+        ShapedError: names the rejected rates and those in force.
     """
     try:
         with IPRoute() as ip:
@@ -169,7 +169,7 @@ def _change(before: NetworkSpec, changed: NetworkSpec, hosts: list[Host]) -> Non
     if refused:
         stuck = shape_hosts(before, hosts)
         now = f"and also the previous ones ({stuck})" if stuck else "the previous ones are in force"
-        raise ShapedError(f"the kernel refuses these rates ({refused}); {now}")
+        raise ShapedError(f"the kernel rejects these rates ({refused}); {now}")
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Shaper:
         If that fails, set them up from scratch, and retry while the kernel is busy.
 
         Raises:
-            NetlinkError: the kernel refuses; the next call sets up its limits from scratch.
+            NetlinkError: the kernel rejects it; the next call sets up its limits from scratch.
         """
         if shape == self._shape:
             return

@@ -23,7 +23,7 @@ _TRAIN = TrainConfig()
 class ExchangeCost:
     """Of one method with its defaults or a run's options, per trained parameter.
 
-    `nbytes` is what a replica sends in a step, on average, `state_nbytes` what it keeps beside
+    `nbytes` is what a replica sends in a step, on average, `state_nbytes` what it keeps besides
     weights, gradients and Adam's moments, `rounds` how often it waits for its peers' messages
     in an exchange. With `overlaps` that is done in parallel with the next step's compute.
     """

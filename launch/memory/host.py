@@ -1,4 +1,4 @@
-"""Whether a host has the memory for its ranks: model, activations, memories, checkpoints."""
+"""Whether a host has the memory for its ranks: model, activations, their cache, checkpoints."""
 
 import functools
 import shutil
@@ -33,7 +33,7 @@ from thinpipe.launch.memory.rows import (
 from thinpipe.launch.memory.space import check_space, space_notice
 
 _PROCESS_NBYTES = 120 * 2**20
-"""What a rank holds beside the rest: threads, buffers of links, imports that it changed."""
+"""Per rank, besides the rest: threads, buffers of links, imports that it changed."""
 _REPORTING_NBYTES = 45 * 2**20
 """What the first rank holds for metrics, display and report."""
 _UNUSED_SHARE = 0.2
@@ -46,7 +46,7 @@ _UNUSED_SHARE = 0.2
 class HostNeeds:
     """Bytes of RAM that some ranks need on one host.
 
-    `copies` is what a save copies before it is written beside training; `parts` are the bytes that
+    `copies` is what a save copies before it writes in the background; `parts` are the bytes that
     each rank saves.
     """
 
@@ -58,7 +58,6 @@ class HostNeeds:
 
     @property
     def total(self) -> int:
-        """All of it."""
         held = self.model.total + self.copies
         return held + self.unused + self.memories.ram + self.processes
 
@@ -76,10 +75,10 @@ class HostNeeds:
             "activations": self.model.activations + self.model.recomputed,
             "weights in bf16": self.model.casts,
             "weights of other shards": self.model.gathered,
-            "remembered weights": self.model.remembered,
+            "cached weights": self.model.remembered,
             "the exchange of replicas": self.model.exchange + self.model.exchanged,
             "a copy while a checkpoint is written": self.copies,
-            "AQ-SGD's memories": self.memories.ram,
+            "the activation cache": self.memories.ram,
             "gaps between tensors": self.unused,
             "processes": self.processes,
         }
@@ -103,7 +102,7 @@ def host_needs(
     `models` are the `rank_memory` of the config, which takes a while, if it is known.
 
     Raises:
-        ConfigError: the budget of memories is too small for a single sample.
+        ConfigError: the activation cache's budget is too small for one sample.
     """
     positions = [config.mesh(rank).position for rank in ranks]
     models = models or rank_memory(config)
@@ -117,7 +116,7 @@ def device_nbytes(
     """Bytes that each rank of a pipeline needs of its GPU or, on a CPU, of RAM.
 
     Raises:
-        ConfigError: the budget of memories is too small for a single sample.
+        ConfigError: the activation cache's budget is too small for one sample.
     """
     models, ends = models or rank_memory(config), _ends(config, sequences)
     return [_on_device(config, ends, *one) for one in enumerate(models)]
@@ -132,7 +131,7 @@ def added_nbytes(
     """Bytes that each block adds to each stage, and those that a stage takes without any.
 
     Raises:
-        ConfigError: the budget of memories is too small for a single sample.
+        ConfigError: the activation cache's budget is too small for one sample.
     """
     heaviest = max(block.weights for block, _ in blocks)
     empty = ModelMemory(recomputed=max(block.recomputed for block, _ in blocks))
@@ -212,7 +211,7 @@ def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequen
     found = host_needs(config, sequences, ranks, models)
     which = name_ranks(config, ranks)
     held = found.compared(free(config).ram)
-    console.print(f"model, activations and memories of {which} together: {held}")
+    console.print(f"model, activations and activation cache of {which} together: {held}")
     folder = disk.existing(config.run.path)
     console.print(
         f"a checkpoint: {format_bytes(sum(found.parts))} on disk; {folder} has "
@@ -224,4 +223,4 @@ def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequen
         most = max(models[config.mesh(rank).position].total for rank in ranks)
         console.print(f"model and activations on the GPU of a rank: up to {format_bytes(most)}")
         if not gpu_count():
-            console.print("note: this host has no GPU that torch finds; one is needed to train")
+            console.print("note: torch finds no GPU on this host; one is needed to train")

@@ -65,7 +65,6 @@ class ModelMemory:
 
     @property
     def trained(self) -> int:
-        """Parameters that are trained."""
         return self.gradients // _WORD
 
     @property
@@ -75,7 +74,7 @@ class ModelMemory:
 
     @property
     def saved(self) -> int:
-        """What a checkpoint copies before it is written beside training."""
+        """What a checkpoint copies before it is written in the background."""
         own = self.weights + self.optimizer + self.exchange
         return own + (self.weights if self.remembered else 0)
 
@@ -86,7 +85,6 @@ class ModelMemory:
         return ModelMemory(**sums, uncounted=(*self.uncounted, *other.uncounted))
 
     def of_microbatches(self, share: float) -> "ModelMemory":
-        """A block with microbatches of another size."""
         return replace(
             self,
             activations=round(share * self.activations),
@@ -135,7 +133,7 @@ def on_rank(
 ) -> ModelMemory:
     """What a rank has of these blocks: its shard, and what it exchanges with replicas.
 
-    Shards that gather once per step hold all weights and their gradients beside it, others some
+    Shards that gather once per step hold all weights and their gradients besides, others some
     copies of the `heaviest` block's weights.
     """
     shards = config.pipeline.shards

@@ -44,13 +44,12 @@ class End:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows held."""
         return self.held * self.row_nbytes
 
 
 @dataclass(frozen=True)
 class HostBytes:
-    """Bytes that memories need on one host.
+    """Bytes that the activation cache needs on one host.
 
     `ram` includes the copy of the `rows` that a checkpoint makes if they are in RAM or on a GPU.
     `device` is for the GPU that needs most.
@@ -117,7 +116,7 @@ def plan_memory(config: RunConfig, sequences: int) -> list[End]:
 
 
 def needs(config: RunConfig, ends: Iterable[End], positions: Iterable[int]) -> HostBytes:
-    """What the memories of ranks at these positions in their pipelines need, all on one host."""
+    """What the cache of ranks at these pipeline positions needs, all on one host."""
     rows, written = [], []
     for position in positions:
         here = [end for end in ends if end.position == position]
@@ -167,28 +166,28 @@ def check_memory(config: RunConfig, sequences: int, ranks: Iterable[int]) -> Non
     found, here = needs(config, plan_memory(config, sequences), positions), free(config)
     if here.device is not None and found.device > here.device:
         raise ConfigError(
-            f"memories take {format_bytes(found.device)} of a GPU's memory, but "
+            f"the activation cache takes {format_bytes(found.device)} of a GPU's memory, but "
             f'{format_bytes(here.device)} are free; use memory.tier = "pinned" or "disk", '
             "set memory.budget to less, or the boundaries' memory to 8 or 4"
         )
     if found.disk > here.disk:
         raise ConfigError(
-            f"memories take {format_bytes(found.disk)} on disk, but {memory_folder(config)} has "
-            f"{format_bytes(here.disk)} free; set memory.folder to a larger disk, "
-            "memory.budget to less, or the boundaries' memory to 8 or 4"
+            f"the activation cache takes {format_bytes(found.disk)} on disk, but "
+            f"{memory_folder(config)} has {format_bytes(here.disk)} free; set memory.folder to a "
+            "larger disk, memory.budget to less, or the boundaries' memory to 8 or 4"
         )
     if found.ram > here.ram:
         raise ConfigError(
-            f"memories take {format_bytes(found.ram)} of RAM on this host, a copy for checkpoints "
-            f'included, but {format_bytes(here.ram)} are free; use memory.tier = "disk", '
-            "set memory.budget to less, or the boundaries' memory to 8 or 4"
+            f"the activation cache takes {format_bytes(found.ram)} of RAM on this host, a copy for "
+            f"checkpoints included, but {format_bytes(here.ram)} are free; use memory.tier = "
+            '"disk", set memory.budget to less, or the boundaries\' memory to 8 or 4'
         )
 
 
 def memory_notices(ends: Iterable[End]) -> list[str]:
     """Notices about budgets that do not hold all samples."""
     return [
-        f"note: cut {end.cut} {end.direction} remembers {end.held:,} of {end.samples:,} samples, "
+        f"note: cut {end.cut} {end.direction} caches {end.held:,} of {end.samples:,} samples, "
         "as memory.budget "
         "allows; the others are sent as first visits every time"
         for end in ends
@@ -206,9 +205,9 @@ def show_memory(
             "run starts, or by `thinpipe plan`; all need the same memory"
         )
     if not ends:
-        console.print("no memories: no boundary uses AQ-SGD")
+        console.print("no activation cache: no boundary uses AQ-SGD")
         return
-    title = f"memories by the rank in a pipeline, tier {config.memory.tier}"
+    title = f"activation cache by pipeline rank, tier {config.memory.tier}"
     table = Table(title=title, title_justify="left")
     for name in ("cut", "direction", "end", "rank", "per sample", "held", "bytes"):
         table.add_column(name, justify="left" if name in ("direction", "end") else "right")
@@ -274,7 +273,7 @@ def _ends(config: RunConfig) -> list[End]:
 
 
 def _per_sample(config: RunConfig, position: int) -> int:
-    """Bytes of one sample in all memories of a pipeline rank."""
+    """Bytes of one sample in all caches of a pipeline rank."""
     return sum(end.row_nbytes for end in _ends(config) if end.position == position)
 
 

@@ -13,7 +13,7 @@ from thinpipe.launch.host.words import format_bytes
 def check_space(config: RunConfig, parts: Sequence[int], memories: int = 0) -> None:
     """Check that a checkpoint fits; `parts` are the bytes that each rank on this host saves.
 
-    `memories` are bytes that the run itself takes on the same disk.
+    `memories` are the bytes of the activation cache on the same disk.
 
     Raises:
         ConfigError: it does not fit, or a part is larger than a file may be.
@@ -21,9 +21,9 @@ def check_space(config: RunConfig, parts: Sequence[int], memories: int = 0) -> N
     folder, nbytes = disk.existing(config.run.path), sum(parts)
     free, limit = shutil.disk_usage(folder).free, disk.file_size_limit()
     if nbytes + memories > free:
-        beside = f" beside {format_bytes(memories)} of memories" if memories else ""
+        cache = f" next to {format_bytes(memories)} of activation cache" if memories else ""
         raise ConfigError(
-            f"run.folder = {config.run.path}: a checkpoint takes {format_bytes(nbytes)}{beside}, "
+            f"run.folder = {config.run.path}: a checkpoint takes {format_bytes(nbytes)}{cache}, "
             f"but {folder} has {format_bytes(free)} free; free disk space, or name a folder on a "
             "larger disk"
         )
@@ -40,7 +40,7 @@ def check_space(config: RunConfig, parts: Sequence[int], memories: int = 0) -> N
 
 
 def space_notice(config: RunConfig, parts: Sequence[int]) -> str | None:
-    """What to know if a checkpoint fits, but not all that are kept beside a new one."""
+    """A notice if one checkpoint fits, but not as many as are kept."""
     folder, root = disk.existing(config.run.path), config.run.path / "checkpoints"
     lacking = config.checkpoint.keep + 1 - len(files.steps(root))
     need, free = lacking * sum(parts), shutil.disk_usage(folder).free

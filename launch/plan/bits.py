@@ -30,7 +30,7 @@ from thinpipe.pipeline.config import DirectConfig, RawConfig, StatelessConfig
 from thinpipe.pipeline.wire.header import DIRECTIONS, Direction
 
 AS_FAST = 1.05
-"""Times the shortest step: as long may one be that is sent with higher fidelity."""
+"""More bits may make a step this many times as long as the shortest."""
 _CASTS: tuple[Spec, ...] = (RawConfig(format="bf16"), RawConfig(format="fp32"))
 _FORWARD: tuple[Spec, ...] = (
     *(AqsgdConfig(bits=4, rate=rate, coding="zstd") for rate in (0.8, 0.5)),

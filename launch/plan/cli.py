@@ -63,7 +63,7 @@ def plan(  # noqa: PLR0913  # one parameter per option
     ] = False,
     seconds: Annotated[
         float | None,
-        typer.Option(min=0.1, metavar="S", help="With --place: search that long, not 8 rounds."),
+        typer.Option(min=0.1, metavar="S", help="With --place: search this long, not 8 rounds."),
     ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Write the plan into the run file.")
@@ -246,7 +246,7 @@ def _blocks(
 def _refuse_doubtful(
     path: Path, doubt: str | None, network: Path | None, links: Network | None
 ) -> None:
-    """Refuse to write what measurements do not support; `links` are those of the file `network`.
+    """Do not write what measurements do not support; `links` are those of the file `network`.
 
     Raises:
         ConfigError: blocks were measured on a busy machine, or links while they were closed.
@@ -254,7 +254,7 @@ def _refuse_doubtful(
     nothing = f"--apply: nothing was written to {path}"
     if doubt is not None:
         raise ConfigError(
-            f"{nothing}: the measured blocks are not to be trusted ({doubt}), or write the printed "
+            f"{nothing}: block timings are unreliable ({doubt}), or write the printed "
             "tables into it by hand"
         )
     if network is None or links is None:

@@ -112,7 +112,7 @@ def shard_traffic(config: RunConfig) -> list[tuple[int, int]]:
     sent = []
     for first, stop in pairwise((0, *config.pipeline.cuts, config.model.layers)):
         stage = config.model.build(first, stop, seed=0, device="meta")
-        assert not isinstance(stage, OwnStage), "refused by the config"
+        assert not isinstance(stage, OwnStage), "rejected by the config"
         units = units_of(stage, stage.parts())
         sent.append(sent_nbytes(units, config.shards, config.pipeline.shards))
     return sent

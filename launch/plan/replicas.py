@@ -85,7 +85,7 @@ def show_replicas(
     network: Network,
     memory: Sequence[BlockRun],
 ) -> None:
-    """Print what the machines would do as replicas, beside the predicted step of the pipeline."""
+    """Print what the machines would do as replicas, next to the predicted step of the pipeline."""
     steps = replica_steps(config, blocks, network, memory)
     table = Table(
         title=f"the same machines as {network.hosts * config.pipeline.shards} replicas of the "
@@ -105,7 +105,7 @@ def show_replicas(
     console.print(table)
     most = max(step.memory for step in steps)
     console.print(
-        "note: sent by a replica in a step; * beside forward and backward; speed-up over the "
+        "note: sent by a replica in a step; * overlaps forward and backward; speed-up over the "
         f"predicted pipeline. They need up to {format_bytes(most)} on every machine. What "
         "methods cost in loss is in docs/data_parallel.md",
         soft_wrap=True,

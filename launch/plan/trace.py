@@ -103,7 +103,6 @@ def predict_step(timeline: Timeline, network: Network) -> SimulatedStep:
 
 
 def _ranks(timeline: Timeline) -> list[int]:
-    """The rank of each stage."""
     stages = len(timeline.cuts) + 1
     found = stage_to_rank(timeline.schedule, stages=stages, ranks=timeline.pipeline_ranks)
     return [found[stage] for stage in range(stages)]
@@ -168,7 +167,6 @@ def _codec_events(timeline: Timeline, kind: str) -> dict[tuple[int, Direction, i
 
 
 def _processes(prefix: str, first: int, events: Iterable[ComputeEvent]) -> list[dict[str, Any]]:
-    """Names and spans of every rank."""
     by_rank: dict[int, list[ComputeEvent]] = defaultdict(list)
     for event in events:
         by_rank[event.rank].append(event)

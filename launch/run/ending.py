@@ -107,7 +107,7 @@ def _in_words(error: BaseException) -> str | None:
     where = f"{_program()}, line {lines[-1]}: " if lines else ""
     if isinstance(error, ImportError):
         own = isinstance(error, ModuleNotFoundError) and lines
-        hint = f"; a module of your own belongs beside {_program()}" if own else ""
+        hint = f"; a module of your own belongs next to {_program()}" if own else ""
         return f"{where}{explain(error)}{hint}"
     if isinstance(error, ValidationError):
         wrong = [(".".join(map(str, found["loc"])), found) for found in error.errors()]

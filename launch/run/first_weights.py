@@ -54,7 +54,7 @@ def _take_from_replica_0(built: Built, transport: Transport) -> int:
     nbytes = sum(whole.nbytes for whole in wholes.values())
     if mesh.rank == first == 0 and unlike:
         _log.warning(
-            "note: replicas on unlike processors drew first weights with other last bits; they "
+            "note: replicas on different processors drew weights with different last bits; all "
             "take those of replica 0 (%.1f MB for each stage of one)",
             nbytes / 1e6,
         )

@@ -1,4 +1,4 @@
-"""What Python programs import as `thinpipe`: a pipeline of one's own modules, and its run.
+"""What Python programs import as `thinpipe`: a pipeline of your own modules, and its run.
 
 The program runs on every rank. `thinpipe run` starts the ranks; torchrun does too.
 """
@@ -38,7 +38,7 @@ MakeOptimizer = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer
 
 
 class Pipeline:
-    """A model of one's own, cut into stages, and how the cuts are compressed.
+    """Your own model, cut into stages, and how the cuts are compressed.
 
     `model()` returns an `nn.Sequential`; it is called on the meta device, and each rank gives
     values to its own layers only. `loss(outputs, targets)` returns the sum of the losses and their

@@ -3,8 +3,8 @@
 Both ends of a cut hold the same rows of samples, by their checksums; replicas hold the same weights
 and optimizer state, unless their method lets them differ, or processors of different kinds round
 differently; shards remember the same weights, if they send differences. Rows that differ have a
-second copy in what will be sent anew, so both ends forget them. Weights that differ have none that
-is known to be right: the run is refused, and a checkpoint from before is the remedy.
+second copy in what will be sent again, so both ends drop them. Weights that differ have none that
+is known to be right: the run ends, to resume from an earlier checkpoint.
 """
 
 import logging
@@ -37,7 +37,7 @@ class Proof:
         self._said_kinds = False
 
     def check(self, done: int) -> dict[str, int]:
-        """After `done` steps: samples forgotten because two ends differed, by channel.
+        """After `done` steps: samples dropped because two ends differed, by channel.
 
         Raises:
             CorruptionError: on every rank, naming those whose weights differ.
@@ -55,7 +55,7 @@ class Proof:
         found = {}
         if shards is not None and shards.remembered:
             place = f"position {mesh.position} of replica {mesh.replica}"
-            found[f"weights that shards remember at {place}"] = digest(shards.remembered)
+            found[f"cached shard weights at {place}"] = digest(shards.remembered)
         if not self._built.sync.replicas_equal or mesh.replicas == 1:
             return found
         for stage in self._built.stages:
@@ -95,8 +95,8 @@ class Proof:
                 if value != expected:
                     raise CorruptionError(
                         f"after step {done} rank {rank} and rank {other} hold different {name}: "
-                        "memory, a link or a computation of one of them is faulty; go on from a "
-                        "checkpoint of before (--resume --step N) without the faulty machine"
+                        "memory, a link or a computation of one of them is faulty; resume from an "
+                        "earlier checkpoint (--resume --step N) without the faulty machine"
                     )
         kinds = list(dict.fromkeys(kind for kind, digests in everyone if digests))
         if len(kinds) > 1 and not self._said_kinds and self._transport.mesh.rank == 0:
@@ -124,8 +124,8 @@ class Proof:
                 memory.reset()
         if forgotten and self._transport.mesh.dp_rank == 0:
             _log.warning(
-                "warning: the two ends of %s had come to hold different rows; both forget them, "
-                "and send their samples like new ones",
+                "warning: the two ends of %s hold different rows; both drop them, "
+                "and send their samples as first visits",
                 ", ".join(sorted(forgotten)),
             )
         return forgotten

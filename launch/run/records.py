@@ -30,9 +30,9 @@ from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.stage import ComputeEvent
 
 _LOAD_S = 20.0
-"""Over which the load by other processes is measured."""
+"""Window over which the load of other processes is measured."""
 _REPORT_SHARE = 0.01
-"""Of the time since the last report, which a report during the run may take: training waits."""
+"""Share of the time since the last report that the next may take: training waits for it."""
 
 
 class Records:
@@ -105,7 +105,6 @@ class Records:
                 self._report_so_far()
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add numbers of the user's own to the last step."""
         if self._pending is not None:
             self._pending = replace(self._pending, own={**self._pending.own, **metrics})
 

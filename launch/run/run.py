@@ -144,7 +144,6 @@ class RankRun:
         return self._opened("run.evaluate").evaluate(samples, self._done - 1)
 
     def log(self, **metrics: float) -> None:
-        """Add numbers of one's own to the last step's record."""
         self._opened("run.log").records.log(metrics)
 
     def save_model(self, path: str | Path) -> None:
@@ -197,8 +196,8 @@ class RankRun:
         same = samples is self._samples or samples.digest == self._samples.digest
         if not same or size != self.config.train.batch_size:
             raise ValueError(
-                "run.batches: other samples or another size than before; memories belong to the "
-                "samples of a run: make another run"
+                "run.batches: other samples or another size than before; cached "
+                "activations belong to the samples of a run: make another run"
             )
         return self._training
 

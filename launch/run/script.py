@@ -17,7 +17,7 @@ from thinpipe.launch.run.program import RunRequested, run_program
 from thinpipe.pipeline.models.own.program import LOOKING
 
 _LOOK_S = 600.0
-"""For a program to reach its `Run`."""
+"""How long a program may take to reach its `Run`."""
 
 
 class LaunchSpec(NamedTuple):

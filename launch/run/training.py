@@ -143,7 +143,7 @@ class Training:
             self.display.note(f"resumed from step {self.start} of {config.run.path}")
             if self.built.lr_schedule.has_scheduler:
                 self.display.note(
-                    "warning: the program's torch LR scheduler is not saved and starts anew; "
+                    "warning: the program's torch LR scheduler is not saved and starts over; "
                     f"let it go on from step {self.start}, or use Run(schedule=...), which does"
                 )
         held = memory_notices(plan_memory(config, len(self._samples)))
@@ -163,7 +163,6 @@ class Training:
         return range(max(self.start, epoch * per_epoch), (epoch + 1) * per_epoch)
 
     def batch(self, step: int) -> Batch:
-        """This replica's samples of a step."""
         return self._samples.batch(self._sampler.ids(step))
 
     def step(self, batch: Batch, step: int) -> StepRecord:
@@ -224,12 +223,11 @@ class Training:
         return done == self.steps or done % every == 0 or self._save_again
 
     def save_now(self, done: int) -> None:
-        """Save because the run is to stop after `done` steps."""
         self.records.flush()
         self._checkpoints.save(done)
 
     def finish(self, done: int) -> None:
-        """Save the end, free what samples are remembered in, and gather what the report needs.
+        """Save the end, free the activation cache, and gather what the report needs.
 
         Calling it again does nothing.
         """

@@ -27,7 +27,7 @@ def init(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="Of a Hugging Face model; or module:function."),
+        typer.Option(metavar="FOLDER", help="Hugging Face model folder; or module:function."),
     ] = None,
     stages: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Stages; by default one per core.")

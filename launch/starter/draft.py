@@ -45,7 +45,6 @@ class Draft:
     notes: list[str] = field(default_factory=list)
 
     def sections(self) -> dict[str, Any]:
-        """As a run file has them."""
         cuts = {"cuts": "auto", "stages": self.stages} if self.cuts is None else {"cuts": self.cuts}
         pipeline = cuts if self.stages > 1 else {}
         found = {"model": self.model, "data": self.data, "pipeline": pipeline, "train": self.train}

@@ -32,9 +32,7 @@ def export_model(
     step: StepOption = None,
     dtype: Annotated[
         ExportDtype,
-        typer.Option(
-            "--dtype", metavar="DTYPE", help="Of the weights: source (unchanged), fp32, bf16."
-        ),
+        typer.Option("--dtype", metavar="DTYPE", help="Dtype: source (unchanged), fp32 or bf16."),
     ] = "source",
     form: Annotated[
         ExportFormat,
@@ -61,18 +59,18 @@ def export_model(
 
 def generate_text(
     run_folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Folder of a run.")],
-    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Beginning of the text.")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest text after it.")] = 128,
+    prompt: Annotated[str, typer.Option("--prompt", metavar="TEXT", help="Text to continue.")],
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens to write.")] = 128,
     temperature: Annotated[
-        float, typer.Option("--temperature", help="Below 1: likelier tokens; 0: the likeliest.")
+        float, typer.Option("--temperature", help="0 takes the likeliest token; 1 samples as is.")
     ] = 0.8,
     top_k: Annotated[
-        int, typer.Option("--top-k", help="Draw from so many of the likeliest; 0: from all.")
+        int, typer.Option("--top-k", help="Sample from the k likeliest tokens; 0: all.")
     ] = 40,
-    seed: Annotated[int, typer.Option("--seed", help="Another seed, another text.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Random seed for sampling.")] = 0,
     step: StepOption = None,
 ) -> None:
-    """Let a run's language model go on with a text."""
+    """Continue a prompt with a trained model."""
     try:
         sampling = Sampling(max_tokens, temperature, top_k, seed)
         pieces = iter(generate(run_folder, prompt, sampling, step=step))

@@ -87,8 +87,6 @@ def write_folder(
 
 
 class _Export:
-    """Writes one model."""
-
     def __init__(
         self, model: HuggingFaceConfig, tensors: Mapping[str, Tensor], dtype: ExportDtype
     ) -> None:

@@ -97,7 +97,7 @@ def sample_lines(config: RunConfig) -> list[str]:
 def _no_text(config: RunConfig) -> str | None:
     """Why the model writes no text, if it does not."""
     if config.model.task != "language":
-        return "its model sorts texts into classes, and writes none"
+        return "its model classifies texts, and writes none"
     if isinstance(config.model, OwnModelConfig) and getattr(config.data, "factory", None):
         return "its samples are not made of text by a tokenizer; use load() and sample by hand"
     return None

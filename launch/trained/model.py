@@ -110,7 +110,7 @@ def load(
     """The model that a run trained, as an ordinary module in evaluation mode, on the CPU.
 
     A model of the library transformers is one of its classes; ThinPipe's own takes token ids
-    [B, T] and returns logits [B, T, V] (or [B, C]). `model` makes one of one's own; by
+    [B, T] and returns logits [B, T, V] (or [B, C]). `model` makes a custom one; by
     default it is the function of the run's settings (`model.factory`), of a program's run that of
     the program, which is run up to where its run begins.
 
@@ -167,8 +167,8 @@ def check_start(config: RunConfig) -> None:
         return
     if source == config.run.path:
         raise ConfigError(
-            f"model.from_run = {source}: is this run's own folder; go on with --resume, or name "
-            "another run.folder"
+            f"model.from_run = {source}: is this run's own folder; continue it with --resume, or "
+            "name another run.folder"
         )
     if not (source / "config.toml").is_file():
         raise ConfigError(f"model.from_run = {source}: holds no config.toml; name a run's folder")
@@ -179,7 +179,7 @@ def check_start(config: RunConfig) -> None:
 def start_from_run(built: Built, config: RunConfig) -> str | None:
     """Give this rank's stages the weights of `model.from_run`; return a note, if it is set.
 
-    Optimizer, learning rate and memories start anew.
+    Optimizer, learning rate and activation cache start from scratch.
 
     Raises:
         ConfigError, CheckpointError: as `read_trained`, or it trained another model.
@@ -195,7 +195,7 @@ def start_from_run(built: Built, config: RunConfig) -> str | None:
             raise CheckpointError(
                 f"model.from_run = {source}: trained a model of other sizes: {error}"
             ) from error
-    return f"weights of step {trained.step} of {source}; everything else starts anew"
+    return f"weights of step {trained.step} of {source}; everything else starts from scratch"
 
 
 def _source(config: RunConfig) -> Path | None:

@@ -15,12 +15,12 @@ from tests.faults.scene import Scene
 
 LIMIT_S = 240.0
 """Until a run goes on, or has ended: five times what it may wait for machines, as those that come
-back too late for the others wait anew."""
+back too late for the others wait again."""
 _BACK_S = 1.0
 """How long a machine whose launcher ended stays away."""
 _REMEDY = re.compile(
     r"--resume|no checkpoint was saved yet|thinpipe doctor|ended the run; see its output|"
-    r"free disk space|start anew|is saved"
+    r"free disk space|start over|is saved"
 )
 _AGAIN = re.compile(r"from step \d+|resumed from step")
 

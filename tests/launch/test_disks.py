@@ -66,7 +66,7 @@ def test_a_disk_that_fills_up_costs_the_steps_that_do_not_fit(run_file: Path, mo
     assert files.steps(place / "run" / "checkpoints") == [4, 8]
     *_, before, last = done.stderr.splitlines()
     assert "step 12 was not saved: " in before
-    assert "training goes on" in before
+    assert "training continues" in before
     assert "step 15, the last one, could not be saved: " in last
     assert "No space left on device; free disk space; step 8 is saved; then train again" in last
     assert last.endswith("with --resume")
@@ -78,7 +78,7 @@ def test_where_nothing_was_saved_there_is_nothing_to_resume(run_file: Path, moun
         run_file, place / "run", "--set", "checkpoint.every_steps=99", "--set", "train.decay=none"
     )
     assert done.returncode == 2
-    assert "tried again" not in done.stderr
+    assert "retried" not in done.stderr
     *_, last = done.stderr.splitlines()
     assert last.endswith("free disk space; nothing is saved yet; then train again"), last
 

@@ -152,5 +152,5 @@ def test_a_killed_fork_server_is_named(long_run: subprocess.Popen[str]) -> None:
     output, _ = long_run.communicate(timeout=PATIENCE_S)
     assert long_run.returncode not in (0, None)
     assert "the process that starts this machine's ranks is gone: it was killed, or" in output
-    assert "--resume goes on from the last checkpoint" in output
+    assert "--resume continues from the last checkpoint" in output
     assert not ranks_of(long_run.pid)

@@ -78,7 +78,7 @@ def test_shares_are_those_that_this_machine_may_have() -> None:
 
 
 def test_of_several_machines_one_need_not_have_checkpoints_or_writers(run_file: Path) -> None:
-    """Another may have them; for one alone both are refused."""
+    """Another may have them; for one alone both are rejected."""
     run = made(data={"path": str(run_file.parent / "text.txt"), "train_sequences": 24})
     write = run.report.model_copy(update={"writers": ("trackio",)})
     run = run.model_copy(update={"report": write})

@@ -120,7 +120,7 @@ def test_a_machine_whose_launcher_died_is_waited_for(run_file: Path, end: str) -
     if end == "Ctrl-C":
         assert codes == [128 + signal.SIGINT, -signal.SIGKILL], said
         *_, last = said.splitlines()
-        assert last == "asked to stop before the restart: the run ends as it was saved last"
+        assert last == "asked to stop before the restart: the run ends at its last checkpoint"
         return
     assert codes == [1, -signal.SIGKILL], said
     assert "machine b did not come within 90 s (pipeline.peer_timeout_s); run `th" in said

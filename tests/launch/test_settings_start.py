@@ -38,7 +38,7 @@ def choices(annotation: Any) -> list[Any]:
 def variants(
     kind: type[BaseModel], make: Callable[[Options], RunConfig]
 ) -> Iterator[tuple[str, RunConfig]]:
-    """A run for every choice, with the first other choice beside it that it needs, if any."""
+    """A run for every choice, with the first other choice that it needs next to it, if any."""
     singles = [
         {name: value}
         for name, field in kind.model_fields.items()

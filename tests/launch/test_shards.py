@@ -148,7 +148,7 @@ def _step(built: Built, number: int) -> StepTotals:
 
 
 def _train(rank: int, run: RunConfig) -> tuple[list[StepTotals], bool]:
-    """Of five steps: totals, and whether a run that goes on after three does the same."""
+    """Of five steps: totals, and whether a run resumed after three does the same."""
     whole, resumed = start(run), start(run)
     totals = [_step(whole, number) for number in range(3)]
     distribute(resumed, copy.deepcopy(collect(whole)))

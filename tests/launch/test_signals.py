@@ -172,7 +172,7 @@ def test_ctrl_c_again_ends_at_once(run_file: Path, temporary: Path) -> None:
         took_s = time.monotonic() - start_s
         assert run.process.returncode == 128 + signal.SIGINT
         *_, last = run.said.splitlines()
-        assert last == "ended at once: the run is as it was saved last"
+        assert last == "ended at once: the run is at its last checkpoint"
         assert 1 < took_s < LAUNCHER_WAITS_S
     assert [*temporary.iterdir()] == []
 

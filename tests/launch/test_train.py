@@ -340,7 +340,7 @@ def test_a_step_of_which_nothing_is_whole_is_no_reason_to_start_anew(run_file: P
     done = thinpipe(run_file, *one, "--resume")
     assert done.returncode == 2
     assert "no step is whole: step-5 cannot be used: rank 0: " in done.stderr
-    assert "train without --resume to start anew" in done.stderr
+    assert "train without --resume to start over" in done.stderr
 
 
 def test_resume_with_other_settings_is_refused(run_file: Path) -> None:

@@ -24,7 +24,7 @@ _AGAIN_S = 0.5
 _WELCOME_S = 10.0
 """The coordinator looks whether it can reach a host before it answers."""
 _STALE_S = 8.0
-"""As long a name may seem to be in use because its connection of before has not been missed."""
+"""How long a name may look taken because its old connection has not been missed yet."""
 
 _NOT_NOW = (9, 10)
 """OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
@@ -38,7 +38,7 @@ Report = Callable[..., None]
 
 
 class Joiner:
-    """Tries until it is in, or is refused; `joined` is called with the hosts of the run."""
+    """Tries until it is in, or is rejected; `joined` is called with the hosts of the run."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ def explain_key(error: ssl.SSLCertVerificationError) -> str:
 def _explain(error: Exception) -> str:
     if isinstance(error, ssl.SSLError) and "ALERT" in str(error):
         clock = any(word in str(error) for word in ("EXPIRED", "BAD_CERTIFICATE"))
-        return f"it refuses this machine's key: {_WRONG_CLOCK if clock else _OTHER_KEY}"
+        return f"it rejects this machine's key: {_WRONG_CLOCK if clock else _OTHER_KEY}"
     if isinstance(error, ssl.SSLCertVerificationError):
         return explain_key(error)
     if isinstance(error, ssl.SSLError):

@@ -131,7 +131,7 @@ def _check_file(path: Path) -> None:
 
 
 def _has_modes(folder: Path) -> bool:
-    """Whether a file there can be one's own: vfat and the mounts of Windows' disks have no modes.
+    """Whether a file there can be private: vfat and the mounts of Windows' disks have no modes.
 
     Where no file can be made it is taken to be so.
     """
@@ -188,6 +188,6 @@ def _write(path: Path, key: bytes, certificate: bytes, authority: str = "") -> N
                     errno.EPERM, f"other users of this machine could read it; {_ELSEWHERE}"
                 )
             file.write(key + certificate + authority.encode())
-    except OSError as error:  # half a key is none
+    except OSError as error:  # leave no partial key
         path.unlink()
         raise KeyFileError(f"{path}: not written: {error.strerror}") from None

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 from thinpipe.launch.net.overlay.links.handshake import Hello, Name
 
 MOST_HOSTS = 4095
-"""As many addresses has a run on loopback."""
+"""Loopback addresses of a run, one per host."""
 _FIRST_ADDRESS = IPv4Address("127.64.0.0")
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True)
 

@@ -55,7 +55,7 @@ class Overlay:
         """Wait until all hosts have joined; `expected` are their names, where they are known.
 
         Raises:
-            OverlayError: they did not in time, or this one was refused.
+            OverlayError: they did not in time, or this one was rejected.
         """
         limit, reason, joined, refused = monotonic() + limit_s, "", [self.name], ""
         while True:
@@ -67,7 +67,7 @@ class Overlay:
                     f"{self.peer_list.needed} machines did not join within {limit_s:.0f} s: "
                     + (reason or f"only {', '.join(joined)} did")
                     + (f"; missing: {', '.join(missing)}" if missing else "")
-                    + (f"; refused: {refused}" if refused else "")
+                    + (f"; rejected: {refused}" if refused else "")
                 ) from None
             if event["event"] == "joined":
                 return
@@ -78,7 +78,7 @@ class Overlay:
                 log(f"{reason}; trying again")
             if event["event"] == "refused":
                 refused = event["message"]
-                log(f"refused: {refused}")
+                log(f"rejected: {refused}")
             if event["event"] == "waiting":
                 come = [name for name in event["joined"] if name not in joined]
                 reason, joined = "", event["joined"]

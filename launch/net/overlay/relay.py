@@ -171,7 +171,7 @@ class Relay:
         try:
             peer_list = PeerList.model_validate_json(data)
         except ValueError:
-            raise FrameError("a list of hosts that is none") from None
+            raise FrameError("malformed host list") from None
         names = [host.name for host in peer_list.hosts]
         if peer != self._peer_list.coordinator or (
             (peer_list.run, peer_list.coordinator, peer_list.needed, names)
@@ -182,7 +182,7 @@ class Relay:
                 [host.name for host in self._peer_list.hosts],
             )
         ):
-            raise FrameError("a list of hosts that is not its to give")
+            raise FrameError("host list from a peer that is not the coordinator")
         self._take_peer_list(peer_list)
 
     def _add_link(self, peer_list: PeerList, number: int) -> None:
@@ -280,7 +280,7 @@ class Relay:
             self._tell_refusal(f"{source}: {explain_key(error)}")
 
     def _tell_refusal(self, message: str) -> None:
-        """The launcher shows each once while it waits; a run that goes on is not disturbed."""
+        """The launcher shows each once while it waits; a running job is not disturbed."""
         waiting = self._peer_list is None and len(self._told) < _MOST_TOLD
         if waiting and message not in self._told:
             self._told.add(message)
@@ -325,7 +325,7 @@ class Relay:
         ):
             return Welcome(refused="another run")
         if peer_list.hosts[peer_list.index(hello.name)].instance != hello.instance:
-            return Welcome(refused="of before a restart, or the restart is not known here yet")
+            return Welcome(refused="stale session: one of the two has not seen the last restart")
         if hello.attempt <= link.attempt:
             return Welcome(refused="overtaken by a later connection")
         return None
@@ -374,7 +374,7 @@ class Relay:
 
 
 def _check_clock(context: ssl.SSLContext, settings: Settings) -> None:
-    """Refuse a key that is not valid by this host's clock.
+    """Reject a key that is not valid by this host's clock.
 
     Raises:
         ValueError: naming both dates.

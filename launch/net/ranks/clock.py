@@ -8,6 +8,7 @@ from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.transport import CLOCK, Transport
 
 _PINGS = 4
+"""The shortest round trip counts: it spent the least time in queues, so its offset is the best."""
 
 
 def seconds_ahead(transport: Transport) -> float:

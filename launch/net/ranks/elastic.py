@@ -151,7 +151,7 @@ def _launch(
         elastic_launch(config, _run_rank)(main, environment, *arguments)
     except ChildFailedError as error:
         if fork_server.is_gone():
-            print_error(f"error: {fork_server.GONE}; --resume goes on from the last checkpoint")
+            print_error(f"error: {fork_server.GONE}; --resume continues from the last checkpoint")
         codes = [failure.exitcode for failure in error.failures.values()]
         return next((code for code in codes if code > 0), 1)
     except rendezvous.RefusedError as refused:

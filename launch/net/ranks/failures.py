@@ -12,9 +12,9 @@ from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.store import await_key
 
 _GRACE_S = 1.0
-"""For the cause to be reported: its consequences are often noticed before it."""
+"""How long to wait for the cause: its consequences are often noticed before it."""
 _OWN_ACCOUNT_S = 0.2
-"""For the main thread to say more, if it has noticed too."""
+"""How long the main thread may take to say more, if it has noticed too."""
 _STUCK_S = 10.0
 _FIRST = "1"
 

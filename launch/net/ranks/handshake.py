@@ -18,7 +18,7 @@ from thinpipe.launch.net.ranks.store import connect_store, hold_store
 from thinpipe.pipeline.comm.transport import Transport
 
 _READ_WAIT_S = 60.0
-"""For ranks to read what others sent before: a busy machine may stall one."""
+"""How long ranks may take to read what others sent: a busy machine may stall one."""
 _POLL_S = 0.02
 
 

@@ -46,7 +46,7 @@ _LEAVE_S = 5.0
 _SAY_FIRST_S, _SAY_EVERY_S = 2.0, 10.0
 """When hosts that wait at a restart say for whom: others come within a moment."""
 _LOOK_S = 1.0
-"""How often a running host looks whether another one has come anew."""
+"""How often a running host looks whether another one has come again."""
 
 
 def register() -> None:
@@ -281,7 +281,6 @@ class _Wait:
         self._timer.start()
 
     def over(self) -> None:
-        """All machines have joined."""
         self._timer.cancel()
 
     def _time_out(self) -> None:

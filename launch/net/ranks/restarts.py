@@ -15,7 +15,7 @@ from thinpipe.launch.net.ranks.network import ROUND
 from thinpipe.launch.net.ranks.store import connect_store
 
 STOPPED = "the run was asked to stop"
-"""Why restarts are refused after that."""
+"""Why there are no restarts after that."""
 _REFUSED = "refused for good"
 _STORE_S = 5.0
 _LAST = "last session"
@@ -48,7 +48,7 @@ def _killed_in(number: int) -> str:
 
 
 def restart_words(failure: str) -> str | None:
-    """Announces a restart, as torchrun's agent counts them; None if it is none."""
+    """Announces a restart, as torchrun's agent counts them; None if this is the first start."""
     if not failure:
         return None
     count, most = (

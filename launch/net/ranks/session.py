@@ -75,7 +75,6 @@ class Session:
 
     @property
     def writes_run_folder(self) -> bool:
-        """Whether this rank writes metrics and report."""
         return self.mesh.rank == 0
 
 
@@ -110,7 +109,7 @@ class StopFlag:
         threading.Thread(target=self._watch, args=(numbers,), daemon=True).start()
 
     def begin_training(self, grace_s: float, stop_all: Callable[[], threading.Event]) -> None:
-        """From here on there is something to save, for which there is so much time.
+        """From here on there is something to save, within the grace period.
 
         `stop_all` asks all ranks to stop; its event is set once they know when.
         """
@@ -142,7 +141,7 @@ class StopFlag:
         time.sleep(max(0.0, limit_s - time.monotonic()))
         late = (
             f"ended after {self._grace_s:.0f} s (checkpoint.grace_s), before all was done: the "
-            "run is as it was saved last"
+            "run is at its last checkpoint"
         )
         end_now(128 + self.number, late if self._stop_all is not None and speaks() else "")
 

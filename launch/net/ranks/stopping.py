@@ -15,8 +15,8 @@ from thinpipe.launch.host.terminal import end_now, print_error
 from thinpipe.launch.net.ranks.fork_server import signal_ranks
 
 _BEFORE = "asked to stop before the run began"
-_AGAIN = "asked to stop before the restart: the run ends as it was saved last"
-_AT_ONCE = "ended at once: the run is as it was saved last"
+_AGAIN = "asked to stop before the restart: the run ends at its last checkpoint"
+_AT_ONCE = "ended at once: the run is at its last checkpoint"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SOON_S, _END_S = 0.3, 2.0
 """When the main thread, which may be inside a C++ call, should have said so, and have ended."""
@@ -74,7 +74,6 @@ class Stop:
         self._words = _AGAIN
 
     def runs(self) -> None:
-        """All machines are there."""
         self._words = None
 
     def say(self) -> None:

@@ -64,7 +64,7 @@ def _report(message: str, reading: int) -> None:
         store = PrefixStore(name, connect_store((host, port), wait_s=_REPORT_S))
         Failures(store, who).report(message, cause=True)
     except RuntimeError:
-        print_error(f"{who}: the run's store is gone, so the others do not learn it")
+        print_error(f"{who}: the run's store is gone, so the others are not told")
 
 
 def _memory_kills() -> int:

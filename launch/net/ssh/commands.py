@@ -40,7 +40,7 @@ class Start:
         return Path(self.run).suffix == ".py"
 
     def check(self) -> None:
-        """Refuse what the other kind of run has.
+        """Reject options of the other kind of run.
 
         Raises:
             ConfigError: naming option and remedy.

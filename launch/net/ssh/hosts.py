@@ -135,7 +135,7 @@ def load_hosts(path: Path) -> HostsConfig:
 
 
 def check_shares(hosts: HostsConfig, run: str, world: int, placed: Sequence[str] = ()) -> None:
-    """Refuse machines that cannot share the run's ranks, of which `placed` names the hosts.
+    """Reject machines that cannot share the run's ranks, of which `placed` names the hosts.
 
     Raises:
         ConfigError: naming ranks and machines.

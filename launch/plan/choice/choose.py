@@ -35,7 +35,7 @@ _REFINED = 3
 """Variants that are searched with all rounds, the best first."""
 _SCHEDULES: tuple[ScheduleName, ...] = ("Deep1F1B", "1F1B", "GPipe")
 _WORTH = 0.99
-"""The run file's schedule is kept unless another takes less than that of its step."""
+"""The run file's schedule is kept unless another takes less than this share of its step."""
 
 
 @dataclass(frozen=True, eq=False)

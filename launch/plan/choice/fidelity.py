@@ -39,7 +39,6 @@ class Settings:
     exchange: int = 0
 
     def with_level(self, cut: int, way: int, level: int) -> "Settings":
-        """The same with another level of one cut and direction."""
         pair = [*self.cuts[cut]]
         pair[way] = level
         return replace(self, cuts=(*self.cuts[:cut], (pair[0], pair[1]), *self.cuts[cut + 1 :]))

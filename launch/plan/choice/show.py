@@ -47,7 +47,7 @@ def show_choice(console: Console, cluster: Cluster, choices: Sequence[PlannedRun
         console.print(f"idle: {names}{', ...' if len(idle) > 8 else ''}", soft_wrap=True)
     curve = best.placement.curve
     falls = ", ".join(f"{format_duration(at.cost)} ({format_duration(at.seconds)})" for at in curve)
-    console.print(f"best step found (after so long): {falls}", soft_wrap=True)
+    console.print(f"best step found (after this long): {falls}", soft_wrap=True)
     for other in choices[1:_SHOWN]:
         console.print(
             f"  {format_duration(other.cost.step_s)} with {other.name}: "

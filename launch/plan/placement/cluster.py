@@ -75,22 +75,18 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Number of devices, numbered host by host."""
         return len(self.host_of_D)
 
     @cached_property
     def host_of_D(self) -> Ints:
-        """The host of each device."""
         return np.repeat(np.arange(len(self.hosts)), [host.devices for host in self.hosts])
 
     @cached_property
     def speed_D(self) -> Floats:
-        """Speed of each device."""
         return np.array([self.hosts[host].speed for host in self.host_of_D])
 
     @cached_property
     def memory_D(self) -> Floats:
-        """Bytes of each device."""
         return np.array([self.hosts[host].memory for host in self.host_of_D])
 
     @cached_property

@@ -91,7 +91,7 @@ class DtfmCost:
 
 
 def check_enough(cluster: Cluster, stages: int, replicas: int) -> None:
-    """Refuse more stages and replicas than there are devices.
+    """Reject more stages and replicas than there are devices.
 
     Raises:
         ValueError: naming both.

@@ -38,7 +38,7 @@ _MOST_SIMULATIONS = 400
 _SIMULATED_HEAT = 0.05
 """Of single swaps at first, as a share of the step."""
 _POOR = 1.5
-"""Swaps whose estimate is that many times the present step are not simulated."""
+"""Swaps whose estimate exceeds the present step by this factor are not simulated."""
 _KEPT = 4
 """Starts that are annealed, the best first."""
 _SIMULATED_STARTS = 12
@@ -250,7 +250,7 @@ def hop_seconds(cluster: Cluster, workload: Workload) -> Floats:
 
 
 def _check_memory(cluster: Cluster, need_P: Floats, replicas: int) -> None:
-    """Refuse stages for which there are not enough devices with the memory.
+    """Reject stages for which there are not enough devices with the memory.
 
     Raises:
         ValueError: names the stage, what it needs and what there is.

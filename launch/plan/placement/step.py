@@ -1,8 +1,8 @@
 """The `step` objective: predicted seconds of a step of a layout.
 
-A step is `accumulate` passes, the exchange between replicas after the last one (or beside the
+A step is `accumulate` passes, the exchange between replicas after the last one (or during the
 passes, for methods that overlap), one latency for what all ranks agree on, and the optimizer. The
-passes and the exchange are simulated (`events.py`). An exchange beside the passes takes no less
+passes and the exchange are simulated (`events.py`). An overlapped exchange takes no less
 than either, nor less than the busiest host's uplink or downlink takes for both.
 """
 
@@ -56,7 +56,6 @@ class StepModel:
         return self._need_P
 
     def fits(self, grid_RP: Ints) -> bool:
-        """Whether every device has the memory."""
         return bool((self._need_P <= self._cluster.memory_D[grid_RP]).all())
 
     def __call__(self, grid_RP: Ints) -> StepCost:

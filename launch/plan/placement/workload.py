@@ -65,7 +65,6 @@ class Workload:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
         return len(self.forward_s)
 
     @property
@@ -75,7 +74,6 @@ class Workload:
 
     @cached_property
     def position_of(self) -> tuple[int, ...]:
-        """The rank of each stage."""
         found = stage_to_rank(self.schedule, stages=self.stages, ranks=self.ranks)
         return tuple(found[stage] for stage in range(self.stages))
 

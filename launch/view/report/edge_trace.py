@@ -102,7 +102,6 @@ class EdgeTrace:
         ]
 
     def add(self, status: Status, now_s: float | None = None) -> None:
-        """Take in what the relay says."""
         reading = (time.monotonic() if now_s is None else now_s, status["links"])
         self.host = status["name"]
         self._now = [*self._now[-1:], reading]

@@ -47,7 +47,7 @@ class StepRecord:
     `control_bytes` are neither activations nor gradients (losses, flags). `eval` is set
     only after an evaluation: `loss` with uncompressed boundaries and, if measured,
     `loss_compressed` with those of training; likewise other metrics of the objective. In
-    classification `tokens` counts samples. `repaired` counts, by cut, samples whose memories
+    classification `tokens` counts samples. `repaired` counts, by cut, samples whose cache entries
     differed or were lost and were reset at both ends; `notes` are messages of the guard. `own`
     holds numbers that the user's program logged. `weight_bytes` and `gradient_bytes` went between
     the shards of stages.

@@ -47,7 +47,7 @@ class Summary(TypedDict):
     `final_loss` is the mean over the last epoch's steps, `first_loss` that of the first step that
     has one. `eval` is the last evaluation. `sync_ratio_fp32` compares the bytes between
     replicas with one fp32 ring all-reduce of the gradients per step. `repaired` counts, by cut,
-    samples whose memories were reset. `wall_s` is the sum of step times, without start-up and
+    samples whose cache entries were reset. `wall_s` is the sum of step times, without start-up and
     evaluations. `unit` is what `tokens` counts: tokens, or samples in classification.
     `weight_bytes` and `gradient_bytes` went between the shards of stages. `edges` are the
     connections between hosts, of the present start only.

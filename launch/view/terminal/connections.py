@@ -13,7 +13,7 @@ from thinpipe.launch.view.terminal.grids import in_columns
 
 _SILENT_S = 1.0
 _FEW = 8
-"""As many connections are all shown; of more, those that carry next to nothing are counted only."""
+"""Up to this many connections are all shown; of more, nearly idle ones are only counted."""
 _IDLE = 0.01
 """Of the bytes of the busiest one: heartbeats and control messages."""
 

@@ -58,7 +58,6 @@ class Display:
             self.evaluated(record)
 
     def evaluated(self, record: StepRecord) -> None:
-        """Take in the evaluation after a step."""
         self._progress.eval = record.eval
         if self._view is not None:
             self._view.evaluated(record)
@@ -68,7 +67,6 @@ class Display:
         print_line(self._console, text)
 
     def note_repaired(self, repaired: Mapping[int, int]) -> None:
-        """Print which cached activations were reset."""
         which = format_repaired(repaired)
         self.note(f"cached activations of the two ends differed and were reset: {which}")
 

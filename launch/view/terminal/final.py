@@ -74,9 +74,7 @@ def _in_words(summary: Summary, left: Left | None) -> Table:
         rows["learned"] = f"loss {summary['first_loss']:.2f} at the start, {final:.2f}{where} now"
         if summary["unit"] == "token":
             choices = [math.exp(min(loss, _MOST_LOSS)) for loss in (summary["first_loss"], final)]
-            rows["learned"] += (
-                f": as unsure of a token as among {choices[0]:,.3g} alike, now {choices[1]:,.3g}"
-            )
+            rows["learned"] += f": perplexity {choices[0]:,.3g}, now {choices[1]:,.3g}"
     sent = summary["totals"]
     if sent["bytes"]:
         bf16, fp32 = format_ratio(sent["ratio_bf16"]), format_ratio(sent["ratio_fp32"])

@@ -25,7 +25,7 @@ from thinpipe.launch.view.terminal.progress import LOSS_STEPS, RunningValues
 from thinpipe.launch.view.terminal.traffic import step_traffic
 
 _LEAST = 8
-"""As many connections, or all of fewer, are shown before cuts are left out."""
+"""This many connections (or all, if fewer) are shown before cuts are left out."""
 _KEYS = (
     *(*SPEED, "train/epoch", "speed/step_s"),
     *LOSSES,

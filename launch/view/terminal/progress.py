@@ -1,4 +1,4 @@
-"""What the display remembers of the steps so far."""
+"""Recent values of the steps so far, for the display."""
 
 from collections.abc import Mapping
 

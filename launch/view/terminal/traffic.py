@@ -29,7 +29,7 @@ def _ratio(uncompressed: int, nbytes: int) -> str:
 
 
 def step_traffic(info: RunInfo, record: StepRecord, cuts: int, *, width: int) -> RenderableType:
-    """A line for each of the first `cuts` cuts, both directions beside each other, and for all."""
+    """A line for each of the first `cuts` cuts, both directions side by side, and for all."""
     if not info.cuts:
         return Text("one stage, so no cuts", style="dim")
     columns = [(header, show) for header, least, show in _COLUMNS if width >= least]

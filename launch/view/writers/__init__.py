@@ -1,1 +1,1 @@
-"""A run's numbers in other tools, beside `metrics.jsonl`; a file per tool, named as its setting."""
+"""A run's numbers in other tools as well; a file per tool, named like its setting."""

@@ -8,7 +8,7 @@ from thinpipe.launch.view.writers.writer import Destination
 
 
 class TrackioWriter:
-    """Trackio goes on with a run by its name, so the run's id is part of it."""
+    """Trackio continues a run by its name, so the run's id is part of it."""
 
     def __init__(self, place: Destination) -> None:
         trackio: Any = import_module("trackio")  # slow to import

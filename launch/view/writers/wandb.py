@@ -12,7 +12,7 @@ from thinpipe.launch.view.writers.writer import Destination
 
 
 class WandbWriter:
-    """The step is a metric of its own: W&B's counter refuses steps that are done again."""
+    """The step is a metric of its own: W&B's counter rejects repeated steps."""
 
     def __init__(self, place: Destination) -> None:
         wandb: Any = import_module("wandb")  # slow to import

@@ -43,7 +43,7 @@ class Destination:
 def destination(
     folder: Path, name: str, project: str, settings: Mapping[str, Any], done: int | None
 ) -> Destination:
-    """Of a new run, or (`done` is not None) of one that goes on after that many steps."""
+    """Of a new run, or (`done` is not None) of one resumed after that many steps."""
     file, run_id = folder / _ID_FILE, secrets.token_hex(4)
     try:
         if done is not None and file.exists():

@@ -9,7 +9,7 @@ from typing import Self
 from thinpipe.launch.view.writers.writer import Writer
 
 CLOSE_S = 30.0
-"""For how long the end of a run waits for a tool."""
+"""How long the end of a run waits for a tool."""
 _MOST_WAITING = 10_000
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Copies of a state that training goes on to change."""
+"""Copies of a state that training changes next."""
 
 import torch
 

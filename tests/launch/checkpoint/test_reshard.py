@@ -253,7 +253,7 @@ def test_memories_of_cuts_that_stayed_are_kept_and_the_others_start_empty(
     resumed = ranks(3, _resume, run_config([2, 3], boundary=AQSGD), str(tmp_path))
     restored = [result["restored"]["known"] for result in resumed]
     assert restored == [{2: 0}, {2: 0, 3: 8}, {3: 8}]
-    assert "memories at cuts [2] start empty" in resumed[0]["log"]
+    assert "the activation cache of cuts [2] starts empty" in resumed[0]["log"]
     assert not resumed[1]["log"]  # logged once
     again = ranks(3, _resume, run_config([1, 3], boundary=AQSGD), str(tmp_path))
     assert [result["restored"]["known"] for result in again] == [{1: 8}, {1: 8, 3: 8}, {3: 8}]

@@ -1,4 +1,4 @@
-"""Saves beside training: what fails is tried again."""
+"""Saves in the background: what fails is retried."""
 
 import time
 from pathlib import Path

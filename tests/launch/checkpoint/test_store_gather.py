@@ -1,4 +1,4 @@
-"""Messages beside training: all come, or whoever waits learns why not."""
+"""Messages in the background: all come, or whoever waits learns why not."""
 
 from threading import Thread
 

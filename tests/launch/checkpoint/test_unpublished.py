@@ -1,4 +1,4 @@
-"""A first save that was cut short is completed if its parts are there, or begun anew."""
+"""A first save that was cut short is completed if its parts are there, or begun again."""
 
 from pathlib import Path
 from typing import Any

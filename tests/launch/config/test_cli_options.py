@@ -35,7 +35,7 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: object) -> str:
         (["version"], "No such command 'version'; did you mean --version?"),
         (
             ["train", "x.toml", "y z"],
-            "y z: more than is expected; put a text with spaces in quotes",
+            "y z: unexpected argument; put text with spaces in quotes",
         ),
         (["train", "x.toml", "--nnodes", "2"], "--nnodes = 2: give one of the machines: --rdzv"),
         (["doctor", "x.toml", "--ranks", "2"], "--ranks = 2: without --nnodes and --rdzv all"),

@@ -1,4 +1,4 @@
-"""`pipeline.placement`: what is refused before and when machines join."""
+"""`pipeline.placement`: what is rejected before and when machines join."""
 
 import pytest
 

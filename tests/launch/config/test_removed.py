@@ -1,4 +1,4 @@
-"""Settings that are gone: passed over where they say what holds anyway, else refused by name."""
+"""Settings that are gone: ignored where they say what holds anyway, else rejected by name."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is read as a run file, and what is refused by what it is."""
+"""Files that are read as run files, and files that are rejected with a reason."""
 
 import codecs
 import os

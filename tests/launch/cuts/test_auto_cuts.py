@@ -179,7 +179,10 @@ def test_plan_shows_and_applies(run_file: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize(
     ("closed", "message"),
-    [(False, "are not to be trusted (busy)"), (True, "8 kbit/s, which were closed or failing")],
+    [
+        (False, "block timings are unreliable (busy)"),
+        (True, "8 kbit/s, which were closed or failing"),
+    ],
 )
 def test_plan_does_not_apply_what_it_distrusts(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, *, closed: bool, message: str

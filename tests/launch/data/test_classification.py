@@ -113,7 +113,7 @@ def test_rows_and_settings_that_do_not_fit_are_named(
         ({"labels": ("a", "b")}, r"labels = \('a', 'b'\): this belongs to classification"),
         (
             {"prompt_field": "q", "response_field": "a", "text_field": "t"},
-            r"text_field = 't': prompts and responses are all that is read; remove it",
+            r"text_field = 't': only prompts and responses are read; remove it",
         ),
         ({"objective": "prefix"}, r"objective = 'prefix': this belongs to instruction data"),
         (

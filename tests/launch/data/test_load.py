@@ -252,7 +252,7 @@ def test_paths_without_files_are_refused(tmp_path: Path, name: str, message: str
 
 
 def test_addresses_are_no_paths() -> None:
-    with pytest.raises(ValueError, match=r"addresses are not read; download the file first"):
+    with pytest.raises(ValueError, match=r"URLs are not supported; download the file first"):
         files(DataConfig(path="https://example.org/text.txt"))
 
 

@@ -56,7 +56,7 @@ def test_needed_memory_is_reported_with_its_parts(run_file: Path, tmp_path: Path
     saved = tmp_path / "net.json"
     _, output = doctor(run_file, "--rdzv", f"127.0.0.1:{free_port()}", "--save", str(saved))
     assert re.search(r"RAM \S+ MB of \S+ GB free \(.* of weights, .* of activations, ", output)
-    assert "B of AQ-SGD's memories" in output
+    assert "B of the activation cache" in output
     assert f"written: {saved}, {saved.with_suffix('.png')}" in output
 
 
@@ -88,7 +88,7 @@ def counted(run_file: Path, *settings: str) -> tuple[int, str, str]:
     """Exit code, what AQ-SGD's memories need, and the output."""
     words = [word for setting in settings for word in ("--set", setting)]
     code, output = doctor(run_file, "--rdzv", f"127.0.0.1:{free_port()}", *words)
-    found = re.search(r"(\S+ \wB) of AQ-SGD's memories", output)
+    found = re.search(r"(\S+ \wB) of the activation cache", output)
     return code, found[1] if found else "", output
 
 

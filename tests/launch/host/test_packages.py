@@ -158,7 +158,7 @@ def test_ranks_that_torchrun_started(
 @pytest.mark.slow
 @pytest.mark.dist
 def test_training_needs_no_matplotlib(run_file: Path) -> None:
-    """A user's own modules beside the run file are neither executed nor named."""
+    """A user's own modules next to the run file are neither executed nor named."""
     folder = run_file.parent
     for name in ("launch", "pipeline", "thinpipe"):
         (folder / f"{name}.py").write_text("raise SystemExit('not ours')\n")

@@ -372,7 +372,7 @@ def test_a_change_that_the_kernel_refuses_is_refused_again_and_undone() -> None:
     with ShapedNetwork(NetworkSpec.of(3)) as net:
         net.run(unplug, hosts=[2])
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"refuses .*uplink of host2: No such device"):
+            with pytest.raises(ValueError, match=r"rejects .*uplink of host2: No such device"):
                 net.set_rates("20mbit")
             assert net.run(queues, hosts=[0, 1]) == [["noqueue"]] * 2
         assert net.spec.rate_bps(0, 1) is None

@@ -1,4 +1,4 @@
-"""Memory needs are computed before a run starts, which is refused if they exceed what is free."""
+"""Memory needs are computed before a run starts; one that exceeds what is free is rejected."""
 
 import os
 import subprocess
@@ -73,8 +73,7 @@ def test_a_budget_is_shared_by_the_ends_of_a_rank() -> None:
         sample_capacity(run, 1)
     }  # every cut touches the rank in the middle
     assert [text.split(" samples,")[0] for text in memory_notices(plan_memory(run, 10_000))] == [
-        f"note: cut {cut} forward remembers {sample_capacity(run, 1):,} of 10,000"
-        for cut in (16, 32)
+        f"note: cut {cut} forward caches {sample_capacity(run, 1):,} of 10,000" for cut in (16, 32)
     ]
     assert memory_notices(plan_memory(run, 1000)) == []
     on_disk = xl(4, budget="2GB", tier="disk")
@@ -126,12 +125,20 @@ def test_cuts_without_memories_need_nothing() -> None:
         (
             "disk",
             {"disk": 10**9, "ram": 10**12},
-            r"memories take 7.70 GB on disk, but .* 1",
+            r"the activation cache takes 7.70 GB on disk, but .* 1",
         ),
-        ("ram", {"disk": 0, "ram": 10**9}, r'memories take 15.4 GB of RAM.* "disk"'),
-        ("pinned", {"ram": 10**9}, r'memories take 15.4 GB of RAM.* "disk"'),
-        ("device", {"device": 10**9}, r"memories take 3.86 GB of a GPU's memory.* 1.00 GB"),
-        ("device", {"ram": 10**9}, "memories take 7.70 GB of RAM"),  # a checkpoint's copy
+        ("ram", {"disk": 0, "ram": 10**9}, r'the activation cache takes 15.4 GB of RAM.* "disk"'),
+        ("pinned", {"ram": 10**9}, r'the activation cache takes 15.4 GB of RAM.* "disk"'),
+        (
+            "device",
+            {"device": 10**9},
+            r"the activation cache takes 3.86 GB of a GPU's memory.* 1.00 GB",
+        ),
+        (
+            "device",
+            {"ram": 10**9},
+            "the activation cache takes 7.70 GB of RAM",
+        ),  # a checkpoint's copy
     ],
 )
 def test_memories_that_do_not_fit_are_refused(
@@ -240,7 +247,7 @@ def test_a_dry_run_shows_automatic_cuts_as_auto(run_file: Path) -> None:
 def test_a_dry_run_reports_that_there_are_no_memories(run_file: Path) -> None:
     without = 'boundary=[{forward={kind="direct"}}]'
     code, output = dry_run(run_file, without)
-    assert (code, output[:37]) == (0, "no memories: no boundary uses AQ-SGD ")
+    assert (code, output[:45]) == (0, "no activation cache: no boundary uses AQ-SGD ")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -249,7 +256,7 @@ def test_a_dry_run_counts_for_a_gpu_that_is_not_there_and_a_start_refuses(run_fi
     assert code == 0, output
     assert "of unknown free" in output
     assert "model and activations on the GPU of a rank: up to" in output
-    assert "note: this host has no GPU" in output
+    assert "note: torch finds no GPU on this host" in output
     done = Command("train", run_file, "--set", "pipeline.device=cuda").done()
     assert done.returncode == 2
     assert 'pipeline.device = "cuda": torch finds no GPU' in done.stderr
@@ -265,7 +272,9 @@ def test_a_dry_run_for_several_machines_counts_the_share_of_each(run_file: Path)
     assert alone.count("on this host: RAM") == 1
     for rank in range(3):
         assert f"with rank {rank} on this host: RAM" in three.output
-        assert f"model, activations and memories of rank {rank} together: RAM" in three.output
+        assert (
+            f"model, activations and activation cache of rank {rank} together: RAM" in three.output
+        )
     assert "with ranks 0, 1 on this host: RAM" in pairs.output
     assert "with ranks 1, 2 on this host: RAM" in pairs.output
     uneven = CliRunner().invoke(app, ["train", str(run_file), "--dry-run", "--nnodes", "2"])

@@ -269,7 +269,7 @@ def test_fewer_bits_are_not_recommended_for_less_than_measurements_differ() -> N
     messages, blocks = measure_messages(run), [[BLOCK] * 4] * 3
     largest = max(message.nbytes for message in messages.values())
     outcomes = []
-    for transfer_s in (0.01, 30.0):  # of a message, beside seconds of compute
+    for transfer_s in (0.01, 30.0):  # of a message, against seconds of compute
         network = Network.uniform(3, 8 * largest / transfer_s)
         given = predict(run, blocks, messages, network)
         found = recommend(run, blocks, given, network)

@@ -1,4 +1,4 @@
-"""Programs of one's own: from a script to a model that plain torch loads."""
+"""A user's own programs: from a script to a model that plain torch loads."""
 
 import contextlib
 import json
@@ -122,7 +122,7 @@ def fill(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Where the program has run to its end, beside an earlier run; and what it said."""
+    """Where the program has run to its end, next to an earlier run; and what it said."""
     folder = tmp_path_factory.mktemp("trained")
     fill(folder)
     program = folder / "mine.py"
@@ -317,7 +317,7 @@ def test_what_is_no_program_is_refused(folder: Path) -> None:
     [
         ("x = (", "the program failed:\n  File"),
         ("import mymodul", "bad.py, line 1: the package 'mymodul' is not installed; run "),
-        ("import mymodul", "a module of your own belongs beside bad.py"),
+        ("import mymodul", "a module of your own belongs next to bad.py"),
         (
             "import thinpipe as tp\ntp.AQSGD(bits=40)",
             "bad.py, line 2: AqsgdConfig: bits = 40: use 8",
@@ -350,7 +350,7 @@ def test_batches_that_are_left_out_or_changed_are_refused(folder: Path) -> None:
     assert "Traceback" not in said
     other = program.replace('Texts("train.pt")', 'Texts(["train.pt", "eval.pt"][epoch])')
     (folder / "changes.py").write_text(other)
-    assert "memories belong to the samples" in run("run", "changes.py", code=1).stderr
+    assert "activations belong to the samples" in run("run", "changes.py", code=1).stderr
 
 
 def test_a_refused_run_leaves_an_earlier_one_in_its_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Silent corruption is found by comparing digests, named, and repaired or refused."""
+"""Silent corruption is found by comparing digests, named, and repaired or reported."""
 
 import copy
 from typing import Any
@@ -58,7 +58,7 @@ def _wrong_remembered(rank: int) -> Any:
 
 def test_what_shards_remember_differently_is_named(ranks: Ranks) -> None:
     for error in ranks(2, _wrong_remembered):
-        assert "weights that shards remember at position 0 of replica 0" in error
+        assert "cached shard weights at position 0 of replica 0" in error
 
 
 def _other_processor(rank: int) -> Any:
@@ -101,7 +101,7 @@ def test_rows_that_differ_at_the_two_ends_are_forgotten_at_both(ranks: Ranks) ->
     (whole, found, held, losses, after), other = ranks(2, _wrong_row)
     assert whole == other[0] == {}
     assert found == other[1] == {"cut-2.forward": 4}
-    assert held == other[2] == 4  # sent anew since
+    assert held == other[2] == 4  # sent again since
     assert losses == other[3]
     assert after == other[4] == {}
 

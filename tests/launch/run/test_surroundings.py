@@ -22,7 +22,7 @@ import logging, multiprocessing, os, sys
 import torch, torch.nn.functional as F
 from torch import nn
 import thinpipe as tp
-import pipeline, launch_helper  # beside the program
+import pipeline, launch_helper  # next to the program
 {before}
 
 def model():
@@ -68,7 +68,7 @@ def run(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def test_logging_and_start_method_are_the_programs(folder: Path) -> None:
-    """So are modules of any name beside it."""
+    """So are modules of any name next to it."""
     write(
         "launch.py",
         before="""
@@ -118,7 +118,7 @@ ODD = {
 
 @pytest.mark.slow
 def test_a_run_trains_among_odd_surroundings(run_file: Path) -> None:
-    """Files named as modules beside the run file, and whatever Python can be told."""
+    """Files named as modules next to the run file, and whatever Python can be told."""
     for name in ("types", "random", "signal", "logging", "torch", "thinpipe", "launch"):
         (run_file.parent / f"{name}.py").write_text("raise ImportError(__file__)\n")
     done = subprocess.run(

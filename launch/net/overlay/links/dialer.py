@@ -26,7 +26,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _LOOK_S = 20.0
 _SHORT_S = 2 * SILENT_S
 _REFUSED_S = 1.2
-"""A relay that is only busy refuses nobody."""
+"""A relay that is only busy still accepts connections."""
 
 
 class Dialer:
@@ -105,8 +105,8 @@ class Dialer:
             self._loop.close(connection)
             if welcome.refused:
                 self._wait(_LONGEST_PAUSE_S)
-            else:  # the peer was started anew, or has given this host up
-                link.give_up("has forgotten this connection")
+            else:  # the peer was restarted, or has given up on this host
+                link.give_up("no longer knows this connection")
             return
         self._due_s, self._pause_s = 0.0, _FIRST_PAUSE_S
         self._short_s = time.monotonic() + _SHORT_S

@@ -8,7 +8,7 @@ HEADER = struct.Struct("!BBxxIQQI")
 LARGEST = 128 * 1024
 """Bytes of a frame's payload; small enough that an urgent frame waits little behind another."""
 _LARGEST_PEER_LIST = 1 << 20
-"""Of thousands of hosts; seldom sent."""
+"""Enough for thousands of hosts; seldom sent."""
 
 
 class Kind(IntEnum):
@@ -18,7 +18,7 @@ class Kind(IntEnum):
     OPEN = 1  # payload: the port to connect to
     DATA = 2
     CREDIT = 3  # payload: how many bytes more may be sent
-    END = 4  # nothing more comes; the other direction goes on
+    END = 4  # nothing more comes; the other direction continues
     RESET = 5  # the stream is broken
     PEER_LIST = 6  # payload: the hosts of the run, as JSON
     BYE = 7  # the host leaves the run in order

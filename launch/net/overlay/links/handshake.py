@@ -52,10 +52,10 @@ class Hello(BaseModel):
 
 
 class Welcome(BaseModel):
-    """The answer: a reason to refuse, or what this host received in the session.
+    """The answer: why the host was rejected, or what this host received in the session.
 
     `known` is False if this host has no such session, and the other must begin a new one. `again`:
-    what it is refused for may be over in a few seconds.
+    the reason may be gone in a few seconds.
     """
 
     model_config = _STRICT

@@ -29,7 +29,7 @@ from thinpipe.launch.net.overlay.links.tcp import (
 
 BEAT_S = 0.5
 SILENT_S = 2.5
-"""After that long without a byte the connection is given up, and another one is made."""
+"""After this long without a byte (five heartbeats) the connection is replaced by a new one."""
 _PORT = struct.Struct("!H")
 _MOST_STREAMS = 4096
 _MOST_UNACKNOWLEDGED = 64 << 20
@@ -90,7 +90,6 @@ class Link:
         self._begin()
 
     def _begin(self) -> None:
-        """A session without a past."""
         self.has_left = False
         self.streams: dict[int, Stream] = {}
         self._next_stream = self._first_stream
@@ -129,7 +128,6 @@ class Link:
         self._watch()
 
     def send_peer_list(self, data: bytes) -> None:
-        """Tell the peer where the hosts of the run are."""
         self._posted.append((Kind.PEER_LIST, Traffic.CONTROL, 0, data))
         self._watch()
 
@@ -144,7 +142,6 @@ class Link:
         self._watch()
 
     def gone(self, stream: Stream) -> None:
-        """A stream is over."""
         self.streams.pop(stream.number, None)
 
     def _stream(self, sock: socket.socket, number: int, traffic: Traffic) -> Stream:
@@ -209,7 +206,6 @@ class Link:
         self.restart()
 
     def tick(self, now_s: float, late_s: float) -> None:
-        """Heartbeats and time limits."""
         if late_s > 2 * BEAT_S:  # it was this process that paused
             self._heard_s = min(now_s, self._heard_s + late_s)
         silence_s = now_s - self._heard_s

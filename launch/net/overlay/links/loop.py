@@ -131,7 +131,6 @@ class Task:
         return self._waits is not None
 
     def advance(self, _events: int) -> None:
-        """Go on: what was waited for has come."""
         self._rest()
         try:
             self._waits, events = next(self._steps)

@@ -53,7 +53,7 @@ class Session:
         """The peer has all frames up to `number`.
 
         Raises:
-            FrameError: it never got that many.
+            FrameError: it never got that many frames.
         """
         if number > self._sent:
             raise FrameError(f"an acknowledgement of frame {number}, after {self._sent} were sent")

@@ -93,7 +93,7 @@ class Stream:
         """
         self._may_receive -= len(payload)
         if self._may_receive < 0 or self._no_more_in:
-            raise FrameError(f"stream {self.number}: bytes that it had no leave to send")
+            raise FrameError(f"stream {self.number}: data beyond its credit")
         self._waiting.append(payload)
         if not self._connecting and len(self._waiting) == 1:
             self._write()
@@ -104,7 +104,6 @@ class Stream:
         self._update()
 
     def end(self) -> None:
-        """The other end sends nothing more."""
         self._no_more_in = True
         if not self._connecting and not self._waiting:
             self._write()

@@ -93,7 +93,7 @@ def read_state(sock: socket.socket) -> TcpState | None:
 def choose_congestion_control(sock: socket.socket) -> bool:
     """Use BBR where the round trip is long; return whether it is in use.
 
-    Cubic forgets the rate of a connection that was idle for a moment and starts anew, in every
+    Cubic forgets the rate of a connection that was idle for a moment and starts over, in every
     step of training; BBR remembers it (Cardwell et al. 2016). On short round trips it gains
     nothing.
     """

@@ -104,7 +104,7 @@ def test_connections_of_the_past_are_not_believed(run: Run) -> None:
     known = {"purpose": "link", "name": "h1", "to": "h0", "run": one.peer_list.run, "session": "x"}
     for wrong, reason in (
         ({"instance": instances["h1"], "attempt": 0}, "overtaken by a later connection"),
-        ({"instance": "earlier", "attempt": 99}, "of before a restart"),
+        ({"instance": "earlier", "attempt": 99}, "stale session"),
         ({"instance": instances["h1"], "attempt": 99, "run": "other"}, "another run"),
     ):
         assert reason in say(run, Hello.model_validate({**known, **wrong})).refused

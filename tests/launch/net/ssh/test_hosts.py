@@ -1,4 +1,4 @@
-"""The hosts file: what is refused, who has how many ranks, and where machines meet."""
+"""The hosts file: what is rejected, who has how many ranks, and where machines meet."""
 
 from pathlib import Path
 

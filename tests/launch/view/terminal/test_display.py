@@ -115,7 +115,7 @@ def test_a_run_ends_with_what_it_achieved_and_left() -> None:
     records = [_record(step, evaluated=step == 3) for step in (1, 2, 3)]
     text = " ".join(_show(_info(), records, interactive=False, finish=True).split())
     assert "loss 2.50 at the start, 2.12 on held-out samples now" in text
-    assert "among 12.2 alike, now 8.36" in text
+    assert "perplexity 12.2, now 8.36" in text
     times = "\N{MULTIPLICATION SIGN}"
     assert f"3.00 GB between stages; bf16 4.0{times} as much, fp32 8.0{times}" in text
     assert (
