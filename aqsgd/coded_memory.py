@@ -114,6 +114,5 @@ def _written(home: Tensor, device: torch.device) -> Tensor:
 
 
 def _bring_home(row: Tensor, home: Tensor) -> None:
-    """Bring home what was written elsewhere."""
     if row.data_ptr() != home.data_ptr():
         home.copy_(row)

@@ -80,7 +80,6 @@ class DeltaBoundary:
         return MessagePlan(ids_B, shape_BTD, step, nbytes, known_B, crc32(prints_B), rows)
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
-        """Fill `wire` and stage what the receiver will have seen."""
         x_BN = x_BTD.detach().reshape(len(plan.ids_B), -1)
         with written_on(x_BN.device, wire) as near:
             first, known = self._parts(plan, near)

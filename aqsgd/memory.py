@@ -87,7 +87,6 @@ class SampleMemory:
         return len(self._histories)
 
     def __contains__(self, sample: int) -> bool:
-        """Whether anything is held of a sample."""
         return sample in self._histories
 
     @property
@@ -114,15 +113,12 @@ class SampleMemory:
         self._store.prefetch(ids_B.tolist())
 
     def forget(self, ids_B: Tensor) -> None:
-        """Drop what is held of these samples; unknown ones are passed over."""
         self._forget([sample for sample in ids_B.tolist() if sample in self._histories])
 
     def learned(self) -> int:
-        """What is known beside samples, as a number; 0 without any."""
         return 0 if self._beside is None else self._beside.digest()
 
     def reset(self) -> None:
-        """Drop all samples, and what is known beside them."""
         self._forget(list(self._histories))
         if self._beside is not None:
             self._beside.reset()

@@ -43,11 +43,9 @@ class Averaging(Protocol):
     def keep(self) -> None:
         """The averages were taken over."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Decentral:
@@ -93,7 +91,6 @@ class Decentral:
         self._steps += 1
 
     def before_step(self) -> None:
-        """Take the averages over; gradients are this replica's own."""
         for averages in self._overlap.join():
             self._averaging.keep()
             for bucket, average_N in zip(self._buckets, averages, strict=True):
@@ -118,7 +115,6 @@ class Decentral:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and what the averaging remembers; nothing is under way between steps."""
         return {
             "steps": self._steps,
             "exchanges": self._exchanges,
@@ -132,7 +128,6 @@ class Decentral:
         self._averaging.load_state_dict(state["averaging"])
 
     def _means(self) -> list[Tensor]:
-        """The mean of all replicas' parameters, exactly."""
         self._launch(partial(_mean, self._peers))
         (means,) = self._overlap.join()
         found: list[Tensor] = means

@@ -63,7 +63,6 @@ class DelayedGradientSync(GradientSync):
         self._overlap.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """Also the sums that the next step applies, and those that a skipped one did not."""
         under_way = self._overlap.save()  # waits: what the reducer remembers counts then
         return {**super().state_dict(), **under_way, "unapplied": self._unapplied}
 

@@ -36,8 +36,7 @@ class FeedbackReducer(ABC):
         self._peers, self._codec, self._residuals = peers, codec, Residuals()
 
     @abstractmethod
-    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        """Sum over the replicas."""
+    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor: ...
 
     def keep(self) -> None:
         self._residuals.keep()

@@ -34,11 +34,9 @@ class Reducer(Protocol):
     def keep(self) -> None:
         """The optimizer applied the sums."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class GradientSync:
@@ -78,15 +76,12 @@ class GradientSync:
         return self._peers.bytes_sent
 
     def due(self, step: int) -> bool:
-        """Every step applies the sum over all replicas."""
         return True
 
     def begin_step(self, step: int, passes: int) -> None:
-        """Buckets are exchanged from here on, as they become ready."""
         self._readiness.begin_step(passes)
 
     def before_step(self) -> None:
-        """Wait for the sums and put them in place of the gradients."""
         self._readiness.finish()
         self._put(self._overlap.join())
         self._step += 1
@@ -101,7 +96,6 @@ class GradientSync:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of the next exchange, and what the reducer remembers."""
         return {"step": self._step, "reducer": self._reducer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -83,11 +83,9 @@ class OuterStep(Protocol):
     def keep(self) -> None:
         """The updates will be applied."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class LocalSteps:
@@ -125,7 +123,6 @@ class LocalSteps:
         return self._peers.bytes_sent
 
     def due(self, step: int) -> bool:
-        """Steps in which an exchange begins or is waited for."""
         turn, place = self._config.turn, step % self._config.turn
         return self._peers.size > 1 and step >= turn and place in (0, self._config.overlap)
 
@@ -142,8 +139,7 @@ class LocalSteps:
         if step % turn == self._config.overlap:
             self._join()
 
-    def before_step(self) -> None:
-        """Gradients are this replica's own."""
+    def before_step(self) -> None: ...
 
     def after_step(self) -> None:
         """Nothing is exchanged here: this is not called on replicas that skip the step."""
@@ -168,7 +164,6 @@ class LocalSteps:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """g, how many exchanges there were, what the outer step remembers, what is under way."""
         return {
             **self._overlap.save(),
             "exchanges": self._exchanges,

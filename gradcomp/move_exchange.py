@@ -166,7 +166,6 @@ class MoveExchange:
             torch._foreach_mul_(gradients, float(self._peers.size))
 
     def after_step(self) -> None:
-        """Exchange, or start to."""
         warming_up = self._warming_up
         self._steps += 1
         if self._adapts:
@@ -182,7 +181,6 @@ class MoveExchange:
             self._join()
 
     def finish(self) -> None:
-        """Wait for the exchange under way and apply it."""
         self._join()
         for bucket in self._buckets if self._captured else ():
             bucket.before_move()
@@ -196,7 +194,6 @@ class MoveExchange:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """g, e, what is not yet sent, counters, and what the exchange under way found."""
         return {
             **self._overlap.save(),
             "steps": self._steps,

@@ -102,7 +102,6 @@ class PipelineConfig(BaseModel):
 
     @property
     def pipeline_ranks(self) -> int:
-        """Number of ranks of one pipeline."""
         if self.ranks is not None:
             return self.ranks
         one_per_rank = self.schedule in ("GPipe", "1F1B", "Deep1F1B")
@@ -143,8 +142,7 @@ class BoundaryKind(BaseModel):
         """
 
     @abstractmethod
-    def words(self) -> str:
-        """A few words for tables."""
+    def words(self) -> str: ...
 
     def row_nbytes(self, tokens: int, width: int) -> int:
         """Bytes that one end of the direction remembers of a sample; 0: nothing."""
@@ -208,7 +206,6 @@ class QuantizerConfig(BoundaryKind):
         return self
 
     def quantizer(self, width: int) -> Uniform:
-        """The codec, for tokens of `width` channels."""
         return Uniform(
             self.bits,
             self.scale_per,

@@ -217,7 +217,6 @@ class PipelineEngine:
         return [event for stage in self._stages.values() for event in stage.take_events()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters that both ends of a link must agree on."""
         return {"pass": self._pass, "guard": self._guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

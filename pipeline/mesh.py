@@ -29,7 +29,6 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """Which replica this rank belongs to."""
         return self.rank // (self.pipeline_ranks * self.shards)
 
     @property

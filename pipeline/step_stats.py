@@ -125,7 +125,6 @@ class StepStats:
             channel.codec.take_sums()
 
     def share(self, step: RankStep, scope: Scope) -> StepTotals:
-        """Exchange this rank's numbers for the totals over all ranks in the scope."""
         busy = math.fsum(e.end_s - e.start_s for e in step.events if e.computes)
         sent = [now - before for now, before in zip(step.sent, self._sent, strict=True)]
         self._sent = step.sent

@@ -46,7 +46,6 @@ class Basis:
 
     @staticmethod
     def of_channels(order_D: Tensor, wide: int = 0) -> "Basis":
-        """Channels in this order (int64)."""
         width = len(order_D)
         entry_DK = torch.zeros(width, width, dtype=torch.int16)
         entry_DK[order_D, torch.arange(width)] = ONE

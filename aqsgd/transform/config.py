@@ -54,7 +54,6 @@ class TransformConfig(BoundaryKind):
 
     @property
     def steps(self) -> "Steps":
-        """How the sender chooses steps."""
         from thinpipe.aqsgd.transform.steps import Steps
 
         largest = self.largest_step or _LARGEST_BY_FIRST * self.first_step

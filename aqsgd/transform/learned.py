@@ -53,7 +53,6 @@ class Learned:
 
     @property
     def basis(self) -> Basis:
-        """The current one."""
         return self.bases[self.version]
 
     @property

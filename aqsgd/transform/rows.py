@@ -104,7 +104,6 @@ class Rows:
         self._version_of, self._count = held, Counter(held.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory, and the versions of its rows."""
         self.recount()
         pairs = torch.tensor(sorted(self._version_of.items()), dtype=torch.int64)
         return self.memory.state_dict() | {"row_versions": pairs.view(-1, 2)}

@@ -49,8 +49,7 @@ class Neighbours(Stateless):
             )
         self._peers, self._config = peers, config
 
-    def begin(self, buckets: Sequence[FlatBucket]) -> None:
-        """There is no memory."""
+    def begin(self, buckets: Sequence[FlatBucket]) -> None: ...
 
     def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
         others = neighbours(self._peers.rank, self._peers.size, key.step, self._config.peers)

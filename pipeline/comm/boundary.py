@@ -38,8 +38,7 @@ class Memory(Protocol):
     def fingerprints(self, ids_B: Tensor) -> Tensor:
         """A number (int64, below 2^53) for what is held of each sample: 0 nothing, -1 damaged."""
 
-    def forget(self, ids_B: Tensor) -> None:
-        """Hold nothing of these samples."""
+    def forget(self, ids_B: Tensor) -> None: ...
 
     def learned(self) -> int:
         """A number (below 2^53) for what is known beside samples, equal at both ends; 0 nothing."""
@@ -82,12 +81,10 @@ class Boundary(Protocol):
     """
 
     @property
-    def codec_id(self) -> int:
-        """Number of the method in message headers."""
+    def codec_id(self) -> int: ...
 
     @property
-    def bits(self) -> int:
-        """Bits per value in message headers."""
+    def bits(self) -> int: ...
 
     @property
     def memory(self) -> Memory | None:
@@ -115,11 +112,9 @@ class Boundary(Protocol):
     def finish_step(self, *, keep: bool) -> None:
         """End the step: keep what it learned, or forget it."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -139,21 +134,17 @@ class Stateless:
         return self.codec.bits
 
     @property
-    def memory(self) -> None:
-        """Nothing is remembered."""
+    def memory(self) -> None: ...
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
-        """All messages of a shape are alike."""
         nbytes, numel = self.codec.capacity(shape_BTD[1:].numel()), shape_BTD[1:].numel()
         rows = rows_of(self.codec, shape_BTD[0], nbytes, numel)
         return MessagePlan(ids_B, shape_BTD, step, self.capacity(shape_BTD), rows=(rows,))
 
     def capacity(self, shape_BTD: torch.Size) -> int:
-        """All messages of a shape are equally long."""
         return shape_BTD[0] * self.codec.capacity(shape_BTD[1:].numel())
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
-        """Fill `wire`; noise is keyed by step and sample."""
         noise = Noise(self.key, plan.step, plan.ids_B)
         rows = x_BTD.shape[0]
         x_BN = x_BTD.detach().reshape(rows, -1)

@@ -45,7 +45,6 @@ class MessageCodec:
     _step: int = 0
 
     def begin_pass(self, *, step: int, mode: Mode) -> None:
-        """Code what belongs to optimizer step `step`."""
         self._mode, self._step = mode, step
 
     def capacity(self, shape_BTD: torch.Size) -> int:
@@ -106,7 +105,6 @@ class MessageCodec:
 
     @property
     def memory(self) -> Memory | None:
-        """What the training boundary remembers of samples."""
         return self.training.memory
 
     def take_sums(self) -> list[float]:

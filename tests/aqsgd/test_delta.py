@@ -199,7 +199,6 @@ def digests_after_steps(rank: int, run: Any) -> list[dict[int, str]]:
 
 
 def memory_digests(built: Built) -> dict[int, str]:
-    """Digest of the memory at each cut this rank touches."""
     found = {}
     for channel in built.engine.channels:
         boundary = channel.codec.training

@@ -24,7 +24,6 @@ def rows(count: int, numel: int, seed: int) -> torch.Tensor:
 def exchange(
     ends: list[DeltaBoundary], x: torch.Tensor, ids: list[int], *, keep: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the receiver gets, and the message."""
     ids_B = torch.tensor(ids)
     plans = [end.plan(ids_B, x.shape, step=0) for end in ends]
     assert plans[0].capacity == plans[1].capacity

@@ -38,7 +38,6 @@ def start(form: str, size: int, device: str = "cpu") -> Replicas:
 
 
 def train(replicas: Replicas, steps: int = 4, *, restart_at: int | None = None) -> list[Tensor]:
-    """Parameters of every replica after some steps."""
     for step in range(steps):
         if step == restart_at:
             replicas.restart()

@@ -43,7 +43,6 @@ def memories(built: Built) -> dict[int, Any]:
 
 
 def store_of(memory: Any) -> DiskStore:
-    """A memory's store, its writes done."""
     store = memory._store
     assert isinstance(store, DiskStore)
     store._worker.submit(int).result()

@@ -60,7 +60,6 @@ class Tables:
 
     @property
     def symbols(self) -> int:
-        """How many symbols there are."""
         return self.freq_KS.shape[1]
 
     @cached_property

@@ -24,7 +24,6 @@ def visits(energy_D: Tensor, step: int, samples: int = 8) -> Tensor:
 def follow(
     pair: tuple[TransformBoundary, TransformBoundary], energies: list[Tensor]
 ) -> list[float]:
-    """Relative square error of every step."""
     found = []
     for step, energy_D in enumerate(energies):
         x_BTD = visits(energy_D, step)

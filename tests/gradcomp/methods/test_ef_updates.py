@@ -101,7 +101,6 @@ def test_the_first_exchange_by_hand() -> None:
 
 
 def coded(x: Tensor) -> Tensor:
-    """As the peer decodes it."""
     codec, seen = SignMean(128), torch.empty(1, x.numel())
     codec.encode(x[None], torch.empty(1, codec.capacity(x.numel()), dtype=torch.uint8), seen)
     return seen[0]

@@ -104,7 +104,6 @@ def all_at_once(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """Of the upper and the lower stage, from one group of processes."""
     return run_ranks(2, all_at_once)
 
 

@@ -76,7 +76,6 @@ def all_at_once(rank: int) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    """On rank 1."""
     return run_ranks(2, all_at_once)[1]
 
 

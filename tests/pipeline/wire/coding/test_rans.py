@@ -193,7 +193,6 @@ def test_what_the_tables_do_not_have_is_refused() -> None:
 
 
 def mutated(wire: Tensor, seed: int) -> Tensor:
-    """A message with one kind of damage."""
     draws, wire = generator(seed), wire.clone()
 
     def below(most: int) -> int:
