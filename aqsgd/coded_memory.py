@@ -1,4 +1,4 @@
-"""A memory whose rows are values as a codec stores them: a float format, or quantized.
+"""An activation cache whose rows are values as a codec stores them: a float format, or quantized.
 
 Both ends store the same values with the same codec, so they hold the same bits.
 

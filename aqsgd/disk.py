@@ -193,4 +193,6 @@ class DiskStore:
     def _warn_once(self, fault: str) -> None:
         if fault not in self._faults:
             self._faults.add(fault)
-            _log.warning("memory on disk: %s; their samples are sent like new ones", fault)
+            _log.warning(
+                "activation cache on disk: %s; their samples are sent like new ones", fault
+            )

@@ -131,7 +131,7 @@ class RamStore:
         self._renew(sample, None)
 
     def prefetch(self, samples: Iterable[int]) -> None:
-        """Rows are here; those of the step after the next one will be verified anew."""
+        """Rows are here; those of the step after the next one will be verified again."""
         self._checked_before, self._checked = self._checked, {}
 
     def is_lost(self, sample: int) -> bool:

@@ -1,4 +1,4 @@
-"""Replicas that average their parameters with neighbours only, beside forward and backward.
+"""Replicas that average their parameters with neighbours only, during forward and backward.
 
 Lian et al. 2017; Gan et al., "BAGUA", VLDB 2022. The gradients of a step are those at the
 parameters before they are averaged; the optimizer applies them afterwards. Nothing waits for all
@@ -37,7 +37,7 @@ class Averaging(Protocol):
     def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
         """This replica's new parameters; runs on the communication thread.
 
-        What it would remember counts once `keep` is called.
+        What it would keep counts once `keep` is called.
         """
 
     def keep(self) -> None:

@@ -28,7 +28,7 @@ class Reducer(Protocol):
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Return the sum over the replicas; runs on the communication thread.
 
-        What it would remember of this step counts once `keep` is called.
+        What it would keep of this step counts once `keep` is called.
         """
 
     def keep(self) -> None:
@@ -43,7 +43,7 @@ class GradientSync:
     """A `ReplicaSync` around a reducer. Replicas stay equal, since all apply the same sums.
 
     A step that the engine skips because something is not finite leaves no trace in the reducer's
-    memories.
+    residuals.
     """
 
     replicas_equal = True

@@ -7,7 +7,7 @@ DiLoCo (Douillard et al. 2023), its streaming form (Douillard et al. 2025), Spar
     g   `SharedBucket.global_N`    the global model, equal on all replicas bit for bit
 
     1.  d_w = g - x_w                    of one fragment, every `interval` steps
-    2.  u = outer step of all d_w        beside the next `overlap` steps of training
+    2.  u = outer step of all d_w        during the next `overlap` steps of training
     3.  g -= u;  x_w = (1 - mix) g + mix x_w, or, without a mix, x_w + g - x_w as of 1.
 
 Fragments take turns, `interval / fragments` steps apart. Steps are counted where all replicas
@@ -76,7 +76,7 @@ class OuterStep(Protocol):
     def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
         """By how much the global model moves; runs on the communication thread.
 
-        `distance_N` is how far it is ahead of this replica. What it would remember counts once
+        `distance_N` is how far it is ahead of this replica. What it would keep counts once
         `keep` is called: all updates of a fragment have arrived.
         """
 
@@ -106,7 +106,7 @@ class LocalSteps:
     ) -> None:
         """Parameters become views of flat vectors; they keep their values.
 
-        Without a mix all that was learnt beside an exchange is kept.
+        Without a mix all that was learnt during an exchange is kept.
         """
         self._peers, self._config, self._outer, self._mix = peers, config, outer, mix
         self.overlaps = config.overlap > 0

@@ -134,7 +134,7 @@ class BoundaryKind(BaseModel):
     def build(
         self, *, width: int, key: int, store: Any = None, capacity: int | None = None
     ) -> "dict[Mode, Boundary]":
-        """Boundaries of a direction by mode; evaluation never meets the training memory.
+        """Boundaries of a direction by mode; evaluation never touches the activation cache.
 
         Both ends are built alike, for tokens of `width` channels; `key` addresses their random
         numbers. What is remembered is kept in `store` (by default in RAM), of at most `capacity`
@@ -145,7 +145,7 @@ class BoundaryKind(BaseModel):
     def words(self) -> str: ...
 
     def row_nbytes(self, tokens: int, width: int) -> int:
-        """Bytes that one end of the direction remembers of a sample; 0: nothing."""
+        """Bytes that one end of the direction caches per sample; 0: nothing."""
         return 0
 
     def notices(self, *, epochs: int) -> list[str]:
@@ -222,7 +222,7 @@ class QuantizerConfig(BoundaryKind):
 
 
 class DirectConfig(QuantizerConfig):
-    """Direct quantization, no memory (the baseline of AQ-SGD)."""
+    """Direct quantization, no activation cache (the baseline of AQ-SGD)."""
 
     kind: Literal["direct"] = "direct"
     bits: Bits = 8
@@ -236,7 +236,7 @@ class DirectConfig(QuantizerConfig):
 
 
 class TileConfig(BaseModel):
-    """Tile-wise quantization without memory; see `pipeline/wire/hadamard.py`.
+    """Tile-wise quantization without a cache; see `pipeline/wire/hadamard.py`.
 
     `bits` is 2 to 7.
     """
@@ -256,7 +256,7 @@ class TileConfig(BaseModel):
 
 
 class StatelessConfig(TileConfig, BoundaryKind):
-    """Tile-wise quantization of a direction, without memory.
+    """Tile-wise quantization of a direction, without a cache.
 
     `bits` is 2 to 7; `coding` is as in `kind = "direct"`.
     """

@@ -283,6 +283,7 @@ class CompressedStage(_PipelineStageBase):
         self._local_gradients[mb_index] = gradient
 
     def clear_runtime_states(self) -> None:
+        # torch's leaves bwd_cache, where gradients that nothing takes would live through the step
         self.fwd_cache.clear()
         self.bwd_cache.clear()
         self.output_chunks.clear()

@@ -1,6 +1,6 @@
 """AQ-SGD in a learned transform: entropy-coded changes of whole-number coefficients.
 
-A token a is sent in a basis V and steps of size s (`basis.py`), against what both ends remember of
+A token a is sent in a basis V and steps of size s (`basis.py`), against what both ends cache of
 the sample, the whole numbers Q:
 
     q = round(V'a / s) - Q;   Q += q;   the receiver computes V (s Q)
@@ -46,7 +46,7 @@ _HEAD = struct.Struct("<IHHIhhI")
 
 
 class _Part(NamedTuple):
-    """The samples of a message that are coded alike, and what is remembered of each.
+    """The samples of a message that are coded alike, and what is cached of each.
 
     Numbers are in the current basis, and in steps of each sample's own.
     """
@@ -56,7 +56,7 @@ class _Part(NamedTuple):
     held: list[StoredSample]
 
     def at(self, step: int, tokens: int, dimensions: int) -> Tensor:
-        """What is remembered (int32 [N, K]), in steps of this index; nothing of first visits."""
+        """What is cached (int32 [N, K]), in steps of this index; nothing of first visits."""
         if self.kind == FIRST or not self.rows:
             return torch.zeros(len(self.rows) * tokens, dimensions, dtype=torch.int32)
         found = [rescaled(held.q_TK, held.step, step) for held in self.held]
@@ -91,7 +91,7 @@ class _Sent(NamedTuple):
 
 
 class TransformBoundary:
-    """One end of one direction of a cut. Without a memory every visit is a first one."""
+    """One end of one direction of a cut. Without a cache every visit is a first one."""
 
     codec_id = CODEC_ID
     bits = BITS

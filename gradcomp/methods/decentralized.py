@@ -34,10 +34,10 @@ class Config(ExchangeOptions):
 
 
 class Neighbours(Stateless):
-    """The averaging; it has no memory."""
+    """The averaging; it keeps no state."""
 
     def __init__(self, peers: Peers, config: Config) -> None:
-        """Refuse pairs that cannot be made.
+        """Reject pairs that cannot be made.
 
         Raises:
             ReplicaCountError: an odd number of replicas is to meet in pairs.

@@ -1,4 +1,4 @@
-"""The Boundary contract: one end of one direction of a cut. `Stateless` is the one without memory.
+"""The Boundary contract: one end of one direction of a cut. `Stateless` is the one without a cache.
 
 Axes: B samples, T tokens, D channels, N = T * D values of a sample, W bytes.
 """
@@ -18,7 +18,7 @@ from thinpipe.pipeline.wire.pinned import brought_to, written_on
 
 
 class Memory(Protocol):
-    """What a boundary remembers of samples. Its other end's memory takes the same calls.
+    """A boundary's activation cache. That of its other end takes the same calls.
 
     `capacity` is how many samples this end could hold, None if it does not matter.
     """
@@ -41,23 +41,23 @@ class Memory(Protocol):
     def forget(self, ids_B: Tensor) -> None: ...
 
     def learned(self) -> int:
-        """A number (below 2^53) for what is known beside samples, equal at both ends; 0 nothing."""
+        """A number (below 2^53) for what is known besides samples; 0: nothing."""
 
     def reset(self) -> None:
-        """Hold nothing, and know nothing beside."""
+        """Hold no samples, and know nothing else."""
 
     def summary(self) -> int:
         """A number (32 bits) for all that is held, equal at both ends; cheap."""
 
     def release(self) -> None:
-        """Give back what is held; the memory is not used again."""
+        """Give back what is held; the cache is not used again."""
 
 
 @dataclass(frozen=True)
 class MessagePlan:
     """What both ends know of a message before it exists.
 
-    `capacity` is the most payload bytes it can have, `known_B` says which samples are remembered,
+    `capacity` is the most payload bytes it can have, `known_B` says which samples are cached,
     `checksum` stands for what is remembered of them (0 without a memory), and `rows` tells coders
     what the payload is made of. A payload that is not `exact` may be shorter than its capacity.
     """
@@ -75,7 +75,7 @@ class MessagePlan:
 class Boundary(Protocol):
     """Turns the activations (or gradients) of one microbatch into a payload, and back.
 
-    It may remember samples: then both ends of the cut hold equal state, and plans depend only on
+    It may cache samples: then both ends of the cut hold equal state, and plans depend only on
     that state. What a step learns is kept apart until `finish_step`, so that a step that was
     skipped or failed leaves nothing behind.
     """
@@ -88,14 +88,14 @@ class Boundary(Protocol):
 
     @property
     def memory(self) -> Memory | None:
-        """What it remembers of samples, if it does."""
+        """Its activation cache, if it has one."""
 
     @property
     def error_meter(self) -> ErrorMeter:
         """What it measures of what it encodes."""
 
     def capacity(self, shape_BTD: torch.Size) -> int:
-        """The most payload bytes of this shape, whatever is remembered."""
+        """The most payload bytes of this shape, whatever is cached."""
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
         """Look up the samples of a message, once; both ends find the same."""

@@ -29,7 +29,7 @@ class MessageCodec:
     Both ends hold one each, made and called alike. `boundaries` holds one boundary per mode it can
     run in. Values are coded on `device`, where receivers get tensors of `dtype`. Payloads are
     entropy-coded by `coding` where that makes them shorter, except in plain evaluation. Training's
-    values are coded times `scale`, which both ends set alike, so that what is remembered does not
+    values are coded times `scale`, which both ends set alike, so that what is cached does not
     depend on it.
     """
 
@@ -51,7 +51,7 @@ class MessageCodec:
         """The longest that a message can be.
 
         Receives are posted for so much: gloo ends a process that is sent more than it posted, and
-        two ends whose memories differ are to get a `DesyncError` instead.
+        two ends whose caches differ are to get a `DesyncError` instead.
         """
         return HEADER_NBYTES + self._boundary.capacity(shape_BTD)
 

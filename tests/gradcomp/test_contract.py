@@ -123,7 +123,7 @@ def test_a_single_replica_sends_nothing(form: str) -> None:
 
 
 @every_method
-def test_unknown_options_are_refused(name: str) -> None:
+def test_unknown_options_are_rejected(name: str) -> None:
     with pytest.raises(ValidationError):
         parse_options(name, {"no_such_option": 1})
 

@@ -280,7 +280,7 @@ def _read(folder: Path) -> Any:
 
 
 def _check_router(config: Any) -> None:
-    """Refuse a loss that the model asks for and the pipeline would not compute.
+    """Reject a loss that the model asks for and the pipeline would not compute.
 
     Raises:
         ValueError: the routers' balancing loss is on.

@@ -1,4 +1,4 @@
-"""Codecs run beside compute, not far ahead of it; what goes wrong there ends the step at once."""
+"""Codecs overlap with compute, not far ahead of it; an error there ends the step at once."""
 
 import itertools
 import os
