@@ -1,4 +1,4 @@
-"""A memory whose rows are values as a codec stores them: a float format, or quantized.
+"""An activation cache whose rows are values as a codec stores them: a float format, or quantized.
 
 Both ends store the same values with the same codec, so they hold the same bits.
 
@@ -114,6 +114,5 @@ def _written(home: Tensor, device: torch.device) -> Tensor:
 
 
 def _bring_home(row: Tensor, home: Tensor) -> None:
-    """Bring home what was written elsewhere."""
     if row.data_ptr() != home.data_ptr():
         home.copy_(row)

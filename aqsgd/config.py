@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class MemoryConfig(BaseModel):
-    """Where a rank keeps what it remembers of samples, and how much of it.
+    """Where a rank keeps its activation cache, and how much of it.
 
     `tier = "disk"` keeps rows in a file, in `folder` or by default the run folder. Stages on a GPU
     can keep them there ("device"), or in RAM that copies to it faster ("pinned"). `budget`, as in
-    "2GB" (decimal) or "512MiB", is what all memories of the rank may take, wherever they are; every
+    "2GB" (decimal) or "512MiB", is what all caches of the rank may take, wherever they are; every
     end of a cut holds equally many samples of it, and of two ends the smaller number counts.
     Samples that do not fit are sent like new ones at every visit.
     """
@@ -111,7 +111,7 @@ class AqsgdConfig(QuantizerConfig):
 class GradientAqsgdConfig(AqsgdConfig):
     """Quantized changes of a sample's gradient since its last visit.
 
-    What is remembered is the gradient of the sample's own losses: what they are divided by in a
+    What is cached is the gradient of the sample's own losses: what they are divided by in a
     step (tokens of the batch, accumulation, replicas) is divided out.
     """
 

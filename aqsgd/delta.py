@@ -37,6 +37,7 @@ class _Part(NamedTuple):
 
     def one_by_one(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(row, id [1], bytes [1, W])."""
+        # cached rows lie apart: a kernel per row reads and writes each of them in one pass
         for i, row in enumerate(self.rows):
             yield row, self.ids_B[i : i + 1], self.wire_BW[i : i + 1]
 
@@ -44,8 +45,8 @@ class _Part(NamedTuple):
 class DeltaBoundary:
     """One end of one direction of a cut under AQ-SGD.
 
-    The sender's `encode` and the receiver's `decode` make the same change to their memories. The
-    receiver computes with m + d, as in the paper, not with the stored (rounded) memory.
+    The sender's `encode` and the receiver's `decode` make the same change to their caches. The
+    receiver computes with m + d, as in the paper, not with the stored (rounded) value.
     """
 
     codec_id = CODEC_ID
@@ -80,7 +81,6 @@ class DeltaBoundary:
         return MessagePlan(ids_B, shape_BTD, step, nbytes, known_B, crc32(prints_B), rows)
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
-        """Fill `wire` and stage what the receiver will have seen."""
         x_BN = x_BTD.detach().reshape(len(plan.ids_B), -1)
         with written_on(x_BN.device, wire) as near:
             first, known = self._parts(plan, near)
@@ -125,7 +125,7 @@ class DeltaBoundary:
     def _encode_change(
         self, x_BN: Tensor, row: int, id_1: Tensor, wire_1W: Tensor, step: int
     ) -> tuple[Visit, Tensor]:
-        """An open visit, and whether its new memory is finite."""
+        """An open visit, and whether its new row is finite."""
         x_1N = x_BN[row : row + 1]
         visit = self.memory.open(int(id_1), x_BN.shape[1], x_BN.device)
         noise = Noise(self._key, step, id_1)
@@ -146,10 +146,11 @@ class DeltaBoundary:
     def _stage(
         self, plan: MessagePlan, wire: Tensor, seen_BN: Tensor, visits: list[tuple[Visit, Tensor]]
     ) -> None:
-        """Hand to memory what a microbatch brought, with the bytes it travelled as."""
+        """Hand to the cache what a microbatch brought, with the bytes it travelled as."""
         first, known = self._parts(plan, wire)
         if first.rows:
             self.memory.stage(first.ids_B, seen_BN, first.wire_BW)
+        # a change to a NaN or inf stays one: such a row is dropped, and comes as a first visit
         for (visit, finite_1), wire_W in zip(visits, known.wire_BW, strict=True):
             self.memory.close(visit, wire_W, keep=bool(finite_1))
 

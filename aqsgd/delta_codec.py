@@ -2,7 +2,7 @@
 
 `Uniform` meets `ChangeCodec` with fused kernels of its own.
 
-Axes: B samples, N values of a sample, W bytes of a sample. Memories are fp32 or bf16.
+Axes: B samples, N values of a sample, W bytes of a sample. Caches are fp32 or bf16.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from thinpipe.pipeline.wire.codec import Codec, Noise
 
 
 class ChangeCodec(Protocol):
-    """Codes x against a memory that both ends hold, and renews that memory at both alike."""
+    """Codes x against a cache that both ends hold, and updates it at both alike."""
 
     @property
     def bits(self) -> int:

@@ -44,7 +44,6 @@ class RowFile:
             os.posix_fallocate(self.descriptor, 0, rows * self.row_nbytes)
 
     def clear(self) -> None:
-        """Give the space of all rows back."""
         os.ftruncate(self.descriptor, 0)
 
     def read(self, number: int) -> Tensor:
@@ -129,7 +128,6 @@ class DiskStore:
         self._coming.pop(sample, None)
 
     def prefetch(self, samples: Iterable[int]) -> None:
-        """Begin to read."""
         self._announced = set(samples)
         for sample in self._announced & self._slots.keys():
             self._coming[sample] = self._begin_read(sample)
@@ -195,4 +193,6 @@ class DiskStore:
     def _warn_once(self, fault: str) -> None:
         if fault not in self._faults:
             self._faults.add(fault)
-            _log.warning("memory on disk: %s; their samples are sent like new ones", fault)
+            _log.warning(
+                "activation cache on disk: %s; their samples are sent like new ones", fault
+            )

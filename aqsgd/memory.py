@@ -1,4 +1,4 @@
-"""What was last seen of each sample, at one end of one direction of a cut.
+"""The activation cache: what was last seen of each sample, at one end of one direction of a cut.
 
 Rows are bytes, keyed by sample id, in a tier (`store.py`, `disk.py`): a codec's (`coded_memory.py`)
 or coefficients (`transform/rows.py`). Both ends store the same bits. A step's new rows are staged
@@ -32,7 +32,7 @@ from thinpipe.pipeline.wire.header import crc32
 _log = logging.getLogger(__name__)
 
 ROWS = "memory_rows"
-"""Key of the bytes in `state_dict`: as large as the memory, so worth not copying."""
+"""Key of the bytes in `state_dict`: as large as the cache, so worth not copying."""
 
 _HISTORY = struct.Struct("<qIQ")
 
@@ -52,7 +52,7 @@ UNSEEN = History(0, 0)
 
 
 class SharedState(Protocol):
-    """What both ends of a direction know beside their samples, and what rows are read with."""
+    """What both ends of a direction know besides their samples, and what rows are read with."""
 
     def digest(self) -> int:
         """A number below 2^32, equal at both ends."""
@@ -70,13 +70,13 @@ class SampleMemory:
         store: Store | None = None,
         *,
         capacity: int | None = None,
-        beside: SharedState | None = None,
+        shared: SharedState | None = None,
     ) -> None:
         """`row_nbytes` are those of a sample of so many values.
 
         `capacity` is how many samples this end could hold; the ends agree on one (`restrict`).
         """
-        self.capacity, self._beside = capacity, beside
+        self.capacity, self._shared = capacity, shared
         self._nbytes_of, self._store = row_nbytes, store or RamStore()
         self._limit = capacity
         self._histories: dict[int, History] = {}
@@ -87,7 +87,6 @@ class SampleMemory:
         return len(self._histories)
 
     def __contains__(self, sample: int) -> bool:
-        """Whether anything is held of a sample."""
         return sample in self._histories
 
     @property
@@ -114,18 +113,15 @@ class SampleMemory:
         self._store.prefetch(ids_B.tolist())
 
     def forget(self, ids_B: Tensor) -> None:
-        """Drop what is held of these samples; unknown ones are passed over."""
         self._forget([sample for sample in ids_B.tolist() if sample in self._histories])
 
     def learned(self) -> int:
-        """What is known beside samples, as a number; 0 without any."""
-        return 0 if self._beside is None else self._beside.digest()
+        return 0 if self._shared is None else self._shared.digest()
 
     def reset(self) -> None:
-        """Drop all samples, and what is known beside them."""
         self._forget(list(self._histories))
-        if self._beside is not None:
-            self._beside.reset()
+        if self._shared is not None:
+            self._shared.reset()
 
     def row(self, sample: int, numel: int) -> Tensor:
         """The bytes held of a known sample, valid until the end of the step.
@@ -146,7 +142,7 @@ class SampleMemory:
         self._staged[sample] = known.after(row), home.copy_(row)
 
     def commit(self) -> None:
-        """Make staged rows the memory, as far as there is room."""
+        """Make staged rows the cache, as far as there is room."""
         for sample, (history, row) in sorted(self._staged.items()):
             full = self._limit is not None and len(self._histories) >= self._limit
             if full and sample not in self._histories:
@@ -204,7 +200,7 @@ class SampleMemory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Replace the memory by what there is room for; samples of damaged rows are left out."""
+        """Replace the cache by what there is room for; samples of damaged rows are left out."""
         self.discard()
         self._forget(list(self._histories))
         nbytes = state["row_nbytes"]
@@ -227,7 +223,7 @@ class SampleMemory:
             self._histories[sample] = History(generation, chain)
         if damaged:
             _log.warning(
-                "memory: rows of %d samples (%d, ...) were damaged when they were saved",
+                "activation cache: rows of %d samples (%d, ...) were damaged when they were saved",
                 len(damaged),
                 damaged[0],
             )
@@ -252,8 +248,8 @@ class SampleMemory:
         if nbytes != self._row_nbytes:
             raise ValueError(
                 f"sample {sample} has {numel} values, which take {nbytes} bytes, but the rows of "
-                f"this memory have {self._row_nbytes}: the length of samples changed. Give all of "
-                "them one length; pad short ones"
+                f"this activation cache have {self._row_nbytes}: the length of samples changed. "
+                "Give all of them one length; pad short ones"
             )
         return nbytes
 

@@ -115,14 +115,12 @@ class RamStore:
         return self._spare.pop()
 
     def give_back(self, row: Tensor) -> None:
-        """Keep it for the next `empty_row`."""
         self._spare.append(row)
 
     def row(self, sample: int) -> Tensor:
         return self._rows[sample]
 
     def put(self, sample: int, row: Tensor) -> None:
-        """Swap the rows."""
         if sample in self._rows:
             self._spare.append(self._rows[sample])
         self._rows[sample] = row
@@ -133,7 +131,7 @@ class RamStore:
         self._renew(sample, None)
 
     def prefetch(self, samples: Iterable[int]) -> None:
-        """Rows are here; those of the step after the next one will be verified anew."""
+        """Rows are here; those of the step after the next one will be verified again."""
         self._checked_before, self._checked = self._checked, {}
 
     def is_lost(self, sample: int) -> bool:

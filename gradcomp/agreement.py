@@ -132,7 +132,6 @@ class Agreement:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Running means, counters, and the sample under way."""
         return {
             "sample": self.sample_2U,
             "means": [self._own_U, self._one_U, self._mean_U],

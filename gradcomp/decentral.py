@@ -1,4 +1,4 @@
-"""Replicas that average their parameters with neighbours only, beside forward and backward.
+"""Replicas that average their parameters with neighbours only, during forward and backward.
 
 Lian et al. 2017; Gan et al., "BAGUA", VLDB 2022. The gradients of a step are those at the
 parameters before they are averaged; the optimizer applies them afterwards. Nothing waits for all
@@ -37,17 +37,15 @@ class Averaging(Protocol):
     def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
         """This replica's new parameters; runs on the communication thread.
 
-        What it would remember counts once `keep` is called.
+        What it would keep counts once `keep` is called.
         """
 
     def keep(self) -> None:
         """The averages were taken over."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Decentral:
@@ -93,7 +91,6 @@ class Decentral:
         self._steps += 1
 
     def before_step(self) -> None:
-        """Take the averages over; gradients are this replica's own."""
         for averages in self._overlap.join():
             self._averaging.keep()
             for bucket, average_N in zip(self._buckets, averages, strict=True):
@@ -118,7 +115,6 @@ class Decentral:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters, and what the averaging remembers; nothing is under way between steps."""
         return {
             "steps": self._steps,
             "exchanges": self._exchanges,
@@ -132,7 +128,6 @@ class Decentral:
         self._averaging.load_state_dict(state["averaging"])
 
     def _means(self) -> list[Tensor]:
-        """The mean of all replicas' parameters, exactly."""
         self._launch(partial(_mean, self._peers))
         (means,) = self._overlap.join()
         found: list[Tensor] = means

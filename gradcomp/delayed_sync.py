@@ -1,4 +1,4 @@
-"""Gradients that travel beside the next step, and are applied with it.
+"""Gradients that travel during the next step, and are applied with it.
 
 A bucket has the time of a whole step to be exchanged. Every step applies the sums of the one
 before; the first has none, its gradients are zeroed, and the last ones are not applied.
@@ -63,8 +63,7 @@ class DelayedGradientSync(GradientSync):
         self._overlap.wait()
 
     def state_dict(self) -> dict[str, Any]:
-        """Also the sums that the next step applies, and those that a skipped one did not."""
-        under_way = self._overlap.save()  # waits: what the reducer remembers counts then
+        under_way = self._overlap.save()  # waits: residuals of the reducer count then
         return {**super().state_dict(), **under_way, "unapplied": self._unapplied}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -172,7 +172,6 @@ class Frames:
     codec: Codec
 
     def pack(self, x_n: Tensor, seen_n: Tensor | None, phase: int, sender: int) -> Tensor:
-        """Message with header and payload; an empty vector has no payload."""
         longest = EXCHANGE_HEADER_NBYTES + self.codec.capacity(x_n.numel())
         message = host_bytes(longest, x_n.device)
         length = 0

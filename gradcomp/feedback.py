@@ -1,6 +1,6 @@
 """Error feedback: what a compressor left out of a vector is added to the next one.
 
-Seide et al. 2014; Stich et al. 2018. With it, what was sent plus what is remembered equals the sum
+Seide et al. 2014; Stich et al. 2018. With it, what was sent plus the residual equals the sum
 of all that was to be sent.
 
 Axes: N values.
@@ -30,14 +30,13 @@ class Residuals(Staged):
 
 
 class FeedbackReducer(ABC):
-    """What reducers share whose only memory is residuals; each adds `reduce`."""
+    """What reducers share whose only state is residuals; each adds `reduce`."""
 
     def __init__(self, peers: Peers, codec: Codec) -> None:
         self._peers, self._codec, self._residuals = peers, codec, Residuals()
 
     @abstractmethod
-    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
-        """Sum over the replicas."""
+    def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor: ...
 
     def keep(self) -> None:
         self._residuals.keep()

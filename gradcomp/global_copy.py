@@ -1,4 +1,4 @@
-"""A bucket of parameters of which all replicas keep one global copy beside their own.
+"""A bucket of parameters of which all replicas keep a global copy next to their own.
 
 Axes: N values of a bucket, n values of a shard.
 """
@@ -55,7 +55,7 @@ class FlatBucket:
 
 
 class SharedBucket(FlatBucket):
-    """Parameters beside the global copy of them (fp32); their difference is not yet sent.
+    """Parameters next to the global copy of them (fp32); their difference is not yet sent.
 
     Moving parameters in bf16 by steps below their resolution would lose the steps: what rounding
     takes is kept in `left_N` and counts as part of the parameters.
@@ -67,7 +67,7 @@ class SharedBucket(FlatBucket):
         self.global_N = self.local_N.float().clone()
         exact = self.local_N.dtype == torch.float32
         self.left_N = None if exact else torch.zeros_like(self.global_N)
-        """What this replica keeps beside its parameters."""
+        """What this replica keeps besides its parameters."""
 
     def capture(self) -> None:
         """Take the parameters as they are for the global ones: replicas are equal now."""

@@ -28,24 +28,22 @@ class Reducer(Protocol):
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Return the sum over the replicas; runs on the communication thread.
 
-        What it would remember of this step counts once `keep` is called.
+        What it would keep of this step counts once `keep` is called.
         """
 
     def keep(self) -> None:
         """The optimizer applied the sums."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class GradientSync:
     """A `ReplicaSync` around a reducer. Replicas stay equal, since all apply the same sums.
 
     A step that the engine skips because something is not finite leaves no trace in the reducer's
-    memories.
+    residuals.
     """
 
     replicas_equal = True
@@ -78,15 +76,12 @@ class GradientSync:
         return self._peers.bytes_sent
 
     def due(self, step: int) -> bool:
-        """Every step applies the sum over all replicas."""
         return True
 
     def begin_step(self, step: int, passes: int) -> None:
-        """Buckets are exchanged from here on, as they become ready."""
         self._readiness.begin_step(passes)
 
     def before_step(self) -> None:
-        """Wait for the sums and put them in place of the gradients."""
         self._readiness.finish()
         self._put(self._overlap.join())
         self._step += 1
@@ -101,7 +96,6 @@ class GradientSync:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of the next exchange, and what the reducer remembers."""
         return {"step": self._step, "reducer": self._reducer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -27,7 +27,6 @@ class LocalPeers:
     def exchange(
         self, outgoing: Mapping[int, Tensor], sources: Collection[int], capacity: int
     ) -> dict[int, Tensor]:
-        """Put the messages in the targets' mailboxes and take those of the sources."""
         self.exchanges += 1
         for peer, message in outgoing.items():
             self.mailboxes[self.rank, peer].put(message.clone())

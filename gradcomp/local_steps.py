@@ -7,7 +7,7 @@ DiLoCo (Douillard et al. 2023), its streaming form (Douillard et al. 2025), Spar
     g   `SharedBucket.global_N`    the global model, equal on all replicas bit for bit
 
     1.  d_w = g - x_w                    of one fragment, every `interval` steps
-    2.  u = outer step of all d_w        beside the next `overlap` steps of training
+    2.  u = outer step of all d_w        during the next `overlap` steps of training
     3.  g -= u;  x_w = (1 - mix) g + mix x_w, or, without a mix, x_w + g - x_w as of 1.
 
 Fragments take turns, `interval / fragments` steps apart. Steps are counted where all replicas
@@ -76,18 +76,16 @@ class OuterStep(Protocol):
     def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
         """By how much the global model moves; runs on the communication thread.
 
-        `distance_N` is how far it is ahead of this replica. What it would remember counts once
+        `distance_N` is how far it is ahead of this replica. What it would keep counts once
         `keep` is called: all updates of a fragment have arrived.
         """
 
     def keep(self) -> None:
         """The updates will be applied."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class LocalSteps:
@@ -108,7 +106,7 @@ class LocalSteps:
     ) -> None:
         """Parameters become views of flat vectors; they keep their values.
 
-        Without a mix all that was learnt beside an exchange is kept.
+        Without a mix all that was learnt during an exchange is kept.
         """
         self._peers, self._config, self._outer, self._mix = peers, config, outer, mix
         self.overlaps = config.overlap > 0
@@ -125,7 +123,6 @@ class LocalSteps:
         return self._peers.bytes_sent
 
     def due(self, step: int) -> bool:
-        """Steps in which an exchange begins or is waited for."""
         turn, place = self._config.turn, step % self._config.turn
         return self._peers.size > 1 and step >= turn and place in (0, self._config.overlap)
 
@@ -142,8 +139,7 @@ class LocalSteps:
         if step % turn == self._config.overlap:
             self._join()
 
-    def before_step(self) -> None:
-        """Gradients are this replica's own."""
+    def before_step(self) -> None: ...
 
     def after_step(self) -> None:
         """Nothing is exchanged here: this is not called on replicas that skip the step."""
@@ -168,7 +164,6 @@ class LocalSteps:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """g, how many exchanges there were, what the outer step remembers, what is under way."""
         return {
             **self._overlap.save(),
             "exchanges": self._exchanges,

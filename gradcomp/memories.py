@@ -1,4 +1,4 @@
-"""What methods remember from step to step."""
+"""State that methods keep from step to step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Stateless:
-    """Of a method without memory."""
+    """Of a method without state."""
 
     def keep(self) -> None: ...
 

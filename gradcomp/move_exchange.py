@@ -82,7 +82,7 @@ class MoveConfig(ExchangeOptions):
     @model_validator(mode="after")
     def _can_be_built(self) -> "MoveConfig":
         exact_fraction(self.subset)
-        _ = self.codec  # refuses what it cannot be
+        _ = self.codec  # rejects what it cannot be
         return self
 
 
@@ -152,7 +152,7 @@ class MoveExchange:
 
     def before_step(self) -> None:
         """Apply what was exchanged meanwhile; gradients become those of this replica alone."""
-        self._join()
+        self._join()  # the optimizer then moves parameters from the new global model
         if self._warming_up:
             self._warmup.before_step()
         if self._adapts:
@@ -162,11 +162,10 @@ class MoveExchange:
         for bucket in self._buckets:
             bucket.before_move()
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if gradients:
+        if gradients:  # the loss was divided by the tokens of all replicas
             torch._foreach_mul_(gradients, float(self._peers.size))
 
     def after_step(self) -> None:
-        """Exchange, or start to."""
         warming_up = self._warming_up
         self._steps += 1
         if self._adapts:
@@ -182,7 +181,6 @@ class MoveExchange:
             self._join()
 
     def finish(self) -> None:
-        """Wait for the exchange under way and apply it."""
         self._join()
         for bucket in self._buckets if self._captured else ():
             bucket.before_move()
@@ -196,7 +194,6 @@ class MoveExchange:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """g, e, what is not yet sent, counters, and what the exchange under way found."""
         return {
             **self._overlap.save(),
             "steps": self._steps,

@@ -17,7 +17,6 @@ class ExchangeOptions(BaseModel):
 
     @property
     def bucket_nbytes(self) -> int:
-        """Size of a bucket in bytes."""
         return int(self.bucket_mb * 1e6)
 
 

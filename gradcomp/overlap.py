@@ -1,8 +1,8 @@
-"""An exchange under way, on a thread of its own beside training.
+"""An exchange under way, on a thread of its own, in parallel with training.
 
 What it found is applied by the training thread, which may wait for it now or a step later. A
 checkpoint holds what was found, and a restored run applies that: no exchange is made twice. So what
-a method remembers of an exchange must count when its job ends.
+a method keeps of an exchange must count when its job ends.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -30,7 +30,6 @@ class Samples:
     prefix_BT: Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
-        """Return the same on a device."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{k: v.to(device) for k, v in given.items() if v is not None})
 
@@ -56,7 +55,6 @@ class Batch:
     prefix_BT: Tensor | None = None
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.ids_B)
 
     @property

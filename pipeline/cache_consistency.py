@@ -1,4 +1,4 @@
-"""Keeps what the two ends of a cut remember of samples the same, or forgets it at both.
+"""Keeps the activation caches at the two ends of a cut equal, or drops what differs at both.
 
 In the vector that ends every step, each end of a cut sends one number for what it holds of the next
 step's samples. Where the numbers of two ends differ, or one has lost a row, all ranks take part in
@@ -36,7 +36,7 @@ class Repair(NamedTuple):
 
 
 class CacheConsistency:
-    """The memories of this rank, and their share in what all ranks agree on."""
+    """The activation caches of this rank, and their share in what all ranks agree on."""
 
     def __init__(
         self, transport: Transport, channels: Sequence[Channel], cuts: Sequence[int]
@@ -120,8 +120,8 @@ class CacheConsistency:
                 if end == 1:
                     cut, direction = self._places[place]
                     _log.warning(
-                        "cut %d %s: what its ends remember of %d samples (%s) differed or was "
-                        "lost; they will be sent like new ones",
+                        "cut %d %s: the activation caches of its ends differed for, or lost, %d "
+                        "samples (%s); they will be sent like new ones",
                         cut,
                         DIRECTIONS[direction],
                         len(ids_B),
@@ -140,7 +140,7 @@ class CacheConsistency:
             memory.restrict(ids_B, int(min(float(own_CE[place].min()), len(ids_B))))
 
     def _agree_on_what_was_learned(self) -> None:
-        """Ends that know different things beside their samples start anew."""
+        """Ends that have learned different things besides samples start again."""
         known_CE = torch.zeros(len(self._places), 2, dtype=torch.float64)
         for key, memory in self._memories.items():
             known_CE[key] = memory.learned()
@@ -153,7 +153,7 @@ class CacheConsistency:
             if end == 1:
                 cut, direction = self._places[place]
                 _log.warning(
-                    "cut %d %s: its ends had learned different things, and start anew",
+                    "cut %d %s: its ends had learned different things, and start again",
                     cut,
                     DIRECTIONS[direction],
                 )

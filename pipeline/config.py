@@ -102,7 +102,6 @@ class PipelineConfig(BaseModel):
 
     @property
     def pipeline_ranks(self) -> int:
-        """Number of ranks of one pipeline."""
         if self.ranks is not None:
             return self.ranks
         one_per_rank = self.schedule in ("GPipe", "1F1B", "Deep1F1B")
@@ -135,7 +134,7 @@ class BoundaryKind(BaseModel):
     def build(
         self, *, width: int, key: int, store: Any = None, capacity: int | None = None
     ) -> "dict[Mode, Boundary]":
-        """Boundaries of a direction by mode; evaluation never meets the training memory.
+        """Boundaries of a direction by mode; evaluation never touches the activation cache.
 
         Both ends are built alike, for tokens of `width` channels; `key` addresses their random
         numbers. What is remembered is kept in `store` (by default in RAM), of at most `capacity`
@@ -143,11 +142,10 @@ class BoundaryKind(BaseModel):
         """
 
     @abstractmethod
-    def words(self) -> str:
-        """A few words for tables."""
+    def words(self) -> str: ...
 
     def row_nbytes(self, tokens: int, width: int) -> int:
-        """Bytes that one end of the direction remembers of a sample; 0: nothing."""
+        """Bytes that one end of the direction caches per sample; 0: nothing."""
         return 0
 
     def notices(self, *, epochs: int) -> list[str]:
@@ -208,7 +206,6 @@ class QuantizerConfig(BoundaryKind):
         return self
 
     def quantizer(self, width: int) -> Uniform:
-        """The codec, for tokens of `width` channels."""
         return Uniform(
             self.bits,
             self.scale_per,
@@ -225,7 +222,7 @@ class QuantizerConfig(BoundaryKind):
 
 
 class DirectConfig(QuantizerConfig):
-    """Direct quantization, no memory (the baseline of AQ-SGD)."""
+    """Direct quantization, no activation cache (the baseline of AQ-SGD)."""
 
     kind: Literal["direct"] = "direct"
     bits: Bits = 8
@@ -239,7 +236,7 @@ class DirectConfig(QuantizerConfig):
 
 
 class TileConfig(BaseModel):
-    """Tile-wise quantization without memory; see `pipeline/wire/hadamard.py`.
+    """Tile-wise quantization without a cache; see `pipeline/wire/hadamard.py`.
 
     `bits` is 2 to 7.
     """
@@ -259,7 +256,7 @@ class TileConfig(BaseModel):
 
 
 class StatelessConfig(TileConfig, BoundaryKind):
-    """Tile-wise quantization of a direction, without memory.
+    """Tile-wise quantization of a direction, without a cache.
 
     `bits` is 2 to 7; `coding` is as in `kind = "direct"`.
     """

@@ -100,7 +100,7 @@ class PipelineEngine:
         self._device: torch.device = stages[0].device
         self._stats = StepStats(transport, self.channels, options.cuts, loss_scope=sync.loss_scope)
         self._guard = Guard(options.guarded)
-        self._remembered_gradients = [
+        self._cached_gradients = [
             channel.codec
             for channel in self.channels
             if channel.codec.direction == BACKWARD and channel.codec.memory is not None
@@ -112,7 +112,7 @@ class PipelineEngine:
 
     @staticmethod
     def check_modules(schedule: ScheduleName, modules: Sequence[Any]) -> None:
-        """Refuse modules that the schedule cannot run.
+        """Reject modules that the schedule cannot run.
 
         Raises:
             ValueError: a zero-bubble schedule with a module whose backward cannot be split.
@@ -125,13 +125,13 @@ class PipelineEngine:
             )
 
     def begin(self, ids_B: Tensor, first_ids_B: Tensor) -> Repaired:
-        """Let both ends of every cut agree on what they remember; call it before the first step.
+        """Let the ends of every cut agree on their activation caches, before the first step.
 
         `ids_B` are all samples of this replica, `first_ids_B` those of the first step. Returns the
-        samples whose memories differed or were lost, and are forgotten.
+        samples whose cached rows differed or were lost, and are dropped.
 
         Raises:
-            OSError: there is no room for the memories.
+            OSError: there is no room for the activation caches.
         """
         self._own_ids_B = ids_B
         repaired = self._stats.consistency.begin(ids_B, first_ids_B)
@@ -144,8 +144,8 @@ class PipelineEngine:
     def train_step(self, batch: Batch, step: int, upcoming_B: Tensor = _NO_IDS) -> StepTotals:
         """Run one optimizer step; every rank gets the same totals.
 
-        `upcoming_B` are this replica's samples of the next step: memories fetch them meanwhile, and
-        both ends of each cut agree on them.
+        `upcoming_B` are this replica's samples of the next step: activation caches fetch them
+        meanwhile, and both ends of each cut agree on them.
 
         Raises:
             ValueError: the batch is empty, holds an id twice, or one that `begin` did not announce.
@@ -161,6 +161,7 @@ class PipelineEngine:
             self._sync.begin_step(step, 1)  # gradients are there when they are sums over the shards
             self._shards.begin_step(step, microbatches)
         else:
+            # a bucket leaves during the last backward; 0: after it, as some parameters get several
             self._sync.begin_step(step, microbatches if self._once_per_microbatch else 0)
         self._denominator = 0.0
         losses = [loss for part in parts for loss in self._train_part(part, step, batch)]
@@ -185,7 +186,7 @@ class PipelineEngine:
     def eval_step(self, batch: Batch, step: int, *, compressed: bool) -> tuple[float, ...]:
         """The objective's tally, the same on every rank: loss sum, count, and what else it has.
 
-        Never touches memories. Pass every replica its own samples; the sums are over all of them.
+        Never touches activation caches. Pass every replica its own samples; sums are over all.
         """
         tallies = self._eval_tallies(batch, step, "eval_compressed" if compressed else "eval")
         own = torch.zeros(self.objective.tally_size, dtype=torch.float64)
@@ -217,7 +218,6 @@ class PipelineEngine:
         return [event for stage in self._stages.values() for event in stage.take_events()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters that both ends of a link must agree on."""
         return {"pass": self._pass, "guard": self._guard.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -272,6 +272,7 @@ class PipelineEngine:
         limit = self._options.clip_norm
         if 0 < limit < norm:
             gradients = [p.grad for p in self._parameters if p.grad is not None]
+            # 1e-6 as in torch's clip_grad_norm_, so that clipped steps equal a torch loop's
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))
 
     def _square_norm(self) -> float:
@@ -292,22 +293,22 @@ class PipelineEngine:
     def _count_tokens(self, batch: Batch) -> float:
         """What losses are divided by; only ranks that need it ask other replicas."""
         tokens = torch.tensor([self.objective.count(batch.targets)], dtype=torch.float64)
-        needed = any(stage.is_last for stage in self._stages.values()) or self._remembered_gradients
+        needed = any(stage.is_last for stage in self._stages.values()) or self._cached_gradients
         scope: Scope = "stage" if self._sync.loss_scope == "global" else "shards"
         if needed and (scope == "stage" or self._shards is not None):
             tokens = self.transport.share(tokens, scope).sum(0)
-        return max(float(tokens), 1.0)
+        return max(float(tokens), 1.0)  # a batch of padding alone has no target
 
     def _undo_denominator(self) -> None:
-        """Remember gradients of sums of losses: they do not depend on the rest of the batch."""
-        for codec in self._remembered_gradients:
+        """Cache gradients of sums of losses: they do not depend on the rest of the batch."""
+        for codec in self._cached_gradients:
             codec.scale = self._denominator
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         return self.objective.loss_sum(logits, targets) / self._denominator
 
     def _schedule(self, count: int) -> Any:
-        if count not in self._schedules:
+        if count not in self._schedules:  # torch's are made for one number of microbatches
             self._schedules[count] = self._make_schedule(
                 self._options.schedule,
                 list(self._stages.values()),
@@ -358,11 +359,13 @@ def _check(batch: Batch, own_ids_B: Tensor | None) -> None:
         raise ValueError("a training step needs at least one sample on every replica and shard")
     twice = sorted(sample for sample, times in ids.items() if times > 1)
     if twice:
-        raise ValueError(f"sample ids {twice} appear twice in a step; memories need unique ids")
+        raise ValueError(
+            f"sample ids {twice} appear twice in a step; activation caches need unique ids"
+        )
     if own_ids_B is not None and not bool((known_B := torch.isin(batch.ids_B, own_ids_B)).all()):
         raise ValueError(
             f"sample ids {batch.ids_B[~known_B].tolist()[:8]} are none of this replica's; samples "
-            "keep to one replica, which remembers them"
+            "keep to one replica, which caches them"
         )
 
 

@@ -29,7 +29,6 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """Which replica this rank belongs to."""
         return self.rank // (self.pipeline_ranks * self.shards)
 
     @property
@@ -93,7 +92,7 @@ class Mesh:
 
 
 def check_world(pipeline_ranks: int, replicas: int, world_size: int, *, shards: int = 1) -> None:
-    """Refuse a number of processes that does not fit.
+    """Reject a number of processes that does not fit.
 
     Raises:
         ValueError: the world has not pipeline_ranks * replicas * shards ranks.

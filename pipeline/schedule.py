@@ -59,7 +59,7 @@ class Action:
 
 
 def check_schedule(name: ScheduleName, *, stages: int, ranks: int, microbatches: int) -> None:
-    """Refuse what the schedule cannot run.
+    """Reject what the schedule cannot run.
 
     Raises:
         ValueError: naming the setting, its value and what to use instead.
@@ -94,7 +94,7 @@ def fit_microbatches(name: ScheduleName, *, wanted: int, samples: int, ranks: in
     count = min(wanted, samples)
     if name in _SINGLE or name == "ZBVZeroBubble" or count <= ranks:
         return count
-    rounds = count // ranks
+    rounds = count // ranks  # torch's constructor rejects a count that they do not divide
     return count - count % rounds
 
 
@@ -115,7 +115,7 @@ def build_schedule(
     """torch schedule object for this rank's stages. `scale_grads` is off: the loss divides."""
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
     if name == "1F1B" and microbatches < stages[0].num_stages:
-        depth = 0  # torch's class refuses; ours runs the same order
+        depth = 0  # torch's class rejects; ours runs the same order
     elif name in ("GPipe", "1F1B"):
         return getattr(torch_schedules, f"Schedule{name}")(stages[0], microbatches, **options)
     if name in _SINGLE:

@@ -35,8 +35,6 @@ class Shards(Protocol):
     def evaluating(self) -> AbstractContextManager[None]:
         """Inside, stages run forward alone."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...

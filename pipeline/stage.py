@@ -141,7 +141,6 @@ class CompressedStage(_PipelineStageBase):
         return self._receive(self.channels.activations_in, m)
 
     def receive_gradient(self, m: int) -> Tensor:
-        """Gradient of the output of microbatch `m`."""
         if m in self._local_gradients:
             return self._local_gradients.pop(m)
         return self._receive(self.channels.gradients_in, m)
@@ -188,7 +187,6 @@ class CompressedStage(_PipelineStageBase):
         return self._events
 
     def take_events(self) -> list[ComputeEvent]:
-        """Return `events` and forget them."""
         taken, self._events = self.events(), []
         return taken
 
@@ -285,6 +283,7 @@ class CompressedStage(_PipelineStageBase):
         self._local_gradients[mb_index] = gradient
 
     def clear_runtime_states(self) -> None:
+        # torch's leaves bwd_cache, where gradients that nothing takes would live through the step
         self.fwd_cache.clear()
         self.bwd_cache.clear()
         self.output_chunks.clear()

@@ -60,7 +60,7 @@ class StepTotals:
     `sync_bytes` is what replicas (and the two copies of a tied weight) sent each other,
     `weight_bytes` and `gradient_bytes` what the shards of stages did, `control_bytes` the size of
     the exchange of these numbers and of what repairing took, all over all ranks. `repaired` counts
-    samples of the next step whose memories differed or were lost. `notes` are warnings of
+    samples of the next step whose cached rows differed or were lost. `notes` are warnings of
     the guard.
     """
 
@@ -116,7 +116,7 @@ class StepStats:
     def begin_step(self, ids_B: torch.Tensor, upcoming_B: torch.Tensor) -> None:
         """Count traffic from here on: what evaluation sent is no part of a step.
 
-        `ids_B` are this step's samples and `upcoming_B` the next one's, which memories fetch.
+        `ids_B` are this step's samples and `upcoming_B` the next one's, which caches fetch.
         """
         self._coming_B = upcoming_B[~torch.isin(upcoming_B, ids_B)]
         self.consistency.prefetch(upcoming_B)
@@ -125,7 +125,6 @@ class StepStats:
             channel.codec.take_sums()
 
     def share(self, step: RankStep, scope: Scope) -> StepTotals:
-        """Exchange this rank's numbers for the totals over all ranks in the scope."""
         busy = math.fsum(e.end_s - e.start_s for e in step.events if e.computes)
         sent = [now - before for now, before in zip(step.sent, self._sent, strict=True)]
         self._sent = step.sent

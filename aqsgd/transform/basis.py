@@ -31,7 +31,7 @@ ONE = 1 << _POINT
 class Basis:
     """K directions in D channels, as columns (int16, in 1 / 16384), the widest first.
 
-    Coefficients are remembered in a byte each: on average, as those of the first `wide` dimensions
+    Coefficients are cached in a byte each: on average, as those of the first `wide` dimensions
     take two, and those of the last 2 `wide` half a byte. With an `order` the directions are the
     channels of these numbers, and no product is needed.
     """
@@ -46,7 +46,6 @@ class Basis:
 
     @staticmethod
     def of_channels(order_D: Tensor, wide: int = 0) -> "Basis":
-        """Channels in this order (int64)."""
         width = len(order_D)
         entry_DK = torch.zeros(width, width, dtype=torch.int16)
         entry_DK[order_D, torch.arange(width)] = ONE
@@ -112,8 +111,8 @@ class Basis:
         """What turns coefficients under another basis into those in this one (int32 [K, L])."""
         entry_KD = self.entry_DK.double().T
         turn_KL = _rounded(entry_KD @ other.entry_DK.double())
-        beside_KK = _rounded(entry_KD @ entry_KD.T)  # 1 where directions are orthonormal
-        return (2 * turn_KL - _rounded(beside_KK @ turn_KL)).int()
+        gram_KK = _rounded(entry_KD @ entry_KD.T)  # 1 where directions are orthonormal
+        return (2 * turn_KL - _rounded(gram_KK @ turn_KL)).int()
 
 
 def turned(q_NL: Tensor, turn_KL: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ _OFTEN = 64
 _ENTRY_BITS = 7.5
 """What a direction takes of each channel, about."""
 _REACH = 5
-"""Standard deviations that a remembered coefficient may reach."""
+"""Standard deviations that a cached coefficient may reach."""
 _LEAST_GAIN = 0.5
 _SCALE_BITS = 16
 """Of a token, where values are quantized without a basis (`rate`)."""
@@ -77,7 +77,7 @@ NOTHING = SearchResult(None, None)
 class BasisSearch:
     """Collects covariances, and proposes bases.
 
-    `end_step` may run beside anything else; what else there is may not run beside it.
+    `end_step` may run on another thread; no other method may be called meanwhile.
     """
 
     def __init__(self, width: int, share: float) -> None:
@@ -208,7 +208,7 @@ def sampled(tokens: int) -> slice:
 
 
 def _wide(square_K: Tensor) -> int:
-    """How many dimensions are remembered in two bytes, so that as few as can be are clamped."""
+    """How many dimensions are cached in two bytes, so that as few as can be are clamped."""
     reach_K = _REACH * square_K.sqrt()
     narrow = int((reach_K < 2**3).sum())
     return min(int((reach_K > 2**7).sum()), narrow // 2, len(square_K) // 3)

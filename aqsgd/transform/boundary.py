@@ -1,6 +1,6 @@
 """AQ-SGD in a learned transform: entropy-coded changes of whole-number coefficients.
 
-A token a is sent in a basis V and steps of size s (`basis.py`), against what both ends remember of
+A token a is sent in a basis V and steps of size s (`basis.py`), against what both ends cache of
 the sample, the whole numbers Q:
 
     q = round(V'a / s) - Q;   Q += q;   the receiver computes V (s Q)
@@ -46,7 +46,7 @@ _HEAD = struct.Struct("<IHHIhhI")
 
 
 class _Part(NamedTuple):
-    """The samples of a message that are coded alike, and what is remembered of each.
+    """The samples of a message that are coded alike, and what is cached of each.
 
     Numbers are in the current basis, and in steps of each sample's own.
     """
@@ -56,7 +56,7 @@ class _Part(NamedTuple):
     held: list[StoredSample]
 
     def at(self, step: int, tokens: int, dimensions: int) -> Tensor:
-        """What is remembered (int32 [N, K]), in steps of this index; nothing of first visits."""
+        """What is cached (int32 [N, K]), in steps of this index; nothing of first visits."""
         if self.kind == FIRST or not self.rows:
             return torch.zeros(len(self.rows) * tokens, dimensions, dtype=torch.int32)
         found = [rescaled(held.q_TK, held.step, step) for held in self.held]
@@ -91,7 +91,7 @@ class _Sent(NamedTuple):
 
 
 class TransformBoundary:
-    """One end of one direction of a cut. Without a memory every visit is a first one."""
+    """One end of one direction of a cut. Without a cache every visit is a first one."""
 
     codec_id = CODEC_ID
     bits = BITS
@@ -122,7 +122,6 @@ class TransformBoundary:
         return MessagePlan(ids_B, shape_BTD, step, nbytes, prints_B != 0, checksum, exact=False)
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
-        """Fill `wire` as far as needed and stage what the receiver will have seen."""
         piece = self._proposals.next_piece(self.learned)
         used, sent = self.write(plan, x_BTD, wire, piece)
         for done in sent:
@@ -162,7 +161,6 @@ class TransformBoundary:
         return used, sent
 
     def read(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> tuple[list[_Sent], Piece]:
-        """Fill `out_BTD`; what the bytes stand for."""
         samples, tokens = plan.shape_BTD[:2]
         steps, piece, finite_B, blocks = self._split(wire, samples)
         out_BTD[~finite_B.to(out_BTD.device)] = torch.nan
@@ -189,7 +187,6 @@ class TransformBoundary:
         self._proposals.finish_step(self.learned, keep=keep)
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory, what both ends have learned, and the sender's search."""
         memory = {} if self._rows is None else self._rows.state_dict()
         own = {"learned": self.learned.state_dict(), "proposals": self._proposals.state_dict()}
         return memory | own
@@ -201,7 +198,6 @@ class TransformBoundary:
         self._proposals.load_state_dict(state["proposals"])
 
     def _write_part(self, plan: MessagePlan, part: _Part, x_BTD: Tensor) -> tuple[_Sent, Tensor]:
-        """What was sent, and its bytes."""
         x_ND = x_BTD[part.rows].flatten(0, 1)
         y_NK = self.learned.basis.project(x_ND).cpu()
         seen, step = None, 0
@@ -218,7 +214,6 @@ class TransformBoundary:
         return _Sent(part, step, held_NK + coded.q_NK, coded, seen), block[:used]
 
     def _look(self, part: _Part, x_ND: Tensor, y_NK: Tensor) -> _Seen:
-        """Some tokens of a part."""
         some = sampled(len(x_ND))
         value_ND, value_NK = x_ND[some].float().cpu(), y_NK[some]
         change_NK = value_NK

@@ -101,7 +101,6 @@ def models(model_K: Tensor) -> Tensor:
 
 
 def _layout(model_TK: Tensor) -> Layout:
-    """How coefficients of each model become symbols."""
     shift_TK, table_TK = logistic.shifts()[model_TK], logistic.table_ids()[model_TK]
     return Layout(shift_TK.to(torch.uint8), table_TK, logistic.UNIFORM - 1)
 

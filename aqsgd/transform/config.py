@@ -54,7 +54,6 @@ class TransformConfig(BoundaryKind):
 
     @property
     def steps(self) -> "Steps":
-        """How the sender chooses steps."""
         from thinpipe.aqsgd.transform.steps import Steps
 
         largest = self.largest_step or _LARGEST_BY_FIRST * self.first_step
@@ -82,7 +81,7 @@ class TransformConfig(BoundaryKind):
         if epochs > 1 or not self.memory:
             return []
         return [
-            'note: kind = "transform" remembers samples for their next visit, and '
+            'note: kind = "transform" caches samples for their next visit, and '
             "train.epochs = 1: none is visited again, so step does nothing, first_step is what "
             "counts; memory = false sends the same and needs no memory"
         ]
@@ -109,5 +108,5 @@ def build_transform(
 
     learned, memory = Learned(width), None
     if config.memory:
-        memory = SampleMemory(row_nbytes, store, capacity=capacity, beside=learned)
+        memory = SampleMemory(row_nbytes, store, capacity=capacity, shared=learned)
     return TransformBoundary(learned, memory, config.steps, config.dimensions)

@@ -28,13 +28,11 @@ class FirstVisits:
         return self._training.capacity(shape_BTD)
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
-        """No sample is known."""
         none_B = torch.zeros(len(ids_B), dtype=torch.bool)
         nbytes, checksum = self.capacity(shape_BTD), self._training.learned.digest()
         return MessagePlan(ids_B, shape_BTD, step, nbytes, none_B, checksum, exact=False)
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
-        """Fill `wire` as far as needed."""
         return self._training.write(plan, x_BTD, wire, NO_PIECE)[0]
 
     def decode(self, plan: MessagePlan, wire: Tensor, out_BTD: Tensor) -> None:
@@ -44,7 +42,6 @@ class FirstVisits:
         """Nothing was learned."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: what there is belongs to training."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

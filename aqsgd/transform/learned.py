@@ -53,7 +53,6 @@ class Learned:
 
     @property
     def basis(self) -> Basis:
-        """The current one."""
         return self.bases[self.version]
 
     @property
@@ -169,9 +168,9 @@ class Learned:
         self._forget_step()
 
     def _known_pieces(self) -> dict[int, bytes]:
-        """Also those of this step; with another first one a sender begins anew."""
-        anew = 0 in self._new_pieces and 0 in self._pieces
-        return ({} if anew else self._pieces) | self._new_pieces
+        """Also those of this step; with another first one a sender begins again."""
+        restarted = 0 in self._new_pieces and 0 in self._pieces
+        return ({} if restarted else self._pieces) | self._new_pieces
 
     def _forget_step(self) -> None:
         dimensions = self.basis.dimensions

@@ -1,8 +1,8 @@
 """New bases on their way from the sender, a piece to a message.
 
-They are searched on a thread, beside the next step: what is found after a step is sent from the
-step after the next one on, always, so that a run that resumes goes on alike. Only the first search
-is waited for.
+They are searched on a thread, in parallel with the next step: what is found after a step is sent
+from the step after the next one on, always, so that a resumed run continues bit for bit. Only the
+first search is waited for.
 """
 
 import weakref
@@ -53,7 +53,7 @@ class Proposals:
         self._forget_step()
 
     def next_piece(self, learned: Learned) -> Piece:
-        """What the next message brings along; all again if the ends had to start anew."""
+        """What the next message brings along; all again if the ends had to start again."""
         if learned.received < self._sent:
             self._sent = self._next = learned.received
         if self._next == len(self._pieces):

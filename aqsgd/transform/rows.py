@@ -1,4 +1,4 @@
-"""How samples' coefficients are remembered: in rows of 8 + T D bytes, whatever K.
+"""How samples' coefficients are cached: in rows of 8 + T D bytes, whatever K.
 
 These are the version of the basis (u32), the index of the step (i32), and a byte for each of K
 dimensions of T tokens.
@@ -22,7 +22,7 @@ _HEAD = struct.Struct("<Ii")
 
 
 class StoredSample(NamedTuple):
-    """What is remembered of a sample: whole numbers (int32) of steps in a basis."""
+    """What is cached of a sample: whole numbers (int32) of steps in a basis."""
 
     version: int
     step: int
@@ -35,7 +35,7 @@ def row_nbytes(numel: int) -> int:
 
 
 def pack(held: StoredSample, basis: Basis, numel: int) -> Tensor:
-    """A row, with what the basis remembers of the numbers."""
+    """A row, with what the basis keeps of the numbers."""
     row = torch.zeros(row_nbytes(numel), dtype=torch.uint8)
     head = _HEAD.pack(held.version, held.step)
     row[: _HEAD.size] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -45,7 +45,7 @@ def pack(held: StoredSample, basis: Basis, numel: int) -> Tensor:
 
 
 def unpack(row: Tensor, bases: Mapping[int, Basis], tokens: int) -> StoredSample:
-    """What is remembered of what `pack` was given."""
+    """What a row keeps of what `pack` was given."""
     version, step = _HEAD.unpack(row[: _HEAD.size].numpy().tobytes())
     basis = bases[version]
     end = _HEAD.size + tokens * basis.dimensions
@@ -54,7 +54,7 @@ def unpack(row: Tensor, bases: Mapping[int, Basis], tokens: int) -> StoredSample
 
 
 class Rows:
-    """The samples that one end remembers, and which bases their rows are in."""
+    """The samples that one end caches, and which bases their rows are in."""
 
     def __init__(self, memory: SampleMemory, learned: Learned) -> None:
         """`memory` holds rows of `row_nbytes`."""
@@ -69,7 +69,7 @@ class Rows:
         return self._count.keys()
 
     def held(self, sample: int, tokens: int) -> StoredSample:
-        """What is remembered of a sample, in the current basis."""
+        """What is cached of a sample, in the current basis."""
         learned = self._learned
         row = self.memory.row(sample, tokens * learned.width).cpu()
         held = unpack(row, learned.bases, tokens)
@@ -79,7 +79,7 @@ class Rows:
         return held._replace(version=learned.version, q_TK=q_TK)
 
     def stage(self, sample: int, held: StoredSample) -> None:
-        """Remember this at the end of the step, in the current basis."""
+        """Cache this at the end of the step, in the current basis."""
         numel = len(held.q_TK) * self._learned.width
         self.memory.renew(sample, pack(held, self._learned.basis, numel), numel)
         self._staged[sample] = held.version
@@ -104,7 +104,6 @@ class Rows:
         self._version_of, self._count = held, Counter(held.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """The memory, and the versions of its rows."""
         self.recount()
         pairs = torch.tensor(sorted(self._version_of.items()), dtype=torch.int64)
         return self.memory.state_dict() | {"row_versions": pairs.view(-1, 2)}

@@ -2,7 +2,7 @@
 
 Gan et al., "BAGUA", VLDB 2022 (asynchronous model averaging). Every `interval` steps
 
-    a   = mean of the x_w, as they are now         beside the next `overlap` steps of training
+    a   = mean of the x_w, as they are now         during the next `overlap` steps of training
     x_w += a - (x_w as it was)                     what was learnt meanwhile is kept
 
 BAGUA exchanges every 500 ms from a thread that locks the model during forward and backward and asks
@@ -34,7 +34,7 @@ class Config(TurnsConfig):
 
 
 class Mean(Stateless):
-    """The outer step: the global model becomes the mean. It has no memory."""
+    """The outer step: the global model becomes the mean. It keeps no state."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers

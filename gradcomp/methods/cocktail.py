@@ -1,4 +1,4 @@
-"""CocktailSGD: random subset, top-k and quantization together, both ways, beside the computation.
+"""CocktailSGD: random subset, top-k and quantization together, both ways, during compute.
 
 Wang et al., "CocktailSGD: Fine-tuning Foundation Models over 500Mbps Networks", ICML 2023,
 Algorithm 1, in the form of the authors' code: replicas train locally, and what they exchange is how

@@ -34,10 +34,10 @@ class Config(ExchangeOptions):
 
 
 class Neighbours(Stateless):
-    """The averaging; it has no memory."""
+    """The averaging; it keeps no state."""
 
     def __init__(self, peers: Peers, config: Config) -> None:
-        """Refuse pairs that cannot be made.
+        """Reject pairs that cannot be made.
 
         Raises:
             ReplicaCountError: an odd number of replicas is to meet in pairs.
@@ -49,8 +49,7 @@ class Neighbours(Stateless):
             )
         self._peers, self._config = peers, config
 
-    def begin(self, buckets: Sequence[FlatBucket]) -> None:
-        """There is no memory."""
+    def begin(self, buckets: Sequence[FlatBucket]) -> None: ...
 
     def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
         others = neighbours(self._peers.rank, self._peers.size, key.step, self._config.peers)

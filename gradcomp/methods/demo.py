@@ -95,7 +95,6 @@ class DeMo:
         return self._peers.bytes_sent
 
     def due(self, step: int) -> bool:
-        """Every step exchanges something."""
         return True
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -126,7 +125,6 @@ class DeMo:
         self._leave(answer_N, finite=finite)
 
     def after_step(self) -> None:
-        """The step counts: momenta lose what was sent."""
         self._momenta, self._left = self._left, []
         self._counts, self._unapplied = True, None
 
@@ -138,7 +136,6 @@ class DeMo:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """Momenta, and the answer that the next step will apply."""
         return {
             **self._overlap.save(),
             "step": self._step,
@@ -230,7 +227,6 @@ class SignDescent(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Apply updates."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -2,7 +2,7 @@
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; with
 `fragments`, `overlap` and `mix` its streaming form (Douillard et al. 2025), whose fragments take
-turns and travel beside training, at 4 bits.
+turns and travel in parallel with training, at 4 bits.
 
     G = mean_w (g - x_w)
     v = momentum v + G
@@ -40,7 +40,7 @@ class Config(LocalStepsConfig):
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "Config":
-        _ = self.codec  # refuses what it cannot be
+        _ = self.codec  # rejects what it cannot be
         return self
 
     @property

@@ -3,7 +3,7 @@
 CocktailSGD's codec without its subsets (Wang et al., ICML 2023) on gradients instead of moves: one
 optimizer sees the same sums on all replicas, so its steps are as long as those of all-reduce, and
 the bytes do not grow with the number of replicas as they do where each sends to all (`topk`).
-`delayed`, sums travel beside the next step and are applied with it.
+`delayed`, sums travel during the next step and are applied with it.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Config(ExchangeOptions):
 
     @model_validator(mode="after")
     def _can_be_built(self) -> "Config":
-        _ = self.codec  # refuses what it cannot be
+        _ = self.codec  # rejects what it cannot be
         return self
 
     @property

@@ -61,7 +61,6 @@ class Config(MoveConfig):
 
     @property
     def codec(self) -> Codec:
-        """Signs, or levels."""
         return SignMean(self.group) if self.bits == 1 else Uniform(self.bits, self.group)
 
     def bucket(self, bucket: Bucket) -> OwedBucket:

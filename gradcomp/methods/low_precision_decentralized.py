@@ -1,4 +1,4 @@
-"""Decentralized averaging at 8 bits: on a ring, of changes against what both ends remember.
+"""Decentralized averaging at 8 bits: on a ring, of changes against what both ends keep.
 
 Tang et al., "Communication Compression for Decentralized Training" (DCD), 2018; Gan et al.,
 "BAGUA", VLDB 2022 (decentralized low precision). Every replica keeps what it last sent, w, and what
@@ -53,7 +53,7 @@ class Changes(Staged):
         self.keep()
 
     def average(self, bucket: FlatBucket, mine_N: Tensor, key: ExchangeKey) -> Tensor:
-        """What the neighbours will remember of this replica."""
+        """What the neighbours will keep of this replica."""
         me = self._peers.rank
         kept = {replica: self._of(bucket, replica) for replica in (me, *self._ring)}
         change_N = torch.add(mine_N, kept[me], alpha=-5 / 3)

@@ -99,7 +99,6 @@ class PowerSGD:
         return Q.to(target.device)
 
     def _sum(self, tensors: Sequence[Tensor], key: ExchangeKey) -> list[Tensor]:
-        """Sum each over the replicas."""
         if not tensors:
             return []
         flat_N = torch.cat([tensor.flatten() for tensor in tensors])

@@ -100,7 +100,6 @@ class Momentum(ServedReducer):
         self._momenta.keep()
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals, momenta, and how far the warm-up is."""
         momenta = self._momenta.state_dict()
         return {"residuals": super().state_dict(), "steps": self.steps, "momenta": momenta}
 

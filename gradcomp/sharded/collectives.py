@@ -210,7 +210,6 @@ class GatherWeights:
                 codec.learn(part_N[None])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Levels that were learned, by place in the unit, and what is remembered."""
         levels = {
             str(place): codec.level_L
             for place, codec in enumerate(self.codec.codecs)
@@ -242,7 +241,6 @@ class ScatterGradients:
         self.codec = segments(self.unit, self.exchanges.config, shards, weights=False)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Room for gradients, or for a result."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

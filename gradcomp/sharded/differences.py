@@ -44,7 +44,6 @@ class Remembered:
         return [own_N if r == rank else torch.empty_like(own_N) for r in range(self._shards)]
 
     def keep_parts(self, parts: Sequence[Tensor]) -> None:
-        """Remember what `row_parts` returned, filled."""
         sizes = [len(self.rows[place]) for place in self._quantized]
         columns = zip(*(torch.split(part, sizes) for part in parts), strict=True)
         self._value = {

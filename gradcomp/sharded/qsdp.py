@@ -99,7 +99,6 @@ class Learned:
 
     @classmethod
     def uniform(cls, bits: int, bucket: int) -> "Learned":
-        """Start with levels at equal distances."""
         return cls(bits, bucket, torch.linspace(0, 1, 2**bits))
 
     @property

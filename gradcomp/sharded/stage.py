@@ -81,7 +81,6 @@ class ShardedStage(nn.Module):
         return None if whole is None else self._local[id(whole)]
 
     def modules_to_gather(self) -> list[FSDPModule]:
-        """The FSDP modules, the stage itself first."""
         return [module for module in self.inner.modules() if isinstance(module, FSDPModule)]
 
     def begin_step(self, backwards: int, *, each: bool) -> None:
@@ -156,7 +155,6 @@ class StageShards:
                     module.unshard(async_op=True)
 
     def before_step(self) -> None:
-        """Wait for the sums; weights are given back."""
         for scatter in self._scatters:
             scatter.finish()
         self._free()

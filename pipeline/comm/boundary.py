@@ -1,4 +1,4 @@
-"""The Boundary contract: one end of one direction of a cut. `Stateless` is the one without memory.
+"""The Boundary contract: one end of one direction of a cut. `Stateless` is the one without a cache.
 
 Axes: B samples, T tokens, D channels, N = T * D values of a sample, W bytes.
 """
@@ -18,7 +18,7 @@ from thinpipe.pipeline.wire.pinned import brought_to, written_on
 
 
 class Memory(Protocol):
-    """What a boundary remembers of samples. Its other end's memory takes the same calls.
+    """A boundary's activation cache. That of its other end takes the same calls.
 
     `capacity` is how many samples this end could hold, None if it does not matter.
     """
@@ -38,27 +38,26 @@ class Memory(Protocol):
     def fingerprints(self, ids_B: Tensor) -> Tensor:
         """A number (int64, below 2^53) for what is held of each sample: 0 nothing, -1 damaged."""
 
-    def forget(self, ids_B: Tensor) -> None:
-        """Hold nothing of these samples."""
+    def forget(self, ids_B: Tensor) -> None: ...
 
     def learned(self) -> int:
-        """A number (below 2^53) for what is known beside samples, equal at both ends; 0 nothing."""
+        """A number (below 2^53) for what is known besides samples; 0: nothing."""
 
     def reset(self) -> None:
-        """Hold nothing, and know nothing beside."""
+        """Hold no samples, and know nothing else."""
 
     def summary(self) -> int:
         """A number (32 bits) for all that is held, equal at both ends; cheap."""
 
     def release(self) -> None:
-        """Give back what is held; the memory is not used again."""
+        """Give back what is held; the cache is not used again."""
 
 
 @dataclass(frozen=True)
 class MessagePlan:
     """What both ends know of a message before it exists.
 
-    `capacity` is the most payload bytes it can have, `known_B` says which samples are remembered,
+    `capacity` is the most payload bytes it can have, `known_B` says which samples are cached,
     `checksum` stands for what is remembered of them (0 without a memory), and `rows` tells coders
     what the payload is made of. A payload that is not `exact` may be shorter than its capacity.
     """
@@ -76,29 +75,27 @@ class MessagePlan:
 class Boundary(Protocol):
     """Turns the activations (or gradients) of one microbatch into a payload, and back.
 
-    It may remember samples: then both ends of the cut hold equal state, and plans depend only on
+    It may cache samples: then both ends of the cut hold equal state, and plans depend only on
     that state. What a step learns is kept apart until `finish_step`, so that a step that was
     skipped or failed leaves nothing behind.
     """
 
     @property
-    def codec_id(self) -> int:
-        """Number of the method in message headers."""
+    def codec_id(self) -> int: ...
 
     @property
-    def bits(self) -> int:
-        """Bits per value in message headers."""
+    def bits(self) -> int: ...
 
     @property
     def memory(self) -> Memory | None:
-        """What it remembers of samples, if it does."""
+        """Its activation cache, if it has one."""
 
     @property
     def error_meter(self) -> ErrorMeter:
         """What it measures of what it encodes."""
 
     def capacity(self, shape_BTD: torch.Size) -> int:
-        """The most payload bytes of this shape, whatever is remembered."""
+        """The most payload bytes of this shape, whatever is cached."""
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
         """Look up the samples of a message, once; both ends find the same."""
@@ -115,11 +112,9 @@ class Boundary(Protocol):
     def finish_step(self, *, keep: bool) -> None:
         """End the step: keep what it learned, or forget it."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart."""
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -139,21 +134,17 @@ class Stateless:
         return self.codec.bits
 
     @property
-    def memory(self) -> None:
-        """Nothing is remembered."""
+    def memory(self) -> None: ...
 
     def plan(self, ids_B: Tensor, shape_BTD: torch.Size, *, step: int) -> MessagePlan:
-        """All messages of a shape are alike."""
         nbytes, numel = self.codec.capacity(shape_BTD[1:].numel()), shape_BTD[1:].numel()
         rows = rows_of(self.codec, shape_BTD[0], nbytes, numel)
         return MessagePlan(ids_B, shape_BTD, step, self.capacity(shape_BTD), rows=(rows,))
 
     def capacity(self, shape_BTD: torch.Size) -> int:
-        """All messages of a shape are equally long."""
         return shape_BTD[0] * self.codec.capacity(shape_BTD[1:].numel())
 
     def encode(self, plan: MessagePlan, x_BTD: Tensor, wire: Tensor) -> int:
-        """Fill `wire`; noise is keyed by step and sample."""
         noise = Noise(self.key, plan.step, plan.ids_B)
         rows = x_BTD.shape[0]
         x_BN = x_BTD.detach().reshape(rows, -1)

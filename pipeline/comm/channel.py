@@ -147,7 +147,7 @@ class IncomingChannel:
             with _no_autocast(self.codec.device):
                 return self._stream.hand_over(*self._take(m))
         first_error = self._pass.first_error
-        while self._coming and len(self._jobs) <= _AHEAD:
+        while self._coming and len(self._jobs) <= _AHEAD:  # the one asked for, and those ahead
             coming = self._coming.popleft()
             job = self._worker.submit(partial(self._take, coming))
             self._jobs[coming] = first_error.watch(job)

@@ -1,6 +1,6 @@
 """What compression does to values, measured where they are encoded.
 
-The first row of a step is measured, and of a boundary with memory the first known one: enough to
+The first row of a step is measured, and of a boundary with a cache the first known one: enough to
 follow a run, at the cost of a pass or two over one sample per step.
 
 Axes: B samples, N values of a sample.
@@ -21,7 +21,7 @@ class ErrorStats:
 
     `known` and `first_visits` count samples with and without history, `error` is |decoded - a| /
     |a|, `change` |a - m| / |a| and `cosine` that of the angle between activations (or gradients) a
-    and memories m. `gain` is how many bits per value a transform saves at the same step, and
+    and cached values m. `gain` is how many bits per value a transform saves at the same step, and
     `dimensions` how many of its directions have 95 % of the energy of what is sent, when it was
     last looked at. None if not measured.
     """
@@ -58,7 +58,7 @@ class ErrorMeter:
         return known not in self._seen
 
     def measure(self, x_1N: Tensor, decoded_1N: Tensor, memory_1N: Tensor | None = None) -> None:
-        """Take in what a row was, what the peer makes of it, and what both remembered."""
+        """Take in what a row was, what the peer makes of it, and what both had cached."""
         self._seen.add(memory_1N is not None)
         x_1N = x_1N.float()
         size, error = _square(x_1N), _square(decoded_1N.float() - x_1N)

@@ -71,7 +71,6 @@ class GlooTransport:
         return GlooLink(group, self.mesh.pipeline.index(peer), channel, name, device)
 
     def peers(self, ranks: Sequence[int], what: str = "replica") -> GlooPeers:
-        """Exchanges between these ranks; all of them call it."""
         groups = self._group(ranks, "exchange"), self._group(ranks, "exchange")
         return GlooPeers(groups, what)
 

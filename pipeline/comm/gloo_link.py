@@ -106,7 +106,6 @@ class GlooLink:
         return buffer
 
     def send(self, slot: int, message: Tensor) -> None:
-        """Send without waiting."""
         edge = self._edge(f"sending microbatch {slot}")
         work = isend(message, self.group, self.peer, edge=edge, tag=self._tag(slot))
         self._sent.append((work, message))

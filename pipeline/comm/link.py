@@ -49,7 +49,6 @@ class LoopbackLink:
         """Nothing is in flight between passes."""
 
     def expect(self, slot: int, nbytes: int) -> None:
-        """Note how long the message may be."""
         self._expected[slot] = nbytes
 
     def take(self, slot: int) -> Tensor:
@@ -68,5 +67,4 @@ class LoopbackLink:
         return torch.cat([message, message.new_zeros(nbytes - message.numel())])
 
     def send(self, slot: int, message: Tensor) -> None:
-        """Hand the message over."""
         self._messages[slot] = message.clone()

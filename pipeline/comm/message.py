@@ -29,7 +29,7 @@ class MessageCodec:
     Both ends hold one each, made and called alike. `boundaries` holds one boundary per mode it can
     run in. Values are coded on `device`, where receivers get tensors of `dtype`. Payloads are
     entropy-coded by `coding` where that makes them shorter, except in plain evaluation. Training's
-    values are coded times `scale`, which both ends set alike, so that what is remembered does not
+    values are coded times `scale`, which both ends set alike, so that what is cached does not
     depend on it.
     """
 
@@ -45,14 +45,13 @@ class MessageCodec:
     _step: int = 0
 
     def begin_pass(self, *, step: int, mode: Mode) -> None:
-        """Code what belongs to optimizer step `step`."""
         self._mode, self._step = mode, step
 
     def capacity(self, shape_BTD: torch.Size) -> int:
         """The longest that a message can be.
 
         Receives are posted for so much: gloo ends a process that is sent more than it posted, and
-        two ends whose memories differ are to get a `DesyncError` instead.
+        two ends whose caches differ are to get a `DesyncError` instead.
         """
         return HEADER_NBYTES + self._boundary.capacity(shape_BTD)
 
@@ -106,7 +105,6 @@ class MessageCodec:
 
     @property
     def memory(self) -> Memory | None:
-        """What the training boundary remembers of samples."""
         return self.training.memory
 
     def take_sums(self) -> list[float]:

@@ -40,7 +40,6 @@ class Rows(NamedTuple):
 
     @property
     def streams(self) -> int:
-        """How many streams the codes are."""
         if not self.samples or self.split == self.nbytes:
             return 0
         return 2 if self.bits == 8 else 1

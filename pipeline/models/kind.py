@@ -118,7 +118,7 @@ class ModelKind(BaseModel):
         """
 
     def facts(self) -> dict[str, str]:
-        """What must be equal on all hosts beside settings."""
+        """What must be equal on all hosts besides settings."""
         return {}
 
     def notices(self, *, cut: bool, ties: bool, tokenizer: str) -> list[str]:

@@ -67,7 +67,6 @@ class LocalPipeline(nn.Module):
         return on_first
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of the parts too."""
         for part in self._parts:
             part.train(mode)
         return super().train(mode)

@@ -33,8 +33,7 @@ class Codec(Protocol):
     """
 
     @property
-    def codec_id(self) -> int:
-        """Number of the codec in message headers."""
+    def codec_id(self) -> int: ...
 
     @property
     def bits(self) -> int:

@@ -1,4 +1,4 @@
-"""A thread for communication and codecs: one job after the other, beside the training thread."""
+"""A thread for communication and codecs: one job after the other, in parallel with training."""
 
 import queue
 import threading

@@ -33,7 +33,7 @@ class TileTopK:
     """Keeps `kept` values of each tile, an even number.
 
     A NaN or infinity among the chosen values makes all of them NaN at 2 bits; it is chosen if there
-    is one, as it counts as the largest. At 1 bit it would be hidden: `encode` refuses it.
+    is one, as it counts as the largest. At 1 bit it would be hidden: `encode` rejects it.
 
     Raises:
         ValueError: an odd number of values, or more than a tile has.

@@ -137,7 +137,7 @@ class Uniform:
         return load_kernels(self.backend, x_BN.device)
 
     def _new_codes(self, x_BN: Tensor, wire_BW: Tensor) -> Codes:
-        """Payload in place; scales beside the message, in which they may start at any byte."""
+        """Payload in place; scales in their own buffer: in the message they start at any byte."""
         numel = x_BN.shape[1]
         group, split = self._group(numel), self.scale_nbytes(numel)
         scale_BK = torch.empty(

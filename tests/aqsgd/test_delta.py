@@ -138,7 +138,7 @@ def test_a_value_that_is_not_finite_reaches_the_peer_but_no_memory() -> None:
     assert sender.memory.digest() == receiver.memory.digest()
 
 
-def test_a_sample_whose_length_changed_is_refused() -> None:
+def test_a_sample_whose_length_changed_is_rejected() -> None:
     sender, receiver = ends()
     visit(sender, receiver, torch.randn(1, *SHAPE), [1])
     with pytest.raises(ValueError, match=r"sample 1 .* length of samples changed"):
@@ -199,7 +199,6 @@ def digests_after_steps(rank: int, run: Any) -> list[dict[int, str]]:
 
 
 def memory_digests(built: Built) -> dict[int, str]:
-    """Digest of the memory at each cut this rank touches."""
     found = {}
     for channel in built.engine.channels:
         boundary = channel.codec.training

@@ -24,7 +24,6 @@ def rows(count: int, numel: int, seed: int) -> torch.Tensor:
 def exchange(
     ends: list[DeltaBoundary], x: torch.Tensor, ids: list[int], *, keep: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the receiver gets, and the message."""
     ids_B = torch.tensor(ids)
     plans = [end.plan(ids_B, x.shape, step=0) for end in ends]
     assert plans[0].capacity == plans[1].capacity
@@ -85,7 +84,7 @@ def test_tiles_code_a_change_with_a_smaller_error() -> None:
 
 
 @pytest.mark.parametrize("key", ["scale_per", "rounding", "rate"])
-def test_settings_that_tiles_do_not_have_are_refused(key: str) -> None:
+def test_settings_that_tiles_do_not_have_are_rejected(key: str) -> None:
     value = {"scale_per": 64, "rounding": "stochastic", "rate": 1.0}[key]
     with pytest.raises(ValueError, match=f'{key}: has no meaning with delta = "tiles"'):
         AqsgdConfig.model_validate({"delta": "tiles", "coding": "zstd", key: value})

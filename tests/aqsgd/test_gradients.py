@@ -1,4 +1,4 @@
-"""AQ-SGD on gradients: both ends remember a sample's own gradient, whatever batch it came in."""
+"""AQ-SGD on gradients: both ends cache a sample's own gradient, whatever batch it came in."""
 
 import random
 from typing import Any
@@ -45,7 +45,7 @@ def padded(whole: Batch, sample: int, tokens: int) -> Batch:
 
 
 def remembered(rank: int, run: Any, epochs: list[list[Batch]]) -> list[dict[int, torch.Tensor]]:
-    """After each epoch, every sample's gradient as this rank remembers it."""
+    """After each epoch, every sample's gradient as this rank caches it."""
     built, found, step = start(run), [], 0
     replica, replicas = rank // run.pipeline.pipeline_ranks, run.pipeline.replicas
     for epoch in epochs:

@@ -63,7 +63,7 @@ def test_rows_that_are_filled_again_belong_to_one_sample(codec: Any) -> None:
         torch.testing.assert_close(memory.read(IDS, 128), expected, rtol=0.07, atol=0)
 
 
-def test_a_visit_of_another_length_is_refused() -> None:
+def test_a_visit_of_another_length_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"sample 3 .* length of samples changed"):
         filled(Cast("bf16")).open(3, 64, torch.device("cpu"))
 

@@ -20,7 +20,7 @@ _BACK_S = 1.0
 """How long a machine whose launcher ended stays away."""
 _REMEDY = re.compile(
     r"--resume|no checkpoint was saved yet|thinpipe doctor|ended the run; see its output|"
-    r"free disk space|start over|is saved"
+    r"free disk space|start (over|again)|is saved"
 )
 _AGAIN = re.compile(r"from step \d+|resumed from step")
 

@@ -12,7 +12,6 @@ EXACT = Cast("fp32")
 
 
 def message(nbytes: int, seed: int) -> Tensor:
-    """A valid message with random payload."""
     generator = torch.Generator().manual_seed(seed)
     length = EXCHANGE_HEADER_NBYTES + nbytes
     whole = torch.randint(256, (length,), generator=generator).to(torch.uint8)
@@ -36,12 +35,10 @@ def sharded(peers: Peers, step: int = 0) -> Tensor:
 
 
 def summed(peers: Peers) -> Tensor:
-    """The sum, made by every replica."""
     return gather_sum(peers, ExchangeKey(1, 0), vector(peers.rank), codec=EXACT)[0]
 
 
 def gathered(peers: Peers) -> list[Tensor]:
-    """All vectors."""
     mine, key = vector(peers.rank), ExchangeKey(2, 0)
     payloads = gather_bytes(peers, key, mine, torch.empty_like(mine), codec=EXACT)
     return [payload.view(torch.float32) for payload in payloads]
@@ -54,7 +51,6 @@ def along_ring(peers: Peers) -> dict[int, Tensor]:
 
 
 def check_primitives(size: int, rank: int, found: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    """All replicas found the same bits."""
     by_server, by_all, vectors = found
     assert torch.equal(by_server, total(size))
     assert torch.equal(by_all, total(size))

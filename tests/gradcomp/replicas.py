@@ -30,7 +30,6 @@ def make_net(seed: int = 0, *, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def flat(net: nn.Module) -> Tensor:
-    """All parameters in one new vector."""
     return torch.cat([p.detach().flatten().float().cpu() for p in net.parameters()])
 
 
@@ -79,7 +78,6 @@ class Replicas:
         self.optimizers = [self._optimizer(net, sync) for net, sync in pairs]
 
     def _optimizer(self, net: nn.Module, sync: ReplicaSync) -> torch.optim.Optimizer:
-        """The method's own, or AdamW."""
         parameters = list(net.parameters())
         own = build_optimizer(self._method, self._options, parameters, Train(), sync)
         return own or torch.optim.AdamW(parameters, lr=Train.lr)
@@ -95,14 +93,12 @@ class Replicas:
                 one.load_state_dict(state)
 
     def step(self) -> None:
-        """One optimizer step of every replica."""
         self.backward()
         all_of(self.syncs, lambda sync: sync.before_step())
         self.optimize()
         all_of(self.syncs, lambda sync: sync.after_step())
 
     def begin(self) -> None:
-        """A step begins."""
         step, self.begun = self.begun, self.begun + 1
         all_of(self.syncs, lambda sync: sync.begin_step(step, 1))
 
@@ -118,13 +114,11 @@ class Replicas:
         self.step_number += 1
 
     def optimize(self) -> None:
-        """Apply what is in the gradients."""
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
     def finish(self) -> None:
-        """End training."""
         all_of(self.syncs, lambda sync: sync.finish())
 
     def parameters(self) -> list[Tensor]:

@@ -38,7 +38,6 @@ def start(form: str, size: int, device: str = "cpu") -> Replicas:
 
 
 def train(replicas: Replicas, steps: int = 4, *, restart_at: int | None = None) -> list[Tensor]:
-    """Parameters of every replica after some steps."""
     for step in range(steps):
         if step == restart_at:
             replicas.restart()
@@ -124,7 +123,7 @@ def test_a_single_replica_sends_nothing(form: str) -> None:
 
 
 @every_method
-def test_unknown_options_are_refused(name: str) -> None:
+def test_unknown_options_are_rejected(name: str) -> None:
     with pytest.raises(ValidationError):
         parse_options(name, {"no_such_option": 1})
 

@@ -51,7 +51,7 @@ def test_a_silent_peer_is_named() -> None:
         first.exchange({1: message(4, 0)}, [1], 4)
 
 
-def test_a_message_longer_than_it_can_be_is_refused() -> None:
+def test_a_message_longer_than_it_can_be_is_rejected() -> None:
     first, second = local_peers(2)
     second.exchange({0: message(400, 0)}, [], 0)
     with pytest.raises(DesyncError, match="replica 1 -> replica 0: a payload of 400 bytes"):

@@ -14,7 +14,7 @@ def fail() -> None:
     raise RuntimeError("cut")
 
 
-def test_jobs_run_beside_and_are_joined_in_their_order() -> None:
+def test_jobs_run_in_parallel_and_are_joined_in_their_order() -> None:
     overlap, go = Overlap(CPU), threading.Event()
     overlap.launch(lambda: (go.wait(9), torch.ones(2)))
     overlap.launch(lambda: 7)
@@ -53,6 +53,6 @@ def test_what_is_dropped_is_not_joined() -> None:
 
 
 @pytest.mark.parametrize("state", [{}, {"owed": True}, {"under_way": None}])
-def test_a_state_of_an_earlier_version_is_refused(state: dict[str, object]) -> None:
+def test_a_state_of_an_earlier_version_is_rejected(state: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="in the form of an earlier version"):
         Overlap(CPU).restore(state)

@@ -43,7 +43,7 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     del methods.momentum  # type: ignore[attr-defined]
 
 
-def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_method_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="allreduce, async_average, bytegrad"):
         load_method("allredcue")
 

@@ -159,7 +159,7 @@ AQSGD = {"forward": {"kind": "aqsgd", "bits": 8}, "backward": RAW}
 
 @pytest.mark.parametrize(("masks", "low", "high"), [("repeated", 0, 0.3), ("random", 0.5, 1)])
 def test_repeated_masks_keep_changes_small(masks: str, low: float, high: float) -> None:
-    """How far the second visit moves what AQ-SGD remembers, relative to its size."""
+    """How far the second visit moves what AQ-SGD caches, relative to its size."""
     run: Any = config(
         model={"dropout": 0.1, "dropout_masks": masks}, boundary=[AQSGD], train={"lr": 1e-3}
     )

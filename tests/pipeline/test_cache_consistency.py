@@ -1,4 +1,4 @@
-"""Ends of a cut that remember different things agree to forget them; nothing is trained through."""
+"""Ends of a cut whose caches differ agree to drop what differs; nothing is trained through."""
 
 import errno
 import os
@@ -43,7 +43,6 @@ def memories(built: Built) -> dict[int, Any]:
 
 
 def store_of(memory: Any) -> DiskStore:
-    """A memory's store, its writes done."""
     store = memory._store
     assert isinstance(store, DiskStore)
     store._worker.submit(int).result()
@@ -232,7 +231,7 @@ def test_a_cut_whose_state_is_missing_at_one_end_starts_empty(
     assert [held for _, held, _ in results] == [{1: 0}, {1: 0, 2: 13}, {2: 13}]
 
 
-def resume_with_one_end_anew(rank: int, run_settings: Any) -> Any:
+def resume_with_one_fresh_end(rank: int, run_settings: Any) -> Any:
     """What is known of the first cut, forwards, is lost at its upper end."""
     built = start(run_settings)
     for step, item in enumerate(STEPS[:4]):
@@ -249,10 +248,10 @@ def resume_with_one_end_anew(rank: int, run_settings: Any) -> Any:
     return held, losses, digests
 
 
-def test_ends_that_learned_different_things_start_anew(ranks: Ranks) -> None:
+def test_ends_that_learned_different_things_start_again(ranks: Ranks) -> None:
     boundary: Any = [{way: {"kind": "transform"} for way in ("forward", "backward")}]
     results = ranks(
-        3, resume_with_one_end_anew, config(pipeline={"cuts": [1, 2]}, boundary=boundary)
+        3, resume_with_one_fresh_end, config(pipeline={"cuts": [1, 2]}, boundary=boundary)
     )
     (first, losses, _), (middle, _, _), (last, _, _) = results
     assert first == {"cut 1 forward": 0, "cut 1 backward": 13}

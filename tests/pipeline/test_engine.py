@@ -1,4 +1,4 @@
-"""What a step does besides training: batches it refuses, evaluation, silent peers, totals."""
+"""What a step does besides training: batches it rejects, evaluation, silent peers, totals."""
 
 import time
 from dataclasses import replace
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dist
 AQSGD: Any = [{"forward": {"kind": "aqsgd", "bits": 4}, "backward": {"kind": "direct"}}]
 
 
-def refused(rank: int, run: Any, ids: list[int]) -> str:
+def rejected(rank: int, run: Any, ids: list[int]) -> str:
     built = start(run)
     built.engine.begin(torch.arange(1, 8), torch.tensor(ids))
     wrong = replace(batch([1, 2, 3, 4]), ids_B=torch.tensor(ids))
@@ -33,10 +33,10 @@ def refused(rank: int, run: Any, ids: list[int]) -> str:
         ([5, 6, 8, -1], "sample ids [8, -1] are none of this replica's"),
     ],
 )
-def test_ids_that_no_memory_can_serve_are_refused(
+def test_ids_that_no_memory_can_serve_are_rejected(
     ranks: Ranks, ids: list[int], message: str
 ) -> None:
-    for reported in ranks(2, refused, config(boundary=AQSGD), ids):
+    for reported in ranks(2, rejected, config(boundary=AQSGD), ids):
         assert reported.startswith(message)
 
 

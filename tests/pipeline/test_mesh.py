@@ -39,6 +39,6 @@ def test_shards_of_a_stage_are_neighbours() -> None:
     assert Mesh(2, 2, 5, shards=2).stage_shards == [4, 5]
 
 
-def test_another_number_of_processes_is_refused() -> None:
+def test_another_number_of_processes_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"6 processes.*2 replicas x 2 shards need 8"):
         check_world(2, 2, 6, shards=2)

@@ -1,4 +1,4 @@
-"""Schedules by name: what they refuse, how batches are fitted, where stages live."""
+"""Schedules by name: what they reject, how batches are fitted, where stages live."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from thinpipe.pipeline.schedule import ScheduleName, check_schedule, fit_microba
 
 
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])
-def test_zero_bubble_is_refused_before_torch_2_13(
+def test_zero_bubble_is_rejected_before_torch_2_13(
     name: ScheduleName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.12.1")
@@ -24,7 +24,7 @@ def test_zero_bubble_is_refused_before_torch_2_13(
         ("ZBVZeroBubble", 6, 2, "exactly 2 stages per rank"),
     ],
 )
-def test_stages_that_do_not_fit_the_ranks_are_refused(
+def test_stages_that_do_not_fit_the_ranks_are_rejected(
     name: ScheduleName, stages: int, ranks: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

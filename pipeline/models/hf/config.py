@@ -118,7 +118,6 @@ class HuggingFaceConfig(TokenModel):
 
     @property
     def width(self) -> int:
-        """Channels of the hidden states."""
         return int(self.transformers_config.hidden_size)
 
     @property
@@ -146,7 +145,6 @@ class HuggingFaceConfig(TokenModel):
 
     @property
     def fresh_dropout(self) -> float:
-        """The largest dropout rate of the blocks."""
         config = self.transformers_config
         names = [n for n in _dropout_names(config) if not n.startswith(_HEADS)]
         rates = [getattr(config, name) for name in names]
@@ -282,7 +280,7 @@ def _read(folder: Path) -> Any:
 
 
 def _check_router(config: Any) -> None:
-    """Refuse a loss that the model asks for and the pipeline would not compute.
+    """Reject a loss that the model asks for and the pipeline would not compute.
 
     Raises:
         ValueError: the routers' balancing loss is on.

@@ -5,7 +5,7 @@ takes no memory: what runs before the first marker belongs to the first stage, w
 last one to the last. Then it runs as three stages. At every marker hidden states, and whatever else
 a block is given (masks, positions, rotary tables), must equal those of the uncut run bit for bit:
 a family that scales embeddings outside of them, or gives blocks what only the first stage knows, is
-refused. What blocks do inside is theirs; `self_check.py` compares that too.
+rejected. What blocks do inside is theirs; `self_check.py` compares that too.
 
 Axes: B samples, T tokens, D width.
 """
@@ -65,7 +65,7 @@ def find_family(model: Any) -> Family:
         None,
     )
     if recurrent is not None:
-        raise _refusal(
+        raise _rejection(
             base,
             f"it has state-space or recurrent layers ({recurrent}), which carry a state through "
             "padding and from one packed example to the next",
@@ -79,7 +79,7 @@ def find_family(model: Any) -> Family:
     for first, stop in (ends for ends in bounds if ends[0] < ends[1]):
         problem = trial.try_stage(family, first, stop)
         if problem is not None:
-            raise _refusal(base, f"when cut, {problem}")
+            raise _rejection(base, f"when cut, {problem}")
     return family
 
 
@@ -91,7 +91,7 @@ def _find_blocks(base: Any) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == layers
     }
     if not lists:
-        raise _refusal(base, f"it has no list of {layers} blocks (num_hidden_layers)")
+        raise _rejection(base, f"it has no list of {layers} blocks (num_hidden_layers)")
     return max(lists, key=lambda path: sum(p.numel() for p in lists[path].parameters()))
 
 
@@ -123,7 +123,7 @@ class _Marker(nn.Module):
         out_BTD = 0.5 * hidden_BTD + (self._index + 1)
         if self._returns == "tensor":
             return out_BTD
-        # what a block gives to the next one beside hidden states would be lost at a cut
+        # what a block gives to the next one besides hidden states would be lost at a cut
         return (out_BTD, torch.tensor([self._index])) if self._returns == "pair" else (out_BTD,)
 
 
@@ -156,7 +156,7 @@ class _Trial:
         _shorten_embeddings(self.base)
         self.base.to_empty(device="cpu")
         for name in initialise(self.base, seed=0, tied_to=()):
-            # NaN equals nothing; a weight that nothing sets is refused where it is trained
+            # NaN equals nothing; a weight that nothing sets is rejected where it is trained
             owner, _, own = name.rpartition(".")
             getattr(self.base.get_submodule(owner), own).data.fill_(1)
         self.base.eval()
@@ -186,7 +186,7 @@ class _Trial:
             elif places == {0} and hidden:
                 first[path] = self._substitute(module, found[0])
             elif hidden:
-                raise _refusal(self.base, f"{path} changes hidden states at several places")
+                raise _rejection(self.base, f"{path} changes hidden states at several places")
             elif any(True for _ in module.parameters()):
                 shared.append(path)
         return Family(self.path, first, last, tuple(shared))
@@ -237,7 +237,7 @@ class _Trial:
             ):
                 return parts
             problem = f"blocks are given hidden states of shapes {shapes[:2]}, not [B, T, D]"
-        raise _refusal(self.base, problem)
+        raise _rejection(self.base, problem)
 
     @torch.no_grad()
     def _run(self, **inputs: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class _Trial:
                 hook.remove()
 
     def _outside(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules beside the blocks and beside what holds them."""
+        """Modules other than the blocks and what holds them."""
         for owner in self._owners:
             for name, module in self.base.get_submodule(owner).named_children():
                 path = f"{owner}.{name}".lstrip(".")
@@ -335,7 +335,7 @@ def _same(left: Tensor, right: Tensor) -> bool:
     return left.shape == right.shape and torch.equal(left, right)
 
 
-def _refusal(base: Any, problem: str) -> ValueError:
+def _rejection(base: Any, problem: str) -> ValueError:
     return ValueError(
         f"model_type = {base.config.model_type!r} cannot be cut: {problem}; {_REMEDY}"
     )

@@ -63,7 +63,7 @@ def fill_from_constructors(
             try:
                 built = type(block)(config, int(index))
             except (AttributeError, TypeError, ValueError):
-                continue  # a constructor of another kind: refused by name, with its parameters
+                continue  # a constructor of another kind: rejected by name, with its parameters
         for name, tensor in _tensors(built):
             if prefix + name in left and not _is_unset(tensor):
                 held[prefix + name].data.copy_(tensor)

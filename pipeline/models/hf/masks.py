@@ -35,7 +35,7 @@ def check_masks(config: Any, tokens: int) -> None:
     Raises:
         ValueError: the family (of this transformers config) cannot, or not in such long sequences.
     """
-    reason = _refusal(config)
+    reason = _rejection(config)
     if reason is not None:
         raise ValueError(
             f"model_type = {config.model_type!r}: {reason}, so packed examples and prefixes are "
@@ -74,7 +74,7 @@ def mask_inputs(
     return {"attention_mask": mask_B1QK, "position_ids": positions_BT}
 
 
-def _refusal(config: Any) -> str | None:
+def _rejection(config: Any) -> str | None:
     if task_of(config) == "classification":
         return "it is an encoder, which reads one text at a time"
     if config.model_type == "gpt_neo":

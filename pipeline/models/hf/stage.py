@@ -163,7 +163,7 @@ def _cut(model: Any, family: Family, first: int, stop: int) -> None:
         replace_modules(base, family.first)
     if stop < whole:
         replace_modules(base, family.last)
-        for name, _ in list(model.named_children()):  # heads: everything beside the base model
+        for name, _ in list(model.named_children()):  # heads: everything but the base model
             if name != model.base_model_prefix:
                 setattr(model, name, nn.Identity())
 

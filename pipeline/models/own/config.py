@@ -219,7 +219,6 @@ class OwnModelConfig(ModelKind):
 
     @property
     def fresh_dropout(self) -> float:
-        """The largest rate of its dropout layers."""
         kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
         modules = self.deferred.skeleton.modules()
         return max((m.p for m in modules if isinstance(m, kinds)), default=0.0)

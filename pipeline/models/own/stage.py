@@ -41,7 +41,6 @@ class OwnStage(nn.Module):
         return x if x._base is None else x.clone()
 
     def tied_weight(self) -> None:
-        """No weight is shared with another stage."""
         return
 
     def share_tied_weight(self, weight: nn.Parameter) -> None:

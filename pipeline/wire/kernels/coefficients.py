@@ -3,7 +3,7 @@
 A coefficient q of shift h has the symbol (q >> h) + 16, clamped to 0 ... 31, and its h low bits, in
 digits of at most 5 bits, lowest first. A list of symbols holds those of all coefficients, row after
 row, then the lowest digits of all that have any, then the second ones. Where the symbol is 0 or 31
-the number itself goes beside the list, in 16 bits, and its digits are 0.
+the number itself goes next to the list, in 16 bits, and its digits are 0.
 
 Tokens choose their shifts, and the frequency tables that symbols are coded with, among T rows of
 them. A digit of w bits is coded with table `digit_table` + w.
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
 class CoefficientKernels(Protocol):
     """Functions every backend offers, equal bit for bit. All tensors are contiguous, on the CPU.
 
-    Axes: N tokens, K dimensions, S symbols with digits, E numbers beside them. `kind_N` (int64) is
+    Axes: N tokens, K dimensions, S symbols with digits, E numbers next to them. `kind_N` (int64) is
     below T. Outputs are preallocated and fully written.
     """
 
@@ -53,4 +53,4 @@ class CoefficientKernels(Protocol):
     def join(
         self, symbol_S: Tensor, outside_E: Tensor, kind_N: Tensor, layout: Layout, q_NK: Tensor
     ) -> bool:
-        """Write the coefficients; False if there are not as many numbers beside as symbols say."""
+        """Write the coefficients; False if there are not as many outside numbers as symbols say."""

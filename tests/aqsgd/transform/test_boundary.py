@@ -57,7 +57,7 @@ def test_changes_take_fewer_bits_than_values() -> None:
 
 
 def test_only_whole_numbers_need_to_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The receiver's products are another machine's: what it remembers is still the same."""
+    """The receiver's products are another machine's: what it caches is still the same."""
     sender, receiver = ends()
     clean = train(*ends(), range(12))
     restore = Basis.restore
@@ -111,7 +111,7 @@ def test_state_survives_a_restart_bit_for_bit(stop: int, dimensions: float) -> N
 
 
 @pytest.mark.parametrize("stop", [1, 2, 6])
-def test_ends_that_start_anew_find_a_basis_again(
+def test_ends_that_start_again_find_a_basis_again(
     monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
     """Even when pieces of one were under way."""
@@ -259,7 +259,7 @@ def test_damaged_payloads_end_in_errors() -> None:
     plan = sender.plan(torch.tensor(ids), x_BTD.shape, step=4)
     wire = torch.empty(plan.capacity, dtype=torch.uint8)
     wire = wire[: sender.encode(plan, x_BTD, wire)]
-    generator, refused = torch.Generator().manual_seed(0), 0
+    generator, rejected = torch.Generator().manual_seed(0), 0
     for turn in range(200):
         hurt = wire.clone()
         place = turn if turn < 60 else int(torch.randint(len(wire), (1,), generator=generator))
@@ -269,12 +269,12 @@ def test_damaged_payloads_end_in_errors() -> None:
         try:
             receiver.read(plan, hurt, torch.empty_like(x_BTD))
         except CodingError:
-            refused += 1
-    assert refused > 100
+            rejected += 1
+    assert rejected > 100
 
 
 @pytest.mark.parametrize(("place", "value"), [(4, 200), (6, 200), (6, 0)])
-def test_pieces_that_cannot_be_of_a_basis_are_refused(place: int, value: int) -> None:
+def test_pieces_that_cannot_be_of_a_basis_are_rejected(place: int, value: int) -> None:
     """Index and number of pieces are bounded: no peer fills memory with them."""
     sender, receiver = ends()
     train(sender, receiver, range(1))

@@ -66,7 +66,7 @@ def small_costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_costs")
 def test_where_a_basis_gains_little_channels_are_sent_as_they_are() -> None:
-    """Both ends change over at the same message, keep what they remember, and can change back."""
+    """Both ends change over at the same message, keep their caches, and can change back."""
     found = follow(*ends(), range(36), until=6)
     assert all(plain for _, plain, _ in found[1:6])
     assert not found[-1][1]

@@ -1,4 +1,4 @@
-"""What both ends learn beside samples."""
+"""What both ends learn besides samples."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_a_basis_in_pieces_is_adopted_with_the_last_one() -> None:
     assert torch.equal(learned.basis.entry_DK, basis.entry_DK)
 
 
-def test_a_sender_that_begins_anew_is_not_given_pieces_of_another_basis() -> None:
+def test_a_sender_that_begins_again_is_not_given_pieces_of_another_basis() -> None:
     """A resume in another layout may bring the other end's search, which knows of no pieces."""
     old, new = (
         Proposal(Basis.nearest(factor * torch.eye(WIDTH), 0), torch.full((2, WIDTH), 20)).packed()
@@ -44,7 +44,7 @@ def test_a_sender_that_begins_anew_is_not_given_pieces_of_another_basis() -> Non
     assert torch.equal(learned.basis.matrix, -torch.eye(WIDTH))
 
 
-def test_bytes_that_are_no_basis_are_refused_when_they_come_not_when_they_count() -> None:
+def test_bytes_that_are_no_basis_are_rejected_when_they_come_not_when_they_count() -> None:
     learned = Learned(WIDTH)
     before = learned.digest()
     learned.take_piece(0, 2, b"\0" * 8)

@@ -16,15 +16,14 @@ def visits(energy_D: Tensor, step: int, samples: int = 8) -> Tensor:
     fixed = torch.Generator().manual_seed(0)
     turn_DD = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=fixed))[0]
     base_BTD = torch.randn(samples, TOKENS, WIDTH, generator=fixed)
-    anew = torch.Generator().manual_seed(step)
-    change_BTD = 0.1 * torch.randn(samples, TOKENS, WIDTH, generator=anew)
+    fresh = torch.Generator().manual_seed(step)
+    change_BTD = 0.1 * torch.randn(samples, TOKENS, WIDTH, generator=fresh)
     return (base_BTD + change_BTD) * energy_D.sqrt() @ turn_DD.T
 
 
 def follow(
     pair: tuple[TransformBoundary, TransformBoundary], energies: list[Tensor]
 ) -> list[float]:
-    """Relative square error of every step."""
     found = []
     for step, energy_D in enumerate(energies):
         x_BTD = visits(energy_D, step)
@@ -85,6 +84,6 @@ def test_few_tokens_leave_nothing_out() -> None:
     assert pair[0].learned.basis.dimensions == WIDTH
 
 
-def test_a_largest_step_that_would_do_nothing_is_refused() -> None:
+def test_a_largest_step_that_would_do_nothing_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"largest_step = 0.2 bounds .* leave it out"):
         TransformConfig(largest_step=0.2, memory=False)

@@ -43,12 +43,12 @@ def test_a_direction_takes_about_8_bits_an_entry_at_most(width: int) -> None:
 
 @pytest.mark.parametrize("proposal", [directions(WIDTH // 2), channels()])
 @pytest.mark.parametrize("cut", [0, 5, 12, 100, 200, -1])
-def test_part_of_a_basis_is_refused(proposal: Proposal, cut: int) -> None:
+def test_part_of_a_basis_is_rejected(proposal: Proposal, cut: int) -> None:
     with pytest.raises(CodingError):
         Proposal.unpacked(proposal.packed()[:cut], WIDTH)
 
 
-def test_another_width_is_refused() -> None:
+def test_another_width_is_rejected() -> None:
     with pytest.raises(CodingError, match="does not fit 32 channels"):
         Proposal.unpacked(directions(WIDTH).packed(), 32)
 
@@ -66,7 +66,7 @@ def test_damaged_bytes_give_an_error_or_a_basis_with_entries_of_at_most_one() ->
         assert int(found.entry_DK.int().abs().max()) <= 1 << 14
 
 
-def test_an_order_that_is_none_is_refused() -> None:
+def test_an_order_that_is_none_is_rejected() -> None:
     packed = channels().packed()
     with pytest.raises(CodingError, match=f"each of {WIDTH} channels once"):
         Proposal.unpacked(packed[:-4] + packed[-8:-4], WIDTH)

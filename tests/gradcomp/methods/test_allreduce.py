@@ -10,7 +10,6 @@ PARAMETERS = 53
 
 
 def summed(replicas: Replicas) -> list[torch.Tensor]:
-    """Gradients after the exchange, without stepping."""
     replicas.backward()
     for sync in replicas.syncs:  # the exchange was started by backward
         sync.before_step()

@@ -19,7 +19,7 @@ def move(replicas: Replicas, by: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
-def test_what_was_learnt_beside_the_exchange_is_kept(overlap: int) -> None:
+def test_what_was_learnt_during_the_exchange_is_kept(overlap: int) -> None:
     replicas = Replicas(3, "async_average", {"interval": 3, "overlap": overlap})
     start = replicas.parameters()[0]
     generator = torch.Generator().manual_seed(0)

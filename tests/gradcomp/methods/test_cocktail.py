@@ -266,6 +266,6 @@ def test_the_authors_names_are_accepted() -> None:
     ("options", "reported"),
     [({"bits": 9}, "bits = 9"), ({"subset": 0}, "greater than 0"), ({"subset": 2**-0.5}, "ratio")],
 )
-def test_impossible_settings_are_refused(options: dict[str, Any], reported: str) -> None:
+def test_impossible_settings_are_rejected(options: dict[str, Any], reported: str) -> None:
     with pytest.raises(ValidationError, match=reported):
         parse_options("cocktail", options)

@@ -49,7 +49,7 @@ def test_pairs_are_mutual_and_all_of_the_other_half_are_met(size: int) -> None:
     assert met == [halves[rank < size // 2] for rank in range(size)]
 
 
-def test_pairs_of_an_odd_number_are_refused() -> None:
+def test_pairs_of_an_odd_number_are_rejected() -> None:
     with pytest.raises(ValueError, match="3 replicas are not pairs"):
         Replicas(3, "decentralized", {"peers": "pairs"})
 

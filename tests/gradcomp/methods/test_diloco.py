@@ -107,7 +107,7 @@ def test_fragments_take_turns() -> None:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_under_another_layout_exchanges_are_in_the_steps_that_wait(overlap: int) -> None:
-    """There the method starts anew, and the run's steps do not."""
+    """There the method starts again, and the run's steps do not."""
     replicas = start(2, **{**PLAIN, "interval": 3}, overlap=overlap)
     replicas.begun = 4  # no multiple of the interval
     sent, meets = 0, []
@@ -154,6 +154,6 @@ def test_fewer_bits_send_less_and_keep_replicas_equal(bits: int) -> None:
         ({"bits": 12}, "12"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Config(**options)

@@ -61,7 +61,6 @@ def delayed(size: int, **options: Any) -> Replicas:
 
 
 def summed(replicas: Replicas) -> Tensor:
-    """What one step leaves for the optimizer, which is not called; the same on all replicas."""
     for net in replicas.nets:
         net.zero_grad()
     replicas.backward()

@@ -101,7 +101,6 @@ def test_the_first_exchange_by_hand() -> None:
 
 
 def coded(x: Tensor) -> Tensor:
-    """As the peer decodes it."""
     codec, seen = SignMean(128), torch.empty(1, x.numel())
     codec.encode(x[None], torch.empty(1, codec.capacity(x.numel()), dtype=torch.uint8), seen)
     return seen[0]
@@ -127,6 +126,6 @@ def test_the_default_sends_two_hundred_times_less_than_a_ring() -> None:
         ({"gain": math.inf}, "finite"),
     ],
 )
-def test_impossible_settings_are_refused(options: dict[str, Any], reported: str) -> None:
+def test_impossible_settings_are_rejected(options: dict[str, Any], reported: str) -> None:
     with pytest.raises(ValidationError, match=reported):
         parse_options("ef_updates", options)

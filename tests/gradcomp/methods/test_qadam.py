@@ -98,7 +98,7 @@ def test_a_skipped_step_leaves_no_trace() -> None:
 
 
 def test_under_another_layout_momenta_go_on_from_the_optimizers() -> None:
-    """The exchange starts anew there: a second warm-up would leave gradients, taken for momenta."""
+    """The exchange starts again: a second warm-up would leave gradients, taken for momenta."""
     options = {"warmup_steps": 2, "bucket_mb": 1e-4}
     whole = Replicas(2, "qadam", options)
     for _ in range(4):

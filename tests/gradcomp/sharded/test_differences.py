@@ -25,7 +25,6 @@ STEPS = 6
 
 
 def train(rank: int, config: ShardsConfig) -> Any:
-    """Losses, and of each step: what is remembered, what was computed with, and the owner's."""
     stage, shards = make(config)
     weight = "blocks.0.attn.qkv.weight"
     used: list[Tensor] = []

@@ -20,11 +20,11 @@ def test_forwarded_messages_are_those_that_were_sent() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 3, 47, len(MESSAGES[0]), len(MESSAGES[0]) + 20])
-def test_a_bundle_that_was_cut_is_refused(cut: int) -> None:
+def test_a_bundle_that_was_cut_is_rejected(cut: int) -> None:
     with pytest.raises(DesyncError, match="rank 1 of this site forwarded"):
         divided(BUNDLE[:cut], 2, 1)
 
 
-def test_more_than_was_agreed_is_refused() -> None:
+def test_more_than_was_agreed_is_rejected() -> None:
     with pytest.raises(DesyncError, match="20 bytes more, not 2 messages"):
         divided(torch.cat([BUNDLE, torch.zeros(20, dtype=torch.uint8)]), 2, 1)

@@ -1,4 +1,4 @@
-"""Codecs run beside compute, not far ahead of it; what goes wrong there ends the step at once."""
+"""Codecs overlap with compute, not far ahead of it; an error there ends the step at once."""
 
 import itertools
 import os
@@ -104,7 +104,6 @@ def all_at_once(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    """Of the upper and the lower stage, from one group of processes."""
     return run_ranks(2, all_at_once)
 
 

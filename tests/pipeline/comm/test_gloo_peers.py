@@ -114,7 +114,7 @@ def test_replicas_may_exchange_with_neighbors_only(found: list[dict[str, Any]]) 
         check_ring(SIZE, rank, one["ring"])
 
 
-def test_a_message_longer_than_it_can_be_is_refused(found: list[dict[str, Any]]) -> None:
+def test_a_message_longer_than_it_can_be_is_rejected(found: list[dict[str, Any]]) -> None:
     assert found[0]["too long"].startswith("replica 2 -> replica 0: a payload of 400 bytes")
 
 

@@ -76,7 +76,6 @@ def all_at_once(rank: int) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, list[Any]]:
-    """On rank 1."""
     return run_ranks(2, all_at_once)[1]
 
 
@@ -97,7 +96,7 @@ def exchange(rank: int, number: int, receiver: dict[str, Any], ids: torch.Tensor
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)))
-def test_a_wrong_frame_is_refused_with_both_values(found: dict[str, Any], number: int) -> None:
+def test_a_wrong_frame_is_rejected_with_both_values(found: dict[str, Any], number: int) -> None:
     assert WRONG[number][2] in found["wrong"][number]
 
 
@@ -175,7 +174,7 @@ def test_messages_find_their_slot_whatever_the_order(found: dict[str, Any]) -> N
     assert found["order"] == [*order, *(10 + slot for slot in order)]
 
 
-def test_loopback_refuses_what_was_not_announced() -> None:
+def test_loopback_rejects_what_was_not_announced() -> None:
     link = LoopbackLink()
     link.expect(0, 10)
     with pytest.raises(

@@ -64,7 +64,7 @@ def test_plain_evaluation_is_not_coded() -> None:
 @pytest.mark.parametrize(
     ("coding", "number", "other"), [("zstd", 1, "none"), ("rans", 2, "none"), ("rans", 2, "zstd")]
 )
-def test_an_end_that_does_not_code_refuses_coded_messages(
+def test_an_end_that_does_not_code_rejects_coded_messages(
     coding: str, number: int, other: str
 ) -> None:
     message = message_codec(coding=coding).encode(0, values(), IDS)

@@ -49,7 +49,7 @@ def test_positions_restart_with_every_example() -> None:
 
 
 def test_masks_are_made_where_the_samples_are() -> None:
-    """A device that refuses any operation with a tensor of another stands for a GPU."""
+    """A device that rejects any operation with a tensor of another stands for a GPU."""
     meta, columns_BT = torch.device("meta"), torch.ones(1, 3, dtype=torch.int64)
     samples = Samples(IDS, columns_BT, columns_BT, columns_BT).to(meta)
     seen = attention_mask(samples, 3, causal=True, device=meta)

@@ -127,6 +127,6 @@ def test_masks_are_the_same_in_every_release() -> None:
     assert "".join(str(int(bit)) for bit in keep[0]) == "0100111101110110"
 
 
-def test_repeated_masks_without_ids_are_refused() -> None:
+def test_repeated_masks_without_ids_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"belong to samples .* call it with samples"):
         _dropout()(torch.ones(1, 2), None)

@@ -105,7 +105,7 @@ def train_both(
     return losses, found, train_steps(rank, run, BATCHES)[0]
 
 
-def test_zero_bubble_with_torchgpipe_is_refused() -> None:
+def test_zero_bubble_with_torchgpipe_is_rejected() -> None:
     module = both(spread())[1]
     assert isinstance(module, LocalPipeline)
     with pytest.raises(ValueError, match=r"ZBVZeroBubble.*torchgpipe"):

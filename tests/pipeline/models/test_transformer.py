@@ -230,7 +230,7 @@ def test_untied_weights_are_independent() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_sequence_longer_than_the_context_is_refused(place: int) -> None:
+def test_sequence_longer_than_the_context_is_rejected(place: int) -> None:
     stages = _stages(_config(), (2,))
     inputs = [torch.zeros(1, 13, dtype=torch.int64), torch.zeros(1, 13, 16)]
     with pytest.raises(ValueError, match=r"13 tokens: the model's context = 12; shorten"):
@@ -238,7 +238,7 @@ def test_sequence_longer_than_the_context_is_refused(place: int) -> None:
 
 
 @pytest.mark.parametrize(("first", "stop"), [(-1, 2), (2, 2), (3, 1), (0, 5)])
-def test_ranges_outside_the_model_are_refused(first: int, stop: int) -> None:
+def test_ranges_outside_the_model_are_rejected(first: int, stop: int) -> None:
     with pytest.raises(ValueError, match=f"first = {first}, stop = {stop}: .* 4 layers; use 0 <="):
         build_layers(_config(), first, stop, seed=0, device="cpu")
 

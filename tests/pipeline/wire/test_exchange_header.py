@@ -1,4 +1,4 @@
-"""A message between replicas that is not the expected one is refused, in plain words."""
+"""A message between replicas that is not the expected one is rejected, in plain words."""
 
 from dataclasses import replace
 
@@ -94,7 +94,7 @@ def test_a_flipped_bit_anywhere_is_found() -> None:
             HEADER.check(wire)
 
 
-def test_a_message_of_another_length_is_refused() -> None:
+def test_a_message_of_another_length_is_rejected() -> None:
     with pytest.raises(DesyncError, match="payload length: peer sent 100, expected 99"):
         HEADER.check(message()[:-1])
 

@@ -162,6 +162,6 @@ def test_visiting_the_same_value_again_contracts_the_error() -> None:
     ("options", "message"),
     [({"bits": 1}, "bits = 1: use 2 to 7"), ({"bits": 8}, "bits = 8"), ({"tile": 32}, "tile = 32")],
 )
-def test_wrong_options_are_refused(options: dict[str, int], message: str) -> None:
+def test_wrong_options_are_rejected(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Hadamard(**{"bits": 4, **options})

@@ -1,4 +1,4 @@
-"""A message that is not the expected one is refused, with both sides' values."""
+"""A message that is not the expected one is rejected, with both sides' values."""
 
 from dataclasses import replace
 

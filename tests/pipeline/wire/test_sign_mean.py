@@ -18,7 +18,6 @@ def values(numel: int, rows: int = 2) -> Tensor:
 
 
 def coded(codec: SignMean, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes, and what the peer decodes."""
     wire = torch.full((len(x), codec.capacity(x.shape[1])), 255, dtype=torch.uint8)
     seen, out = torch.empty_like(x), torch.empty_like(x)
     assert codec.encode(x, wire, seen) == wire.shape[1]

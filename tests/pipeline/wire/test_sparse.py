@@ -163,14 +163,14 @@ def test_a_mask_that_marks_values_past_the_end_is_an_error() -> None:
         codec.decode(wire, torch.empty(12))
 
 
-def test_a_short_buffer_is_refused_before_anything_is_written() -> None:
+def test_a_short_buffer_is_rejected_before_anything_is_written() -> None:
     wire = torch.full((100,), 0xAA, dtype=torch.uint8)
     with pytest.raises(ValueError, match="wire has 100 bytes: a message of 1000 values"):
         SparseCodec(0.2, 4).encode(values(1000), wire)
     assert (wire == 0xAA).all()
 
 
-def test_what_compiled_code_cannot_write_is_refused() -> None:
+def test_what_compiled_code_cannot_write_is_rejected() -> None:
     codec = SparseCodec(0.2, 4)
     wire, _ = message(codec, values(1000))
     with pytest.raises(ValueError, match=r"a sum in torch\.bfloat16"):
@@ -189,7 +189,7 @@ def test_what_compiled_code_cannot_write_is_refused() -> None:
         ({"fraction": 0.1, "bits": 4, "group": 0}, "group = 0"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
+def test_wrong_options_are_rejected(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         SparseCodec(**options)
 

@@ -39,7 +39,6 @@ class Replicas:
         return random_subset(self.numel, fraction=self.fraction, seed=1, step=step, bucket=0)
 
     def encoded(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Message, and what it decodes to."""
         seen = torch.full_like(x, torch.nan)
         length = self.codec.encode(x, self.room, seen)
         return self.room[:length].clone(), seen

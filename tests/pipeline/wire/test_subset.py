@@ -119,13 +119,13 @@ def test_16_bit_vectors_are_gathered_as_fp32() -> None:
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.1, 1.5, 0.123456])
-def test_what_is_no_ratio_is_refused(fraction: float) -> None:
+def test_what_is_no_ratio_is_rejected(fraction: float) -> None:
     with pytest.raises(ValueError, match=f"fraction = {fraction}"):
         drawn(100, fraction, 0)
 
 
 @pytest.mark.parametrize("numel", [499, 501])
-def test_tensors_of_another_size_are_refused_before_memory_is_touched(numel: int) -> None:
+def test_tensors_of_another_size_are_rejected_before_memory_is_touched(numel: int) -> None:
     subset = drawn(500, 0.4, 0)
     chosen, wrong = torch.zeros(subset.size), torch.zeros(numel)
     with pytest.raises(ValueError, match=f"a tensor of {numel} values .*needs 500"):

@@ -1,4 +1,4 @@
-"""A thread beside training: in order, without gradients, no longer than its owner."""
+"""A thread next to training: in order, without gradients, no longer than its owner."""
 
 import threading
 import time

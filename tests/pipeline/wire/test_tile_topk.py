@@ -88,6 +88,6 @@ def test_a_row_that_is_too_short_is_an_error(bits: Literal[1, 2]) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 3, TILE + 2])
-def test_what_cannot_be_kept_is_refused(kept: int) -> None:
+def test_what_cannot_be_kept_is_rejected(kept: int) -> None:
     with pytest.raises(ValueError, match=f"kept = {kept}: use an even number"):
         TileTopK(kept, 1)

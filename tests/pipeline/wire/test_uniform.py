@@ -186,12 +186,12 @@ def test_visiting_the_same_value_again_contracts_the_error() -> None:
         ({"bits": 1, "scale_per": 64, "rate": 1.0}, "rate = 1.0 at 1 bits"),
     ],
 )
-def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_wrong_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Uniform(**options)
 
 
-def test_stochastic_without_a_key_is_refused() -> None:
+def test_stochastic_without_a_key_is_rejected() -> None:
     with pytest.raises(ValueError, match="needs noise"):
         through(Uniform(4, 64, stochastic=True), rows(1, 64))
 

@@ -43,21 +43,21 @@ def join(symbol_S: Tensor, outside_E: Tensor, kind_N: Tensor, layout: Layout, q_
 
 @compiled
 def _split(q: Any, kind: Any, shift: Any, deepest: Any, symbol: Any, outside: Any) -> Any:
-    dimensions, beside = q.shape[1], 0
+    dimensions, used = q.shape[1], 0
     for n in range(kind.size):
         symbols = symbol[n * dimensions : (n + 1) * dimensions]
         if _symbols_of(q[n], shift[kind[n]], symbols):
             for k in range(dimensions):
                 if _is_outside(symbols[k]):
-                    outside[beside] = q[n, k]
-                    beside += 1
+                    outside[used] = q[n, k]
+                    used += 1
     at = q.size
     for lower in range(0, deepest.max(), DIGIT_BITS):
         for n in range(kind.size):
             if deepest[kind[n]] > lower:
                 symbols = symbol[n * dimensions : (n + 1) * dimensions]
                 at = _split_digits(q[n], shift[kind[n]], lower, symbols, symbol, at)
-    return beside
+    return used
 
 
 @njit
@@ -142,19 +142,19 @@ def _join_digits(q: Any, shift: Any, lower: Any, symbol: Any, at: Any) -> Any:
 @njit
 def _join_outside(symbol: Any, outside: Any, q: Any) -> Any:
     """Write the numbers outside; False if there are more or fewer than symbols say."""
-    beside = 0
+    used = 0
     for start in range(0, q.size, _RUN):
         found = 0
         for i in range(start, min(start + _RUN, q.size)):
             found += (symbol[i] == 0) | (symbol[i] == _LAST)
-        if beside + found > outside.size:
+        if used + found > outside.size:
             return False
         if found:
             for i in range(start, min(start + _RUN, q.size)):
                 if _is_outside(symbol[i]):
-                    q[i] = outside[beside]
-                    beside += 1
-    return beside == outside.size
+                    q[i] = outside[used]
+                    used += 1
+    return used == outside.size
 
 
 if TYPE_CHECKING:

@@ -5,16 +5,18 @@ nothing can be kept, code is compiled in memory.
 """
 
 import contextlib
+import fcntl
 import functools
 import hashlib
 import os
 import pickle
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import IO, Any
 from uuid import uuid4
 
 import llvmlite
@@ -33,6 +35,8 @@ _VERSIONS = (numba.__version__, llvmlite.__version__, sys.version)
 _DIGEST_NBYTES = 32
 _ROOM_NBYTES = 2**20
 """Of a kernel's code, 30 to 400 kB."""
+_LONGEST_WAIT_S = 60.0
+"""For a kernel that another process compiles; then it is compiled here too."""
 
 
 class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
@@ -43,18 +47,20 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
+        self._locks: dict[str, IO[str]] = {}
 
     def load_overload(self, signature: Any, target: Any) -> Any:
-        """The variant for these types, if it is in one of the folders and whole."""
+        """The variant for these types, if it is in one of the folders and whole.
+
+        If it is not, this process gets the lock to compile it, once no other process has it.
+        """
         target.refresh()
         name = self._file_name(signature, target.codegen())
-        for folder in cache_folders():
-            with contextlib.suppress(OSError):
-                content = (folder / name).read_bytes()
-                digest, code = content[:_DIGEST_NBYTES], content[_DIGEST_NBYTES:]
-                if digest == hashlib.sha256(code).digest():
-                    return CompileResult._rebuild(target, *pickle.loads(code))
-        return None
+        if (found := self._read(name, target)) is None:
+            self._lock(name)
+            if (found := self._read(name, target)) is not None:  # compiled meanwhile
+                self._unlock(name)
+        return found
 
     def save_overload(self, signature: Any, compiled: Any) -> None:
         """Keep a variant in the first folder that takes it."""
@@ -65,10 +71,44 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
                 folder.mkdir(parents=True, exist_ok=True)
                 partial.write_bytes(hashlib.sha256(code).digest() + code)
                 os.replace(partial, folder / name)
-                return
+                break
             except OSError:
                 with contextlib.suppress(OSError):
                     partial.unlink()
+        self._unlock(name)
+
+    def _read(self, name: str, target: Any) -> Any:
+        for folder in cache_folders():
+            with contextlib.suppress(OSError):
+                content = (folder / name).read_bytes()
+                digest, code = content[:_DIGEST_NBYTES], content[_DIGEST_NBYTES:]
+                if digest == hashlib.sha256(code).digest():
+                    return CompileResult._rebuild(target, *pickle.loads(code))
+        return None
+
+    def _lock(self, name: str) -> None:
+        """Wait until no other process compiles this; go on without a lock where there are none."""
+        self._unlock(name)  # if compiling it failed before
+        for folder in cache_folders():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = self._locks[name] = (folder / f"{name}.lock").open("w")
+            except OSError:
+                continue
+            deadline = time.monotonic() + _LONGEST_WAIT_S
+            with contextlib.suppress(OSError):  # a file system without locks
+                while time.monotonic() < deadline:
+                    with contextlib.suppress(BlockingIOError):
+                        return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    time.sleep(0.02)
+            return
+
+    def _unlock(self, name: str) -> None:
+        """A lock's file may go while others wait for it: they find the code once they have it."""
+        if (lock := self._locks.pop(name, None)) is not None:
+            with lock, contextlib.suppress(OSError):
+                os.unlink(lock.name)
+                fcntl.flock(lock, fcntl.LOCK_UN)  # also where a fork has a copy of the file
 
     def _file_name(self, signature: Any, codegen: Any) -> str:
         key = repr((_VERSIONS, signature, codegen.magic_tuple()))
@@ -76,7 +116,7 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
 
 
 def cache_folders() -> list[Path]:
-    """Where code is kept: NUMBA_CACHE_DIR if that is set, the user's cache folder, beside ours.
+    """Where code is kept: NUMBA_CACHE_DIR if that is set, the user's cache folder, next to ours.
 
     One for all checkouts: the names of kernels carry a digest of their sources.
     """

@@ -54,7 +54,6 @@ def _readable(x_BN: Tensor) -> Any:
 
 @njit
 def _value(stored: Any) -> Any:
-    """An fp32 value as it is stored."""
     if isinstance(stored, np.uint16):
         return float_of(np.uint32(stored) << np.uint32(16))
     return stored
@@ -93,7 +92,6 @@ def _butterflies(tile: Any, side: Any) -> None:
 
 @njit
 def _rotate(tile: Any, side: Any, room: Any) -> None:
-    """Rotate in place."""
     _butterflies(tile, side)
     for i in range(side):
         for j in range(side):

@@ -78,7 +78,6 @@ def _take_in(x: Any, entry: Any, reciprocal: Any, words: Any, at: Any) -> Any:
 
 @njit
 def _place(model: Any, i: Any, symbol: Any) -> Any:
-    """Where the entry of a symbol is."""
     if model is None:
         return np.uint64(symbol)
     return np.uint64(model[np.uint64(i)]) << np.uint64(5) | np.uint64(symbol)

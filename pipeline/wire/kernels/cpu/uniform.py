@@ -40,7 +40,7 @@ if "x86" in binding.get_process_triple():  # without F16C, fp16 ends the process
     if config.CPU_NAME == "generic" and "+f16c" not in config.CPU_FEATURES:
         raise ImportError(
             "NUMBA_CPU_NAME = generic: the numba kernels need F16C, which that CPU lacks; set "
-            'NUMBA_CPU_FEATURES = +f16c beside it, or use backend = "reference"'
+            'NUMBA_CPU_FEATURES = +f16c too, or use backend = "reference"'
         )
 
 

@@ -1,7 +1,7 @@
 """What the coefficient kernels mean, in plain torch; the symbols are described in
 `../coefficients.py`.
 
-Axes: N tokens, K dimensions, T kinds of tokens, S symbols with digits, E numbers beside them.
+Axes: N tokens, K dimensions, T kinds of tokens, S symbols with digits, E numbers next to them.
 """
 
 from collections.abc import Iterator

@@ -103,7 +103,7 @@ def test_the_tokenizer_of_the_model_is_in_its_folder(gpt2: Path, tmp_path: Path)
     assert run.data.tokenizer == str(gpt2)
 
 
-def test_a_sequence_longer_than_the_positions_is_refused(gpt2: Path, tmp_path: Path) -> None:
+def test_a_sequence_longer_than_the_positions_is_rejected(gpt2: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sequence_length = 99 .*at most 32"):
         load_config(run_file(tmp_path, f'pretrained = "{gpt2}"'), ["data.sequence_length=99"])
 

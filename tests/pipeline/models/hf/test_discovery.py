@@ -1,4 +1,4 @@
-"""How a family is cut, found by trying; and what is refused."""
+"""How a family is cut, found by trying; and what is rejected."""
 
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def test_a_family_is_found_where_a_program_builds_on_the_meta_device(tmp_path: P
         ("mamba", {}, r"state-space or recurrent layers \(Mamba"),
     ],
 )
-def test_a_family_that_a_cut_would_change_is_refused(
+def test_a_family_that_a_cut_would_change_is_rejected(
     kind: str, values: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     encoder = {"task": "classification", "classes": 2} if kind == "albert" else {}
@@ -94,7 +94,7 @@ def test_a_family_that_a_cut_would_change_is_refused(
         ("llama4", "the text part of a multimodal model"),
     ],
 )
-def test_a_model_of_another_kind_is_refused_by_the_run_file(
+def test_a_model_of_another_kind_is_rejected_by_the_run_file(
     kind: str, problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=rf"model_type = '{kind}'.*{problem}"):
@@ -154,7 +154,7 @@ def test_no_parameter_starts_unset(name: str, tmp_path: Path) -> None:
     assert all(tensor.equal(whole[key]) for key, tensor in stage.items())
 
 
-def test_a_parameter_that_nothing_sets_is_refused_by_name(
+def test_a_parameter_that_nothing_sets_is_rejected_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers.models.llama import modeling_llama

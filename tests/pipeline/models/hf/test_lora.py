@@ -81,7 +81,7 @@ def test_a_target_that_is_not_there_is_named(tmp_path: Path, missing: str) -> No
         check_folder(config)
 
 
-def test_a_stage_without_any_target_is_refused_with_our_message(tmp_path: Path) -> None:
+def test_a_stage_without_any_target_is_rejected_with_our_message(tmp_path: Path) -> None:
     saved_model("gpt2", tmp_path)
     config = HuggingFaceConfig(**section("gpt2", tmp_path, lora={"targets": ["q_proj"]}))
     with pytest.raises(ValueError, match=r"no linear layers of a block: \['q_proj'\]; use some of"):

@@ -124,7 +124,7 @@ def change_config(folder: Path, **changes: object) -> HuggingFaceConfig:
     return HuggingFaceConfig(pretrained=str(folder))
 
 
-def test_a_config_with_other_layers_than_the_files_is_refused(tmp_path: Path) -> None:
+def test_a_config_with_other_layers_than_the_files_is_rejected(tmp_path: Path) -> None:
     saved_model("gpt2", tmp_path)
     with pytest.raises(ValueError, match=r"config.json has 9 layers, the files hold 6"):
         check_folder(change_config(tmp_path, n_layer=9))
@@ -142,7 +142,7 @@ def test_a_tensor_that_no_file_holds_is_named(tmp_path: Path) -> None:
         check_folder(config)
 
 
-def test_a_folder_without_usable_weights_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_usable_weights_is_rejected(tmp_path: Path) -> None:
     saved_model("gpt2", tmp_path)
     (tmp_path / INDEX).write_text("{}")
     with pytest.raises(ValueError, match=rf"{INDEX}: not an index"):

@@ -1,4 +1,4 @@
-"""Models of one's own: where they can be cut, and what is refused."""
+"""Models of one's own: where they can be cut, and what is rejected."""
 
 from collections.abc import Callable
 
@@ -31,14 +31,14 @@ def test_it_can_be_cut_where_messages_have_the_usual_shape() -> None:
     model.check_cuts([1, 4])
 
 
-def test_a_cut_with_other_messages_is_refused_with_places_that_do() -> None:
+def test_a_cut_with_other_messages_is_rejected_with_places_that_do() -> None:
     with pytest.raises(
         ValueError, match=r"layer 4 returns .*\[2, 6, 4\].*before layers 1, 2, 3, 4"
     ):
         own(stack).check_cuts([2, 5])
 
 
-def test_messages_that_are_not_tokens_by_width_are_refused() -> None:
+def test_messages_that_are_not_tokens_by_width_are_rejected() -> None:
     pictures = Example(torch.empty(3, 8, 8, device="meta"), TOKENS.target)
     model = own(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)), pictures)
     assert model.usual_shape is None
@@ -68,7 +68,7 @@ def test_a_shared_parameter_keeps_cuts_away() -> None:
         (lambda: nn.Sequential(), r"return one, in which every layer takes one tensor"),
     ],
 )
-def test_other_modules_are_refused(make: Callable[[], nn.Module], message: str) -> None:
+def test_other_modules_are_rejected(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _ = own(make).layers
 
@@ -125,7 +125,7 @@ def test_a_number_that_depends_on_values_needs_a_function() -> None:
     assert OwnLoss(masked, lambda t: int((t != -100).sum()), output).count(targets) == 2
 
 
-def test_losses_of_another_kind_are_refused() -> None:
+def test_losses_of_another_kind_are_rejected() -> None:
     output, targets = torch.zeros(2, 6, 9), torch.zeros(2, 6).long()
     with pytest.raises(ValueError, match=r"return \(sum, number\)"):
         OwnLoss(lambda y, t: y.sum(), None, output).loss_sum(output, targets)  # type: ignore[arg-type, return-value]
@@ -142,6 +142,6 @@ def test_losses_of_another_kind_are_refused() -> None:
         ("math:pi", r"pi is not a function"),
     ],
 )
-def test_functions_that_cannot_be_found_are_refused(name: str, message: str) -> None:
+def test_functions_that_cannot_be_found_are_rejected(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=rf'model\.factory = "{name}": .*{message}'):
         load_function(name, "model.factory")

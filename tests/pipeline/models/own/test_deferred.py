@@ -110,7 +110,7 @@ def test_frozen_parameters_stay_frozen() -> None:
     assert not any(parameter.requires_grad for parameter in layer.parameters())
 
 
-def test_parameters_that_nothing_initialises_are_refused() -> None:
+def test_parameters_that_nothing_initialises_are_rejected() -> None:
     class Unset(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -121,7 +121,7 @@ def test_parameters_that_nothing_initialises_are_refused() -> None:
         deferred.fill([deferred.skeleton], seed=0, device="cpu")
 
 
-def test_constructors_that_look_at_values_are_refused() -> None:
+def test_constructors_that_look_at_values_are_rejected() -> None:
     def looks() -> nn.Module:
         return nn.Linear(2, int(torch.randn(1).item()))
 

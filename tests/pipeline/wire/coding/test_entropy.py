@@ -31,14 +31,14 @@ def test_what_cannot_be_shortened_is_left_alone(count: int) -> None:
 
 
 @pytest.mark.parametrize("expected", [4999, 5001])
-def test_another_size_is_refused(expected: int) -> None:
+def test_another_size_is_rejected(expected: int) -> None:
     payload, coded = likely(5000), torch.empty(5000, dtype=torch.uint8)
     length = compress(payload, coded)
     with pytest.raises(CodingError, match=r"5000 bytes|a coded payload"):
         expand(coded[:length], torch.empty(expected, dtype=torch.uint8))
 
 
-def test_damaged_bytes_are_refused() -> None:
+def test_damaged_bytes_are_rejected() -> None:
     coded = torch.empty(5000, dtype=torch.uint8)
     length = compress(likely(5000), coded)
     coded[1] ^= 0xFF
@@ -46,7 +46,7 @@ def test_damaged_bytes_are_refused() -> None:
         expand(coded[:length], torch.empty(5000, dtype=torch.uint8))
 
 
-def test_a_frame_that_says_how_long_it_is_is_refused() -> None:
+def test_a_frame_that_says_how_long_it_is_is_rejected() -> None:
     """The decoder would believe a petabyte."""
     data = zstandard.ZstdCompressor(write_content_size=True).compress(bytes(5000))
     coded = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -70,7 +70,7 @@ def test_damaged_bytes_are_an_error_or_another_mask_of_as_many() -> None:
     mask_M = random_mask(4000, 0.01)
     wire, marked = coded(mask_M), marks(mask_M)
     assert wire is not None
-    back_M, refused = torch.empty_like(mask_M), 0
+    back_M, rejected = torch.empty_like(mask_M), 0
     for place in range(8 * wire.numel()):
         damaged = wire.clone()
         damaged[place // 8] ^= 1 << place % 8
@@ -78,8 +78,8 @@ def test_damaged_bytes_are_an_error_or_another_mask_of_as_many() -> None:
             gaps.decode(damaged, marked, back_M)
             assert marks(back_M) == marked
         except CodingError:
-            refused += 1
-    assert refused > 4 * wire.numel()
+            rejected += 1
+    assert rejected > 4 * wire.numel()
     for length in range(wire.numel()):
         with pytest.raises(CodingError):
             gaps.decode(wire[:length], marked, back_M)

@@ -94,7 +94,7 @@ def test_blocks_come_back_alike_from_any_backend(count: int) -> None:
 @pytest.mark.parametrize("symbols", [1, 2, 3, 16, 17, 32])
 @pytest.mark.parametrize("count", [0, 1, 8, 9, 5000, BLOCK + 1])
 def test_the_rarest_symbols_stay_within_the_capacity(count: int, symbols: int) -> None:
-    """`encode` would write past the end of `wire` otherwise, or be refused."""
+    """`encode` would write past the end of `wire` otherwise, or be rejected."""
     tables = laplace(symbols, (0.01,))
     symbol_N = torch.full((count,), symbols - 1, dtype=torch.uint8)
     wire = coded(symbol_N, None, tables)
@@ -173,7 +173,7 @@ def test_tables_are_checked(freq_KS: Tensor, words: str) -> None:
         rans.Tables(freq_KS)
 
 
-def test_what_the_tables_do_not_have_is_refused() -> None:
+def test_what_the_tables_do_not_have_is_rejected() -> None:
     tables, symbol_N = laplace(16, (1.0, 2.0)), torch.full((100,), 3, dtype=torch.uint8)
     wire, two_N = torch.empty(100, dtype=torch.uint8), torch.full((100,), 2, dtype=torch.uint8)
     with pytest.raises(ValueError, match="symbol 16: the tables have 16"):
@@ -193,7 +193,6 @@ def test_what_the_tables_do_not_have_is_refused() -> None:
 
 
 def mutated(wire: Tensor, seed: int) -> Tensor:
-    """A message with one kind of damage."""
     draws, wire = generator(seed), wire.clone()
 
     def below(most: int) -> int:
@@ -237,7 +236,7 @@ def test_damage_is_noticed(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("other", [0, 999, 1001, BLOCK + 1000])
-def test_another_number_of_symbols_is_refused(other: int) -> None:
+def test_another_number_of_symbols_is_rejected(other: int) -> None:
     tables = laplace(16, (1.0,))
     wire = coded(drawn(tables, 1000)[0], None, tables)
     with pytest.raises(CodingError, match=f"do not decode to {other} symbols"):
@@ -257,7 +256,7 @@ def test_swapped_blocks_are_noticed(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", ["numba", "reference"])
-def test_stored_symbols_that_the_tables_do_not_have_are_refused(backend: Backend) -> None:
+def test_stored_symbols_that_the_tables_do_not_have_are_rejected(backend: Backend) -> None:
     tables = laplace(5, (1.0,))
     wire = coded(torch.full((8,), 4, dtype=torch.uint8), None, tables)
     assert wire.tolist() == [255, 255, 0, 0, 255]

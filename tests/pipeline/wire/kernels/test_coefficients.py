@@ -35,7 +35,7 @@ def messages(draw: st.DrawFn) -> tuple[Tensor, Tensor, Layout]:
 def split(
     kernels: CoefficientKernels, q_NK: Tensor, kind_N: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Symbols, their tables, and the numbers beside them."""
+    """Symbols, their tables, and the numbers next to them."""
     symbol_S = torch.full((layout.symbols(kind_N),), 0xEE, dtype=torch.uint8)
     table_S = symbol_S.clone()
     outside_E = torch.full((q_NK.numel(),), -1, dtype=torch.int16)
@@ -73,7 +73,7 @@ def test_backends_agree_and_numbers_come_back(message: tuple[Tensor, Tensor, Lay
 def test_backends_agree_on_symbols_that_nobody_wrote(
     message: tuple[Tensor, Tensor, Layout], seed: int, more: int
 ) -> None:
-    """As damaged bytes give: any symbols, and too few or too many numbers beside them."""
+    """As damaged bytes give: any symbols, and too few or too many numbers next to them."""
     q_NK, kind_N, layout = message
     generator = torch.Generator().manual_seed(seed)
     count = layout.symbols(kind_N)

@@ -1,5 +1,9 @@
 """Compiled code on disk: found again, replaced where it is damaged, and never needed."""
 
+import fcntl
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
@@ -83,13 +87,61 @@ def test_code_is_found_where_nothing_can_be_written_and_kept_in_the_next_place(
     assert problem == f"{blocked}: File exists"
 
 
+_TWIN = """
+import sys, time
+from pathlib import Path
+from thinpipe.pipeline.wire.kernels.cpu import compilation
+folder = Path(sys.argv[1])
+compilation.cache_folders = lambda: [folder / "code"]
+@compilation.compiled
+def product(a, b):
+    return a * b
+(folder / f"ready {sys.argv[2]}").touch()
+while not (folder / "go").exists():
+    time.sleep(0.001)
+assert product(3, 5) == 15
+print(len(product.stats.cache_misses))
+"""
+
+
+def test_of_two_processes_one_compiles_and_the_other_waits_for_its_code(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _TWIN, str(tmp_path)]
+    twins = [subprocess.Popen([*command, name], stdout=subprocess.PIPE, text=True) for name in "ab"]
+    deadline = time.monotonic() + 60
+    while len([*tmp_path.glob("ready *")]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    assert sorted(twin.communicate(timeout=60)[0] for twin in twins) == ["0\n", "1\n"]
+    assert len([*(tmp_path / "code").iterdir()]) == 1  # locks are gone
+
+
+def test_without_locks_or_past_the_deadline_a_process_compiles_by_itself(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _used(_fresh())
+    (code,) = folder.iterdir()
+    code.unlink()
+    monkeypatch.setattr(compilation, "_LONGEST_WAIT_S", 0.1)
+    with (folder / f"{code.name}.lock").open("w") as taken:
+        fcntl.flock(taken, fcntl.LOCK_EX)
+        assert _used(_fresh()) == (0, 1)
+    code.unlink()
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert _used(_fresh()) == (0, 1)
+    assert [*folder.iterdir()] == [code]
+
+
 def test_the_users_choice_comes_first_and_an_unknown_home_is_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    beside = Path(compilation.__file__).parent / "__pycache__"
+    next_to_ours = Path(compilation.__file__).parent / "__pycache__"
     assert compilation.cache_folders()[0] == tmp_path
-    assert compilation.cache_folders()[-1] == beside
+    assert compilation.cache_folders()[-1] == next_to_ours
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # no HOME, nobody in passwd
-    assert compilation.cache_folders() == [tmp_path, beside]
+    assert compilation.cache_folders() == [tmp_path, next_to_ours]

@@ -178,7 +178,7 @@ def test_a_gpus_nan_stays_one_in_every_format(
 
 
 @pytest.mark.parametrize("bits", [3, 4])
-def test_rows_may_lie_anywhere_and_nothing_beside_them_is_touched(bits: int) -> None:
+def test_rows_may_lie_anywhere_and_nothing_next_to_them_is_touched(bits: int) -> None:
     x = torch.randn(2, 1700)[:, 100:1600]
     nbytes = bits * -(-1500 // 8)
     wide = torch.full((2, nbytes + 64), 0xAA, dtype=torch.uint8)
@@ -371,7 +371,7 @@ def test_importing_the_codecs_loads_no_backend() -> None:
 
 @pytest.mark.skipif("x86" not in platform.machine(), reason="F16C is of x86")
 @pytest.mark.parametrize(("features", "error"), [("", "NUMBA_CPU_NAME = generic"), ("+f16c", "")])
-def test_a_cpu_without_f16c_is_refused_before_it_ends_the_process(
+def test_a_cpu_without_f16c_is_rejected_before_it_ends_the_process(
     features: str, error: str
 ) -> None:
     environment = {**os.environ, "NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": features}

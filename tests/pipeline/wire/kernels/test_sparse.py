@@ -89,7 +89,7 @@ def test_any_nan_stays_one_in_every_format(dtype: torch.dtype) -> None:
         assert out.isnan().all()
 
 
-def test_a_backend_without_sparse_kernels_is_refused() -> None:
+def test_a_backend_without_sparse_kernels_is_rejected() -> None:
     backend: Backend = "triton"
     with pytest.raises(ValueError, match='backend = "triton"'):
         load("sparse", backend)

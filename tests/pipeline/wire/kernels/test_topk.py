@@ -75,6 +75,6 @@ def test_clustered_values_mislead_the_sample_but_not_the_result() -> None:
     assert torch.equal(flags, expected(x, 2000))
 
 
-def test_more_than_there_are_is_refused() -> None:
+def test_more_than_there_are_is_rejected() -> None:
     with pytest.raises(ValueError, match="k = 5: there are only 4"):
         select_top(torch.zeros(4), torch.zeros(1, dtype=torch.uint8), torch.zeros(5))

@@ -40,7 +40,6 @@ def _operands(context: Any, b: Builder, kinds: Any, args: Any) -> tuple[list[_Op
 
 
 def _write(b: Builder, value: Value, target: _Operand, index: Value, mask: Value) -> None:
-    """Store fp32 values in the target's format."""
     store(b, _from_float(b, quiet(b, value), target.element), target.at(index), mask)
 
 

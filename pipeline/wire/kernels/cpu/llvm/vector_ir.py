@@ -241,7 +241,6 @@ class _Kept:
         self._largest = cgutils.alloca_once_value(b, filled(0, I32))
 
     def store(self, value: Value, index: Value, mask: Value) -> None:
-        """Store fp32 values in the memory's format."""
         b, kind = self._b, vector(I32, LANES)
         stored = _from_float(b, value, self._fresh.element)
         store(b, stored, self._fresh.at(index), mask)
