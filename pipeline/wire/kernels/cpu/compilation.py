@@ -47,7 +47,7 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._name = f"{function.__module__.rpartition('.')[2]}.{function.__qualname__}"
-        self._locks: dict[str, IO[str]] = {}
+        self._locks: dict[str, IO[bytes]] = {}
 
     def load_overload(self, signature: Any, target: Any) -> Any:
         """The variant for these types, if it is in one of the folders and whole.
@@ -92,7 +92,7 @@ class KernelCache(NullCache):  # type: ignore[misc]  # numba has no type hints
         for folder in cache_folders():
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                lock = self._locks[name] = (folder / f"{name}.lock").open("w")
+                lock = self._locks[name] = (folder / f"{name}.lock").open("wb")
             except OSError:
                 continue
             deadline = time.monotonic() + _LONGEST_WAIT_S
