@@ -103,7 +103,7 @@ def runs() -> list[int]:
 
 
 def request(change: Change, run: int | None = None) -> str:
-    """Change the rates of a run (the only one if `run` is None); return a description of the rates.
+    """Change the rates of a run (the only one if `run` is None); return which, and its rates.
 
     Raises:
         ValueError: no such run, several without `run`, or the change is rejected.
@@ -123,7 +123,7 @@ def request(change: Change, run: int | None = None) -> str:
         raise ValueError(f"--run = {chosen}: did not answer: {reason}; has it ended?") from None
     if "error" in reply:
         raise ValueError(reply["error"])
-    return str(reply["done"])
+    return f"run {chosen}: {reply['done']}"
 
 
 def _send(run: int, message: bytes) -> dict[str, str]:

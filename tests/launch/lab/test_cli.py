@@ -139,7 +139,9 @@ def test_rates_are_set_from_another_terminal(tmp_path: Path) -> None:
         change = ["--down", "5mbit", "--pair", "0,1=1mbit"]
         done = CliRunner().invoke(app, ["shaped", "set", "--run", name, *change])
         wrong = CliRunner().invoke(app, ["shaped", "set", "--run", name, "--rate", "fast"])
-    assert done.output == "up 100 Mbit/s; down 5 Mbit/s; 0->1 1 Mbit/s; 1->0 1 Mbit/s\n"
+    assert (
+        done.output == f"run {name}: up 100 Mbit/s; down 5 Mbit/s; 0->1 1 Mbit/s; 1->0 1 Mbit/s\n"
+    )
     assert (wrong.exit_code, "--rate = 'fast'" in wrong.output) == (2, True)
 
 
