@@ -23,7 +23,7 @@ test: .venv/dev.stamp
 test-all: .venv/dev.stamp
 	$(BIN)/python -m pytest $(TESTS)
 
-bench: .venv/run.stamp
+bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.links
 
 faults: .venv/dev.stamp  # on purpose, some as root; FAULTS has options of tests/faults/conftest.py

@@ -1,8 +1,7 @@
 """The command line as a fork of a process that has everything loaded: no second for each import.
 
 What it forks does what `thinpipe train` does, from the arguments to the exit code; only the ranks
-are forked by it, not by torch's agent, so they are not started again. And pictures are empty: to
-draw them took a third of a run, and `tests/launch/view/report` draws them.
+are forked by it, not by torch's agent, so they are not started again.
 `tests/launch/test_train.py` also starts true commands.
 """
 
@@ -15,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from torch.distributed import TCPStore
 
 from tests.ports import free_port
@@ -74,7 +72,6 @@ def _be(arguments: list[str], paths: list[str], folder: str, environment: dict[s
     fork_server.start = lambda: None  # everything is loaded
     start.run_local = _fork_ranks
     script.START_METHOD = "fork"
-    Figure.savefig = lambda *_, **__: None  # type: ignore[assignment]
     __main__.main()
 
 

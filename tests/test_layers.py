@@ -204,11 +204,6 @@ def test_importing_is_cheap() -> None:
     subprocess.run([sys.executable, "-c", f"import sys\n{code}"], check=True, cwd=ROOT)
 
 
-def test_what_trains_does_not_load_matplotlib() -> None:
-    code = "import sys, thinpipe.launch.start; sys.exit('matplotlib' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
 def test_package_files_hold_only_a_docstring() -> None:
     for name, path in modules().items():
         if path.name == "__init__.py" and name not in ("thinpipe", f"{WIRE}.kernels"):

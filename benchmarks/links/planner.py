@@ -41,9 +41,10 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.message_cost import measure_messages
 from thinpipe.launch.cuts.partition import Problem, best_cuts
 from thinpipe.launch.cuts.profile import BlockCost, measure_blocks
-from thinpipe.launch.host.links import NetworkSpec, format_rate, parse_rate
+from thinpipe.launch.host.links import format_rate, parse_rate
 from thinpipe.launch.host.network import Network
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.plan.predict import Prediction, predict
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.comm.gloo import GlooTransport

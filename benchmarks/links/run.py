@@ -33,9 +33,10 @@ from benchmarks.links.rows import (
 from benchmarks.links.runners import METHODS, Method
 from benchmarks.links.workloads import PaperShape, Training
 from thinpipe.launch.host.allocator import keep_freed_memory
-from thinpipe.launch.host.links import NetworkSpec, format_rate, parse_rate, parse_time
+from thinpipe.launch.host.links import format_rate, parse_rate, parse_time
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.probe import probe_link
+from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.net.overlay import keys
 from thinpipe.pipeline.schedule import DEPTH
 

@@ -29,9 +29,10 @@ from benchmarks.links.workloads import PaperShape
 from benchmarks.placement.dtfm_search import genetic_search
 from benchmarks.replicas.rank import Method, Plan, RankResult, run_host
 from thinpipe.launch.cuts.message_cost import measure_message
-from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec
+from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.launch.lab.names import host_address
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.memory.exchange import measure_exchange
 from thinpipe.launch.plan.placement.cluster import Cluster, Ints
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster

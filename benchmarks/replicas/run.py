@@ -29,8 +29,9 @@ from benchmarks.links.ranks import set_rate
 from benchmarks.links.runners import METHODS as CUTS
 from benchmarks.links.workloads import PaperShape
 from benchmarks.replicas.rank import Method, Plan, RankResult, ping_host, run_host
-from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec, format_rate
+from thinpipe.launch.host.links import PAYLOAD_SHARE, format_rate
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.net.overlay import keys
 
 _LIMIT_S = 3600.0

@@ -33,8 +33,9 @@ from benchmarks.harness import Records, command_line, format_table
 from benchmarks.links.ranks import SetRate, default_group, set_rate, when_all_arrived
 from thinpipe.gradcomp.sharded.config import ShardsConfig
 from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
-from thinpipe.launch.host.links import NetworkSpec, parse_rate
+from thinpipe.launch.host.links import parse_rate
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.pipeline.comm.gloo import GlooTransport
 from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage, build_layers
 

@@ -30,7 +30,7 @@ from thinpipe.launch.doctor.host import (
     describe_host,
 )
 from thinpipe.launch.doctor.links import listen, measure_links
-from thinpipe.launch.doctor.report import as_network, draw_links, show_links, show_results
+from thinpipe.launch.doctor.report import as_network, show_links, show_results
 from thinpipe.launch.doctor.result import CheckResult, problem
 from thinpipe.launch.host.interfaces import (
     format_endpoint,
@@ -58,7 +58,7 @@ def doctor(  # noqa: PLR0913  # one parameter per option
     ranks: RanksOption = None,
     save: Annotated[
         Path | None,
-        typer.Option(metavar="NET.JSON", help="Write the links for plan, and a picture of them."),
+        typer.Option(metavar="NET.JSON", help="Write the links, for plan."),
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to measure each link.")] = 1.0,
     wait: Annotated[float, typer.Option(min=1, help="Seconds to wait for other hosts.")] = 60.0,
@@ -128,9 +128,8 @@ class _Diagnosis:
         if links:
             show_links(console, names, links)
         if save is not None:
-            as_network(len(hosts), links).write(save, as_hosts(names, devices))
-            draw_links(save.with_suffix(".png"), names, links)
-            console.print(f"written: {save}, {save.with_suffix('.png')}", soft_wrap=True)
+            as_network(links, as_hosts(names, devices)).write(save)
+            console.print(f"written: {save}", soft_wrap=True)
         own = [CheckResult(**result) for host in hosts for result in host.results]
         return [*own, *hidden, *check_all(hosts, links), *untimed(names, devices)]
 

@@ -7,10 +7,11 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.cuts.profile import typical_block_s
 from thinpipe.launch.doctor.result import CheckResult, warning
 from thinpipe.launch.host.device import free_gpu_memory, gpu_count
+from thinpipe.launch.host.network import Host
 from thinpipe.launch.host.packages import explain
 from thinpipe.launch.host.resources import free_memory
 
-_DIGITS = 3
+_DIGITS, _LEAST = 3, 1e-3
 
 
 MEASURING_S = 300.0
@@ -41,15 +42,19 @@ def untimed(names: Sequence[str], devices: Sequence[dict[str, Any]]) -> list[Che
     ]
 
 
-def as_hosts(names: Sequence[str], devices: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_hosts(names: Sequence[str], devices: Sequence[dict[str, Any]]) -> tuple[Host, ...]:
     """`hosts` of a network file; speeds are relative to the first host that has one."""
     first_s = next((own["block_s"] for own in devices if "block_s" in own), None)
-    return [
-        {
-            "name": name,
-            "devices": own["devices"],
-            "memory_gb": round(own["memory"] / 1e9, _DIGITS),
-            **({"speed": round(first_s / own["block_s"], _DIGITS)} if "block_s" in own else {}),
-        }
+    return tuple(
+        Host(
+            name=name,
+            devices=own["devices"],
+            memory_gb=max(_LEAST, round(own["memory"] / 1e9, _DIGITS)),
+            **(
+                {"speed": max(_LEAST, round(first_s / own["block_s"], _DIGITS))}
+                if "block_s" in own
+                else {}
+            ),
+        )
         for name, own in zip(names, devices, strict=True)
-    ]
+    )

@@ -1,7 +1,6 @@
-"""Prints the results of all checks and the links as a matrix; writes a file and a picture."""
+"""Prints the results of all checks and the links as a matrix."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +8,7 @@ from rich.table import Table
 from thinpipe.launch.doctor.links import LinkInfo
 from thinpipe.launch.doctor.result import CheckResult
 from thinpipe.launch.host.links import MAX_RATE_BPS, MIN_RATE_BPS, PAYLOAD_SHARE, format_rate
-from thinpipe.launch.host.network import Network, Rate
+from thinpipe.launch.host.network import Host, Network, Rate
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -35,41 +34,19 @@ def show_links(console: Console, names: Sequence[str], links: Sequence[LinkInfo]
     console.print(table)
 
 
-def as_network(hosts: int, links: Sequence[LinkInfo]) -> Network:
-    """The network as `plan` reads it. Rates include headers; a closed link gets the lowest rate.
+def as_network(links: Sequence[LinkInfo], known: tuple[Host, ...]) -> Network:
+    """The network of these hosts as `plan` reads it; a closed link has the lowest rate.
 
     Latency is half of a round trip.
     """
+    hosts = len(known)
     rates: list[list[Rate]] = [[None] * hosts for _ in range(hosts)]
     delays = [[0.0] * hosts for _ in range(hosts)]
     for link in links:
         nominal_bps = link.rate_bps / PAYLOAD_SHARE
         rates[link.source][link.target] = min(max(nominal_bps, MIN_RATE_BPS), MAX_RATE_BPS)
         delays[link.source][link.target] = link.round_trip_s / 2
-    return Network(tuple(map(tuple, rates)), tuple(map(tuple, delays)))
-
-
-def draw_links(path: Path, names: Sequence[str], links: Sequence[LinkInfo]) -> None:
-    """Draw the matrix: the darker, the slower."""
-    from matplotlib.figure import Figure
-
-    size = len(names)
-    rates = [[float("nan")] * size for _ in range(size)]
-    for link in links:
-        rates[link.source][link.target] = link.rate_bps / 1e6
-    figure = Figure(figsize=(1.6 + 1.2 * size, 1.2 + size), layout="constrained")
-    axes = figure.subplots()
-    axes.imshow(rates, cmap="Blues_r")
-    for link in links:
-        text = "closed" if link.closed else f"{link.rate_bps / 1e6:.3g} Mbit/s"
-        text += "" if link.closed else f"\n{link.round_trip_s * 1e3:.3g} ms"
-        style = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-        axes.text(link.target, link.source, text, ha="center", va="center", bbox=style)
-    axes.set_xticks(range(size), names)
-    axes.set_yticks(range(size), names)
-    axes.set_xlabel("to")
-    axes.set_ylabel("from")
-    figure.savefig(path, dpi=120)
+    return Network(tuple(map(tuple, rates)), tuple(map(tuple, delays)), known)
 
 
 def _cell(link: LinkInfo | None) -> str:

@@ -2,20 +2,66 @@
 
 `thinpipe doctor` writes network files and `thinpipe shaped --matrix` emulates them: `rate_bps`
 (bit/s on the wire, headers included, of each link alone) and `latency_s` (one way), a row per
-sender.
+sender; and what `plan --place` wants to know of `hosts`.
 """
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, NoReturn, Self, TypeVar
 
-from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec, links
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from thinpipe.launch.host.links import PAYLOAD_SHARE, delay_in_range, links, rate_in_range
 
 Rate = float | None
 """Bits per second; None is unlimited."""
+STRICT = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+class Host(BaseModel):
+    """A machine: `devices` alike, each `speed` times as fast as the one that is measured on."""
+
+    model_config = STRICT
+
+    name: str
+    site: str = ""
+    devices: int = Field(1, ge=1)
+    speed: float = Field(1.0, gt=0)
+    memory_gb: float | None = Field(None, gt=0)
+    """Of each device; None if it is not known."""
+
+
+Matrix = tuple[tuple[float | None, ...], ...]
+
+
+class _File(BaseModel):
+    model_config = STRICT
+
+    rate_bps: Matrix | None = None
+    latency_s: Matrix | None = None
+    hosts: tuple[
+        Annotated[Host, BeforeValidator(lambda h: {"name": h} if isinstance(h, str) else h)], ...
+    ] = ()
+
+    @model_validator(mode="after")
+    def _same_size(self) -> Self:
+        tables = {
+            key: self.__dict__[key] for key in ("rate_bps", "latency_s") if self.__dict__[key]
+        }
+        if not tables:
+            raise ValueError("needs rate_bps, latency_s or both")
+        size = len(next(iter(tables.values())))
+        for key, rows in tables.items():
+            check_square(rows, size, key)
+        if self.hosts and len(self.hosts) != size:
+            raise ValueError(
+                f"hosts lists {len(self.hosts)}, the matrices have {size} rows; list one per row"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -28,6 +74,8 @@ class Network:
 
     rate_bps: tuple[tuple[Rate, ...], ...]
     latency_s: tuple[tuple[float, ...], ...]
+    known: tuple[Host, ...] = ()
+    """What the file says of its hosts."""
 
     @classmethod
     def uniform(cls, hosts: int, rate_bps: Rate = None, latency_s: float = 0.0) -> Self:
@@ -35,27 +83,42 @@ class Network:
         return cls(((rate_bps,) * hosts,) * hosts, ((latency_s,) * hosts,) * hosts)
 
     @classmethod
-    def read(cls, path: Path) -> Self:
+    def read(cls, path: Path, option: str = "--network") -> Self:
         """Read a network file.
 
         Raises:
-            ValueError: names the file and the error in it.
+            ValueError: names option, file and the error in it.
         """
         try:
-            spec = NetworkSpec.of(matrix=path)
+            return cls.parse(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            why = f"{error.strerror}; correct the path, or write one with `thinpipe doctor --save`"
         except ValueError as error:
-            raise ValueError(str(error).replace("--matrix", "--network")) from None
-        hosts = range(spec.hosts)
+            why = str(error)
+        raise ValueError(f"{option} = {path}: {why}")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The network that a file's content describes; null is unlimited, or no delay.
+
+        Raises:
+            ValueError: names what is wrong in it.
+        """
+        found = read_json(_File, text)
+        hosts = range(len(found.rate_bps or found.latency_s or ()))
+        pairs = [[(i, j, i == j) for j in hosts] for i in hosts]
+        rates, delays = found.rate_bps, found.latency_s
         return cls(
-            tuple(tuple(spec.pair_bps.get((i, j)) for j in hosts) for i in hosts),
-            tuple(tuple(spec.delay_s.get((i, j), 0.0) for j in hosts) for i in hosts),
+            tuple(tuple(_rate(rates, *pair) for pair in row) for row in pairs),
+            tuple(tuple(_delay(delays, *pair) for pair in row) for row in pairs),
+            found.hosts,
         )
 
-    def write(self, path: Path, hosts: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Write what `read` reads, and what `plan --place` knows of hosts."""
+    def write(self, path: Path) -> None:
+        """Write what `read` reads."""
         content: dict[str, Any] = {"rate_bps": self.rate_bps, "latency_s": self.latency_s}
-        if hosts:
-            content["hosts"] = list(map(dict, hosts))
+        if self.known:
+            content["hosts"] = [host.model_dump(exclude_unset=True) for host in self.known]
         path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @property
@@ -119,3 +182,52 @@ def seconds(nbytes: int, rate_bps: Rate) -> float:
 def _fastest(rates: Sequence[Rate]) -> Rate:
     fastest = max((math.inf if rate is None else rate for rate in rates), default=math.inf)
     return None if fastest == math.inf else fastest
+
+
+def _rate(rates: Matrix | None, i: int, j: int, own: bool) -> Rate:
+    bps = rates[i][j] if rates and not own else None
+    return None if bps is None else rate_in_range(bps, f"rate_bps[{i}][{j}] = {bps}")
+
+
+def _delay(delays: Matrix | None, i: int, j: int, own: bool) -> float:
+    delay_s = (delays[i][j] if delays and not own else None) or 0.0
+    return delay_in_range(delay_s, f"latency_s[{i}][{j}] = {delay_s}")
+
+
+def read_json(model: type[_Model], text: str) -> _Model:
+    """JSON as such a model.
+
+    Raises:
+        ValueError: names the first key that is wrong, its value and what it should be.
+    """
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        _refuse(error.errors()[0], model)
+
+
+def _refuse(first: Any, model: type[BaseModel]) -> NoReturn:
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    place, what = place.lstrip("."), first["msg"].removeprefix("Value error, ")
+    if first["type"] == "json_invalid":
+        raise ValueError(f"not JSON ({what}); write one with `thinpipe doctor --save`")
+    if first["type"] == "value_error":
+        raise ValueError(f"{place}: {what}" if place else what)
+    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+        raise ValueError(f"{place!r} is unknown; use {', '.join(sorted(model.model_fields))}")
+    given = "" if first["type"] in ("missing", "extra_forbidden") else f" = {first['input']!r}"
+    raise ValueError(f"{place}{given}: {what[:1].lower()}{what[1:]}")
+
+
+def check_square(rows: Matrix, size: int, where: str) -> None:
+    """Check that a matrix has a row per sender, with a number per receiver.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if len(rows) != size:
+        raise ValueError(f"{where}: needs {size} rows, one per sender")
+    if any(len(row) != size for row in rows):
+        raise ValueError(
+            f"{where} is not square; give one number per receiver in each of {size} rows"
+        )

@@ -9,12 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from thinpipe.launch.config.cli_options import refuse, run_app
-from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec, format_rate, links
+from thinpipe.launch.host.links import PAYLOAD_SHARE, format_rate, links
 from thinpipe.launch.lab import control
 from thinpipe.launch.lab.commands import run_command
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.network import ShapedNetwork
 from thinpipe.launch.lab.probe import LinkProbe, probe_link
+from thinpipe.launch.lab.spec import NetworkSpec
 
 RateOption = Annotated[
     str | None,

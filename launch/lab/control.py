@@ -15,8 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict
 
-from thinpipe.launch.host.links import NetworkSpec, format_rate
+from thinpipe.launch.host.links import format_rate
 from thinpipe.launch.lab.linux import ShapedError
+from thinpipe.launch.lab.spec import NetworkSpec
 
 _NAME = "thinpipe-shaped-"
 _LISTENS = "00010000"  # the kernel's __SO_ACCEPTCON, among the flags of /proc/net/unix

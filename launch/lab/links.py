@@ -7,11 +7,12 @@ from pathlib import Path
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from thinpipe.launch.host.links import MTU, NetworkSpec
+from thinpipe.launch.host.links import MTU
 from thinpipe.launch.lab import linux
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.names import host_address, host_mac, host_name
 from thinpipe.launch.lab.shaping import Shaper, downlink, uplink
+from thinpipe.launch.lab.spec import NetworkSpec
 
 BUFFER_BYTES = 64 << 20
 """Limit of a TCP connection's data in flight; the default 4 MB allow 320 Mbit/s at 100 ms."""

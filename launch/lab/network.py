@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Self, TypeVar
 
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.host.packages import require
 from thinpipe.launch.lab import control, linux
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.names import environment, host_name
 from thinpipe.launch.lab.ranks import ProcessMonitor, start
+from thinpipe.launch.lab.spec import NetworkSpec
 
 T = TypeVar("T")
 

@@ -5,10 +5,11 @@ import time
 from dataclasses import dataclass
 from functools import partial
 
-from thinpipe.launch.host.links import FRAME_BYTES, NetworkSpec
+from thinpipe.launch.host.links import FRAME_BYTES
 from thinpipe.launch.host.tcp_probe import answer_pings, flood, payload_bps, ping
 from thinpipe.launch.lab.names import host_address
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 
 _PORT = 5201
 _CONNECT_S = 10.0

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.lab.names import host_mac
+from thinpipe.launch.lab.spec import NetworkSpec
 
 PACKET_VNET_HDR = 15
 PACKET_IGNORE_OUTGOING = 23

@@ -5,9 +5,9 @@ import errno
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.relay import open_port
+from thinpipe.launch.lab.spec import NetworkSpec
 
 NO_NAMESPACES = (
     "this system does not allow network namespaces ({reason}). Run as root, or allow user "

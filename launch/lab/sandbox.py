@@ -20,12 +20,12 @@ from typing import NoReturn
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.lab import control, linux, requirements
 from thinpipe.launch.lab.links import Host, build_hosts, shape_hosts
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.names import mount_names
 from thinpipe.launch.lab.relay import Relay, open_port
+from thinpipe.launch.lab.spec import NetworkSpec
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from thinpipe.launch.host.links import FRAME_BYTES, MAX_RATE_BPS, NetworkSpec
+from thinpipe.launch.host.links import FRAME_BYTES, MAX_RATE_BPS
 from thinpipe.launch.lab.names import host_address
+from thinpipe.launch.lab.spec import NetworkSpec
 
 QUEUE_S = 0.05
 """Length of a full queue in seconds; further packets are dropped."""

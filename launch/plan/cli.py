@@ -27,7 +27,7 @@ from thinpipe.launch.memory.model import BlockRun, block_memory, rank_memory
 from thinpipe.launch.plan.apply import apply_plan, boundary_text
 from thinpipe.launch.plan.bits import Recommendation, recommend
 from thinpipe.launch.plan.choice.choose import choose
-from thinpipe.launch.plan.choice.show import draw_choice, show_choice
+from thinpipe.launch.plan.choice.show import show_choice
 from thinpipe.launch.plan.placement.cluster_files import read_cluster
 from thinpipe.launch.plan.predict import predict
 from thinpipe.launch.plan.replicas import show_replicas
@@ -76,11 +76,6 @@ def plan(  # noqa: PLR0913  # one parameter per option
     console = Console()
     try:
         config = with_sizes(load_config(config_path, overrides or []))
-        if config.pipeline.devices_per_rank > 1:
-            raise ValueError(
-                f"pipeline.devices_per_rank = {config.pipeline.devices_per_rank}: blocks are "
-                "measured on one device; plan with --set pipeline.devices_per_rank=1"
-            )
         if seconds is not None and not place:
             raise ValueError(f"--seconds = {seconds:g}: is for --place; add it, or leave it out")
         if place:
@@ -93,10 +88,10 @@ def plan(  # noqa: PLR0913  # one parameter per option
         limits = _numbers(memory, "--memory", config.pipeline.stages)
         config, advice = _plan(console, config, blocks, links, limits)
         if apply:
-            known = Network.read(network) if network else None
-            _refuse_doubtful(config_path, doubt, network, known)
-            known_links = network is not None or rate is not None
-            _write(console, config, config_path, advice, known_links=known_links)
+            _refuse_doubtful(
+                config_path, doubt, network, Network.read(network) if network else None
+            )
+            _write(console, config, config_path, advice, known_links=bool(network or rate))
     except (ValueError, OSError, ImportError) as error:
         refuse(error)
 
@@ -127,16 +122,13 @@ def _place(
     apply: bool,
     seconds: float | None,
 ) -> None:
-    """Print and draw the best layout, and write it into the run file."""
+    """Print the best layout, and write it into the run file."""
     if network is None:
         raise ValueError("--place: needs the links; give --network NET.JSON (`doctor --save`)")
     cluster = read_cluster(network).seen_from(config.network.own_name())
     (blocks,), doubt = _blocks(console, config, [1.0])
     choices = choose(config, blocks, cluster, training_samples(config), seconds=seconds)
     show_choice(console, cluster, choices)
-    picture = path.with_suffix(".placement.svg")
-    draw_choice(picture, cluster, choices[0])
-    console.print(f"written: {picture}", soft_wrap=True)
     if apply:
         _refuse_doubtful(path, doubt, network, cluster.network(range(cluster.devices)))
         best = choices[0]
@@ -234,6 +226,11 @@ def _blocks(
     """Measured here, with threads and malloc settings of a rank that is alone on its machine; and
     why they may be wrong.
     """
+    if config.pipeline.devices_per_rank > 1:
+        raise ValueError(
+            f"pipeline.devices_per_rank = {config.pipeline.devices_per_rank}: blocks are "
+            "measured on one device; plan with --set pipeline.devices_per_rank=1"
+        )
     keep_freed_memory()
     torch.set_num_threads(rank_threads(1))
     here = measure_blocks(config)

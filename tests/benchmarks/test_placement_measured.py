@@ -5,9 +5,10 @@ import math
 import pytest
 
 from benchmarks.placement import measured
-from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec
+from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.launch.test_train import RUN
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.lab.commands import run_command
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 

@@ -18,9 +18,9 @@ from tests.faults.hosts import PORT, HostsRun
 from tests.faults.wire import WIRE, FaultyWire
 from tests.waiting import until
 from thinpipe.launch.checkpoint import files
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.lab import linux
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 
 HOSTS = 4
 DISK_NBYTES = 24 << 20

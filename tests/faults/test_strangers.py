@@ -22,9 +22,9 @@ from torch.distributed import TCPStore
 from benchmarks.harness import format_table
 from tests.faults.hosts import PORT, HostsRun, cut_off, pause, reset
 from tests.launch.net.overlay.test_run import HOSTS, alone, start
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.net.overlay.links.handshake import Hello
 

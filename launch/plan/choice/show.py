@@ -1,16 +1,14 @@
-"""`thinpipe plan --place`: the chosen layout with its reasons, and a picture of it."""
+"""`thinpipe plan --place`: the chosen layout with its reasons."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from thinpipe.launch.host.words import format_bytes, format_duration
+from thinpipe.launch.host.words import format_duration
 from thinpipe.launch.plan.choice.choose import PlannedRun
-from thinpipe.launch.plan.placement.cluster import Cluster, Floats
-from thinpipe.launch.plan.placement.step import link_nbytes
+from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.pipeline.wire.header import DIRECTIONS
 
 _SHOWN = 5
@@ -65,73 +63,6 @@ def _sent(choice: PlannedRun) -> str:
         texts.append(f"{cut}: {'the same' if text == before else text}")
         before = text
     return ", ".join(texts)
-
-
-def draw_choice(path: Path, cluster: Cluster, choice: PlannedRun) -> None:
-    """Left the devices in their sites with the pipelines, right the bytes between sites."""
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Circle
-
-    sites = list(dict.fromkeys(cluster.sites))
-    figure = Figure(figsize=(14, 7), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    used = {int(d): (r, p) for (r, p), d in np.ndenumerate(choice.placement.grid_RP)}
-    place = _places(cluster, sites, used)
-    for number, site in enumerate(sites):
-        own = [place[d] for d in range(cluster.devices) if _site(cluster, d) == site]
-        x, y = np.mean(own, axis=0)
-        left.annotate(site, (x, y), xytext=(0, -4), textcoords="offset points", ha="center")
-        radius = 0.1 + max(float(np.hypot(px - x, py - y)) for px, py in own)
-        left.add_patch(Circle((x, y), radius, color=f"C{number % 10}", alpha=0.12))
-    for replica, row in enumerate(choice.placement.grid_RP):
-        points = np.array([place[device] for device in row])
-        left.plot(*points.T, color=f"C{replica % 10}", alpha=0.7, label=f"replica {replica}")
-    for device, (x, y) in enumerate(place):
-        rank = used.get(device)
-        left.scatter(
-            x, y, s=120, color="lightgrey" if rank is None else f"C{rank[0] % 10}", zorder=3
-        )
-        left.text(x, y, "" if rank is None else str(rank[1]), ha="center", va="center", zorder=4)
-    left.set_aspect("equal")
-    left.set_axis_off()
-    left.set_title(f"{choice.name}\nstages by number, replicas by colour; grey: idle")
-    if choice.workload.replicas <= 10:
-        left.legend(loc="lower left", fontsize="small")
-    busy = _busy(cluster, choice, sites)
-    image = right.imshow(busy, cmap="Blues", vmin=0)
-    figure.colorbar(image, ax=right, label="bytes in a step")
-    right.set_xticks(range(len(sites)), sites, rotation=45, ha="right")
-    right.set_yticks(range(len(sites)), sites)
-    if len(sites) <= 10:
-        for a in range(len(sites)):
-            for b in range(len(sites)):
-                colour = "white" if busy[a, b] > busy.max() / 2 else "black"
-                text = format_bytes(round(busy[a, b]))
-                right.text(b, a, text, ha="center", fontsize="small", color=colour)
-    right.set_title(f"from (row) to (column); step {format_duration(choice.cost.step_s)}")
-    figure.savefig(path)
-
-
-def _places(cluster: Cluster, sites: Sequence[str], used: Mapping[int, tuple[int, int]]) -> Floats:
-    """[D, 2]: sites on a circle, the devices of each on a smaller one, neighbours side by side."""
-    place = np.empty((cluster.devices, 2))
-    for number, site in enumerate(sites):
-        own = [d for d in range(cluster.devices) if _site(cluster, d) == site]
-        own.sort(key=lambda device: used.get(device, (cluster.devices, device)))
-        angle = 2 * np.pi * number / len(sites)
-        radius = min(0.8, 2.5 / len(sites)) * (len(own) > 1)
-        around = 2 * np.pi * np.arange(len(own)) / len(own)
-        place[own, 0] = 2 * np.cos(angle) + radius * np.cos(around)
-        place[own, 1] = 2 * np.sin(angle) + radius * np.sin(around)
-    return place
-
-
-def _busy(cluster: Cluster, choice: PlannedRun, sites: Sequence[str]) -> Floats:
-    sent_HH = link_nbytes(cluster, choice.workload, choice.placement.grid_RP)
-    of = np.array([sites.index(site) for site in cluster.sites])
-    busy = np.zeros((len(sites), len(sites)))
-    np.add.at(busy, (of[:, None], of[None]), sent_HH)
-    return busy
 
 
 def _site(cluster: Cluster, device: int) -> str:

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from thinpipe.launch.plan.placement.cluster import Cluster, Host
+from thinpipe.launch.host.network import Host
+from thinpipe.launch.plan.placement.cluster import Cluster, without_own
 from thinpipe.launch.plan.placement.step import StepModel
 from thinpipe.launch.plan.placement.workload import Workload
 
@@ -36,11 +37,10 @@ def _ideal(cluster: Cluster, used: int, speed: float) -> Cluster:
     apart = ~np.eye(cluster.devices, dtype=bool)
     rate = float(cluster.rate_DD[apart].max(initial=0.0)) or math.inf
     latency = float(cluster.latency_DD[apart].min(initial=math.inf))
-    rate_HH = np.full((used, used), rate)
-    latency_HH = np.full((used, used), latency if latency < math.inf else 0.0)
-    np.fill_diagonal(rate_HH, math.inf)
-    np.fill_diagonal(latency_HH, 0.0)
-    hosts = tuple(Host(f"d{device}", speed=speed) for device in range(used))
+    rate_HH = without_own(np.full((used, used), rate), math.inf)
+    latency = latency if latency < math.inf else 0.0
+    latency_HH = without_own(np.full((used, used), latency), 0.0)
+    hosts = tuple(Host(name=f"d{device}", speed=float(speed)) for device in range(used))
     return Cluster(hosts, rate_HH, latency_HH)
 
 
@@ -51,7 +51,7 @@ def _slowest_pipeline_s(ideal: Cluster, workload: Workload, speed: float) -> flo
     found = []
     for position in range(workload.ranks):
         hosts = list(ideal.hosts[: workload.ranks])
-        hosts[position] = replace(hosts[position], speed=speed)
+        hosts[position] = hosts[position].model_copy(update={"speed": speed})
         own = np.ix_(range(workload.ranks), range(workload.ranks))
         cluster = Cluster(tuple(hosts), ideal.rate_HH[own], ideal.latency_HH[own])
         found.append(StepModel(cluster, alone)(grid_RP).passes_s)

@@ -6,30 +6,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from thinpipe.launch.host.links import PAYLOAD_SHARE
-from thinpipe.launch.host.network import Network
+from thinpipe.launch.host.network import Host, Network
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _SAME_SITE_S = 2e-3
 """Hosts that no file assigns to sites share one if their one-way latency is at most this."""
-
-
-@dataclass(frozen=True)
-class Host:
-    """A machine: `devices` alike, each `speed` times as fast as the one that is measured on.
-
-    `memory` is in bytes per device.
-    """
-
-    name: str
-    site: str = ""
-    devices: int = 1
-    speed: float = 1.0
-    memory: float = math.inf
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,27 +36,33 @@ class Cluster:
 
     def __post_init__(self) -> None:
         _check_hosts(self.hosts)
-        _check_links([host.name for host in self.hosts], self.rate_HH, self.latency_HH)
+        rate_HH, latency_HH = self.rate_HH, self.latency_HH
+        self._check(rate_HH > 0, rate_HH, "rate {:g} bit/s; measure it again (`thinpipe doctor "
+                    "--save`), or leave one of the two hosts out of the file")  # fmt: skip
+        allowed_HH = (latency_HH >= 0) & (latency_HH < math.inf)
+        self._check(allowed_HH, latency_HH, "latency {:g} s; use 0 or more seconds")
+
+    def _check(self, allowed_HH: NDArray[np.bool_], x_HH: Floats, problem: str) -> None:
+        for source, target in np.argwhere(~allowed_HH)[:1]:
+            link = f"link {self.hosts[source].name} -> {self.hosts[target].name}"
+            raise ValueError(f"{link}: {problem.format(x_HH[source, target])}")
 
     @classmethod
-    def of(cls, network: Network, names: Sequence[str] | None = None) -> "Cluster":
-        """One device on each host of a network, whose rates include headers."""
+    def of(cls, network: Network) -> "Cluster":
+        """The hosts of a network, whose rates include headers; one device each by default."""
         payload = network.payload()
-        rate_HH = np.array(
-            [[math.inf if bps is None else bps for bps in row] for row in payload.rate_bps]
-        )
-        latency_HH = np.array(payload.latency_s, dtype=np.float64)
-        np.fill_diagonal(rate_HH, math.inf)
-        np.fill_diagonal(latency_HH, 0.0)
-        found = names or [f"host{index}" for index in range(network.hosts)]
-        return cls(tuple(Host(name) for name in found), rate_HH, latency_HH)
+        rates = [[math.inf if bps is None else bps for bps in row] for row in payload.rate_bps]
+        names = (f"host{index}" for index in range(network.hosts))
+        hosts = network.known or tuple(Host(name=name) for name in names)
+        return cls(hosts, without_own(rates, math.inf), without_own(payload.latency_s, 0.0))
 
     def seen_from(self, name: str) -> "Cluster":
         """The same with speeds relative to that of a host; unchanged if there is none so named."""
         for host in self.hosts:
             if host.name == name:
-                own = tuple(replace(other, speed=other.speed / host.speed) for other in self.hosts)
-                return replace(self, hosts=own)
+                speeds = ({"speed": other.speed / host.speed} for other in self.hosts)
+                pairs = zip(self.hosts, speeds, strict=True)
+                return replace(self, hosts=tuple(h.model_copy(update=own) for h, own in pairs))
         return self
 
     @property
@@ -83,11 +75,12 @@ class Cluster:
 
     @cached_property
     def speed_D(self) -> Floats:
-        return np.array([self.hosts[host].speed for host in self.host_of_D])
+        return np.array([host.speed for host in self.hosts])[self.host_of_D]
 
     @cached_property
     def memory_D(self) -> Floats:
-        return np.array([self.hosts[host].memory for host in self.host_of_D])
+        limits = [1e9 * host.memory_gb if host.memory_gb else math.inf for host in self.hosts]
+        return np.array(limits)[self.host_of_D]
 
     @cached_property
     def rate_DD(self) -> Floats:
@@ -147,50 +140,21 @@ class Cluster:
         )
 
 
+def without_own(rows: ArrayLike, value: float) -> Floats:
+    """[H, H] with that value for the links within a host."""
+    x_HH = np.array(rows, dtype=np.float64)
+    np.fill_diagonal(x_HH, value)
+    return x_HH
+
+
 def _off_diagonal(x_HH: Floats, value: float) -> Floats:
-    if len(x_HH) == 1:
-        return np.full((1, 1), math.inf)
-    found = x_HH.copy()
-    np.fill_diagonal(found, value)
-    return found
+    return np.full((1, 1), math.inf) if len(x_HH) == 1 else without_own(x_HH, value)
 
 
 def _check_hosts(hosts: Sequence[Host]) -> None:
     if not hosts:
         raise ValueError("the network has no hosts; list at least one")
-    seen: set[str] = set()
-    for host in hosts:
-        if host.name in seen:
-            raise ValueError(f"host {host.name!r}: named twice; give each host its own name")
-        seen.add(host.name)
-        if host.devices < 1:
-            raise ValueError(f"host {host.name!r}: devices = {host.devices}; use 1 or more")
-        for name, value in (("speed", host.speed), ("memory", host.memory)):
-            if not value > 0 or (name == "speed" and value == math.inf):
-                raise ValueError(f"host {host.name!r}: {name} = {value}; use a number above 0")
-
-
-def _check_links(names: Sequence[str], rate_HH: Floats, latency_HH: Floats) -> None:
-    expected = (len(names), len(names))
-    for what, x_HH in (("rates", rate_HH), ("latencies", latency_HH)):
-        if x_HH.shape != expected:
-            raise ValueError(
-                f"{what} of {x_HH.shape[0]} hosts for {len(names)} names; give one row per host "
-                "and one number per receiver"
-            )
-    bad = np.argwhere(~(rate_HH > 0))
-    if len(bad):
-        source, target = bad[0]
-        rate = rate_HH[source, target]
-        what = "no rate" if math.isnan(rate) else f"rate {rate:g} bit/s"
-        raise ValueError(
-            f"link {names[source]} -> {names[target]}: {what}; measure it again (`thinpipe doctor "
-            "--save`), or leave one of the two hosts out of the file"
-        )
-    bad = np.argwhere(~((latency_HH >= 0) & (latency_HH < math.inf)))
-    if len(bad):
-        source, target = bad[0]
-        raise ValueError(
-            f"link {names[source]} -> {names[target]}: latency {latency_HH[source, target]:g} s; "
-            "use 0 or more seconds"
-        )
+    names = [host.name for host in hosts]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"host {name!r}: named twice; give each host its own name")

@@ -19,8 +19,13 @@ def test_speeds_are_relative_to_the_first_that_is_known(monkeypatch: pytest.Monk
     monkeypatch.setattr(devices, "typical_block_s", fail)
     failed = own_devices(CONFIG)
     names, found = ["a", "b", "c"], [failed, known, known | {"block_s": 0.25}]
-    assert [host.get("speed") for host in as_hosts(names, found)] == [None, 1.0, 2.0]
-    assert all(host["memory_gb"] > 0 and host["devices"] >= 1 for host in as_hosts(names, found))
+    assert ["speed" in host.model_fields_set for host in as_hosts(names, found)] == [
+        False,
+        True,
+        True,
+    ]
+    assert [host.speed for host in as_hosts(names, found)[1:]] == [1.0, 2.0]
+    assert all(host.memory_gb and host.devices >= 1 for host in as_hosts(names, found))
     (result,) = untimed(names, found)
     assert (result.level, result.where) == ("warning", "a")
     assert "could not be timed (not enough memory: you tried to allocate 12 TB" in result.text

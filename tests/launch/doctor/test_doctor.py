@@ -12,11 +12,11 @@ from typer.testing import CliRunner
 
 from thinpipe.launch.cli import app
 from thinpipe.launch.config.network import KEY_FILE
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.host.network import Network
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.names import host_address
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.plan.placement.cluster_files import read_cluster
 

@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from thinpipe.launch.host.links import NetworkSpec, format_rate, parse_rate, parse_time
+from thinpipe.launch.host.links import format_rate, parse_rate, parse_time
 from thinpipe.launch.lab.control import describe
 from thinpipe.launch.lab.names import environment, substitute
 from thinpipe.launch.lab.shaping import gso_bytes
+from thinpipe.launch.lab.spec import NetworkSpec
 
 
 @pytest.mark.parametrize(
@@ -102,13 +103,14 @@ def test_a_pair_overrides_or_removes_a_limit_of_the_matrix(tmp_path: Path) -> No
     ("content", "message"),
     [
         ("[", "not JSON"),
-        ("[]", "rate_bps, latency_s or both"),
-        ('{"rates": []}', "rate_bps, latency_s or both"),
+        ("[]", "an object"),
+        ('{"rates": []}', "'rates' is unknown; use hosts, latency_s, rate_bps"),
+        ("{}", "rate_bps, latency_s or both"),
         ('{"rate_bps": [[0, 1], [1]]}', "not square"),
         ('{"rate_bps": [[0, "fast"], [1, 0]]}', r"rate_bps\[0\]\[1\] = 'fast'"),
         ('{"rate_bps": [[0, 7], [1e6, 0]]}', "8kbit to 30gbit"),
         ('{"latency_s": [[0, 60], [0, 0]]}', "0s to 10s"),
-        ('{"latency_s": [[0]], "rate_bps": [[0, 1], [1, 0]]}', "differ in size"),
+        ('{"latency_s": [[0]], "rate_bps": [[0, 1], [1, 0]]}', "needs 2 rows, one per sender"),
     ],
 )
 def test_a_wrong_matrix_is_refused(tmp_path: Path, content: str, message: str) -> None:

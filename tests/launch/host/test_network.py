@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from thinpipe.launch.host.links import PAYLOAD_SHARE, NetworkSpec
+from thinpipe.launch.host.links import PAYLOAD_SHARE
 from thinpipe.launch.host.network import Network
+from thinpipe.launch.lab.spec import NetworkSpec
 
 MBIT = 1e6
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.lab import control
+from thinpipe.launch.lab.spec import NetworkSpec
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 

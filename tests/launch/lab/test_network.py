@@ -15,11 +15,11 @@ import pytest
 from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.lab import ranks, requirements
 from thinpipe.launch.lab.network import HostError, ShapedNetwork
 from thinpipe.launch.lab.probe import probe_link
 from thinpipe.launch.lab.shaping import Shape, Shaper
+from thinpipe.launch.lab.spec import NetworkSpec
 
 PORT = 5300
 TIMEOUT_S = 120

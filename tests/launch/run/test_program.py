@@ -20,9 +20,9 @@ from torch import nn
 
 from tests.commands import PATIENCE_S, Command
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.trained.model import load
 from thinpipe.launch.view.report.metrics import read_metrics

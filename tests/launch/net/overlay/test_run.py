@@ -18,9 +18,9 @@ from tests.launch.test_train import RUN, thinpipe, wait_until
 from tests.processes import lives, named, running, signal_all, started_with
 from tests.waiting import until
 from thinpipe.launch.checkpoint import files
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.view.report.metrics import read_metrics
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

@@ -17,10 +17,10 @@ from tests.ports import free_port
 from tests.sshd import OpenSsh, needs_sshd
 from tests.waiting import until
 from thinpipe.launch.config.toml import ConfigError
-from thinpipe.launch.host.links import NetworkSpec
 from thinpipe.launch.lab.linux import ShapedError
 from thinpipe.launch.lab.names import host_address
 from thinpipe.launch.lab.network import ShapedNetwork
+from thinpipe.launch.lab.spec import NetworkSpec
 from thinpipe.launch.net.overlay import keys
 from thinpipe.launch.net.ssh.commands import Start, enter, ssh, ssh_commands
 from thinpipe.launch.net.ssh.copying import copy_files, files_to_copy

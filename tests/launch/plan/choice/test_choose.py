@@ -1,7 +1,5 @@
 """Stages, replicas, cuts, microbatches and places together, from a run file's settings."""
 
-from pathlib import Path
-
 import pytest
 from rich.console import Console
 
@@ -12,7 +10,7 @@ from thinpipe.launch.memory.model import ModelMemory
 from thinpipe.launch.plan.bits import fidelity
 from thinpipe.launch.plan.choice.choose import PlannedRun, choose
 from thinpipe.launch.plan.choice.fidelity import exchanges
-from thinpipe.launch.plan.choice.show import draw_choice, show_choice
+from thinpipe.launch.plan.choice.show import show_choice
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster
 from thinpipe.launch.plan.placement.workload import count_exchange
@@ -73,17 +71,13 @@ def test_a_model_that_fits_no_machine_is_cut() -> None:
         chosen(cluster(memory_gb=0.15))
 
 
-def test_the_choice_is_printed_with_its_reasons_and_drawn(
-    choices: list[PlannedRun], tmp_path: Path
-) -> None:
+def test_the_choice_is_printed_with_its_reasons(choices: list[PlannedRun]) -> None:
     console = Console(record=True, width=200)
     show_choice(console, cluster(), choices)
     text = console.export_text()
     assert "predicted step" in text
     assert "Limit: " in text
     assert choices[1].name in text
-    draw_choice(tmp_path / "picture.svg", cluster(), choices[0])
-    assert (tmp_path / "picture.svg").stat().st_size > 10_000
 
 
 def slow(config: dict[str, object], gbps: float) -> PlannedRun:

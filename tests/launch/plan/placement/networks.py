@@ -6,7 +6,8 @@ import math
 import numpy as np
 
 from thinpipe.launch.cuts.message_cost import Message
-from thinpipe.launch.plan.placement.cluster import Cluster, Host
+from thinpipe.launch.host.network import Host
+from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.workload import Workload
 
 
@@ -25,7 +26,7 @@ def random_cluster(
     np.fill_diagonal(latency_DD, 0.0)
     speed_D = draws.uniform(0.5, 2.0, devices) if speeds else np.ones(devices)
     hosts = tuple(
-        Host(f"h{index}", f"site{site_D[index]}", speed=float(speed_D[index]))
+        Host(name=f"h{index}", site=f"site{site_D[index]}", speed=float(speed_D[index]))
         for index in range(devices)
     )
     return Cluster(hosts, rate_DD, latency_DD)

@@ -1,5 +1,6 @@
 """Files that describe a cluster, and what is said of those that are wrong."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from thinpipe.launch.host.links import PAYLOAD_SHARE
-from thinpipe.launch.host.network import Network
+from thinpipe.launch.host.network import Host, Network
 from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.cluster_files import parse_cluster, read_cluster
 
@@ -32,9 +33,10 @@ def test_links_differ_by_direction() -> None:
 
 def test_what_a_network_writes_is_read(tmp_path: Path) -> None:
     path = tmp_path / "net.json"
-    network = Network.uniform(3, 5e6, 0.01)
     speeds = {"a": 1.0, "b": 0.5, "c": 2.0}
-    network.write(path, [{"name": name, "speed": speed} for name, speed in speeds.items()])
+    known = tuple(Host(name=name, speed=speed) for name, speed in speeds.items())
+    network = dataclasses.replace(Network.uniform(3, 5e6, 0.01), known=known)
+    network.write(path)
     found, direct = read_cluster(path), Cluster.of(network)
     assert found.seen_from("b").speed_D.tolist() == [2, 1, 4]
     assert found.seen_from("elsewhere").speed_D.tolist() == [1, 0.5, 2]
@@ -82,25 +84,41 @@ def changed(base: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 BAD = [
-    ({}, "needs rate_bps and latency_s, or regions"),
-    (changed(DOCTOR, rate_bps=[[0, 0], [1e6, 0]]), "link host0 -> host1: rate 0 bit/s; measure it"),
-    (changed(DOCTOR, rate_bps=[[0, -1], [1e6, 0]]), "rate -0.956"),
-    (changed(DOCTOR, latency_s=[[0, -1], [0, 0]]), "link host0 -> host1: latency -1 s"),
+    ({}, "needs rate_bps, latency_s or both"),
+    (changed(DOCTOR, rate_bps=[[0, 0], [1e6, 0]]), r"rate_bps\[0\]\[1\] = 0.0: use 8kbit to"),
+    (changed(DTFM, gbps=[[2, -1], [1, 2]]), "link d0 -> d1: rate -1e.09 bit/s; measure it"),
+    (changed(DOCTOR, latency_s=[[0, -1], [0, 0]]), r"latency_s\[0\]\[1\] = -1.0: use 0s to 10s"),
+    (changed(DTFM, latency_ms=[[0, -1], [0, 0]]), "link d0 -> d1: latency -0.001 s"),
     (changed(DOCTOR, rate_bps=[[0]]), "latency_s: needs 1 rows"),
     (changed(DOCTOR, rate_bps=[[0], [1e6, 0]]), "rate_bps is not square"),
-    (changed(DOCTOR, rate_bps=[[0, "x"], [1e6, 0]]), r"rate_bps\[0\]\[1\] = 'x': not a number"),
+    (
+        changed(DOCTOR, rate_bps=[[0, "x"], [1e6, 0]]),
+        r"rate_bps\[0\]\[1\] = 'x': input should be a valid number",
+    ),
     (changed(DOCTOR, rats=1), "'rats' is unknown; use hosts, latency_s, rate_bps"),
     (changed(DOCTOR, hosts=["a"]), "hosts lists 1, the matrices have 2 rows"),
     (changed(DOCTOR, hosts=["a", "a"]), "host 'a': named twice"),
-    (changed(DOCTOR, hosts=["a", {"name": "b", "speed": 0}]), "host 'b': speed = 0"),
-    (changed(DOCTOR, hosts=["a", {"name": "b", "devices": 0}]), "host 'b': devices = 0"),
-    (changed(DOCTOR, hosts=["a", {"nome": "b"}]), r"hosts\[1\] = .*: give it a name"),
-    (changed(DTFM, gbps=[[2, None], [1, 2]]), "link d0 -> d1: no rate"),
+    (
+        changed(DOCTOR, hosts=["a", {"name": "b", "speed": 0}]),
+        r"hosts\[1\].speed = 0: input should be greater than 0",
+    ),
+    (
+        changed(DOCTOR, hosts=["a", {"name": "b", "devices": 0}]),
+        r"hosts\[1\].devices = 0: input should be greater",
+    ),
+    (changed(DOCTOR, hosts=["a", {"nome": "b"}]), r"hosts\[1\].name: field required"),
+    (changed(DTFM, gbps=[[2, None], [1, 2]]), "link d0 -> d1: rate nan bit/s"),
     (changed(REGIONS, links=[]), "no link between Ohio and Tokyo; add one to links"),
     (changed(REGIONS, links=[["Ohio", "Paris", 1, 1]]), "'Paris' is no region; use one of Ohio"),
     (changed(REGIONS, links=[["Ohio", "Tokyo"]]), "write two regions, milliseconds and Gbit/s"),
-    (changed(REGIONS, regions={"Ohio": 0}, links=[]), "regions.Ohio: hosts = 0"),
-    (changed(REGIONS, regions={}, links=[]), "regions is empty"),
+    (
+        changed(REGIONS, regions={"Ohio": 0}, links=[]),
+        r"regions.Ohio.hosts = 0: input should be greater than or equal to 1",
+    ),
+    (
+        changed(REGIONS, regions={}, links=[]),
+        "regions = {}: dictionary should have at least 1 item",
+    ),
 ]
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from thinpipe.launch.cuts.message_cost import Message
-from thinpipe.launch.plan.placement.cluster import Cluster, Host
+from thinpipe.launch.host.network import Host
+from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.events import Simulation
 from thinpipe.launch.plan.placement.workload import Workload
 from thinpipe.pipeline.schedule import ScheduleName
@@ -18,7 +19,7 @@ def cluster(rate_bps: list[list[float]], latency_s: float = 0.0, **fields: float
     latency_HH = np.full(rate_HH.shape, latency_s)
     np.fill_diagonal(rate_HH, math.inf)
     np.fill_diagonal(latency_HH, 0.0)
-    hosts = tuple(Host(f"h{index}", **fields) for index in range(len(rate_HH)))  # type: ignore[arg-type]
+    hosts = tuple(Host(name=f"h{index}", **fields) for index in range(len(rate_HH)))  # type: ignore[arg-type]
     return Cluster(hosts, rate_HH, latency_HH)
 
 
@@ -70,7 +71,7 @@ def test_two_devices_of_a_host_share_its_uplink() -> None:
     message = (Message(10**6),)  # a second
     silent = (Message(0),)
     work = workload(2, replicas=2, activations=message, gradients=silent, microbatches=1)
-    hosts = (Host("a", devices=2), Host("b", devices=2))
+    hosts = (Host(name="a", devices=2), Host(name="b", devices=2))
     shared = Cluster(hosts, np.array([[np.inf, 8e6], [8e6, np.inf]]), np.zeros((2, 2)))
     alone = Simulation(dataclasses.replace(work, replicas=1))(shared, np.array([[0, 2]]))[0]
     both = Simulation(work)(shared, np.array([[0, 2], [1, 3]]))[0]
@@ -80,7 +81,7 @@ def test_two_devices_of_a_host_share_its_uplink() -> None:
 
 def test_devices_of_a_host_have_unlimited_links() -> None:
     work = workload(2, activations=(Message(10**9),), gradients=(Message(10**9),), microbatches=1)
-    one = Cluster((Host("a", devices=2),), np.full((1, 1), np.inf), np.zeros((1, 1)))
+    one = Cluster((Host(name="a", devices=2),), np.full((1, 1), np.inf), np.zeros((1, 1)))
     assert Simulation(work)(one, column(2))[0] == 6
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from tests.launch.plan.placement.networks import random_cluster, small_workload
 from thinpipe.launch.cuts.message_cost import Message
+from thinpipe.launch.host.network import Host
 from thinpipe.launch.plan.placement.anneal_step import devices_of, estimate_step, plan_of
 from thinpipe.launch.plan.placement.bounds import step_bound
-from thinpipe.launch.plan.placement.cluster import Cluster, Host
+from thinpipe.launch.plan.placement.cluster import Cluster
 from thinpipe.launch.plan.placement.dtfm import DtfmSizes
 from thinpipe.launch.plan.placement.solve import Placement, solve_dtfm, solve_step
 from thinpipe.launch.plan.placement.step import StepModel, link_nbytes
@@ -91,21 +92,21 @@ def test_costs_on_the_curve_fall() -> None:
 
 
 def test_slow_devices_stay_idle_when_there_are_others() -> None:
-    hosts = tuple(Host(f"h{n}", speed=0.1 if n in (0, 3) else 1.0) for n in range(6))
+    hosts = tuple(Host(name=f"h{n}", speed=0.1 if n in (0, 3) else 1.0) for n in range(6))
     alike = Cluster(hosts, np.full((6, 6), 1e9), np.zeros((6, 6)))
     found = solve_step(alike, small_workload(2, 2, 0))
     assert not {0, 3} & set(found.grid_RP.ravel().tolist())
 
 
 def test_a_stage_goes_where_its_memory_is() -> None:
-    hosts = tuple(Host(f"h{n}", memory=8e9 if n in (1, 4) else 2e9) for n in range(6))
+    hosts = tuple(Host(name=f"h{n}", memory_gb=8 if n in (1, 4) else 2) for n in range(6))
     alike = Cluster(hosts, np.full((6, 6), 1e9), np.zeros((6, 6)))
     work = dataclasses.replace(small_workload(3, 2, 0), memory=(1e9, 1e9, 5e9))
     assert set(solve_step(alike, work).grid_RP[:, 2].tolist()) == {1, 4}
 
 
 def test_a_stage_that_fits_nowhere_is_refused() -> None:
-    hosts = tuple(Host(f"h{n}", memory=4e9) for n in range(4))
+    hosts = tuple(Host(name=f"h{n}", memory_gb=4) for n in range(4))
     alike = Cluster(hosts, np.full((4, 4), 1e9), np.zeros((4, 4)))
     work = dataclasses.replace(small_workload(2, 2, 0), memory=(1e9, 5e9))
     with pytest.raises(ValueError, match="stage 1 needs 5 GB and only 0 of 4 devices have that"):
