@@ -26,7 +26,6 @@ from thinpipe.pipeline.wire.exchange_header import (
     ExchangeHeader,
 )
 from thinpipe.pipeline.wire.pinned import brought_to, host_bytes, written_on
-from thinpipe.pipeline.wire.sparse import SparseCodec
 
 
 @dataclass(frozen=True)
@@ -215,8 +214,8 @@ class Frames:
         return total_n
 
     def _add(self, payload: Tensor, total_n: Tensor) -> None:
-        if isinstance(self.codec, SparseCodec):  # visits the kept values only
-            self.codec.decode_add(payload, total_n)
+        if (decode_add := getattr(self.codec, "decode_add", None)) is not None:
+            decode_add(payload, total_n)  # visits the kept values only
             return
         value_n = torch.empty_like(total_n)
         self.codec.decode(brought_to(total_n.device, payload)[None], value_n[None])

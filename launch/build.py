@@ -3,15 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from thinpipe.aqsgd.disk import DiskStore, RowFile
 from thinpipe.aqsgd.store import RamStore, Store
 from thinpipe.gradcomp.registry import load_method
-from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards
 from thinpipe.launch.components import Built
 from thinpipe.launch.config.boundary import Spec
 from thinpipe.launch.config.run import RunConfig
@@ -26,14 +24,16 @@ from thinpipe.pipeline.comm.link import Link
 from thinpipe.pipeline.comm.message import MessageCodec
 from thinpipe.pipeline.comm.transport import FIRST_CUT, Transport
 from thinpipe.pipeline.engine import EngineOptions, PipelineEngine
-from thinpipe.pipeline.models.build import StageModule
-from thinpipe.pipeline.models.own.stage import OwnStage
-from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.schedule import build_schedule
 from thinpipe.pipeline.stage import Channels, CompressedStage
 from thinpipe.pipeline.tied import TiedWeight
 from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD
+
+if TYPE_CHECKING:
+    from thinpipe.gradcomp.sharded.stage import StageShards
+    from thinpipe.pipeline.models.build import StageModule
+    from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline
 
 LinkMaker = Callable[[int, int], Link | None]
 """(upper stage, direction) -> this process's end; None where none is needed."""
@@ -126,16 +126,18 @@ def build(
 
 def build_stage(
     config: RunConfig, stage: int, devices: Sequence[torch.device]
-) -> StageModule | LocalPipeline:
+) -> "StageModule | LocalPipeline":
     """The module of a stage, spread over the devices if there are several."""
     bounds = (0, *config.pipeline.cuts, config.model.layers)
 
-    def part(first: int, stop: int, device: torch.device) -> StageModule:
+    def part(first: int, stop: int, device: torch.device) -> "StageModule":
         return config.model.build(first, stop, seed=config.run.seed, device=device)
 
     first, stop = bounds[stage], bounds[stage + 1]
     if len(devices) == 1:
         return part(first, stop, devices[0])
+    from thinpipe.pipeline.models.torchgpipe_stage import LocalPipeline  # imports torchgpipe
+
     return LocalPipeline(part, first, stop, devices=devices)
 
 
@@ -166,15 +168,15 @@ def _devices(config: RunConfig) -> list[torch.device]:
 
 
 def _tie(
-    config: RunConfig, modules: Mapping[int, StageModule | LocalPipeline]
+    config: RunConfig, modules: "Mapping[int, StageModule | LocalPipeline]"
 ) -> nn.Parameter | None:
     """Share the tied weight between stages of this rank, or return the copy to keep equal."""
     first, last = modules.get(0), modules.get(config.pipeline.stages - 1)
     ends = [stage for stage in (first, last) if stage is not None]
     weights = [stage.tied_weight() for stage in ends]
     if len(ends) == 2 and weights[0] is not None:
-        assert not isinstance(ends[1], LocalPipeline), "rejected by the config"
-        ends[1].share_tied_weight(weights[0])
+        one_device = cast("StageModule", ends[1])  # tied weights on several: rejected by the config
+        one_device.share_tied_weight(weights[0])
         return None
     trained = [weight for weight in weights if weight is not None and weight.requires_grad]
     return trained[0] if trained else None  # what LoRA freezes stays equal by itself
@@ -182,10 +184,10 @@ def _tie(
 
 def _shard(
     config: RunConfig,
-    modules: Mapping[int, StageModule | LocalPipeline],
+    modules: "Mapping[int, StageModule | LocalPipeline]",
     transport: Transport,
     devices: Sequence[torch.device],
-) -> tuple[Mapping[int, nn.Module], StageShards | None]:
+) -> "tuple[Mapping[int, nn.Module], StageShards | None]":
     """This rank's shards of its stages, or the stages as they are."""
     if config.pipeline.shards == 1:
         return modules, None
@@ -194,13 +196,12 @@ def _shard(
             f"pipeline.shards = {config.pipeline.shards}: sharded stages run on CPUs only; "
             'set pipeline.device = "cpu"'
         )
+    from thinpipe.gradcomp.sharded.stage import ShardedStage, StageShards  # with FSDP2
+
     return_freed_memory()
     group = transport.shard_group
-    held = {
-        stage: ShardedStage(module, module.parts(), group)
-        for stage, module in modules.items()
-        if not isinstance(module, LocalPipeline | OwnStage)  # rejected by the config
-    }
+    whole = cast("Mapping[int, Any]", modules)  # others than whole layers: rejected by the config
+    held = {stage: ShardedStage(part, part.parts(), group) for stage, part in whole.items()}
     what = f"stage {'+'.join(map(str, held))} shard"
     peers = transport.peers(transport.mesh.stage_shards, what)
     seed = config.run.seed | (1 << 16 | transport.mesh.rank) << 32  # those of cuts are below
@@ -278,6 +279,8 @@ def _store(config: RunConfig, spec: Spec, device: torch.device) -> Store:
         return RamStore(
             device if tier == "device" else torch.device("cpu"), pinned=tier == "pinned"
         )
+    from thinpipe.aqsgd.disk import DiskStore, RowFile
+
     folder = memory_folder(config)
     try:
         return DiskStore(RowFile(folder, row_nbytes(config, spec)))

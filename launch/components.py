@@ -1,14 +1,17 @@
 """What a rank trains with; `launch/build.py` joins it."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from thinpipe.gradcomp.sharded.stage import StageShards
 from thinpipe.launch.optimizer import Rates
 from thinpipe.pipeline.engine import PipelineEngine
 from thinpipe.pipeline.replica_sync import ReplicaSync
 from thinpipe.pipeline.stage import CompressedStage
+
+if TYPE_CHECKING:
+    from thinpipe.gradcomp.sharded.stage import StageShards
 
 
 @dataclass(frozen=True)
@@ -20,4 +23,4 @@ class Built:
     optimizer: torch.optim.Optimizer
     lr_schedule: Rates
     sync: ReplicaSync
-    shards: StageShards | None = None
+    shards: "StageShards | None" = None

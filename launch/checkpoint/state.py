@@ -11,7 +11,6 @@ from thinpipe.aqsgd.memory import ROWS
 from thinpipe.launch.checkpoint import files
 from thinpipe.launch.checkpoint.choice import ChosenCheckpoint
 from thinpipe.launch.checkpoint.contents import collect, distribute, snapshot, without_rows
-from thinpipe.launch.checkpoint.facts import check_facts
 from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, through_json
 from thinpipe.launch.checkpoint.reshard import Layout, restore
 from thinpipe.launch.checkpoint.resume import choose, place_of
@@ -166,6 +165,8 @@ class Checkpoints:
         Raises:
             CheckpointError: on every rank, if it is of another run.
         """
+        from thinpipe.launch.checkpoint.facts import check_facts  # compares settings
+
         manifest, problem = chosen.manifest, None
         self._serial, self._last_step = chosen.last_serial, manifest.step
         try:

@@ -51,6 +51,13 @@ def as_name(text: str) -> str:
     return re.sub(r"[^\w.-]", "-", text)[:63]
 
 
+def natural(name: str) -> list[tuple[int, str]]:
+    """host2 before host10."""
+    return [
+        (int(part or 0), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)
+    ]
+
+
 class NetworkConfig(BaseModel):
     """The key that all machines of a run share, and where they find each other.
 

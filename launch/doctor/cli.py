@@ -39,8 +39,9 @@ from thinpipe.launch.host.interfaces import (
     reachable_address,
 )
 from thinpipe.launch.host.packages import explain
+from thinpipe.launch.net.machines import several_machines
 from thinpipe.launch.net.overlay.control import OverlayError
-from thinpipe.launch.net.ranks.network import HostNetwork, several_machines
+from thinpipe.launch.net.ranks.network import HostNetwork
 
 EXIT_OK, EXIT_PROBLEM = 0, 1
 

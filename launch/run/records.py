@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinpipe.launch.config.run import RunConfig, write_config
 from thinpipe.launch.host import disk
@@ -16,18 +16,18 @@ from thinpipe.launch.host.resources import BackgroundLoad, usable_cores
 from thinpipe.launch.net.ranks.clock import seconds_ahead
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.view.report.edges import edges_of, traces_of
-from thinpipe.launch.view.report.html import write_report
 from thinpipe.launch.view.report.metric_table import scalars
 from thinpipe.launch.view.report.metrics import MetricsWriter, RunInfo, StepRecord, read_metrics
 from thinpipe.launch.view.report.summary import Summary, summarize
 from thinpipe.launch.view.report.timeline import Timeline
 from thinpipe.launch.view.terminal.display import Display
 from thinpipe.launch.view.terminal.final import what_is_left
-from thinpipe.launch.view.writers.writer import destination, open_writer
-from thinpipe.launch.view.writers.writer_thread import WriterThread
 from thinpipe.pipeline.comm.transport import Transport
 from thinpipe.pipeline.models.build import parameter_count, stage_counts
 from thinpipe.pipeline.stage import ComputeEvent
+
+if TYPE_CHECKING:
+    from thinpipe.launch.view.writers.writer_thread import WriterThread
 
 _LOAD_S = 20.0
 """Window over which the load of other processes is measured."""
@@ -77,6 +77,9 @@ class Records:
             place = error.filename or path
             disk.warn_once("steps", f"steps are not recorded: {place}: {disk.why(error, path)}")
         if tools := self._config.report.writers:
+            from thinpipe.launch.view.writers.writer import destination, open_writer
+            from thinpipe.launch.view.writers.writer_thread import WriterThread
+
             run, project = self._config.run, self._config.report.project
             settings = self._config.model_dump(mode="json")
             place = destination(run.path, run.name, project, settings, resume_step)
@@ -151,6 +154,8 @@ class Records:
         timeline: Timeline | None,
     ) -> bool:
         """A full disk is no reason to stop, or to hide why a run ended."""
+        from thinpipe.launch.view.report.html import write_report  # rank 0's at an evaluation
+
         folder = self._info.folder
         try:
             write_report(

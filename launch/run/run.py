@@ -16,17 +16,17 @@ from thinpipe.launch.checkpoint.run_folder import RunFolder
 from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.corpus import check_batch_size, sized_for
 from thinpipe.launch.data.sample_set import SampleSet
+from thinpipe.launch.host.packages import check_writers
 from thinpipe.launch.host.resources import rank_threads
 from thinpipe.launch.host.terminal import outlive_terminal
 from thinpipe.launch.memory.host import check_host
-from thinpipe.launch.net.ranks.elastic import ranks_here
 from thinpipe.launch.net.ranks.handshake import HandshakeError, agree_now
+from thinpipe.launch.net.ranks.network import ranks_here
 from thinpipe.launch.net.ranks.restarts import STOPPED, refuse_restarts
 from thinpipe.launch.net.ranks.session import Session, StopFlag, TerminatedError, join
 from thinpipe.launch.run.training import Training
 from thinpipe.launch.run.weights import save_model
 from thinpipe.launch.view.report.metrics import StepRecord
-from thinpipe.launch.view.writers.writer import problem_if_writing
 from thinpipe.pipeline.batch import Batch
 from thinpipe.pipeline.models.own.config import OwnModelConfig
 
@@ -60,7 +60,7 @@ class RankRun:
         """
         self.config, self._resume, self._show = config, resume, show
         self._facts, self._given = facts or {}, given or ProgramParts()
-        self._problem = problem or problem_if_writing(config.report.writers)
+        self._problem = problem or _problem_if_writing(config)
         outlive_terminal()
         self._stack, self._joined, self._stop = ExitStack(), ExitStack(), StopFlag()
         self._session: Session | None = None
@@ -231,3 +231,13 @@ class RankRun:
         if self._training is None:
             raise ValueError(f"{what}: nothing was trained yet; use it after run.batches")
         return self._training
+
+
+def _problem_if_writing(config: RunConfig) -> str | None:
+    """A package that is missing on rank 0, which writes; other machines need none."""
+    if os.environ.get("RANK") == "0":
+        try:
+            check_writers(config.report.writers)
+        except ValueError as error:
+            return str(error)
+    return None

@@ -27,7 +27,6 @@ from thinpipe.launch.run.first_weights import begin_alike
 from thinpipe.launch.run.proof import Proof
 from thinpipe.launch.run.records import Records, describe_run, gather_events, timeline_of
 from thinpipe.launch.run.skips import Skips
-from thinpipe.launch.trained.model import start_from_run
 from thinpipe.launch.view.report.edge_trace import EdgeTrace
 from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.launch.view.report.timeline import Timeline
@@ -114,7 +113,10 @@ class Training:
         )
         started = None
         if not resume.chosen:
-            started = start_from_run(self.built, config)
+            if config.model.from_run:
+                from thinpipe.launch.trained.model import start_from_run
+
+                started = start_from_run(self.built, config)
             begin_alike(self.built, self._session.transport)
         # after the first epoch, when AQ-SGD sends changes
         first = max(self.start, self._sampler.steps_per_epoch)

@@ -2,18 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import nn
 
 from thinpipe.pipeline.models.hf.config import HuggingFaceConfig
-from thinpipe.pipeline.models.hf.stage import HuggingFaceStage
 from thinpipe.pipeline.models.own.config import OwnModelConfig
-from thinpipe.pipeline.models.own.stage import OwnStage
-from thinpipe.pipeline.models.transformer import TransformerConfig, TransformerStage
+from thinpipe.pipeline.models.transformer import TransformerConfig
+
+if TYPE_CHECKING:
+    from thinpipe.pipeline.models.hf.stage import HuggingFaceStage
+    from thinpipe.pipeline.models.own.stage import OwnStage
+    from thinpipe.pipeline.models.transformer import TransformerStage
 
 ModelConfig = TransformerConfig | HuggingFaceConfig | OwnModelConfig
-StageModule = TransformerStage | HuggingFaceStage | OwnStage
+StageModule: TypeAlias = "TransformerStage | HuggingFaceStage | OwnStage"
 
 
 def trainable(module: nn.Module) -> Iterator[nn.Parameter]:

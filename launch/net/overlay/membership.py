@@ -1,12 +1,12 @@
 """Which hosts a run has: they join at the coordinator, which numbers them by name."""
 
-import re
 import secrets
 from dataclasses import dataclass
 from ipaddress import IPv4Address
 
 from pydantic import BaseModel, ConfigDict
 
+from thinpipe.launch.config.network import natural
 from thinpipe.launch.net.overlay.links.handshake import Hello, Name
 
 MOST_HOSTS = 4095
@@ -110,10 +110,3 @@ class Membership:
         known = self._hosts.get(name)
         if known is not None and known.instance == instance and not self.peer_list.is_complete:
             del self._hosts[name]
-
-
-def natural(name: str) -> list[tuple[int, str]]:
-    """host2 before host10."""
-    return [
-        (int(part or 0), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)
-    ]

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinpipe.launch.net.overlay.control import ADDRESS, Client, OverlayError
-from thinpipe.launch.net.overlay.links.link import SILENT_S
+from thinpipe.launch.net.overlay.settings import SILENT_S
 
 
 def open_ports(

@@ -5,6 +5,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+SILENT_S = 2.5
+"""After this long without a byte (five heartbeats) a connection is replaced by a new one."""
+
 
 class Settings(BaseModel):
     """`coordinator` is where the hosts join; None on that host, whose `store_port` is a local port.

@@ -20,14 +20,13 @@ from thinpipe.launch.config.cli_options import USAGE_ERROR
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.host.resources import rank_threads
 from thinpipe.launch.host.terminal import print_error
+from thinpipe.launch.net.machines import several_machines
 from thinpipe.launch.net.overlay.control import OverlayError
 from thinpipe.launch.net.ranks import fork_server, rendezvous
 from thinpipe.launch.net.ranks.failures import death_by
 from thinpipe.launch.net.ranks.network import (
-    PLACED,
     HostNetwork,
     one_machine,
-    several_machines,
 )
 from thinpipe.launch.net.ranks.restarts import STOPPED
 from thinpipe.launch.net.ranks.stopping import Stop
@@ -205,11 +204,3 @@ def _silence(logger: logging.Logger, handler: logging.Handler) -> None:
     """Child loggers too, whatever their level."""
     logger.addHandler(handler)
     logger.propagate = False
-
-
-def ranks_here() -> Sequence[int]:
-    """The ranks on this host, which launchers number consecutively unless the run places them."""
-    if PLACED in os.environ:
-        return [int(rank) for rank in os.environ[PLACED].split(",")]
-    first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", "0"))
-    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

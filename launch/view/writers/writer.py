@@ -1,15 +1,13 @@
 """What a tool that keeps a run's numbers is given, and what it must offer."""
 
-import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
 from thinpipe.launch.host import disk
-from thinpipe.launch.host.packages import check_writers
 
 _ID_FILE = "run_id"
 
@@ -59,13 +57,3 @@ def open_writer(tool: str, place: Destination) -> Writer:
     """Imports the tool; some take seconds."""
     writer: Writer = import_module(f"thinpipe.launch.view.writers.{tool}").open_writer(place)
     return writer
-
-
-def problem_if_writing(tools: Iterable[str]) -> str | None:
-    """What is missing on rank 0, which writes; other machines need no such package."""
-    if os.environ.get("RANK") == "0":
-        try:
-            check_writers(tools)
-        except ValueError as error:
-            return str(error)
-    return None

@@ -8,7 +8,8 @@ from torch.distributed import TCPStore
 from tests.ports import free_port
 from thinpipe.launch.config.network import NetworkConfig
 from thinpipe.launch.doctor.group import DoctorError, HostGroup, join_group
-from thinpipe.launch.net.ranks.network import HostNetwork, several_machines
+from thinpipe.launch.net.machines import several_machines
+from thinpipe.launch.net.ranks.network import HostNetwork
 
 
 def place(port: int) -> HostNetwork:

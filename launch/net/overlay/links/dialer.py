@@ -18,9 +18,10 @@ from thinpipe.launch.net.overlay.links.handshake import (
     peer_name,
     receive,
 )
-from thinpipe.launch.net.overlay.links.link import SILENT_S, Link
+from thinpipe.launch.net.overlay.links.link import Link
 from thinpipe.launch.net.overlay.links.loop import Loop, Steps
 from thinpipe.launch.net.overlay.links.tcp import Segments
+from thinpipe.launch.net.overlay.settings import SILENT_S
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _LOOK_S = 20.0

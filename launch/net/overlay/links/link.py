@@ -26,10 +26,9 @@ from thinpipe.launch.net.overlay.links.tcp import (
     limit_unsent,
     read_state,
 )
+from thinpipe.launch.net.overlay.settings import SILENT_S
 
 BEAT_S = 0.5
-SILENT_S = 2.5
-"""After this long without a byte (five heartbeats) the connection is replaced by a new one."""
 _PORT = struct.Struct("!H")
 _MOST_STREAMS = 4096
 _MOST_UNACKNOWLEDGED = 64 << 20

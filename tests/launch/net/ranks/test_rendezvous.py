@@ -17,8 +17,8 @@ from tests.launch.test_train import run_file, thinpipe
 from tests.ports import free_port
 from tests.waiting import PATIENCE_S, until
 from thinpipe.launch.config.network import NetworkConfig
+from thinpipe.launch.net.machines import several_machines
 from thinpipe.launch.net.ranks import fork_server
-from thinpipe.launch.net.ranks.network import several_machines
 from thinpipe.launch.net.ranks.rendezvous import Rendezvous
 from thinpipe.launch.net.ranks.stopping import Stop
 

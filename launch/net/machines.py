@@ -1,0 +1,118 @@
+"""Joining the machines of a run: over the overlay, or openly where its network is trusted."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from ipaddress import ip_address
+
+from thinpipe.launch.config.network import NOT_LISTENING, NetworkConfig
+from thinpipe.launch.host.interfaces import (
+    Interface,
+    family_of,
+    format_endpoint,
+    interface_to,
+    interfaces,
+    is_own_address,
+    parse_endpoint,
+    reachable_address,
+    resolve,
+    serve,
+)
+from thinpipe.launch.net.overlay.membership import MOST_HOSTS
+from thinpipe.launch.net.overlay.process import Overlay
+from thinpipe.launch.net.overlay.settings import Settings
+from thinpipe.launch.net.ranks.network import LOOPBACK, HostNetwork, limit_lookups, openly
+
+_LINK_STATES = {
+    "silent": "connection to {} lost ({}); connecting again",
+    "back": "connection to {} is back",
+    "lost": "{} is given up: {}",
+    "left": "{} has left the run",
+}
+
+
+def several_machines(
+    config: NetworkConfig,
+    endpoint: str,
+    hosts: int,
+    *,
+    limit_s: float,
+    log: Callable[[str], None],
+    expected: Sequence[str] = (),
+) -> HostNetwork:
+    """Join the hosts of a run; with an overlay, wait for all of them, `expected` by name if known.
+
+    Raises:
+        ValueError: there is no key, a lost host would be waited for longer than `limit_s`, or the
+            endpoint cannot be resolved or reached.
+        OverlayError: not all hosts joined.
+    """
+    if hosts > MOST_HOSTS:
+        raise ValueError(f"--nnodes = {hosts}: a run has at most {MOST_HOSTS} machines")
+    limit_lookups()
+    host, port = parse_endpoint(endpoint)
+    address = reachable_address(host)
+    if ip_address(address).is_loopback:
+        return openly(endpoint, LOOPBACK, (address, port), config.own_name())
+    if config.trusted:
+        own = _chosen_interface(address).address
+        return openly(endpoint, own, (address, port), config.own_name())
+    _check_patience(config.patience_s, limit_s)
+    coordinates = is_own_address(address)
+    if coordinates and config.listen == NOT_LISTENING:
+        raise ValueError(
+            f'network.listen = "none": {endpoint} (--rdzv) is this machine, which the others must '
+            "reach; remove the setting here, or name another machine with --rdzv"
+        )
+    listen = config.listens_at(_chosen_interface(address).address, port)
+    server = serve((LOOPBACK, 0)) if coordinates else None
+    overlay = Overlay(
+        Settings(
+            name=config.own_name(),
+            key_file=config.find_key(),
+            needed=hosts,
+            listen=listen and _resolved(listen, "network.listen"),
+            coordinator=None if coordinates else (address, port),
+            peers={
+                name: _resolved(parse_endpoint(where), f"network.peers.{name}")
+                for name, where in config.peers.items()
+            },
+            patience_s=config.patience_s,
+            store_port=server.getsockname()[1] if server is not None else None,
+        )
+    )
+    overlay.on_link = lambda peer, state, reason: log(_LINK_STATES[state].format(peer, reason))
+    log(f"waiting for {hosts} machines at {endpoint}, at most {limit_s:.0f} s")
+    try:
+        overlay.join(limit_s, log, expected=expected)
+        store = (LOOPBACK, int(overlay.client().ask("store_port")))
+    except BaseException:
+        overlay.close()
+        raise
+    own, order = overlay.address(overlay.name), [overlay.peer_list.index(overlay.name)]
+    return HostNetwork(endpoint, own, store, server, [*order], overlay.name, overlay)
+
+
+def _check_patience(patience_s: float, limit_s: float) -> None:
+    if patience_s >= limit_s:
+        raise ValueError(
+            f"network.patience_s = {patience_s:g}: ranks wait for each other only "
+            f"{limit_s:g} s (pipeline.peer_timeout_s); use a shorter patience, or raise the other"
+        )
+
+
+def _chosen_interface(other: str) -> Interface:
+    """The one that GLOO_SOCKET_IFNAME names, if another host can reach it."""
+    named = interfaces().get(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    if named is None or named.is_loopback:
+        return interface_to(other)
+    same = [own for own in named.addresses if family_of(own) == family_of(other)]
+    return replace(named, address=same[0]) if same else interface_to(other)
+
+
+def _resolved(where: tuple[str, int], setting: str) -> tuple[str, int]:
+    """With an address for the name: the relay must not wait for a name server."""
+    try:
+        return resolve(where[0]), where[1]
+    except ValueError as error:
+        raise ValueError(f"{setting} = {format_endpoint(*where)}: {error}") from None
