@@ -6,7 +6,7 @@ from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.data.load import load
 from thinpipe.launch.data.sample_set import SampleSet
-from thinpipe.pipeline.models.own.config import Example, OwnModelConfig
+from thinpipe.pipeline.models.kind import Example
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,9 @@ def check_data(config: RunConfig) -> Corpus:
     Raises:
         ValueError, OSError, ImportError: data are missing or too short.
     """
-    model = config.model
-    vocab = None if isinstance(model, OwnModelConfig) else model.vocab
+    model, seed = config.model, config.run.seed
     corpus = Corpus(
-        *load(config.data, seed=config.run.seed, vocab=vocab, classes=model.classes or 2)
+        *load(config.data, seed=seed, vocab=model.token_limit, classes=model.classes or 2)
     )
     check_batch_size(config, corpus.train)
     return corpus
@@ -76,9 +75,7 @@ def with_sizes(config: RunConfig) -> RunConfig:
     Raises:
         ValueError, OSError, ImportError: the data cannot be loaded, or do not fit the model.
     """
-    if not isinstance(config.model, OwnModelConfig):
-        return config
-    return sized_for(config, check_data(config).train)
+    return sized_for(config, check_data(config).train) if config.model.is_own else config
 
 
 def sized_for(config: RunConfig, training: SampleSet) -> RunConfig:
@@ -87,7 +84,8 @@ def sized_for(config: RunConfig, training: SampleSet) -> RunConfig:
     Raises:
         ValueError: the model does not take them, or cannot be cut where the config says.
     """
-    assert isinstance(config.model, OwnModelConfig)
+    if not config.model.is_own:
+        return config
     batch = training.batch([0])
     example = Example(*(part[0].to("meta") for part in (batch.inputs_BT, batch.targets)))
     sized = config.model_copy(update={"model": config.model.with_example(example)})

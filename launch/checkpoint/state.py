@@ -22,7 +22,6 @@ from thinpipe.launch.checkpoint.transaction import (
     Transaction,
 )
 from thinpipe.launch.components import Built
-from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.sections import CheckpointConfig
 from thinpipe.launch.data.config import DataConfig
 from thinpipe.launch.net.overlay.ranks import gone_for_good
@@ -260,9 +259,9 @@ class Checkpoints:
             raise CheckpointError(problems[0])
 
 
-def saved_so_far(config: RunConfig, resume: str) -> str:
+def saved_so_far(run_folder: Path, resume: str) -> str:
     """How to continue a run that has stopped; `resume` is the option."""
-    step = files.newest(config.run.path / "checkpoints")
+    step = files.newest(run_folder / "checkpoints")
     if step is None:
         return "no checkpoint was saved yet"
     return f"everything up to step {step} is saved; continue from there with {resume}"

@@ -26,7 +26,6 @@ from thinpipe.launch.memory.host import added_nbytes
 from thinpipe.launch.memory.model import block_memory, exchange_cost
 from thinpipe.launch.net.ranks.gather import gather_json
 from thinpipe.launch.net.ranks.session import Session
-from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 _log = logging.getLogger(__name__)
 _NOISE = 1.15
@@ -161,7 +160,7 @@ def find_cuts(
     down, up = messages[first, "forward"], messages[first, "backward"]
     # without a spare core, a stage in the middle encodes and decodes twice on top of its compute
     above_s, below_s = down.decode_s + up.encode_s, down.encode_s + up.decode_s
-    allowed, link_s = set(_places(config)), _link_seconds(config, down, up, network)
+    allowed, link_s = set(config.model.cut_places(stages)), _link_seconds(config, down, up, network)
     added, without = [[0] * count] * stages, [0] * stages
     if memory_limit is not None:
         added, without = added_nbytes(
@@ -190,14 +189,6 @@ def _link_seconds(
         max(payload.link_s(a, b, down.nbytes), payload.link_s(b, a, up.nbytes)) * (a != b)
         for a, b in pairwise(ranks)
     ]
-
-
-def _places(config: RunConfig) -> Sequence[int]:
-    model = config.model
-    if not isinstance(model, OwnModelConfig):
-        return range(1, model.layers)
-    model.check_stages(config.pipeline.stages)
-    return model.places
 
 
 def _by_stage(config: RunConfig, everyone: Sequence[Any]) -> tuple[Blocks, list[float], list[bool]]:

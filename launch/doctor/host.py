@@ -178,7 +178,7 @@ def _capacity(ready: Ready, where: str, shares: Sequence[Share]) -> list[CheckRe
     copies = config.checkpoint.keep + 1  # the oldest is deleted after the new one is complete
     room, need = shutil.disk_usage(folder).free, copies * sum(most.parts)
     try:
-        check_space(config, most.parts)
+        check_space(config.run.path, most.parts)
     except ValueError as error:
         return [*results, problem(where, str(error), "")]
     if room < need:

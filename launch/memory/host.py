@@ -200,8 +200,12 @@ def check_host(config: RunConfig, sequences: int, ranks: Sequence[int]) -> list[
     places = {
         disk.existing(path).stat().st_dev for path in (memory_folder(config), config.run.path)
     }
-    check_space(config, found.parts, found.memories.disk if len(places) == 1 else 0)
-    notices = (space_notice(config, found.parts), cache_notice(config.pipeline.device))
+    check_space(config.run.path, found.parts, found.memories.disk if len(places) == 1 else 0)
+    kept = config.checkpoint.keep
+    notices = (
+        space_notice(config.run.path, kept, found.parts),
+        cache_notice(config.pipeline.device),
+    )
     return [notice for notice in notices if notice]
 
 
@@ -217,7 +221,7 @@ def show_host(console: Console, config: RunConfig, sequences: int, ranks: Sequen
         f"a checkpoint: {format_bytes(sum(found.parts))} on disk; {folder} has "
         f"{format_bytes(shutil.disk_usage(folder).free)} free"
     )
-    if notice := space_notice(config, found.parts):
+    if notice := space_notice(config.run.path, config.checkpoint.keep, found.parts):
         console.print(notice)
     if device_type(config.pipeline.device) == "cuda":
         most = max(models[config.mesh(rank).position].total for rank in ranks)

@@ -20,7 +20,6 @@ from thinpipe.launch.memory.exchange import ExchangeCost, measure_exchange
 from thinpipe.launch.memory.microbatches import in_flight, microbatch_shape
 from thinpipe.pipeline.batch import Samples
 from thinpipe.pipeline.models.build import trainable
-from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 _WORD = 4  # bytes of an fp32 number
 _MOST_REPLICAS = 4
@@ -184,7 +183,7 @@ def block_memory(config: RunConfig) -> list[BlockRun]:
 def _block(config: RunConfig, first: int, seen: dict[Any, ModelMemory]) -> ModelMemory:
     """One block; those with equal parameters are counted once, but for a user's own."""
     module: Any = config.model.build(first, first + 1, seed=0, device="meta")
-    if not isinstance(config.model, OwnModelConfig):
+    if not config.model.is_own:
         shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
         key = (first == 0, first == config.model.layers - 1, shapes)
         if key not in seen:
@@ -233,7 +232,8 @@ def _kept(
     config: RunConfig, first: int, module: Any, known: Container[int]
 ) -> tuple[dict[int, int], list[Any]]:
     """Bytes of a microbatch by storage, without those that are `known`; and what holds them."""
-    x, targets = made_up(config, first, microbatch_shape(config), device=torch.device("cpu"))
+    shape = microbatch_shape(config)
+    x, targets = config.model.made_up(first, shape, device=torch.device("cpu"))
     x.requires_grad_(x.is_floating_point())
     kept, alive = {x.untyped_storage()._cdata: x.nbytes}, [x]
 
@@ -250,25 +250,6 @@ def _kept(
         if first == config.model.layers - 1:
             output = config.model.objective().loss_sum(output, targets)
     return kept, [*alive, output]
-
-
-def made_up(
-    config: RunConfig, first: int, shape: torch.Size, *, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Inputs of a block, and targets, for a microbatch of that shape."""
-    model, (samples, tokens, _) = config.model, shape
-    if isinstance(model, OwnModelConfig):
-        x, target = model.example
-        x = x if first == 0 else model.outputs[first - 1][0]
-        inputs, targets = (
-            torch.zeros(samples, *part.shape, dtype=part.dtype, device=device)
-            for part in (x, target)
-        )
-        return (inputs.normal_() if inputs.is_floating_point() else inputs), targets
-    tokens_BT = torch.randint(min(256, model.vocab), (samples, tokens), device=device)
-    labels_B = torch.zeros(samples, dtype=torch.int64, device=device)
-    x = tokens_BT if first == 0 else torch.randn(shape, device=device)
-    return x, tokens_BT if model.classes is None else labels_B
 
 
 def _fill(module: nn.Module) -> None:

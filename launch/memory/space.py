@@ -2,15 +2,15 @@
 
 import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 from thinpipe.launch.checkpoint import files
-from thinpipe.launch.config.run import RunConfig
 from thinpipe.launch.config.toml import ConfigError
 from thinpipe.launch.host import disk
 from thinpipe.launch.host.words import format_bytes
 
 
-def check_space(config: RunConfig, parts: Sequence[int], memories: int = 0) -> None:
+def check_space(run_folder: Path, parts: Sequence[int], memories: int = 0) -> None:
     """Check that a checkpoint fits; `parts` are the bytes that each rank on this host saves.
 
     `memories` are the bytes of the activation cache on the same disk.
@@ -18,12 +18,12 @@ def check_space(config: RunConfig, parts: Sequence[int], memories: int = 0) -> N
     Raises:
         ConfigError: it does not fit, or a part is larger than a file may be.
     """
-    folder, nbytes = disk.existing(config.run.path), sum(parts)
+    folder, nbytes = disk.existing(run_folder), sum(parts)
     free, limit = shutil.disk_usage(folder).free, disk.file_size_limit()
     if nbytes + memories > free:
         cache = f" next to {format_bytes(memories)} of activation cache" if memories else ""
         raise ConfigError(
-            f"run.folder = {config.run.path}: a checkpoint takes {format_bytes(nbytes)}{cache}, "
+            f"run.folder = {run_folder}: a checkpoint takes {format_bytes(nbytes)}{cache}, "
             f"but {folder} has {format_bytes(free)} free; free disk space, or name a folder on a "
             "larger disk"
         )
@@ -34,20 +34,20 @@ def check_space(config: RunConfig, parts: Sequence[int], memories: int = 0) -> N
         )
     if not disk.has_inodes(folder):
         raise ConfigError(
-            f"run.folder = {config.run.path}: its file system has no inodes left; remove files, "
+            f"run.folder = {run_folder}: its file system has no inodes left; remove files, "
             "however small, or name a folder on another disk"
         )
 
 
-def space_notice(config: RunConfig, parts: Sequence[int]) -> str | None:
+def space_notice(run_folder: Path, keep: int, parts: Sequence[int]) -> str | None:
     """A notice if one checkpoint fits, but not as many as are kept."""
-    folder, root = disk.existing(config.run.path), config.run.path / "checkpoints"
-    lacking = config.checkpoint.keep + 1 - len(files.steps(root))
+    folder, root = disk.existing(run_folder), run_folder / "checkpoints"
+    lacking = keep + 1 - len(files.steps(root))
     need, free = lacking * sum(parts), shutil.disk_usage(folder).free
     if need <= free:
         return None
     return (
-        f"note: checkpoint.keep = {config.checkpoint.keep}: those still to come and one being "
+        f"note: checkpoint.keep = {keep}: those still to come and one being "
         f"written take {format_bytes(need)}, but {folder} has {format_bytes(free)} free; saving "
         "will fail unless you free some, or lower checkpoint.keep"
     )

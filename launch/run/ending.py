@@ -73,7 +73,7 @@ def end_failed(
     quiet = isinstance(error, (*clear, ImportError, SystemExit))
     if speaks() and config is not None and not quiet:
         asked = isinstance(error, (TerminatedError, KeyboardInterrupt))
-        print_error(f"{'stopped: ' * asked}{saved_so_far(config, resume)}")
+        print_error(f"{'stopped: ' * asked}{saved_so_far(config.run.path, resume)}")
     end_now(code)
 
 

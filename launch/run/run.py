@@ -28,7 +28,6 @@ from thinpipe.launch.run.training import Training
 from thinpipe.launch.run.weights import save_model
 from thinpipe.launch.view.report.metrics import StepRecord
 from thinpipe.pipeline.batch import Batch
-from thinpipe.pipeline.models.own.config import OwnModelConfig
 
 
 class RankRun:
@@ -206,8 +205,7 @@ class RankRun:
         problem, notices = None, []
         try:
             check_batch_size(config, samples)
-            if isinstance(config.model, OwnModelConfig):
-                config = sized_for(config, samples)
+            config = sized_for(config, samples)
             notices = check_host(config, len(samples), ranks_here())
         except ValueError as error:
             problem = str(error)

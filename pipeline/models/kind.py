@@ -2,14 +2,22 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict
+from torch import Tensor
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.loss import Objective
     from thinpipe.pipeline.models.build import StageModule
+
+
+class Example(NamedTuple):
+    """Shape and type of one sample's input and target, as tensors on the meta device."""
+
+    x: Tensor
+    target: Tensor
 
 
 class ModelKind(BaseModel):
@@ -20,6 +28,9 @@ class ModelKind(BaseModel):
     tag: ClassVar[Literal["shape", "folder", "own"]]
     """What the section is called in errors."""
     if TYPE_CHECKING:  # fields of some kinds, constants of others
+
+        @property
+        def layers(self) -> int: ...
 
         @property
         def classes(self) -> int | None: ...
@@ -81,6 +92,29 @@ class ModelKind(BaseModel):
     @abstractmethod
     def sample_shape(self, tokens: int) -> tuple[int, int]:
         """[T, D] of a sample of so many tokens at every cut."""
+
+    @property
+    def token_limit(self) -> int | None:
+        """The vocabulary's size; None if samples need not be tokens."""
+        return None
+
+    def with_example(self, _: Example) -> Self:
+        """The same, for samples like this one: messages of a custom model have sizes then."""
+        return self
+
+    @abstractmethod
+    def made_up(
+        self, first: int, shape: torch.Size, *, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Inputs of a block, and targets, for a microbatch of that shape."""
+
+    def cut_places(self, _: int) -> Sequence[int]:
+        """Where it can be cut into so many stages.
+
+        Raises:
+            ValueError: in too few places.
+        """
+        return range(1, self.layers)
 
     def check_files(self) -> None:
         """Look at files without reading weights, unless a self-check is asked for.
@@ -148,8 +182,21 @@ class TokenModel(ModelKind):
     def longest(self) -> str:
         """The longest sequence, in words, and the remedy for a longer one."""
 
+    @property
+    def token_limit(self) -> int:
+        return self.vocab
+
     def sample_shape(self, tokens: int) -> tuple[int, int]:
         return tokens, self.width
+
+    def made_up(
+        self, first: int, shape: torch.Size, *, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        samples, tokens, _ = shape
+        tokens_BT = torch.randint(min(256, self.vocab), (samples, tokens), device=device)
+        labels_B = torch.zeros(samples, dtype=torch.int64, device=device)
+        x = tokens_BT if first == 0 else torch.randn(shape, device=device)
+        return x, tokens_BT if self.classes is None else labels_B
 
     def check_tokens(self, tokens: int, tokenizer: str) -> None:
         if tokens > self.context:

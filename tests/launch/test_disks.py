@@ -103,9 +103,9 @@ def test_a_file_size_limit_below_a_part_is_refused(run_file: Path) -> None:
     config, before = load_config(run_file, []), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
     try:
-        check_space(config, [2**20, 5])
+        check_space(config.run.path, [2**20, 5])
         with pytest.raises(ConfigError, match=r"`ulimit -f` allows files of 1\.05 MB, but a rank"):
-            check_space(config, [2**20 + 1, 5])
+            check_space(config.run.path, [2**20 + 1, 5])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

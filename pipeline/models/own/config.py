@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import PrivateAttr, ValidationInfo, model_validator
 from torch import Tensor, nn
 
-from thinpipe.pipeline.models.kind import ModelKind
+from thinpipe.pipeline.models.kind import Example, ModelKind
 
 if TYPE_CHECKING:
     from thinpipe.pipeline.loss import Objective
@@ -20,13 +20,6 @@ if TYPE_CHECKING:
 
 _SAMPLES = 2
 """In the batch whose shapes are computed: enough to tell the axis of samples from others."""
-
-
-class Example(NamedTuple):
-    """Shape and type of one sample's input and target, as tensors on the meta device."""
-
-    x: Tensor
-    target: Tensor
 
 
 @dataclass(frozen=True)
@@ -77,8 +70,7 @@ class OwnModelConfig(ModelKind):
             self._functions = info.context.get("functions")
         return self
 
-    def with_example(self, example: Example) -> "OwnModelConfig":
-        """The same, for samples like this one: messages have sizes then."""
+    def with_example(self, example: Example) -> Self:
         config = self.model_copy()
         config.__dict__.pop("outputs", None)
         config._example = example
@@ -208,6 +200,21 @@ class OwnModelConfig(ModelKind):
 
     def sample_shape(self, tokens: int) -> tuple[int, int]:
         return self.usual_shape or (1, 1)  # a model that cannot be cut sends nothing
+
+    def made_up(
+        self, first: int, shape: torch.Size, *, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        x, target = self.example
+        x = x if first == 0 else self.outputs[first - 1][0]
+        inputs, targets = (
+            torch.zeros(shape[0], *part.shape, dtype=part.dtype, device=device)
+            for part in (x, target)
+        )
+        return (inputs.normal_() if inputs.is_floating_point() else inputs), targets
+
+    def cut_places(self, stages: int) -> Sequence[int]:
+        self.check_stages(stages)
+        return self.places
 
     @property
     def could_be_tied(self) -> bool:
