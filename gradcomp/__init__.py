@@ -1,1 +1,1 @@
-"""What replicas of a stage exchange: a file per method in `methods/`."""
+"""Exchange between replicas of a stage: a file per method in `methods/`."""

@@ -29,7 +29,7 @@ _EXACT = Cast("fp32")
 
 
 class Averaging(Protocol):
-    """What is special about a method."""
+    """Settings that tell methods apart."""
 
     def begin(self, buckets: Sequence[FlatBucket]) -> None:
         """Replicas are equal: before the first step."""

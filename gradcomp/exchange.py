@@ -42,7 +42,7 @@ class ExchangeKey:
 
 @dataclass(frozen=True)
 class Reduced:
-    """What `reduce_sharded` leaves on a replica.
+    """Result of `reduce_sharded` on a replica.
 
     `seen` is what the servers received of this replica's `targets`; `results` is the answer, equal
     on all replicas; `left_n` is what this server's answer lacks of what it was to be.
@@ -197,7 +197,7 @@ class Frames:
             self.codec.decode(brought_to(out_n.device, payload)[None], out_n[None])
 
     def payload(self, message: Tensor, phase: int, sender: int) -> Tensor:
-        """What follows the header, which is checked."""
+        """The payload after the header, which is checked."""
         self._header(phase, sender).check(message)
         return message[EXCHANGE_HEADER_NBYTES:]
 

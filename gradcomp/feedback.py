@@ -30,7 +30,7 @@ class Residuals(Staged):
 
 
 class FeedbackReducer(ABC):
-    """What reducers share whose only state is residuals; each adds `reduce`."""
+    """Base of reducers whose only state is residuals; each adds `reduce`."""
 
     def __init__(self, peers: Peers, codec: Codec) -> None:
         self._peers, self._codec, self._residuals = peers, codec, Residuals()

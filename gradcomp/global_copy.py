@@ -67,7 +67,7 @@ class SharedBucket(FlatBucket):
         self.global_N = self.local_N.float().clone()
         exact = self.local_N.dtype == torch.float32
         self.left_N = None if exact else torch.zeros_like(self.global_N)
-        """What this replica keeps besides its parameters."""
+        """State of this replica besides its parameters."""
 
     def capture(self) -> None:
         """Take the parameters as they are for the global ones: replicas are equal now."""

@@ -23,7 +23,7 @@ from thinpipe.pipeline.wire.codec import Codec
 
 
 class Reducer(Protocol):
-    """What is special about a method that exchanges gradients."""
+    """Settings that tell methods apart that exchange gradients."""
 
     def reduce(self, bucket: Bucket, flat_N: Tensor, key: ExchangeKey) -> Tensor:
         """Return the sum over the replicas; runs on the communication thread.

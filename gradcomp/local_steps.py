@@ -71,7 +71,7 @@ class LocalStepsConfig(TurnsConfig):
 
 
 class OuterStep(Protocol):
-    """What is special about a method."""
+    """Settings that tell methods apart."""
 
     def update(self, index: int, distance_N: Tensor, key: ExchangeKey) -> Tensor:
         """By how much the global model moves; runs on the communication thread.

@@ -240,7 +240,7 @@ class MoveExchange:
         )
 
     def _exchange_all(self, number: int, sample_2U: Tensor) -> tuple[list[_Update], Tensor | None]:
-        """What was found for each bucket, and what was measured; changes nothing."""
+        """The result for each bucket, and the measurements; changes nothing."""
         updates = [
             self._exchange(bucket, shards, number)
             for bucket, shards in zip(self._buckets, self._shards, strict=True)

@@ -21,7 +21,7 @@ class ExchangeOptions(BaseModel):
 
 
 class TrainOptions(Protocol):
-    """What a run's settings say of the optimizer."""
+    """A run's settings of the optimizer."""
 
     @property
     def lr(self) -> float:

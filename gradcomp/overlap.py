@@ -61,7 +61,7 @@ class Overlap:
         self._jobs = []
 
     def save(self) -> dict[str, Any]:
-        """What was found and not joined, for `state_dict`."""
+        """A result that was not joined, for `state_dict`."""
         found = [job.result() for job in self._jobs]
         for _, finished in found:
             self._side_stream.wait(finished)

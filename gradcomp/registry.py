@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Method(Protocol):
-    """What a method's file holds.
+    """The content of a method's file.
 
     It may also hold `optimizer(config, parameters, train, sync)`, which returns an optimizer or
     None; `sync` is what `build` returned.

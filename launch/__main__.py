@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _prepare() -> None:
-    """What a launcher does before it starts any process."""
+    """Prepare a launcher, before it starts any process."""
     leave_first_process()
     outlive_terminal()
     try:

@@ -53,7 +53,7 @@ class Wiring:
 
 @dataclass(frozen=True)
 class ProgramParts:
-    """What a program gives that a run file only names.
+    """Objects of a program that a run file only names.
 
     `optimizer` makes the optimizer of a rank's parameters; `schedule` is what its learning rates
     are multiplied by in a step (from 0).
@@ -291,7 +291,7 @@ def _store(config: RunConfig, spec: Spec, device: torch.device) -> Store:
 
 
 def _lr_factor(config: RunConfig, total_steps: int) -> Callable[[int], float] | None:
-    """What the learning rate of a step is multiplied by; None leaves it alone."""
+    """Factor of a step's learning rate; None leaves it alone."""
     train = config.train
     if not train.warmup_steps and train.decay == "none":
         return None

@@ -1,4 +1,4 @@
-"""What a shell completes, without the seconds that importing torch takes.
+"""Shell completion, without the seconds that importing torch takes.
 
 `completion.json` lists all commands and options; `python -m thinpipe.launch.cli` writes it.
 """

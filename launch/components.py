@@ -1,4 +1,4 @@
-"""What a rank trains with; `launch/build.py` joins it."""
+"""The parts that a rank trains with; `launch/build.py` joins them."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING

@@ -246,7 +246,7 @@ def _is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 
 def named_parameters(modules: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """What is trained of some modules, each parameter once."""
+    """Trained parameters of some modules, each once."""
     found: dict[nn.Parameter, str] = {}
     for module in modules:
         for name, parameter in module.named_parameters():

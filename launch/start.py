@@ -1,4 +1,4 @@
-"""What `thinpipe train` and `thinpipe run` do once their options are read."""
+"""Starts `thinpipe train` and `thinpipe run` once their options are read."""
 
 import os
 import sys

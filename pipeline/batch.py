@@ -1,4 +1,4 @@
-"""What every rank knows of the samples it works on, so that only hidden states cross the links.
+"""Samples as every rank knows them, so that only hidden states cross the links.
 
 Axes: B samples, T tokens.
 """
@@ -59,7 +59,7 @@ class Batch:
 
     @property
     def samples(self) -> Samples:
-        """What stage modules are given."""
+        """Inputs of stage modules."""
         return Samples(self.ids_B, self.mask_BT, self.segments_BT, self.prefix_BT)
 
     def counting(self, count: int) -> Self:

@@ -29,7 +29,7 @@ Repaired = tuple[tuple[int, int], ...]
 
 
 class Repair(NamedTuple):
-    """What was forgotten, and the bytes that all ranks sent to find out which samples it is."""
+    """Forgotten samples, and the bytes that all ranks sent to find out which samples it is."""
 
     repaired: Repaired = ()
     nbytes: int = 0

@@ -121,7 +121,7 @@ class GuardConfig(BaseModel):
 
 
 class BoundaryKind(BaseModel):
-    """What every kind of boundary answers for itself; kinds also have `kind` and `coding`."""
+    """Common base of boundary kinds; they also have `kind` and `coding`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -149,7 +149,7 @@ class BoundaryKind(BaseModel):
         return 0
 
     def notices(self, *, epochs: int) -> list[str]:
-        """What to tell of a run of so many epochs."""
+        """Notices for a run of so many epochs."""
         return []
 
     @property

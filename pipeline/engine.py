@@ -214,7 +214,7 @@ class PipelineEngine:
             )
 
     def take_events(self) -> list[ComputeEvent]:
-        """What this rank's stages computed in the last step."""
+        """Events of this rank's stages in the last step."""
         return [event for stage in self._stages.values() for event in stage.take_events()]
 
     def state_dict(self) -> dict[str, Any]:
@@ -291,7 +291,7 @@ class PipelineEngine:
         return "world" if self._sync.due(step) else "replica"
 
     def _count_tokens(self, batch: Batch) -> float:
-        """What losses are divided by; only ranks that need it ask other replicas."""
+        """Divisor of losses; only ranks that need it ask other replicas."""
         tokens = torch.tensor([self.objective.count(batch.targets)], dtype=torch.float64)
         needed = any(stage.is_last for stage in self._stages.values()) or self._cached_gradients
         scope: Scope = "stage" if self._sync.loss_scope == "global" else "shards"

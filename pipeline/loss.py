@@ -1,4 +1,4 @@
-"""What training minimises and evaluation counts: token losses, or one label per sample.
+"""Objectives of training and evaluation: token losses, or one label per sample.
 
 Axes: B samples, T tokens, V vocabulary, C classes.
 """
@@ -29,7 +29,7 @@ class Objective(Protocol):
         """How many losses the sum has; training divides by their number over all replicas."""
 
     def tally(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """What evaluation adds up over batches and replicas (float64).
+        """Numbers that evaluation adds up over batches and replicas (float64).
 
         The loss sum and the count come first.
         """
@@ -107,7 +107,7 @@ def _matthews(confusion_CC: Tensor) -> float:
 
 
 def loss_head(loss: Tensor, count: int) -> Tensor:
-    """What every tally begins with: loss sum and number of losses (float64)."""
+    """The beginning of every tally: loss sum and number of losses (float64)."""
     return torch.stack([loss.double().cpu(), torch.tensor(float(count), dtype=torch.float64)])
 
 

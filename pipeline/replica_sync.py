@@ -23,7 +23,7 @@ class ReplicaSync(Protocol):
     """Whether parameters are equal on all replicas after every step."""
 
     leaves: Literal["gradients", "updates"]
-    """What `before_step` leaves in `p.grad`. Updates are not clipped."""
+    """Content of `p.grad` after `before_step`. Updates are not clipped."""
 
     loss_scope: LossScope
     """Whose tokens the loss is divided by where it is differentiated."""
@@ -62,7 +62,7 @@ class ReplicaSync(Protocol):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a restart. Waits as `global_parameters` does, and changes nothing."""
+        """State for a restart. Waits as `global_parameters` does, and changes nothing."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; parameters were restored before."""

@@ -144,7 +144,7 @@ def single_stage_order(
 def rank_orders(
     name: ScheduleName, *, stages: int, ranks: int, microbatches: int, depth: int = DEPTH
 ) -> list[list[tuple[str, int, int]]]:
-    """What each rank of a pipeline computes, in order: (kind, stage, microbatch).
+    """Actions of each rank of a pipeline, in order: (kind, stage, microbatch).
 
     Kinds are F, B, and where a backward is in two parts I (inputs) and W (weights). Nothing needs
     to be connected.

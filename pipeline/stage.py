@@ -177,7 +177,7 @@ class CompressedStage(_PipelineStageBase):
         return y
 
     def events(self) -> list[ComputeEvent]:
-        """What was computed, coded and waited for since `take_events`; waits for a GPU."""
+        """Compute, coding and waits since `take_events`; waits for a GPU."""
         computed, self._computed = self._computed, []
         seconds = iter(self._watch.seconds([mark for event in computed for mark in event.marks]))
         for event in computed:

@@ -1,4 +1,4 @@
-"""What every rank shares with every other after a step: one vector, in one network hop."""
+"""The vector that all ranks share after a step, in one network hop."""
 
 import math
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from thinpipe.pipeline.wire.header import BACKWARD, DIRECTIONS, FORWARD, Directi
 
 
 class _Scalars(NamedTuple):
-    """What begins a rank's row of the vector; of all rows, a column or a sum for each."""
+    """The beginning of a rank's row of the vector; of all rows, a column or a sum for each."""
 
     loss: Any
     tokens: Any

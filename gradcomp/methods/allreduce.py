@@ -14,7 +14,7 @@ REPLICAS_EQUAL = True
 
 
 class Config(ExchangeOptions):
-    """What gradients travel as; sums are always made in fp32."""
+    """Format of gradients on the wire; sums are always made in fp32."""
 
     format: Literal["fp32", "bf16"] = "fp32"
 

@@ -56,7 +56,7 @@ class Unit:
 
 
 class Exchanges:
-    """What all units of a rank share: the other ranks, the thread, and how much was sent."""
+    """State that all units of a rank share: the other ranks, the thread, and how much was sent."""
 
     def __init__(self, peers: Peers, config: ShardsConfig, *, seed: int) -> None:
         """`seed` is this rank's own: ranks draw different numbers."""
@@ -295,7 +295,7 @@ class ScatterGradients:
 
 
 class _Pending(dist.Work):
-    """What FSDP waits for."""
+    """A handle that FSDP waits for."""
 
     def __init__(self, future: "Future[None]") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the shards of a stage send each other: the `[shards]` section."""
+"""Traffic between the shards of a stage: the `[shards]` section."""
 
 from typing import Annotated, Literal
 

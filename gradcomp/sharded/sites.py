@@ -137,7 +137,7 @@ class Sites:
         return found
 
     def _site_sums(self, key: ExchangeKey, parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What this site has for this rank and its counterparts, by site."""
+        """This site's sums for this rank and its counterparts, by site."""
         frames, me = Frames(key, _EXACT), self.rank
         columns = {
             mate: torch.cat(list(parts[mate % self._ranks :: self._ranks])) for mate in self._site

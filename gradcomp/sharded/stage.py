@@ -173,12 +173,12 @@ class StageShards:
 
     @property
     def remembered(self) -> list[Tensor]:
-        """What shards remember of each other's weights, equal on all of them."""
+        """Cached weights of other shards, equal on all of them."""
         memories = [gather.memory for gather in self._gathers if gather.memory is not None]
         return [tensor for memory in memories for tensor in memory.tensors]
 
     def state_dict(self) -> dict[str, Any]:
-        """What gathers learned and remember, by unit."""
+        """State of the gathers, by unit."""
         return {
             f"{unit}.{name}": value
             for unit, gather in enumerate(self._gathers)

@@ -10,7 +10,7 @@ from thinpipe.pipeline.wire.exchange_header import EXCHANGE_HEADER_NBYTES
 
 
 def units_of(stage: nn.Module, parts: Sequence[nn.Module]) -> list[Unit]:
-    """What a stage exchanges together, each of its parts and the rest; sizes alone are right."""
+    """Units that a stage exchanges, each of its parts and the rest; sizes alone are right."""
     inside = [list(part.parameters()) for part in parts]
     known = {parameter for group in inside for parameter in group}
     rest = [parameter for parameter in stage.parameters() if parameter not in known]
@@ -21,7 +21,7 @@ def units_of(stage: nn.Module, parts: Sequence[nn.Module]) -> list[Unit]:
 
 
 def sent_nbytes(units: Sequence[Unit], config: ShardsConfig, shards: int) -> tuple[int, int]:
-    """What a rank sends to other sites to gather all weights once, and to scatter all gradients."""
+    """Bytes that a rank sends to other sites to gather all weights once, and scatter gradients."""
     messages = shards // config.ranks_per_site - 1  # one for each other site
     totals = []
     for weights in (True, False):

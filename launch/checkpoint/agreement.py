@@ -20,7 +20,7 @@ from thinpipe.pipeline.comm.errors import TransportError
 
 
 class Ask(IntEnum):
-    """What all ranks are asked to do after a step; the greatest counts."""
+    """Requests to all ranks after a step; the greatest counts."""
 
     NOTHING = 0
     SAVE = 1
@@ -73,7 +73,7 @@ class Agreement:
         return self._stops
 
     def after(self, done: int) -> Ask:
-        """What all ranks do now that `done` steps are done; waits if that is being agreed on.
+        """The common action after `done` steps; waits if that is being agreed on.
 
         Raises:
             TransportError: a rank did not answer in time.

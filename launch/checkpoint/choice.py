@@ -164,7 +164,7 @@ class CheckpointChoice:
         return Manifest(**sent)
 
     def _lacking(self, manifest: Manifest, folder: Path, names: Sequence[str]) -> dict[str, str]:
-        """What is wrong with the files that this rank needs, by part."""
+        """Problems of the files that this rank needs, by part."""
         parts = {part.name: part for part in manifest.parts}
         found = {}
         for name in names:
@@ -234,7 +234,7 @@ def _complete_folder(root: Path, folder: Path, manifest: Manifest, *, held: bool
 
 
 def _first_words(broken: Sequence[Mapping[str, str]], concerns: Callable[[int], bool]) -> list[str]:
-    """What is wrong with manifests, once per step."""
+    """Problems of manifests, once per step."""
     texts: dict[str, str] = {}
     for rank, own in enumerate(broken):
         for number, text in own.items():

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a rank: collected from its parts, and given back to them."""
+"""A rank's state in a checkpoint: collected from its parts, and given back to them."""
 
 import logging
 from collections.abc import Mapping

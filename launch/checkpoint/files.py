@@ -255,7 +255,7 @@ def offers(root: Path) -> list[Offer]:
 
 
 def broken(root: Path) -> dict[int, str]:
-    """What is wrong with steps that have a folder but no manifest that can be read."""
+    """Problems of steps that have a folder but no readable manifest."""
     found = {}
     for folder in _folders(root):
         step = step_of(folder.name)
@@ -268,7 +268,7 @@ def broken(root: Path) -> dict[int, str]:
 
 
 def pointer(root: Path) -> str | None:
-    """What `latest` says, if it can be read."""
+    """The content of `latest`, if it can be read."""
     try:
         return (root / "latest").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -122,7 +122,7 @@ def through_json(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def size_error(part: Part, folder: Path) -> str | None:
-    """What is wrong with the size of a part's file."""
+    """The problem with the size of a part's file, if there is one."""
     try:
         nbytes = part.path(folder).stat().st_size
     except (FileNotFoundError, NotADirectoryError):
@@ -133,7 +133,7 @@ def size_error(part: Part, folder: Path) -> str | None:
 
 
 def part_error(part: Part, folder: Path) -> str | None:
-    """What is wrong with a part's file; reads all of it."""
+    """The problem with a part's file, if there is one; reads all of it."""
     wrong = size_error(part, folder)
     if wrong is not None:
         return wrong

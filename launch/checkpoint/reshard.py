@@ -127,7 +127,7 @@ def restore(built: Built, folder: Path, before: Layout, now: Layout, mesh: Mesh)
 
 
 def rows_of(mesh: Mesh) -> OwnRows:
-    """What a rank keeps of a parameter, or of the optimizer's state of it."""
+    """A rank's part of a parameter, or of the optimizer's state of it."""
 
     def own_rows(whole: Tensor) -> Tensor:
         parts = whole.chunk(mesh.shards)
@@ -283,7 +283,7 @@ def moved_samples(before: int, now: int) -> tuple[int, int]:
 
 
 def _changes(folder: Path, before: Layout, now: Layout, *, has_memories: bool) -> list[str]:
-    """What resharding keeps and what it resets, as log lines."""
+    """Log lines of what resharding keeps and resets."""
     lines = [
         f"{folder} was saved with {before}; this run has {now}: weights and optimizer state are "
         "read by name; dropout draws different numbers"

@@ -33,9 +33,9 @@ DTYPES = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
-"""What a file can hold, and its name there."""
+"""Types that a file can hold, and their names there."""
 LARGEST_HEADER = 100_000_000
-"""What readers accept."""
+"""Limits that readers accept."""
 _PIECE_NBYTES = 2**22
 
 

@@ -43,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Save:
-    """What is saved: `steps` optimizer steps are done, and it is the `serial`-th save."""
+    """A save: `steps` optimizer steps are done, and it is the `serial`-th save."""
 
     step: int
     run: int

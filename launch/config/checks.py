@@ -1,4 +1,4 @@
-"""What sections ask of each other, one rule each.
+"""Rules between sections, one function each.
 
 Every rule raises a ValueError that names setting, value and remedy.
 """

@@ -1,4 +1,4 @@
-"""What commands share: options, and how usage errors are reported."""
+"""Options that commands share, and how usage errors are reported."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What `pipeline.devices_per_rank` asks of the other settings."""
+"""Checks of `pipeline.devices_per_rank` against other settings."""
 
 from itertools import pairwise
 

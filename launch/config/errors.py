@@ -12,7 +12,7 @@ from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 _Models = Mapping[str, type[BaseModel]]
-"""What a table may be, by the tag that pydantic adds to the location of an error in a union."""
+"""Models of a table, by the tag that pydantic adds to the location of an error in a union."""
 
 _REMEDIES = {
     "greater_than": "use a number greater than {gt}",
@@ -60,7 +60,7 @@ _KINDS = {
     "own": "a model of your own (factory)",
     "shape": "ThinPipe's own model, without pretrained, config or factory",
 }
-"""What a [model] is called; tables elsewhere have a `kind`."""
+"""Names of kinds of [model]; tables elsewhere have a `kind`."""
 _TYPE_REMEDIES = {
     "int": "give a whole number",
     "float": "give a number",
@@ -139,7 +139,7 @@ class _Place:
     here: _Models
     many: bool = False
     others: _Models = field(default_factory=dict)
-    """What the own table could be too."""
+    """Other models of the own table."""
 
     @property
     def key(self) -> str:
@@ -221,7 +221,7 @@ def remedy(detail: ErrorDetails) -> str:
 
 
 def _known(place: _Place, root: type[BaseModel]) -> str:
-    """What may be written in place of an unknown key: there, or in a section of the file."""
+    """Keys in place of an unknown one: there, or in a section of the file."""
     known = [key for model in place.holder.values() for key in written_keys(model)]
     section, _, key = place.name.rpartition(".")
     elsewhere: dict[str, list[str]] = {}
@@ -258,7 +258,7 @@ def known_keys(key: str, known: Iterable[str]) -> str:
 
 
 def _by_likeness(word: str, known: Iterable[str]) -> list[str]:
-    """What could have been meant by an unknown word, the likeliest first."""
+    """Known words by likeness to an unknown one, the likeliest first."""
     likeness = difflib.SequenceMatcher(b=word)
 
     def unlike(other: str) -> tuple[float, str]:

@@ -1,4 +1,4 @@
-"""What `pipeline.shards` asks of the other settings."""
+"""Checks of `pipeline.shards` against other settings."""
 
 import torch
 
@@ -42,7 +42,7 @@ def shards_notices(shards: int, sent: ShardsConfig) -> list[str]:
 
 
 def _needs_wholes(model: ModelSection, optimizer: str) -> str | None:
-    """What works on whole layers or whole matrices."""
+    """Settings that need whole layers or whole matrices."""
     if model.is_own:
         return "a custom model (model.factory) cannot be sharded; use pipeline.replicas"
     if optimizer != "adamw":

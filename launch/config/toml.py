@@ -29,7 +29,7 @@ _TOML_REMEDIES = (
     ("Unclosed array|Invalid initial character|Expected ']'", "close the bracket"),
     ("Unescaped|escape|hex value", "put a path with backslashes in single quotes"),
 )
-"""What Python's parser says, and what to do."""
+"""Messages of Python's parser, and remedies."""
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -160,7 +160,7 @@ def read_text(path: Path) -> str:
 def _read(
     path: Path, seen: tuple[Path, ...], aliases: Mapping[str, str], found: list[Path] | None = None
 ) -> dict[str, Any]:
-    """What a file and those that it extends say together; the files are added to `found`."""
+    """A file merged with those that it extends; the files are added to `found`."""
     place = Path(os.path.realpath(path))  # which does not mind a link that leads to itself
     if place in seen:
         raise ConfigError(f"{path}: extends itself, via {seen[-1]}")
@@ -189,7 +189,7 @@ def _read(
 
 
 def _toml_remedy(text: str, problem: str) -> str:
-    """What to write instead, with the line that cannot be read."""
+    """The remedy, with the line that cannot be read."""
     place = re.search(r"line (\d+)", problem)
     lines = text.splitlines()
     line = (lines[int(place[1]) - 1] if place and int(place[1]) <= len(lines) else "").strip()

@@ -28,7 +28,7 @@ _MOST_S = 3.0
 _WIDE = 1.5
 """Ratio of upper to lower quartile from which timings of the same work vary too much."""
 _IDLE_CORES = 0.25
-"""What other processes keep busy on an idle machine, at most."""
+"""Cores that other processes keep busy on an idle machine, at most."""
 _ALIKE = 1.15
 """Rounds up to this many times the shortest ran without interference."""
 

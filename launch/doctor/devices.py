@@ -1,4 +1,4 @@
-"""What `plan --place` needs to know of a host's devices: how many, how fast, how much memory."""
+"""A host's devices, for `plan --place`: how many, how fast, how much memory."""
 
 from collections.abc import Sequence
 from typing import Any

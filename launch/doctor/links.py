@@ -46,7 +46,7 @@ class LinkInfo:
 
 
 _Open = tuple[LinkInfo, socket.socket | None]
-"""What is known of a link yet, and the connection over which it is measured, if it is open."""
+"""A link as far as it is measured, and its connection, if it is open."""
 
 
 def listen(network: HostNetwork) -> socket.socket:
@@ -175,7 +175,7 @@ def _naming_the_lost(hosts: Sequence[HostInfo], pair: Pair) -> Iterator[None]:
 
 
 def _with_state(link: LinkInfo, host: int, overlay: Overlay) -> LinkInfo:
-    """What the overlay knows of a link from this host."""
+    """The link with the overlay's figures, if it is from this host."""
     if link.source != host or link.closed is not None:
         return link
     state = overlay.client().ask("status")["links"][overlay.peer_list.hosts[link.target].name]

@@ -48,7 +48,7 @@ def choose_devices(name: DeviceName, per_rank: int) -> list[torch.device]:
 
 
 def cache_notice(name: DeviceName) -> str | None:
-    """What to know where the kernels' machine code cannot be kept on disk."""
+    """A notice where the kernels' machine code cannot be kept on disk."""
     if device_type(name) != "cpu":
         return None
     from thinpipe.pipeline.wire.kernels.cpu.compilation import why_nothing_is_kept  # loads numba
@@ -87,7 +87,7 @@ def make_repeatable(device: torch.device) -> None:
 
 
 def _missing_for_triton() -> str | None:
-    """What triton needs to compile its launchers and this host lacks; None if nothing.
+    """Missing requirement of triton's compiler on this host; None if there is none.
 
     Looks for the compiler and the headers in the same places as `triton/runtime/build.py`.
     """

@@ -147,7 +147,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 
 def format_endpoint(host: str, port: int) -> str:
-    """What `parse_endpoint` reads."""
+    """Name and port as `parse_endpoint` reads them."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -11,7 +11,7 @@ from thinpipe.launch.host.scratch import remove_scratch_folder
 
 
 class _Output(io.FileIO):
-    """What cannot be written is lost."""
+    """Output that is lost where it cannot be written."""
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(OSError):

@@ -1,1 +1,1 @@
-"""What a run needs of a host's memory, counted before anything is built."""
+"""A run's need of a host's memory, counted before anything is built."""

@@ -1,4 +1,4 @@
-"""What replicas send and keep to exchange, counted on real messages of a method."""
+"""Cost of an exchange between replicas, counted on real messages of a method."""
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor

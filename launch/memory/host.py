@@ -35,7 +35,7 @@ from thinpipe.launch.memory.space import check_space, space_notice
 _PROCESS_NBYTES = 120 * 2**20
 """Per rank, besides the rest: threads, buffers of links, imports that it changed."""
 _REPORTING_NBYTES = 45 * 2**20
-"""What the first rank holds for metrics, display and report."""
+"""Bytes of the first rank for metrics, display and report."""
 _UNUSED_SHARE = 0.2
 """What malloc cannot use again between tensors of many sizes, of what it has given out; measured by
 `memory_count_cpu_202611.md`, 0.1 to 0.25 at 2 GB per rank, and up to 0.5 at 0.5 GB.
@@ -63,7 +63,7 @@ class HostNeeds:
 
     @property
     def unused(self) -> int:
-        """What malloc keeps between tensors."""
+        """Bytes that malloc keeps between tensors."""
         return int(_UNUSED_SHARE * (self.model.total + self.copies))
 
     def compared(self, available: int) -> str:
@@ -97,7 +97,7 @@ def host_needs(
     ranks: Sequence[int],
     models: Sequence[ModelMemory] | None = None,
 ) -> HostNeeds:
-    """What these ranks need, all on this host; stages on a GPU need its memory instead.
+    """RAM of these ranks, all on this host; stages on a GPU need its memory instead.
 
     `models` are the `rank_memory` of the config, which takes a while, if it is known.
 
@@ -171,7 +171,7 @@ def _counted(
     *,
     reports: bool,
 ) -> HostNeeds:
-    """What ranks need, by position in their pipelines; one of them may write the report."""
+    """RAM of ranks, by position in their pipelines; one of them may write the report."""
     positions, held = [position for position, _ in ranks], [model for _, model in ranks]
     model, copies = ModelMemory(), 0
     if device_type(config.pipeline.device) == "cpu":

@@ -73,7 +73,7 @@ class ModelMemory:
 
     @property
     def saved(self) -> int:
-        """What a checkpoint copies before it is written in the background."""
+        """Bytes that a checkpoint copies before it is written in the background."""
         own = self.weights + self.optimizer + self.exchange
         return own + (self.weights if self.remembered else 0)
 
@@ -106,7 +106,7 @@ def rank_memory(
     blocks: Sequence[BlockRun] | None = None,
     exchange: ExchangeCost | None = None,
 ) -> list[ModelMemory]:
-    """What each rank of a pipeline needs for its stages; replicas are alike.
+    """Memory of each rank of a pipeline for its stages; replicas are alike.
 
     The `block_memory` of a config and its `exchange_cost` take a while, if they are not known.
     """
@@ -130,7 +130,7 @@ def rank_memory(
 def on_rank(
     config: RunConfig, whole: ModelMemory, heaviest: int, exchange: ExchangeCost | None
 ) -> ModelMemory:
-    """What a rank has of these blocks: its shard, and what it exchanges with replicas.
+    """A rank's share of these blocks: its shard, and its exchange with replicas.
 
     Shards that gather once per step hold all weights and their gradients besides, others some
     copies of the `heaviest` block's weights.
@@ -155,7 +155,7 @@ def on_rank(
 
 
 def exchange_cost(config: RunConfig) -> ExchangeCost | None:
-    """What replicas hold to exchange what they train; it is measured with a few numbers."""
+    """Cost of the replicas' exchange, measured with a few numbers."""
     replicas = min(config.pipeline.replicas, _MOST_REPLICAS)
     if replicas == 1 or config.method == "none":
         return None

@@ -116,7 +116,7 @@ def plan_memory(config: RunConfig, sequences: int) -> list[End]:
 
 
 def needs(config: RunConfig, ends: Iterable[End], positions: Iterable[int]) -> HostBytes:
-    """What the cache of ranks at these pipeline positions needs, all on one host."""
+    """Bytes of the caches of ranks at these pipeline positions, all on one host."""
     rows, written = [], []
     for position in positions:
         here = [end for end in ends if end.position == position]
@@ -135,7 +135,7 @@ def needs(config: RunConfig, ends: Iterable[End], positions: Iterable[int]) -> H
 
 
 def free(config: RunConfig) -> Free:
-    """What this host has free."""
+    """Free bytes of this host."""
     on_gpu = config.memory.tier == "device"
     return Free(
         ram=free_memory(),
@@ -189,7 +189,7 @@ def memory_notices(ends: Iterable[End]) -> list[str]:
     return [
         f"note: cut {end.cut} {end.direction} caches {end.held:,} of {end.samples:,} samples, "
         "as memory.budget "
-        "allows; the others are sent as first visits every time"
+        "allows; the others are sent as in a first epoch every time"
         for end in ends
         if end.side == "sender" and end.held < end.samples
     ]

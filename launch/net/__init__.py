@@ -1,1 +1,1 @@
-"""What connects hosts: private links (`overlay/`), processes of ranks (`ranks/`), ssh (`ssh/`)."""
+"""Connects hosts: private links (`overlay/`), processes of ranks (`ranks/`), ssh (`ssh/`)."""

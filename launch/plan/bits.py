@@ -147,7 +147,7 @@ def measure_candidates(config: RunConfig, *, learned: bool = False) -> Candidate
 def levels(
     config: RunConfig, configured: Spec, direction: Direction, *, learned: bool = False
 ) -> list[Spec]:
-    """What a direction may be set to instead of what the run file has, the least fidelity first."""
+    """Alternatives to the run file's setting of a direction, the least fidelity first."""
     if learned:
         ladder = (_LEARNED if config.train.epochs > 1 else _LEARNED_ONCE)[direction]
     elif direction == "forward":

@@ -63,7 +63,7 @@ class Pipeline:
     ) -> None:
         """`pipeline` has further settings of a run file's [pipeline], such as `schedule`.
 
-        `cuts` are the first layers of the stages but the first; `cuts = "auto"` measures where
+        `cuts` are the first layers of all stages after stage 0; `cuts = "auto"` measures where
         `stages` are best cut. `exchange` is how replicas are kept together: a method's name, or
         its name with options, as in {"method": "cocktail", "cocktail": {...}}. `from_run` is the
         folder of a run whose weights this one starts with.

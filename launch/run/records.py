@@ -175,7 +175,7 @@ class Records:
 
 
 def describe_run(config: RunConfig, steps: int) -> RunInfo:
-    """What display and report say of a run."""
+    """A run's description for display and report."""
     return RunInfo(
         name=config.run.name,
         folder=Path(config.run.path),

@@ -49,7 +49,7 @@ def report(
 
 
 def _read(folder: Path) -> ReportedRun:
-    """What the folder of a run holds.
+    """The content of a run's folder.
 
     Raises:
         ConfigError: it is not a run's.

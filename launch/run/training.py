@@ -1,4 +1,4 @@
-"""What a rank trains with once its samples are known: steps, evaluations, checkpoints, records."""
+"""A rank's training once its samples are known: steps, evaluations, checkpoints, records."""
 
 import os
 import time
@@ -251,7 +251,7 @@ class Training:
             self.records.report(self._hosts, self._timeline, shows=self.shows)
 
     def _own_host(self) -> dict[str, Any] | None:
-        """What this host's connections did so far; None without a relay, as after its end."""
+        """This host's connections so far; None without a relay, as after its end."""
         try:
             mine = self._relay()
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""What `thinpipe init` finds out by itself: the kind of model, of data, and where to cut."""
+"""Settings that `thinpipe init` finds by itself: the kind of model, of data, and where to cut."""
 
 import importlib.util
 import sys

@@ -21,7 +21,7 @@ _COMMENTS = {
     "text_field": "of each row",
     "batch_size": "samples per step, over all stages and replicas",
     "lr": "the highest learning rate; it warms up, then decays",
-    "cuts": "the first layers of the stages but the first",
+    "cuts": "first layer of each stage after stage 0",
     "samples": "texts that the model writes at the end",
     "stages": "each is a process; they are cut where a measurement says",
 }

@@ -1,1 +1,1 @@
-"""What a run shows: in the terminal, as a report, and to other tools (`writers/`)."""
+"""Output of a run: in the terminal, as a report, and to other tools (`writers/`)."""

@@ -1,1 +1,1 @@
-"""What joins two stages: a boundary (codec with a cache), a link, and the channel over both."""
+"""Joins two stages: a boundary (codec with a cache), a link, and the channel over both."""

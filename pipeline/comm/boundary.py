@@ -55,7 +55,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class MessagePlan:
-    """What both ends know of a message before it exists.
+    """A message as both ends know it before it exists.
 
     `capacity` is the most payload bytes it can have, `known_B` says which samples are cached,
     `checksum` stands for what is remembered of them (0 without a memory), and `rows` tells coders
@@ -92,7 +92,7 @@ class Boundary(Protocol):
 
     @property
     def error_meter(self) -> ErrorMeter:
-        """What it measures of what it encodes."""
+        """Measurements of the encoded values."""
 
     def capacity(self, shape_BTD: torch.Size) -> int:
         """The most payload bytes of this shape, whatever is cached."""

@@ -34,7 +34,7 @@ Record = Callable[[Literal["encode", "decode", "wait"], int, float, float], None
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What every rank knows of a microbatch before it arrives."""
+    """A microbatch as every rank knows it before it arrives."""
 
     shape_BTD: torch.Size
     samples: Samples
@@ -53,7 +53,7 @@ class Pass:
 
 @dataclass
 class Traffic:
-    """What one end sent since the count was last taken."""
+    """Counts of one end since they were last taken."""
 
     nbytes: int = 0
     messages: int = 0

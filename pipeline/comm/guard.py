@@ -46,7 +46,7 @@ class _Track:
                 self.smallest = min(self.smallest, self.change)
 
     def problem(self) -> str | None:
-        """What is wrong, in words."""
+        """The problem in words."""
         if self.measured >= _PATIENCE and self.error > _ERROR:
             return f"the error is {self.error:.2f} of the values, the limit is {_ERROR:g}"
         if self.changes >= _PATIENCE and self.change > max(_RISE * self.smallest, _LEAST_CHANGE):

@@ -108,7 +108,7 @@ class MessageCodec:
         return self.training.memory
 
     def take_sums(self) -> list[float]:
-        """What was measured of training's values since the last call."""
+        """Measurements of training's values since the last call."""
         return self.training.error_meter.take()
 
     @property

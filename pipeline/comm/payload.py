@@ -25,7 +25,7 @@ from thinpipe.pipeline.wire.coding.entropy import Coding, CodingError, compress,
 from thinpipe.pipeline.wire.uniform import Uniform
 
 NUMBERS: Mapping[Coding, int] = {"none": 0, "zstd": 1, "rans": 2}
-"""What the header says."""
+"""Facts from the header."""
 _SYMBOLS, _LENGTH = 16, torch.int32
 _TABLE_NBYTES, _LENGTH_NBYTES = 2 * _SYMBOLS, 4
 

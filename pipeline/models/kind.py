@@ -1,4 +1,4 @@
-"""What every kind of model answers for itself; its settings are one of the [model] sections."""
+"""Common base of model kinds; their settings are the [model] section."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class ModelKind(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tag: ClassVar[Literal["shape", "folder", "own"]]
-    """What the section is called in errors."""
+    """Name of the section in errors."""
     if TYPE_CHECKING:  # fields of some kinds, constants of others
 
         @property
@@ -49,7 +49,7 @@ class ModelKind(BaseModel):
         """
 
     def objective(self) -> "Objective":
-        """What the head is trained for."""
+        """Objective of the head."""
         from thinpipe.pipeline.loss import Classification, NextToken
 
         return NextToken() if self.classes is None else Classification(self.classes)
@@ -81,12 +81,12 @@ class ModelKind(BaseModel):
 
     @property
     def repeat_dropout(self) -> str:
-        """What to set so that dropout drops the same at every visit."""
+        """Remedy that makes dropout drop the same in every epoch."""
         return "set model.dropout to 0"
 
     @property
     def frozen_parts(self) -> Sequence[str]:
-        """What all stages use, so that no device may have it alone."""
+        """Parts that all stages use, so that no device may have them alone."""
         return ()
 
     @abstractmethod
@@ -152,11 +152,11 @@ class ModelKind(BaseModel):
         """
 
     def facts(self) -> dict[str, str]:
-        """What must be equal on all hosts besides settings."""
+        """Facts that must be equal on all hosts besides settings."""
         return {}
 
     def notices(self, *, cut: bool, ties: bool, tokenizer: str) -> list[str]:
-        """What to tell before a run.
+        """Notices before a run.
 
         `cut`: whether the model is cut; `ties`: whether copies of a tied weight would stay equal.
         """

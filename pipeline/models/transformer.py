@@ -111,7 +111,7 @@ class TransformerConfig(TokenModel):
 
 @dataclass(frozen=True)
 class _SampleInfo:
-    """What all blocks of a stage need of the samples in one forward."""
+    """Inputs that all blocks of a stage share in one forward."""
 
     ids_B: Tensor | None
     mask_B1TT: Tensor | None

@@ -27,7 +27,7 @@ class _Forwarded:
 
 
 class Forwards:
-    """What this host's processes and its peers may connect to.
+    """Ports that this host's processes and its peers may connect to.
 
     A peer reaches nothing but the ports that processes here have exposed. What a process asked for
     ends with it: ranks that are started again ask for other ports.

@@ -10,6 +10,7 @@ import os
 import re
 import ssl
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def add(run_key: Path, name: str, path: Path, *, days: int = DAYS) -> None:
 
 
 def read(path: Path) -> KeyInfo:
-    """What a key file holds.
+    """The content of a key file.
 
     Raises:
         ValueError: the file is missing, readable by others, or not a key.
@@ -114,6 +115,24 @@ def contexts(path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
             context.num_tickets = 0  # what the connecting side would have to read
         found.append(context)
     return found[0], found[1]
+
+
+def check_clock(context: ssl.SSLContext, path: Path, machine: str) -> None:
+    """Reject a key that is not valid by this host's clock.
+
+    Raises:
+        ValueError: naming both dates.
+    """
+    now_s = time.time()
+    (key,) = context.get_ca_certs()
+    first_s, last_s = (ssl.cert_time_to_seconds(str(key[end])) for end in ("notBefore", "notAfter"))
+    if not first_s <= now_s <= last_s:
+        first, last, now = (f"{datetime.date.fromtimestamp(s)}" for s in (first_s, last_s, now_s))
+        raise ValueError(
+            f"network.key_file = {path}: valid from {first} to {last}, and the clock "
+            f"of {machine} says {now}; correct the clock (timedatectl set-ntp true) or, if "
+            "it is right, make a new key (thinpipe key new) and copy it to all machines"
+        )
 
 
 def _check_file(path: Path) -> None:

@@ -46,7 +46,7 @@ class Overlay:
         self._reader.start()
 
     def address(self, name: str) -> str:
-        """What stands for a host on the loopback of every host."""
+        """A host's address on the loopback of every host."""
         return loopback_address(self.peer_list.run, self.peer_list.index(name))
 
     def join(

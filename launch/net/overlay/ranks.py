@@ -1,4 +1,4 @@
-"""What a rank does before gloo connects: others may reach its ports, and it can reach theirs."""
+"""Opens ports before gloo connects: others may reach this rank's, and it can reach theirs."""
 
 import json
 import os
@@ -36,14 +36,14 @@ def open_ports(
 
 
 def relay_status() -> dict[str, Any] | None:
-    """What this host's relay knows of its links; None if there is no relay."""
+    """The relay's view of its links; None if there is no relay."""
     relay = os.environ.get(ADDRESS)
     status = None if relay is None else Client(relay).ask("status")
     return cast("dict[str, Any] | None", status)
 
 
 def broken_links() -> str:
-    """What this host's relay knows of machines that it does not reach, as the end of a message.
+    """Machines that this host's relay does not reach, as the end of a message.
 
     Nothing if all is well, or there is no relay.
     """

@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ class Relay:
         """
         self._settings, self._loop = settings, Loop()
         accepting, self._context = keys.contexts(settings.key_file)
-        _check_clock(self._context, settings)
+        keys.check_clock(self._context, settings.key_file, settings.name)
         self._instance = secrets.token_hex(8)
         self._peer_list: PeerList | None = None
         self._links: dict[str, Link] = {}
@@ -102,7 +101,7 @@ class Relay:
             self._coordinator.tick()
 
     def _leave(self, parent: socket.socket) -> None:
-        """What this host's processes sent still goes out."""
+        """End once this host's last bytes are sent."""
         self._loop.close(parent)
         for link in self._links.values():
             link.say_goodbye()
@@ -217,7 +216,7 @@ class Relay:
         return host.address, host.port
 
     def _hello(self, link: Link, attempt: int) -> Hello | None:
-        """What to say to a peer; nothing if it cannot be reached from here."""
+        """The first message to a peer; None if it cannot be reached from here."""
         assert self._peer_list is not None
         own = self._settings.name
         if not self._peer_list.dials(own, link.peer):
@@ -371,23 +370,6 @@ class Relay:
         }
         refused = {**strangers, **self._refused}
         return {"name": self._settings.name, "links": links, "refused": refused}
-
-
-def _check_clock(context: ssl.SSLContext, settings: Settings) -> None:
-    """Reject a key that is not valid by this host's clock.
-
-    Raises:
-        ValueError: naming both dates.
-    """
-    (key,) = context.get_ca_certs()
-    first_s, last_s = (ssl.cert_time_to_seconds(str(key[end])) for end in ("notBefore", "notAfter"))
-    if not first_s <= time.time() <= last_s:
-        first, last, now = (f"{date.fromtimestamp(s)}" for s in (first_s, last_s, time.time()))
-        raise ValueError(
-            f"network.key_file = {settings.key_file}: valid from {first} to {last}, and the clock "
-            f"of {settings.name} says {now}; correct the clock (timedatectl set-ntp true) or, if "
-            "it is right, make a new key (thinpipe key new) and copy it to all machines"
-        )
 
 
 def _report(event: str, **fields: Any) -> None:

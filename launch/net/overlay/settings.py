@@ -1,4 +1,4 @@
-"""What a launcher tells its relay."""
+"""Settings that a launcher passes to its relay."""
 
 from collections.abc import Mapping
 from pathlib import Path

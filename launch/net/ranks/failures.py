@@ -1,4 +1,4 @@
-"""What failed first: every rank of a run learns it within moments, whoever it was."""
+"""The first failure of a run: every rank learns of it within moments."""
 
 import json
 import signal

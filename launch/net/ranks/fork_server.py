@@ -33,7 +33,7 @@ PRELOADED = (
     "thinpipe.pipeline.wire.kernels.cpu.rows",
     *(f"{methods.__name__}.{method.name}" for method in pkgutil.iter_modules(methods.__path__)),
 )
-"""What ranks need, whatever they train."""
+"""Modules that ranks need, whatever they train."""
 
 
 def start() -> None:
@@ -120,7 +120,7 @@ def end_with_parent() -> None:
 
 
 def name_process(name: str) -> None:
-    """What `top` and `ps -o comm` show of this process; at most 15 letters."""
+    """Set the name that `top` and `ps -o comm` show; at most 15 letters."""
     if sys.platform.startswith("linux"):
         pr_set_name = 15
         ctypes.CDLL(None).prctl(pr_set_name, name.encode())

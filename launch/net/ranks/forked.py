@@ -1,4 +1,4 @@
-"""What runs in the fork server when it starts, and in each rank that it forks.
+"""Runs in the fork server when it starts, and in each rank that it forks.
 
 Only the fork server imports this before there are ranks: importing it ties the process to its
 parent.

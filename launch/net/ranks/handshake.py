@@ -149,7 +149,7 @@ def agree_now(transport: Transport, facts: Mapping[str, Any], problem: str | Non
 
 
 def _problems(everyone: Sequence[tuple[str | None, Mapping[str, Any]]]) -> str:
-    """What keeps ranks from starting, by (problem, facts) of each; nothing if nothing does."""
+    """Problems that keep ranks from starting, by (problem, facts) of each."""
     own = {text: f"rank {r}" for r, (text, _) in reversed(list(enumerate(everyone))) if text}
     if own:
         return "; ".join(f"{who}: {text}" for text, who in own.items())

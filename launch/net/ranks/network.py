@@ -90,7 +90,7 @@ def ranks_here() -> Sequence[int]:
 def join_as_rank(
     config: NetworkConfig, hosts: int, *, limit_s: float, log: Callable[[str], None]
 ) -> HostNetwork | None:
-    """What an agent of ours does for its ranks, for a rank that was started without one.
+    """Join the machines as a rank that was started without our agent.
 
     None where there is nothing to do: the run stays on this machine or is meant to be open.
 

@@ -1,4 +1,4 @@
-"""What a restarted run says: which restart it is, and what ended the attempt before.
+"""Restarts in words: which one it is, and why the attempt before ended.
 
 torchrun's agents keep their store over restarts, so what failed is still there.
 """
@@ -23,7 +23,7 @@ _NO_RANK = "no rank said why: a machine was started again, or its ranks ended be
 
 
 def last_failure(met: Store, name: str, who: str) -> str:
-    """What failed first in the session before, if there was one; `name` is that of this one.
+    """The first failure of the session before, if there was one; `name` is that of this one.
 
     Only rank 0 calls it.
     """

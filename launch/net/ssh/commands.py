@@ -23,7 +23,7 @@ _BREAK = " \\\n"
 
 @dataclass(frozen=True)
 class Start:
-    """What all machines start: a run file with `settings`, or a program with `arguments`.
+    """The command of all machines: a run file with `settings`, or a program with `arguments`.
 
     One machine shows progress: `show`, or else the first.
     """

@@ -170,7 +170,7 @@ def rendezvous(hosts: HostsConfig) -> str:
 
 
 def _host_name(name: str) -> str:
-    """What ssh connects to for a name: the HostName of its configuration, or the name."""
+    """ssh's address for a name: the HostName of its configuration, or the name."""
     try:
         done = subprocess.run(
             ["ssh", "-G", name], capture_output=True, timeout=_ALIAS_S, check=True

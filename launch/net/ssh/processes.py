@@ -68,7 +68,7 @@ def start_ssh(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def not_connected(host: HostConfig) -> str:
-    """What to do where ssh cannot log in."""
+    """The remedy where ssh cannot log in."""
     port = f"-p {host.port} " if host.port else ""
     return (
         f"{host.name}: ssh could not connect to {host.destination}; check that "

@@ -79,11 +79,11 @@ class _Variant:
 
     @property
     def lean(self) -> Settings:
-        """What sends the fewest bytes."""
+        """The settings with the fewest bytes."""
         return Settings(((0, 0),) * (self.config.pipeline.stages - 1))
 
     def workload(self, settings: Settings) -> Workload | None:
-        """What it asks of its devices; None if it cannot have those settings."""
+        """Its demands on devices; None if it cannot have those settings."""
         exchange = None
         if self.config.pipeline.replicas > 1:
             exchange = self.ladders.exchange(self.config, settings.exchange)

@@ -1,4 +1,4 @@
-"""What is sent over cuts and between replicas, from the fewest bytes to the most faithful.
+"""Compression of cuts and exchange, from the fewest bytes to the most faithful.
 
 A layout is found for the fewest bytes. Then, as in `launch/plan/bits.py`, fidelity is raised as far
 as the predicted step gets at most 5 % longer: first that of the exchange between replicas, which
@@ -45,7 +45,7 @@ class Settings:
 
 
 class CompressionLevels:
-    """What may be sent instead of what a run file says; costs are measured once."""
+    """Alternatives to a run file's compression; costs are measured once."""
 
     def __init__(self, config: RunConfig) -> None:
         cuts = config.pipeline.cuts
@@ -59,7 +59,7 @@ class CompressionLevels:
         self._costs: dict[tuple[int, int, bool], ExchangeCost | None] = {}
 
     def exchange(self, variant: RunConfig, level: int) -> ExchangeCost | None:
-        """What a variant's replicas send; None where the run cannot have that method."""
+        """Cost of a variant's exchange; None where the run cannot have that method."""
         pipeline = variant.pipeline
         key = level, pipeline.replicas, pipeline.stages > 1
         if key not in self._costs:

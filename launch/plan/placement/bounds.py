@@ -1,4 +1,4 @@
-"""What no layout can beat: a lower bound of the predicted step."""
+"""A lower bound of the predicted step, over all layouts."""
 
 import math
 from dataclasses import replace

@@ -28,7 +28,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class DtfmSizes:
-    """What DT-FM takes from a workload: GB of gradients that a device exchanges, and GB of
+    """Sizes that DT-FM takes from a workload: GB of gradients that a device exchanges, and GB of
     activations that it passes on, in a step.
     """
 

@@ -67,7 +67,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class _Problem:
-    """What a search does: `annealed` and `scored` turn places into layouts, best places first."""
+    """Parts of a search: `annealed` and `scored` turn places into layouts, best places first."""
 
     starts: list[Ints]
     annealed: Callable[[Ints, int, int, float], Ints]

@@ -30,7 +30,7 @@ class StepCost:
 
     @property
     def limit(self) -> str:
-        """What takes most of the step."""
+        """The largest part of the step."""
         bubble_s = self.passes_s - self.compute_s
         parts = {
             "the compute of the slowest rank": self.compute_s,

@@ -1,4 +1,4 @@
-"""What a run asks of its devices in a step: seconds, bytes after compression, and memory.
+"""A run's demands on its devices in a step: seconds, bytes after compression, and memory.
 
 All of it is measured or counted from a run file: blocks and messages (`launch/cuts/`), memory and
 what a method exchanges (`launch/memory/`); nothing is typed in by hand.
@@ -79,7 +79,7 @@ class Workload:
 
     @cached_property
     def orders(self) -> list[list[tuple[str, int, int]]]:
-        """What each rank of a pipeline computes: kind, stage, microbatch."""
+        """Actions of each rank of a pipeline: kind, stage, microbatch."""
         return rank_orders(
             self.schedule,
             stages=self.stages,
@@ -175,7 +175,7 @@ class Workload:
 
 
 def count_exchange(config: RunConfig) -> ExchangeCost | None:
-    """What the run's method sends, counted on real messages; None without replicas.
+    """Bytes of the run's method, counted on real messages; None without replicas.
 
     With more replicas than can be run here it is extrapolated from two sizes: what goes to a peer
     is a part that is the same for any number of replicas, and one that they share.

@@ -51,7 +51,7 @@ def error_chart(records: Sequence[StepRecord]) -> Chart:
     kinds: tuple[tuple[str, Direction, str], ...] = (
         ("error, forward", "forward", "error"),
         ("error, backward", "backward", "error"),
-        ("change since the last visit", "forward", "change"),
+        ("change since the last epoch", "forward", "change"),
     )
     lines = []
     for color, (label, way, name) in enumerate(kinds):

@@ -1,4 +1,4 @@
-"""What this host's connections to others do, second by second: for the display and the report."""
+"""Traffic of this host's connections, second by second, for display and report."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ _PERIOD_S = 1.0
 _MOST_READINGS = 240  # an even number
 
 Status = Mapping[str, Any]
-"""What the relay knows: this host's name, and counts so far of the link to each other."""
+"""The relay's view: this host's name, and counts so far of the link to each other."""
 _Reading = tuple[float, Mapping[str, Any]]  # (time, links)
 
 
@@ -120,7 +120,7 @@ class EdgeTrace:
 
 
 def _samples(first: _Reading, then: _Reading, start_s: float) -> list[EdgeSample]:
-    """What happened between two readings, on connections that were there before."""
+    """Changes between two readings, on connections that were there before."""
     (before_s, before), (after_s, after) = first, then
 
     def more(target: str, count: str) -> Any:

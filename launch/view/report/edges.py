@@ -13,7 +13,7 @@ from thinpipe.launch.view.report.edge_trace import EdgeSample
 
 FILE_NAME = "edges.json"
 Traces: TypeAlias = Mapping[str, Sequence[EdgeSample]]
-"""What each host's connections did over time, by the host's name."""
+"""Samples of each host's connections over time, by the host's name."""
 
 
 class Edge(TypedDict):

@@ -91,7 +91,7 @@ dd { margin: 0; overflow-wrap: anywhere; }
 _LOSS_TEXT = """Cross-entropy of the next token, or of a sample's label; lower is better. The thin
 line is every training step, the thick one a running mean. Dots are evaluations on held-out text
 with uncompressed boundaries; open diamonds are the same evaluation with compressed boundaries,
-where every sample is sent as a first visit. Where the two coincide, this compression does not
+where every sample is in its first epoch. Where the two coincide, this compression does not
 change the model's predictions. Point at a chart for the values of a step."""
 
 _BYTES_TEXT = """At a cut, a stage sends activations to the next one (forward) and receives their
@@ -101,8 +101,8 @@ values as bf16 or fp32; the scale is logarithmic, so equal distances are equal r
 _GAIN = "Coding gain, bits per value"
 _GAIN_TEXT = """ The coding gain is what a learned basis saves at the same step, against one
 distribution for all values; below half a bit, it is not used."""
-_AQSGD_TEXT = """AQ-SGD sends a sample's activations on the first visit, and then only their
-change since the previous visit: the curve falls after the first epoch."""
+_AQSGD_TEXT = """AQ-SGD sends a sample's activations in the first epoch, and then only their
+change since the previous epoch: the curve falls after the first."""
 
 _TIMELINE_TEXT = """One row per rank, time to the right; the number in a box is the microbatch.
 Empty and hatched parts are the bubble: the rank was idle or waited for a message. More
@@ -201,7 +201,7 @@ def _error_section(records: Sequence[StepRecord], summary: Summary) -> str:
     picture = panel(error_chart(records).svg())
     return f"""<h2>Compression error</h2>
 <p>Measured at the sender on one sample per step: the relative error of the decoded values, and the
-relative change of activations since the previous visit of their sample. Changes that grow are a bad
+relative change of activations since their sample's previous epoch. Changes that grow are a bad
 sign.</p>
 {picture}
 {_measured_table(summary)}"""
@@ -212,7 +212,7 @@ def _measured_table(summary: Summary) -> str:
     columns: dict[str, list[float | None]] = {
         "Error": [row["error"] for row in summary["wire"]],
         "Change": [row["change"] for row in summary["wire"]],
-        "Cosine to the last visit": [row["cosine"] for row in summary["wire"]],
+        "Cosine to the last epoch": [row["cosine"] for row in summary["wire"]],
         _GAIN: [row["gain"] for row in summary["wire"]],
         "Dimensions for 95 %": [row["dimensions"] for row in summary["wire"]],
     }

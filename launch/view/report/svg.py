@@ -74,7 +74,7 @@ class Chart:
         return (low if self.from_zero else low - room), high + room
 
     def _data(self, lines: Sequence[Line], frame: "_Frame") -> str:
-        """What the script needs: places and texts of steps, every n-th if there are many."""
+        """Data for the script: places and texts of steps, every n-th if there are many."""
         keep = _kept(len(self.steps), lines)
         return json.dumps(
             {

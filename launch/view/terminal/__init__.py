@@ -1,1 +1,1 @@
-"""What a run shows while it runs and at its end: a live panel on a terminal, lines elsewhere."""
+"""Output of a run while it runs and at its end: a live panel on a terminal, lines elsewhere."""

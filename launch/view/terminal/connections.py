@@ -1,4 +1,4 @@
-"""What the connections of this host do now: a grid for the panel, lines for the log."""
+"""This host's connections now: a grid for the panel, lines for the log."""
 
 import textwrap
 import time
@@ -19,7 +19,7 @@ _IDLE = 0.01
 
 
 def problem(edge: EdgeNow) -> str | None:
-    """What is wrong with a connection now."""
+    """A connection's trouble, if it has any now."""
     return f"silent {edge.silence_s:.0f} s" if edge.silence_s > _SILENT_S else None
 
 

@@ -28,7 +28,7 @@ _MOST_LOSS = 50.0
 
 
 class Left(NamedTuple):
-    """What a run has left in its folder: bytes, those of its checkpoints, and how many."""
+    """Size of a run's folder: bytes, those of its checkpoints, and how many."""
 
     nbytes: int
     saved: int
@@ -65,7 +65,7 @@ def final_tables(info: RunInfo, summary: Summary, left: Left | None) -> Renderab
 
 
 def _in_words(summary: Summary, left: Left | None) -> Table:
-    """What was learned, what it took, and where everything is."""
+    """Result, cost and files in words."""
     rows: dict[str, str] = {}
     ended = (summary["eval"] or {}).get("loss")
     final = summary["final_loss"] if ended is None else ended

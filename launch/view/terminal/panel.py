@@ -80,7 +80,7 @@ class LivePanel:
             self._live.stop()
 
     def frame(self) -> RenderableType:
-        """What is drawn now: whatever of the run fits the terminal.
+        """The panel now: whatever of the run fits the terminal.
 
         Below it stays a line, if there is one, for the ^C of a terminal, which shifts the panel.
         """

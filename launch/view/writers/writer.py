@@ -1,4 +1,4 @@
-"""What a tool that keeps a run's numbers is given, and what it must offer."""
+"""The contract of a tool that keeps a run's numbers."""
 
 import secrets
 from collections.abc import Mapping

@@ -97,7 +97,7 @@ def _find_blocks(base: Any) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a block was given."""
+    """Inputs of a block."""
 
     block: int
     hidden_BTD: Tensor

@@ -68,7 +68,7 @@ def registered(model_type: str) -> Family | None:
 
 
 def task_of(config: Any) -> Task:
-    """What a model of this transformers config is trained for: encoders classify.
+    """Task of a model of this transformers config: encoders classify.
 
     Raises:
         ValueError: it has both an encoder and a decoder, or more than text goes into it.

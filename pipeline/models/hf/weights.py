@@ -160,7 +160,7 @@ def _parameters(model: nn.Module) -> Any:
 
 
 def _optional_names(whole: Any) -> set[str]:
-    """What a model trained for another task may lack: a classifier and its pooler."""
+    """Tensors that a model trained for another task may lack: a classifier and its pooler."""
     if not type(whole).__name__.endswith("ForSequenceClassification"):
         return set()
     base = whole.base_model_prefix + "."

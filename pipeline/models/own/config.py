@@ -179,7 +179,7 @@ class OwnModelConfig(ModelKind):
 
     @property
     def structure(self) -> str:
-        """What tells two models apart, in words and by their digests."""
+        """A model's identity, in words and by its digest."""
         numel = sum(parameter.numel() for parameter in self.deferred.skeleton.parameters())
         return f"{self.layers} layers, {numel:,} parameters, {self.digest[:16]}"
 

@@ -128,7 +128,7 @@ def _written(function: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tenso
 
 
 def _freeze(value: Any) -> Any:
-    """What the record holds of an argument; a tensor with values is a constant."""
+    """An argument as the record holds it; a tensor with values is a constant."""
     if not isinstance(value, Tensor):
         return value
     return _Ref.of(value) if value.device == _META else value.detach().clone()

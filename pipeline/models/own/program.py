@@ -1,4 +1,4 @@
-"""What a program defines, wanted without the run that it would begin."""
+"""Definitions of a program, wanted without the run that it would begin."""
 
 import os
 import sys

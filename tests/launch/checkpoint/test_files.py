@@ -3,11 +3,7 @@ import io
 import json
 import os
 import random
-import resource
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.disk import full_disk
+from tests.launch.checkpoint.steps import STAGES, finish, save, truncate
 from thinpipe.launch.checkpoint import files as checkpoint
 from thinpipe.launch.checkpoint import state_file as statefile
 from thinpipe.launch.checkpoint.files import (
@@ -25,36 +22,6 @@ from thinpipe.launch.checkpoint.files import (
     write_part,
 )
 from thinpipe.launch.checkpoint.manifest import CheckpointError, Manifest, Part
-
-
-def finish(
-    root: Path, step: int, *, parts: Iterable[Part], meta: dict[str, Any], serial: int = 0
-) -> Path:
-    """What one host does when all ranks have written: both phases, and what follows them."""
-    listed = tuple(sorted(parts, key=lambda part: part.name))
-    manifest = Manifest(step, 7, serial or step, meta, listed)
-    checkpoint.prepare(root, manifest)
-    folder = checkpoint.publish(root, manifest)
-    checkpoint.settle(root, step, keep=9)
-    return folder
-
-
-STAGES = ("stage-0.replica-0", "stage-1.replica-0")
-
-
-def save(
-    root: Path,
-    step: int,
-    *,
-    seed: int = 0,
-    meta: dict[str, Any] | None = None,
-    serial: int = 0,
-) -> Path:
-    folder = begin(root, step)
-    generator = torch.Generator().manual_seed(1000 * seed + step)
-    states = {name: {"w": torch.randn(64, generator=generator), "step": step} for name in STAGES}
-    parts = [write_part(folder, name, state) for name, state in states.items()]
-    return finish(root, step, parts=parts, meta=meta or {"config": "abc"}, serial=serial)
 
 
 def flip_bit(path: Path, bit: int) -> None:
@@ -105,10 +72,6 @@ def test_a_folder_without_checkpoints_has_nothing(tmp_path: Path) -> None:
         assert checkpoint.newest(root) is None
         assert checkpoint.steps(root) == checkpoint.offers(root) == []
         assert checkpoint.broken(root) == {}
-
-
-def truncate(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 3)
 
 
 def lengthen(path: Path) -> None:
@@ -187,63 +150,12 @@ def test_a_manifest_of_another_format_or_none_is_refused(tmp_path: Path) -> None
         checkpoint.read_manifest(tmp_path / "step-51")
 
 
-CRASH = """
-import os, sys, torch
-from pathlib import Path
-from thinpipe.launch.checkpoint import files as checkpoint
-from thinpipe.launch.checkpoint.manifest import Manifest
-folder = checkpoint.begin(Path(sys.argv[1]), 50)
-part = checkpoint.write_part(folder, "stage-0.replica-0", {"w": torch.ones(64)})
-real, left = os.replace, int(sys.argv[2])
-def replace(source, target):
-    global left
-    if left == 0:
-        os._exit(9)
-    left -= 1
-    real(source, target)
-os.replace = replace
-manifest = Manifest(50, 7, 50, {}, (part,))
-checkpoint.prepare(Path(sys.argv[1]), manifest)
-checkpoint.publish(Path(sys.argv[1]), manifest)
-checkpoint.settle(Path(sys.argv[1]), 50, keep=9)
-"""
-
-
-@pytest.mark.parametrize(("moves", "prepared"), [(0, False), (1, True), (2, True)])
-def test_a_crash_while_finishing_leaves_the_older_step_and_the_next_save_works(
-    tmp_path: Path, moves: int, prepared: bool
-) -> None:
-    save(tmp_path, 40)
-    command = [sys.executable, "-c", CRASH, str(tmp_path), str(moves)]
-    assert subprocess.run(command, check=False, timeout=120).returncode == 9
-
-    assert checkpoint.newest(tmp_path) == 40
-    assert checkpoint.steps(tmp_path) == [40]
-    assert read_part(tmp_path / "step-40", STAGES[0])["step"] == 40
-    offered = {offer.step: offer.prepared for offer in checkpoint.offers(tmp_path)}
-    assert offered == ({40: False, 50: True} if prepared else {40: False})
-    save(tmp_path, 50)
-    assert checkpoint.newest(tmp_path) == 50
-    assert len(checkpoint.read_manifest(tmp_path / "step-50").parts) == 2
-
-
 def test_an_exception_between_begin_and_finish_changes_nothing(tmp_path: Path) -> None:
     save(tmp_path, 40)
     write_part(begin(tmp_path, 50), "stage-7", {})
     assert checkpoint.newest(tmp_path) == 40
     save(tmp_path, 50)
     assert not (tmp_path / "step-50" / "stage-7.safetensors").exists()
-
-
-def fail_on_move_to(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    real = os.replace
-
-    def replace(source: Path, target: Path) -> None:
-        if Path(target).name == name:
-            raise OSError(f"no move to {name}")
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
 
 
 def test_a_step_saved_again_is_replaced(tmp_path: Path) -> None:
@@ -277,41 +189,6 @@ def test_a_failed_replacement_keeps_the_old_step(
     assert torch.equal(read_part(tmp_path / "step-40", STAGES[0])["w"], before["w"])
 
 
-def test_hosts_on_one_file_system_may_all_begin_and_finish(tmp_path: Path) -> None:
-    barrier = threading.Barrier(4)
-    errors: list[Exception] = []
-    shared: dict[int, Part] = {}
-
-    def host(rank: int) -> None:
-        try:
-            for save in range(8):
-                barrier.wait(timeout=60)
-                folder = begin(tmp_path, save // 2)  # every step twice: made, then replaced
-                barrier.wait(timeout=60)
-                shared[rank] = write_part(folder, f"rank-{rank}", {"rank": rank, "save": save})
-                barrier.wait(timeout=60)
-                parts = tuple(shared[other] for other in sorted(shared))
-                manifest = Manifest(save // 2, 7, save + 1, {}, parts)
-                for phase in (checkpoint.prepare, checkpoint.publish):
-                    phase(tmp_path, manifest)
-                    barrier.wait(timeout=60)
-                checkpoint.settle(tmp_path, manifest.step, keep=9)
-        except Exception as error:
-            errors.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=host, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert errors == []
-    assert checkpoint.steps(tmp_path) == [0, 1, 2, 3]
-    assert checkpoint.newest(tmp_path) == 3
-    assert read_part(tmp_path / "step-3", "rank-2") == {"rank": 2, "save": 7}
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
 def test_a_host_with_its_own_disk_lists_the_parts_of_others(tmp_path: Path) -> None:
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     parts = [
@@ -324,16 +201,6 @@ def test_a_host_with_its_own_disk_lists_the_parts_of_others(tmp_path: Path) -> N
     assert read_part(mine / "step-40", "stage-0") == {"stage": 0}
     with pytest.raises(CheckpointError, match=r"stage-1\.safetensors: missing"):
         read_part(mine / "step-40", "stage-1")
-
-
-def test_a_part_that_does_not_fit_on_the_disk_names_its_cause(tmp_path: Path) -> None:
-    folder, limits = begin(tmp_path, 0), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        with pytest.raises(CheckpointError, match=r"allows 10,000 bytes; raise it \(`ulimit -f"):
-            write_part(folder, "stage-0", {"weights": torch.zeros(100_000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_state_too_large_for_its_header_is_refused_with_the_remedy(tmp_path: Path) -> None:
@@ -398,31 +265,6 @@ def test_writing_without_begin_is_refused(tmp_path: Path) -> None:
         write_part(tmp_path / "absent", "stage-0", {})
     with pytest.raises(ValueError, match="step = -1"):
         begin(tmp_path, -1)
-
-
-def test_settling_keeps_the_newest_of_those_saved_before(tmp_path: Path) -> None:
-    for step in (10, 20, 30, 40, 50):
-        save(tmp_path, step)
-    begin(tmp_path, 15)
-    begin(tmp_path, 60)
-
-    checkpoint.settle(tmp_path, 40, keep=2)
-
-    assert checkpoint.steps(tmp_path) == [30, 40, 50]  # 50 was saved later: nobody said it is whole
-    assert checkpoint.pointer(tmp_path) == "step-40"
-    assert not (tmp_path / ".step-15.partial").exists()
-    assert (tmp_path / ".step-60.partial").is_dir(), "a newer save may be under way"
-
-
-def test_a_damaged_step_never_counts_among_those_kept(tmp_path: Path) -> None:
-    for step in (10, 20, 30, 40):
-        save(tmp_path, step)
-    truncate(tmp_path / "step-30" / f"{STAGES[0]}.safetensors")
-    with pytest.raises(ValueError, match="keep = 0"):
-        checkpoint.settle(tmp_path, 40, keep=0)
-    checkpoint.settle(tmp_path, 40, keep=2)
-    assert checkpoint.steps(tmp_path) == [20, 40]
-    assert (tmp_path / "step-30").is_dir()
 
 
 @pytest.mark.parametrize("module", [checkpoint, statefile])

@@ -1,4 +1,4 @@
-"""What two relays send each other inside TLS: frames, each a header and at most 128 KiB."""
+"""Frames that two relays send each other inside TLS: a header and at most 128 KiB."""
 
 import struct
 from enum import IntEnum
@@ -12,7 +12,7 @@ _LARGEST_PEER_LIST = 1 << 20
 
 
 class Kind(IntEnum):
-    """What a frame means to its stream, or to the link as a whole."""
+    """The meaning of a frame to its stream, or to the link as a whole."""
 
     BEAT = 0  # the peer lives; carries an acknowledgement and perhaps padding. Has no number.
     OPEN = 1  # payload: the port to connect to

@@ -28,7 +28,7 @@ _Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Hello(BaseModel):
-    """What the connecting host says first.
+    """The connecting host's first message.
 
     "join": it wants to be part of the run, and listens at `port`. "probe": nothing, it looks
     whether this host can be reached. "link": it carries the frames of `session` to host `to`, of

@@ -39,7 +39,7 @@ _PADDING_S, _BUSY_S = 0.1, 10.0
 
 @dataclass
 class LinkStats:
-    """What a link did so far; also what the display shows of an edge."""
+    """Counts of a link so far; the display shows them too."""
 
     sent_nbytes: int = 0
     received_nbytes: int = 0

@@ -80,7 +80,7 @@ class Session:
         return self._since_acknowledged >= ACKNOWLEDGE_NBYTES
 
     def resume(self, received: int) -> Iterator[Buffer]:
-        """What to send first over a new connection: all frames after the peer's last.
+        """Frames to resend over a new connection: all after the peer's last.
 
         Raises:
             FrameError: the peer says that it got more than was sent, or lost what it acknowledged.

@@ -13,7 +13,7 @@ WINDOW_NBYTES = 32 << 20
 
 
 class StreamOwner(Protocol):
-    """What a stream needs of its link."""
+    """The part of a link that its streams use."""
 
     def ready(self, stream: "Stream") -> None:
         """There is something to pull."""

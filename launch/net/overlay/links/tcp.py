@@ -44,7 +44,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class TcpState:
-    """What the kernel knows of a connection."""
+    """The kernel's figures of a connection."""
 
     round_trip_s: float
     """The shortest lately."""

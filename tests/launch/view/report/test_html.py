@@ -226,7 +226,7 @@ def test_errors_have_a_picture_where_they_were_measured(tmp_path: Path) -> None:
         )
         text = "".join(page.text)
         assert ("Compression error" in text) == (error is not None)
-        pictures.append(text.count("change since the last visit"))
+        pictures.append(text.count("change since the last epoch"))
     assert pictures == [0, 1]
 
 
