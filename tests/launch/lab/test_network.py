@@ -1,6 +1,5 @@
 """Real traffic through real namespaces; skipped where they are not allowed."""
 
-import errno
 import os
 import signal
 import socket
@@ -9,16 +8,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pyroute2 import IPRoute
-from pyroute2.netlink.exceptions import NetlinkError
 
+from tests.launch.lab.kernel import class_bps, uplink_bps
 from thinpipe.launch.lab import ranks, requirements
 from thinpipe.launch.lab.network import HostError, ShapedNetwork
 from thinpipe.launch.lab.probe import probe_link
-from thinpipe.launch.lab.shaping import Shape, Shaper
 from thinpipe.launch.lab.spec import NetworkSpec
 
 PORT = 5300
@@ -29,28 +26,6 @@ LONG_S = 600
 """Longer than any test takes."""
 
 pytestmark = pytest.mark.usefixtures("namespaces")
-
-
-def queues(_: int) -> list[str]:
-    """The kinds of queues on this host's link."""
-    with IPRoute() as ip:
-        (link,) = ip.link_lookup(ifname="eth0")
-        return sorted(queue.get_attr("TCA_KIND") for queue in ip.get_qdiscs(index=link))
-
-
-def uplink_bps(_: int) -> float:
-    """The rate of this host's token bucket, as the kernel has it."""
-    with IPRoute() as ip:
-        (queue,) = ip.get_qdiscs(index=ip.link_lookup(ifname="eth0")[0])
-        return 8.0 * queue.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS")["rate"]
-
-
-def class_bps(_: int) -> list[float]:
-    """The ceilings of the classes on this host's link, as the kernel has them."""
-    with IPRoute() as ip:
-        found = ip.get_classes(index=ip.link_lookup(ifname="eth0")[0])
-        options = [c.get_attr("TCA_OPTIONS") for c in found if c.get_attr("TCA_KIND") == "htb"]
-        return sorted(8.0 * option.get_attr("TCA_HTB_PARMS")["ceil"] for option in options)
 
 
 def transfer_s(
@@ -307,75 +282,6 @@ def test_an_invalid_change_changes_nothing(net: ShapedNetwork) -> None:
     with pytest.raises(ValueError, match="--rate = 'fast'"):
         net.set_rates("fast")
     assert net.spec == before
-
-
-def test_queues_changed_by_others_are_set_up_from_scratch(net: ShapedNetwork) -> None:
-    def clear(_: int) -> None:
-        with IPRoute() as ip:
-            ip.tc("del", index=ip.link_lookup(ifname="eth0")[0], root=True)
-
-    net.set_rates(pairs=["0,1=20mbit"])
-    try:
-        shaped = net.run(queues, hosts=[0])
-        net.run(clear, hosts=[0])
-        assert net.run(queues, hosts=[0]) == [["noqueue"]]
-        net.set_rates(pairs=["0,1=10mbit"])
-        assert net.run(queues, hosts=[0]) == shaped
-        net.run(clear, hosts=[0])
-    finally:
-        net.set_rates("none", pairs=["0,1=none"])
-    assert net.run(queues, hosts=[0]) == [["noqueue"]]
-
-
-class _BusyKernel:
-    """A kernel that is too busy for the next `busy` changes of queues."""
-
-    def __init__(self, ip: IPRoute) -> None:
-        self._ip, self.busy = ip, 0
-
-    def link(self, *arguments: Any, **named: Any) -> Any:
-        return self._ip.link(*arguments, **named)
-
-    def tc(self, *arguments: Any, **named: Any) -> Any:
-        if self.busy:
-            self.busy -= 1
-            raise NetlinkError(errno.EBUSY, os.strerror(errno.EBUSY))
-        return self._ip.tc(*arguments, **named)
-
-
-def test_changes_are_retried_while_the_kernel_is_busy_but_not_forever(net: ShapedNetwork) -> None:
-    def job(_: int) -> list[list[str]]:
-        found = []
-        with IPRoute() as ip:
-            kernel = _BusyKernel(ip)
-            shaper = Shaper(kernel, ip.link_lookup(ifname="eth0")[0])
-            kernel.busy = 3
-            shaper.apply(Shape(20e6))
-            found.append(queues(0))
-            kernel.busy = 100
-            for _ in range(2):
-                with pytest.raises(NetlinkError):
-                    shaper.apply(Shape())
-            kernel.busy = 0
-            shaper.apply(Shape())
-            found.append(queues(0))
-        return found
-
-    assert net.run(job, hosts=[0]) == [[["tbf"], ["noqueue"]]]
-
-
-def test_a_change_that_the_kernel_refuses_is_refused_again_and_undone() -> None:
-    def unplug(_: int) -> None:
-        with IPRoute() as ip:
-            ip.link("del", index=ip.link_lookup(ifname="eth0")[0])
-
-    with ShapedNetwork(NetworkSpec.of(3)) as net:
-        net.run(unplug, hosts=[2])
-        for _ in range(2):
-            with pytest.raises(ValueError, match=r"rejects .*uplink of host2: No such device"):
-                net.set_rates("20mbit")
-            assert net.run(queues, hosts=[0, 1]) == [["noqueue"]] * 2
-        assert net.spec.rate_bps(0, 1) is None
 
 
 def test_invalid_messages_of_a_client_are_harmless(net: ShapedNetwork) -> None:
