@@ -11,8 +11,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from thinpipe.launch.host.terminal import end_now
 from thinpipe.launch.net.ranks.store import await_key
 
-_GRACE_S = 1.0
-"""How long to wait for the cause: its consequences are often noticed before it."""
+_GRACE_S, _CAUSE_S = 1.0, 5.0
+"""How long to wait for more, and at most for a cause: a connection that broke is noticed before."""
 _OWN_ACCOUNT_S = 0.2
 """How long the main thread may take to say more, if it has noticed too."""
 _STUCK_S = 10.0
@@ -37,25 +37,22 @@ class Failures:
     def first(self, since_s: float) -> str:
         """The first cause, or else the first failure, and whose it is.
 
-        Waits for it until a moment after `since_s`, when this rank learnt of a failure (monotonic).
+        Waits for a cause since `since_s`, when this rank learnt of a failure (monotonic).
 
         Raises:
             RuntimeError: the store is gone.
         """
         time.sleep(max(0.0, since_s + _GRACE_S - time.monotonic()))
+        while not self._found()[0] and time.monotonic() < since_s + _CAUSE_S:
+            time.sleep(0.05)
         return self.known() or "nothing was reported"
 
     def known(self) -> str | None:
         """The same as far as it was reported by now."""
-        _, words = self._first()
-        return words
+        return self._found()[1]
 
-    def cause(self) -> str | None:
-        """The first cause that was reported by now; no connection that broke."""
-        is_cause, words = self._first()
-        return words if is_cause else None
-
-    def _first(self) -> tuple[bool, str | None]:
+    def _found(self) -> tuple[bool, str | None]:
+        """Whether that is a cause, and its words."""
         numbers = range(1, self._store.add("count", 0) + 1)
         keys = [str(number) for number in numbers if self._store.check([str(number)])]
         if not keys:

@@ -39,7 +39,7 @@ def test_without_a_cause_the_first_report_counts() -> None:
 
 
 WATCHED = """
-    import os, sys, time
+    import os, signal, sys, threading
     from thinpipe.launch.net.ranks.failures import Failures, Watch
     from thinpipe.launch.net.ranks.store import connect_store
 
@@ -48,10 +48,11 @@ WATCHED = """
     print("waits", flush=True)
     if sys.argv[2] == "handled":
         watch.stand_down()
-        time.sleep(4)
+        for thread in threading.enumerate():
+            if thread is not threading.main_thread():
+                thread.join()  # it has met the failure
         os._exit(7)
-    while True:
-        time.sleep(1)
+    signal.pause()
 """
 
 
