@@ -208,7 +208,8 @@ class RankRun:
             check_batch_size(config, samples)
             if isinstance(config.model, OwnModelConfig):
                 config = sized_for(config, samples)
-            notices = check_host(config, len(samples), ranks_here())
+            if session.local_rank == 0:  # for all ranks of its host
+                notices = check_host(config, len(samples), ranks_here())
         except ValueError as error:
             problem = str(error)
         digests = {"train": samples.digest, **self._facts.get("data", {})}
