@@ -175,8 +175,9 @@ class RankRun:
         pipeline = self.config.pipeline
         mesh = self.config.mesh(int(os.environ["RANK"]))
         facts = {"config": self.config.shared(), **self._facts}
-        wait_s = pipeline.peer_timeout_s
-        joined = join(self.config.network, mesh, facts, self._problem, wait_s=wait_s)
+        wait_s, ended = pipeline.peer_timeout_s, self._stop.is_set
+        network = self.config.network
+        joined = join(network, mesh, facts, self._problem, wait_s=wait_s, ended=ended)
         session = self._joined.enter_context(joined)
         layout = None if pipeline.auto_cuts else Layout.of(pipeline.model_dump(mode="json"))
         checkpoints = self.config.run.path / "checkpoints"

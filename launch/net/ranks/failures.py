@@ -34,16 +34,20 @@ class Failures:
         number = self._store.add("count", 1)
         self._store.set(str(number), json.dumps([not cause, number, self._who, message]))
 
-    def first(self, since_s: float) -> str:
+    def first(self, since_s: float, ended: Callable[[], bool]) -> str:
         """The first cause, or else the first failure, and whose it is.
 
-        Waits for a cause since `since_s`, when this rank learnt of a failure (monotonic).
+        Waits for a cause since `since_s`, when this rank learnt of a failure (monotonic). If
+        `ended()` says that this machine's launcher ends its ranks, the launcher knows more, and
+        says it when they are gone; then the text is empty.
 
         Raises:
             RuntimeError: the store is gone.
         """
         time.sleep(max(0.0, since_s + _GRACE_S - time.monotonic()))
         while not self._found()[0] and time.monotonic() < since_s + _CAUSE_S:
+            if ended():
+                return ""
             time.sleep(0.05)
         return self.known() or "nothing was reported"
 
@@ -73,11 +77,14 @@ class Watch:
     """Ends this process when another rank fails, wherever it waits meanwhile.
 
     `failures` must have a store connection of its own: it is blocked all the time. `describe` says
-    what this host knows of the connections to others.
+    what this host knows of the connections to others; `ended` as in `Failures.first`.
     """
 
-    def __init__(self, failures: Failures, who: str, describe: Callable[[], str]) -> None:
+    def __init__(
+        self, failures: Failures, who: str, describe: Callable[[], str], ended: Callable[[], bool]
+    ) -> None:
         self._failures, self._who, self._describe = failures, who, describe
+        self._ended = ended
         self._handled = threading.Event()
         self._noticed_s: float | None = None
         threading.Thread(target=self._run, daemon=True).start()
@@ -94,7 +101,8 @@ class Watch:
         try:
             self._failures.wait()
             self._noticed_s = time.monotonic()
-            account = f"ended because of another rank: {self._failures.first(self._noticed_s)}"
+            first = self._failures.first(self._noticed_s, self._ended)
+            account = f"ended because of another rank{first and ': '}{first}"
         except RuntimeError:
             account = "the machine that holds the run's store is gone"
             time.sleep(_GRACE_S)
