@@ -84,4 +84,4 @@ def test_all_that_is_gone_is_answered_at_once(tmp_path: Path) -> None:
     said = [line.strip() for line in str(caught.value).splitlines()]
     names = ("train.verify_share = 0.5", 'boundary.0.forward.kind = "auto"')
     names = (*names, 'boundary.0.forward.coding = "auto"', "gradcomp.cocktail.seed = 3")
-    assert all(any(line.startswith(name) for line in said) for name in names), said
+    assert all(any(name in line for line in said) for name in names), said
